@@ -75,6 +75,27 @@ def test_freezing_takes_effect_under_every_wrapper(precision: str, replicas: int
     check_as_on_one_stage(case, replace(case, stages=1))
 
 
+def freeze_and_thaw(precision: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state before layers freeze, move away and back and thaw, and after that. No batch comes between."""
+    engine = build(Case(precision=precision, groups="two"))
+    data = batches(engine)
+    losses = [engine.train_batch(data).item() for _ in range(2)]
+    before = outcome_of(engine, losses)
+    for prefix, partitions in ((3, [[0, 1, 8], [0, 4, 8]]), (0, [])):
+        freeze(engine, prefix)
+        engine.model_changed(f"{prefix} layers are frozen")
+        drop_decision(engine)
+        for partition in partitions:
+            engine.rebalance(partition)
+    return before, outcome_of(engine, losses)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32 zero1"])
+def test_what_the_optimizer_holds_for_a_layer_outlasts_its_freezing(precision: str) -> None:
+    before, after = zip(*run(2, freeze_and_thaw, precision))
+    assert whole(after) == whole(before)
+
+
 def freeze_biases(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
     engine = build(Case(precision=precision, optimizer="SGD"))
     data, losses, waiting = batches(engine), [], list(moves)

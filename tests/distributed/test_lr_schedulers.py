@@ -11,10 +11,10 @@ from torch.optim import lr_scheduler
 
 import ds_dynmo
 from ds_dynmo.errors import ConfigError
-from tests.distributed.harness import run_each
+from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case, config
 from tests.distributed.support.models import module_of
-from tests.distributed.support.training import batches
+from tests.distributed.support.training import batches, build
 
 Schedule = Callable[[torch.optim.Optimizer], Any]
 
@@ -100,3 +100,19 @@ def test_a_list_that_may_be_of_groups_is_refused_by_name() -> None:
     for refusal, *_ in reordered:
         assert "LR scheduler Restarts has a list 'restarts' as long as rank 0 has parameter groups" in refusal
         assert "pass the scheduler as a callable" in refusal
+
+
+def set_a_rate(precision: str) -> list[float]:
+    """Set the rate of vectors where a stage has some, move one to the other stage, and return its rates."""
+    engine = build(Case(precision=precision, groups="two", start=(0, 1, 8)))
+    engine.train_batch(batches(engine))
+    if engine.stage_id == 1:
+        engine.basic_optimizer.param_groups[1]["lr"] = 0.125
+    engine.rebalance([0, 2, 8])
+    return [group["lr"] for group in engine.basic_optimizer.param_groups]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_rate_set_where_a_group_has_parameters_goes_with_them(precision: str) -> None:
+    of_matrices, of_vectors = zip(*run(2, set_a_rate, precision))
+    assert of_vectors == (0.125, 0.125) and of_matrices == (0.03, 0.03)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
@@ -16,15 +18,16 @@ from torch import nn
 from torch.ao.quantization import FakeQuantize
 
 from ds_dynmo.errors import MigrationError
-from tests.distributed.harness import run_each
+from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
-from tests.distributed.support.models import Block, Embedding, Head
+from tests.distributed.support.models import WIDTH, Block, Embedding, Head
 from tests.distributed.support.training import (
     batches,
     build,
     check_moves_changed_nothing,
     layers_of,
     outcome_of,
+    raw,
     train_and_move,
 )
 
@@ -176,6 +179,84 @@ def test_layers_arrive_as_they_left(precision: str) -> None:
     moves = [[0, 1, LAYERS], [0, LAYERS - 1, LAYERS], [0, 1, LAYERS]]
     still, moved = run_each(2, train, (case, []), (case, moves))
     check_moves_changed_nothing(still, moved)
+
+
+# -- all that a layer may have become -----------------------------------------------------------------
+
+
+class Everything(Block):
+    """A layer that holds one of everything. It draws random numbers whenever it is built."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+        self.register_buffer("scratch", torch.rand(2), persistent=False)
+        self.extra = random.random()
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.extra = state["extra"]
+
+
+class BuiltAgain(Everything):
+    """One that cannot be pickled, so that it is built where it arrives."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.activation = lambda hidden: torch.tanh(hidden)
+
+
+def halve(gradient: Tensor) -> Tensor:
+    return gradient / 2
+
+
+def change_everything(layer: Any) -> None:
+    layer.table = nn.Parameter(torch.randn(3, 2, dtype=torch.float64).t(), requires_grad=False)
+    layer.mask[2] = False
+    layer.scratch.fill_(5.0)
+    layer.extra = 9.0
+    layer.down.eval()
+    layer.note = {"kept": [1, 2]}
+    layer.corner = layer.up.weight.detach()[1:]  # a view
+    layer.up.weight.mark = "marked"
+    layer.up.weight.register_hook(halve)
+    layer.norm.bias.grad = torch.arange(float(WIDTH))
+
+
+def everything_in(layer: Any) -> dict[str, Any]:
+    tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers()), "corner": layer.corner}
+    return {
+        "tensors": {n: (t.shape, t.dtype, t.stride(), t.requires_grad, raw(t)) for n, t in tensors.items()},
+        "gradients": {n: raw(p.grad) for n, p in layer.named_parameters() if p.grad is not None},
+        "saved": list(layer.state_dict()),
+        "modes": [part.training for part in layer.modules()],
+        "values": (layer.extra, layer.note, layer.up.weight.mark, list(layer.up.weight._backward_hooks.values())),
+        "view": layer.corner.data_ptr() - layer.up.weight.data_ptr(),
+    }
+
+
+def send_everything(kind: type[nn.Module]) -> tuple[dict[str, Any], tuple[float, ...]]:
+    """Move a layer from stage 0 to stage 1. Return what it is, and what this rank's generators then draw."""
+    engine = build(Case(start=(0, 2, 3)), lambda _: [LayerSpec(Embedding, 1), LayerSpec(kind, 1), LayerSpec(Head, 2)])
+    engine.train_batch(batches(engine))
+    found: dict[str, Any] = {}
+    if engine.stage_id == 0:
+        change_everything(layers_of(engine)[1])
+        found = everything_in(layers_of(engine)[1])
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    engine.rebalance([0, 1, 3])
+    draws = torch.rand(1).item(), random.random(), np.random.rand()
+    return found or everything_in(layers_of(engine)[1]), draws
+
+
+@pytest.mark.parametrize("kind", [Everything, BuiltAgain])
+def test_a_layer_arrives_as_what_it_has_become(kind: type[nn.Module]) -> None:
+    (left, draws), (arrived, draws_there) = run(2, send_everything, kind)
+    assert arrived == left
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    assert draws == draws_there == (torch.rand(1).item(), random.random(), np.random.rand())
 
 
 # -- layers that do not travel ------------------------------------------------------------------------

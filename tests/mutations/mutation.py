@@ -10,10 +10,10 @@ class Mutation:
     """A breakage.
 
     Attributes:
-        name: what is wrong, in a few words.
+        name: the behaviour that is wrong, in a few words. It holds wherever the code is.
         file: below the checkout.
         old, new: text that occurs once in the file, and what it becomes.
-        tests: pytest's arguments: those that should fail.
+        tests: pytest's arguments, as a shell would split them: those that should fail, of what a user sees.
         accelerator: what DS_ACCELERATOR is for them.
     """
 
@@ -22,4 +22,4 @@ class Mutation:
     old: str
     new: str
     tests: str
-    accelerator: str = "emulated"
+    accelerator: str = "cpu"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.mutations.device import MUTATIONS
+from tests.mutations import MUTATIONS
 from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,9 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_mutation_applies(mutation: Mutation) -> None:
-    assert (ROOT / mutation.file).read_text().count(mutation.old) == 1 and mutation.new != mutation.old
-    files = [word.partition("::")[0] for word in mutation.tests.split() if word.startswith("tests/")]
-    assert files and all((ROOT / file).is_file() for file in files)
+    text = (ROOT / mutation.file).read_text()
+    assert text.count(mutation.old) == 1 and mutation.new != mutation.old
+    compile(text.replace(mutation.old, mutation.new), mutation.file, "exec")
+    tests = [word for word in shlex.split(mutation.tests) if word.startswith("tests/")]
+    assert tests
+    for file, _, function in (word.partition("::") for word in tests):
+        assert f"def {function.partition('[')[0]}" in (ROOT / file).read_text()
 
 
 def test_names_of_mutations_differ() -> None:

@@ -1,0 +1,183 @@
+"""When layers move and where they go: the profile, the threshold, memory, the report, and input that is refused."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+BALANCING = "ds_dynmo/engine/balancing"
+ENGINE = "tests/distributed/test_engine.py"
+DECISIONS = "tests/distributed/test_decisions.py"
+POLICY = "tests/local/test_policy.py"
+
+MUTATIONS = [
+    Mutation(
+        "a decision knows no memory limit",
+        f"{BALANCING}/policy.py",
+        "        memory=memory,\n        pipeline=",
+        "        memory=None,\n        pipeline=",
+        f"{ENGINE}::test_a_rebalance_that_does_not_fit_is_refused",
+    ),
+    Mutation(
+        "a move begins though a rank lacks the memory for it",
+        f"{BALANCING}/memory.py",
+        "        if found is not None:\n",
+        "        if False:\n",
+        "tests/distributed/test_move_memory.py::test_a_move_that_does_not_fit_is_refused_before_a_byte_moves"
+        " -k 'rebalance-fp32'",
+    ),
+    Mutation(
+        "the memory of layers that arrive is not counted while they move",
+        "ds_dynmo/partitioners/move_memory.py",
+        "travels = old.total + new.flat + sum(layer.own + layer.staged for layer in arriving)",
+        "travels = old.total + new.flat",
+        "tests/distributed/test_move_memory.py::test_the_peak_of_a_move_is_as_predicted -k 'fp32-2x1 and not zero1'",
+    ),
+    Mutation(
+        "activations of micro-batches in flight are not counted",
+        "ds_dynmo/engine/balancing/memory.py",
+        "activation_bytes=tuple(layer.activation_bytes for layer in profile.layers),",
+        "activation_bytes=tuple(0 for _ in profile.layers),",
+        "tests/distributed/test_repack_failures.py::test_a_repacking_that_does_not_fit_names_one_that_would",
+    ),
+    Mutation(
+        "layers move for a gain below the threshold",
+        f"{BALANCING}/policy.py",
+        "return after < before and before - after >= config.min_improvement * before",
+        "return after < before",
+        f"{POLICY}::test_a_gain_below_min_improvement_is_rejected",
+    ),
+    Mutation(
+        "layers move for a gain that noise explains",
+        f"{BALANCING}/policy.py",
+        "if gain <= _STANDARD_ERRORS * math.hypot(*of_layers, *of_stages):",
+        "if gain <= 0:",
+        f"{DECISIONS}::test_jitter_moves_nothing",
+    ),
+    Mutation(
+        "layers move though the move costs more than it saves",
+        f"{BALANCING}/policy.py",
+        "    if saved * tradeoff.batches + tradeoff.missed_seconds <= cost:\n",
+        "    if False:\n",
+        f"{POLICY}::test_a_move_must_save_more_than_it_costs",
+    ),
+    Mutation(
+        "a slow stage is taken for one like the others",
+        f"{BALANCING}/cost_model.py",
+        "return DecisionInput(placement, costs, self.history.speeds, schedules)",
+        "return DecisionInput(placement, costs, None, schedules)",
+        f"{DECISIONS}::test_a_slow_stage_gets_fewer_layers_also_after_resuming",
+    ),
+    Mutation(
+        "a profile has the layers of its own stage alone",
+        "ds_dynmo/engine/profiling/layer_sizes.py",
+        "    stage.comm.max_over_world(table)\n    if failed",
+        "    if failed",
+        f"{ENGINE}::test_a_profile_has_every_layer",
+    ),
+    Mutation(
+        "a rank decides otherwise than the others, and goes there",
+        f"{BALANCING}/balancer.py",
+        "lambda: prepare()(), same=lambda found: self._stage.route_to(found.placement)",
+        "lambda: prepare()()",
+        "tests/distributed/test_own_balancer.py"
+        "::test_a_balancer_that_differs_on_one_rank_changes_nothing_and_its_cause_is_said",
+    ),
+    Mutation(
+        "a decision comes a batch after its interval",
+        f"{BALANCING}/trigger.py",
+        "and step % config.interval == 0",
+        "and (step - 1) % config.interval == 0",
+        f"{DECISIONS}::test_decisions_by_iteration_time_do_not_change_training",
+    ),
+    Mutation(
+        "a model that changed asks for no decision",
+        f"{BALANCING}/trigger.py",
+        "        self.ask(Request(Reason.MODEL_CHANGED, reason))\n",
+        "",
+        "tests/distributed/test_frozen.py::test_a_model_that_changed_is_profiled_and_rebalanced",
+    ),
+    Mutation(
+        "what was measured before the model changed counts after it",
+        f"{BALANCING}/cost_model.py",
+        "        self.history.forget()\n        self._missed_seconds = 0.0\n",
+        "        self._missed_seconds = 0.0\n",
+        "tests/distributed/test_frozen.py::test_a_model_that_changed_is_profiled_and_rebalanced",
+    ),
+    Mutation(
+        "a report names the partitions the other way round",
+        f"{BALANCING}/reports.py",
+        "        old_placement=plan.old,\n        new_placement=plan.new,\n",
+        "        old_placement=plan.new,\n        new_placement=plan.old,\n",
+        f"{DECISIONS}::test_a_rebalance_without_a_profile_decides_once",
+    ),
+    Mutation(
+        "a decision is missing in the report",
+        "ds_dynmo/engine/reporting/reporter.py",
+        '        self.write(report.as_record())\n        self._send(\n            {\n                "layers_moved"',
+        '        self._send(\n            {\n                "layers_moved"',
+        f"{DECISIONS}::test_a_rebalance_without_a_profile_decides_once",
+    ),
+    Mutation(
+        "nothing reaches DeepSpeed's monitors",
+        "ds_dynmo/engine/reporting/reporter.py",
+        "        if self._monitor is not None:\n",
+        "        if False:\n",
+        "tests/distributed/test_monitors.py::test_csv_files_have_all_series",
+    ),
+    Mutation(
+        "a partition with an empty stage is accepted",
+        "ds_dynmo/placement.py",
+        "if stop < start or (stop == start and owner not in may_be_empty):",
+        "if stop < start:",
+        f"{ENGINE}::test_an_invalid_partition_changes_nothing",
+    ),
+    Mutation(
+        "a partition that leaves out the last layers is accepted",
+        "ds_dynmo/placement.py",
+        "    if bounds[0] != 0 or bounds[-1] != last:\n",
+        "    if bounds[0] != 0:\n",
+        f"{ENGINE}::test_an_invalid_partition_changes_nothing",
+    ),
+    Mutation(
+        "a partition of another number of stages is accepted",
+        "ds_dynmo/placement.py",
+        "        return Placement(bounds, self.owners)\n",
+        "        return Placement(bounds, self.owners[: len(bounds) - 1])\n",
+        f"{ENGINE}::test_an_invalid_partition_changes_nothing",
+    ),
+    Mutation(
+        "a partition that parts what keep_together names is accepted",
+        f"{BALANCING}/balancer.py",
+        "            new = self._stage.placement.at(partition)\n            self.groups.check(new.boundaries)\n",
+        "            new = self._stage.placement.at(partition)\n",
+        "tests/distributed/test_keep_together_rules.py::test_a_forbidden_partition_is_refused_and_training_continues",
+    ),
+    Mutation(
+        "an unknown key of the block is accepted",
+        "ds_dynmo/config/block.py",
+        'extra="forbid"',
+        'extra="ignore"',
+        "tests/pure/test_config.py",
+    ),
+    Mutation(
+        "ranks may have different blocks",
+        "ds_dynmo/engine/stage.py",
+        "problem = validation.other_block(config, comm.broadcast_object(config))",
+        "problem = validation.other_block(config, config)",
+        "tests/distributed/test_reporting.py::test_all_other_keys_must_be_equal_on_every_rank",
+    ),
+    Mutation(
+        "layers move though the block is switched off",
+        "ds_dynmo/engine/guards.py",
+        "        if not engine.dynmo.enabled:\n",
+        "        if False:\n",
+        "tests/distributed/test_switched_off.py::test_calls_that_would_move_layers_are_refused",
+    ),
+    Mutation(
+        "layers may freeze without a word",
+        "ds_dynmo/engine/pipeline/trainable.py",
+        "        frozen_prefix.check_unchanged(self._stage.layers, self._layers, self._tied_weights)\n",
+        "",
+        "tests/distributed/test_frozen.py::test_freezing_without_model_changed_is_an_error_that_names_it",
+    ),
+]

@@ -1,0 +1,232 @@
+"""A layer moves as what it is now, with its own random numbers; nothing moves unless all ranks go the same way."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+MIGRATION = "ds_dynmo/engine/migration"
+LAYERS = "ds_dynmo/engine/deepspeed_adapter/pipeline_module.py"
+STREAMS = "ds_dynmo/engine/pipeline/random_streams.py"
+TRAVELS = "tests/distributed/test_what_travels.py::test_a_layer_arrives_as_what_it_has_become"
+PHASES = "tests/distributed/test_migration_phases.py"
+RANDOM = "tests/distributed/test_randomness.py"
+ENGINE = "tests/distributed/test_engine.py"
+TIED = "tests/distributed/test_bitwise.py::test_random_rebalances_change_nothing[3stages-tied-clip0.05-dp1]"
+
+MUTATIONS = [
+    Mutation(
+        "non-persistent buffers are left behind",
+        f"{MIGRATION}/arriving.py",
+        "        self._free()\n        return content",
+        "        for part in content.module.modules():\n"
+        "            for name in part._non_persistent_buffers_set:\n"
+        "                part._buffers[name] = torch.zeros_like(part._buffers[name])\n"
+        "        self._free()\n        return content",
+        TRAVELS,
+    ),
+    Mutation(
+        "masks and a router's bias are left behind",
+        f"{MIGRATION}/arriving.py",
+        "        self._free()\n        return content",
+        "        for buffer in content.module.buffers():\n            buffer.zero_()\n"
+        "        self._free()\n        return content",
+        "tests/distributed/test_moe.py::test_a_decision_after_every_batch_changes_nothing -k bias",
+    ),
+    Mutation(
+        "attributes that a layer keeps are left behind",
+        "ds_dynmo/engine/serialization/dismantling.py",
+        "    own.update({**parts.attributes, **(parts.hooks or {})})\n",
+        "    own.update(parts.hooks or {})\n",
+        TRAVELS,
+    ),
+    Mutation(
+        "extra state is left behind",
+        "ds_dynmo/engine/serialization/dismantling.py",
+        "        shell.set_extra_state(from_bytes(parts.extra_state, device))\n",
+        "        pass\n",
+        TRAVELS,
+    ),
+    Mutation(
+        "a layer that moves trains again, though it was set to evaluate",
+        "ds_dynmo/engine/serialization/dismantling.py",
+        "    shell.training = parts.training\n",
+        "",
+        TRAVELS,
+    ),
+    Mutation(
+        "a frozen parameter arrives as a trainable one",
+        f"{MIGRATION}/tensors.py",
+        "return nn.Parameter(data, requires_grad=meta.requires_grad)",
+        "return nn.Parameter(data)",
+        TRAVELS,
+    ),
+    Mutation(
+        "a parameter arrives in the precision of the model",
+        f"{MIGRATION}/tensors.py",
+        "return nn.Parameter(data, requires_grad=meta.requires_grad)",
+        "return nn.Parameter(data.float(), requires_grad=meta.requires_grad)",
+        TRAVELS,
+    ),
+    Mutation(
+        "gradients that are held are lost",
+        f"{MIGRATION}/arriving.py",
+        "            parameter.grad = gradient\n",
+        "",
+        TRAVELS,
+    ),
+    Mutation(
+        "what a user set on a parameter is lost",
+        f"{MIGRATION}/arriving.py",
+        "            vars(parameter).update(attributes)\n",
+        "",
+        TRAVELS,
+    ),
+    Mutation(
+        "a user's hook on a parameter is lost",
+        f"{MIGRATION}/arriving.py",
+        "            register_hooks(parameter, hooks)\n",
+        "",
+        TRAVELS,
+    ),
+    Mutation(
+        "a view of a weight arrives as a copy",
+        f"{MIGRATION}/packing.py",
+        "    bases = find_bases(tensors)\n",
+        "    bases: dict[int, int] = {}\n",
+        TRAVELS,
+    ),
+    Mutation(
+        "a layer that is built where it arrives draws the rank's random numbers",
+        "ds_dynmo/engine/serialization/pickling.py",
+        "        random.setstate(python)\n",
+        "",
+        TRAVELS,
+    ),
+    Mutation(
+        "a weight that changed on its way is not sent again",
+        f"{MIGRATION}/packing.py",
+        "return (self.tensor._version, self.tensor.data_ptr()) == (self.version, self.address)",
+        "return True",
+        f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
+    ),
+    Mutation(
+        "a layer arrives as it was when its move was prepared",
+        f"{MIGRATION}/migrator.py",
+        "        migration.packed = context.pack_again(migration.packed)\n",
+        "",
+        f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
+    ),
+    Mutation(
+        "stages of a tied layer that moved do not sum its gradients",
+        f"{MIGRATION}/migrator.py",
+        "            context.layers.tie(context.grid, context.comm.tied_group)\n",
+        "            pass\n",
+        TIED,
+    ),
+    Mutation(
+        "layers are skipped under activation checkpointing once they have moved",
+        LAYERS,
+        "        module.is_checkpointable_results_interval = None  # stale results would silently skip layers\n",
+        "",
+        "tests/distributed/test_bitwise.py::test_rebalances_change_nothing_under_activation_checkpointing[1-True]",
+    ),
+    Mutation(
+        "a layer draws by its place in its stage",
+        LAYERS,
+        'return [getattr(own.get(index), "draws_as_layer", index) for index in self.indices]',
+        "return list(range(len(self.indices)))",
+        f"{RANDOM}::test_moves_change_nothing[False]",
+    ),
+    Mutation(
+        "all micro-batches of a batch draw the same",
+        STREAMS,
+        "        self._begun[kind] += 1\n",
+        "",
+        "tests/distributed/test_replicas.py::test_replicas_share_the_samples_and_random_numbers_of_a_batch",
+    ),
+    Mutation(
+        "all replicas draw the same",
+        STREAMS,
+        "replica=self._replica, micro_batch",
+        "replica=0, micro_batch",
+        f"{RANDOM}::test_replicas_use_different_random_numbers",
+    ),
+    Mutation(
+        "a layer that is recomputed draws other numbers",
+        STREAMS,
+        "            draws = self._in_buffer.get(self._pass.buffer_id, self._pass.draws)\n",
+        "            draws = self._pass.draws._replace(micro_batch=self._begun.total())\n",
+        f"{RANDOM}::test_moves_and_recomputation_change_nothing[1-True]",
+    ),
+    Mutation(
+        "layers use up the random numbers of their rank",
+        STREAMS,
+        "                self._restore(self._outer)\n",
+        "                pass\n",
+        "tests/local/test_random_streams.py::test_the_global_generators_are_restored",
+    ),
+    Mutation(
+        "ranks do not compare where layers go",
+        "ds_dynmo/engine/comm/communicator.py",
+        "        if most != -least:\n",
+        "        if False:\n",
+        f"{ENGINE}::test_if_ranks_disagree_nothing_moves",
+    ),
+    Mutation(
+        "two ways from the same partition look alike to the ranks that compare them",
+        "ds_dynmo/engine/stage.py",
+        'return f"{self.placement} -> {new}"',
+        'return f"{self.placement}"',
+        f"{ENGINE}::test_if_ranks_disagree_nothing_moves",
+    ),
+    Mutation(
+        "ranks that do not take part are not named",
+        "ds_dynmo/engine/comm/communicator.py",
+        "                if missing:\n",
+        "                if False:\n",
+        f"{ENGINE}::test_a_rebalance_on_some_ranks_raises_an_error_that_names_the_others",
+    ),
+    Mutation(
+        "a rank that cannot send its layers does not say so",
+        "ds_dynmo/engine/comm/communicator.py",
+        "every = self._gather([int(failure is None), outgoing_bytes])",
+        "every = self._gather([1, outgoing_bytes])",
+        "tests/distributed/test_moves.py::test_a_layer_that_cannot_be_packed_stays_and_training_continues",
+    ),
+    Mutation(
+        "a move that fails before it begins leaves a stage without its buffers of gradients",
+        f"{MIGRATION}/migrator.py",
+        "            context.state.abandon()\n            raise error from failure\n",
+        "            raise error from failure\n",
+        f"{PHASES}::test_a_move_that_is_not_started_leaves_no_trace",
+    ),
+    Mutation(
+        "an error after bytes have moved is called harmless",
+        f"{MIGRATION}/migrator.py",
+        'f"{error}. Layers had begun to move: resume the job from its last checkpoint"\n            ) from error',
+        'f"{error}. Layers had begun to move: resume the job from its last checkpoint", harmless=True\n'
+        "            ) from error",
+        "tests/distributed/test_faults.py::test_once_bytes_move_a_failure_stops_every_rank_with_its_place -k unpack",
+    ),
+    Mutation(
+        "a layer that was sent keeps its memory",
+        f"{MIGRATION}/context.py",
+        "                parameter.data = parameter.data.new_empty(0)\n",
+        "                pass\n",
+        f"{PHASES}::test_sent_tensors_live_until_the_commit -k bf16",
+    ),
+    Mutation(
+        "a layer takes a copy of another layer's weight along",
+        f"{MIGRATION}/references.py",
+        "            if tensor is theirs or _lies_in(tensor, theirs):\n",
+        "            if False:\n",
+        "tests/distributed/test_refused_references.py::test_references_that_would_become_copies_are_refused_by_name",
+    ),
+    Mutation(
+        "layers move though the optimizer trains other parameters than theirs",
+        f"{MIGRATION}/migrator.py",
+        "            context.check()\n            packed = context.pack_leaving(plan)\n",
+        "            packed = context.pack_leaving(plan)\n",
+        "tests/distributed/test_late_optimizer.py::test_a_move_is_refused_if_the_optimizer_trains_something_else",
+    ),
+]

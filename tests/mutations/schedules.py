@@ -1,0 +1,132 @@
+"""What a batch does: orders of passes, weight gradients that wait, frozen prefixes, masks between stages."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+PIPELINE = "ds_dynmo/engine/pipeline"
+TRAINS = "tests/distributed/test_schedules.py::test_training_equals_1f1b -k 'fp32-2 and not zero1'"
+FROZEN = "tests/distributed/test_frozen.py"
+SCHEDULE = "tests/pure/schedules/test_schedule.py"
+
+MUTATIONS = [
+    Mutation(
+        "weight gradients that wait are those of the first micro-batch alone",
+        f"{PIPELINE}/weight_gradients.py",
+        "        return self._waiting.popleft()\n",
+        "        return self._waiting[0]\n",
+        TRAINS,
+    ),
+    Mutation(
+        "the weight gradient of the last micro-batch is forgotten",
+        f"{PIPELINE}/scheduled.py",
+        "        if deferred:\n",
+        "        if deferred and self.gradients._waiting:\n",
+        TRAINS,
+    ),
+    Mutation(
+        "weight gradients that wait are added twice",
+        f"{PIPELINE}/weight_gradients.py",
+        "return whole(parameter, common, reduce(torch.add, gradients))",
+        "return whole(parameter, common, reduce(torch.add, gradients * 2))",
+        TRAINS,
+    ),
+    Mutation(
+        "weight gradients are computed in both parts of a backward pass",
+        f"{PIPELINE}/weight_gradients.py",
+        "            return torch.zeros_like(gradient)\n        return gradient.clone()",
+        "            return gradient\n        return gradient.clone()",
+        "tests/distributed/test_schedule_features.py::test_features_work_as_under_1f1b -k 'used or unusual or tied'",
+    ),
+    Mutation(
+        "two micro-batches in flight share a buffer",
+        f"{PIPELINE}/steps.py",
+        "            taken.add(given[key])\n",
+        "",
+        TRAINS,
+    ),
+    Mutation(
+        "the optimizer steps before stages have summed the gradients of tied layers",
+        f"{PIPELINE}/steps.py",
+        "yield [deepspeeds.ReduceTiedGrads(), deepspeeds.ReduceGrads(), deepspeeds.OptimizerStep()]",
+        "yield [deepspeeds.ReduceGrads(), deepspeeds.OptimizerStep(), deepspeeds.ReduceTiedGrads()]",
+        "tests/distributed/test_schedules.py::test_training_equals_1f1b_with_tied_layers_on_one_stage",
+    ),
+    Mutation(
+        "1F1B runs one forward pass more ahead",
+        "ds_dynmo/schedules/one_f_one_b.py",
+        "ahead = min(num_stages - stage, micro_batches)",
+        "ahead = min(num_stages - stage + 1, micro_batches)",
+        "tests/pure/schedules/test_orders.py",
+    ),
+    Mutation(
+        "an order may compute a weight gradient before the gradient that it is made of",
+        "ds_dynmo/schedules/schedule.py",
+        "action.kind == Kind.WEIGHT_GRADIENT and action.micro_batch >= done",
+        "action.kind == Kind.WEIGHT_GRADIENT and action.micro_batch > done",
+        SCHEDULE,
+    ),
+    Mutation(
+        "stages may wait for each other in a circle",
+        "ds_dynmo/schedules/order.py",
+        "    if any(asleep):\n",
+        "    if False:\n",
+        SCHEDULE,
+    ),
+    Mutation(
+        "two orders have the same hash",
+        "ds_dynmo/schedules/schedule.py",
+        "json.dumps([self.owners, self.micro_batches, self.orders]",
+        "json.dumps([self.owners, self.micro_batches]",
+        SCHEDULE,
+    ),
+    Mutation(
+        "an order holds more micro-batches than the memory limit allows",
+        "ds_dynmo/engine/balancing/decision_maker.py",
+        "return ScheduleChoice(self._config.schedule, interval, limit_bytes, in_force, schedule.back_to_back)",
+        "return ScheduleChoice(self._config.schedule, interval, None, in_force, schedule.back_to_back)",
+        "tests/distributed/test_schedule_decisions.py::test_an_order_stays_within_the_memory_limit",
+    ),
+    Mutation(
+        "a layer that is recomputed in the first part of a backward pass draws other numbers",
+        f"{PIPELINE}/random_streams.py",
+        "            InputGradientPass: self._backward_pass,\n",
+        "",
+        "tests/distributed/test_schedules.py::test_training_equals_1f1b -k 'bf16-3 and reentrant'",
+    ),
+    Mutation(
+        "the last frozen layer of the prefix counts as one that trains",
+        f"{PIPELINE}/frozen_prefix.py",
+        "(index for index, trains in enumerate(trainable) if trains), len(trainable))",
+        "(max(index - 1, 0) for index, trains in enumerate(trainable) if trains), len(trainable))",
+        f"{FROZEN}::test_a_frozen_stage_runs_no_backward_pass_and_receives_no_gradient",
+    ),
+    Mutation(
+        "gradients are sent to a stage that is frozen",
+        f"{PIPELINE}/frozen_prefix.py",
+        "        changed[schedule.SendGrad] = lambda _: _free_input\n",
+        "",
+        f"{FROZEN}::test_a_frozen_stage_runs_no_backward_pass_and_receives_no_gradient",
+    ),
+    Mutation(
+        "a stage behind a frozen one computes gradients that nobody needs",
+        f"{PIPELINE}/frozen_prefix.py",
+        "                tensor.requires_grad_(False)\n",
+        "                pass\n",
+        f"{FROZEN}::test_freezing_equals_one_process[2-True-1]",
+    ),
+    Mutation(
+        "a mask between stages gets a gradient",
+        f"{PIPELINE}/gradient_flags.py",
+        "                tensor.requires_grad_(flag)\n",
+        "                tensor.requires_grad_(True)\n",
+        "tests/distributed/test_masks.py::test_each_tensor_crosses_a_boundary_once_and_two_of_eight_go_back",
+    ),
+    Mutation(
+        "of tensors that no layer used nothing goes back",
+        f"{PIPELINE}/gradient_flags.py",
+        "                    tensor.grad = torch.zeros_like(tensor)\n",
+        "                    pass\n",
+        "tests/distributed/test_masks.py::test_what_travels_beside_hidden_states_trains_as_on_one_stage",
+    ),
+]
