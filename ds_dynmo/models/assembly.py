@@ -114,7 +114,7 @@ def _block(config: ModelConfig, layer: int, packed: bool) -> list[LayerSpec]:
         return [LayerSpec(MixtureOfDepthsBlock, config, layer, config.mod, **both)]
     prunable: dict[str, Any] = {}
     if config.pruning is not None:
-        prunable = {"csr_from": config.pruning.csr_from, "block_size": config.pruning.block_size}
+        prunable = {"csr_from": config.pruning.csr_from}
     if not config.split_blocks:
         return [LayerSpec(PrunableBlock if prunable else Block, config, layer, **both, **prunable)]
     return [

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from ds_dynmo.config import load_settings, parse_block
+from ds_dynmo.config.explain import show
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.early_exit.criteria import EarlyExitConfig
 from ds_dynmo.models.freezing.prefix import FreezingConfig
@@ -58,6 +59,10 @@ _NOT_CACHED = {
     "sparse_attention": "a pattern is drawn in every pass",
 }
 
+# Keys of earlier versions, and what to do instead.
+_WITHDRAWN = {
+    "pruning.block_size": "single weights are pruned, which is as fast; remove it",
+}
 
 _BY_SCHEDULE = (
     "can be combined with freezing.schedule only: other ways look at weights, of which every replica has others"
@@ -213,14 +218,6 @@ class ModelConfig(GPTConfig):
             raise ValueError(f"schedule freezes {freezing.most_blocks} blocks, the model has {layers} (layers)")
         return freezing
 
-    @field_validator("pruning")
-    @classmethod
-    def _blocks_fit(cls, pruning: PruningConfig | None, info: ValidationInfo) -> PruningConfig | None:
-        width = info.data.get("hidden_size")  # absent if it is invalid
-        if pruning is not None and width is not None and width % pruning.block_size:
-            raise ValueError(f"block_size {pruning.block_size} should divide hidden_size, {width}")
-        return pruning
-
     @field_validator("moe")
     @classmethod
     def _a_block_has_experts(cls, moe: MoEConfig | None, info: ValidationInfo) -> MoEConfig | None:
@@ -295,11 +292,21 @@ def read_model_config(config: str | os.PathLike[str] | dict[str, Any]) -> ModelC
     """Read the "model" block of a DeepSpeed configuration, given as a path to the JSON or as its content.
 
     Raises:
-        ConfigError: the file cannot be read, or the block is missing or invalid; a line for each problem.
+        ConfigError: the file cannot be read, or the block is missing or invalid; a line for each problem. Or it has a
+            withdrawn key.
     """
     settings = load_settings(config)
     if BLOCK not in settings:
         nearest = difflib.get_close_matches(BLOCK, [key for key in settings if isinstance(key, str)], n=1)
         hint = f'; is "{nearest[0]}" meant to be it?' if nearest else ""
         raise ConfigError(f'{BLOCK}: the configuration has no "{BLOCK}" block, {{}} is the smallest{hint}')
+    _refuse_withdrawn(settings[BLOCK])
     return parse_block(ModelConfig, settings[BLOCK], BLOCK)
+
+
+def _refuse_withdrawn(block: Any) -> None:
+    for path, remedy in _WITHDRAWN.items():
+        case, key = path.split(".")
+        keys = block.get(case) if isinstance(block, dict) else None
+        if isinstance(keys, dict) and key in keys:
+            raise ConfigError(f"{BLOCK}.{path} = {show(keys[key])}: is withdrawn: {remedy}")

@@ -52,7 +52,6 @@ SELDOM = (
     "mod",
     "moe bias",
     "pruning",
-    "pruning in blocks",
     "pruning and qk-sparse attention",
     "egeria and mod",
     "egeria and pruning",

@@ -123,6 +123,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
             "model.sparse_attention",
             "cannot be combined with freezing.cache_bytes: a pattern is drawn",
         ),
+        ({"pruning": {"block_size": 4}}, "model.pruning.block_size = 4: is withdrawn", "remove it"),
         ({"freezing": {"schedules": [], "automatic": {}}}, "model.freezing.schedules", 'did you mean "schedule"'),
         ({"freezing": {"schedule": []}}, "model.freezing.schedule", "one or more"),
         ({"freezing": {"schedule": 0.5}}, "model.freezing.schedule", "should be null or a list"),

@@ -46,9 +46,6 @@ CASES: dict[str, dict[str, Any]] = {
         }
     },
     "pruning in CSR": {"pruning": {"start": 0.1, "end": 0.4, "times": 1, "final_sparsity": 0.8, "csr_from": 0.5}},
-    "pruning in blocks": {
-        "pruning": {"start": 0.1, "end": 0.4, "times": 1, "final_sparsity": 0.95, "csr_from": 0.5, "block_size": 4}
-    },
     "freezing and pruning": {
         "freezing": {"schedule": [[0.3, 1], [0.5, 2], [0.7, 0]]},
         "pruning": {
@@ -151,7 +148,7 @@ def model_of(run: CaseRun) -> ModelConfig:
     block, pruning = {**sizes, **run.model}, run.model.get("pruning", {})
     dtype = torch.bfloat16 if "bf16" in run.precision else torch.float16 if "fp16" in run.precision else torch.float32
     device = torch.device(get_accelerator().current_device_name())
-    if "csr_from" in pruning and "block_size" not in pruning and not can_csr(dtype, device):
+    if "csr_from" in pruning and not can_csr(dtype, device):
         block["pruning"] = {**pruning, "csr_from": None, "probe": False}
     return parse_block(ModelConfig, block, "model")
 
