@@ -136,10 +136,7 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
     if config.pruning is not None:  # first, so that the others see no gradients of what is pruned
         cases.append(Pruning(config.pruning, engine, num_layers=num_layers, total_steps=total_steps))
     if config.freezing is not None and config.freezing.egeria is not None:
-        cache_bytes = config.freezing.cache_bytes
-        cases.append(
-            Egeria(config.freezing.egeria, engine, blocks=blocks, total_steps=total_steps, cache_bytes=cache_bytes)
-        )
+        cases.append(Egeria(config.freezing.egeria, engine, blocks=blocks, total_steps=total_steps))
     elif config.freezing is not None:
         cases.append(
             Freezing(

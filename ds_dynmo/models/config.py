@@ -53,14 +53,9 @@ _APART = {
     },
 }
 
-# By case, why passes of a frozen layer cannot be left out.
-_NOT_CACHED = {
-    "moe": "experts count their tokens in every pass",
-    "sparse_attention": "a pattern is drawn in every pass",
-}
-
 # Keys of earlier versions, and what to do instead.
 _WITHDRAWN = {
+    "freezing.cache_bytes": "outputs of frozen layers are not kept, and no number of a run depends on that; remove it",
     "pruning.block_size": "single weights are pruned, which is as fast; remove it",
 }
 
@@ -184,23 +179,6 @@ class ModelConfig(GPTConfig):
 
     @field_validator("freezing")
     @classmethod
-    def _inputs_come_again(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
-        if freezing is not None and freezing.cache_bytes and info.data.get("sampling") == "random":
-            raise ValueError(
-                f'cache_bytes {freezing.cache_bytes}: inputs never come again with sampling = "random", needs "epochs"'
-            )
-        return freezing
-
-    @field_validator(*_NOT_CACHED)
-    @classmethod
-    def _a_pass_can_be_skipped(cls, case: Any, info: ValidationInfo) -> Any:
-        freezing = info.data.get("freezing")
-        if case is not None and freezing is not None and freezing.cache_bytes:
-            raise ValueError(f"cannot be combined with freezing.cache_bytes: {_NOT_CACHED[str(info.field_name)]}")
-        return case
-
-    @field_validator("freezing")
-    @classmethod
     def _fits_the_layers(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
         if freezing is not None and info.data.get("tied_embedding") and info.data.get("huggingface") is None:
             raise ValueError("would freeze the head with the embedding: needs tied_embedding = false")
@@ -256,11 +234,6 @@ class ModelConfig(GPTConfig):
                     f"capacity lists {len(mod.capacity)} capacities, the model has {routed} routed blocks "
                     f"(layers {layers}, every {mod.every})"
                 )
-        freezing = info.data.get("freezing")
-        if mod is not None and mod.schedule is not None and freezing is not None and freezing.cache_bytes:
-            raise ValueError(
-                "schedule cannot be combined with freezing.cache_bytes: outputs of another capacity would be found"
-            )
         moe = info.data.get("moe")
         if mod is not None and mod.threshold is not None and moe is not None and moe.expert_parallel:
             raise ValueError(

@@ -10,8 +10,6 @@ from ds_dynmo.models import ModelConfig, gpt_layers, model_layers, read_model_co
 
 CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 
-CACHED = {"tied_embedding": False, "sampling": "epochs", "freezing": {"automatic": {}, "cache_bytes": 10**6}}
-
 
 def read(**block: Any) -> ModelConfig:
     return read_model_config({"train_batch_size": 8, "model": block})
@@ -108,20 +106,9 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
             "interval, 0.1",
         ),
         (
-            {"tied_embedding": False, "freezing": {"automatic": {}, "cache_bytes": 1000}},
-            "model.freezing",
-            'cache_bytes 1000: inputs never come again with sampling = "random", needs "epochs"',
-        ),
-        ({"freezing": {"automatic": {}, "cache_bytes": -1}}, "model.freezing.cache_bytes = -1", "equal to 0"),
-        (
-            {**CACHED, "moe": {}},
-            "model.moe",
-            "cannot be combined with freezing.cache_bytes: experts count their tokens in every pass",
-        ),
-        (
-            {**CACHED, "sparse_attention": {"kind": "qk"}},
-            "model.sparse_attention",
-            "cannot be combined with freezing.cache_bytes: a pattern is drawn",
+            {"freezing": {"automatic": {}, "cache_bytes": 9}},
+            "model.freezing.cache_bytes = 9: is withdrawn",
+            "remove it",
         ),
         ({"pruning": {"block_size": 4}}, "model.pruning.block_size = 4: is withdrawn", "remove it"),
         ({"freezing": {"schedules": [], "automatic": {}}}, "model.freezing.schedules", 'did you mean "schedule"'),
@@ -296,11 +283,6 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
             "at least min_capacity, 0.5",
         ),
         ({"mod": {"sampling": "threshold"}}, 'model.mod.sampling = "threshold"', "needs a threshold"),
-        (
-            {**CACHED, "mod": {"schedule": [[0.5, 1]]}},
-            "model.mod",
-            "cannot be combined with freezing.cache_bytes",
-        ),
         (
             {"moe": {"expert_parallel": True}, "mod": {"threshold": 0, "sampling": "threshold"}},
             "model.mod",

@@ -121,7 +121,6 @@ class CaseRun:
         precision: see ``configs.PRECISIONS``.
         dynmo: the "dynmo" block without "enabled"; by default nothing moves by itself.
         optimizer, clip: see ``configs.Case``.
-        epoch: number of micro-batches after which they repeat; None: never.
     """
 
     model: Mapping[str, Any]
@@ -135,7 +134,6 @@ class CaseRun:
     dynmo: Mapping[str, Any] = field(default_factory=lambda: {"interval": 0})
     optimizer: str = "AdamW"
     clip: float = 1.0
-    epoch: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -179,16 +177,14 @@ def build(run: CaseRun) -> tuple[Any, ModelConfig]:
     return engine, model
 
 
-def batches(
-    engine: Any, model: ModelConfig, seed: int = 0, epoch: int | None = None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(engine: Any, model: ModelConfig, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     number = 0
     while True:
         replica = engine.grid.get_data_parallel_id()
         generator = torch.Generator().manual_seed(10_000 * seed + 100 * number + replica)
         tokens = torch.randint(0, 256, (2, model.sequence_length + 1), generator=generator)
         yield tokens[:, :-1], tokens[:, 1:]
-        number = (number + 1) % epoch if epoch else number + 1
+        number += 1
 
 
 def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> dict[str, Any]:
@@ -199,7 +195,7 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
         stop: number of steps before the checkpoint.
     """
     engine, model = build(run)
-    data, losses = batches(engine, model, epoch=run.epoch), []
+    data, losses = batches(engine, model), []
     cases = dynamic_cases(model, engine, total_steps=run.steps)
     for step in range(run.steps):
         if step == stop and folder is not None:
@@ -231,7 +227,6 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
         "replica": engine.grid.get_data_parallel_id(),
         "signals": signals,
         "partition": engine.partition,
-        "summaries": {case.name: case.summary() for case in cases},
     }
 
 
