@@ -57,6 +57,7 @@ _APART = {
 _WITHDRAWN = {
     "freezing.cache_bytes": "outputs of frozen layers are not kept, and no number of a run depends on that; remove it",
     "pruning.block_size": "single weights are pruned, which is as fast; remove it",
+    "early_exit.loss_tokens": "the loss of an exit counts all tokens; remove it",
 }
 
 _BY_SCHEDULE = (

@@ -67,7 +67,7 @@ def test_whole_blocks_may_be_requested_explicitly() -> None:
 
 
 def test_dumped_exits_read_as_they_were() -> None:
-    for exits in ({"method": "calm", "confidence": "classifier"}, {"method": "adpc", "depths": [3, 6], "start": 0.1}):
+    for exits in ({"method": "calm", "confidence": "state"}, {"method": "adpc", "depths": [3, 6], "start": 0.1}):
         config = read(early_exit=exits)
         assert read(**config.model_dump(mode="json")) == config
         assert config.carries == "exits"
@@ -111,6 +111,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
             "remove it",
         ),
         ({"pruning": {"block_size": 4}}, "model.pruning.block_size = 4: is withdrawn", "remove it"),
+        ({"early_exit": {"loss_tokens": "all"}}, 'model.early_exit.loss_tokens = "all": is withdrawn', "remove it"),
         ({"freezing": {"schedules": [], "automatic": {}}}, "model.freezing.schedules", 'did you mean "schedule"'),
         ({"freezing": {"schedule": []}}, "model.freezing.schedule", "one or more"),
         ({"freezing": {"schedule": 0.5}}, "model.freezing.schedule", "should be null or a list"),
@@ -288,7 +289,11 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
             "model.mod",
             "threshold cannot be combined with moe.expert_parallel",
         ),
-        ({"early_exit": {"method": "calm", "loss_tokens": "some"}}, "model.early_exit.loss_tokens", "'reached'"),
+        (
+            {"early_exit": {"method": "calm", "confidence": "classifier"}},
+            'model.early_exit.confidence = "classifier"',
+            "'softmax' or 'state'",
+        ),
         ({"mod": {"predictor_coefficient": 0}}, "model.mod.predictor_coefficient = 0", "greater than 0"),
         (
             {"mod": {"sampling": "topk", "predictor_size": 8}},

@@ -83,9 +83,6 @@ CASES: dict[str, dict[str, Any]] = {
     "exits, calm": {"early_exit": {"method": "calm", "threshold": 0.02, "start": 0.3}},
     "exits, calm tied": {"early_exit": {"method": "calm", "threshold": 0.1}, "tied_embedding": True},
     "exits, state": {"early_exit": {"method": "calm", "confidence": "state", "threshold": 0.98}},
-    "exits, classifier": {
-        "early_exit": {"method": "calm", "confidence": "classifier", "threshold": 0.51, "depths": [1, 3]}
-    },
     "exits, adpc": {"early_exit": {"method": "adpc", "depths": [1, 2], "threshold": 0.15, "evaluation": False}},
     "exits, all leave": {"early_exit": {"method": "adpc", "depths": [2], "threshold": 0.0}, "tied_embedding": True},
     "mod, moe and hash-sparse attention": {
