@@ -1,10 +1,9 @@
-"""Draw the report of a run as pictures and an HTML file that holds them; or rows of a benchmark, schedules, routers.
+"""Draw the report of a run as pictures and an HTML file that holds them; or rows of a benchmark; or schedules.
 
     ds-dynmo-plot report.jsonl --trace trace.json --out pictures
     ds-dynmo-plot repacked.jsonl --never never.jsonl                # the same run without re-packing
     ds-dynmo-plot --rows rows.json --format svg --out pictures
     ds-dynmo-plot --schedules 8 12 --format svg --out pictures      # stages and micro-batches
-    ds-dynmo-plot --routers none.json bias.json --format svg --out pictures  # of scripts/routers.py
 
 ``report.jsonl`` is written with ``--report`` of ds-dynmo-train or ``dynmo.report``, ``trace.json`` with ``--trace``
 or ``dynmo.trace``, ``rows.json`` with ``--json`` of scripts/benchmark.py. Needs matplotlib: the extra "plots".
@@ -87,7 +86,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar=("STAGES", "MICRO_BATCHES"),
         help="1F1B beside zero bubble, where all passes take the same",
     )
-    parser.add_argument("--routers", type=Path, nargs="+", metavar="FILE", help="the JSON files of scripts/routers.py")
+    parser.add_argument("--routers", nargs="+", help=argparse.SUPPRESS)  # withdrawn
     parser.add_argument("--format", choices=["png", "svg"], default="png", help="of the pictures, default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("pictures"), metavar="FOLDER", help="default: %(default)s")
     return parser.parse_args(arguments)
@@ -99,8 +98,12 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: naming the option.
     """
-    if args.report is None and args.rows is None and args.schedules is None and args.routers is None:
-        raise ConfigError("give the report of a run, or --rows FILE of a benchmark, or --schedules, or --routers")
+    if args.routers is not None:
+        raise ConfigError(
+            "--routers: is withdrawn, and scripts/routers.py, which wrote such files; commit 66bdfef has both"
+        )
+    if args.report is None and args.rows is None and args.schedules is None:
+        raise ConfigError("give the report of a run, or --rows FILE of a benchmark, or --schedules")
     if args.schedules is not None and min(args.schedules) < 1:
         raise ConfigError(f"--schedules {' '.join(map(str, args.schedules))}: should be at least 1 each")
     if args.steps is not None and args.trace is None:
@@ -119,7 +122,7 @@ def refuse(reason: object) -> int:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
-        from ds_dynmo.cli.plotting import html, pictures, routers
+        from ds_dynmo.cli.plotting import html, pictures
     except ModuleNotFoundError as error:
         missing = str(error.name).split(".")[0]
         return refuse(f'no {missing}: install the extra "plots" (pip install matplotlib)')
@@ -131,14 +134,11 @@ def main(arguments: list[str] | None = None) -> int:
         rows = read_rows(args.rows) if args.rows is not None else []
         if report is not None and never is not None and bool(never.steps) != bool(report.steps):
             raise ConfigError(f"--never {args.never}: only one of the two reports has tokens/s")
-        routed = [routers.read_loads(file) for file in args.routers or ()]
     except ConfigError as error:
         return refuse(error)
     figures: dict[str, tuple[str, Any]] = {}
     if rows:
         figures["Speed of each case"] = ("cases", pictures.cases(rows))
-    if routed:
-        figures["Loads by routers"] = ("routers", routers.figure(routed))
     if args.schedules is not None:
         figures["Schedules"] = ("schedules", pictures.timelines(orders(*args.schedules), in_passes=True))
     if report is not None:

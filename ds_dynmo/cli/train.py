@@ -34,7 +34,6 @@ from ds_dynmo.cli.training.report import (
     Progress,
     Record,
     begin_report,
-    case_lines,
     closing_line,
     closing_table,
     continue_report,
@@ -55,7 +54,6 @@ from ds_dynmo.models import (
     LANGUAGE_MODEL_LOSS,
     Batches,
     DynamicCase,
-    EpochBatches,
     LanguageModelPipeline,
     dynamic_cases,
 )
@@ -120,10 +118,6 @@ def train_until(stop: StopSignals, run: Run, engine: Any, cases: list[DynamicCas
     training = batches(run, engine, "train")
     progress = Progress(run, engine)
     recording = Recording(run, engine, run.record if engine.global_rank == 0 else None)
-    caches = run.model.freezing is not None and run.model.freezing.cache_bytes > 0
-    epoch = len(training.epoch) if isinstance(training, EpochBatches | TokenBatches) else 0
-    if caches and run.steps * engine.micro_batches <= epoch:
-        progress.say(f"model.freezing.cache_bytes: in {run.steps} steps no text comes again, nothing will be found")
     validation = batches(run, engine, "validation")
     while engine.global_steps < run.stop:
         began = time.perf_counter()
@@ -163,8 +157,6 @@ def train_until(stop: StopSignals, run: Run, engine: Any, cases: list[DynamicCas
         if history.stopped:
             progress.say(stopped_line(run, history.stopped, tag, step + 1))
             break
-    if not engine.released:
-        history.cases = {case.name: numbers for case in cases if (numbers := case.summary())}
     return history
 
 
@@ -276,7 +268,6 @@ def main(arguments: list[str] | None = None) -> int:
         closing = [
             *(closing_table(run, engine, history) if run.record is None else [f"recorded in {run.record}"]),
             *repack_lines(engine),
-            *case_lines(history),
             closing_line(history, numbers),
         ]
         print("\n".join(["", *closing]), flush=True)

@@ -114,7 +114,7 @@ def _block(config: ModelConfig, layer: int, packed: bool) -> list[LayerSpec]:
         return [LayerSpec(MixtureOfDepthsBlock, config, layer, config.mod, **both)]
     prunable: dict[str, Any] = {}
     if config.pruning is not None:
-        prunable = {"csr_from": config.pruning.csr_from, "block_size": config.pruning.block_size}
+        prunable = {"csr_from": config.pruning.csr_from}
     if not config.split_blocks:
         return [LayerSpec(PrunableBlock if prunable else Block, config, layer, **both, **prunable)]
     return [
@@ -136,10 +136,7 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
     if config.pruning is not None:  # first, so that the others see no gradients of what is pruned
         cases.append(Pruning(config.pruning, engine, num_layers=num_layers, total_steps=total_steps))
     if config.freezing is not None and config.freezing.egeria is not None:
-        cache_bytes = config.freezing.cache_bytes
-        cases.append(
-            Egeria(config.freezing.egeria, engine, blocks=blocks, total_steps=total_steps, cache_bytes=cache_bytes)
-        )
+        cases.append(Egeria(config.freezing.egeria, engine, blocks=blocks, total_steps=total_steps))
     elif config.freezing is not None:
         cases.append(
             Freezing(

@@ -30,10 +30,6 @@ class DynamicCase(ABC):
     def after_batch(self, steps_done: int) -> None:  # noqa: B027
         """Look at what the batch did."""
 
-    def summary(self) -> dict[str, float]:
-        """Give numbers for the record at the end of a run; the same on every rank. Collective."""
-        return {}
-
     def state_dict(self) -> dict[str, Any]:
         """Give what a resumed run needs and no layer holds, as plain JSON values; the same on every rank."""
         return {}

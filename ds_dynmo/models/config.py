@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from ds_dynmo.config import load_settings, parse_block
+from ds_dynmo.config.explain import show
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.early_exit.criteria import EarlyExitConfig
 from ds_dynmo.models.freezing.prefix import FreezingConfig
@@ -52,12 +53,12 @@ _APART = {
     },
 }
 
-# By case, why passes of a frozen layer cannot be left out.
-_NOT_CACHED = {
-    "moe": "experts count their tokens in every pass",
-    "sparse_attention": "a pattern is drawn in every pass",
+# Keys of earlier versions, and what to do instead.
+_WITHDRAWN = {
+    "freezing.cache_bytes": "outputs of frozen layers are not kept, and no number of a run depends on that; remove it",
+    "pruning.block_size": "single weights are pruned, which is as fast; remove it",
+    "early_exit.loss_tokens": "the loss of an exit counts all tokens; remove it",
 }
-
 
 _BY_SCHEDULE = (
     "can be combined with freezing.schedule only: other ways look at weights, of which every replica has others"
@@ -179,23 +180,6 @@ class ModelConfig(GPTConfig):
 
     @field_validator("freezing")
     @classmethod
-    def _inputs_come_again(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
-        if freezing is not None and freezing.cache_bytes and info.data.get("sampling") == "random":
-            raise ValueError(
-                f'cache_bytes {freezing.cache_bytes}: inputs never come again with sampling = "random", needs "epochs"'
-            )
-        return freezing
-
-    @field_validator(*_NOT_CACHED)
-    @classmethod
-    def _a_pass_can_be_skipped(cls, case: Any, info: ValidationInfo) -> Any:
-        freezing = info.data.get("freezing")
-        if case is not None and freezing is not None and freezing.cache_bytes:
-            raise ValueError(f"cannot be combined with freezing.cache_bytes: {_NOT_CACHED[str(info.field_name)]}")
-        return case
-
-    @field_validator("freezing")
-    @classmethod
     def _fits_the_layers(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
         if freezing is not None and info.data.get("tied_embedding") and info.data.get("huggingface") is None:
             raise ValueError("would freeze the head with the embedding: needs tied_embedding = false")
@@ -212,14 +196,6 @@ class ModelConfig(GPTConfig):
         if freezing.most_blocks > layers:
             raise ValueError(f"schedule freezes {freezing.most_blocks} blocks, the model has {layers} (layers)")
         return freezing
-
-    @field_validator("pruning")
-    @classmethod
-    def _blocks_fit(cls, pruning: PruningConfig | None, info: ValidationInfo) -> PruningConfig | None:
-        width = info.data.get("hidden_size")  # absent if it is invalid
-        if pruning is not None and width is not None and width % pruning.block_size:
-            raise ValueError(f"block_size {pruning.block_size} should divide hidden_size, {width}")
-        return pruning
 
     @field_validator("moe")
     @classmethod
@@ -259,11 +235,6 @@ class ModelConfig(GPTConfig):
                     f"capacity lists {len(mod.capacity)} capacities, the model has {routed} routed blocks "
                     f"(layers {layers}, every {mod.every})"
                 )
-        freezing = info.data.get("freezing")
-        if mod is not None and mod.schedule is not None and freezing is not None and freezing.cache_bytes:
-            raise ValueError(
-                "schedule cannot be combined with freezing.cache_bytes: outputs of another capacity would be found"
-            )
         moe = info.data.get("moe")
         if mod is not None and mod.threshold is not None and moe is not None and moe.expert_parallel:
             raise ValueError(
@@ -295,11 +266,21 @@ def read_model_config(config: str | os.PathLike[str] | dict[str, Any]) -> ModelC
     """Read the "model" block of a DeepSpeed configuration, given as a path to the JSON or as its content.
 
     Raises:
-        ConfigError: the file cannot be read, or the block is missing or invalid; a line for each problem.
+        ConfigError: the file cannot be read, or the block is missing or invalid; a line for each problem. Or it has a
+            withdrawn key.
     """
     settings = load_settings(config)
     if BLOCK not in settings:
         nearest = difflib.get_close_matches(BLOCK, [key for key in settings if isinstance(key, str)], n=1)
         hint = f'; is "{nearest[0]}" meant to be it?' if nearest else ""
         raise ConfigError(f'{BLOCK}: the configuration has no "{BLOCK}" block, {{}} is the smallest{hint}')
+    _refuse_withdrawn(settings[BLOCK])
     return parse_block(ModelConfig, settings[BLOCK], BLOCK)
+
+
+def _refuse_withdrawn(block: Any) -> None:
+    for path, remedy in _WITHDRAWN.items():
+        case, key = path.split(".")
+        keys = block.get(case) if isinstance(block, dict) else None
+        if isinstance(keys, dict) and key in keys:
+            raise ConfigError(f"{BLOCK}.{path} = {show(keys[key])}: is withdrawn: {remedy}")

@@ -39,11 +39,6 @@ class Trained:
         settings = {**configuration(case), "dynmo": block}
         if name == "dense":
             settings["model"] = without_cases(settings["model"])
-        return cls.of(name, settings, steps)
-
-    @classmethod
-    def of(cls, name: str, settings: dict[str, Any], steps: int) -> Trained:
-        """Build what ``settings``, a whole configuration, describe."""
         run = prepare(["--deepspeed_config", name, "--steps", str(steps)], settings)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints lines about each layer
             engine = build_engine(run)

@@ -52,7 +52,6 @@ SELDOM = (
     "mod",
     "moe bias",
     "pruning",
-    "pruning in blocks",
     "pruning and qk-sparse attention",
     "egeria and mod",
     "egeria and pruning",
@@ -132,39 +131,6 @@ def test_split_backward_passes_change_nothing(name: str) -> None:
     split = moved(CaseRun(CASES[name], dynmo={"interval": 0, "schedule": {"kind": "zero_bubble"}}))
     plain, ours = plain_run(name), run(2, case_runs.train, split)
     assert plain[0]["losses"] == ours[0]["losses"] and whole(plain) == whole(ours) and signals(plain) == signals(ours)
-
-
-CACHED: dict[str, dict[str, Any]] = {
-    "blocks": {"freezing": {"schedule": [[0.2, 1], [0.5, 3], [0.8, 2]]}},
-    "pruned": {
-        "freezing": {"schedule": [[0.2, 2]]},
-        "pruning": {"start": 0.4, "end": 0.6, "times": 1, "initial_sparsity": 0.5, "csr_from": 0.5},
-    },
-    "routed": {"freezing": {"schedule": [[0.2, 2], [0.7, 0], [0.8, 2]]}, "mod": {"capacity": 0.25}},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "interval", "precision"),
-    [
-        ("blocks", 1, 2, "fp32"),
-        ("blocks", 2, 0, "bf16 zero1"),
-        pytest.param("blocks", 2, 1, "fp32", marks=pytest.mark.fuzz),
-        ("blocks", 2, 2, "fp32"),
-        pytest.param("pruned", 2, 0, "fp32", marks=pytest.mark.fuzz),
-        ("routed", 2, 0, "fp32"),
-    ],
-)
-def test_cached_outputs_of_frozen_layers_change_nothing(name: str, stages: int, interval: int, precision: str) -> None:
-    off = CaseRun(CACHED[name], stages, 1, precision, interval, steps=20, epoch=6)
-    freezing = {**CACHED[name]["freezing"], "cache_bytes": 10**6}
-    moves = {6: [0, 2, 7], 9: [0, 3, 7], 12: [0, 2, 7], 16: [0, 5, 7]} if stages == 2 else {}
-    on = replace(off, model={**CACHED[name], "freezing": freezing, "sampling": "epochs"}, moves=moves)
-    plain, cached = run(stages, case_runs.train, off), run(stages, case_runs.train, on)
-    assert plain[0]["losses"] == cached[0]["losses"] and plain[0]["evaluated"] == cached[0]["evaluated"]
-    assert whole(plain) == whole(cached)
-    numbers = cached[0]["summaries"]["freezing"]
-    assert 0 < numbers["cache_hits"] < numbers["cache_lookups"] and numbers["cache_held_bytes"] > 0
 
 
 def gradient_magnitudes(run: CaseRun) -> dict[str, Any]:

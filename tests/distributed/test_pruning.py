@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,9 +208,7 @@ def train_pruned(run: CaseRun, refusal: str | None) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"), [("pruning", "bf16 zero1"), ("pruning in CSR", "fp32"), ("pruning in blocks", "bf16 zero1")]
-)
+@pytest.mark.parametrize(("name", "precision"), [("pruning", "bf16 zero1"), ("pruning in CSR", "fp32")])
 def test_vectors_train_in_a_pipeline_as_masked_weights_do(name: str, precision: str) -> None:
     """To the bit, and moved while they do. Without clipping, whose norm is summed in another order."""
     case = CaseRun(CASES[name], precision=precision, steps=8, clip=0.0)
@@ -226,9 +222,8 @@ def test_vectors_train_in_a_pipeline_as_masked_weights_do(name: str, precision: 
     assert all(result["compressed"] == {False} for result in masked)
 
 
-def probe_in_a_pipeline(run: CaseRun, folder: str) -> dict[tuple[int, int], float | None]:
+def probe_in_a_pipeline(run: CaseRun) -> dict[tuple[int, int], float | None]:
     """Prune with the probe on; return from where CSR was found to be faster, by shape."""
-    os.environ["XDG_CACHE_HOME"] = folder
     engine, model = case_runs.build(run)
     Pruning(PruningConfig(), engine, num_layers=model.layers + 3, total_steps=run.steps).prune(0.8)
     engine.train_batch(case_runs.batches(engine, model))
@@ -236,13 +231,11 @@ def probe_in_a_pipeline(run: CaseRun, folder: str) -> dict[tuple[int, int], floa
     return {linear.shape: linear.measured_csr_from for linear in linears}
 
 
-def test_ranks_agree_on_what_they_measured(tmp_path: Path) -> None:
+def test_ranks_agree_on_what_they_measured() -> None:
     if not can_csr(torch.float32, torch.device(get_accelerator().current_device_name())):
         pytest.skip("torch has no products in CSR on this device: none is measured")
-    found = run(2, probe_in_a_pipeline, CaseRun(PRUNING, enabled=False), str(tmp_path))
+    found = run(2, probe_in_a_pipeline, CaseRun(PRUNING, enabled=False))
     assert found[0] == found[1] and found[0] and all(start in SPARSITIES for start in found[0].values())
-    assert len(json.loads((tmp_path / "ds_dynmo" / "csr_from.json").read_text())) == len(found[0])
-    assert run(2, probe_in_a_pipeline, CaseRun(PRUNING, enabled=False), str(tmp_path)) == found
 
 
 def resume(run: CaseRun, folder: str, saved_after: int) -> dict[str, Any]:

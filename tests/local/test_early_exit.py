@@ -128,9 +128,6 @@ def slow_loss(model: Model, exits: EarlyExitConfig, tokens: torch.Tensor) -> tup
             if block.depth not in depths:
                 continue
             for t in range(length):
-                asked = t in came
-                if not asked and exits.loss_tokens == "reached":
-                    continue
                 normed = F.layer_norm(hidden[t], (16,), head.norm.weight.detach(), head.norm.bias.detach(), 1e-5)
                 logits = normed @ head.weight.detach().T
                 best = logits.softmax(dim=0).sort(descending=True).values
@@ -139,17 +136,11 @@ def slow_loss(model: Model, exits: EarlyExitConfig, tokens: torch.Tensor) -> tup
                     leave = bool(best[0] > (exits.threshold or 0))
                 elif exits.confidence == "state":
                     leave = bool(before[t] @ hidden[t] / (before[t].norm() * hidden[t].norm()) >= threshold)
-                elif exits.confidence == "classifier":
-                    guess = head.classifiers[str(block.depth)](hidden[t].detach()).squeeze().sigmoid()
-                    leave = bool(guess >= threshold)
                 else:
                     leave = bool(best[0] - best[1] >= threshold)
                 if t + 1 < length:
                     auxiliary.append(-shares[block.depth] * logits.log_softmax(dim=0)[line[t + 1]])
-                    if exits.confidence == "classifier" and asked:
-                        right = logits.argmax() == line[t + 1]
-                        auxiliary.append(-(guess if right else 1 - guess).log() / len(depths))
-                if leave and asked:
+                if leave and t in came:
                     exited[t] = block.depth
         left.append(exited)
         logits = head.norm(hidden) @ head.weight.T
@@ -161,9 +152,7 @@ def slow_loss(model: Model, exits: EarlyExitConfig, tokens: torch.Tensor) -> tup
 CONFIDENCES = {
     "softmax": {"method": "calm", "threshold": 0.03},
     "softmax, one exit": {"method": "calm", "threshold": 0.03, "depths": [2]},
-    "softmax, reached": {"method": "calm", "threshold": 0.03, "loss_tokens": "reached"},
     "state": {"method": "calm", "confidence": "state", "threshold": 0.99},
-    "classifier": {"method": "calm", "confidence": "classifier", "threshold": 0.51, "depths": [1, 3]},
     "adpc": {"method": "adpc", "depths": [1, 2], "threshold": 0.2},
 }
 
@@ -230,19 +219,16 @@ def test_calm_weighs_losses_by_depth_and_all_are_one_loss() -> None:
     assert adpc.loss_weights(4) == {1: 1 / 3, 2: 1 / 3, 4: 1 / 3}
 
 
-@pytest.mark.parametrize(
-    ("threshold", "loss_tokens", "share"),
-    [(1.0, "all", 1), (1.0, "reached", 1), (0.0, "all", 1), (0.0, "reached", 2 / 3)],
-)
-def test_the_training_loss_is_an_average_over_exits(threshold: float, loss_tokens: str, share: float) -> None:
+@pytest.mark.parametrize("threshold", [1.0, 0.0])
+def test_the_training_loss_is_an_average_over_exits(threshold: float) -> None:
     """Every prediction costs ln 256. At threshold 0 all tokens leave at the first of two exits."""
-    model = Model(config(method="adpc", depths=[1, 2], threshold=threshold, loss_tokens=loss_tokens))
+    model = Model(config(method="adpc", depths=[1, 2], threshold=threshold))
     model.head.weight.data.zero_()
     outputs, labels = model(text()[:, :-1]), text()[:, 1:]
     reported, added = language_model_losses(outputs, labels)
     assert reported.item() == pytest.approx(math.log(256))
-    assert added is not None and added.item() == pytest.approx((share - 1) * math.log(256), abs=1e-5)
-    assert language_model_loss(outputs, labels).item() == pytest.approx(share * math.log(256))
+    assert added is not None and added.item() == pytest.approx(0.0, abs=1e-5)
+    assert language_model_loss(outputs, labels).item() == pytest.approx(math.log(256))
 
 
 # -- tokens that left --------------------------------------------------------------------------------------
@@ -351,7 +337,7 @@ def test_a_single_token_has_no_label_and_no_exit_loss() -> None:
 
 
 def test_every_use_of_the_head_reaches_all_its_parameters() -> None:
-    model = Model(config(tied=True, method="calm", confidence="classifier"))
+    model = Model(config(tied=True, method="calm"))
     tokens = text()[:, :-1]
     uses = [layer for layer in model.functions if not isinstance(layer, ExitBlock)]
     for use in uses:
@@ -424,7 +410,7 @@ def signal_in(case: EarlyExit, model: Model, step: int) -> float:
     return model.blocks[3].load_signal()
 
 
-@pytest.mark.parametrize("name", ["softmax", "state", "classifier", "adpc"])
+@pytest.mark.parametrize("name", ["softmax", "state", "adpc"])
 @pytest.mark.parametrize(("start", "steps", "first"), [(0.5, 4, 2), (0.99, 4, 3), (0.99, 1, 0), (0.0, 4, 0)])
 def test_tokens_leave_from_start_on(name: str, start: float, steps: int, first: int) -> None:
     model, said = Model(config(**CONFIDENCES[name], start=start)), []

@@ -10,8 +10,6 @@ from ds_dynmo.models import ModelConfig, gpt_layers, model_layers, read_model_co
 
 CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 
-CACHED = {"tied_embedding": False, "sampling": "epochs", "freezing": {"automatic": {}, "cache_bytes": 10**6}}
-
 
 def read(**block: Any) -> ModelConfig:
     return read_model_config({"train_batch_size": 8, "model": block})
@@ -69,7 +67,7 @@ def test_whole_blocks_may_be_requested_explicitly() -> None:
 
 
 def test_dumped_exits_read_as_they_were() -> None:
-    for exits in ({"method": "calm", "confidence": "classifier"}, {"method": "adpc", "depths": [3, 6], "start": 0.1}):
+    for exits in ({"method": "calm", "confidence": "state"}, {"method": "adpc", "depths": [3, 6], "start": 0.1}):
         config = read(early_exit=exits)
         assert read(**config.model_dump(mode="json")) == config
         assert config.carries == "exits"
@@ -108,21 +106,12 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
             "interval, 0.1",
         ),
         (
-            {"tied_embedding": False, "freezing": {"automatic": {}, "cache_bytes": 1000}},
-            "model.freezing",
-            'cache_bytes 1000: inputs never come again with sampling = "random", needs "epochs"',
+            {"freezing": {"automatic": {}, "cache_bytes": 9}},
+            "model.freezing.cache_bytes = 9: is withdrawn",
+            "remove it",
         ),
-        ({"freezing": {"automatic": {}, "cache_bytes": -1}}, "model.freezing.cache_bytes = -1", "equal to 0"),
-        (
-            {**CACHED, "moe": {}},
-            "model.moe",
-            "cannot be combined with freezing.cache_bytes: experts count their tokens in every pass",
-        ),
-        (
-            {**CACHED, "sparse_attention": {"kind": "qk"}},
-            "model.sparse_attention",
-            "cannot be combined with freezing.cache_bytes: a pattern is drawn",
-        ),
+        ({"pruning": {"block_size": 4}}, "model.pruning.block_size = 4: is withdrawn", "remove it"),
+        ({"early_exit": {"loss_tokens": "all"}}, 'model.early_exit.loss_tokens = "all": is withdrawn', "remove it"),
         ({"freezing": {"schedules": [], "automatic": {}}}, "model.freezing.schedules", 'did you mean "schedule"'),
         ({"freezing": {"schedule": []}}, "model.freezing.schedule", "one or more"),
         ({"freezing": {"schedule": 0.5}}, "model.freezing.schedule", "should be null or a list"),
@@ -296,16 +285,15 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ),
         ({"mod": {"sampling": "threshold"}}, 'model.mod.sampling = "threshold"', "needs a threshold"),
         (
-            {**CACHED, "mod": {"schedule": [[0.5, 1]]}},
-            "model.mod",
-            "cannot be combined with freezing.cache_bytes",
-        ),
-        (
             {"moe": {"expert_parallel": True}, "mod": {"threshold": 0, "sampling": "threshold"}},
             "model.mod",
             "threshold cannot be combined with moe.expert_parallel",
         ),
-        ({"early_exit": {"method": "calm", "loss_tokens": "some"}}, "model.early_exit.loss_tokens", "'reached'"),
+        (
+            {"early_exit": {"method": "calm", "confidence": "classifier"}},
+            'model.early_exit.confidence = "classifier"',
+            "'softmax' or 'state'",
+        ),
         ({"mod": {"predictor_coefficient": 0}}, "model.mod.predictor_coefficient = 0", "greater than 0"),
         (
             {"mod": {"sampling": "topk", "predictor_size": 8}},

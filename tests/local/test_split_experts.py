@@ -16,6 +16,7 @@ from ds_dynmo.models.moe.grouped_linear import grouped_linear
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 from ds_dynmo.models.seeding import generator_for
 from tests.local.split_passes import WIDTH, Passes, check_same, inputs
+from tests.local.test_sparse_linear import compress
 
 SIZES = {"layers": 2, "hidden_size": WIDTH, "heads": 2, "sequence_length": 10, "mlp_ratio": 2, "tied_embedding": False}
 MIXTRAL = {"hidden_size": WIDTH, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2}
@@ -101,7 +102,7 @@ def pruned(share: float, csr_from: float = 0.5, compressed: bool = False) -> nn.
     if share:
         layer.prune(torch.rand(WIDTH, WIDTH, generator=generator) >= share)
     if compressed:
-        layer.compress()
+        compress(layer)
     return layer
 
 

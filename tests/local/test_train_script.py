@@ -377,22 +377,20 @@ def test_a_rank_ends_with_its_launcher_while_it_reads_data(monkeypatch: pytest.M
     assert train.main([]) == 2 and called == ["end_with_launcher", "prepare"]
 
 
-def test_a_run_with_a_thread_beside_it_ends_and_its_useless_cache_is_named(tmp_path: Path) -> None:
+def test_a_run_with_a_thread_beside_it_ends(tmp_path: Path) -> None:
     """Egeria's last verdict, due after the last step, is still being computed then."""
     settings = json.loads((ROOT / "ds_configs" / "freezing_egeria.json").read_text())
     settings["gradient_accumulation_steps"] = 2
     settings["model"]["freezing"]["egeria"]["start"] = 0.0
-    settings["model"]["freezing"]["cache_bytes"] = 10**6
-    settings["model"]["sampling"] = "epochs"
     (tmp_path / "config.json").write_text(json.dumps(settings))
     printed = train_alone(tmp_path / "config.json", "--steps", "3")
-    assert "step 3/3" in printed and "in 3 steps no text comes again" in printed
+    assert "step 3/3" in printed
     assert printed.startswith("One process, so one stage: no layer can move.")
 
 
 def test_a_short_run(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(random.Random(0).randbytes(512))  # 30 sequences for training
-    model = {**SIZES, "sampling": "epochs", "freezing": {"schedule": [[0.25, 2]], "cache_bytes": 10**6}}
+    model = {**SIZES, "sampling": "epochs", "freezing": {"schedule": [[0.25, 2]]}}
     dynmo = {"interval": 3, "min_improvement": 0.0, "profile": {"batches": 1}}
     config = write(tmp_path, model=model, dynmo=dynmo, gradient_accumulation_steps=8)
     report = tmp_path / "report.jsonl"
@@ -420,6 +418,4 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert steps[0]["train_loss"] == records[-1]["first_train_loss"]
     assert {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} >= {"step 7"}
     assert records[-1]["steps"] == 8 and records[-1]["validation_loss"] > 0
-    found = records[-1]["cases"]["freezing"]
-    assert 0 < found["cache_hits"] < found["cache_lookups"] and "cache hits" in printed
     assert "tokens/s" in printed and "bubble ratio" in printed

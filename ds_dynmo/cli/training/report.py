@@ -29,7 +29,6 @@ class History:
         losses: the language model's training losses, comparable with those of other models.
         auxiliary_losses: losses that training added to them, or 0.
         ranks: ranks at work in each step.
-        cases: numbers of each dynamic case, known at the end.
         stopped: the signal that ended the run early; 0: none.
     """
 
@@ -38,7 +37,6 @@ class History:
     step_seconds: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     validation_losses: list[tuple[int, float]] = field(default_factory=list)
-    cases: dict[str, dict[str, float]] = field(default_factory=dict)
     stopped: int = 0
     profiles: list[Profile | None] = field(default_factory=list)  # for each report, the profile of its decision
 
@@ -117,14 +115,6 @@ def batch_numbers(report: RebalanceReport, profile: Profile | None, tokens: int)
     return (f"{tokens / profile.batch_seconds:,.0f}", f"{bubble_ratio:.2f}", f"{report.imbalance_before:.2f}")
 
 
-def case_lines(history: History) -> list[str]:
-    """Make one line per case that has numbers."""
-    return [
-        f"{name}: " + ", ".join(f"{key.replace('_', ' ')} {value:,.0f}" for key, value in numbers.items())
-        for name, numbers in history.cases.items()
-    ]
-
-
 def step_record(run: Run, engine: Any, history: History) -> dict[str, Any]:
     """Make the record of the last batch; its seconds include the rebalance that followed it."""
     seconds = history.step_seconds[-1]
@@ -160,7 +150,6 @@ def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
         "first_train_loss": history.losses[0],
         "validation_loss": history.validation_losses[-1][1],
         "validation_losses": history.validation_losses,
-        "cases": history.cases,
     }
 
 

@@ -35,10 +35,10 @@ class EarlyExitConfig(BaseModel):
         validate_default=True,
         description="after how many blocks there are exits, such as [3, 6, 9]; null, calm only: after all but the last",
     )
-    confidence: Literal["softmax", "state", "classifier"] | None = Field(
+    confidence: Literal["softmax", "state"] | None = Field(
         default=None,
-        description="calm only, null is softmax: the two largest probabilities' difference, the cosine similarity of "
-        "the states before and after the last block, or a linear classifier's output",
+        description="calm only, null is softmax: the two largest probabilities' difference, or the cosine similarity "
+        "of the states before and after the last block",
     )
     threshold: float | None = Field(
         default=None, ge=0, le=1, description="of confidence; null: 0.9 with calm, which lets it decay, 0.998 with adpc"
@@ -50,11 +50,6 @@ class EarlyExitConfig(BaseModel):
         description="from that fraction of the steps on, the last step at the latest, tokens leave",
     )
     evaluation: bool = Field(default=True, description="do tokens leave in evaluations too")
-    loss_tokens: Literal["all", "reached"] = Field(
-        default="all",
-        description='whom an exit\'s loss counts: "all" tokens, those that left before with the states that they kept, '
-        'or those that "reached" it, because they ran in the block before',
-    )
 
     @field_validator("depths", mode="before")
     @classmethod

@@ -25,9 +25,7 @@ from ds_dynmo.models.early_exit.criteria import EarlyExitConfig, largest_probabi
 from ds_dynmo.models.gpt import TokenEmbedding, embed
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.local_layers import local_layers
-from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Activations, Stream
-from ds_dynmo.models.transformer import INIT_STD, init_normal
 
 __all__ = ["EarlyExit", "ExitHead", "exit_layers"]
 
@@ -55,10 +53,6 @@ class ExitHead(TokenEmbedding):
         self.exits = exits
         self.loss_weights = exits.loss_weights(config.layers)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.classifiers = nn.ModuleDict()
-        if exits.confidence == "classifier":
-            for depth in exits.exits(config.layers):
-                self.classifiers[str(depth)] = _classifier(config, depth)
         self.register_buffer("leaving", torch.tensor(exits.start == 0))
 
     def embed(self, tokens: torch.Tensor) -> Activations:
@@ -83,11 +77,7 @@ class ExitHead(TokenEmbedding):
 
         The loss is the mean cross entropy of the true next tokens, over the tokens that have one. Those that ran in
         the block before have their logits computed. A token that leaves here would get the same logits at every later
-        exit, so its loss there is added here. With "reached" it is not, and later exits count it as 0.
-
-        The classifier learns (binary cross entropy, states detached) whether the exit's prediction is the true next
-        token, of the tokens that it is asked about. CALM's target is whether it is the model's final prediction, which
-        would have to come back from the last stage.
+        exit, so its loss there is added here.
         """
         stream = Stream.unpack(activations)
         hidden, auxiliary, tokens, exited = stream.hidden, stream.auxiliary, stream.tokens, stream.exited
@@ -101,18 +91,13 @@ class ExitHead(TokenEmbedding):
         sequence = hidden.shape[1]
         index = ((exited == 0) | (exited == depth)).flatten().nonzero().squeeze(1)
         rows = hidden.flatten(0, 1).index_select(0, index)
-        predicted = classified = None
-        if self.classifiers:
-            classified = self.classifiers[str(depth)](rows.detach()).squeeze(-1).float()
-        if self.training or classified is None:
-            predicted = self._predict(rows)
+        predicted = self._predict(rows)
         if leaves:
-            leave = self.exits.confident(self._confidence(predicted, classified), index % sequence, sequence)
+            leave = self.exits.confident(self._confidence(predicted), index % sequence, sequence)
             exited = leave_after(exited, index, leave & self.leaving, depth)
         if self.training:
-            assert predicted is not None
             left = exited.flatten().index_select(0, index) > 0
-            auxiliary = auxiliary + self._loss(predicted, classified, tokens, index, left, depth)
+            auxiliary = auxiliary + self._loss(predicted, tokens, index, left, depth)
         return replace(stream, hidden=hidden, auxiliary=auxiliary, exited=exited).pack()
 
     def _predict(self, rows: torch.Tensor) -> torch.Tensor:
@@ -122,35 +107,18 @@ class ExitHead(TokenEmbedding):
         return F.linear(normed, self.weight.detach()).float().log_softmax(dim=-1)
 
     @torch.no_grad()
-    def _confidence(self, predicted: torch.Tensor | None, classified: torch.Tensor | None) -> torch.Tensor:
-        if classified is not None:
-            return classified.sigmoid()
-        assert predicted is not None
+    def _confidence(self, predicted: torch.Tensor) -> torch.Tensor:
         return largest_probability(predicted) if self.exits.method == "adpc" else softmax_margin(predicted)
 
     def _loss(
-        self,
-        predicted: torch.Tensor,
-        classified: torch.Tensor | None,
-        tokens: torch.Tensor,
-        index: torch.Tensor,
-        left: torch.Tensor,
-        depth: int,
+        self, predicted: torch.Tensor, tokens: torch.Tensor, index: torch.Tensor, left: torch.Tensor, depth: int
     ) -> torch.Tensor:
         """Compute what the exit adds to the training loss; ``left`` says who of ``index`` leaves here."""
         labels = F.pad(tokens[:, 1:], (0, 1), value=NO_LABEL).flatten().index_select(0, index)
         count = max(tokens[:, 1:].numel(), 1)
         losses = F.nll_loss(predicted, labels, ignore_index=NO_LABEL, reduction="none")
-        own, later = self.loss_weights[depth], 0.0
-        if self.exits.loss_tokens == "all":
-            later = sum(weight for other, weight in self.loss_weights.items() if depth < other < max(self.loss_weights))
-        loss = (losses * (own + later * left)).sum() / count
-        if classified is not None:
-            right = (predicted.argmax(dim=-1) == labels).float()
-            labelled = (labels != NO_LABEL).float()
-            mistakes = F.binary_cross_entropy_with_logits(classified, right, weight=labelled, reduction="sum")
-            loss = loss + mistakes / (count * len(self.classifiers))
-        return loss
+        later = sum(weight for other, weight in self.loss_weights.items() if depth < other < max(self.loss_weights))
+        return (losses * (self.loss_weights[depth] + later * left)).sum() / count
 
     def _all_get_gradients(self, hidden: torch.Tensor) -> torch.Tensor:
         passed: torch.Tensor = _ZeroGradients.apply(hidden, *self.parameters())  # type: ignore[no-untyped-call]
@@ -171,13 +139,6 @@ class _ZeroGradients(torch.autograd.Function):
         return (gradients[0], *zeros)
 
 
-def _classifier(config: GPTConfig, depth: int) -> nn.Linear:
-    linear = nn.utils.skip_init(nn.Linear, config.hidden_size, 1)
-    init_normal(linear.weight, INIT_STD, generator_for("exit", config.seed, depth))
-    nn.init.zeros_(linear.bias)
-    return linear
-
-
 def exit_layers(config: GPTConfig, exits: EarlyExitConfig) -> list[LayerSpec]:
     """List the layers: embedding, blocks, exits after those of ``exits.depths``, final norm and head as one.
 
@@ -186,8 +147,6 @@ def exit_layers(config: GPTConfig, exits: EarlyExitConfig) -> list[LayerSpec]:
     """
     layer = 0 if config.tied_embedding else config.layers + 2
     names = ["weight", "norm.weight", "norm.bias"]
-    if exits.confidence == "classifier":
-        names += [f"classifiers.{d}.{name}" for d in exits.exits(config.layers) for name in ("weight", "bias")]
     key = "embedding" if config.tied_embedding else "head"
     head = partial(TiedLayerSpec, key, ExitHead, config, exits, layer, tied_weight_attr=names)
     layers = [head(forward_fn=ExitHead.embed) if config.tied_embedding else LayerSpec(TokenEmbedding, config, 0)]

@@ -128,10 +128,8 @@ class Egeria(FreezingCase):
     reference that it has carried since the last interval, and gets a new one.
     """
 
-    def __init__(
-        self, config: EgeriaConfig, engine: Any, *, blocks: range, total_steps: int, cache_bytes: int = 0
-    ) -> None:
-        super().__init__(engine, blocks=blocks, cache_bytes=cache_bytes)
+    def __init__(self, config: EgeriaConfig, engine: Any, *, blocks: range, total_steps: int) -> None:
+        super().__init__(engine, blocks=blocks)
         self._interval = max(1, round(config.interval * total_steps))
         self._delay = min(self._interval, max(1, round(config.delay * total_steps)))
         self._start = round(config.start * total_steps)

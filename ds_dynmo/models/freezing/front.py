@@ -8,7 +8,6 @@ import torch
 from deepspeed.pipe import PipelineModule
 
 from ds_dynmo.models.case import DynamicCase
-from ds_dynmo.models.freezing.cache import ActivationCache
 from ds_dynmo.models.local_layers import local_layers, tie_of
 
 __all__ = ["FreezingCase", "freeze_prefix", "set_frozen_prefix"]
@@ -42,42 +41,25 @@ def freeze_prefix(engine: Any, num_frozen: int) -> None:
 
 
 class FreezingCase(DynamicCase):
-    """Freezes before each batch what a subclass decides, and may keep the outputs of frozen layers.
+    """Freezes before each batch what a subclass decides.
 
     Args:
         blocks: the numbers of the blocks in the layer list.
-        cache_bytes: of this stage's :class:`~ds_dynmo.models.freezing.cache.ActivationCache`; 0: none.
     """
 
     name = "freezing"
 
-    def __init__(self, engine: Any, *, blocks: range, cache_bytes: int) -> None:
+    def __init__(self, engine: Any, *, blocks: range) -> None:
         super().__init__(engine)
         self._block_numbers = blocks
         self._frozen: int | None = None  # layers that were loaded may be frozen or not
-        self._cache = ActivationCache(engine.module, cache_bytes, blocks.start) if cache_bytes else None
 
     def _freeze(self, num_frozen: int) -> None:
         """Freeze so many layers in the next batch. Collective where the number changes."""
         if num_frozen != self._frozen:
             freeze_prefix(self.engine, num_frozen)
             self._frozen = num_frozen
-        if self._cache is not None:
-            self._cache.install(num_frozen, self.engine.chunks[0])
 
     def _loaded(self) -> None:
         """Forget what is frozen, after a load on all ranks: before the next batch they find out together."""
         self._frozen = None
-
-    def after_batch(self, steps_done: int) -> None:
-        """Take the cache off the layers."""
-        if self._cache is not None:
-            self._cache.remove()
-
-    def summary(self) -> dict[str, float]:
-        """Sum over all ranks' caches: lookups, hits and bytes held. Collective."""
-        if self._cache is None:
-            return {}
-        numbers = [self._cache.lookups, self._cache.hits, self._cache.num_bytes]
-        lookups, hits, held = self.engine.sum_over_world(torch.tensor(numbers, dtype=torch.float64)).tolist()
-        return {"cache_lookups": lookups, "cache_hits": hits, "cache_held_bytes": held}

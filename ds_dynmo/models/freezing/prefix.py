@@ -80,14 +80,7 @@ class EgeriaConfig(_Block):
 
 
 class FreezingConfig(_Block):
-    """The "freezing" block: exactly one of "schedule", "automatic" and "egeria", and the cache."""
-
-    cache_bytes: int = Field(
-        default=0,
-        ge=0,
-        description="host memory of each rank in which outputs of frozen layers are kept for inputs that come again; "
-        "0: none are",
-    )
+    """The "freezing" block: exactly one of "schedule", "automatic" and "egeria"."""
 
     schedule: Schedule | None = Field(
         default=None,
@@ -264,7 +257,7 @@ class Freezing(FreezingCase):
         layers_per_block: int = 1,
         total_steps: int,
     ) -> None:
-        super().__init__(engine, blocks=blocks, cache_bytes=config.cache_bytes)
+        super().__init__(engine, blocks=blocks)
         self._controller = FreezingController(
             config, blocks=blocks, num_layers=num_layers, layers_per_block=layers_per_block, total_steps=total_steps
         )
@@ -280,8 +273,7 @@ class Freezing(FreezingCase):
         self._freeze(self._controller.frozen_prefix(step))
 
     def after_batch(self, steps_done: int) -> None:
-        """Take the cache off the layers, and let the controller decide."""
-        super().after_batch(steps_done)
+        """Let the controller decide."""
         self._add_gradients()
         self._controller.evaluate(steps_done, self.engine.sum_over_world)
 

@@ -4,7 +4,7 @@ At a few steps of the run the smallest weights of the whole model are set to zer
 master weights and optimizer state are zero from then on, or gone where the parameter becomes the vector of kept values.
 The linear weights of all blocks are pruned; embedding, norms and head are not. Magnitudes are compared in compute
 precision, bf16 under bf16: those weights are the same on every replica, while fp32 master weights may be sharded. Among
-equal magnitudes, of which bf16 has many, layer and position decide. With ``block_size`` square blocks are pruned whole.
+equal magnitudes, of which bf16 has many, layer and position decide.
 """
 
 from __future__ import annotations
@@ -54,18 +54,12 @@ class PruningConfig(BaseModel):
         default=None,
         ge=0,
         le=1,
-        description="linear layers that have lost this share compute in CSR, or block by block; null: from where it is "
-        "measured faster",
-    )
-    block_size: int = Field(
-        default=1,
-        ge=1,
-        description="side of square blocks that are pruned whole, by their largest weights; 1: single weights",
+        description="linear layers that have lost this share compute in CSR; null: from where it is measured faster",
     )
     probe: bool = Field(
         default=True,
-        description="measure before the first pruning from what share on that is faster, and keep it in the user's "
-        "cache folder; false: without csr_from all layers compute densely",
+        description="measure before the first pruning from what share on CSR is faster; false: without csr_from all "
+        "layers compute densely",
     )
 
     @field_validator("end")
@@ -111,14 +105,12 @@ def pruning_steps(config: PruningConfig, total_steps: int) -> dict[int, float]:
 class _Prunable(BlockPart):
     """Makes the linear layers of the class that it is mixed into prunable, and keeps its other parts."""
 
-    def __init__(
-        self, config: GPTConfig, layer: int, *, csr_from: float | None = None, block_size: int = 1, **parts: Any
-    ) -> None:
+    def __init__(self, config: GPTConfig, layer: int, *, csr_from: float | None = None, **parts: Any) -> None:
         super().__init__(config, layer, **parts)
         for parent in list(self.modules()):
             for name, part in list(parent.named_children()):
                 if isinstance(part, nn.Linear):
-                    setattr(parent, name, PrunableLinear(nn.Parameter(part.weight), csr_from, block_size))
+                    setattr(parent, name, PrunableLinear(nn.Parameter(part.weight), csr_from))
 
     def load_signal(self) -> float:
         """The paper's ``p_i``: the share of this layer's prunable weights that is left; 0.0 where nothing trains."""
@@ -171,7 +163,6 @@ class Pruning(DynamicCase):
         self._num_layers = num_layers
         self._steps = pruning_steps(config, total_steps)
         self._probe = config.probe
-        self._unit = config.block_size**2  # weights that are pruned together
         self._loaded = True  # layers may have been, before this was built
         self._told = False
         engine.before_step(self._zero_gradients)
@@ -210,9 +201,7 @@ class Pruning(DynamicCase):
                     yield linear.weight, ~linear.mask
 
     def prune(self, sparsity: float) -> None:
-        """Keep ``round(N (1 - sparsity))`` of the model's ``N`` prunable weights, or blocks. Collective.
-
-        Pruned ones stay pruned.
+        """Keep ``round(N (1 - sparsity))`` of the model's ``N`` prunable weights; pruned ones stay pruned. Collective.
 
         Args:
             sparsity: in [0, 1).
@@ -222,8 +211,7 @@ class Pruning(DynamicCase):
         if self._probe:
             agree_on_csr(linears, num_layers=self._num_layers, sum_over_world=self.engine.sum_over_world)
         sizes = [sum(linear.size for linear in every), sum(linear.kept for linear in every)]
-        sums = self.engine.sum_over_stages(torch.tensor(sizes, dtype=torch.float64)) / self._unit
-        total, left = sums.tolist()
+        total, left = self.engine.sum_over_stages(torch.tensor(sizes, dtype=torch.float64)).tolist()
         keep = min(round(total * (1 - sparsity)), int(left))
         selection = select_largest(
             linears, keep, num_layers=self._num_layers, sum_over_stages=self.engine.sum_over_stages
@@ -253,7 +241,7 @@ class Pruning(DynamicCase):
 
 def _check_csr(config: PruningConfig, module: nn.Module) -> None:
     weight = next(module.parameters(), None)
-    if config.csr_from is None or config.block_size > 1 or weight is None or can_csr(weight.dtype, weight.device):
+    if config.csr_from is None or weight is None or can_csr(weight.dtype, weight.device):
         return
     raise ConfigError(
         f"model.pruning.csr_from = {config.csr_from}: torch has no products in CSR for {weight.dtype} on "

@@ -4,9 +4,6 @@ Algorithm 1 of the paper gathers every rank's largest weights on rank 0. Here th
 counting: the bit pattern of a non-negative fp32 number, read as an integer, grows with the number, so four rounds
 settle it, eight bits each, with one sum of 256 counts over the stages per round. One more sum, of a number per layer,
 settles which of equal magnitudes stay. Memory beyond the masks does not depend on the model's size.
-
-Where square blocks are pruned whole, a block counts as its largest weight (Narang, Undersander and Diamos,
-"Block-Sparse Recurrent Neural Networks", 2017), and weights below are blocks. Both are called units in the code.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ class Selection:
                 stays[places] = True
                 left -= len(places)
                 masks.append(stays)
-            yield linear.mask_of_units(torch.cat(masks))
+            yield torch.cat(masks).view(linear.weight.shape)
 
 
 def select_largest(linears: Linears, keep: int, *, num_layers: int, sum_over_stages: Sum) -> Selection:
@@ -60,7 +57,7 @@ def select_largest(linears: Linears, keep: int, *, num_layers: int, sum_over_sta
 
     Args:
         linears: of this stage.
-        keep: at most as many weights, or blocks, as are not pruned.
+        keep: at most as many weights as are not pruned.
         num_layers: of the model.
         sum_over_stages: adds a CPU float64 tensor over the stages; exact for counts below 2**53.
     """
@@ -94,8 +91,9 @@ def _kth(linears: Linears, k: int, sum_over_stages: Sum) -> tuple[int, int]:
 
 
 def _chunks(linear: PrunableLinear) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Iterate over chunks of a linear layer's units: bits of their magnitudes, and which are unpruned."""
-    units, unpruned = linear.units(), linear.unpruned_units()
-    for start in range(0, max(1, len(units)), CHUNK):
-        bits = units[start : start + CHUNK].float().abs().view(torch.int32)
-        yield bits, torch.ones_like(bits, dtype=torch.bool) if unpruned is None else unpruned[start : start + CHUNK]
+    """Iterate over chunks of a linear layer's weights: bits of their magnitudes, and which are unpruned."""
+    weight = linear.weight.detach().reshape(-1)
+    mask = None if linear.mask is None else linear.mask.view(-1)
+    for start in range(0, max(1, len(weight)), CHUNK):
+        bits = weight[start : start + CHUNK].float().abs().view(torch.int32)
+        yield bits, torch.ones_like(bits, dtype=torch.bool) if mask is None else mask[start : start + CHUNK]

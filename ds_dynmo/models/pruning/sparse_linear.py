@@ -8,9 +8,8 @@ The parameter is one of these:
   in the flattened weight: the CSR triple of the paper in 4 bytes per value. Gradients, fp32 master weights and
   optimizer state are vectors of that length, and so is what moves and what checkpoints hold.
 
-The values are scattered to a dense weight for every product, or multiplied as they are: in CSR, or where whole blocks
-are pruned, block by block (:mod:`.kernels`, :mod:`.blocks`). Each calculates bit for bit what it does for a dense
-weight with zeros.
+The values are scattered to a dense weight for every product, or multiplied in CSR (:mod:`.kernels`). Both calculate bit
+for bit what they do for a dense weight with zeros.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.pruning.blocks import blocks, largest_in_blocks, places_of_blocks
 from ds_dynmo.models.pruning.kernels import CSR, DENSE, NOTHING, Kernel, Shape, can_csr, compressed_linear, dense
 
 __all__ = ["PrunableLinear", "dense_state_dict"]
@@ -36,13 +33,12 @@ class PrunableLinear(nn.Module):
 
     Args:
         weight: ``[outputs, inputs]``.
-        csr_from: from what share of pruned weights on the layer computes by the kept values alone: in CSR, where torch
-            can (fp32 on a CPU), or block by block; None: from ``measured_csr_from`` on.
-        block_size: side of the square blocks that are pruned whole; 1: single weights are.
+        csr_from: from what share of pruned weights on the layer computes in CSR, where torch can (fp32 on a CPU);
+            None: from ``measured_csr_from`` on.
 
     Attributes:
         shape: of the dense weight.
-        measured_csr_from: where that was measured to be faster, on the machine that pruned first; None: not measured,
+        measured_csr_from: where CSR was measured to be faster, on the machine that pruned first; None: not measured,
             the layer computes densely.
         mask: in the shape of ``weight``, which elements are not pruned; None: none is.
         index: the places of the values with which the layer computes; None: it computes with a dense weight.
@@ -51,15 +47,12 @@ class PrunableLinear(nn.Module):
     mask: torch.Tensor | None
     index: torch.Tensor | None
 
-    def __init__(self, weight: nn.Parameter, csr_from: float | None = None, block_size: int = 1) -> None:
+    def __init__(self, weight: nn.Parameter, csr_from: float | None = None) -> None:
         super().__init__()
         outputs, inputs = weight.shape
-        if outputs % block_size or inputs % block_size:
-            raise ConfigError(f"block_size = {block_size}: does not divide a weight of {outputs} x {inputs}")
         self.shape: Shape = (outputs, inputs)
         self.weight = weight
         self.csr_from = csr_from
-        self.block_size = block_size
         self.measured_csr_from: float | None = None
         self.register_buffer("mask", None)
         self.register_buffer("index", None)
@@ -81,8 +74,8 @@ class PrunableLinear(nn.Module):
 
     @property
     def computes_sparse(self) -> bool:
-        """Does the next pass multiply by the kept values alone?"""
-        return self._kernel() not in (None, DENSE, NOTHING)
+        """Does the next pass multiply by the kept values alone, in CSR?"""
+        return self._kernel() is CSR
 
     @property
     def workspace_bytes(self) -> int:
@@ -105,36 +98,7 @@ class PrunableLinear(nn.Module):
             return
         self.mask = mask
         places = mask.view(-1).nonzero().squeeze(1).int()
-        computes_sparse = not len(places) or (self._wants_sparse(len(places)) and self._sparse_kernel() is not None)
-        self.index = places if computes_sparse else None
-
-    def units(self) -> torch.Tensor:
-        """Give the weights that pruning compares by magnitude, ``[units]``: all, or the largest of each block."""
-        weight = self.weight.detach()
-        if self.block_size == 1:
-            return weight.reshape(-1)
-        return largest_in_blocks(weight, self.index if self.is_compressed else None, self.shape, self.block_size)
-
-    def unpruned_units(self) -> torch.Tensor | None:
-        """Say which of :meth:`units` are not pruned, bool; None: all."""
-        if self.mask is None or self.block_size == 1:
-            return None if self.mask is None else self.mask.view(-1)
-        return self.mask.view(-1)[self._unit_places()[:, 0, 0]]
-
-    def mask_of_units(self, stays: torch.Tensor) -> torch.Tensor:
-        """Make a mask in the shape of the parameter of one with an element per unit."""
-        if self.block_size == 1:
-            return stays.view(self.weight.shape)
-        mask = torch.empty(self.weight.numel(), dtype=torch.bool, device=stays.device)
-        mask[self._unit_places()] = stays[:, None, None]
-        return mask.view(self.weight.shape)
-
-    def _unit_places(self) -> torch.Tensor:
-        """Find where the elements of each block are in the flattened parameter: ``[blocks, side, side]``."""
-        index = self.index if self.is_compressed else None
-        if index is None:
-            index = torch.arange(self.size, dtype=torch.int32, device=self.weight.device)
-        return places_of_blocks(index, self.shape, self.block_size)
+        self.index = places if not len(places) or self._is_for_csr(len(places)) else None
 
     def index_at(self, places: torch.Tensor) -> torch.Tensor:
         """Give the places in the flattened weight of the parameter's elements at ``places``: the ``index`` of these."""
@@ -146,12 +110,6 @@ class PrunableLinear(nn.Module):
     def use_values(self, index: torch.Tensor) -> None:
         """Compute with the values at ``index``; the parameter is, or is about to be, the vector of these."""
         self.index, self.mask = index, None
-
-    def compress(self) -> None:
-        """Replace the parameter by the vector of the kept values, where no optimizer knows it."""
-        places = self.kept_places()
-        self.use_values(self.index_at(places))
-        self.weight = nn.Parameter(self.weight.detach().view(-1)[places], self.weight.requires_grad)
 
     def kept_places(self) -> torch.Tensor:
         """Places in the flattened parameter that are not pruned, int64 and ascending."""
@@ -176,17 +134,14 @@ class PrunableLinear(nn.Module):
             return None
         if not len(self.index):
             return NOTHING
-        sparse = self._sparse_kernel() if self._wants_sparse(len(self.index)) else None
-        return sparse or (DENSE if self.is_compressed else None)
+        if self._is_for_csr(len(self.index)):
+            return CSR
+        return DENSE if self.is_compressed else None
 
-    def _wants_sparse(self, kept: int) -> bool:
+    def _is_for_csr(self, kept: int) -> bool:
         start = self.measured_csr_from if self.csr_from is None else self.csr_from
-        return start is not None and self.size - kept >= start * self.size
-
-    def _sparse_kernel(self) -> Kernel | None:
-        if self.block_size > 1:
-            return blocks(self.block_size)
-        return CSR if can_csr(self.weight.dtype, self.weight.device) else None
+        is_sparse = start is not None and self.size - kept >= start * self.size
+        return is_sparse and can_csr(self.weight.dtype, self.weight.device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         kernel = self._kernel()
@@ -198,7 +153,7 @@ class PrunableLinear(nn.Module):
 
     def extra_repr(self) -> str:
         outputs, inputs = self.shape
-        return f"{inputs}, {outputs}, csr_from={self.csr_from}, block_size={self.block_size}"
+        return f"{inputs}, {outputs}, csr_from={self.csr_from}"
 
 
 def dense_state_dict(layer: nn.Module) -> dict[str, Any]:

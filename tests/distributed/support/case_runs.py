@@ -46,9 +46,6 @@ CASES: dict[str, dict[str, Any]] = {
         }
     },
     "pruning in CSR": {"pruning": {"start": 0.1, "end": 0.4, "times": 1, "final_sparsity": 0.8, "csr_from": 0.5}},
-    "pruning in blocks": {
-        "pruning": {"start": 0.1, "end": 0.4, "times": 1, "final_sparsity": 0.95, "csr_from": 0.5, "block_size": 4}
-    },
     "freezing and pruning": {
         "freezing": {"schedule": [[0.3, 1], [0.5, 2], [0.7, 0]]},
         "pruning": {
@@ -86,9 +83,6 @@ CASES: dict[str, dict[str, Any]] = {
     "exits, calm": {"early_exit": {"method": "calm", "threshold": 0.02, "start": 0.3}},
     "exits, calm tied": {"early_exit": {"method": "calm", "threshold": 0.1}, "tied_embedding": True},
     "exits, state": {"early_exit": {"method": "calm", "confidence": "state", "threshold": 0.98}},
-    "exits, classifier": {
-        "early_exit": {"method": "calm", "confidence": "classifier", "threshold": 0.51, "depths": [1, 3]}
-    },
     "exits, adpc": {"early_exit": {"method": "adpc", "depths": [1, 2], "threshold": 0.15, "evaluation": False}},
     "exits, all leave": {"early_exit": {"method": "adpc", "depths": [2], "threshold": 0.0}, "tied_embedding": True},
     "mod, moe and hash-sparse attention": {
@@ -124,7 +118,6 @@ class CaseRun:
         precision: see ``configs.PRECISIONS``.
         dynmo: the "dynmo" block without "enabled"; by default nothing moves by itself.
         optimizer, clip: see ``configs.Case``.
-        epoch: number of micro-batches after which they repeat; None: never.
     """
 
     model: Mapping[str, Any]
@@ -138,7 +131,6 @@ class CaseRun:
     dynmo: Mapping[str, Any] = field(default_factory=lambda: {"interval": 0})
     optimizer: str = "AdamW"
     clip: float = 1.0
-    epoch: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -151,7 +143,7 @@ def model_of(run: CaseRun) -> ModelConfig:
     block, pruning = {**sizes, **run.model}, run.model.get("pruning", {})
     dtype = torch.bfloat16 if "bf16" in run.precision else torch.float16 if "fp16" in run.precision else torch.float32
     device = torch.device(get_accelerator().current_device_name())
-    if "csr_from" in pruning and "block_size" not in pruning and not can_csr(dtype, device):
+    if "csr_from" in pruning and not can_csr(dtype, device):
         block["pruning"] = {**pruning, "csr_from": None, "probe": False}
     return parse_block(ModelConfig, block, "model")
 
@@ -182,16 +174,14 @@ def build(run: CaseRun) -> tuple[Any, ModelConfig]:
     return engine, model
 
 
-def batches(
-    engine: Any, model: ModelConfig, seed: int = 0, epoch: int | None = None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(engine: Any, model: ModelConfig, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     number = 0
     while True:
         replica = engine.grid.get_data_parallel_id()
         generator = torch.Generator().manual_seed(10_000 * seed + 100 * number + replica)
         tokens = torch.randint(0, 256, (2, model.sequence_length + 1), generator=generator)
         yield tokens[:, :-1], tokens[:, 1:]
-        number = (number + 1) % epoch if epoch else number + 1
+        number += 1
 
 
 def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> dict[str, Any]:
@@ -202,7 +192,7 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
         stop: number of steps before the checkpoint.
     """
     engine, model = build(run)
-    data, losses = batches(engine, model, epoch=run.epoch), []
+    data, losses = batches(engine, model), []
     cases = dynamic_cases(model, engine, total_steps=run.steps)
     for step in range(run.steps):
         if step == stop and folder is not None:
@@ -234,7 +224,6 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
         "replica": engine.grid.get_data_parallel_id(),
         "signals": signals,
         "partition": engine.partition,
-        "summaries": {case.name: case.summary() for case in cases},
     }
 
 
