@@ -81,18 +81,20 @@ def test_deepspeed_converts_our_checkpoints_to_universal_ones(tmp_path: Path, ti
 
 
 @pytest.mark.parametrize(
-    ("precision", "writer", "reader"),
+    ("precision", "replicas", "writer", "reader"),
     [
-        ("bf16", "stock", "ours"),  # DeepSpeed 0.19.8 cannot load its own checkpoint of this kind: KeyError
-        *((precision, "stock", "ours") for precision in ("bf16 zero1", "fp32 zero1")),
-        *((precision, "ours", "stock") for precision in ("bf16 zero1", "fp32 zero1")),
-        *((precision, "moved and back", "stock") for precision in ("bf16 zero1", "fp32 zero1")),
+        ("bf16", 1, "stock", "ours"),  # DeepSpeed 0.19.8 cannot load its own checkpoint of this kind: KeyError
+        *((precision, number, "stock", "ours") for precision, number in (("bf16 zero1", 2), ("fp32 zero1", 1))),
+        *((precision, 1, "ours", "stock") for precision in ("bf16 zero1", "fp32 zero1")),
+        *((precision, 1, "moved and back", "stock") for precision in ("bf16 zero1", "fp32 zero1")),
     ],
 )
-def test_wrapped_checkpoints_load_in_stock_and_back(tmp_path: Path, writer: str, reader: str, precision: str) -> None:
-    case = Case(stages=2, clip=0.0, groups="two", scheduler=True, precision=precision)
-    saved = run(2, save_as, writer, case, str(tmp_path))
-    loaded = run(2, load_as, reader, case, str(tmp_path))
+def test_wrapped_checkpoints_load_in_stock_and_back(
+    tmp_path: Path, writer: str, reader: str, precision: str, replicas: int
+) -> None:
+    case = Case(stages=2, replicas=replicas, clip=0.0, groups="two", scheduler=True, precision=precision)
+    saved = run(case.ranks, save_as, writer, case, str(tmp_path))
+    loaded = run(case.ranks, load_as, reader, case, str(tmp_path))
     assert [found[:2] for found in loaded] == saved
 
 

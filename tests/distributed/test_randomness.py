@@ -20,7 +20,7 @@ from torch import nn
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import WIDTH, Block, Embedding, Head, loss, project
-from tests.distributed.support.training import batches, build, state, whole
+from tests.distributed.support.training import batches, build, micro_batch, state, whole
 
 NEVER_PROFILED: dict[str, Any] = {"enabled": False}
 
@@ -151,7 +151,14 @@ def test_the_number_of_stages_changes_nothing() -> None:
     assert whole(still(stages=3)) == whole(still())
 
 
+def first_loss(case: Case) -> float:
+    """Train a batch in which all replicas have the same data, and return the mean of their losses."""
+    engine = build(case, drawing_layers)
+    return float(engine.train_batch(micro_batch(number, replica=0) for number in range(case.micro_batches)).item())
+
+
 def test_replicas_use_different_random_numbers() -> None:
+    assert run(4, first_loss, Case(replicas=2))[0] != run(2, first_loss, Case())[0]
     moved = run(4, train, Case(replicas=2, checkpoint_interval=1), MOVES)
     assert moved[0]["moved"] > 0
     check_same(moved, still(replicas=2))

@@ -201,11 +201,17 @@ class Everything(Block):
 
 
 class BuiltAgain(Everything):
-    """One that cannot be pickled, so that it is built where it arrives."""
+    """One that cannot be pickled, so that it is built where it arrives. Only its extra state says what it holds."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
-        self.activation = lambda hidden: torch.tanh(hidden)
+        self.set_extra_state({"extra": self.extra})
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"extra": self.held()}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.held = lambda: state["extra"]
 
 
 def halve(gradient: Tensor) -> Tensor:
@@ -216,8 +222,8 @@ def change_everything(layer: Any) -> None:
     layer.table = nn.Parameter(torch.randn(3, 2, dtype=torch.float64).t(), requires_grad=False)
     layer.mask[2] = False
     layer.scratch.fill_(5.0)
-    layer.extra = 9.0
-    layer.down.eval()
+    layer.set_extra_state({"extra": 9.0})
+    layer.training = layer.down.training = False
     layer.note = {"kept": [1, 2]}
     layer.corner = layer.up.weight.detach()[1:]  # a view
     layer.up.weight.mark = "marked"
@@ -232,7 +238,12 @@ def everything_in(layer: Any) -> dict[str, Any]:
         "gradients": {n: raw(p.grad) for n, p in layer.named_parameters() if p.grad is not None},
         "saved": list(layer.state_dict()),
         "modes": [part.training for part in layer.modules()],
-        "values": (layer.extra, layer.note, layer.up.weight.mark, list(layer.up.weight._backward_hooks.values())),
+        "values": (
+            layer.get_extra_state(),
+            layer.note,
+            layer.up.weight.mark,
+            list(layer.up.weight._backward_hooks.values()),
+        ),
         "view": layer.corner.data_ptr() - layer.up.weight.data_ptr(),
     }
 

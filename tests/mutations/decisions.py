@@ -75,14 +75,6 @@ MUTATIONS = [
         f"{ENGINE}::test_a_profile_has_every_layer",
     ),
     Mutation(
-        "a rank decides otherwise than the others, and goes there",
-        f"{BALANCING}/balancer.py",
-        "lambda: prepare()(), same=lambda found: self._stage.route_to(found.placement)",
-        "lambda: prepare()()",
-        "tests/distributed/test_own_balancer.py"
-        "::test_a_balancer_that_differs_on_one_rank_changes_nothing_and_its_cause_is_said",
-    ),
-    Mutation(
         "a decision comes a batch after its interval",
         f"{BALANCING}/trigger.py",
         "and step % config.interval == 0",

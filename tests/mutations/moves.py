@@ -11,7 +11,6 @@ TRAVELS = "tests/distributed/test_what_travels.py::test_a_layer_arrives_as_what_
 PHASES = "tests/distributed/test_migration_phases.py"
 RANDOM = "tests/distributed/test_randomness.py"
 ENGINE = "tests/distributed/test_engine.py"
-TIED = "tests/distributed/test_bitwise.py::test_random_rebalances_change_nothing[3stages-tied-clip0.05-dp1]"
 
 MUTATIONS = [
     Mutation(
@@ -30,7 +29,7 @@ MUTATIONS = [
         "        self._free()\n        return content",
         "        for buffer in content.module.buffers():\n            buffer.zero_()\n"
         "        self._free()\n        return content",
-        "tests/distributed/test_moe.py::test_a_decision_after_every_batch_changes_nothing -k bias",
+        "tests/distributed/test_cases.py::test_moves_change_nothing -k 'bias'",
     ),
     Mutation(
         "attributes that a layer keeps are left behind",
@@ -121,7 +120,7 @@ MUTATIONS = [
         f"{MIGRATION}/migrator.py",
         "            context.layers.tie(context.grid, context.comm.tied_group)\n",
         "            pass\n",
-        TIED,
+        "tests/distributed/test_moves.py::test_tied_layers_come_to_one_stage_and_part",
     ),
     Mutation(
         "layers are skipped under activation checkpointing once they have moved",
