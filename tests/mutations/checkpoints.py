@@ -73,9 +73,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the pieces of a saved parameter are put together with an overlap of one element",
-        f"{CHECKPOINT}/layout.py",
-        "stop - shard * shard_numel, position - begin)",
-        "stop - shard * shard_numel, max(position - begin - 1, 0))",
+        f"{CHECKPOINT}/flat_files.py",
+        "append((interval.start, tensor",
+        "append((max(interval.start - 1, 0), tensor",
         f"{RESUMES} -k 'zero1'",
     ),
     Mutation(
@@ -102,7 +102,7 @@ MUTATIONS = [
     Mutation(
         "the state of frozen layers is not written",
         "ds_dynmo/engine/optimizer/flat_shards.py",
-        '"parked": {number: dict(self.held((number, True))) for number in self.numbers},',
+        '"parked": {number: dict(self.held(Buffer(number, parked=True))) for number in self.numbers},',
         '"parked": {number: {} for number in self.numbers},',
         f"{CHANGED}::test_frozen_layers_get_their_state_back -k bf16",
     ),
@@ -137,10 +137,10 @@ MUTATIONS = [
     ),
     Mutation(
         "parameters on both sides of a new one are taken for one interval",
-        "ds_dynmo/engine/optimizer/flat_layout.py",
-        "            gaps += 1  # what",
-        "            pass  # what",
-        "tests/local/test_flat_layout.py::test_every_element_arrives_once",
+        "ds_dynmo/engine/move/route.py",
+        "            last.destination_offset + last.numel,\n",
+        "            row.destination_offset,\n",
+        "tests/pure/test_routes.py",
     ),
     Mutation(
         "each replica resumes with the experts of the first",

@@ -16,19 +16,19 @@ MUTATIONS = [
     Mutation(
         "non-persistent buffers are left behind",
         f"{MIGRATION}/arriving.py",
-        "        self._free()\n        return content",
-        "        for part in content.module.modules():\n"
+        "        self._free()\n        return layer",
+        "        for part in layer.module.modules():\n"
         "            for name in part._non_persistent_buffers_set:\n"
         "                part._buffers[name] = torch.zeros_like(part._buffers[name])\n"
-        "        self._free()\n        return content",
+        "        self._free()\n        return layer",
         TRAVELS,
     ),
     Mutation(
         "masks and a router's bias are left behind",
         f"{MIGRATION}/arriving.py",
-        "        self._free()\n        return content",
-        "        for buffer in content.module.buffers():\n            buffer.zero_()\n"
-        "        self._free()\n        return content",
+        "        self._free()\n        return layer",
+        "        for buffer in layer.module.buffers():\n            buffer.zero_()\n"
+        "        self._free()\n        return layer",
         "tests/distributed/test_cases.py::test_moves_change_nothing -k 'bias'",
     ),
     Mutation(
@@ -69,21 +69,21 @@ MUTATIONS = [
     Mutation(
         "gradients that are held are lost",
         f"{MIGRATION}/arriving.py",
-        "            parameter.grad = gradient\n",
+        "            found.parameter.grad = found.gradient\n",
         "",
         TRAVELS,
     ),
     Mutation(
         "what a user set on a parameter is lost",
         f"{MIGRATION}/arriving.py",
-        "            vars(parameter).update(attributes)\n",
+        "            vars(found.parameter).update(found.attributes)\n",
         "",
         TRAVELS,
     ),
     Mutation(
         "a user's hook on a parameter is lost",
         f"{MIGRATION}/arriving.py",
-        "            register_hooks(parameter, hooks)\n",
+        "            register_hooks(found.parameter, found.hooks)\n",
         "",
         TRAVELS,
     ),
@@ -188,8 +188,8 @@ MUTATIONS = [
     Mutation(
         "a rank that cannot send its layers does not say so",
         "ds_dynmo/engine/comm/communicator.py",
-        "every = self._gather([int(failure is None), outgoing_bytes])",
-        "every = self._gather([1, outgoing_bytes])",
+        "every = self._gather([int(failure is None), outgoing_bytes, pipeline",
+        "every = self._gather([1, outgoing_bytes, pipeline",
         "tests/distributed/test_moves.py::test_a_layer_that_cannot_be_packed_stays_and_training_continues",
     ),
     Mutation(

@@ -20,14 +20,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank that comes back has its learning rates of then",
-        f"{ELASTIC}/job_snapshot.py",
+        f"{ELASTIC}/job_state.py",
         "        group.update(options)\n",
         "        pass\n",
         f"{REPACK}::test_a_recalled_rank_gets_learning_rates_set_by_hand",
     ),
     Mutation(
         "a rank that comes back has its scheduler of then",
-        f"{ELASTIC}/job_snapshot.py",
+        f"{ELASTIC}/job_state.py",
         '        engine.lr_scheduler.load_state_dict(job["scheduler"])\n',
         "        pass\n",
         COME_BACK,

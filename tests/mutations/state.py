@@ -12,42 +12,43 @@ SHARDED = f"{BITWISE}_under_wrappers -k 'fp32 and zero1'"
 GROUPS = f"{BITWISE}_with_parameter_groups_and_a_scheduler"
 FROZEN = "tests/distributed/test_frozen.py::test_what_the_optimizer_holds_for_a_layer_outlasts_its_freezing"
 KEPT = "tests/distributed/test_kept_elements.py"
+ROUTES = "tests/pure/test_routes.py"
 
 MUTATIONS = [
     Mutation(
         "the moments of a moved layer are lost",
         f"{OPTIMIZER}/state.py",
-        "optimizer_state=[self._state.get(parameter) for parameter in parameters],",
-        "optimizer_state=[None for parameter in parameters],",
+        "            state_of=self._state.get,\n",
+        "",
         PLAIN,
     ),
     Mutation(
         "the two moments of a moved layer are exchanged",
         f"{OPTIMIZER}/state.py",
-        "                    self._state[parameter] = state\n",
-        "                    self._state[parameter] = state\n"
-        '                    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]\n',
+        "                self._state[found.parameter] = found.state\n",
+        "                self._state[found.parameter] = state = found.state\n"
+        '                state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]\n',
         PLAIN,
     ),
     Mutation(
         "the steps of a moved layer are counted from 0",
         f"{OPTIMIZER}/state.py",
-        "                    self._state[parameter] = state\n",
-        '                    self._state[parameter] = {**state, "step": torch.zeros_like(state["step"])}\n',
+        "                self._state[found.parameter] = found.state\n",
+        '                self._state[found.parameter] = {**found.state, "step": torch.zeros_like(found.state["step"])}\n',
         PLAIN,
     ),
     Mutation(
         "a moved layer trains in the first parameter group",
         f"{OPTIMIZER}/state.py",
-        "joining.setdefault(number, []).append(parameter)",
-        "joining.setdefault(0, []).append(parameter)",
+        "joining.setdefault(found.group, []).append(found.parameter)",
+        "joining.setdefault(0, []).append(found.parameter)",
         GROUPS + "[two]",
     ),
     Mutation(
         "the second moment stays behind in the flat shards of the stage before",
         f"{OPTIMIZER}/resharding.py",
-        "if transfer.source == transfer.destination or not self.plan.is_held(kind, transfer):",
-        'if kind == "exp_avg_sq" or transfer.source == transfer.destination or not self.plan.is_held(kind, transfer):',
+        "return transfers(self.plan.rows(kind), self._holder,",
+        'return transfers([] if kind == "exp_avg_sq" else self.plan.rows(kind), self._holder,',
         SHARDED,
     ),
     Mutation(
@@ -59,17 +60,17 @@ MUTATIONS = [
     ),
     Mutation(
         "an interval of a flat shard is read one element early",
-        f"{OPTIMIZER}/flat_layout.py",
-        "start_old=at_old - shard_old * sizes[0],",
-        "start_old=max(at_old - shard_old * sizes[0] - 1, 0),",
+        "ds_dynmo/engine/move/carrying.py",
+        "narrow(0, row.source_offset, row.numel)",
+        "narrow(0, max(row.source_offset - 1, 0), row.numel)",
         SHARDED,
     ),
     Mutation(
         "an interval ends with the old shards, though the new ones are cut elsewhere",
-        f"{OPTIMIZER}/flat_layout.py",
-        "length = min(numel - done, (shard_old + 1) * sizes[0] - at_old, (shard_new + 1) * sizes[1] - at_new)",
-        "length = min(numel - done, (shard_old + 1) * sizes[0] - at_old)",
-        SHARDED,
+        "ds_dynmo/engine/move/route.py",
+        "numel = min(interval.start + interval.numel, wanted.start + wanted.numel) - start",
+        "numel = interval.start + interval.numel - start",
+        ROUTES,
     ),
     Mutation(
         "the moments of a frozen layer are lost until it thaws",
@@ -81,7 +82,7 @@ MUTATIONS = [
     Mutation(
         "a group that was empty on a stage trains at the rate that it had there",
         f"{OPTIMIZER}/state.py",
-        "                    group.update(content.group_options.get(number, {}))\n",
+        "                    group.update(layer.group_options.get(number, {}))\n",
         "                    pass\n",
         "tests/distributed/test_lr_schedulers.py::test_a_rate_set_where_a_group_has_parameters_goes_with_them",
     ),
@@ -130,15 +131,15 @@ MUTATIONS = [
     Mutation(
         "the moments of the elements that stay are those of the first elements",
         f"{OPTIMIZER}/state.py",
-        "name: entry.select(held) if is_per_element",
-        "name: held.reshape(-1)[: len(entry.index)].clone() if is_per_element",
+        "name: entry.select(held) if _is_per_element",
+        "name: held.reshape(-1)[: len(entry.index)].clone() if _is_per_element",
         f"{KEPT}::test_it_trains_as_a_dense_weight_with_a_mask",
     ),
     Mutation(
         "elements that stay are looked for from the beginning of every replica's shard",
-        f"{OPTIMIZER}/compaction.py",
-        "to(shard.device) + (start - begin)",
-        "to(shard.device) + max(start - begin, 0)",
+        f"{OPTIMIZER}/flat_shards.py",
+        "places.to(shard.device) - begin)",
+        "places.to(shard.device) - min(begin, 0))",
         f"{KEPT}::test_it_trains_as_a_dense_weight_with_a_mask",
     ),
     Mutation(
