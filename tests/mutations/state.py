@@ -34,7 +34,8 @@ MUTATIONS = [
         "the steps of a moved layer are counted from 0",
         f"{OPTIMIZER}/state.py",
         "                self._state[found.parameter] = found.state\n",
-        '                self._state[found.parameter] = {**found.state, "step": torch.zeros_like(found.state["step"])}\n',
+        "                self._state[found.parameter] = found.state\n"
+        '                found.state["step"] = torch.zeros_like(found.state["step"])\n',
         PLAIN,
     ),
     Mutation(
