@@ -14,19 +14,19 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.config.withdrawn import refusal
 from ds_dynmo.engine.balancing.balancer import Balancer
 from ds_dynmo.engine.balancing.trigger import Reason, Request
-from ds_dynmo.engine.checkpoint.applying import LoadOptions
-from ds_dynmo.engine.checkpoint.checkpointer import Checkpointer
 from ds_dynmo.engine.deepspeed_adapter import buffers
 from ds_dynmo.engine.deepspeed_adapter.module import modules_of
 from ds_dynmo.engine.deepspeed_adapter.patches import PatchedPipelineEngine
-from ds_dynmo.engine.elastic.data_position import micro_batches_of
-from ds_dynmo.engine.elastic.job_state import Stateful
-from ds_dynmo.engine.elastic.repacker import Repacker
 from ds_dynmo.engine.guards import at_work, check_at_work, where_layers_may_move
-from ds_dynmo.engine.migration.migrator import Migrator
-from ds_dynmo.engine.optimizer import gradients, kept_elements
+from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.engine.parts import Parts, build_parts
 from ds_dynmo.engine.profiling.profiler import Profiler
+from ds_dynmo.engine.resize.data_position import micro_batches_of
+from ds_dynmo.engine.resize.job_state import Stateful
+from ds_dynmo.engine.resize.repacker import Repacker
+from ds_dynmo.engine.save.applying import LoadOptions
+from ds_dynmo.engine.save.checkpointer import Checkpointer
+from ds_dynmo.engine.state import gradients, kept_elements
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport, RepackReport

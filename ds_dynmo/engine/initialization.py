@@ -21,10 +21,10 @@ from ds_dynmo.engine.deepspeed_adapter.logs import warning_once
 from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
 from ds_dynmo.engine.deepspeed_adapter.probe import check_deepspeed
 from ds_dynmo.engine.deepspeed_adapter.shm_operator import warn_of_shm_operator
-from ds_dynmo.engine.elastic.release import check_policy
 from ds_dynmo.engine.engine import DynMoPipelineEngine
 from ds_dynmo.engine.pipeline.rng_trackers import check_trackers
 from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.engine.resize.release import check_policy
 from ds_dynmo.versions import newer_than_tested
 
 

@@ -24,11 +24,11 @@ from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed_adapter.settings import sums_whole, waits_for_norm
 from ds_dynmo.engine.deepspeed_adapter.ties import find_uses, own_uses
 from ds_dynmo.engine.events import AroundSchedule, Event, LayersMoved, Timeline
-from ds_dynmo.engine.optimizer.binding import OptimizerBinding
-from ds_dynmo.engine.optimizer.clipping import ModelNorm
-from ds_dynmo.engine.optimizer.state import OptimizerState
 from ds_dynmo.engine.pipeline.gradient_flags import GradientFlags
 from ds_dynmo.engine.pipeline.steps import ScheduleInForce
+from ds_dynmo.engine.state.clipping import ModelNorm
+from ds_dynmo.engine.state.optimizer_binding import OptimizerBinding
+from ds_dynmo.engine.state.optimizer_state import OptimizerState
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ds_dynmo
-from ds_dynmo.engine.checkpoint import folder as folders
+from ds_dynmo.engine.save import folder as folders
 from tests.distributed.harness import RankError, run
 from tests.distributed.support.checkpoints import (
     STEPS,
@@ -239,7 +239,7 @@ def test_a_rank_that_dies_while_writing_leaves_the_previous_checkpoint(tmp_path:
 
 def failure_at_the_end(engine: Any, folder: str) -> str:
     """Return the message if one rank fails after the last collective."""
-    from ds_dynmo.engine.checkpoint import applying
+    from ds_dynmo.engine.save import applying
 
     if engine.global_rank == 1:
         applying.restore_random_states = lambda states: [][0]

@@ -16,7 +16,7 @@ import pytest
 
 from ds_dynmo import MigrationError
 from ds_dynmo.engine.balancing.trigger import Reason, Request
-from ds_dynmo.engine.migration import arriving
+from ds_dynmo.engine.move import arriving
 from tests.distributed.harness import RankError, run
 from tests.distributed.support.configs import Case
 from tests.distributed.support.training import batches, build, layers_of, partitions, state, whole

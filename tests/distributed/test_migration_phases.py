@@ -16,7 +16,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_dynmo import MigrationError
-from ds_dynmo.engine.migration.migrator import Migrator
+from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.plan import MigrationPlan
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case

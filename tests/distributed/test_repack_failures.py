@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from ds_dynmo import partitioners
-from ds_dynmo.engine.migration.arriving import ArrivingLayer
-from ds_dynmo.engine.migration.context import MigrationContext
-from ds_dynmo.engine.migration.migrator import Migrator
+from ds_dynmo.engine.move.arriving import ArrivingLayer
+from ds_dynmo.engine.move.migration_context import MigrationContext
+from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case

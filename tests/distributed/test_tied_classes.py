@@ -15,7 +15,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.checkpoint.context import universal_info
+from ds_dynmo.engine.save.context import universal_info
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import LanguageModelPipeline, ModelConfig, model_layers
 from tests.distributed.harness import RankError, run, run_each

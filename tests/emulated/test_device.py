@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.engine.checkpoint.progress import random_states, restore_random_states
+from ds_dynmo.engine.save.progress import random_states, restore_random_states
 from ds_dynmo.models.capabilities import refusing_host_waits
 from tests.emulated import torch_device
 from tests.emulated.torch_device import Event, Stream, current_stream, library, stream, synchronize

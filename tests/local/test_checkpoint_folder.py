@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ds_dynmo.engine.checkpoint import folder as folders
-from ds_dynmo.engine.checkpoint.folder import CheckpointFolder
+from ds_dynmo.engine.save import folder as folders
+from ds_dynmo.engine.save.folder import CheckpointFolder
 
 
 def begun(save_dir: Path, tag: str, age_seconds: float) -> Path:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.engine.optimizer.clipping import RankCoordinates, gradient_norm, scale_gradients
+from ds_dynmo.engine.state.clipping import RankCoordinates, gradient_norm, scale_gradients
 
 
 def test_sparse_gradients_count_as_dense_ones() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.engine.serialization.description import can_be_sent, describe, first_difference, why_it_stays
-from ds_dynmo.engine.serialization.object_graph import text
+from ds_dynmo.engine.move.description import can_be_sent, describe, first_difference, why_it_stays
+from ds_dynmo.engine.move.object_graph import text
 
 
 @dataclasses.dataclass(frozen=True)

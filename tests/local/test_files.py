@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ds_dynmo.engine.reporting.files import guard_monitors
+from ds_dynmo.engine.decide.report_files import guard_monitors
 from ds_dynmo.files import append_line, whole, write_text
 from tests.full_disk import files_of_at_most
 

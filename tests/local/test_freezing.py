@@ -9,7 +9,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.engine.optimizer.clipping import RankCoordinates, gradient_magnitudes
+from ds_dynmo.engine.state.clipping import RankCoordinates, gradient_magnitudes
 from ds_dynmo.models.freezing.front import set_frozen_prefix
 from ds_dynmo.models.freezing.prefix import (
     Freezing,

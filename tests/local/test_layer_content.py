@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.engine.checkpoint.initial_model import LayerOrigin
-from ds_dynmo.engine.checkpoint.layer_content import (
+from ds_dynmo.engine.save.initial_model import LayerOrigin
+from ds_dynmo.engine.save.layer_content import (
     LoadedLayer,
     add_left_out,
     check_state,
@@ -19,7 +19,7 @@ from ds_dynmo.engine.checkpoint.layer_content import (
     present_digests,
     present_shapes,
 )
-from ds_dynmo.engine.checkpoint.optimizer_files import in_memory
+from ds_dynmo.engine.save.optimizer_files import in_memory
 from ds_dynmo.errors import CheckpointError
 
 

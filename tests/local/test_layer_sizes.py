@@ -9,8 +9,8 @@ from torch import nn
 from ds_dynmo.config.dynmo import ScheduleConfig
 from ds_dynmo.engine.balancing.memory import memory_model
 from ds_dynmo.engine.balancing.ordering import ScheduleChoice
-from ds_dynmo.engine.optimizer.state import PerParameterState
 from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.engine.state.optimizer_state import PerParameterState
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.placement import Placement
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.engine.serialization.object_graph import (
+from ds_dynmo.engine.move.object_graph import (
     children,
     copy_of_modules,
     follow,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.engine.serialization.objects import from_bytes, to_bytes
+from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
 from tests.stand_in import Accelerated
 
 CPU = torch.device("cpu")

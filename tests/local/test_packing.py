@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_dynmo.engine.migration.arriving import ArrivingLayer
-from ds_dynmo.engine.migration.packing import PackedLayer, pack
-from ds_dynmo.engine.optimizer.state import PerParameterState
+from ds_dynmo.engine.move.arriving import ArrivingLayer
+from ds_dynmo.engine.move.packing import PackedLayer, pack
 from ds_dynmo.engine.state.layer_record import LayerRecord
+from ds_dynmo.engine.state.optimizer_state import PerParameterState
 
 CPU = torch.device("cpu")
 

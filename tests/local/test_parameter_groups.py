@@ -9,8 +9,8 @@ import torch
 from deepspeed.runtime import lr_schedules
 from torch import nn
 
-from ds_dynmo.engine.optimizer.parameter_groups import complete_groups, leave_out_frozen, merged_order, separate_own
-from ds_dynmo.engine.optimizer.scheduler_lists import group_lists, unclear_lists
+from ds_dynmo.engine.state.parameter_groups import complete_groups, leave_out_frozen, merged_order, separate_own
+from ds_dynmo.engine.state.scheduler_lists import group_lists, unclear_lists
 from ds_dynmo.errors import ConfigError
 
 

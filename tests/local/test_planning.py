@@ -13,7 +13,7 @@ from ds_dynmo.config.dynmo import ScheduleConfig
 from ds_dynmo.engine.balancing.memory import memory_model
 from ds_dynmo.engine.balancing.ordering import ScheduleChoice
 from ds_dynmo.engine.balancing.policy import DecisionInput
-from ds_dynmo.engine.elastic.planning import Planner
+from ds_dynmo.engine.resize.planning import Planner
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import Overflow, uniform

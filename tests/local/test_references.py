@@ -13,11 +13,11 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from ds_dynmo.engine.migration.names import Names
-from ds_dynmo.engine.migration.packing import PackedLayer, pack
-from ds_dynmo.engine.migration.references import References
-from ds_dynmo.engine.optimizer.state import PerParameterState
-from ds_dynmo.engine.serialization.object_graph import walk
+from ds_dynmo.engine.move.names import Names
+from ds_dynmo.engine.move.object_graph import walk
+from ds_dynmo.engine.move.packing import PackedLayer, pack
+from ds_dynmo.engine.move.references import References
+from ds_dynmo.engine.state.optimizer_state import PerParameterState
 
 
 class Pipeline(nn.Module):
@@ -173,7 +173,7 @@ def test_globals_are_searched_once_for_all_layers_that_leave_together(monkeypatc
 
     layers = [Layer(angles=ANGLES), Layer(angles=ANGLES)]
     names = names_of(layers)
-    monkeypatch.setattr("ds_dynmo.engine.migration.names.walk", counting)
+    monkeypatch.setattr("ds_dynmo.engine.move.names.walk", counting)
     with names.globals_kept():
         first = names.outside(layers[0], {}).references
         once = len(searched)

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from ds_dynmo.config import RepackConfig, parse_block, read_dynmo_config
-from ds_dynmo.engine.elastic import parking
-from ds_dynmo.engine.elastic.release import RankLocation, ReleasePolicy, ReleaseRefused, check_policy, policy_for
-from ds_dynmo.engine.elastic.release.runner import PolicyRunner
+from ds_dynmo.engine.resize import parking
+from ds_dynmo.engine.resize.release import RankLocation, ReleasePolicy, ReleaseRefused, check_policy, policy_for
+from ds_dynmo.engine.resize.release.runner import PolicyRunner
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.launch import OF_MEETING, OF_RANK, set_rank_variables
 from tests.local.kubernetes_server import TOKEN, Server

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_dynmo.engine.elastic.repack_plan import JobStages, RepackPlan, between, plan_repack
+from ds_dynmo.engine.resize.repack_plan import JobStages, RepackPlan, between, plan_repack
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.placement import Placement
 

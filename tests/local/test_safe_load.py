@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from ds_dynmo.engine.checkpoint.safe_load import safe_load
+from ds_dynmo.engine.save.safe_load import safe_load
 from ds_dynmo.errors import CheckpointError
 
 

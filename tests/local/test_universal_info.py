@@ -9,8 +9,8 @@ from typing import Any
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.engine.checkpoint.context import universal_info
 from ds_dynmo.engine.deepspeed_adapter.layer_list import LayerList
+from ds_dynmo.engine.save.context import universal_info
 from ds_dynmo.placement import Placement
 
 INFO, REPLICATED = "universal_checkpoint_info", "pipeline_replicated_parameter_patterns"

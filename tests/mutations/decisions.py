@@ -104,14 +104,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a decision is missing in the report",
-        "ds_dynmo/engine/reporting/reporter.py",
+        "ds_dynmo/engine/decide/reporter.py",
         '        self.write(report.as_record())\n        self._send(\n            {\n                "layers_moved"',
         '        self._send(\n            {\n                "layers_moved"',
         f"{DECISIONS}::test_a_rebalance_without_a_profile_decides_once",
     ),
     Mutation(
         "nothing reaches DeepSpeed's monitors",
-        "ds_dynmo/engine/reporting/reporter.py",
+        "ds_dynmo/engine/decide/reporter.py",
         "        if self._monitor is not None:\n",
         "        if False:\n",
         "tests/distributed/test_monitors.py::test_csv_files_have_all_series",

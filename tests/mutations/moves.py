@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-MIGRATION = "ds_dynmo/engine/migration"
 LAYERS = "ds_dynmo/engine/deepspeed_adapter/pipeline_module.py"
 STREAMS = "ds_dynmo/engine/pipeline/random_streams.py"
 TRAVELS = "tests/distributed/test_what_travels.py::test_a_layer_arrives_as_what_it_has_become"
@@ -15,7 +14,7 @@ ENGINE = "tests/distributed/test_engine.py"
 MUTATIONS = [
     Mutation(
         "non-persistent buffers are left behind",
-        f"{MIGRATION}/arriving.py",
+        "ds_dynmo/engine/move/arriving.py",
         "        self._free()\n        return layer",
         "        for part in layer.module.modules():\n"
         "            for name in part._non_persistent_buffers_set:\n"
@@ -25,7 +24,7 @@ MUTATIONS = [
     ),
     Mutation(
         "masks and a router's bias are left behind",
-        f"{MIGRATION}/arriving.py",
+        "ds_dynmo/engine/move/arriving.py",
         "        self._free()\n        return layer",
         "        for buffer in layer.module.buffers():\n            buffer.zero_()\n"
         "        self._free()\n        return layer",
@@ -33,91 +32,91 @@ MUTATIONS = [
     ),
     Mutation(
         "attributes that a layer keeps are left behind",
-        "ds_dynmo/engine/serialization/dismantling.py",
+        "ds_dynmo/engine/move/dismantling.py",
         "    own.update({**parts.attributes, **(parts.hooks or {})})\n",
         "    own.update(parts.hooks or {})\n",
         TRAVELS,
     ),
     Mutation(
         "extra state is left behind",
-        "ds_dynmo/engine/serialization/dismantling.py",
+        "ds_dynmo/engine/move/dismantling.py",
         "        shell.set_extra_state(from_bytes(parts.extra_state, device))\n",
         "        pass\n",
         TRAVELS,
     ),
     Mutation(
         "a layer that moves trains again, though it was set to evaluate",
-        "ds_dynmo/engine/serialization/dismantling.py",
+        "ds_dynmo/engine/move/dismantling.py",
         "    shell.training = parts.training\n",
         "",
         TRAVELS,
     ),
     Mutation(
         "a frozen parameter arrives as a trainable one",
-        f"{MIGRATION}/tensors.py",
+        "ds_dynmo/engine/move/tensors.py",
         "return nn.Parameter(data, requires_grad=meta.requires_grad)",
         "return nn.Parameter(data)",
         TRAVELS,
     ),
     Mutation(
         "a parameter arrives in the precision of the model",
-        f"{MIGRATION}/tensors.py",
+        "ds_dynmo/engine/move/tensors.py",
         "return nn.Parameter(data, requires_grad=meta.requires_grad)",
         "return nn.Parameter(data.float(), requires_grad=meta.requires_grad)",
         TRAVELS,
     ),
     Mutation(
         "gradients that are held are lost",
-        f"{MIGRATION}/arriving.py",
+        "ds_dynmo/engine/move/arriving.py",
         "            found.parameter.grad = found.gradient\n",
         "",
         TRAVELS,
     ),
     Mutation(
         "what a user set on a parameter is lost",
-        f"{MIGRATION}/arriving.py",
+        "ds_dynmo/engine/move/arriving.py",
         "            vars(found.parameter).update(found.attributes)\n",
         "",
         TRAVELS,
     ),
     Mutation(
         "a user's hook on a parameter is lost",
-        f"{MIGRATION}/arriving.py",
+        "ds_dynmo/engine/move/arriving.py",
         "            register_hooks(found.parameter, found.hooks)\n",
         "",
         TRAVELS,
     ),
     Mutation(
         "a view of a weight arrives as a copy",
-        f"{MIGRATION}/packing.py",
+        "ds_dynmo/engine/move/packing.py",
         "    bases = find_bases(tensors)\n",
         "    bases: dict[int, int] = {}\n",
         TRAVELS,
     ),
     Mutation(
         "a layer that is built where it arrives draws the rank's random numbers",
-        "ds_dynmo/engine/serialization/pickling.py",
+        "ds_dynmo/engine/move/pickling.py",
         "        random.setstate(python)\n",
         "",
         TRAVELS,
     ),
     Mutation(
         "a weight that changed on its way is not sent again",
-        f"{MIGRATION}/packing.py",
+        "ds_dynmo/engine/move/packing.py",
         "return (self.tensor._version, self.tensor.data_ptr()) == (self.version, self.address)",
         "return True",
         f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
     ),
     Mutation(
         "a layer arrives as it was when its move was prepared",
-        f"{MIGRATION}/migrator.py",
+        "ds_dynmo/engine/move/migrator.py",
         "        migration.packed = context.pack_again(migration.packed)\n",
         "",
         f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
     ),
     Mutation(
         "stages of a tied layer that moved do not sum its gradients",
-        f"{MIGRATION}/migrator.py",
+        "ds_dynmo/engine/move/migrator.py",
         "            context.layers.tie(context.grid, context.comm.tied_group)\n",
         "            pass\n",
         "tests/distributed/test_moves.py::test_tied_layers_come_to_one_stage_and_part",
@@ -194,14 +193,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a move that fails before it begins leaves a stage without its buffers of gradients",
-        f"{MIGRATION}/migrator.py",
+        "ds_dynmo/engine/move/migrator.py",
         "            context.state.abandon()\n            raise error from failure\n",
         "            raise error from failure\n",
         f"{PHASES}::test_a_move_that_is_not_started_leaves_no_trace",
     ),
     Mutation(
         "an error after bytes have moved is called harmless",
-        f"{MIGRATION}/migrator.py",
+        "ds_dynmo/engine/move/migrator.py",
         'f"{error}. Layers had begun to move: resume the job from its last checkpoint"\n            ) from error',
         'f"{error}. Layers had begun to move: resume the job from its last checkpoint", harmless=True\n'
         "            ) from error",
@@ -209,21 +208,21 @@ MUTATIONS = [
     ),
     Mutation(
         "a layer that was sent keeps its memory",
-        f"{MIGRATION}/context.py",
+        "ds_dynmo/engine/move/migration_context.py",
         "                parameter.data = parameter.data.new_empty(0)\n",
         "                pass\n",
         f"{PHASES}::test_sent_tensors_live_until_the_commit -k bf16",
     ),
     Mutation(
         "a layer takes a copy of another layer's weight along",
-        f"{MIGRATION}/references.py",
+        "ds_dynmo/engine/move/references.py",
         "            if tensor is theirs or _lies_in(tensor, theirs):\n",
         "            if False:\n",
         "tests/distributed/test_refused_references.py::test_references_that_would_become_copies_are_refused_by_name",
     ),
     Mutation(
         "layers move though the optimizer trains other parameters than theirs",
-        f"{MIGRATION}/migrator.py",
+        "ds_dynmo/engine/move/migrator.py",
         "            context.check()\n            packed = context.pack_leaving(plan)\n",
         "            packed = context.pack_leaving(plan)\n",
         "tests/distributed/test_late_optimizer.py::test_a_move_is_refused_if_the_optimizer_trains_something_else",

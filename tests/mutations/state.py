@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-OPTIMIZER = "ds_dynmo/engine/optimizer"
 BITWISE = "tests/distributed/test_bitwise.py::test_rebalances_change_nothing"
 PLAIN = "tests/distributed/test_bitwise.py::test_random_rebalances_change_nothing[3stages-tied-clip0.05-dp1]"
 FLAT = f"{BITWISE}_under_wrappers -k 'bf16-3stages'"
@@ -17,14 +16,14 @@ ROUTES = "tests/pure/test_routes.py"
 MUTATIONS = [
     Mutation(
         "the moments of a moved layer are lost",
-        f"{OPTIMIZER}/state.py",
+        "ds_dynmo/engine/state/optimizer_state.py",
         "            state_of=self._state.get,\n",
         "",
         PLAIN,
     ),
     Mutation(
         "the two moments of a moved layer are exchanged",
-        f"{OPTIMIZER}/state.py",
+        "ds_dynmo/engine/state/optimizer_state.py",
         "                self._state[found.parameter] = found.state\n",
         "                self._state[found.parameter] = state = found.state\n"
         '                state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]\n',
@@ -32,7 +31,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the steps of a moved layer are counted from 0",
-        f"{OPTIMIZER}/state.py",
+        "ds_dynmo/engine/state/optimizer_state.py",
         "                self._state[found.parameter] = found.state\n",
         "                self._state[found.parameter] = found.state\n"
         '                found.state["step"] = torch.zeros_like(found.state["step"])\n',
@@ -40,21 +39,21 @@ MUTATIONS = [
     ),
     Mutation(
         "a moved layer trains in the first parameter group",
-        f"{OPTIMIZER}/state.py",
+        "ds_dynmo/engine/state/optimizer_state.py",
         "joining.setdefault(found.group, []).append(found.parameter)",
         "joining.setdefault(0, []).append(found.parameter)",
         GROUPS + "[two]",
     ),
     Mutation(
         "the second moment stays behind in the flat shards of the stage before",
-        f"{OPTIMIZER}/resharding.py",
+        "ds_dynmo/engine/move/resharding.py",
         "return transfers(self.plan.rows(kind), self._holder,",
         'return transfers([] if kind == "exp_avg_sq" else self.plan.rows(kind), self._holder,',
         SHARDED,
     ),
     Mutation(
         "the master weights of a stage are made from its bf16 weights",
-        f"{OPTIMIZER}/flat_shards.py",
+        "ds_dynmo/engine/state/flat_shards.py",
         "                master.data = shard\n                master.grad",
         "                master.data = shard.bfloat16().float()\n                master.grad",
         FLAT,
@@ -75,35 +74,35 @@ MUTATIONS = [
     ),
     Mutation(
         "the moments of a frozen layer are lost until it thaws",
-        f"{OPTIMIZER}/flat_shards.py",
+        "ds_dynmo/engine/state/flat_shards.py",
         "                    self._parked[number][name] = shard\n",
         "                    self._parked[number][name] = shard if name == MASTER else torch.zeros_like(shard)\n",
         FROZEN,
     ),
     Mutation(
         "a group that was empty on a stage trains at the rate that it had there",
-        f"{OPTIMIZER}/state.py",
+        "ds_dynmo/engine/state/optimizer_state.py",
         "                    group.update(layer.group_options.get(number, {}))\n",
         "                    pass\n",
         "tests/distributed/test_lr_schedulers.py::test_a_rate_set_where_a_group_has_parameters_goes_with_them",
     ),
     Mutation(
         "the entries of a scheduler's lists stay in the order of a rank's own groups",
-        f"{OPTIMIZER}/parameter_groups.py",
+        "ds_dynmo/engine/state/parameter_groups.py",
         "found.set([entries[name] for name in order])",
         "found.set([entries[name] for name in [*mine, *(name for name in order if name not in mine)]])",
         "tests/distributed/test_lr_schedulers.py::test_as_many_phases_as_groups_stay_in_their_order[sequential]",
     ),
     Mutation(
         "gradients are clipped by the norm of their stage",
-        f"{OPTIMIZER}/clipping.py",
+        "ds_dynmo/engine/state/clipping.py",
         "return sum_over_all(squares).sum().sqrt()",
         "return squares.sum().sqrt()",
         "tests/distributed/test_as_deepspeed.py::test_clipping_uses_the_norm_of_the_whole_model",
     ),
     Mutation(
         "gradients in shards are clipped by a norm without the last stage",
-        f"{OPTIMIZER}/clipping.py",
+        "ds_dynmo/engine/state/clipping.py",
         "        return sharded_norm(held, self._comm",
         "        held = [] if self._engine.is_last_stage() else held\n        return sharded_norm(held, self._comm",
         "tests/distributed/test_tied_classes.py::test_every_weight_counts_once_in_clipping -k zero1",
@@ -117,49 +116,49 @@ MUTATIONS = [
     ),
     Mutation(
         "experts of all replicas but the first are left out of the norm",
-        f"{OPTIMIZER}/clipping.py",
+        "ds_dynmo/engine/state/clipping.py",
         "return on_this_slice and (location.replica == 0 or is_own(parameter))",
         "return on_this_slice and location.replica == 0",
         "tests/distributed/test_expert_parallel.py::test_split_experts_train_as_all_experts_on_every_replica",
     ),
     Mutation(
         "the experts of a replica are cut as if all replicas had the same",
-        f"{OPTIMIZER}/flat_shards.py",
+        "ds_dynmo/engine/state/flat_shards.py",
         "return 0 if group in self.own_groups else int(self._grid.data_parallel_id)",
         "return int(self._grid.data_parallel_id)",
         "tests/distributed/test_expert_parallel_precisions.py::test_split_experts_train_as_all_experts_on_every_replica",
     ),
     Mutation(
         "the moments of the elements that stay are those of the first elements",
-        f"{OPTIMIZER}/state.py",
+        "ds_dynmo/engine/state/optimizer_state.py",
         "name: entry.select(held) if _is_per_element",
         "name: held.reshape(-1)[: len(entry.index)].clone() if _is_per_element",
         f"{KEPT}::test_it_trains_as_a_dense_weight_with_a_mask",
     ),
     Mutation(
         "elements that stay are looked for from the beginning of every replica's shard",
-        f"{OPTIMIZER}/flat_shards.py",
+        "ds_dynmo/engine/state/flat_shards.py",
         "places.to(shard.device) - begin)",
         "places.to(shard.device) - min(begin, 0))",
         f"{KEPT}::test_it_trains_as_a_dense_weight_with_a_mask",
     ),
     Mutation(
         "the moments of pruned elements are not set to 0",
-        f"{OPTIMIZER}/flat_shards.py",
+        "ds_dynmo/engine/state/flat_shards.py",
         "                part.masked_fill_(where.reshape(-1)[start : start + part.numel()], 0)\n",
         "                pass\n",
         "tests/distributed/test_pruning.py::test_pruned_weights_stay_pruned_in_an_optimizer_with_moments",
     ),
     Mutation(
         "the step counts of a move in phases are those at its beginning",
-        f"{OPTIMIZER}/flat_state.py",
+        "ds_dynmo/engine/state/flat_state.py",
         "        self._next.plan = replace(self._next.plan, scalars=counted)\n",
         "",
         "tests/distributed/test_migration_phases.py::test_step_counts_are_those_at_the_commit",
     ),
     Mutation(
         "gradients of a batch are lost by a move before the step",
-        f"{OPTIMIZER}/flat_state.py",
+        "ds_dynmo/engine/state/flat_state.py",
         "        if self._wrapper.holds_gradients:\n            raise ValueError(",
         "        if False:\n            raise ValueError(",
         "tests/distributed/test_migration_phases.py::test_a_move_that_would_lose_gradients_is_refused",

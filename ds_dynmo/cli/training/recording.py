@@ -12,7 +12,7 @@ from typing import Any
 from ds_dynmo.cli.hardware import hardware
 from ds_dynmo.cli.simulation.loads.recorded import BACKWARD, FORWARD, KIND, TRAINABLE
 from ds_dynmo.cli.training.options import Run
-from ds_dynmo.engine.reporting.files import WarnsOnce
+from ds_dynmo.engine.decide.report_files import WarnsOnce
 from ds_dynmo.files import append_line
 
 

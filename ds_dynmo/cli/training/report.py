@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_dynmo.cli.training.options import Run
-from ds_dynmo.engine.reporting.files import record_writer
+from ds_dynmo.engine.decide.report_files import record_writer
 from ds_dynmo.files import append_line
 from ds_dynmo.plan import Profile, RebalanceReport
 from ds_dynmo.wording import counted

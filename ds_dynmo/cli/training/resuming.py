@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynmo.config import load_json
-from ds_dynmo.engine.checkpoint import folder as folders
+from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.files import write_text
 from ds_dynmo.models import ModelConfig, read_model_config

@@ -21,11 +21,11 @@ from ds_dynmo.engine.balancing.memory import MemoryLimit
 from ds_dynmo.engine.balancing.policy import Decision, predict
 from ds_dynmo.engine.balancing.reports import measured_report, rebalance_report
 from ds_dynmo.engine.balancing.trigger import Reason, Request, Trigger
+from ds_dynmo.engine.decide.reporter import Reporter
 from ds_dynmo.engine.events import LayersMoved
-from ds_dynmo.engine.migration.migrator import MoveCheck
+from ds_dynmo.engine.move.migrator import MoveCheck
 from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.engine.profiling.profiler import Profiler
-from ds_dynmo.engine.reporting import Reporter
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
 from ds_dynmo.layer_groups import LayerGroups

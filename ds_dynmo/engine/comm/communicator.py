@@ -23,11 +23,11 @@ from ds_dynmo.engine.comm import hosts
 from ds_dynmo.engine.comm.bounded import BoundedStore, default_store, within
 from ds_dynmo.engine.comm.clock import clock_offset
 from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
+from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
 from ds_dynmo.engine.comm.posted import Posted
 from ds_dynmo.engine.comm.same_facts import ranks_by
 from ds_dynmo.engine.deepspeed_adapter.process_groups import pipeline_ranks
-from ds_dynmo.engine.serialization.objects import from_bytes, to_bytes
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
 from ds_dynmo.schedules import PassCosts
 

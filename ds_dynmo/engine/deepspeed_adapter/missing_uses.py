@@ -18,8 +18,8 @@ from torch import nn
 
 from ds_dynmo.engine.deepspeed_adapter.module import layer_specs, own_layers
 from ds_dynmo.engine.deepspeed_adapter.ties import OwnUses, of_several_classes, tied_weight, uses_by_key
-from ds_dynmo.engine.serialization.object_graph import copy_of_modules
-from ds_dynmo.engine.serialization.pickling import random_state_kept
+from ds_dynmo.engine.move.object_graph import copy_of_modules
+from ds_dynmo.engine.move.pickling import random_state_kept
 
 
 @dataclass(frozen=True)

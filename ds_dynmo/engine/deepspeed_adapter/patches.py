@@ -21,8 +21,8 @@ from ds_dynmo.engine.deepspeed_adapter.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed_adapter.checkpointing import checkpoint_any_input
 from ds_dynmo.engine.deepspeed_adapter.losses import share_loss
 from ds_dynmo.engine.events import LayersMoved
-from ds_dynmo.engine.optimizer.clipping import scale_gradients
 from ds_dynmo.engine.stage import StageContext, stage_of
+from ds_dynmo.engine.state.clipping import scale_gradients
 
 
 class PatchedPipelineEngine(PipelineEngine):

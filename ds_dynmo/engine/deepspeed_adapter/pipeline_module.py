@@ -19,8 +19,8 @@ from ds_dynmo.engine.deepspeed_adapter.layer_list import LayerList
 from ds_dynmo.engine.deepspeed_adapter.tied_aliases import TiedAliases
 from ds_dynmo.engine.deepspeed_adapter.tied_gradients import tied_comms
 from ds_dynmo.engine.deepspeed_adapter.ties import OwnUses, tied_weight
-from ds_dynmo.engine.serialization.object_graph import copy_of_modules
-from ds_dynmo.engine.serialization.pickling import stand_in
+from ds_dynmo.engine.move.object_graph import copy_of_modules
+from ds_dynmo.engine.move.pickling import stand_in
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.placement import Placement
 

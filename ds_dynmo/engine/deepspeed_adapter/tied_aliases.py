@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.serialization.object_graph import copy_of_modules
+from ds_dynmo.engine.move.object_graph import copy_of_modules
 
 
 class TiedAliases:

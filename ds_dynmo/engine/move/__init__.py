@@ -1,1 +1,1 @@
-"""Bring state from where it is to where it will be."""
+"""Bring layers and their state from where they are to where they will be: layouts, routes, pickles, messages."""

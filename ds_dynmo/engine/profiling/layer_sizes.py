@@ -10,10 +10,10 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
-from ds_dynmo.engine.migration.tensors import num_bytes
-from ds_dynmo.engine.optimizer.state import OptimizerState, held_alone
+from ds_dynmo.engine.move.tensors import num_bytes
 from ds_dynmo.engine.profiling.profiler import Profiler
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.engine.state.optimizer_state import OptimizerState, held_alone
 from ds_dynmo.errors import MigrationError, PartitionError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, LayerCost, Profile

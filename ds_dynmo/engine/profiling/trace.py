@@ -24,11 +24,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.config import TraceConfig
+from ds_dynmo.engine.decide.report_files import WarnsOnce, check_writable
+from ds_dynmo.engine.decide.reporter import Reporter
 from ds_dynmo.engine.pipeline.instructions import Instructions, is_own_kind
 from ds_dynmo.engine.pipeline.steps import InputGradientPass, WeightGradientPass
 from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
-from ds_dynmo.engine.reporting import Reporter
-from ds_dynmo.engine.reporting.files import WarnsOnce, check_writable
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.placement import Placement
 

@@ -1,1 +1,1 @@
-"""What a stage holds for its layers: parameters by key, and the optimizer's state for them."""
+"""What a rank holds for its layers: parameters by key, layers as records, the optimizer's state, which follows them."""

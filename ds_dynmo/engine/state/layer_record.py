@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import bound_by_wrapper
-from ds_dynmo.engine.serialization.description import can_be_sent, why_it_stays
+from ds_dynmo.engine.move.description import can_be_sent, why_it_stays
 
 _HOOKS = {
     "register_hook": "_backward_hooks",

@@ -230,7 +230,7 @@ def train_undisturbed(case: Case, make_layers: Make = layers) -> str:
 
 
 def files_read(case: Case, folder: str, make_layers: Make = layers) -> list[str]:
-    from ds_dynmo.engine.checkpoint import reading
+    from ds_dynmo.engine.save import reading
 
     engine, read = build(case, make_layers), []
     original = reading.safe_load

@@ -1,1 +1,0 @@
-"""Checkpoints that are written at one partition and load at any other: see ``writing`` and ``reading``."""

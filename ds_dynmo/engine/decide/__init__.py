@@ -1,0 +1,1 @@
+"""Say what was decided: log lines, JSON lines, monitors of DeepSpeed."""

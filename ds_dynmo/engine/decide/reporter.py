@@ -1,0 +1,143 @@
+"""Keep the reports of an engine; log them, write them as JSON lines and send their numbers to DeepSpeed's monitors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_dynmo.config import DynMoConfig
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.decide.report_files import check_writable, guard_monitors, record_writer
+from ds_dynmo.engine.decide.report_lines import rebalance_line, repack_line
+from ds_dynmo.engine.deepspeed_adapter.logs import logger_named
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport, RepackReport
+
+# DeepSpeed's own logger starts at WARNING, which would hide the one line per rebalance.
+logger = logger_named("DynMo")
+
+
+class Reporter:
+    """Keeps every report; on rank 0 logs, writes and monitors them as the configuration says.
+
+    Construction is collective. If rank 0 cannot write later on, it warns once, and training continues.
+
+    Attributes:
+        speaks: this rank logs, writes and monitors for all: it is rank 0.
+        rebalances, repacks, measurements: every report so far.
+        write: appends a record to the report, or warns once that it cannot; a no-op where nothing is written.
+
+    Args:
+        monitor: DeepSpeed's ``MonitorMaster``.
+
+    Raises:
+        ConfigError: on every rank, if rank 0 cannot write ``dynmo.report``.
+    """
+
+    def __init__(self, config: DynMoConfig, comm: Communicator, *, is_first_rank: bool, monitor: Any) -> None:
+        check_writable(config.report, "dynmo.report", comm, writes=is_first_rank)
+        self.speaks = is_first_rank
+        self.rebalances: list[RebalanceReport] = []
+        self.repacks: list[RepackReport] = []
+        self.measurements: list[MeasuredReport] = []
+        self._profiled_step: int | None = None
+        self._log = config.log and is_first_rank
+        writes = config.report is not None and is_first_rank
+        self.write = record_writer(Path(str(config.report)), self.warn) if writes else _write_nothing
+        self._monitor = monitor if config.monitor and is_first_rank and monitor.enabled else None
+        guard_monitors(monitor, self.warn)
+
+    def rebalanced(self, report: RebalanceReport, samples: int) -> None:
+        """Record a decision.
+
+        Args:
+            samples: trained on so far, the x-axis of DeepSpeed's monitors.
+        """
+        self.rebalances.append(report)
+        if self._log and report.moved:
+            logger.info(rebalance_line(report))
+        self.write(report.as_record())
+        self._send(
+            {
+                "layers_moved": report.layers_moved,
+                "bytes_moved": report.bytes_moved,
+                "predicted_bottleneck_seconds": report.bottleneck_seconds_after,
+                "predicted_imbalance": report.imbalance_after,
+                "predicted_iteration_seconds": report.iteration_seconds_after,
+                "profile_seconds": report.profile_seconds,
+                "decide_seconds": report.decide_seconds,
+                "migrate_seconds": report.migrate_seconds,
+                **_boundaries(report.new_placement),
+            },
+            samples,
+        )
+
+    def repacked(self, report: RepackReport, samples: int) -> None:
+        """Record a re-packing."""
+        self.repacks.append(report)
+        if self._log:
+            logger.info(repack_line(report))
+        self.write(report.as_record())
+        self._send(
+            {
+                "num_stages": float(report.new_stages),
+                "repack_seconds": report.decide_seconds + report.migrate_seconds + report.world_seconds,
+                **_boundaries(report.new_placement),
+            },
+            samples,
+        )
+
+    def profiled(self, profile: Profile | None, samples: int) -> None:
+        """Record ``profile``, the latest one, unless it was recorded before."""
+        if profile is not None and profile.step != self._profiled_step:
+            self.write(profile.as_record())
+            self._send(_stage_loads(profile), samples)
+            self._profiled_step = profile.step
+
+    def measured(self, report: MeasuredReport, samples: int) -> None:
+        """Record a measurement of the present partition."""
+        self.measurements.append(report)
+        self.write(report.as_record())
+        self._send(
+            {
+                "bottleneck_seconds": report.bottleneck_seconds,
+                "imbalance": report.imbalance,
+                "batch_seconds": report.batch_seconds,
+                "bubble_ratio": report.bubble_ratio,
+            },
+            samples,
+        )
+
+    def warn(self, message: str) -> None:
+        """Log a failure that does not end training."""
+        if self.speaks:
+            logger.warning(message)
+
+    def inform(self, message: str) -> None:
+        """Log an action, where the configuration asks for log lines."""
+        if self._log:
+            logger.info(message)
+
+    def _send(self, numbers: Mapping[str, float | None], samples: int) -> None:
+        if self._monitor is not None:
+            self._monitor.write_events(
+                [(f"DynMo/{name}", value, samples) for name, value in numbers.items() if value is not None]
+            )
+
+
+def _boundaries(placement: Placement) -> dict[str, float]:
+    """Name the first layer of every chunk but the first."""
+    return {f"boundary_{number}": placement.chunk(number).start for number in range(1, placement.num_chunks)}
+
+
+def _stage_loads(profile: Profile) -> dict[str, float]:
+    """Name the seconds per micro-batch of every stage."""
+    seconds, placement = profile.costs("time"), profile.placement
+    of_stages = ((stage, placement.layers_of(stage)) for stage in placement.stages)
+    return {f"stage_{stage}_load_seconds": math.fsum(seconds[layer] for layer in layers) for stage, layers in of_stages}
+
+
+def _write_nothing(record: dict[str, Any]) -> None:
+    """Drop ``record``: no report is asked for, or another rank writes it."""

@@ -1,1 +1,0 @@
-"""Move layers between stages with all that is theirs."""

@@ -1,0 +1,136 @@
+"""Receive a layer: allocate its buffers, and build it from what arrived."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.move.references import References
+from ds_dynmo.engine.move.shell import Build
+from ds_dynmo.engine.move.tensors import TensorMeta, bytes_of, restored, restored_sparse
+from ds_dynmo.engine.state.layer_record import LayerRecord, register_hooks
+
+Complete = Callable[[nn.Module], None]
+RecvBufferOf = Callable[[str], torch.Tensor | None]
+
+
+class ArrivingLayer:
+    """A layer on its way: :meth:`allocate`, :meth:`load`, receive into the buffers, :meth:`materialize`.
+
+    Attributes:
+        constants, changing: what :attr:`PackedLayer.constants` and :attr:`PackedLayer.changing` are received into.
+    """
+
+    def __init__(self, header: bytes) -> None:
+        self._shell, self._metas, self._references = pickle.loads(header)
+        self._counterparts: dict[int, Any] = {}
+        self._layer: LayerRecord | None = None
+        self._makers: list[Callable[[], torch.Tensor]] = []
+        self._data: dict[int, torch.Tensor] = {}
+        self._constant_data: list[torch.Tensor] = []
+        self.constants: list[torch.Tensor] = []
+        self.changing: list[torch.Tensor] = []
+
+    @property
+    def recv_buffers(self) -> list[torch.Tensor]:
+        """All that is received, in the order of :attr:`PackedLayer.tensors`."""
+        return [*self.constants, *self.changing]
+
+    def bind(self, names: References, device: torch.device) -> None:
+        """Find what the layer refers to on this rank. Changes no layer.
+
+        Raises:
+            LookupError: something is not here, or is something else.
+        """
+        self._counterparts = {n: names.resolve(reference, device) for n, reference in enumerate(self._references)}
+
+    def allocate(self, device: torch.device, buffer_of: RecvBufferOf, sent_ahead: ArrivingLayer | None = None) -> None:
+        """Allocate the receive buffers.
+
+        Args:
+            buffer_of: by its name, the flat memory in which a parameter is to lie; None: memory of its own.
+            sent_ahead: has what was received before. It gives up all of its buffers.
+        """
+        wanted = {meta.sent_ahead for meta in self._metas if meta.sent_ahead is not None}
+        known = sent_ahead._hand_over(wanted) if sent_ahead is not None else {}
+        self._makers = [self._maker(number, meta, device, buffer_of, known) for number, meta in enumerate(self._metas)]
+
+    def _hand_over(self, wanted: Container[int]) -> dict[int, torch.Tensor]:
+        """Give up all buffers, and return the constant tensors ``wanted``, by number."""
+        known = {number: data for number, data in enumerate(self._constant_data) if number in wanted}
+        self._free()
+        return known
+
+    def _free(self) -> None:
+        self._layer, self._makers, self._data, self._constant_data = None, [], {}, []
+        self.constants, self.changing = [], []
+
+    def _maker(
+        self,
+        number: int,
+        meta: TensorMeta,
+        device: torch.device,
+        buffer_of: RecvBufferOf,
+        known: Mapping[int, torch.Tensor],
+    ) -> Callable[[], torch.Tensor]:
+        if meta.base is not None:
+            return lambda: restored(meta, self._view(meta))
+        if meta.strides is None:
+            parts = [self._recv_buffer(part, device, buffer_of) for part in meta.parts]
+            return lambda: restored(meta, restored_sparse(meta, parts))
+        if meta.sent_ahead is not None:
+            data = known[meta.sent_ahead]
+        else:
+            data = self._recv_buffer(meta, device, buffer_of)
+        self._data[number] = data
+        if meta.constant:
+            self._constant_data.append(data)
+        return lambda: restored(meta, data)
+
+    def _recv_buffer(self, meta: TensorMeta, device: torch.device, buffer_of: RecvBufferOf) -> torch.Tensor:
+        given = buffer_of(meta.name) if meta.name is not None and meta.is_contiguous else None
+        if given is not None and given.dtype == meta.dtype:
+            data = given.view(meta.shape)
+        else:
+            assert meta.strides is not None, "sparse tensors come in parts"
+            where = torch.device("cpu") if meta.on_cpu else device
+            data = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=where)
+        if data.numel():
+            (self.constants if meta.constant else self.changing).append(bytes_of(data))
+        return data
+
+    def _view(self, meta: TensorMeta) -> torch.Tensor:
+        assert meta.base is not None and meta.strides is not None
+        base = self._data[meta.base]
+        return base.as_strided(meta.shape, meta.strides, base.storage_offset() + meta.offset)
+
+    def load(self, build: Build, device: torch.device, complete: Complete = lambda module: None) -> None:
+        """Build the layer around its buffers, which are not filled yet. Changes no other layer.
+
+        Args:
+            build: makes a layer that cannot be pickled from its spec.
+            complete: does what a user wants done to a layer that arrives.
+
+        Raises:
+            Exception: whatever an object of the user's raises, or a :class:`TypeError`: it is not what was sent.
+        """
+        tensors = [make() for make in self._makers]
+        layer = self._shell.load(tensors, self._counterparts, build, device)
+        complete(layer.module)
+        self._shell.check(layer, tensors, self._counterparts)
+        self._layer = layer
+
+    def materialize(self) -> LayerRecord:
+        """Give the layer that was built, once its buffers are filled, what belongs to its parameters."""
+        layer = self._layer
+        assert layer is not None, "load comes first"
+        for found in layer.parameters.values():
+            found.parameter.grad = found.gradient
+            vars(found.parameter).update(found.attributes)
+            register_hooks(found.parameter, found.hooks)
+        self._free()
+        return layer

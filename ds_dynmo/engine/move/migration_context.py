@@ -1,0 +1,177 @@
+"""One rank's stage in a migration: which layers are sent from it, and how it takes in those that arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.move.arriving import ArrivingLayer
+from ds_dynmo.engine.move.packing import PackedLayer, pack
+from ds_dynmo.engine.move.references import References
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.engine.state.layer_record import LayerRecord
+from ds_dynmo.engine.state.optimizer_state import OptimizerState
+from ds_dynmo.plan import LayerMove, MigrationPlan
+
+
+@dataclass(frozen=True)
+class MigrationContext:
+    """What a migration works on: one rank's stage, its layers and the state of its optimizer.
+
+    Attributes:
+        stage: this rank's stage.
+        layers: its layers.
+        names: of what layers refer to and do not own.
+        state: what the optimizer holds for them.
+        grid: DeepSpeed's grid.
+        device: where arriving layers go.
+        check: raises what would make a move wrong; called before anything is changed.
+        rebuilt: called when the stage's modules are in place, before the optimizer settles.
+        on_arrival: callbacks of the user's for layers that arrive, called with their number and module.
+    """
+
+    stage: int
+    layers: StageLayers
+    names: References
+    state: OptimizerState
+    grid: Any
+    device: torch.device
+    comm: Communicator
+    check: Callable[[], None]
+    rebuilt: Callable[[], None]
+    on_arrival: Sequence[Callable[[int, nn.Module], None]]
+
+    @classmethod
+    def of(cls, stage: StageContext, names: References) -> MigrationContext:
+        """Describe this rank's stage as it is now."""
+        return cls(
+            stage=stage.engine.stage_id,
+            layers=stage.layers,
+            names=names,
+            state=stage.state,
+            grid=stage.engine.grid,
+            device=stage.engine.device,
+            comm=stage.comm,
+            check=stage.optimizer.check,
+            rebuilt=stage.optimizer.name_parameters,
+            on_arrival=stage.on_arrival,
+        )
+
+    # -- which layers ---------------------------------------------------------------------------------
+
+    def sent(self, plan: MigrationPlan) -> list[LayerMove]:
+        """List the moves of layers that have a module and own it where they go, on every rank alike.
+
+        A tied layer may find its parameters there.
+        """
+        layers = self.layers
+        return [
+            move
+            for move in plan.moves
+            if isinstance(layers.spec(move.layer), nn.Module | LayerSpec) and layers.owner(move.layer, plan.new)
+        ]
+
+    def staying(self, plan: MigrationPlan) -> dict[int, nn.Module]:
+        """Find the modules that stay, by the layer that owns each from now on."""
+        here = plan.new.layers_of(self.stage)
+        stay = [index for index in self.layers.indices if index in here and self.layers.owner(index, plan.new)]
+        modules = {index: self.layers.local_module(index) for index in stay}
+        return {index: module for index, module in modules.items() if module is not None}
+
+    # -- packing --------------------------------------------------------------------------------------
+
+    def pack(self, index: int, module: nn.Module, sent_ahead: PackedLayer | None = None) -> PackedLayer:
+        """Make a layer of this stage ready to be sent.
+
+        Args:
+            sent_ahead: what it was when its constant tensors were sent.
+        """
+        build = partial(self.layers.build, index, self.device)
+        return pack(self.state.record(module), build, self.names, sent_ahead, completed=bool(self.on_arrival))
+
+    def pack_leaving(self, plan: MigrationPlan) -> dict[int, PackedLayer]:
+        """Make the layers ready that are sent from here.
+
+        Raises:
+            TypeError: one refers to what does not travel, or one that stays refers to a part of it.
+        """
+        leaving = {move.layer: self.layers.local_module(move.layer) for move in plan.moves if move.source == self.stage}
+        modules = {index: module for index, module in leaving.items() if module is not None}
+        sent = {move.layer for move in self.sent(plan)}
+        with self.names.globals_kept():
+            packed = {index: self.pack(index, module) for index, module in modules.items() if index in sent}
+        staying = set(map(id, self.staying(plan).values()))
+        self.names.check_left_behind({index: m for index, m in modules.items() if id(m) not in staying})
+        return packed
+
+    def pack_again(self, packed: Mapping[int, PackedLayer]) -> dict[int, PackedLayer]:
+        """Make layers ready once more, whose constant tensors were sent."""
+        again: dict[int, PackedLayer] = {}
+        with self.names.globals_kept():
+            for index, sent_ahead in packed.items():
+                module = self.layers.local_module(index)
+                assert module is not None
+                again[index] = self.pack(index, module, sent_ahead)
+        return again
+
+    def receive(
+        self, arrivals: Mapping[int, ArrivingLayer], sent_ahead: Mapping[int, ArrivingLayer] | None = None
+    ) -> None:
+        """Find what arriving layers refer to, and build them around receive buffers.
+
+        Args:
+            sent_ahead: have the constant tensors that arrived before.
+        """
+        for index, arrival in arrivals.items():
+            arrival.bind(self.names, self.device)
+            layer = self.layers.first_use(index)
+
+            def buffer_of(name: str, layer: int = layer) -> torch.Tensor | None:
+                return self.state.recv_buffer_of(ParamKey(layer, name))
+
+            arrival.allocate(self.device, buffer_of, (sent_ahead or {}).get(index))
+            self.load(index, arrival)
+
+    def load(self, index: int, arrival: ArrivingLayer) -> None:
+        """Build a layer around its receive buffers, and let the user's callbacks complete it."""
+
+        def complete(module: nn.Module) -> None:
+            for callback in self.on_arrival:
+                callback(index, module)
+
+        arrival.load(partial(self.layers.build, index, self.device), self.device, complete)
+
+    # -- changing places ------------------------------------------------------------------------------
+
+    def free(self, sent: Iterable[int], plan: MigrationPlan) -> None:
+        """Free the memory of layers that were sent, except where a tied layer that stays shares the module."""
+        staying = set(map(id, self.staying(plan).values()))
+        for index in sent:
+            module = self.layers.local_module(index)
+            if module is None or id(module) in staying:
+                continue
+            self.state.drop(module.parameters())
+            for parameter in module.parameters():  # whoever still holds the parameter does not hold its memory
+                parameter.data = parameter.data.new_empty(0)
+            spec = self.layers.spec(index)
+            self.layers.detach(index)
+            if isinstance(spec, nn.Module):
+                self.names.empty(spec)  # the layer list still holds a layer that the user gave as a module
+
+    def rebuild(self, plan: MigrationPlan, arrived: Mapping[int, LayerRecord]) -> None:
+        """Rebuild the stage around the layers that stay and those that arrived, and drop tied layers without a use."""
+        modules = self.staying(plan) | {index: layer.module for index, layer in arrived.items()}
+        kept = {id(module) for module in modules.values()}
+        for module in [module for module in self.layers.modules().values() if id(module) not in kept]:
+            self.state.drop(module.parameters())
+        self.layers.rebuild(plan.new, self.stage, modules)
+        self.rebuilt()

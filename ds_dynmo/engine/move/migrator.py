@@ -1,0 +1,327 @@
+"""Carry out a migration plan in four phases: layers are packed, travel, and arrive with all that belongs to them.
+
+1. :meth:`Migrator.prepare`: the ranks, which have agreed on the plan, tell each other what their layers consist of, and
+   build what they will receive, without its values. All that can fail without harm fails here, on every rank alike;
+   nothing has changed.
+2. :meth:`Migrator.start`: what is constant between two steps of the optimizer begins to travel: weights, and the
+   optimizer's state of them. From here on an exception is fatal, and says so.
+3. :meth:`Migrator.poll`: has it arrived? Batches may train meanwhile.
+4. :meth:`Migrator.commit`, at an optimizer's step: what can have changed since follows (buffers, attributes, step
+   counts, gradients), layers change places, and what was sent is freed.
+
+A rebalance that waits is the four in a row. What a stage holds at the peak is worked out before, in
+:mod:`ds_dynmo.partitioners.move_memory`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from deepspeed.utils import logger
+
+from ds_dynmo.engine.comm.pending import PendingExchange
+from ds_dynmo.engine.comm.point_to_point import PeerTensor
+from ds_dynmo.engine.move.arriving import ArrivingLayer
+from ds_dynmo.engine.move.migration_context import MigrationContext
+from ds_dynmo.engine.move.packing import PackedLayer
+from ds_dynmo.errors import MigrationError
+from ds_dynmo.plan import MigrationPlan
+
+
+class MoveCheck(Protocol):
+    """Refuses a plan on which all ranks have agreed. Collective: it raises on every rank or on none."""
+
+    def __call__(self, plan: MigrationPlan, *, overlapped: bool) -> None:
+        """Raise if ``plan`` must not be carried out. ``overlapped``: see :meth:`Migrator.prepare`."""
+        ...
+
+
+@dataclass
+class _Migration:
+    """A plan that is prepared.
+
+    Attributes:
+        packed: this rank's layers that leave.
+        arrivals: layers that arrive here.
+        num_bytes: that move in this rank's pipeline.
+        pending: what travels.
+    """
+
+    plan: MigrationPlan
+    context: MigrationContext
+    overlapped: bool
+    packed: dict[int, PackedLayer]
+    arrivals: dict[int, ArrivingLayer]
+    num_bytes: int
+    pending: list[PendingExchange] = field(default_factory=list)
+
+    def remaining(self, layer: PackedLayer | ArrivingLayer) -> Sequence[torch.Tensor]:
+        """Select what did not travel ahead: all of a layer that was packed again, else what is not constant."""
+        return (*layer.constants, *layer.changing) if self.overlapped else layer.changing
+
+
+class Migrator:
+    """Move layers between stages, one plan at a time. Every method but :meth:`poll` is collective.
+
+    Args:
+        context: describes this rank's stage as it is now.
+    """
+
+    def __init__(self, context: Callable[[], MigrationContext]) -> None:
+        self.context = context
+        self._migration: _Migration | None = None
+
+    def migrate(self, plan: MigrationPlan, check: MoveCheck | None = None) -> int:
+        """Carry out ``plan`` between two batches: all phases in a row.
+
+        Args:
+            check: see :meth:`prepare`.
+
+        Returns:
+            Bytes moved in this rank's pipeline.
+
+        Raises:
+            MigrationError: on every rank that can still say so. The message says whether layers had begun to move.
+        """
+        if not self.prepare(plan, check):
+            return 0
+        self.start()
+        return self.commit()
+
+    def rehearse(self, plan: MigrationPlan, *, stage: int | None = None, copies: bool = False) -> None:
+        """Find out whether the ranks could send their layers, before they take a step that cannot be undone.
+
+        Args:
+            stage: this rank's in ``plan``; None: its present one.
+            copies: the layers that stay are copied to other ranks as well.
+
+        Raises:
+            MigrationError: harmless, on every rank. Nothing has changed.
+        """
+        context = self.context()
+        if stage is not None:
+            context = replace(context, stage=stage)
+        failure: Exception | None = None
+        try:
+            context.check()
+            context.pack_leaving(plan)
+            if copies:
+                for index, module in context.layers.modules().items():
+                    context.pack(index, module)
+        except Exception as error:  # whatever a user's layer raises: the others have to hear of it
+            failure = error
+        context.comm.all_ready(failure, 0)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a plan is prepared and not carried out yet."""
+        return self._migration is not None
+
+    # -- the phases -----------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        plan: MigrationPlan,
+        check: MoveCheck | None = None,
+        *,
+        overlapped: bool = False,
+    ) -> bool:
+        """Make ready what ``plan`` takes. Nothing has moved, and :meth:`abandon` is possible.
+
+        Args:
+            plan: the same on every rank.
+            check: refuses what must not be carried out, such as a plan that some rank lacks the memory for.
+            overlapped: batches train between :meth:`start` and :meth:`commit`. All of the optimizer's state then
+                travels ahead, and is there twice; else its flat buffers follow at the commit, kind after kind.
+
+        Returns:
+            Whether there is a layer to move.
+
+        Raises:
+            MigrationError: on every rank that can still say so.
+        """
+        assert self._migration is None, "one plan at a time"
+        context = self.context()
+        if not plan.moves:
+            return False
+        if check is not None:
+            check(plan, overlapped=overlapped)
+        packed: dict[int, PackedLayer] = {}
+        failure: Exception | None = None
+        outgoing_bytes, route = 0, ""
+        try:
+            outgoing_bytes, route = context.state.prepare(plan, overlapped=overlapped)
+            context.check()
+            packed = context.pack_leaving(plan)
+            outgoing_bytes += sum(layer.num_bytes for layer in packed.values())
+        except MigrationError:
+            context.state.abandon()
+            raise  # a collective that failed: the others hear of it by the same way
+        except Exception as error:  # whatever a user's layer raises: the others have to hear of it
+            logger.error(f"rank {context.grid.get_global_rank()} cannot get its layers ready to move: {error!r}")
+            failure = error
+        try:
+            arrivals = _exchange_headers(plan, context, packed if failure is None else None)
+        except Exception as error:
+            raise MigrationError(
+                f"rank {context.grid.get_global_rank()} failed to tell the others what its layers consist of: {error}. "
+                "No layer has moved, yet the ranks are out of step: resume the job from its last checkpoint"
+            ) from error
+        try:
+            if failure is None:
+                context.receive(arrivals)
+        except Exception as error:  # whatever a user's object raises: the others have to hear of it
+            failure = error
+        try:
+            num_bytes = context.comm.all_ready(failure, outgoing_bytes, route)
+        except MigrationError as error:
+            context.state.abandon()
+            raise error from failure
+        self._migration = _Migration(plan, context, overlapped, packed, arrivals, num_bytes)
+        return True
+
+    def abandon(self) -> None:
+        """Leave everything as it is, after :meth:`prepare`. Every rank has to do so."""
+        migration = self._in_progress()
+        assert not migration.pending, "layers have begun to move"
+        migration.context.state.abandon()
+        self._migration = None
+
+    def start(self) -> None:
+        """Begin to send what only the optimizer's step changes, and return at once.
+
+        Raises:
+            MigrationError: fatal.
+        """
+        migration = self._in_progress()
+        with self._no_way_back("sending layers"):
+            sends, receives = self._transfers(
+                {index: layer.constants for index, layer in migration.packed.items()},
+                {index: layer.constants for index, layer in migration.arrivals.items()},
+            )
+            more_sends, more_receives = migration.context.state.transfers()
+            self._post(sends + more_sends, receives + more_receives)
+
+    def poll(self) -> bool:
+        """Tell whether :meth:`commit` would find all that was started done. Asks this rank only, and does not wait."""
+        return all(pending.is_done() for pending in self._in_progress().pending)
+
+    def commit(self) -> int:
+        """Send what can have changed, put the layers in their places, and free what was sent.
+
+        Call it between two batches. Gradients that parameters hold travel too. Those that DeepSpeed's wrappers (bf16,
+        ZeRO-1) sum in flat buffers do not: it fails if there are any, as there are from a backward pass to the step.
+
+        Returns:
+            Bytes moved in this rank's pipeline.
+
+        Raises:
+            MigrationError: fatal.
+        """
+        migration = self._in_progress()
+        context = migration.context
+        with self._no_way_back("sending layers"):
+            if migration.overlapped:
+                self._pack_again(migration)
+            self._post(
+                *self._transfers(
+                    {index: migration.remaining(layer) for index, layer in migration.packed.items()},
+                    {index: migration.remaining(layer) for index, layer in migration.arrivals.items()},
+                )
+            )
+            context.state.copy_staying(context.staying(migration.plan))
+            for pending in migration.pending:
+                pending.wait()
+        with self._no_way_back("rebuilding the stage"):
+            arrived = {index: arrival.materialize() for index, arrival in migration.arrivals.items()}
+            context.free(migration.packed, migration.plan)
+            migration.packed.clear()
+            context.rebuild(migration.plan, arrived)
+        with self._no_way_back("settling the optimizer"):
+            context.state.settle(context.layers.parameters(), arrived)
+        with self._no_way_back("tying layers"):
+            context.layers.tie(context.grid, context.comm.tied_group)
+        with self._no_way_back("waiting for the other ranks"):
+            context.comm.all_done()
+        self._migration = None
+        return migration.num_bytes
+
+    # -- messages -------------------------------------------------------------------------------------
+
+    def _pack_again(self, migration: _Migration) -> None:
+        """Tell the others what the layers consist of now, after batches were trained."""
+        context, arrivals = migration.context, migration.arrivals
+        context.state.refresh()
+        migration.packed = context.pack_again(migration.packed)
+        migration.arrivals = _exchange_headers(migration.plan, context, migration.packed)
+        context.receive(migration.arrivals, arrivals)
+
+    def _transfers(
+        self, leaving: Mapping[int, Sequence[torch.Tensor]], arriving: Mapping[int, Sequence[torch.Tensor]]
+    ) -> tuple[list[PeerTensor], list[PeerTensor]]:
+        """List what is sent and received of each layer, with the other rank, in the order that both ranks know."""
+        sends: list[PeerTensor] = []
+        receives: list[PeerTensor] = []
+        migration = self._in_progress()
+        rank_of = migration.context.grid.stage_to_global
+        for move in migration.context.sent(migration.plan):
+            sends += [(rank_of(move.destination), flat) for flat in leaving.get(move.layer, ())]
+            receives += [(rank_of(move.source), flat) for flat in arriving.get(move.layer, ())]
+        return sends, receives
+
+    def _post(self, sends: list[PeerTensor], receives: list[PeerTensor]) -> None:
+        migration = self._in_progress()
+        migration.pending.append(migration.context.comm.p2p.post(sends, receives))
+
+    # -- errors ---------------------------------------------------------------------------------------
+
+    def _in_progress(self) -> _Migration:
+        assert self._migration is not None, "prepare comes first"
+        return self._migration
+
+    @contextmanager
+    def _no_way_back(self, step: str) -> Iterator[None]:
+        """Make an exception fatal, and say so: bytes have begun to move."""
+        try:
+            yield
+        except Exception as error:
+            migration, self._migration = self._in_progress(), None
+            plan, rank = migration.plan, migration.context.grid.get_global_rank()
+            raise MigrationError(
+                f"rank {rank} failed {step} while layers moved from {plan.old} to {plan.new}: "
+                f"{error}. Layers had begun to move: resume the job from its last checkpoint"
+            ) from error
+
+
+def _exchange_headers(
+    plan: MigrationPlan, context: MigrationContext, packed: Mapping[int, PackedLayer] | None
+) -> dict[int, ArrivingLayer]:
+    """Exchange headers: what the layers that leave consist of, for what those that arrive do.
+
+    Args:
+        packed: None where this rank could not pack its layers. It gets none from another such rank.
+    """
+    leaving: dict[int, list[int]] = {}
+    arriving: dict[int, list[int]] = {}
+    for move in context.sent(plan):
+        if move.source == context.stage:
+            leaving.setdefault(move.destination, []).append(move.layer)
+        if move.destination == context.stage:
+            arriving.setdefault(move.source, []).append(move.layer)
+    headers = context.comm.p2p.exchange_headers(
+        {
+            stage: pickle.dumps([packed[index].header for index in indices] if packed is not None else [])
+            for stage, indices in leaving.items()
+        },
+        list(arriving),
+    )
+    return {
+        index: ArrivingLayer(header)
+        for stage, indices in arriving.items()
+        for index, header in zip(indices, pickle.loads(headers[stage]))
+    }

@@ -1,0 +1,153 @@
+"""Pack a layer as it is now into what travels: a header of bytes and flat byte tensors.
+
+The layer's module is pickled with its tensors taken out, so that attributes, masks, extra state, buffers
+(non-persistent ones too) and parameters of any present shape arrive as they left, nothing is initialised and
+no random number drawn. Optimizer state, gradients, hooks and parameter groups go the same way, in the same pickle.
+What the layer refers to and does not own goes as a name (:mod:`ds_dynmo.engine.move.references`).
+
+Weights and moments are *constant* between two steps of the optimizer and may travel while a batch trains. The rest,
+buffers, attributes, step counts and gradients, may change meanwhile: a layer whose constant tensors were sent ahead is
+packed once more, with what is there by then.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.move.object_graph import is_constant
+from ds_dynmo.engine.move.references import Outside, References
+from ds_dynmo.engine.move.shell import Build, Shell
+from ds_dynmo.engine.move.tensors import TensorMeta, describe, find_bases, meta_of
+from ds_dynmo.engine.state.layer_record import LayerRecord
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A constant tensor, and what shows whether it has changed since."""
+
+    tensor: torch.Tensor
+    version: int
+    address: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Constant:
+        return cls(tensor, tensor._version, tensor.data_ptr())
+
+    def is_unchanged(self) -> bool:
+        return (self.tensor._version, self.tensor.data_ptr()) == (self.version, self.address)
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """A layer ready to be sent.
+
+    Attributes:
+        header: for :class:`ArrivingLayer`; refers to the tensors by number.
+        constants: flat byte views of the tensors that only the optimizer's step changes.
+        changing: of the others; parts of sparse tensors one by one.
+    """
+
+    header: bytes
+    constants: tuple[torch.Tensor, ...]
+    changing: tuple[torch.Tensor, ...]
+    _constants: tuple[_Constant, ...]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that is to be sent, in the order of :attr:`ArrivingLayer.recv_buffers`."""
+        return (*self.constants, *self.changing)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.numel() for tensor in self.tensors)
+
+
+def pack(
+    layer: LayerRecord,
+    build: Build,
+    names: References | None = None,
+    sent_ahead: PackedLayer | None = None,
+    *,
+    completed: bool = False,
+) -> PackedLayer:
+    """Pack ``layer`` into a header and tensors, which are views of the layer's own memory where they can be.
+
+    Args:
+        build: makes the layer anew from its spec, as the receiver will where the module cannot be pickled.
+        names: of what the layer refers to and does not own; None: everything in it is its own.
+        sent_ahead: the layer as it was when its constant tensors were sent; those that changed since are sent again.
+        completed: a callback of the user's will complete the layer where it arrives.
+
+    Raises:
+        TypeError: a part of the layer can neither be sent nor be built by the receiver, it refers to something of
+            another layer's that has no name, or the user has compiled a part in place.
+    """
+    _check_not_compiled_in_place(layer.module)
+    outside = names.outside(layer.module, _marks(layer)) if names is not None else Outside()
+    shell, tensors = Shell.of(layer, build, outside, completed)
+    name_of = {id(found.parameter): name for name, found in layer.parameters.items()}
+    known = sent_ahead._constants if sent_ahead is not None else ()
+    ahead = {id(constant.tensor): number for number, constant in enumerate(known) if constant.is_unchanged()}
+    constant = _constant_tensors(layer)
+    bases = find_bases(tensors)
+    metas: list[TensorMeta] = []
+    constants: list[torch.Tensor] = []
+    changing: list[torch.Tensor] = []
+    for number, tensor in enumerate(tensors):
+        if number in bases:
+            base = bases[number]
+            offset = (tensor.data_ptr() - tensors[base].data_ptr()) // tensor.element_size()
+            meta = replace(meta_of(tensor), base=base, offset=offset)
+        elif id(tensor) in ahead:
+            meta = replace(meta_of(tensor), sent_ahead=ahead[id(tensor)])
+        else:
+            meta, flat = describe(tensor)
+            meta = replace(meta, constant=id(tensor) in constant)
+            (constants if meta.constant else changing).extend(flat)
+        metas.append(replace(meta, name=name_of.get(id(tensor))))
+    return PackedLayer(
+        pickle.dumps((shell, tuple(metas), tuple(outside.references.values()))),
+        tuple(constants),
+        tuple(changing),
+        tuple(_Constant.of(tensor) for tensor, meta in zip(tensors, metas) if meta.constant),
+    )
+
+
+def _check_not_compiled_in_place(layer: nn.Module | None) -> None:
+    """Refuse a layer that would run uncompiled where it arrives: torch does not say how ``Module.compile`` was called.
+
+    Raises:
+        TypeError: naming the module.
+    """
+    for path, part in layer.named_modules() if layer is not None else ():
+        if part._compiled_call_impl is not None:
+            raise TypeError(
+                f"{path or 'the layer itself'} ({type(part).__name__}) was compiled by its method compile(), and would "
+                'run uncompiled where it arrives: set "compile": true in the "dynmo" block in place of that call, or '
+                "use torch.compile(module) as the module"
+            )
+
+
+def _constant_tensors(layer: LayerRecord) -> set[int]:
+    """Find weights and what the optimizer keeps per element, by ``id``. Sparse ones do not show a change."""
+    parameters = layer.parameters.values()
+    state = [value for found in parameters for value in (found.state or {}).values()]
+    moments = [value for value in state if isinstance(value, torch.Tensor) and value.dim()]
+    tensors = (*(found.parameter for found in parameters), *moments)
+    return {id(tensor) for tensor in tensors if tensor.layout == torch.strided and not tensor.is_inference()}
+
+
+def _marks(layer: LayerRecord) -> dict[str, Any]:
+    """Collect what users set on the layer's parameters and may refer to anything, by the parameters' names."""
+    marks: dict[str, Any] = {}
+    for name, found in layer.parameters.items():
+        attributes = {name: value for name, value in found.attributes.items() if not is_constant(value)}
+        hooks = {method: each for method, each in found.hooks.items() if each}
+        marks |= {f"{name}.{kind}": held for kind, held in (("marks", attributes), ("hooks", hooks)) if held}
+    return marks

@@ -1,0 +1,201 @@
+"""Pickle anything between the ranks of one job, tensors apart."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import operator
+import pickle
+import random
+import types
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
+
+from ds_dynmo.engine.move.object_graph import place_in_class
+
+_NO_REFERENCES: Mapping[int, int] = {}
+_Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def _reduce_method(method: types.MethodType) -> _Reduced:
+    """Reduce a bound method to its owner and its own function: the class may have another under the same name."""
+    if isinstance(method.__self__, type):
+        return getattr, (method.__self__, method.__func__.__name__)
+    place = place_in_class(method)
+    if place is None:
+        return _method, (method.__self__, method.__func__)
+    return _method_of_class, (method.__self__, *place)
+
+
+def _method(owner: Any, function: Callable[..., Any]) -> types.MethodType:
+    return types.MethodType(function, owner)  # which pickle does not find by its name
+
+
+def _method_of_class(owner: Any, kind: type, name: str) -> types.MethodType:
+    return types.MethodType(vars(kind)[name], owner)
+
+
+def _reduce_limits(limits: torch.finfo | torch.iinfo) -> _Reduced:
+    return type(limits), (getattr(torch, limits.dtype),)
+
+
+def _reduce_generator(generator: torch.Generator) -> _Reduced:
+    """Reduce a generator to bytes: torch's own way is a tensor, which has no values yet where a layer is loaded."""
+    return _generator, (generator.device.type, generator.get_state().numpy().tobytes())
+
+
+def _generator(device: str, state: bytes) -> torch.Generator:
+    return torch.Generator(device).set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _reduce_operator(op: OpOverload | OpOverloadPacket) -> _Reduced:
+    return _operator, (str(op),)
+
+
+def _operator(name: str) -> Any:
+    return operator.attrgetter(name)(torch.ops)
+
+
+_DISPATCH_TABLE: ChainMap[type, Any] = ChainMap(
+    {
+        types.MethodType: _reduce_method,
+        torch.Generator: _reduce_generator,
+        torch.finfo: _reduce_limits,
+        torch.iinfo: _reduce_limits,
+        OpOverload: _reduce_operator,
+        OpOverloadPacket: _reduce_operator,
+    },
+    copyreg.dispatch_table,
+)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickle anything: tensors are collected, each once, and references are written as their numbers."""
+
+    dispatch_table = _DISPATCH_TABLE
+
+    def __init__(self, file: io.BytesIO, references: Mapping[int, int]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self.referred: dict[int, Any] = {}
+        self._number: dict[int, int] = {}
+        self._references = references
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if id(obj) in self._references:
+            number = self._references[id(obj)]
+            self.referred[number] = obj
+            return -1 - number
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if id(obj) not in self._number:
+            self._number[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._number[id(obj)]
+
+
+class _Seeker(_Pickler):
+    """Pickle anything, and note whether one object is part of it."""
+
+    found = False
+
+    def __init__(self, sought: Any, references: Mapping[int, int]) -> None:
+        super().__init__(io.BytesIO(), references)
+        self._sought = sought
+
+    def persistent_id(self, obj: Any) -> int | None:
+        self.found = self.found or obj is self._sought
+        return super().persistent_id(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Load what :class:`_Pickler` wrote on another rank of the same job."""
+
+    def __init__(
+        self, file: io.BytesIO, tensors: Sequence[torch.Tensor], references: Sequence[Any] | Mapping[int, Any]
+    ) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+        self._references = references
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._tensors[pid] if pid >= 0 else self._references[-1 - pid]
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """An object as bytes.
+
+    Attributes:
+        data: refers to tensors and references by number.
+        tensors: in the object, each once.
+        referred: by number, the references in the object.
+    """
+
+    data: bytes
+    tensors: list[torch.Tensor]
+    referred: dict[int, Any]
+
+
+def dump(value: Any, references: Mapping[int, int] = _NO_REFERENCES) -> Dumped:
+    """Pickle ``value`` to bytes, without its tensors.
+
+    Args:
+        references: by ``id``, the number of each object that is not pickled: who loads it has one of its own.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, references)
+    pickler.dump(value)
+    return Dumped(file.getvalue(), pickler.tensors, pickler.referred)
+
+
+def pickles_with(value: Any, sought: Any, references: Iterable[int]) -> bool:
+    """Tell whether a pickle of ``value`` has a copy of ``sought`` in it.
+
+    Args:
+        references: the ``id`` of each object that is not pickled.
+
+    Returns:
+        False if ``value`` cannot be pickled.
+    """
+    seeker = _Seeker(sought, dict.fromkeys(references, 0))
+    try:
+        seeker.dump(value)
+    except Exception:  # whatever a user's object raises
+        return False
+    return seeker.found
+
+
+def load(data: bytes, tensors: Sequence[torch.Tensor], references: Sequence[Any] | Mapping[int, Any] = ()) -> Any:
+    """Load what was dumped, around ``tensors`` and ``references``."""
+    return _Unpickler(io.BytesIO(data), tensors, references).load()
+
+
+def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """Make what arrives for ``tensor`` on another rank, without values and without memory."""
+    data = tensor.detach()
+    if tensor.layout == torch.strided:
+        data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(data, requires_grad=tensor.requires_grad)
+    return data.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leave every random number generator as it was, whatever is drawn or raised inside."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,360 @@
+"""Find what a layer refers to but does not own. Where it arrives, it refers to that rank's counterparts, not to copies.
+
+A layer owns the modules, parameters and buffers that are registered in it and in no other layer, and whatever else
+only it refers to. That moves. An object that was shared when the model was built does not: its name travels instead
+(:mod:`ds_dynmo.engine.move.names`).
+
+Two things are refused before bytes move, with the attribute's path: an object that layers share without a name, which
+would become one copy per layer, and a tensor of another layer. A user who declares attributes to belong to the rank
+(``rank_attributes`` in the "dynmo" block, or in a module's class) avoids this: a layer that arrives has the values that
+it gets when it is built there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+from torch import nn
+
+from ds_dynmo.engine.move.description import can_be_sent, checksum, kind_of, path_text
+from ds_dynmo.engine.move.names import Name, Names
+from ds_dynmo.engine.move.object_graph import Path, Step, children, is_frozen, members, walk
+from ds_dynmo.engine.move.pickling import pickles_with
+
+RANK_ATTRIBUTES = "rank_attributes"  # of a module's class: names of its attributes that belong to the rank
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An object that a layer refers to by name.
+
+    Attributes:
+        where: the path of the layer's attribute that refers to it, for messages.
+        kind: its type. The counterpart must have the same.
+        tensors: for a tensor, or a module that the layer computes with: name, dtype, shape and checksum of each tensor
+            in it. Those of the counterpart must be equal.
+    """
+
+    name: Name
+    where: str
+    kind: str
+    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...] = ()
+
+
+@dataclass
+class Outside:
+    """What a layer refers to that does not travel with it.
+
+    Attributes:
+        references: by ``id``, what is found by name where the layer arrives.
+        rank_attributes: by ``id`` of a module, its attributes that belong to the rank.
+    """
+
+    references: dict[int, Reference] = field(default_factory=dict)
+    rank_attributes: dict[int, frozenset[str]] = field(default_factory=dict)
+
+
+class References:
+    """Tells what the layers of one rank own, and what they only refer to. Construction is collective.
+
+    Args:
+        pipeline: DeepSpeed's module, as built.
+        modules: returns the layers that this rank has now, by number.
+        gather: returns one picklable value of every rank.
+        rank_attributes: names of attributes that belong to the rank, in every module of every layer.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineModule,
+        modules: Callable[[], Mapping[int, nn.Module]],
+        gather: Callable[[Any], list[Any]],
+        rank_attributes: Iterable[str] = (),
+    ) -> None:
+        self._modules = modules
+        self._names = Names(pipeline, modules, gather)
+        self._rank_attributes = frozenset(rank_attributes)
+
+    def is_shared(self, value: Any) -> bool:
+        """Tell whether ``value`` has a name, so that it belongs to the rank rather than to a layer."""
+        return self._names.is_shared(value)
+
+    def empty(self, layer: nn.Module) -> None:
+        """Free the memory of a layer that left, except for what other layers use too."""
+        for part in layer.modules():
+            if self._names.is_own(part):
+                part._apply(lambda tensor: torch.empty_like(tensor, device="meta"), recurse=False)
+
+    # -- a layer that leaves --------------------------------------------------------------------------
+
+    def globals_kept(self) -> AbstractContextManager[None]:
+        """Search the globals of each Python module once, for all layers that are packed meanwhile."""
+        return self._names.globals_kept()
+
+    def outside(self, layer: nn.Module, marks: Mapping[str, Any]) -> Outside:
+        """Find what ``layer`` refers to that does not move with it.
+
+        Args:
+            marks: other objects that travel with it and may refer to anything, by a name for messages.
+
+        Raises:
+            TypeError: it refers to an object that it shares with another layer and that has no name, to a tensor of
+                another layer, or to a tensor without values. The message has the attribute's path.
+        """
+        found = Outside()
+        own_modules = {id(part): part for part in layer.modules() if self._names.is_own(part)}
+        own_tensors = {id(t) for part in own_modules.values() for t in _registered(part)}
+        nameless: dict[int, tuple[Path, Any]] = {}
+
+        def enter(value: Any) -> bool:
+            return id(value) not in found.references
+
+        roots: list[tuple[Path, Any]] = [((), layer), *(((("attribute", name),), held) for name, held in marks.items())]
+        for path, value in _walk_layer(roots, enter, self._rank_attributes_of, found):
+            if id(value) in own_tensors or id(value) in own_modules:
+                if isinstance(value, torch.Tensor):
+                    _check_has_values(path, value)
+            elif (name := self._names.of(value)) is not None:
+                if isinstance(value, nn.Parameter):
+                    _check_not_of_others(path, value, self._others(layer))
+                found.references[id(value)] = self._reference(name, path, value, layer)
+            elif not is_frozen(value):
+                nameless[id(value)] = (path, value)
+        if nameless:
+            named = self._names.in_globals({key: value for key, (_, value) in nameless.items()}, layer)
+            for key, name in named.items():
+                found.references[key] = self._reference(name, *nameless[key], layer)
+            travels = {id(value) for _, value in _walk_layer(roots, enter, self._rank_attributes_of, found)}
+            for key in named.keys() - travels:  # reached only through another named object
+                del found.references[key]
+            self._check_not_parts_of_others([nameless[key] for key in named.keys() & travels], self._others(layer))
+            own = {key: entry for key, entry in nameless.items() if key in travels - named.keys()}
+            self._check_nameless(own, layer, roots, found)
+        return found
+
+    def check_left_behind(self, leaving: Mapping[int, nn.Module]) -> None:
+        """Refuse to send layers away if layers that stay hold parts of them: those parts would be empty.
+
+        Args:
+            leaving: by number.
+
+        Raises:
+            TypeError: with the path of the attribute that refers to such a part.
+        """
+        owner: dict[int, tuple[int, str]] = {}
+        tensors: list[tuple[torch.Tensor, tuple[int, str]]] = []
+        for number, layer in leaving.items():
+            for path, part in layer.named_modules():
+                if not self._names.is_own(part):
+                    continue
+                owner[id(part)] = number, path or "the layer itself"
+                tensors += [(t, (number, name)) for name, t in _named_tensors(path, part) if self._leaves_with_layer(t)]
+        owner.update({id(tensor): found for tensor, found in tensors})
+        gone = set(map(id, leaving.values()))
+
+        def enter(value: Any) -> bool:
+            return id(value) not in owner and not self._names.is_shared(value)
+
+        for number, layer in self._modules().items():
+            if id(layer) in gone:
+                continue
+            registered = {id(tensor) for part in layer.modules() for tensor in _registered(part)}
+            for path, value in _walk_layer([((), layer)], enter, self._rank_attributes_of, Outside()):
+                held = owner.get(id(value))
+                if held is None and isinstance(value, torch.Tensor):
+                    held = next((found for tensor, found in tensors if _lies_in(value, tensor)), None)
+                if held is not None and id(value) not in registered:
+                    raise TypeError(
+                        f"layer {number} stays and its {path_text(path)} is {held[1]} of layer {held[0]}, which "
+                        "leaves: pass what both need to each as an argument of its LayerSpec, or tie the two "
+                        "(TiedLayerSpec)"
+                    )
+
+    def _leaves_with_layer(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor leaves with the layer that registers it: parameters do, other shared tensors stay."""
+        return isinstance(tensor, nn.Parameter) or not self._names.is_shared(tensor)
+
+    def _others(self, layer: nn.Module) -> dict[int, nn.Module]:
+        return {number: module for number, module in self._modules().items() if module is not layer}
+
+    def _rank_attributes_of(self, module: nn.Module) -> frozenset[str]:
+        declared = self._rank_attributes.union(getattr(type(module), RANK_ATTRIBUTES, ()))
+        return frozenset(name for name in declared if name in vars(module))
+
+    def _check_not_parts_of_others(self, named: Iterable[tuple[Path, Any]], others: Mapping[int, nn.Module]) -> None:
+        """Refuse objects in the globals that another layer owns: that layer may be on another rank."""
+        owner = {
+            id(part): number for number, other in others.items() for part in other.modules() if self._names.is_own(part)
+        }
+        for path, value in named:
+            if isinstance(value, nn.Parameter):
+                _check_not_of_others(path, value, others)
+            elif id(value) in owner:
+                raise TypeError(
+                    f"{path_text(path)} is a part of layer {owner[id(value)]}: a layer does not take another's parts "
+                    "along, and it may be on another stage; tie the two (TiedLayerSpec)"
+                )
+
+    def _check_nameless(
+        self, nameless: dict[int, tuple[Path, Any]], layer: nn.Module, roots: Sequence[tuple[Path, Any]], found: Outside
+    ) -> None:
+        """Refuse objects without a name that another layer refers to, too."""
+        others = self._others(layer)
+        for path, value in nameless.values():
+            if isinstance(value, torch.Tensor):
+                _check_has_values(path, value)
+                _check_not_of_others(path, value, others)
+        for number, other in others.items():
+            for _, value in walk([((), other)], lambda value: not self._names.is_shared(value), children=_all_of):
+                if id(value) in nameless and _travels(value, layer, roots, found):
+                    path, shared = nameless[id(value)]
+                    raise TypeError(
+                        f"{path_text(path)}, a {kind_of(shared)}, is shared with layer {number} and would become a "
+                        "copy: pass it to both as an argument of their LayerSpecs, or say that it belongs to the rank: "
+                        '"rank_attributes" in the "dynmo" block'
+                    )
+
+    def _reference(self, name: Name, path: Path, value: Any, layer: nn.Module) -> Reference:
+        tensors: dict[str, torch.Tensor] = {}
+        if isinstance(value, torch.Tensor):
+            tensors = {"": value}
+        elif isinstance(value, nn.Module) and any(part is value for part in layer.modules()):
+            tensors = {n: t for part, module in value.named_modules() for n, t in _named_tensors(part, module)}
+            parameter = next((n for n, t in tensors.items() if isinstance(t, nn.Parameter)), None)
+            if parameter is not None:
+                raise TypeError(
+                    f"{path_text((*path, ('attribute', parameter)))} is a parameter of several layers: make them "
+                    "TiedLayerSpecs of one key"
+                )
+        return Reference(
+            name,
+            path_text(path),
+            kind_of(value),
+            tuple((n, t.dtype, tuple(t.shape), checksum(t)) for n, t in tensors.items()),
+        )
+
+    # -- a layer that arrives -------------------------------------------------------------------------
+
+    def resolve(self, reference: Reference, device: torch.device) -> Any:
+        """Find the counterpart of an object on this rank.
+
+        Args:
+            device: where a module that a layer computes with must be.
+
+        Raises:
+            LookupError: there is no counterpart, or its type or its tensors differ.
+        """
+        name = reference.name
+        try:
+            value = self._names.find(name)
+        except LookupError as error:
+            raise LookupError(f"{reference.where} refers to {name}, which this rank does not have: {error}") from error
+        if kind_of(value) != reference.kind:
+            raise LookupError(
+                f"{reference.where} refers to {name}, a {reference.kind} where the layer was, and a {kind_of(value)} "
+                "here"
+            )
+        for part, dtype, shape, values in reference.tensors:
+            here = _counterpart(value, part, dtype, device)
+            if here is None or (here.dtype, tuple(here.shape), checksum(here)) != (dtype, shape, values):
+                raise LookupError(
+                    f"{reference.where} refers to {name}{'.' * bool(part)}{part}, which holds other values here than "
+                    "where the layer was: register it as a buffer of each layer, or build it alike on every rank"
+                )
+        return value
+
+
+def _walk_layer(
+    roots: Sequence[tuple[Path, Any]],
+    enter: Callable[[Any], bool],
+    rank_attributes: Callable[[nn.Module], frozenset[str]],
+    found: Outside,
+) -> Iterator[tuple[Path, Any]]:
+    """Walk as :func:`walk` does, but skip attributes that belong to the rank and record them in ``found``."""
+
+    def refers_to(value: Any) -> Iterator[tuple[Step, Any]]:
+        if not isinstance(value, nn.Module):
+            yield from _all_of(value)
+            return
+        of_rank = rank_attributes(value)
+        if of_rank:
+            found.rank_attributes[id(value)] = of_rank
+        yield from (entry for entry in children(value) if entry[0][1] not in of_rank)
+
+    yield from walk(roots, enter, children=refers_to)
+
+
+def _travels(value: Any, layer: nn.Module, roots: Sequence[tuple[Path, Any]], found: Outside) -> bool:
+    """Tell whether ``value`` is sent when ``layer`` moves.
+
+    An attribute that cannot be pickled, such as a process group, stays behind with all that it holds: the layer gets a
+    new one when it is built there.
+    """
+    known = {*found.references, *map(id, layer.modules())}
+    attributes = [held for _, held in roots[1:]]
+    for part in layer.modules():
+        of_rank = found.rank_attributes.get(id(part), ())
+        attributes += [held for name, held in vars(part).items() if name not in of_rank]
+    return any(pickles_with(held, value, known) and can_be_sent(held, known) for held in attributes)
+
+
+def _all_of(value: Any) -> Iterator[tuple[Step, Any]]:
+    """List every object that ``value`` refers to, in any way."""
+    yield from children(value)
+    yield from members(value)
+
+
+def _registered(module: nn.Module) -> list[torch.Tensor]:
+    held = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in held if tensor is not None]
+
+
+def _named_tensors(path: str, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    held = {**module._parameters, **module._buffers}
+    return [(f"{path}.{name}" if path else name, tensor) for name, tensor in held.items() if tensor is not None]
+
+
+def _check_has_values(path: Path, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise TypeError(f"{path_text(path)} is on the meta device: it has no values to move")
+
+
+def _check_not_of_others(path: Path, tensor: torch.Tensor, others: Mapping[int, nn.Module]) -> None:
+    """Refuse a tensor that is a tensor of another layer, or a view of one."""
+    for number, other in others.items():
+        for name, theirs in (*other.named_parameters(), *other.named_buffers()):
+            if tensor is theirs or _lies_in(tensor, theirs):
+                raise TypeError(
+                    f"{path_text(path)} is {name} of layer {number}: a layer does not take another's weights along; "
+                    "refer to the layer by an argument of the LayerSpecs, or tie the two (TiedLayerSpec)"
+                )
+
+
+def _lies_in(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    if not (tensor.layout == whole.layout == torch.strided and tensor.numel() and whole.numel()):
+        return False
+    return tensor.device == whole.device and whole.data_ptr() <= tensor.data_ptr() < whole.data_ptr() + whole.nbytes
+
+
+def _counterpart(value: Any, part: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """Find the tensor named ``part`` of ``value``, and convert it to the layer's device and dtype.
+
+    A rank on which no layer has computed with a module holds it as the user built it. DeepSpeed has not converted it.
+    """
+    if not part:
+        return value if isinstance(value, torch.Tensor) else None
+    path, _, leaf = part.rpartition(".")
+    try:
+        module = value.get_submodule(path)
+    except AttributeError:
+        return None
+    held: dict[str, torch.Tensor | None] = module._buffers
+    tensor = held.get(leaf)
+    if tensor is not None and (tensor.dtype != dtype or tensor.device.type != device.type):
+        held[leaf] = tensor.to(device, dtype)
+    return held.get(leaf)

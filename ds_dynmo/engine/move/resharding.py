@@ -1,0 +1,202 @@
+"""Bring flat optimizer state from the shards that hold it to those that will, along a route planned alike on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ds_dynmo.engine.comm.point_to_point import PeerTensor, PointToPoint
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.move.carrying import Holder, Tensors, Transfers, copy_staying, transfers
+from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, cut, shard_size
+from ds_dynmo.engine.move.route import Route, Row
+from ds_dynmo.engine.state.inventory import Inventory, Member, Scalars, merge_scalars
+from ds_dynmo.engine.state.keys import MASTER, ParamKey
+from ds_dynmo.plan import MigrationPlan
+
+Replace = Callable[[str, Tensors], None]
+
+
+@dataclass(frozen=True)
+class ReshardingPlan:
+    """The way of the state of every stage.
+
+    Attributes:
+        members: the parameters that each stage will hold, in the order of their buffers.
+        kinds: the kinds of state that any stage holds, the fp32 weights first.
+        group_kinds: those that any stage holds of a parameter group: every stage will hold all of them or none.
+        held: those of one buffer of one stage.
+    """
+
+    route: Route
+    members: Mapping[int, Sequence[Member]]
+    kinds: Mapping[str, torch.dtype]
+    group_kinds: Mapping[int, set[str]]
+    held: Mapping[tuple[int, Buffer], Mapping[str, torch.dtype]]
+    scalars: Scalars
+
+    def rows(self, kind: str) -> list[Row]:
+        """List the rows for which there is such state. What was frozen from the start has none."""
+        return [row for row in self.route.rows if kind in self.held[row.source.stage, row.source.buffer]]
+
+
+def plan_resharding(
+    plan: MigrationPlan,
+    every: Sequence[Inventory],
+    layers: StageLayers,
+    grid: Any,
+    replicas: tuple[int, int] | None = None,
+) -> ReshardingPlan:
+    """Plan what changes by ``plan`` and by freezing, from the inventory of ``every`` rank.
+
+    Of what each replica has of its own, a rank plans what its own replica copies and sends: that alone concerns it.
+
+    Args:
+        layers: this rank's, which know the order of the parameters of any stage.
+        grid: DeepSpeed's grid.
+        replicas: that hold the state before and after; None: all.
+    """
+    replicas = replicas or (grid.data_parallel_size, grid.data_parallel_size)
+    replica = int(grid.data_parallel_id)
+    every = [inventory for inventory in every if inventory.tp_rank == grid.get_slice_parallel_rank()]
+    every.sort(key=lambda inventory: inventory.replica == replica)  # what is this replica's own counts here
+    of_stage = {inventory.stage: inventory for inventory in every}
+    of_layer = {layer: members for inventory in every for layer, members in inventory.after.items()}
+    groups, own = every[0].num_groups, every[0].own_groups
+    old, new = _Drawing(groups, own, replica, replicas[0]), _Drawing(groups, own, replica, replicas[1])
+    members: dict[int, list[Member]] = {}
+    for stage in range(grid.pipe_parallel_size):
+        uses = layers.first_uses_at(plan.new, stage)
+        members[stage] = [member for layer in uses for member in of_layer.get(layer, ())]
+        new.add(stage, members[stage])
+        if stage in of_stage:
+            old.add(stage, of_stage[stage].before, leave_out=of_stage[stage].replaced)
+    held = {(inventory.stage, buffer): kinds for inventory in every for buffer, kinds in inventory.kinds.items()}
+    kinds = {name: dtype for of_buffer in held.values() for name, dtype in of_buffer.items()}
+    group_kinds: dict[int, set[str]] = {}
+    for (_, buffer), of_buffer in held.items():
+        group_kinds.setdefault(buffer.group, set()).update(of_buffer)
+    return ReshardingPlan(
+        route=Route.between(old.layout(), new.layout()),
+        members=members,
+        kinds=dict(sorted(kinds.items(), key=lambda item: (item[0] != MASTER, item[0]))),
+        group_kinds=group_kinds,
+        held=held,
+        scalars=merge_scalars(inventory.scalars for inventory in every),
+    )
+
+
+class _Drawing:
+    """A layout that is drawn stage by stage.
+
+    Args:
+        groups: number of parameter groups.
+        own: of which these are of parameters that are each replica's own: each has other buffers, whole.
+        replica: whose those are.
+        replicas: that share all other buffers.
+    """
+
+    def __init__(self, groups: int, own: frozenset[int], replica: int, replicas: int) -> None:
+        self._buffers = [Buffer(group, parked) for group in range(groups) for parked in (False, True)]
+        self._own, self._replica, self._replicas = own, replica, replicas
+        self._intervals: dict[Shard, tuple[Interval, ...]] = {}
+        self._sizes: dict[Shard, int] = {}
+
+    def add(self, stage: int, members: Iterable[Member], leave_out: frozenset[ParamKey] = frozenset()) -> None:
+        """Add a stage whose buffers hold ``members``, in this order. ``leave_out``: their values are of no use."""
+        parameters: dict[Buffer, list[tuple[ParamKey, int]]] = {buffer: [] for buffer in self._buffers}
+        for member in members:
+            parameters[member.buffer].append((member.key, member.numel))
+        for buffer, of_buffer in parameters.items():
+            replicas = [self._replica] if buffer.group in self._own else range(self._replicas)
+            size = shard_size(sum(numel for _, numel in of_buffer), len(replicas), parked=buffer.parked)
+            for replica, intervals in zip(replicas, cut(of_buffer, len(replicas), size)):
+                shard = Shard(stage, replica, buffer)
+                self._intervals[shard] = tuple(i for i in intervals if i.key not in leave_out)
+                self._sizes[shard] = size
+
+    def layout(self) -> Layout:
+        return Layout(self._intervals, self._sizes)
+
+
+class Resharding:
+    """One rank's part in a :class:`ReshardingPlan`.
+
+    Usually one kind of state goes after the other, so that there are old and new shards of one kind at a time
+    (:meth:`run`). State that is to travel while a batch trains is sent ahead: all kinds are allocated at once
+    (:meth:`allocate`) and handed over as :meth:`transfers`; :meth:`run` then finds it in place.
+
+    Args:
+        old: this rank's shards; each kind is taken out of them once the new shards of it are filled.
+        holder: this rank.
+        rank_of: the rank that holds a shard.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardingPlan,
+        old: Mapping[Buffer, dict[str, torch.Tensor]],
+        *,
+        holder: Holder,
+        rank_of: Callable[[Shard], int],
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self._old, self._holder, self._rank_of, self._device = old, holder, rank_of, device
+        self._new: dict[str, dict[Buffer, torch.Tensor]] = {}
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of all kinds of state that this rank sends."""
+        leaving = (row.numel for row in self.plan.route.rows if row.source[:2] == self._holder != row.destination[:2])
+        return sum(leaving) * sum(dtype.itemsize for dtype in self.plan.kinds.values())
+
+    def allocate(self) -> None:
+        """Allocate the new shards of all kinds."""
+        for kind in self.plan.kinds:
+            self._allocate(kind)
+
+    def transfers(self) -> Transfers:
+        """List what is sent and received of the kinds whose new shards are there."""
+        sends: list[PeerTensor] = []
+        receives: list[PeerTensor] = []
+        for kind in self._new:
+            of_kind = self._transfers(kind)
+            sends += of_kind[0]
+            receives += of_kind[1]
+        return sends, receives
+
+    def run(self, p2p: PointToPoint, replace: Replace) -> None:
+        """Fill the new shards, and give them to ``replace`` kind by kind."""
+        for kind in self.plan.kinds:
+            if kind in self._new:
+                self._copy_staying(kind)
+            else:
+                self._allocate(kind)
+                p2p.exchange(*self._transfers(kind), partial(self._copy_staying, kind))
+            for shards in self._old.values():
+                shards.pop(kind, None)
+            replace(kind, self._new.pop(kind))
+
+    def _allocate(self, kind: str) -> None:
+        """Allocate new shards; zeros where nothing will come: the padding, and what had no state."""
+        new, rows = self.plan.route.new, self.plan.rows(kind)
+        self._new[kind] = {}
+        for place, size in new.sizes.items():
+            if place[:2] == self._holder and kind in self.plan.group_kinds.get(place.buffer.group, ()):
+                coming = sum(row.numel for row in rows if row.destination == place)
+                shard = torch.empty(size, dtype=self.plan.kinds[kind], device=self._device)
+                shard[coming if coming == new.used(place) else 0 :].zero_()
+                self._new[kind][place.buffer] = shard
+
+    def _transfers(self, kind: str) -> Transfers:
+        old = {buffer: shards[kind] for buffer, shards in self._old.items() if kind in shards}
+        return transfers(self.plan.rows(kind), self._holder, self._rank_of, old, self._new[kind])
+
+    def _copy_staying(self, kind: str) -> None:
+        old = {buffer: shards[kind] for buffer, shards in self._old.items() if kind in shards}
+        copy_staying(self.plan.rows(kind), self._holder, old, self._new[kind])

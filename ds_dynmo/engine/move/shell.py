@@ -1,0 +1,171 @@
+"""A layer without its tensors: as bytes, and loaded from them.
+
+Whoever sends a layer loads it back once, around tensors without values, and compares what came back with the layer. So
+a layer that would arrive as something else stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ds_dynmo.engine.move.description import (
+    NOTHING,
+    Line,
+    describe,
+    first_difference,
+    kind_of,
+    known_texts,
+    path_text,
+)
+from ds_dynmo.engine.move.dismantling import HOOKS, assemble, dismantle, find_parts
+from ds_dynmo.engine.move.pickling import dump, load, random_state_kept, stand_in
+from ds_dynmo.engine.move.references import Outside
+from ds_dynmo.engine.state.layer_record import LayerRecord
+
+Build = Callable[[], nn.Module]
+_REMEDY = (
+    "set it where the layer arrives (engine.on_layer_arrival), or say that it belongs to the rank "
+    '("rank_attributes" in the "dynmo" block)'
+)
+
+
+@dataclass(frozen=True)
+class Shell:
+    """A layer's objects as bytes, which refer to its tensors by number.
+
+    Attributes:
+        parts: paths of modules that are filled in a layer built from the spec; none: the layer is pickled whole.
+        of_rank: by path of a module, its attributes that belong to the rank.
+        reasons: by name, why attributes are not sent.
+        description: of the layer. What arrives must have the same; None: the sender has made sure of it.
+    """
+
+    data: bytes
+    parts: tuple[str, ...]
+    of_rank: Mapping[str, frozenset[str]]
+    reasons: Mapping[str, str]
+    description: list[Line] | None
+
+    @classmethod
+    def of(
+        cls, layer: LayerRecord, build: Build, outside: Outside, completed: bool
+    ) -> tuple[Shell, list[torch.Tensor]]:
+        """Pickle ``layer``, and return its tensors too.
+
+        Args:
+            build: makes the layer anew from its spec, as the receiver will where the module cannot be pickled.
+            outside: what the layer refers to and does not own.
+            completed: a callback of the user's will complete the layer where it arrives.
+
+        Raises:
+            TypeError: something would arrive as something else, or not at all.
+        """
+        whole = None if outside.rank_attributes else _pickled_whole(layer, outside, completed)
+        return whole or _pickled_in_parts(layer, build, outside, completed)
+
+    def load(
+        self, tensors: Sequence[torch.Tensor], references: Mapping[int, Any], build: Build, device: torch.device
+    ) -> LayerRecord:
+        """Load the layer around ``tensors`` and ``references``.
+
+        Raises:
+            TypeError: the layer that ``build`` makes lacks modules.
+        """
+        layer: LayerRecord = (
+            self._load_in_parts(tensors, references, build, device)
+            if self.parts
+            else load(self.data, tensors, references)
+        )
+        _number_later_hooks_after(layer.module)
+        return layer
+
+    def _load_in_parts(
+        self, tensors: Sequence[torch.Tensor], references: Mapping[int, Any], build: Build, device: torch.device
+    ) -> LayerRecord:
+        with random_state_kept():
+            built = build()
+            modules = dict(built.named_modules(remove_duplicate=False))
+            if missing := [path for path in self.parts if path not in modules]:
+                raise TypeError(
+                    f"{kind_of(built)} has submodules {missing} that cannot be pickled and that its spec does not build"
+                )
+            numbered = {len(self.parts) + number: held for number, held in references.items()}
+            numbered.update((number, modules[path]) for number, path in enumerate(self.parts))
+            layer: LayerRecord = load(self.data, tensors, numbered)
+            layer.module = assemble(built, layer.module, device)
+        return layer
+
+    def check(self, arrived: LayerRecord, tensors: Sequence[torch.Tensor], references: Mapping[int, Any]) -> None:
+        """Refuse a layer that is not what was sent.
+
+        Raises:
+            TypeError: naming the first difference.
+        """
+        if self.description is None:
+            return
+        left_out = {id(part): self.of_rank.get(path, ()) for path, part in arrived.module.named_modules()}
+        known = known_texts(tensors, references)
+        difference = first_difference(self.description, describe(_roots(arrived), known, left_out))
+        if difference is None:
+            return
+        path, here, there = difference
+        reason = next((self.reasons[name] for kind, name in path if name in self.reasons), None)
+        came = "is not there" if there == NOTHING else f"is {there}"
+        raise TypeError(
+            f"{path_text(path)} of a {kind_of(arrived.module)} is {here}, and where the layer arrives it {came}: "
+            f"{_REMEDY}{f'; it cannot be sent: {reason}' if reason else ''}"
+        )
+
+
+def _number_later_hooks_after(module: nn.Module) -> None:
+    """Let hooks that are registered from now on not replace those of a module that comes from another process."""
+    tables = [table for part in module.modules() for name, table in vars(part).items() if name in HOOKS]
+    numbers = [number + 1 for table in tables if isinstance(table, dict) for number in table]
+    RemovableHandle.next_id = max([RemovableHandle.next_id, *numbers])
+
+
+def _pickled_whole(layer: LayerRecord, outside: Outside, completed: bool) -> tuple[Shell, list[torch.Tensor]] | None:
+    """Pickle a layer whole; None: that cannot be done, or what is loaded differs."""
+    try:
+        dumped = dump(layer, {key: number for number, key in enumerate(outside.references)})
+        sent = describe(_roots(layer), known_texts(dumped.tensors, dumped.referred))
+        tensors = [stand_in(tensor) for tensor in dumped.tensors]
+        back = load(dumped.data, tensors, dumped.referred)
+        if first_difference(sent, describe(_roots(back), known_texts(tensors, dumped.referred))) is not None:
+            return None
+    except Exception:  # whatever a user's object raises: in parts it is named
+        return None
+    return Shell(dumped.data, (), {}, {}, sent if completed else None), dumped.tensors
+
+
+def _pickled_in_parts(
+    layer: LayerRecord, build: Build, outside: Outside, completed: bool
+) -> tuple[Shell, list[torch.Tensor]]:
+    """Pickle what can be sent of a layer, to be put into one that is built."""
+    module, of_rank = layer.module, outside.rank_attributes
+    parts = find_parts(module, outside.references, of_rank)
+    apart = {id(part): number for number, part in enumerate(parts.values())}
+    known = {**apart, **{key: len(parts) + number for number, key in enumerate(outside.references)}}
+    reasons: dict[str, str] = {}
+    dismantled = dismantle(module, known, apart, of_rank, reasons)
+    dumped = dump(replace(layer, module=dismantled), known)
+    referred = {number - len(parts): held for number, held in dumped.referred.items() if number >= len(parts)}
+    paths = {path: of_rank[id(part)] for path, part in module.named_modules() if id(part) in of_rank}
+    description = describe(_roots(layer), known_texts(dumped.tensors, referred), of_rank)
+    shell = Shell(dumped.data, tuple(parts), paths, reasons, description)
+    if not completed:
+        tensors = [stand_in(tensor) for tensor in dumped.tensors]
+        device = next((found.parameter.device for found in layer.parameters.values()), torch.device("cpu"))
+        shell.check(shell.load(tensors, referred, build, device), tensors, referred)
+    return shell, dumped.tensors
+
+
+def _roots(layer: LayerRecord) -> list[tuple[tuple[tuple[str, Any], ...], Any]]:
+    others = [field.name for field in fields(layer) if field.name != "module"]
+    return [((), layer.module), *(((("item", name),), getattr(layer, name)) for name in others)]

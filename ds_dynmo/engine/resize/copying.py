@@ -1,0 +1,59 @@
+"""Copy the stages of the launch's data-parallel replicas to extra ones: layers with their optimizer state.
+
+All replicas of a stage hold the same. A rank receives its copy from the rank that reads the same replica's data.
+:meth:`OptimizerState.scatter_shards` splits sharded optimizer state.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+from ds_dynmo.engine.move.arriving import ArrivingLayer
+from ds_dynmo.engine.move.migration_context import MigrationContext
+from ds_dynmo.engine.state.layer_record import LayerRecord
+from ds_dynmo.placement import Placement
+
+
+def copy_stage(context: MigrationContext, placement: Placement, num_replicas: int) -> None:
+    """Copy a stage to every replica from number ``num_replicas`` on. Collective.
+
+    Args:
+        context: this rank's stage, which is empty on the replicas to be filled.
+        placement: of the layers of one pipeline.
+    """
+    replica = context.grid.get_data_parallel_id()
+    has_layers = replica < num_replicas
+    plan = context.state.plan_scatter_shards(placement, num_replicas)
+    own = context.layers.modules() if has_layers else {}
+    packed = {index: context.pack(index, module) for index, module in own.items()}
+    source = context.grid.stage_to_global(context.stage, data=replica % num_replicas)
+    mine = {index: layer.header for index, layer in packed.items()}
+    if has_layers:
+        context.comm.p2p.exchange_bytes(dict.fromkeys(_ranks_of_copies(context, num_replicas), pickle.dumps(mine)), [])
+    headers = mine if has_layers else pickle.loads(context.comm.p2p.exchange_bytes({}, [source])[source])
+    arrived: dict[int, LayerRecord] = {}
+    for index, header in headers.items():
+        if has_layers:
+            context.comm.p2p.exchange(
+                [(rank, flat) for rank in _ranks_of_copies(context, num_replicas) for flat in packed[index].tensors], []
+            )
+            continue
+        arrival = ArrivingLayer(header)
+        arrival.bind(context.names, context.device)
+        arrival.allocate(context.device, lambda position: None)
+        context.load(index, arrival)
+        context.comm.p2p.exchange([], [(source, flat) for flat in arrival.recv_buffers])
+        arrived[index] = arrival.materialize()
+    if not has_layers:
+        modules = {index: layer.module for index, layer in arrived.items()}
+        context.layers.rebuild(placement, context.stage, modules)
+    context.rebuilt()
+    context.state.scatter_shards(plan, context.layers.parameters(), arrived)
+    context.layers.tie(context.grid, context.comm.tied_group)
+    context.comm.all_done()
+
+
+def _ranks_of_copies(context: MigrationContext, num_replicas: int) -> list[int]:
+    """List the ranks to which this one sends its layers."""
+    replicas = range(context.grid.get_data_parallel_id() + num_replicas, context.grid.data_parallel_size, num_replicas)
+    return [context.grid.stage_to_global(context.stage, data=replica) for replica in replicas]

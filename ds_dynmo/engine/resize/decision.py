@@ -1,0 +1,137 @@
+"""Decide how many stages to go on with, and which layers each of them holds: the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ds_dynmo import partitioners
+from ds_dynmo.engine.balancing.balancer import DECIDING, Balancer
+from ds_dynmo.engine.balancing.memory import HeldMemory
+from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.engine.resize.job_ranks import JobRanks
+from ds_dynmo.engine.resize.planning import Planner
+from ds_dynmo.engine.resize.repack_plan import RepackPlan, plan_repack
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.partitioners import Overflow
+from ds_dynmo.placement import Placement
+from ds_dynmo.wording import counted
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What a decision needs to know of all ranks.
+
+    Attributes:
+        held: the memory of layers; None without a profile, or without a memory limit.
+        parameters: how many each layer trains; empty once there is a profile.
+    """
+
+    held: HeldMemory | None
+    parameters: Sequence[float]
+
+
+class StageDecision:
+    """Chooses a number of stages, and a placement on them."""
+
+    def __init__(self, stage: StageContext, balancer: Balancer, ranks: JobRanks) -> None:
+        self._stage, self._config, self._balancer = stage, stage.config, balancer
+        self._ranks, self._groups = ranks, balancer.groups
+        self._limit_bytes: int | None = None  # of a rank, as of the latest decision
+
+    def by_hand(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[Placement, str]:
+        """Decide what :meth:`Repacker.repack` was asked for, and give a verdict in a few words. Collective.
+
+        Raises:
+            PartitionError, MigrationError: see :meth:`Repacker.repack`. Nothing has changed.
+        """
+        facts = self._gather_facts()
+        return self._agree(lambda: self._new_placement(num_stages, partition, facts))
+
+    def automatic(self) -> Placement:
+        """Decide from the smoothed profile: the present placement unless a better one is found. Collective.
+
+        Raises:
+            PartitionError, MigrationError: harmless; on every rank.
+        """
+        held = self._gather_held()
+        new, _ = self._agree(lambda: (self._planner(held, smoothed=True).best().placement, ""))
+        return new
+
+    def plan(self, new: Placement) -> RepackPlan:
+        """Plan the way from the present placement to ``new``, over another number of stages."""
+        profile = self._balancer.profile
+        layer_bytes = [cost.static_bytes for cost in profile.layers] if profile is not None else None
+        return plan_repack(self._ranks.stages, self._stage.placement, new, layer_bytes)
+
+    def predicted_seconds(self, placement: Placement) -> float | None:
+        """Predict the seconds of an iteration at ``placement``, under the schedule in force; None without a profile."""
+        profile = self._balancer.profile
+        if profile is None:
+            return None
+        given = self._balancer.decisions.decision_input(profile, self._limit_bytes, smoothed=False)
+        return given.pipeline.on(placement.num_stages).iteration_seconds(placement.boundaries)
+
+    def _gather_facts(self) -> RankFacts:
+        """Gather what a decision needs. Collective."""
+        if self._balancer.profile is not None:
+            return RankFacts(self._gather_held(), ())
+        parameters = layer_sizes.per_layer(self._stage.layers, layer_sizes.trainable_parameters)
+        return RankFacts(None, self._stage.comm.max_over_world(parameters).tolist())
+
+    def _gather_held(self) -> HeldMemory | None:
+        """Gather what ranks hold of each layer; None without a limit. Collective."""
+        held = self._balancer.memory.held()
+        self._limit_bytes = held.limit if held is not None else None
+        return held
+
+    def _new_placement(
+        self, num_stages: int | None, partition: Sequence[int] | None, facts: RankFacts
+    ) -> tuple[Placement, str]:
+        most = self._ranks.stages.most
+        count = num_stages
+        if count is None and partition is not None:
+            count = Placement.stages_of_chain(partition)
+        if count is not None and not 1 <= count <= most:
+            raise PartitionError(f"repack: {counted(count, 'stage')}, there are 1 to {most} to go on with")
+        if partition is not None:
+            explicit = Placement.chain(partition, num_layers=self._stage.layers.num_layers, num_stages=count)
+            self._groups.check(explicit.boundaries)
+            return explicit, "explicit"
+        if facts.parameters:
+            assert count is not None
+            spread = partitioners.balanced_groups(facts.parameters, count, self._groups)
+            return Placement.chain(spread), "by parameters: there is no profile yet"
+        planner = self._planner(facts.held, smoothed=False)
+        if count is not None:
+            return planner.onto(count).placement, "explicit"
+        return planner.best().placement, f"best by planner {self._config.repack.planner}"
+
+    def _planner(self, held: HeldMemory | None, *, smoothed: bool) -> Planner:
+        """Make a planner of one pipeline, which has the micro-batches of all its extra replicas."""
+        balancer, profile = self._balancer, self._balancer.profile
+        assert profile is not None
+        whole = balancer.of_whole_batch(profile)
+
+        def find_overflow(partition: Sequence[int]) -> Overflow | None:
+            return held.overflow(self.plan(Placement.chain(partition)).moves) if held is not None else None
+
+        return Planner(
+            given=balancer.decisions.decision_input(whole, self._limit_bytes, smoothed=smoothed),
+            config=self._config,
+            memory=balancer.memory.model(whole, self._limit_bytes),
+            most=self._ranks.stages.most,
+            first_seconds=balancer.cost_model.first_seconds,
+            groups=self._groups,
+            find_overflow=find_overflow,
+        )
+
+    def _agree(self, decide: Callable[[], tuple[Placement, str]]) -> tuple[Placement, str]:
+        """Call ``decide``, and make sure that every rank got the same placement. Collective.
+
+        Raises:
+            PartitionError: where ``decide`` does, on every rank.
+            MigrationError: on every rank, if ``decide`` fails otherwise, or ranks differ. Nothing has moved.
+        """
+        return self._stage.comm.everywhere(DECIDING, decide, same=lambda decided: self._stage.route_to(decided[0]))

@@ -1,0 +1,60 @@
+"""Use freed ranks as extra data-parallel replicas: how many there can be, and how a job that has some is re-packed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from ds_dynmo.engine.resize.repack_plan import RepackPlan
+from ds_dynmo.engine.resize.shrinking import free_stages
+from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange, fatal_from_here
+
+
+def replica_multiplier_for(change: WorldChange, num_stages: int) -> int:
+    """Choose how many copies of the launch's replicas there are on pipelines of ``num_stages`` stages. Collective.
+
+    One copy, that is no extra replica, where the stages at work are too few for two, a batch cannot be split evenly,
+    or a rank has no data of its own to read.
+    """
+    world = change.world
+    micro_batches = change.engine.micro_batches * world.replica_multiplier
+    most = len(world.stages) // num_stages
+    fitting = [times for times in range(2, most + 1) if micro_batches % times == 0]
+    if not fitting or not world.has_replica_axis:
+        return 1
+    return fitting[-1] if all(change.comm.gather_objects(change.data.can_read)) else 1
+
+
+def merge_replicas(change: WorldChange, plan: RepackPlan, *, park: bool, replica_multiplier: int) -> RepackResult:
+    """Merge extra replicas into one pipeline, and go on with any number of the stages at work. Collective.
+
+    Raises:
+        MigrationError: harmless; a layer cannot be sent.
+    """
+    change.rehearse(plan, copies=replica_multiplier > 1)
+    began = time.perf_counter()
+    with fatal_from_here():
+        _form_one_pipeline(change, plan)
+        formed_seconds = time.perf_counter() - began
+        if plan.freed:
+            done = free_stages(change, plan, plan.stages_of_copies(replica_multiplier), park=park)
+        else:
+            done = _move_to_all(change, plan)
+    return replace(done, world_seconds=done.world_seconds + formed_seconds)
+
+
+def _form_one_pipeline(change: WorldChange, plan: RepackPlan) -> None:
+    """Make all ranks at work stages of one pipeline, in which those of the extra replicas are empty. Collective."""
+    change.gather_shards()
+    change.end()
+    change.begin(plan.stages, change.world.generation + 1)
+    stage = change.stage
+    stage.layers.renumber(plan.moves.old, stage.engine.stage_id)
+    stage.state.rebuild_buffers()
+
+
+def _move_to_all(change: WorldChange, plan: RepackPlan) -> RepackResult:
+    """Spread layers over all stages of the pipeline. Collective."""
+    moved_bytes, migrate_seconds = change.move_layers(plan.moves)
+    change.stage.publish_move(stages_changed=True)
+    return RepackResult(layers_moved=len(plan.moves.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)

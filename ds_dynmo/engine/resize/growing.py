@@ -1,0 +1,128 @@
+"""Go on with more stages: call ranks that are parked, and move layers onto them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ds_dynmo.engine.comm.objects import from_bytes
+from ds_dynmo.engine.resize import parking
+from ds_dynmo.engine.resize.parking import Recall
+from ds_dynmo.engine.resize.repack_plan import JobStages, RepackPlan, between
+from ds_dynmo.engine.resize.shrinking import free_stages
+from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange, fatal_from_here
+from ds_dynmo.errors import MigrationError
+
+
+@dataclass(frozen=True)
+class JobSnapshot:
+    """What rank 0 broadcasts when stages come back.
+
+    Attributes:
+        plan: how layers get onto them.
+        before: the stages at work without them, and those that stay parked.
+        job: what :meth:`WorldChange.describe_job` gave, for ``from_bytes``.
+    """
+
+    plan: RepackPlan
+    before: JobStages
+    job: bytes
+
+
+def grow(change: WorldChange, plan: RepackPlan) -> RepackResult:
+    """Call more stages and go on with them. Collective over the ranks at work; called ones run :func:`rejoin`.
+
+    Raises:
+        MigrationError: harmless; a layer cannot be sent or taken in, or a parked rank does not answer.
+    """
+    world, ranks = change.world, change.ranks
+    recalled = tuple(stage for stage in plan.stages if stage not in world.stages)
+    change.rehearse(plan)
+    began = time.perf_counter()
+    job = change.describe_job()
+    recall = Recall(world.generation + 1, plan.stages)
+    _post(change, recalled, recall)
+    with fatal_from_here():
+        change.gather_shards()
+        change.end()
+        ranks.unpark(recalled)
+        done = _enlarge(change, recall, JobSnapshot(plan, ranks.stages, job))
+    if isinstance(done, MigrationError):
+        raise done
+    whole_seconds = time.perf_counter() - began
+    return replace(
+        done, recalled_ranks=world.launch_ranks(recalled), world_seconds=whole_seconds - done.migrate_seconds
+    )
+
+
+def rejoin(change: WorldChange, recall: Recall) -> None:
+    """Take part in :func:`grow` on a rank that was called; it is released again if a layer cannot be taken in."""
+    change.ranks.released = False
+    with fatal_from_here():
+        _enlarge(change, recall, None)
+
+
+def _post(change: WorldChange, recalled: Sequence[int], recall: Recall) -> None:
+    """Call parked ranks, on rank 0; every rank learns whether they answered. Collective.
+
+    Raises:
+        MigrationError: harmless, on every rank; some do not answer and are given up.
+    """
+    engine, world = change.engine, change.world
+    launch_ranks, silent = world.launch_ranks(recalled), []
+    if engine.global_rank == 0:
+        half = change.stage.config.timeout_seconds / 2
+        silent = parking.post_recall(world.store, launch_ranks, recall, timeout_seconds=half)
+    silent = change.comm.broadcast_object(silent)
+    if silent:
+        change.ranks.unpark([stage for stage in recalled if set(world.launch_ranks([stage])) & set(silent)])
+        raise MigrationError(
+            f"ranks {silent} (as numbered at the launch) are parked but do not answer, and are given up. "
+            "No layer has moved",
+            harmless=True,
+        )
+
+
+def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) -> RepackResult | MigrationError:
+    """Begin the larger world and move layers onto the recalled stages.
+
+    Args:
+        snapshot: None on a recalled rank.
+
+    Returns:
+        A harmless error where a rank refused its layers: the recalled stages are parked again.
+    """
+    engine, ranks = change.engine, change.ranks
+    was_away = snapshot is None
+    change.begin(recall.stages, recall.generation)
+    snapshot = change.comm.broadcast_object(snapshot)
+    assert snapshot is not None
+    job = from_bytes(snapshot.job, engine.device)
+    if was_away:
+        change.restore_job(job)
+        ranks.parked = snapshot.before.parked
+    plan = snapshot.plan
+    change.stage.layers.renumber(plan.moves.old, engine.stage_id)
+    try:
+        moved_bytes, migrate_seconds = change.move_layers(plan.moves)
+    except MigrationError as error:
+        if not error.harmless:
+            raise
+        change.load_shared_states(job)
+        _shrink_back(change, plan, snapshot.before)
+        return MigrationError(f"{error}. The ranks that were called are parked again", harmless=True)
+    change.stage.publish_move(stages_changed=True)
+    change.load_shared_states(job)
+    return RepackResult(layers_moved=len(plan.moves.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)
+
+
+def _shrink_back(change: WorldChange, plan: RepackPlan, before: JobStages) -> None:
+    """Go back to the stages that were at work before, and still hold their layers. Collective over the larger world."""
+    owners = [plan.stages.index(stage) for stage in before.at_work]
+    num_stages = len(owners) // before.replica_multiplier
+    if before.replica_multiplier > 1:
+        change.stage.state.rebuild_buffers()
+    present = plan.moves.old.without_empty_stages()
+    back = between(plan.stages, plan.moves.old, present, owners[:num_stages])
+    free_stages(change, back, owners[num_stages:], park=True)

@@ -1,0 +1,65 @@
+"""Know the ranks of the job: those at work, and those that are parked."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+from ds_dynmo.engine.resize import parking
+from ds_dynmo.engine.resize.release import RankLocation
+from ds_dynmo.engine.resize.repack_plan import JobStages
+from ds_dynmo.engine.resize.world import World, launch_store, store_part
+from ds_dynmo.engine.stage import StageContext
+
+
+class JobRanks:
+    """Keeps track of the job's ranks, alike on every rank at work. Construction is collective.
+
+    Attributes:
+        world: the ranks at work.
+        parked: stages that can be called, in order.
+        released: this rank is not at work.
+        locations: where each rank runs, by its rank at the launch.
+    """
+
+    def __init__(self, stage: StageContext) -> None:
+        engine, comm = stage.engine, stage.comm
+        job: str = comm.broadcast_object(uuid.uuid4().hex)  # a launcher may start a job again on the same store
+        store = launch_store(stage.config.timeout_seconds)
+        self.world = World(engine.module.topology(), store_part(store, job))
+        self.parked: tuple[int, ...] = ()
+        self.released = False
+        here = RankLocation.here(self.world.launch_rank, str(engine.device))
+        self.locations: list[RankLocation] = comm.gather_objects(here)
+
+    @property
+    def stages(self) -> JobStages:
+        """The stages at work, and those that can be called."""
+        world = self.world
+        return JobStages(world.stages, world.replica_multiplier, self.parked, world.last_stage)
+
+    def park(self, stages: Sequence[int]) -> None:
+        """Add stages that can be called."""
+        self.parked = tuple(sorted([*self.parked, *stages]))
+
+    def unpark(self, stages: Sequence[int]) -> None:
+        """Drop stages that were called, or that do not answer."""
+        self.parked = tuple(stage for stage in self.parked if stage not in stages)
+
+    def released_and_staying(self) -> tuple[list[RankLocation], list[RankLocation]]:
+        """List the ranks that were released for good, and those that are at work or parked."""
+        present = self.world.launch_ranks((*self.world.stages, *self.parked))
+        released = [at for at in self.locations if at.rank not in present]
+        return released, [at for at in self.locations if at.rank in present]
+
+    def have_exited(self, locations: Sequence[RankLocation]) -> bool:
+        """Have the processes of these released ranks said that they end?"""
+        return parking.have_exited(self.world.store, [location.rank for location in locations])
+
+    def dismiss(self) -> None:
+        """Tell all ranks that are not at work that nobody will call them any more. Rank 0 does this."""
+        if self.world.launch_rank != 0:
+            return
+        at_work = self.world.launch_ranks(self.world.stages)
+        parking.dismiss(self.world.store, [at.rank for at in self.locations if at.rank not in at_work])
+        self.parked = ()

@@ -1,0 +1,78 @@
+"""Describe the state of a job for ranks that come back: counters that are the same on all ranks, and shared states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ds_dynmo.engine.comm.objects import to_bytes
+from ds_dynmo.engine.resize.data_position import DataPosition
+from ds_dynmo.engine.stage import DeepSpeedPipeline, StageContext
+from ds_dynmo.engine.state.parameter_groups import options_of
+from ds_dynmo.errors import MigrationError
+
+
+class Stateful(Protocol):
+    """What a rank that comes back has to load from the others."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+def describe_job(stage: StageContext, data: DataPosition, progress: Stateful, states: Mapping[str, Stateful]) -> bytes:
+    """Pickle the state of the job on rank 0; empty elsewhere. Collective.
+
+    Args:
+        progress: counters that are the same on every rank.
+        states: the shared states by name; their ``state_dict`` may be collective.
+
+    Raises:
+        MigrationError: harmless; a rank could not describe it, or shares other states than rank 0.
+    """
+    every = stage.comm.gather_objects(list(states))
+    for rank, names in enumerate(every):
+        if names != every[0]:
+            raise MigrationError(
+                f"engine.share_state was called with {every[0]} on rank 0, with {names} on rank {rank}: every rank has "
+                "to make the same calls in the same order. No layer has moved",
+                harmless=True,
+            )
+
+    def describe() -> bytes:
+        job = _job(stage.engine, data, progress, states)  # on every rank: a holder may gather
+        return to_bytes(job) if stage.engine.global_rank == 0 else b""
+
+    return stage.comm.everywhere("describing the job", describe)
+
+
+def _job(
+    engine: DeepSpeedPipeline, data: DataPosition, progress: Stateful, states: Mapping[str, Stateful]
+) -> dict[str, Any]:
+    optimizer, scheduler = engine.basic_optimizer, engine.lr_scheduler
+    return {
+        "progress": progress.state_dict(),
+        "batch_size": engine.train_batch_size(),
+        "passed": data.passed,
+        "options": [options_of(group) for group in optimizer.param_groups] if optimizer else [],
+        "scheduler": scheduler.state_dict() if scheduler is not None else None,
+        "states": {name: holder.state_dict() for name, holder in states.items()},
+    }
+
+
+def restore_job(engine: DeepSpeedPipeline, data: DataPosition, progress: Stateful, job: Mapping[str, Any]) -> None:
+    """Load the state of the job on a rank that was away."""
+    data.others_took(job["passed"])
+    if engine.train_batch_size() != job["batch_size"]:
+        engine.set_train_batch_size(job["batch_size"])
+    progress.load_state_dict(job["progress"])
+    for group, options in zip(engine.basic_optimizer.param_groups if job["options"] else (), job["options"]):
+        group.update(options)
+    if job["scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(job["scheduler"])
+
+
+def load_states(job: Mapping[str, Any], states: Mapping[str, Stateful]) -> None:
+    """Load the shared states on every rank, as after a checkpoint: a released rank's part of them would be missing."""
+    for name, holder in states.items():
+        holder.load_state_dict(job["states"][name])

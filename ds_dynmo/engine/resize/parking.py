@@ -1,0 +1,122 @@
+"""Call parked ranks back, and learn that released processes end, through the store of the launch.
+
+A recall says which stages the next world has. Every rank that is called answers. The recall is confirmed only if all
+do, so that a parked process that has died is noticed before the present world ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from ds_dynmo.engine.resize.world import STORE_LOST
+
+_END = "end"
+_MOST_WAIT_SECONDS = 60.0  # at a time; a parked rank waits again
+
+
+@dataclass(frozen=True)
+class Recall:
+    """A call to parked ranks: to the world of number ``generation``, which has these stages of the job."""
+
+    generation: int
+    stages: tuple[int, ...]
+
+
+def post_recall(store: Any, launch_ranks: Sequence[int], recall: Recall, *, timeout_seconds: float) -> list[int]:
+    """Call the parked ranks ``launch_ranks``; confirm the call if all answer, else cancel it. Rank 0 does this.
+
+    Returns:
+        The ranks that did not answer; the call is cancelled if there are any.
+    """
+    text = json.dumps({"generation": recall.generation, "stages": recall.stages})
+    for launch_rank in launch_ranks:
+        store.set(_key("call", launch_rank, _count(store, launch_rank)), text)
+    with suppress(RuntimeError):  # the ranks that are missing are found next
+        store.wait(
+            [_key("answer", launch_rank, _count(store, launch_rank)) for launch_rank in launch_ranks],
+            timedelta(seconds=timeout_seconds),
+        )
+    silent = [
+        launch_rank
+        for launch_rank in launch_ranks
+        if not store.check([_key("answer", launch_rank, _count(store, launch_rank))])
+    ]
+    for launch_rank in launch_ranks:
+        number = _count(store, launch_rank)
+        store.add(_counter(launch_rank), 1)
+        store.set(_key("verdict", launch_rank, number), "off" if silent else "on")
+    return silent
+
+
+def dismiss(store: Any, launch_ranks: Sequence[int]) -> None:
+    """Tell parked ranks that nobody will call any more."""
+    for launch_rank in launch_ranks:
+        store.set(_key("call", launch_rank, _count(store, launch_rank)), _END)
+
+
+def await_recall(store: Any, launch_rank: int, timeout_seconds: float) -> Recall | None:
+    """Wait until this parked rank is called and the call is confirmed; None: the job has ended, or is out of reach.
+
+    Args:
+        timeout_seconds: the longest wait at a time; as long as the store answers, there is another.
+    """
+    wait_seconds = min(_MOST_WAIT_SECONDS, timeout_seconds)
+    try:
+        while True:
+            number = _count(store, launch_rank)
+            text = _get(store, _key("call", launch_rank, number), wait_seconds)
+            if text == _END:
+                return None
+            store.set(_key("answer", launch_rank, number), "")
+            if _get(store, _key("verdict", launch_rank, number), wait_seconds) == "on":
+                message = json.loads(text)
+                return Recall(message["generation"], tuple(message["stages"]))
+    except STORE_LOST:
+        return None  # rank 0's process has ended, or no link leads to it
+
+
+def announce_exit(store: Any, launch_rank: int) -> None:
+    """Write that the process of this released rank is about to end."""
+    with suppress(RuntimeError):  # the store went with rank 0's process
+        store.set(_exit_key(launch_rank), "")
+
+
+def have_exited(store: Any, launch_ranks: Sequence[int]) -> bool:
+    """Have the processes of all these released ranks said that they end?"""
+    with suppress(RuntimeError):
+        return bool(store.check([_exit_key(launch_rank) for launch_rank in launch_ranks]))
+    return False
+
+
+def _get(store: Any, key: str, wait_seconds: float) -> str:
+    while True:
+        try:
+            store.wait([key], timedelta(seconds=wait_seconds))
+        except STORE_LOST:
+            raise
+        except RuntimeError:  # nothing yet
+            continue
+        text: str = store.get(key).decode()
+        return text
+
+
+def _count(store: Any, launch_rank: int) -> int:
+    """Count the calls that this rank has had."""
+    return int(store.add(_counter(launch_rank), 0))
+
+
+def _counter(launch_rank: int) -> str:
+    return f"ds_dynmo/calls/{launch_rank}"
+
+
+def _exit_key(launch_rank: int) -> str:
+    return f"ds_dynmo/ends/{launch_rank}"
+
+
+def _key(what: str, launch_rank: int, number: int) -> str:
+    return f"ds_dynmo/{what}/{launch_rank}/{number}"

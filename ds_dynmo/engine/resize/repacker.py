@@ -1,0 +1,238 @@
+"""Go on with fewer ranks, or with more: ``engine.repacker`` decides how many, changes the world and reports it."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ds_dynmo.engine.balancing.balancer import Balancer
+from ds_dynmo.engine.balancing.trigger import Reason, Request
+from ds_dynmo.engine.decide.reporter import Reporter
+from ds_dynmo.engine.move.migrator import Migrator
+from ds_dynmo.engine.resize import growing, parking
+from ds_dynmo.engine.resize.data_position import DataPosition
+from ds_dynmo.engine.resize.decision import StageDecision
+from ds_dynmo.engine.resize.extra_replicas import merge_replicas, replica_multiplier_for
+from ds_dynmo.engine.resize.job_ranks import JobRanks
+from ds_dynmo.engine.resize.job_state import Stateful
+from ds_dynmo.engine.resize.release import policy_for
+from ds_dynmo.engine.resize.release.runner import PolicyRunner
+from ds_dynmo.engine.resize.restart import save_for_restart
+from ds_dynmo.engine.resize.shrinking import shrink
+from ds_dynmo.engine.resize.world import World
+from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import RepackReport
+from ds_dynmo.wording import counted
+
+
+class Repacker:
+    """Releases stages and takes them back; this is one rank's part in it.
+
+    Attributes:
+        ranks: of the job.
+        data: where this rank is in its data.
+
+    Args:
+        progress: counters that are the same on every rank of the job.
+        save_checkpoint: ``engine.save_checkpoint``, of a folder and a tag.
+    """
+
+    def __init__(
+        self,
+        stage: StageContext,
+        balancer: Balancer,
+        migrator: Migrator,
+        reporter: Reporter,
+        ranks: JobRanks,
+        data: DataPosition,
+        *,
+        progress: Stateful,
+        save_checkpoint: Callable[[str, str], Any],
+    ) -> None:
+        self._stage, self._config, self._comm = stage, stage.config, stage.comm
+        self._balancer, self._reporter = balancer, reporter
+        self._save_checkpoint = save_checkpoint
+        self.ranks, self.data = ranks, data
+        self._change = WorldChange(stage, balancer, migrator, ranks, data, progress)
+        self._decision = StageDecision(stage, balancer, ranks)
+        self._finishes_at_exit = False
+        repack = self._config.repack
+        self._policy = policy_for(repack)
+        self._policy_runner = PolicyRunner(
+            self._policy,
+            reporter.warn,
+            reporter.inform,
+            have_exited=ranks.have_exited,
+            patience_seconds=self._config.timeout_seconds,
+            delay_seconds=repack.release_delay_seconds,
+        )
+
+    @property
+    def world(self) -> World:
+        """The ranks at work."""
+        return self.ranks.world
+
+    @property
+    def released(self) -> bool:
+        """Was this rank's accelerator handed back?"""
+        return self.ranks.released
+
+    # -- what users call ------------------------------------------------------------------------------
+
+    def repack(
+        self, num_stages: int | None = None, *, partition: Sequence[int] | None = None, train: Callable[[], Any]
+    ) -> RepackReport:
+        """Go on with fewer ranks, or take parked ones back. Collective over the ranks at work, between two batches.
+
+        Layers, optimizer state and master weights move as in a rebalance. All replicas give up the same stages; the
+        first and the last stage keep their ranks as long as there are two. Ranks that go are released as
+        ``dynmo.repack.release`` says; afterwards ``engine.released`` is True on them.
+
+        Args:
+            num_stages: how many to go on with; None: as many as ``dynmo.repack`` finds best.
+            partition: exactly the boundaries to go to; None: ``dynmo.balancer`` chooses them. Before the first profile
+                it spreads parameters evenly.
+            train: trains a batch on the data that the engine has, where a profile is needed first. Collective.
+
+        Raises:
+            PartitionError: more stages than there are or than layers, fewer than 1, a partition that cuts what
+                ``keep_together`` keeps together, or no partition fits in memory. Nothing has changed.
+            MigrationError: see its message; nothing has changed unless it says that layers had begun to move.
+        """
+        if self._balancer.profile is None and num_stages is None and partition is None:
+            self._balancer.train_until_profiled(train)
+        began = time.perf_counter()
+        self._comm.enter("repack")
+        new, verdict = self._decision.by_hand(num_stages, partition)
+        return self._repack(new, Request(Reason.BY_HAND), verdict, time.perf_counter() - began)
+
+    def most_stages(self) -> int:
+        """Count the stages that a re-packing can go on with now: at work or parked."""
+        return self.ranks.stages.most
+
+    def wait_for_recall(self) -> bool:
+        """Wait until this rank is called back, True, or until the job has ended, False.
+
+        True at once on a rank that was not released, False at once where released ranks are not parked.
+        """
+        if not self.released:
+            return True
+        if not self._policy.parks:
+            return False
+        world = self.ranks.world
+        timeout_seconds = self._config.timeout_seconds
+        while recall := parking.await_recall(world.store, world.launch_rank, timeout_seconds):
+            growing.rejoin(self._change, recall)
+            if not self.released:
+                return True
+        return False
+
+    def dismiss_parked(self) -> None:
+        """Tell parked ranks that the job has ended. Rank 0 does so too when its process ends."""
+        if not self.released:
+            self.ranks.dismiss()
+
+    def share_state(self, name: str, holder: Stateful) -> None:
+        """Keep the state of ``holder`` through re-packings: see ``engine.share_state``."""
+        self._change.shared_states[name] = holder
+
+    # -- what the engine calls ------------------------------------------------------------------------
+
+    def repack_if_better(self, request: Request) -> bool:
+        """Re-pack if the planner finds another number of stages better; False if it does not. Collective.
+
+        Raises:
+            PartitionError, MigrationError: harmless unless the message says otherwise.
+        """
+        began = time.perf_counter()
+        self._comm.enter("repack")
+        new = self._decision.automatic()
+        if new.num_stages == self._stage.placement.num_stages:
+            return False
+        verdict = f"best by planner {self._config.repack.planner}"
+        self._repack(new, request, verdict, time.perf_counter() - began)
+        return True
+
+    # -- wiring ---------------------------------------------------------------------------------------
+
+    def _repack(self, new: Placement, request: Request, verdict: str, decide_seconds: float) -> RepackReport:
+        engine, old = self._stage.engine, self._stage.placement
+        step = engine.global_steps
+        before, after = self._decision.predicted_seconds(old), self._decision.predicted_seconds(new)
+        self._reporter.profiled(self._balancer.profile, engine.global_samples)  # the next one is of other stages
+        if self._policy.restarts and new.num_stages < old.num_stages:
+            done, saved = self._stop_for_restart(new)
+            verdict = f"{verdict}; {saved}"
+        elif new.num_stages == old.num_stages:
+            moved = self._balancer.go_to(new, Request(Reason.EXPLICIT))
+            done = RepackResult((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
+        else:
+            done = self._resize(new)
+        if self._balancer.profile is not None:
+            after = self._decision.predicted_seconds(new)  # with the present number of replicas
+        report = RepackReport(
+            step=step,
+            reason=str(request),
+            old_placement=old,
+            new_placement=new,
+            released_ranks=done.released_ranks,
+            recalled_ranks=done.recalled_ranks,
+            iteration_seconds_before=before,
+            iteration_seconds_after=after,
+            layers_moved=done.layers_moved,
+            bytes_moved=done.bytes_moved,
+            decide_seconds=decide_seconds,
+            migrate_seconds=done.migrate_seconds,
+            world_seconds=done.world_seconds,
+            verdict=verdict,
+            replica_multiplier=self.world.replica_multiplier,
+            model_changed=request.reason is Reason.MODEL_CHANGED,
+        )
+        self._reporter.repacked(report, engine.global_samples)
+        return report
+
+    def _resize(self, new: Placement) -> RepackResult:
+        """Go on with another number of stages."""
+        change, ranks = self._change, self.ranks
+        plan = self._decision.plan(new)
+        self._balancer.memory.check(plan.moves)
+        if len(plan.stages) > len(self.world.stages):
+            return growing.grow(change, plan)
+        wants_replicas = self._config.repack.freed_ranks == "replicas" and not self._stage.replicas_would_differ
+        multiplier = replica_multiplier_for(change, new.num_stages) if wants_replicas else 1
+        resize = merge_replicas if self.world.replica_multiplier > 1 else shrink
+        done = resize(change, plan, park=self._policy.parks, replica_multiplier=multiplier)
+        if self.world.launch_rank == 0 and done.released_ranks:
+            self._finish_at_exit()
+            self._policy_runner.release(*ranks.released_and_staying())
+        return done
+
+    def _stop_for_restart(self, new: Placement) -> tuple[RepackResult, str]:
+        """Save a checkpoint and what to launch from it, and release every rank; also gives a clause for the verdict."""
+        began = time.perf_counter()
+        launch = save_for_restart(self._stage, self._save_checkpoint, new, self._change.shared_states)
+        self.ranks.released = True
+        everyone = self.world.launch_ranks(self.world.stages)
+        done = RepackResult(released_ranks=everyone, migrate_seconds=time.perf_counter() - began)
+        return (
+            done,
+            f"saved as {launch.tag}, launch {counted(launch.ranks, 'rank')} in {counted(launch.num_stages, 'stage')}",
+        )
+
+    def _finish_at_exit(self) -> None:
+        """Let rank 0 call :func:`_finish` when its process ends."""
+        if self.world.launch_rank == 0 and not self._finishes_at_exit:
+            self._finishes_at_exit = True
+            atexit.register(_finish, self.ranks, self._policy_runner)
+
+
+def _finish(ranks: JobRanks, policy_runner: PolicyRunner) -> None:
+    """Dismiss parked ranks, which would wait until they lose the store, and finish a release that has begun."""
+    try:
+        ranks.dismiss()
+    finally:
+        policy_runner.finish()

@@ -1,0 +1,83 @@
+"""Go on with fewer stages: layers leave the others, which are released or become extra replicas."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Sequence
+
+from ds_dynmo.engine.comm.objects import from_bytes
+from ds_dynmo.engine.resize import parking
+from ds_dynmo.engine.resize.copying import copy_stage
+from ds_dynmo.engine.resize.repack_plan import RepackPlan
+from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange, fatal_from_here
+from ds_dynmo.placement import Placement
+
+
+def shrink(change: WorldChange, plan: RepackPlan, *, park: bool, replica_multiplier: int = 1) -> RepackResult:
+    """Go on with fewer stages, where there are no extra replicas. Collective.
+
+    Args:
+        park: released ranks wait to be called back.
+        replica_multiplier: so many times the launch's replicas go on, on stages that are freed.
+
+    Raises:
+        MigrationError: harmless; a layer cannot be sent.
+    """
+    if replica_multiplier > 1:
+        change.rehearse(plan, copies=True)
+    return free_stages(change, plan, plan.stages_of_copies(replica_multiplier), park=park)
+
+
+def free_stages(change: WorldChange, plan: RepackPlan, copying: Sequence[int], *, park: bool) -> RepackResult:
+    """Move layers onto the stages that stay, and begin a world of these and of the extra replicas. Collective.
+
+    Args:
+        plan: between the stages of the present world.
+        copying: by index, freed stages that go on as extra replicas, in the order of those that stay.
+        park: the other stages wait to be called back.
+    """
+    engine, world = change.engine, change.world
+    released = tuple(plan.stages[index] for index in plan.freed if index not in copying)
+    at_work = tuple(plan.stages[index] for index in (*plan.staying, *copying))
+    replica_multiplier = len(at_work) // len(plan.staying)
+    stays, copies = engine.stage_id in plan.staying, engine.stage_id in copying
+    began = time.perf_counter()
+    job = change.describe_job()
+    moved_bytes, _ = change.move_layers(plan.moves)
+    moved = time.perf_counter()
+    with fatal_from_here():
+        change.end()
+        if park:
+            change.ranks.park(released)
+        if stays or copies:
+            change.begin(at_work, world.generation + 1, replica_multiplier)
+            _settle(change, plan.placement, has_layers=stays, replica_multiplier=replica_multiplier)
+            if change.shared_states:
+                change.load_shared_states(from_bytes(change.comm.broadcast_object(job), engine.device))
+        else:
+            change.release_stage()
+            if not park:
+                atexit.register(parking.announce_exit, world.store, world.launch_rank)
+    return RepackResult(
+        released_ranks=world.launch_ranks(released),
+        layers_moved=len(plan.moves.moves),
+        bytes_moved=moved_bytes,
+        migrate_seconds=moved - began,
+        world_seconds=time.perf_counter() - moved,
+    )
+
+
+def _settle(change: WorldChange, placement: Placement, *, has_layers: bool, replica_multiplier: int) -> None:
+    """Number the stages of the smaller world, and fill extra replicas. Collective."""
+    stage = change.stage
+    if has_layers:
+        stage.layers.renumber(placement, stage.engine.stage_id)
+    else:
+        stage.state.forget()
+    if replica_multiplier > 1:
+        with change.naming_dead_ranks():
+            copy_stage(change.context, placement, change.world.launch_replicas)
+    else:
+        stage.layers.tie(stage.engine.grid, stage.comm.tied_group)
+    change.stage.publish_move(stages_changed=True)

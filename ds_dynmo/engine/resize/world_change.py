@@ -1,0 +1,202 @@
+"""End a world of stages, begin the next, move layers in one: the steps of every change of the number of stages.
+
+Before the first world ends, or layers move, nothing has changed and any failure leaves training as it was. From then on
+a failure is fatal, and says so: :func:`fatal_from_here`.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+
+from ds_dynmo.engine.balancing.balancer import Balancer
+from ds_dynmo.engine.comm.bounded import within
+from ds_dynmo.engine.deepspeed_adapter import buffers, process_groups
+from ds_dynmo.engine.move.migration_context import MigrationContext
+from ds_dynmo.engine.move.migrator import Migrator
+from ds_dynmo.engine.resize import job_state
+from ds_dynmo.engine.resize.data_position import DataPosition
+from ds_dynmo.engine.resize.job_ranks import JobRanks
+from ds_dynmo.engine.resize.job_state import Stateful
+from ds_dynmo.engine.resize.repack_plan import RepackPlan
+from ds_dynmo.engine.resize.world import World
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import MigrationError
+from ds_dynmo.plan import MigrationPlan
+
+
+@dataclass(frozen=True)
+class RepackResult:
+    """What a re-packing did; ranks as numbered at the launch, seconds on this rank."""
+
+    released_ranks: tuple[int, ...] = ()
+    recalled_ranks: tuple[int, ...] = ()
+    layers_moved: int = 0
+    bytes_moved: int = 0
+    migrate_seconds: float = 0.0
+    world_seconds: float = 0.0
+
+
+class WorldChange:
+    """One rank's part in leaving a world of stages and entering another.
+
+    Attributes:
+        stage: of this rank.
+        ranks: of the job.
+        data: where this rank is in its data.
+        shared_states: by name, what a rank that comes back loads; see ``engine.share_state``.
+
+    Args:
+        progress: counters that are the same on every rank of the job.
+    """
+
+    def __init__(
+        self,
+        stage: StageContext,
+        balancer: Balancer,
+        migrator: Migrator,
+        ranks: JobRanks,
+        data: DataPosition,
+        progress: Stateful,
+    ) -> None:
+        self.stage, self.engine, self.comm = stage, stage.engine, stage.comm
+        self.balancer, self.ranks, self.data = balancer, ranks, data
+        self._migrator, self._progress = migrator, progress
+        self.shared_states: dict[str, Stateful] = {}
+
+    @property
+    def world(self) -> World:
+        """The world that this rank is in, or was in last."""
+        return self.ranks.world
+
+    @property
+    def context(self) -> MigrationContext:
+        """This rank's stage as it is now."""
+        return self._migrator.context()
+
+    # -- layers ---------------------------------------------------------------------------------------
+
+    def move_layers(self, plan: MigrationPlan) -> tuple[int, float]:
+        """Carry out ``plan`` in the present world; return the bytes moved and the seconds. Collective."""
+        began = time.perf_counter()
+        with self.naming_dead_ranks():
+            moved_bytes = self._migrator.migrate(plan)
+        return moved_bytes, time.perf_counter() - began
+
+    def rehearse(self, plan: RepackPlan, *, copies: bool = False) -> None:
+        """Refuse what could not be sent, before the present world ends. Collective.
+
+        Args:
+            copies: layers that stay are copied to other ranks as well.
+
+        Raises:
+            MigrationError: harmless, on every rank.
+        """
+        stage = plan.stages.index(self.world.launch_stage)
+        self._migrator.rehearse(plan.moves, stage=stage, copies=copies)
+
+    def empty_stage(self) -> None:
+        """Free the layers and the optimizer state of this rank, which goes on."""
+        self.stage.layers.clear(self.context.names.empty)
+        self.stage.state.clear()
+
+    def release_stage(self) -> None:
+        """Free all that this rank has of the model, and stop training on it."""
+        engine = self.engine
+        self.stage.state.forget()
+        buffers.free_buffers(engine)
+        buffers.free_losses(engine)
+        self.balancer.forget_profile()
+        self.ranks.released = True
+        gc.collect()  # parameters are held by cycles through what DeepSpeed binds on them
+        get_accelerator().empty_cache()
+
+    def gather_shards(self) -> None:
+        """Gather all state back onto the launch's replicas, and empty the extra ones."""
+        world = self.world
+        if world.replica_multiplier == 1:
+            return
+        with self.naming_dead_ranks():
+            self.stage.state.gather_shards(self.stage.placement, world.launch_replicas)
+        if world.copy_index:
+            self.empty_stage()
+
+    # -- worlds ---------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """End the present world. Collective."""
+        self.comm.settle()
+        self.comm.all_done()
+        self.world.end()
+
+    def begin(self, stages: Sequence[int], generation: int, replica_multiplier: int = 1) -> None:
+        """Begin a world of ``stages`` of the job, and rebuild what was built from the old one. Collective over it."""
+        engine = self.engine
+        timeout_seconds = self.stage.config.timeout_seconds
+
+        def begin() -> None:
+            topology, group = self.world.begin(
+                stages, generation, timeout_seconds=timeout_seconds, replica_multiplier=replica_multiplier
+            )
+            process_groups.refit(engine, topology, world_group=group, rank=self.world.rank)
+
+        within(timeout_seconds + self.world.timeout_seconds, begin)
+        buffers.free_buffers(engine)
+        self.comm.connect("repack")
+        self.stage.state.use_grid()
+        self._split_batch()
+
+    def _split_batch(self) -> None:
+        """Split each replica's batch, which stays as large as it was, between its copies."""
+        engine, world = self.engine, self.world
+        if world.replica_multiplier == self.data.replica_multiplier:
+            return
+        self.data.replica_multiplier, self.data.copy_index = world.replica_multiplier, world.copy_index
+        engine.set_train_batch_size(engine.train_batch_size())
+        self.stage.optimizer.accumulate(engine.micro_batches)
+
+    # -- what ranks know of the job -------------------------------------------------------------------
+
+    def describe_job(self) -> bytes:
+        """Pickle what a rank that comes back has to know, on rank 0. Collective; see :mod:`job_state`."""
+        return job_state.describe_job(self.stage, self.data, self._progress, self.shared_states)
+
+    def restore_job(self, job: Mapping[str, Any]) -> None:
+        """Load :meth:`describe_job` on a rank that was away."""
+        job_state.restore_job(self.engine, self.data, self._progress, job)
+
+    def load_shared_states(self, job: Mapping[str, Any]) -> None:
+        """Load the shared states of :meth:`describe_job`, on every rank alike."""
+        job_state.load_states(job, self.shared_states)
+
+    @contextmanager
+    def naming_dead_ranks(self) -> Iterator[None]:
+        """Add to a fatal error which ranks do not answer, where layers or state are on their way."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, MigrationError) and error.harmless:
+                raise
+            # A rank that is alive may notice as late as at the end of its own time-out.
+            dead = self.world.unresponsive_ranks(1.5 * self.stage.config.timeout_seconds)
+            if not dead:
+                raise
+            raise MigrationError(f"ranks {dead} (as numbered at the launch) do not answer any more: {error}") from error
+
+
+@contextmanager
+def fatal_from_here() -> Iterator[None]:
+    """Make every error fatal, harmless ones too: what has happened cannot be undone."""
+    try:
+        yield
+    except Exception as error:
+        raise MigrationError(
+            f"the re-packing failed after layers had begun to move or the ranks had parted: {error}. Resume the job "
+            "from its last checkpoint, with as many stages as are left"
+        ) from error

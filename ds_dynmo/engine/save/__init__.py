@@ -1,0 +1,1 @@
+"""Save checkpoints, and load them at any partition: see ``writing`` and ``reading``."""

@@ -1,0 +1,99 @@
+"""What a checkpoint is written from and loaded into, and helpers of both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ds_dynmo.checkpoint_files import layer_file
+from ds_dynmo.engine.balancing.balancer import Balancer
+from ds_dynmo.engine.deepspeed_adapter.files import slice_number, universal_information, writes_optimizer_shards
+from ds_dynmo.engine.move.references import References
+from ds_dynmo.engine.pipeline.trainable import TrainableLayers
+from ds_dynmo.engine.save.initial_model import InitialModelSpec
+from ds_dynmo.engine.save.layout import SliceLayout, StageLayout
+from ds_dynmo.engine.save.progress import Progress
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CheckpointContext:
+    """One rank's part of a run, for its checkpoints.
+
+    Attributes:
+        engine: DeepSpeed's.
+        names: of the objects that layers refer to and do not own.
+        origin: the model as it was when the engine was constructed.
+        progress: what the engine has counted and learnt.
+        generation: the number of worlds before the present one.
+    """
+
+    engine: Any
+    stage: StageContext
+    names: References
+    origin: InitialModelSpec
+    balancer: Balancer
+    trainable: TrainableLayers
+    progress: Progress
+    generation: int
+
+
+def together(comm: Any, function: Callable[[], T]) -> T:
+    """Return ``function()`` once it has returned on every rank. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if any rank's ``function`` raised.
+    """
+    failure: Exception | None = None
+    value: Any = None
+    try:
+        value = function()
+    except Exception as error:  # the others wait, and must hear of it
+        failure = error
+    failures = comm.gather_objects(None if failure is None else _text(failure))
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise CheckpointError(f"rank {rank}: {text}") from failure
+    result: T = value
+    return result
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def own_layout(context: CheckpointContext, stage: StageLayout) -> SliceLayout:
+    """Make the layout of this rank's stage and layers alone; ``stage``: what is in its optimizer files."""
+    layers, slice_index = context.stage.layers, context.engine.grid.get_slice_parallel_rank()
+    own = layers.counted_modules()
+    stored = {index: layers.stored_use(index) for index in own}
+    return SliceLayout(
+        stages=(stage,),
+        numbers=(slice_number(context.engine),),
+        shapes={index: context.origin.layers[index].shapes for index in own},
+        weights={
+            index: layer_file(index, 0, slice_index) if use is None else layers.file_name(use)
+            for index, use in stored.items()
+        },
+    )
+
+
+def universal_info(engine: Any, stage: StageContext, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Tell DeepSpeed's universal conversion, through the client state, which weights may be on several stages.
+
+    It takes these from the first stage, so a weight that the first stage lacks is not named.
+    """
+    if not writes_optimizer_shards(engine) or stage.replicas_differ:  # it refuses a checkpoint that does not tell
+        return {}
+    layers, first = stage.layers, stage.placement.layers_of(0)
+    tied = [rf"tied_modules\.{re.escape(key)}\..*" for key in layers.tied_keys() if layers.uses(key)[0] in first]
+    for tie in layers.own_uses:  # a later use may have the weight by another name, and weights of its own
+        if tie.uses[0] in first:
+            names = tie.weights[tie.uses[0]]
+            tied += [rf"tied_modules\.{re.escape(tie.key)}\.{re.escape(name)}$" for name in names]
+    return universal_information(engine, client_state, tied)

@@ -1,0 +1,315 @@
+"""Save and restore what a layer is beyond its weights: how it was changed since it was built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.checkpoint_files import LEFT_OUT, REPLICA_OWN
+from ds_dynmo.digests import digest
+from ds_dynmo.engine.comm.replicas import is_own
+from ds_dynmo.engine.deepspeed_adapter.module import is_split
+from ds_dynmo.engine.save.initial_model import (
+    IsShared,
+    LayerOrigin,
+    aliases_of,
+    is_its_own,
+    plain_attributes,
+)
+from ds_dynmo.engine.save.optimizer_files import LoadedState
+from ds_dynmo.engine.state.flat_state import FlatState
+from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.engine.state.optimizer_state import OptimizerState
+from ds_dynmo.errors import CheckpointError
+
+Extras = dict[str, Any]
+Shapes = dict[str, list[int]]
+_EXTRAS = {"parameters", "aliases", "buffers", "non_persistent", "retyped", "attributes", "changed", "weights"}
+
+
+@dataclass(frozen=True)
+class LoadedLayer:
+    """A layer as it was saved.
+
+    Attributes:
+        state: its ``state_dict``.
+        extras: what :func:`extras_of` found; None in a checkpoint of stock DeepSpeed.
+    """
+
+    state: dict[str, Any]
+    extras: Extras | None
+
+
+def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool, is_shared: IsShared = is_its_own) -> Extras:
+    """Find what DeepSpeed's file of a layer lacks.
+
+    Args:
+        weights: include the weights: DeepSpeed writes no file of this layer.
+        is_shared: says which values do not belong to the layer alone. They are not saved.
+    """
+    named = dict(module.named_parameters())
+    found: Extras = {
+        "parameters": {
+            name: {
+                "shape": list(parameter.shape),
+                "requires_grad": parameter.requires_grad,
+                "changed": origin.trainable.get(name) != parameter.requires_grad,
+                "split": is_split(parameter),  # over tensor-parallel slices: clipping counts all of them
+            }
+            for name, parameter in named.items()
+        },
+        "aliases": aliases_of(module),
+        "buffers": {path: _buffers(sub) for path, sub in module.named_modules()},
+        "non_persistent": {path: sorted(sub._non_persistent_buffers_set) for path, sub in module.named_modules()},
+        "retyped": [
+            *(name for name, parameter in named.items() if parameter.dtype != origin.dtype(name)),
+            *(name for name, buffer in module.named_buffers() if buffer.dtype != origin.dtypes.get(name)),
+        ],
+        "attributes": {path: dict(plain_attributes(sub, is_shared)) for path, sub in module.named_modules()},
+        "changed": {
+            path: changed_attributes(sub, origin.attributes.get(path, {}), is_shared)
+            for path, sub in module.named_modules()
+        },
+        "weights": dict(module.state_dict()) if weights else None,
+    }
+    return compact(found)  # type: ignore[no-any-return]
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: None if buffer is None else buffer.detach() for name, buffer in module._buffers.items()}
+
+
+def changed_attributes(module: nn.Module, built: dict[str, str], is_shared: IsShared = is_its_own) -> list[str]:
+    """Find the plain attributes that differ from when the layer was built."""
+    return [name for name, value in plain_attributes(module, is_shared) if digest(value) != built.get(name)]
+
+
+def present_shapes(module: nn.Module) -> Shapes:
+    """List the present shapes of a layer's parameters and buffers."""
+    return {name: list(tensor.shape) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+
+
+def add_left_out(extras: Extras, module: nn.Module) -> Extras:
+    """Add digests of frozen weights that are not saved."""
+    frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad and not is_own(p)}
+    return {**extras, LEFT_OUT: {name: digest(weight) for name, weight in frozen.items()}}
+
+
+def check_state(
+    loaded: LoadedLayer,
+    origin: LayerOrigin,
+    present: Shapes,
+    *,
+    strict: bool,
+    frozen_excluded: bool,
+    path: str,
+    digests: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse files that do not fit the layer.
+
+    Args:
+        present: the layer's :func:`present_shapes`, from the rank that has it.
+        digests: of its present weights, if frozen ones were left out of the files.
+
+    Raises:
+        CheckpointError: with what was found and what was expected.
+    """
+    state, extras = loaded.state, loaded.extras
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: holds a {type(state).__name__}, expected the state_dict of a layer")
+    if extras is not None and not (isinstance(extras, dict) and extras.keys() >= _EXTRAS):
+        raise CheckpointError(f"{path}: the file of ours beside it lacks some of {sorted(_EXTRAS)}")
+    if extras is None:
+        kept = {name: shape for name, shape in present.items() if name in state and name not in origin.shapes}
+        expected: dict[str, Any] = {**origin.state, **kept}
+    else:
+        expected = {name: about["shape"] for name, about in extras["parameters"].items()}
+        unknown = {name.rpartition(".")[0] for name in [*expected, *extras["aliases"]]} - origin.attributes.keys()
+        if unknown:
+            raise CheckpointError(f"{path}: the layer has no submodule {sorted(unknown)}")
+    parameters: dict[str, Any] = extras["parameters"] if extras is not None else origin.shapes
+    missing = [
+        name
+        for name in expected
+        if name not in state and not (frozen_excluded and extras and not extras["parameters"][name]["requires_grad"])
+    ]
+    unexpected = [name for name in state if name not in expected] if extras is None else []
+    if strict and (missing or unexpected):
+        raise CheckpointError(f"{path}: lacks {missing}, and has {unexpected}, which the layer lacks")
+    for name, shape in expected.items():
+        value = state.get(name)
+        if name in parameters and value is not None and not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, expected a tensor of shape {shape}")
+        if isinstance(value, torch.Tensor) and shape is not None and list(value.shape) != shape:
+            raise CheckpointError(f"{path}: {name} has shape {list(value.shape)}, expected {shape}")
+    for name in parameters.keys() - state.keys():
+        if present.get(name) != expected[name]:
+            raise CheckpointError(
+                f"{path}: lacks {name}, which had shape {expected[name]}; the one that would stay has "
+                f"{present.get(name)}"
+            )
+    for name, saved in (extras or {}).get(LEFT_OUT, {}).items():
+        if name not in state and (digests or {}).get(name) != saved:
+            raise CheckpointError(
+                f"{path}: lacks {name}, which was frozen and left out, and the one that would stay has other values or "
+                "another dtype: build the model from the same weights, in the same precision, as when it was saved"
+            )
+
+
+def present_digests(module: nn.Module) -> dict[str, str]:
+    """Hash the present weights of a layer."""
+    return {name: digest(parameter.detach()) for name, parameter in module.named_parameters()}
+
+
+def install(
+    module: nn.Module, loaded: LoadedLayer, origin: LayerOrigin, *, strict: bool, is_shared: IsShared = is_its_own
+) -> None:
+    """Make ``module`` what was saved. Parameters stay the same objects where shape and dtype allow it."""
+    extras = loaded.extras or _as_built(module, origin)
+    subs = dict(module.named_modules())
+
+    def dtype(name: str, saved: torch.dtype) -> torch.dtype:
+        """Take the precision of this engine, unless the saved dtype was set at run time or is no float."""
+        own = origin.dtype(name)
+        follows = name not in extras["retyped"] and saved.is_floating_point and own.is_floating_point
+        return own if follows else saved
+
+    for name, about in extras["parameters"].items():
+        if name in loaded.state:
+            _make_room(subs, name, about, dtype(name, loaded.state[name].dtype))
+        _set_trainable(subs, name, about, built=origin.trainable.get(name))
+    for name, owner in extras["aliases"].items():
+        _assign(subs, name, module.get_parameter(owner))
+    if strict:
+        known = extras["parameters"].keys() | extras["aliases"].keys()
+        for name in [name for name, _ in module.named_parameters(remove_duplicate=False) if name not in known]:
+            _assign(subs, name, None)
+    buffers = {path for path in extras["buffers"] if path in subs}
+    skipped = {_join(path, name) for path in buffers for name in extras["buffers"][path]}
+    module.load_state_dict({n: v for n, v in loaded.state.items() if n not in skipped}, strict=False)
+    for path in buffers:
+        saved = {
+            name: None if buffer is None else buffer.to(dtype(_join(path, name), buffer.dtype))
+            for name, buffer in extras["buffers"][path].items()
+        }
+        subs[path]._buffers = saved if strict else {**subs[path]._buffers, **saved}
+        subs[path]._non_persistent_buffers_set = set(extras["non_persistent"][path])
+    for path in extras["attributes"].keys() & subs.keys():
+        present = changed_attributes(subs[path], origin.attributes.get(path, {}), is_shared)
+        changed = {*extras["changed"][path], *present}
+        for name, value in extras["attributes"][path].items():
+            if name in changed and not is_shared(vars(subs[path]).get(name)):
+                subs[path].__dict__[name] = value
+
+
+def _as_built(module: nn.Module, origin: LayerOrigin) -> Extras:
+    """Stand in for the extras that a checkpoint of stock DeepSpeed lacks: shapes are as built, the rest stays."""
+    return {
+        "parameters": {name: {"shape": shape} for name, shape in origin.shapes.items()},
+        "aliases": {
+            name: name for name, _ in module.named_parameters(remove_duplicate=False) if name not in origin.shapes
+        },
+        "buffers": {},
+        "retyped": [],
+        "attributes": {},
+    }
+
+
+def _make_room(subs: dict[str, nn.Module], name: str, about: dict[str, Any], dtype: torch.dtype) -> None:
+    """Give the layer a parameter of the saved shape and ``dtype``; keep the present one if it has them."""
+    path, _, leaf = name.rpartition(".")
+    present = subs[path]._parameters.get(leaf)
+    if present is not None and list(present.shape) == about["shape"] and present.dtype == dtype:
+        return
+    device = next((p.device for sub in subs.values() for p in sub.parameters()), torch.device("cpu"))
+    parameter = nn.Parameter(torch.zeros(about["shape"], dtype=dtype, device=device), requires_grad=False)
+    parameter.requires_grad_(about.get("requires_grad", True) if present is None else present.requires_grad)
+    if present is not None:
+        vars(parameter).update(vars(present))
+    if about.get("split"):
+        parameter.model_parallel = True  # type: ignore[attr-defined]
+    _assign(subs, name, parameter)
+
+
+def _set_trainable(subs: dict[str, nn.Module], name: str, about: dict[str, Any], built: bool | None) -> None:
+    path, _, leaf = name.rpartition(".")
+    parameter = subs[path]._parameters[leaf]
+    assert parameter is not None
+    if "requires_grad" in about and (about["changed"] or parameter.requires_grad != built):
+        parameter.requires_grad_(about["requires_grad"])
+        if not about["requires_grad"]:
+            parameter.grad = None
+
+
+def _assign(subs: dict[str, nn.Module], name: str, parameter: nn.Parameter | None) -> None:
+    path, _, leaf = name.rpartition(".")
+    sub = subs[path]
+    sub._buffers.pop(leaf, None)
+    vars(sub).pop(leaf, None)
+    sub._parameters[leaf] = parameter
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def compact(value: Any) -> Any:
+    """Copy all tensors in ``value`` that are parts of larger storages.
+
+    ``torch.save`` writes the whole storage of a tensor: of a weight, or of a view of one, that is the flat buffer of a
+    stage. A tensor that occurs twice stays one tensor.
+    """
+    return _compact(value, {})
+
+
+def _compact(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided and value.untyped_storage().nbytes() > value.nbytes:
+            return copies.setdefault(id(value), value.detach().clone())
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(_compact(item, copies) for item in value)
+    if type(value) is dict:
+        return {key: _compact(item, copies) for key, item in value.items()}
+    return value
+
+
+# -- parameters that each replica has of its own ------------------------------------------------------
+
+
+def add_own(extras: Extras, module: nn.Module, state: OptimizerState) -> Extras:
+    """Add weights and optimizer state of this replica's own parameters to the ``extras`` of a layer.
+
+    State in flat shards is not added: DeepSpeed's file of the rank has it.
+    """
+    own = {name: parameter for name, parameter in module.named_parameters() if is_own(parameter)}
+    state_of = (lambda _: {}) if isinstance(state, FlatState) else state.state_of
+    content = {name: {"weight": p.detach(), "state": state_of(p)} for name, p in own.items()}
+    return {**extras, REPLICA_OWN: compact(content)} if own else extras
+
+
+def own_weights(layer: LoadedLayer) -> LoadedLayer:
+    """Replace weights of another replica, as DeepSpeed's file has them, by this replica's own."""
+    weights = {name: content["weight"] for name, content in _own(layer)}
+    return LoadedLayer({**layer.state, **weights}, layer.extras) if weights else layer
+
+
+def own_optimizer_state(layer: int, loaded: LoadedLayer, optimizer: LoadedState) -> None:
+    """Replace state of another replica in ``optimizer`` by this replica's own.
+
+    Args:
+        layer: the number of the layer that was ``loaded``.
+    """
+    for name, content in _own(loaded):
+        key = ParamKey(layer, name)
+        optimizer.state.pop(key, None)
+        if content["state"]:
+            optimizer.state[key] = content["state"]
+
+
+def _own(layer: LoadedLayer) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield from (layer.extras or {}).get(REPLICA_OWN, {}).items()

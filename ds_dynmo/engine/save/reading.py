@@ -1,0 +1,315 @@
+"""Load a checkpoint: every rank reads and checks what it needs, the ranks agree, and only then anything changes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from deepspeed.utils import logger
+from torch import nn
+
+from ds_dynmo.checkpoint_files import FOLDER, layer_file
+from ds_dynmo.engine.balancing.trigger import Reason, Request
+from ds_dynmo.engine.deepspeed_adapter.universal import LATEST as LATEST_UNIVERSAL
+from ds_dynmo.engine.save import folder as folders
+from ds_dynmo.engine.save.applying import Loaded, LoadOptions, apply, client_state_of
+from ds_dynmo.engine.save.context import CheckpointContext, own_layout, together
+from ds_dynmo.engine.save.flat_files import optimizer_files
+from ds_dynmo.engine.save.layer_content import (
+    LoadedLayer,
+    Shapes,
+    check_state,
+    own_optimizer_state,
+    own_weights,
+    present_digests,
+    present_shapes,
+)
+from ds_dynmo.engine.save.layout import (
+    MANIFEST,
+    Manifest,
+    SliceLayout,
+    join,
+    rank_file,
+    stage_file,
+)
+from ds_dynmo.engine.save.matching import check_common, check_model, saved_as, stock_manifest, stock_state_of_use
+from ds_dynmo.engine.save.optimizer_files import LoadedState
+from ds_dynmo.engine.save.safe_load import check_file, safe_load
+from ds_dynmo.engine.save.universal import read_universal
+from ds_dynmo.engine.save.universal_folder import is_universal
+from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.errors import CheckpointError
+from ds_dynmo.placement import Placement
+
+Described = TypeVar("Described")
+
+
+class SavedCheckpoint:
+    """The files of a checkpoint, for one tensor-parallel slice. Each is checked before it is read."""
+
+    def __init__(self, folder: str, manifest: Manifest, slice_index: int) -> None:
+        self._folder = folder
+        self.manifest = manifest
+        self.slice_index = slice_index
+        self._read: dict[str, Any] = {}
+
+    @property
+    def layout(self) -> SliceLayout:
+        return self.manifest.slices[self.slice_index]
+
+    def path(self, name: str) -> str:
+        return os.path.join(self._folder, name)
+
+    def read(self, name: str) -> Any:
+        if name not in self._read:
+            self._read[name] = safe_load(self._checked(name), mapped=True)
+        if name.startswith("mp_rank_") and not isinstance(self._read[name], dict):
+            raise CheckpointError(f"{self.path(name)}: is not a file of DeepSpeed's")
+        return self._read[name]
+
+    def read_to(self, device: Any, name: str) -> Any:
+        """Read a file like :meth:`read`, with tensors in memory; on ``device``, if they were on one when saved."""
+        return safe_load(self._checked(name), device=device)
+
+    def _checked(self, name: str) -> str:
+        if not self.manifest.stock and name not in self.manifest.files:
+            raise CheckpointError(f"{self.path(name)}: {MANIFEST} does not list it")
+        return check_file(self.path(name), self.manifest.files.get(name))
+
+
+def load(
+    context: CheckpointContext, load_dir: str, tag: str | None, options: LoadOptions
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Make the engine what it was when the checkpoint was written. Collective.
+
+    Returns:
+        The file that counters and client state came from, and the client state; ``None, None`` if ``tag`` is None and
+        there is no ``latest``.
+
+    Raises:
+        CheckpointError: on every rank, naming the file. The engine is as it was, unless the message says otherwise.
+    """
+    comm, universal = context.stage.comm, context.engine.load_universal_checkpoint()
+    latest = LATEST_UNIVERSAL if universal else folders.LATEST
+    comm.enter("load_checkpoint")
+    tag = str(tag) if tag is not None else together(comm, lambda: folders.read_latest(load_dir, latest))
+    tags = comm.gather_objects(tag)
+    if len(set(tags)) > 1:
+        raise CheckpointError(f"{load_dir}: the ranks would load different tags: {tags}")
+    if tag is None and universal:
+        raise CheckpointError(f"{os.path.join(load_dir, latest)}: there is no such file; ds_to_universal writes it")
+    if tag is None:
+        logger.warning(f"{os.path.join(load_dir, latest)}: there is no such file; nothing was loaded")
+        return None, None
+    manifest: Manifest | None = None
+    if universal:
+        target, loaded = context.stage.placement, read_universal(context, os.path.join(load_dir, tag), options)
+    else:
+        saved = _open(context, load_dir, tag, options)
+        manifest = saved.manifest
+        target = comm.everywhere(
+            "loading at a saved partition",
+            lambda: _target(context, saved.manifest, options),
+            same=context.stage.route_to,
+        )
+        present = _gather(context, present_shapes)
+        digests = _gather(context, present_digests) if manifest.frozen_excluded else {}
+        try:
+            loaded = together(comm, lambda: _read(context, saved, target, present, digests, options))
+        except CheckpointError as error:
+            if not manifest.stock:
+                raise
+            raise CheckpointError(
+                f"{os.path.join(load_dir, tag)}: has no folder {FOLDER}/, so it is read as stock DeepSpeed's, of the "
+                f"partition {manifest.placement}. If ds_dynmo wrote it, copy it with that folder. {error}"
+            ) from error
+    if target != context.stage.placement:
+        context.balancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)
+    try:
+        apply(context, manifest, loaded, options)
+    except Exception as error:
+        raise CheckpointError(
+            f"{os.path.dirname(loaded.path)}: rank {context.engine.global_rank} failed while putting it in place, so "
+            f"the engine is neither what it was nor what was saved: {error}"
+        ) from error
+    allowed = context.balancer.nearest_allowed(context.stage.placement)  # another dynmo.keep_together may have saved it
+    if allowed != context.stage.placement:
+        context.balancer.go_to(allowed, Request(Reason.CHECKPOINT))
+    return loaded.path, client_state_of(context, loaded, options)
+
+
+# -- read ---------------------------------------------------------------------------------------------
+
+
+def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOptions) -> SavedCheckpoint:
+    """Open the checkpoint, whose manifest every rank must see alike. Collective.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+
+    def manifest() -> tuple[str, str | None]:
+        folder = folders.find(load_dir, tag)
+        if folder is None:
+            raise CheckpointError(f"{os.path.join(load_dir, tag)}: there is no such folder")
+        path = os.path.join(folder, MANIFEST)
+        if not os.path.isfile(path):
+            if os.path.isdir(os.path.dirname(path)):
+                raise CheckpointError(f"{path}: there is no such file")
+            if is_universal(folder):
+                raise CheckpointError(f"{folder}: a universal checkpoint, which checkpoint.load_universal = true loads")
+            return folder, None
+        with open(path, encoding="utf-8") as file:
+            return folder, file.read()
+
+    comm = context.stage.comm
+    folder, text = together(comm, manifest)
+    digests = comm.gather_objects(hashlib.sha256((text or "").encode()).hexdigest())
+    if len(set(digests)) > 1:
+        raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: the ranks read different files")
+    slice_index = context.engine.grid.get_slice_parallel_rank()
+    slices = join(
+        comm.gather_objects((slice_index, context.engine.stage_id, own_layout(context, context.origin.layout)))
+    )
+
+    def parse() -> Manifest:
+        if text is None and context.generation:
+            raise CheckpointError(f"{folder}: was not written by ds_dynmo, and cannot be read after a re-packing")
+        if text is None:
+            return stock_manifest(context, folder, slices, options)
+        try:
+            read = Manifest.from_json(text)
+        except ValueError as error:
+            raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: cannot be read: {error}") from error
+        check_model(context, read, os.path.join(folder, MANIFEST), options)
+        return read
+
+    return SavedCheckpoint(folder, together(comm, parse), slice_index)
+
+
+def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> Placement:
+    """Choose where layers go before they are loaded: to the saved placement, if that is of as many stages."""
+    adopts = manifest.num_stages == context.engine.num_stages and (
+        context.stage.config.enabled or _was_placed(context, manifest, options)
+    )
+    if manifest.stock:
+        adopts = not options.module_only
+    return manifest.placement if adopts else context.stage.placement
+
+
+def _was_placed(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> bool:
+    """Does this run continue one in which a profile at the start placed the layers for good?"""
+    goes_on = context.stage.config.initial_partition == "profile" and not manifest.stock and not options.module_only
+    return goes_on and bool(manifest.state["controller"].get("_placed"))
+
+
+def _gather(context: CheckpointContext, describe: Callable[[nn.Module], Described]) -> dict[int, Described]:
+    """Describe every layer of this rank's slice, as any layer may move here. Collective."""
+    mine = {index: describe(module) for index, module in context.stage.layers.counted_modules().items()}
+    slice_index = context.engine.grid.get_slice_parallel_rank()
+    every = context.stage.comm.gather_objects((slice_index, mine))
+    return {index: about for other, found in every if other == slice_index for index, about in found.items()}
+
+
+def _read(
+    context: CheckpointContext,
+    saved: SavedCheckpoint,
+    target: Placement,
+    present: dict[int, Shapes],
+    digests: dict[int, dict[str, str]],
+    options: LoadOptions,
+) -> Loaded:
+    """Read everything that this rank needs under ``target``. Nothing changes."""
+    manifest, engine, stage = saved.manifest, context.engine, context.engine.stage_id
+    same_stages = manifest.num_stages == engine.num_stages
+    same_replicas = manifest.replicas == engine.grid.get_data_parallel_world_size()
+    source = stage if same_stages and not (manifest.stock and options.module_only) else 0
+    replica = engine.grid.get_data_parallel_id() if same_replicas else 0
+    path, common = _read_common(context, saved, source, options)
+    layers, wanted = _read_layers(context, saved, target, present, digests, replica, options)
+    optimizer = None
+    if options.optimizer and not options.module_only:
+        optimizer = optimizer_files(context.stage).read(saved, wanted, source)
+        for index, layer in layers.items() if isinstance(optimizer, LoadedState) else ():
+            own_optimizer_state(context.stage.layers.first_use(index), layer, optimizer)
+    random = None
+    if not manifest.stock and same_stages and same_replicas and not options.module_only:
+        random = saved.read_to(engine.device, rank_file(stage, replica, saved.slice_index))
+    groups = None
+    if manifest.stock:  # DeepSpeed drops those that are empty on a stage
+        groups = sorted({slot.group for slot in saved.layout.stages[source].slots if not slot.parked})
+    return Loaded(path, layers, optimizer, common, random, groups)
+
+
+def _read_common(
+    context: CheckpointContext, saved: SavedCheckpoint, source: int, options: LoadOptions
+) -> tuple[str, dict[str, Any]]:
+    """Read counters, scheduler and client state from the file of the saved stage ``source``; with the file's path."""
+    name = stage_file(saved.layout.numbers[source])
+    common: dict[str, Any] = saved.read(name)
+    check_common(context, common, saved.path(name), options)
+    return saved.path(name), common
+
+
+def _read_layers(
+    context: CheckpointContext,
+    saved: SavedCheckpoint,
+    target: Placement,
+    present: dict[int, Shapes],
+    digests: dict[int, dict[str, str]],
+    replica: int,
+    options: LoadOptions,
+) -> tuple[dict[int, LoadedLayer], dict[ParamKey, ParamKey]]:
+    """Read and check this stage's layers under ``target``.
+
+    Args:
+        replica: the saved replica whose files are read.
+
+    Returns:
+        The layers by number, and for each of their parameters the key under which it was saved.
+    """
+    layers, origins = context.stage.layers, context.origin.layers
+    found: dict[int, LoadedLayer] = {}
+    wanted: dict[ParamKey, ParamKey] = {}
+    for index in target.layers_of(context.engine.stage_id):
+        name = layers.first_use(index)
+        if name not in origins or not layers.owner(index, target):
+            continue
+        old = saved_as(layers, saved.layout, name)
+        found[index], path, strict = _read_layer(context, saved, index, old, replica, options.strict)
+        check_state(
+            found[index],
+            origins[name],
+            present[name],
+            strict=strict,
+            frozen_excluded=saved.manifest.frozen_excluded,
+            digests=digests.get(name),
+            path=saved.path(path),
+        )
+        extras = found[index].extras
+        parameters = extras["parameters"] if extras is not None else origins[name].shapes
+        wanted.update({ParamKey(name, parameter): ParamKey(old, parameter) for parameter in parameters})
+    return found, wanted
+
+
+def _read_layer(
+    context: CheckpointContext, saved: SavedCheckpoint, index: int, old: int, replica: int, strict: bool
+) -> tuple[LoadedLayer, str, bool]:
+    """Read layer ``index``, which was saved as layer ``old``.
+
+    Returns:
+        The layer, the file of its weights, and ``strict`` unless that file lacks some of them.
+    """
+    if saved.manifest.stock and context.stage.layers.tie_of(index) is not None:
+        path, state, complete = stock_state_of_use(saved, context.stage.layers, index, context.origin.layers)
+        return LoadedLayer(state, None), path, strict and complete
+    extras = None
+    if not saved.manifest.stock:
+        extras = saved.read_to(context.engine.device, layer_file(old, replica, saved.slice_index))
+    path = saved.layout.weights[old]
+    state = saved.read(path)
+    if path == layer_file(old, 0, saved.slice_index):
+        state = state["weights"]
+    return own_weights(LoadedLayer(state, extras)), path, strict

@@ -1,0 +1,142 @@
+"""Read a file without running code from it, and detect one that is truncated, replaced, or has other values."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.serialization import safe_globals
+
+from ds_dynmo.engine.deepspeed_adapter.files import PICKLED, ZeroStageEnum
+from ds_dynmo.engine.save.layout import SavedFile
+from ds_dynmo.errors import CheckpointError
+from ds_dynmo.files import why_unreadable
+
+# Beyond what torch allows (tensors, OrderedDict, Counter, set, torch.Size, ...): plain containers of values that
+# DeepSpeed or its users put into checkpoints. Constructing them runs no other code.
+_CLASSES = (*PICKLED, argparse.Namespace, frozenset)
+
+
+def _member(enum: Any, name: str) -> Any:
+    """Replace ``getattr`` in a file, by which some Pythons (3.11.2) pickle a member of an enum."""
+    if enum is not ZeroStageEnum:
+        raise CheckpointError(f"it reads an attribute of {enum!r}")
+    return ZeroStageEnum[name]
+
+
+_ALLOWED = (*_CLASSES, (_member, "builtins.getattr"))
+
+
+def safe_load(
+    path: str, *, device: torch.device | None = None, mapped: bool = False, checks_values: bool = True
+) -> Any:
+    """Load what ``torch.save`` wrote to ``path``, of allowed classes only.
+
+    Args:
+        device: for tensors that were not on the CPU when they were saved; None: the CPU.
+        mapped: leave tensors in the file until they are copied.
+        checks_values: compare the values of all tensors with the checksums that ``torch.save`` wrote beside them.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or holds a class that is not allowed.
+    """
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path}: there is no such file")
+    is_archive = zipfile.is_zipfile(path)
+    damaged: set[int] = set()
+    try:
+        checksums = _checksums(path) if is_archive and checks_values else None
+
+        def place(storage: Any, location: str) -> Any:
+            if checksums is not None and _checksum(storage) not in checksums:
+                damaged.add(storage.data_ptr())
+            if damaged or mapped or not is_archive:
+                return storage
+            return storage.clone() if device is None or location == "cpu" else storage.to(device=device)
+
+        with safe_globals(list(_ALLOWED)):
+            content = torch.load(path, map_location=place, weights_only=True, mmap=is_archive)
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise CheckpointError(f"{path}: cannot be read: {_reason(error)}") from error
+    if damaged:
+        names = [name for name, tensor in _tensors_in(content) if tensor.untyped_storage().data_ptr() in damaged]
+        where = ", ".join(names[:3]) or "a sparse tensor"
+        raise CheckpointError(f"{path}: {where}: other values than were written (its checksum differs)")
+    return content
+
+
+def _checksums(path: str) -> set[tuple[int, int]] | None:
+    """Read the size and the checksum of each tensor's values in a file; None: it was written without."""
+    with zipfile.ZipFile(path) as archive:
+        parts = archive.infolist()
+    return {(part.file_size, part.CRC) for part in parts} if any(part.CRC for part in parts) else None
+
+
+def _checksum(storage: Any) -> tuple[int, int]:
+    values: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return len(values), zlib.crc32(values)
+
+
+def _tensors_in(content: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """List the tensors of nested dicts and lists, each by its keys."""
+    if isinstance(content, torch.Tensor) and content.layout == torch.strided:
+        yield path, content
+    elif isinstance(content, dict | list | tuple):
+        entries = content.items() if isinstance(content, dict) else enumerate(content)
+        for key, value in entries:
+            yield from _tensors_in(value, f"{path}/{key}" if path else str(key))
+
+
+def _reason(error: Exception) -> str:
+    text = why_unreadable(error)
+    if "unsupported" in text.lower():  # torch refuses a class: keep only that part of its long message
+        refused = text.rpartition("trusted source.")[2].rpartition("error:")[2].partition(" Please")[0].strip()
+        return f"it holds what could run code: {refused} (torch.serialization.add_safe_globals allows a class of yours)"
+    return text[:400]
+
+
+def describe(path: str) -> SavedFile:
+    """Compute size and fingerprint, from the checksums in the file's zip directory: no tensor is read."""
+    num_bytes = os.path.getsize(path)
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            parts = sorted((info.filename.partition("/")[2], info.CRC, info.file_size) for info in archive.infolist())
+        return SavedFile(num_bytes, hashlib.sha256(repr(parts).encode()).hexdigest()[:32])
+    checksum = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            checksum = zlib.crc32(chunk, checksum)
+    return SavedFile(num_bytes, f"crc32 {checksum:08x}")
+
+
+def check_file(path: str, saved: SavedFile | None) -> str:
+    """Return ``path`` if it is the file that was saved.
+
+    Args:
+        saved: None: the checkpoint does not say.
+
+    Raises:
+        CheckpointError: it is missing, truncated or replaced.
+    """
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path}: there is no such file")
+    if saved is None:
+        return path
+    num_bytes = os.path.getsize(path)
+    if num_bytes != saved.num_bytes:
+        raise CheckpointError(
+            f"{path}: has {num_bytes} bytes, but {saved.num_bytes} were written: truncated or replaced"
+        )
+    try:
+        found = describe(path)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if found != saved:
+        raise CheckpointError(f"{path}: is not the file that was written with this checkpoint (its checksums differ)")
+    return path

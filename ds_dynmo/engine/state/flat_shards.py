@@ -1,0 +1,332 @@
+"""The shards of optimizer state that a rank holds: live ones in DeepSpeed's wrapper, parked ones beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES, PointToPoint
+from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.move.carrying import Tensors, copy_staying, transfers
+from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, cut, shard_size
+from ds_dynmo.engine.move.route import Route
+from ds_dynmo.engine.state.keys import MASTER, ParamKey
+from ds_dynmo.engine.state.membership import Membership
+from ds_dynmo.engine.state.optimizer_state import KeptElements, held_alone
+from ds_dynmo.engine.state.parameter_groups import options_of
+from ds_dynmo.plan import HeldBytes
+
+Pieces = dict[str, list[tuple[int, torch.Tensor]]]  # per kind, rows of elements with the place of their first
+
+
+class Member(NamedTuple):
+    """A parameter that an optimizer group holds, and the buffer it lies in."""
+
+    key: ParamKey
+    numel: int
+    buffer: Buffer
+
+
+class Part(NamedTuple):
+    """A parameter in a buffer, and the places of its elements that stay; None: all do."""
+
+    key: ParamKey
+    numel: int
+    places: torch.Tensor | None
+
+    @property
+    def kept(self) -> int:
+        """How many elements stay."""
+        return self.numel if self.places is None else len(self.places)
+
+    def kept_before(self, place: int) -> int:
+        """Count the elements that stay before a place."""
+        place = min(max(place, 0), self.numel)
+        return place if self.places is None else int(torch.searchsorted(self.places, place))
+
+
+class FlatShards:
+    """One rank's shards: per parameter group, of a live and of a parked buffer. All sizes are elements.
+
+    Args:
+        groups: per parameter group, all of its parameters on this stage, frozen ones too.
+
+    Attributes:
+        membership: which buffer each parameter of the stage lies in.
+        count: the shards of a buffer, as many as there are replicas.
+    """
+
+    def __init__(
+        self, wrapper: FlatWrapper, layers: StageLayers, grid: Any, groups: Sequence[Sequence[nn.Parameter]]
+    ) -> None:
+        self._wrapper, self._layers, self._grid = wrapper, layers, grid
+        self.membership = Membership(groups)
+        self.count = self._count_at_launch = int(grid.data_parallel_size)
+        self._parked: dict[int, dict[str, torch.Tensor]] = {}
+        for number in range(len(groups)):
+            weights = self.cut(number, {}, MASTER, parked=True)  # frozen from the start: no other state
+            self._parked[number] = {MASTER: weights} if weights.numel() else {}
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the parameter groups."""
+        return range(len(self._parked))
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """The buffers of all groups, live and parked ones."""
+        return [Buffer(number, parked) for number in self.numbers for parked in (False, True)]
+
+    @property
+    def own_groups(self) -> frozenset[int]:
+        """The groups whose parameters are each replica's own: their buffers are not cut."""
+        return self._wrapper.own_groups
+
+    def count_of(self, group: int) -> int:
+        """Return the number of shards of a group's buffers."""
+        return 1 if group in self.own_groups else self.count
+
+    @property
+    def members(self) -> list[dict[ParamKey, nn.Parameter]]:
+        """Per group, the parameters in its live buffer, in the buffer's order; none where it holds a placeholder."""
+        return self.membership.by_group(self._layers.named_parameters(), parked=False)
+
+    @property
+    def parked(self) -> list[dict[ParamKey, nn.Parameter]]:
+        """Per group, its frozen parameters, in the order of its parked buffer."""
+        return self.membership.by_group(self._layers.named_parameters(), parked=True)
+
+    @property
+    def numels(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Per group, the elements of this rank's shard of its live and of its parked buffer."""
+        return (
+            tuple(self._wrapper.masters[number].numel() for number in self.numbers),
+            tuple(self._size(number, group, parked=True) for number, group in enumerate(self.parked)),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self._wrapper.masters[0].device
+
+    # -- by buffer ------------------------------------------------------------------------------------
+
+    def held(self, buffer: Buffer) -> dict[str, torch.Tensor]:
+        """Return this rank's shard of each kind of state."""
+        return self._parked[buffer.group] if buffer.parked else self.live(buffer.group)
+
+    def live(self, group: int) -> dict[str, torch.Tensor]:
+        """Return the shards of the group's live buffer: what DeepSpeed's optimizer holds."""
+        master = self._wrapper.masters[group]
+        state = self._wrapper.inner.state.get(master, {})
+        tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor) and v.shape == master.shape}
+        return {MASTER: master.detach(), **tensors}
+
+    def scalars(self, group: int) -> dict[str, Any]:
+        """Return what the optimizer's state of a group has beside tensors of a shard's size."""
+        master = self._wrapper.masters[group]
+        state = self._wrapper.inner.state.get(master, {})
+        return {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and v.shape == master.shape)}
+
+    def replace(self, name: str, fresh: Tensors, scalars: Mapping[int, dict[str, Any]]) -> None:
+        """Hold these shards of one kind of state in place of the old ones; ``scalars`` where a group has none yet."""
+        state = self._wrapper.inner.state
+        for (number, parked), shard in fresh.items():
+            if parked:
+                if shard.numel():
+                    self._parked[number][name] = shard
+                else:
+                    self._parked[number].pop(name, None)
+                continue
+            master = self._wrapper.masters[number]
+            if name == MASTER:
+                master.data = shard
+                master.grad = None
+            else:
+                state[master][name] = shard
+                for scalar, value in scalars[number].items():
+                    state[master].setdefault(scalar, value)
+
+    def keep_elements(self, kept: Sequence[KeptElements], p2p: PointToPoint, rank_of: Callable[[Shard], int]) -> None:
+        """Hold the state of the elements that stay alone, in shards cut anew. The old parameters are in place still."""
+        index_of = {id(entry.old): entry.index for entry in kept}
+        for parked, groups in ((False, self.members), (True, self.parked)):
+            for number, group in enumerate(groups):
+                if any(id(parameter) in index_of for parameter in group.values()):
+                    parts = [Part(key, p.numel(), index_of.get(id(p))) for key, p in group.items()]
+                    self._compact(Buffer(number, parked), parts, p2p, rank_of)
+
+    def _compact(
+        self, buffer: Buffer, parts: Sequence[Part], p2p: PointToPoint, rank_of: Callable[[Shard], int]
+    ) -> None:
+        """Leave elements out where they lie, and bring the others to the replicas that hold them from now on."""
+        holder = self._grid.get_stage_id(), self._grid.data_parallel_id
+        shards = [Shard(holder[0], replica, buffer) for replica in range(self.count)]
+        numels = [(part.key, part.kept) for part in parts]
+        old_size = shard_size(sum(part.numel for part in parts), self.count, parked=buffer.parked)
+        new_size = shard_size(sum(numel for _, numel in numels), self.count, parked=buffer.parked)
+        without = [intervals_kept(parts, shard.replica * old_size, old_size) for shard in shards]
+        route = Route.between(
+            Layout(dict(zip(shards, without)), dict.fromkeys(shards, old_size)),
+            Layout(dict(zip(shards, cut(numels, self.count, new_size))), dict.fromkeys(shards, new_size)),
+        )
+        held = dict(self.held(buffer))
+        for name in sorted(held):
+            old = {buffer: select_kept(held.pop(name), parts, holder[1] * old_size)}
+            new = {buffer: old[buffer].new_zeros(new_size)}
+            p2p.exchange(*transfers(route.rows, holder, rank_of, old, new))
+            copy_staying(route.rows, holder, old, new)
+            self.replace(name, new, {buffer.group: {}})
+
+    def load(self, number: int, pieces: Mapping[ParamKey, Pieces], kinds: set[str], scalars: Mapping[str, Any]) -> None:
+        """Hold what ``pieces`` say of a group's parameters; ``scalars`` if there is state of any kind."""
+        for parked in (False, True):
+            fresh = {name: self.cut(number, pieces, name, parked=parked) for name in {MASTER, *kinds}}
+            if parked:
+                self._parked[number] = {name: tensor for name, tensor in fresh.items() if tensor.numel()}
+                continue
+            master = self._wrapper.masters[number]
+            master.data = fresh.pop(MASTER)
+            self._wrapper.inner.state.pop(master, None)
+            if fresh:
+                self._wrapper.inner.state[master] = {**scalars, **fresh}
+
+    def forget(self) -> None:
+        """Free all tensors but the wrapper's fp32 weights."""
+        for master in self._wrapper.masters:
+            self._wrapper.inner.state.pop(master, None)
+        for tensors in self._parked.values():
+            tensors.clear()
+
+    def follow_weights(self) -> None:
+        """Set the fp32 weights to what the parameters are."""
+        for number, tensors in self._parked.items():
+            for parked in (False, True):
+                held = tensors.get(MASTER) if parked else self._wrapper.masters[number].data
+                if held is not None:
+                    held.copy_(self.cut(number, {}, MASTER, parked=parked))
+
+    def cut(self, number: int, pieces: Mapping[ParamKey, Pieces], name: str, *, parked: bool) -> torch.Tensor:
+        """Cut this rank's shard of one kind of state. Without pieces: the parameters as fp32 weights, else zeros."""
+        group = (self.parked if parked else self.members)[number]
+        size = self._size(number, group, parked=parked)
+        shard = torch.zeros(size, dtype=torch.float32, device=self.device)
+        for interval in self._intervals(number, group, size):
+            rows = pieces.get(interval.key, {}).get(name, [])
+            if not rows and name == MASTER:
+                rows = [(0, group[interval.key].detach().reshape(-1))]
+            for start, row in rows:
+                first = max(interval.start, start)
+                numel = min(interval.start + interval.numel, start + row.numel()) - first
+                if numel > 0:
+                    shard.narrow(0, interval.offset + first - interval.start, numel).copy_(row[first - start :][:numel])
+        return shard
+
+    def _intervals(self, number: int, group: Mapping[ParamKey, nn.Parameter], size: int) -> tuple[Interval, ...]:
+        """List what this rank's shard holds of ``group``, which lies in one of a group's buffers."""
+        numels = ((key, parameter.numel()) for key, parameter in group.items())
+        return list(cut(numels, self.count_of(number), size))[self._position_in(number)]
+
+    def _size(self, number: int, group: Mapping[ParamKey, nn.Parameter], *, parked: bool) -> int:
+        return shard_size(sum(p.numel() for p in group.values()), self.count_of(number), parked=parked)
+
+    def _position_in(self, group: int) -> int:
+        """Return the number of this rank's shard of a group's buffers."""
+        return 0 if group in self.own_groups else int(self._grid.data_parallel_id)
+
+    def extras(self) -> dict[str, Any]:
+        """Collect what DeepSpeed's checkpoint files have no place for."""
+        return {
+            "parked": {number: dict(self.held(Buffer(number, parked=True))) for number in self.numbers},
+            "scalars": {number: self.scalars(number) for number in self.numbers},
+            "options": {number: options_of(self._wrapper.inner.param_groups[number]) for number in self.numbers},
+            "kinds": {number: sorted(self.live(number)) for number in self.numbers},
+        }
+
+    # -- by parameter ---------------------------------------------------------------------------------
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return a parameter's part in each shard, with where it begins, and its group's scalars if it trains."""
+        number = self.membership.group(parameter)
+        if number is None:
+            return {}
+        parked = self.membership.is_parked(parameter)
+        group = (self.parked if parked else self.members)[number]
+        key = next(key for key, other in group.items() if other is parameter)
+        size = self._size(number, group, parked=parked)
+        held = [interval for interval in self._intervals(number, group, size) if interval.key == key]
+        place = held[0] if held else Interval(key, 0, 0, 0)
+        found: dict[str, Any] = {} if parked else dict(self.scalars(number))
+        for name, tensor in self.held(Buffer(number, parked)).items():
+            found[name] = (place.start, tensor.narrow(0, place.offset, place.numel))
+        return found
+
+    def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
+        """Set these elements, and what this rank holds of their state, to 0."""
+        parameter.detach().masked_fill_(where, 0)
+        for held in self.state_of(parameter).values():
+            if isinstance(held, tuple):  # this rank's part of the master weights or of a moment
+                start, part = held
+                part.masked_fill_(where.reshape(-1)[start : start + part.numel()], 0)
+
+    def static_bytes(self, parameter: nn.Parameter) -> int:
+        """Count what a rank holds for a parameter beside the weight: gradient, and its share of the state."""
+        number = self.membership.group(parameter)
+        if number is None:
+            return 0
+        width_bytes = sum(tensor.dtype.itemsize for tensor in self.live(number).values())
+        state = parameter.numel() * width_bytes // self._least_count(number)
+        if self.membership.is_parked(parameter):
+            return state
+        return state + parameter.nbytes + parameter.numel() * self._wrapper.gradient_bytes_per_element
+
+    def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
+        """Count a parameter and all that a rank holds for it between two batches."""
+        number = self.membership.group(parameter)
+        if number is None:
+            return held_alone([parameter])
+        widths = [tensor.dtype.itemsize for tensor in self.live(number).values()]
+        largest = parameter.numel() * max(widths) // self._least_count(number)
+        parked = self.membership.is_parked(parameter)
+        return HeldBytes(
+            own=parameter.nbytes if parked else 0,
+            flat=0 if parked else parameter.nbytes,
+            shards=parameter.numel() * sum(widths) // self._least_count(number),
+            largest_shard=largest,
+            gradients=0 if parked else parameter.numel() * self._wrapper.gradient_bytes_per_element,
+            staged=max(size for size in (0, parameter.nbytes, largest) if size <= SMALL_BYTES),
+        )
+
+    def _least_count(self, group: int) -> int:
+        """Return the number of shards that counts: a re-packing gives up further replicas than the launch's first."""
+        return 1 if group in self.own_groups else self._count_at_launch
+
+
+def intervals_kept(parts: Sequence[Part], begin: int, size: int) -> tuple[Interval, ...]:
+    """List what is left of a shard, once elements are left out: ``size`` elements of a buffer from ``begin`` on."""
+    intervals: list[Interval] = []
+    offset = 0
+    for part in parts:
+        start, stop = part.kept_before(begin), part.kept_before(begin + size)
+        if start < stop:
+            intervals.append(Interval(part.key, start, stop - start, offset))
+            offset += stop - start
+        begin -= part.numel
+    return tuple(intervals)
+
+
+def select_kept(shard: torch.Tensor, parts: Sequence[Part], begin: int) -> torch.Tensor:
+    """Copy the elements that stay of a shard, which holds a buffer from ``begin`` on."""
+    rows = [shard.new_empty(0)]
+    for part in parts:
+        first, last = min(max(begin, 0), part.numel), min(max(begin + len(shard), 0), part.numel)
+        if part.places is None:
+            rows.append(shard[first - begin : last - begin])
+        else:
+            places = part.places[part.kept_before(begin) : part.kept_before(begin + len(shard))]
+            rows.append(shard.index_select(0, places.to(shard.device) - begin))
+        begin -= part.numel
+    return torch.cat(rows)

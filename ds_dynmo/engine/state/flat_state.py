@@ -1,0 +1,355 @@
+"""Optimizer state in flat shards follows the layers in intervals, sent directly from the ranks that hold them.
+
+DeepSpeed's wrappers know shards of the fp32 weights and of each moment, whose boundaries have nothing to do with
+layers. When layers move, every stage's buffers change, and with them the shards of layers that stay. So all ranks work
+out where each interval lies before and after (:mod:`ds_dynmo.engine.move.route`), copy what stays on a rank,
+and send the rest (:mod:`ds_dynmo.engine.move.resharding`).
+
+Gradients do not travel: between two batches the wrappers hold none, and a move at any other time is refused.
+
+Beside its state, a stage holds the new flat weights while layers travel. Then the old weights and the buffers of
+gradients are freed, and each kind of state in turn is there old and new. If state travels while a batch trains, all
+kinds are. :mod:`ds_dynmo.partitioners.move_memory` counts this before a byte moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper, unbind
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.move.carrying import Holder, Transfers
+from ds_dynmo.engine.move.layout import Shard
+from ds_dynmo.engine.move.resharding import Resharding, ReshardingPlan, plan_resharding
+from ds_dynmo.engine.state.flat_shards import FlatShards, Pieces
+from ds_dynmo.engine.state.flat_weights import FlatWeights
+from ds_dynmo.engine.state.inventory import Inventory, StageInventory, merge_scalars
+from ds_dynmo.engine.state.keys import MASTER, ParamKey
+from ds_dynmo.engine.state.layer_record import LayerRecord
+from ds_dynmo.engine.state.membership import Membership
+from ds_dynmo.engine.state.optimizer_state import KeptElements
+from ds_dynmo.engine.state.parameter_groups import options_of
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import HeldBytes, MigrationPlan
+
+
+class FlatState:
+    """The state of a stage under ``BF16_Optimizer`` or ``DeepSpeedZeroOptimizer`` stage 1.
+
+    Args:
+        groups: per parameter group, all of its parameters on this stage, frozen ones too.
+        placeholders: one element per group that keeps a group alive where a stage has nothing of it.
+
+    Attributes:
+        shards: the optimizer's state that this rank holds.
+        inventory: lists it for the other ranks.
+    """
+
+    def __init__(
+        self,
+        wrapper: FlatWrapper,
+        layers: StageLayers,
+        comm: Communicator,
+        grid: Any,
+        groups: Sequence[Sequence[nn.Parameter]],
+        placeholders: Sequence[nn.Parameter],
+    ) -> None:
+        self._wrapper, self._layers, self._comm, self._grid = wrapper, layers, comm, grid
+        self.shards = FlatShards(wrapper, layers, grid, groups)
+        self._weights = FlatWeights(self.shards, placeholders)
+        self._next: Resharding | None = None
+        self._lacks_gradients = False  # their buffers are freed, and made anew by wrapping
+        self._linked = False
+        self.inventory = StageInventory(layers, self.shards, grid)
+        self._weights_lead = False
+        if self.shards.own_groups:
+            self._take_own_whole()
+        self._mark_tied()
+
+    # -- what is held ---------------------------------------------------------------------------------
+
+    @property
+    def _stage(self) -> int:
+        return int(self._grid.get_stage_id())
+
+    @property
+    def replica(self) -> int:
+        """This rank's data-parallel index."""
+        return int(self._grid.data_parallel_id)
+
+    @property
+    def _holder(self) -> Holder:
+        return self._stage, self.replica
+
+    @property
+    def _membership(self) -> Membership:
+        return self.shards.membership
+
+    def is_current(self) -> bool:
+        """Tell whether every parameter is where its ``requires_grad`` says: with the optimizer, or parked."""
+        return all(self._membership.is_current(p) for p in self._layers.parameters() if p in self._membership)
+
+    def _frozen(self) -> set[ParamKey]:
+        return {key for key, parameter in self._layers.named_parameters().items() if not parameter.requires_grad}
+
+    # -- OptimizerState -------------------------------------------------------------------------------
+
+    def trained(self) -> dict[int, nn.Parameter] | None:
+        return {id(parameter): parameter for parameter in self._layers.parameters() if parameter in self._membership}
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return self.shards.state_of(parameter)
+
+    def static_bytes(self, parameter: nn.Parameter) -> int:
+        return self.shards.static_bytes(parameter)
+
+    def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
+        return self.shards.held_bytes(parameter)
+
+    def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
+        self.shards.zero_elements(parameter, where)
+
+    def keep_elements(self, kept: Sequence[KeptElements], replace: Callable[[], None]) -> None:
+        assert self._next is None, "layers are on their way"
+        self._wrapper.free_gradients()
+        self._lacks_gradients = True
+        self.shards.keep_elements(kept, self._comm.p2p, self._rank_of)
+        replace()
+        for entry in kept:
+            self._membership.replace(entry.old, entry.new)
+            unbind(entry.old)
+        parked = {key for group in self.shards.parked for key in group}
+        groups, flats = self._weights.rebuild(self._layers.named_parameters(), parked)
+        self._wrapper.free_weights()
+        self._wrap(groups, flats)
+
+    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
+        """Gather what every stage holds, plan all copies and messages, and allocate the next flat weights."""
+        self.abandon()
+        if not plan.moves:
+            return 0, ""
+        every = self._inventories()
+        if self._wrapper.holds_gradients:
+            raise ValueError(
+                "the optimizer's flat buffers hold gradients of a batch, which do not move with layers: move them "
+                "after the optimizer's step"
+            )
+        planned = plan_resharding(plan, every, self._layers, self._grid)
+        self._next = self._resharding(planned)
+        if not overlapped:  # all zeros until the next batch: they make room for weights
+            self._wrapper.free_gradients()
+            self._lacks_gradients = True
+        self._weights.allocate(planned.members[self._stage])
+        if overlapped:
+            self._next.allocate()
+        return self._next.bytes_sent, planned.route.digest
+
+    def abandon(self) -> None:
+        self._next = None
+        self._weights.abandon()
+        if self._lacks_gradients:
+            self._wrap(self._wrapper.groups, self._wrapper.flats)
+
+    def record(self, module: nn.Module) -> LayerRecord:
+        groups = self._wrapper.inner.param_groups
+        return LayerRecord.of(
+            module, group_of=self._membership.group, options_of=lambda number: options_of(groups[number])
+        )
+
+    def recv_buffer_of(self, key: ParamKey) -> torch.Tensor | None:
+        assert self._next is not None, "prepare comes first"
+        return self._weights.next_view(key)
+
+    def transfers(self) -> Transfers:
+        assert self._next is not None, "prepare comes first"
+        return self._next.transfers()
+
+    def refresh(self) -> None:
+        assert self._next is not None, "prepare comes first"
+        tp_rank = self._grid.get_slice_parallel_rank()
+        scalars = {number: self.shards.scalars(number) for number in self.shards.numbers}
+        every = self._comm.gather_objects((tp_rank, scalars))
+        counted = merge_scalars(of_rank for of_slice, of_rank in every if of_slice == tp_rank)
+        self._next.plan = replace(self._next.plan, scalars=counted)
+
+    def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
+        """Copy the weights of layers that stay to where they will lie."""
+        for index, module in staying.items():
+            for name, parameter in module.named_parameters():
+                there = self.recv_buffer_of(ParamKey(self._layers.first_use(index), name))
+                if there is not None:
+                    unbind(parameter)
+                    there.copy_(parameter.data.view(-1))
+                    parameter.data = there.view(parameter.shape)
+
+    def drop(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            unbind(parameter)
+            self._membership.leave(parameter)
+
+    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
+        resharding, self._next = self._next, None
+        assert resharding is not None, "prepare comes first"
+        assert not self._wrapper.holds_gradients, "gradients in flat buffers do not travel: settle after a step"
+        for found in (found for layer in arrived.values() for found in layer.parameters.values()):
+            if found.group is not None:
+                self._membership.join(found.parameter, found.group)
+        self._take_options(parameters, arrived)
+        self._wrapper.free_gradients()
+        # One that was frozen or unfrozen since the plan was made follows when the engine is told of it.
+        parked = {member.key for member in resharding.plan.members[self._stage] if member.buffer.parked}
+        groups, flats = self._weights.rebuild(self._layers.named_parameters(), parked)
+        self._wrapper.free_weights()
+        self._run(resharding)
+        self._wrap(groups, flats)
+
+    def _wrap(self, groups: list[list[nn.Parameter]], flats: list[torch.Tensor]) -> None:
+        """Point DeepSpeed's wrapper at groups and buffers; the shards are in place."""
+        self._wrapper.rewrap(groups, flats)
+        self._lacks_gradients = False
+        self._linked = self._wrapper.link_state()
+        self._mark_tied()
+        counted = {frozenset(self.shards.scalars(n)) for n in self.shards.numbers if len(self.shards.live(n)) > 1}
+        assert len(counted) <= 1, f"state without a count of steps: {counted}"  # torch takes what it finds for whole
+
+    def plan_scatter_shards(self, placement: Placement, num_replicas: int) -> ReshardingPlan:
+        return self._reshard(placement, num_replicas, (num_replicas, self.shards.count))
+
+    def scatter_shards(
+        self, plan: ReshardingPlan, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]
+    ) -> None:
+        self._next = self._resharding(plan)
+        self.settle(parameters, arrived)
+
+    def gather_shards(self, placement: Placement, num_replicas: int) -> None:
+        self._run(self._resharding(self._reshard(placement, num_replicas, (self.shards.count, num_replicas))))
+
+    def _inventories(self) -> list[Inventory]:
+        """List what the optimizer holds on each rank. Collective."""
+        return self._comm.gather_objects(self._comm.everywhere("listing what the optimizer holds", self.inventory.take))
+
+    def _reshard(self, placement: Placement, num_replicas: int, shards: tuple[int, int]) -> ReshardingPlan:
+        """Plan other shards of the same buffers, from what ``num_replicas`` replicas hold."""
+        every = self._inventories()
+        known = [inventory for inventory in every if inventory.replica < num_replicas]
+        stays = MigrationPlan.between(placement, placement)  # a replica to be filled has no placement of its own yet
+        return plan_resharding(stays, known, self._layers, self._grid, shards)
+
+    def rebuild_buffers(self) -> None:
+        self._wrap(*self._weights.rebuild(self._layers.named_parameters(), self._frozen()))
+
+    def use_grid(self) -> None:
+        self._wrapper.use_grid(self._grid, self._comm.rank_alone)
+        self.shards.count = self._grid.data_parallel_size
+
+    def clear(self) -> None:
+        self.inventory.settled()
+        self._weights_lead = False
+        for group in self._wrapper.groups:
+            for parameter in group:
+                unbind(parameter)
+        self.load({}, {}, {}, {})
+
+    def forget(self) -> None:
+        self.shards.forget()
+        self._linked = False
+
+    def after_step(self) -> None:
+        """Link the optimizer's state once there is some. Called after every batch."""
+        if not self._linked:
+            self._linked = self._wrapper.link_state()
+
+    def refit(self) -> None:
+        """Follow what was frozen or unfrozen, and weights that were loaded. Collective."""
+        assert self._next is None, "layers are on their way"
+        every = self._inventories()
+        if not all(inventory.is_current for inventory in every):
+            stays = MigrationPlan.between(self._layers.placement, self._layers.placement)
+            self._next = self._resharding(plan_resharding(stays, every, self._layers, self._grid))
+            self.settle(self._layers.parameters(), {})
+        if self._weights_lead:
+            self.shards.follow_weights()
+        self.inventory.settled()
+        self._weights_lead = False
+
+    def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
+        """Give a group that was empty here its options, such as the learning rate, from what arrives."""
+        joining = {id(found.parameter) for layer in arrived.values() for found in layer.parameters.values()}
+        for number, group in enumerate(self._wrapper.inner.param_groups):
+            if not any(self._membership.group(p) == number for p in parameters if id(p) not in joining):
+                for layer in arrived.values():
+                    group.update(layer.group_options.get(number, {}))
+
+    def _resharding(self, plan: ReshardingPlan) -> Resharding:
+        return Resharding(
+            plan,
+            {buffer: dict(self.shards.held(buffer)) for buffer in self.shards.buffers},
+            holder=self._holder,
+            rank_of=self._rank_of,
+            device=self.shards.device,
+        )
+
+    def _take_own_whole(self) -> None:
+        """Hold all of this replica's own parameters, of which DeepSpeed's constructor made a shard."""
+        self._wrapper.use_grid(self._grid, self._comm.rank_alone)
+        for number in self.shards.own_groups:
+            self._wrapper.masters[number].data = self.shards.cut(number, {}, MASTER, parked=False)
+        self.rebuild_buffers()
+
+    def _rank_of(self, shard: Shard) -> int:
+        return int(self._grid.stage_to_global(shard.stage, data=shard.replica))
+
+    def _run(self, resharding: Resharding) -> None:
+        scalars = resharding.plan.scalars
+        resharding.run(self._comm.p2p, lambda kind, fresh: self.shards.replace(kind, fresh, scalars))
+
+    def _mark_tied(self) -> None:
+        self._wrapper.mark_tied(self._layers.tied_parameters())
+
+    # -- checkpoints ----------------------------------------------------------------------------------
+
+    def load(
+        self,
+        members: Mapping[ParamKey, tuple[nn.Parameter, int, Pieces]],
+        kinds: Mapping[int, set[str]],
+        scalars: Mapping[int, dict[str, Any]],
+        options: Mapping[int, dict[str, Any]],
+    ) -> None:
+        """Hold this state from now on. Weights are in place; frozen parameters are parked. Not collective.
+
+        Args:
+            members: the stage's parameters with their group and the pieces of their state.
+            kinds, scalars: per group that has state.
+        """
+        assert all(rows.keys() <= {MASTER, *kinds.get(number, ())} for _, number, rows in members.values())
+        pieces = {key: rows for key, (_, _, rows) in members.items()}
+        groups: list[list[nn.Parameter]] = [[] for _ in self.shards.numbers]
+        for parameter, number, _ in members.values():
+            groups[number].append(parameter)
+        self.shards.membership = Membership(groups)
+        for number in self.shards.numbers:
+            self.shards.load(number, pieces, kinds.get(number, set()), scalars[number] if kinds.get(number) else {})
+            self._wrapper.inner.param_groups[number].update(options.get(number, {}))
+        for parameter, _, _ in members.values():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.clone()
+        self._wrap(*self._weights.rebuild(self._layers.named_parameters(), self._frozen()))
+
+    def weights_loaded(self, before: Mapping[ParamKey, nn.Parameter], after: Mapping[ParamKey, nn.Parameter]) -> None:
+        """Follow weights that were loaded without the optimizer's state: fp32 weights change, moments stay.
+
+        A parameter that had to become another one starts without state, in the group of the one that it was.
+        :meth:`refit` carries this out and has to follow.
+
+        Args:
+            before, after: the stage's parameters, in the order of its layers.
+        """
+        self._weights_lead = True
+        for old in self.inventory.replace(before, after):
+            self.drop([old])

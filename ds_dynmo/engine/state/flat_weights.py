@@ -1,0 +1,97 @@
+"""The flat buffers in which the weights of a stage lie, one per parameter group: how they are filled anew.
+
+The next buffers are allocated beside the present ones. Weights of layers that stay are copied, those that arrive are
+received into them; then DeepSpeed's wrapper takes them over, and nothing holds the old ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import Groups, unbind
+from ds_dynmo.engine.move.layout import shard_size
+from ds_dynmo.engine.state.flat_shards import FlatShards, Member
+from ds_dynmo.engine.state.keys import ParamKey
+
+
+class FlatWeights:
+    """Builds the next flat weights of a stage.
+
+    Args:
+        placeholders: one element per group that keeps a group alive where a stage has nothing of it.
+    """
+
+    def __init__(self, shards: FlatShards, placeholders: Sequence[nn.Parameter]) -> None:
+        self._shards, self._placeholders = shards, list(placeholders)
+        self._next: dict[int, torch.Tensor] = {}
+        self._views: dict[ParamKey, torch.Tensor] = {}
+
+    def allocate(self, members: Sequence[Member]) -> None:
+        """Allocate the next buffers, of so many parameters."""
+        live: dict[int, list[Member]] = {}
+        for member in members:
+            if not member.buffer.parked:
+                live.setdefault(member.buffer.group, []).append(member)
+        for number in self._shards.numbers:
+            of_group = live.get(number, [])
+            flat = self._next_of(number, sum(member.numel for member in of_group))
+            views = flat[: sum(member.numel for member in of_group)].split([member.numel for member in of_group])
+            self._views.update(zip((member.key for member in of_group), views))
+
+    def next_view(self, key: ParamKey) -> torch.Tensor | None:
+        """Return where a parameter will lie, flat; None: in no next buffer."""
+        return self._views.get(key)
+
+    def abandon(self) -> None:
+        """Free the next buffers."""
+        self._next.clear()
+        self._views.clear()
+
+    def _next_of(self, group: int, total: int) -> torch.Tensor:
+        """Return a group's next buffer, of so many elements. It is allocated once."""
+        if group not in self._next:
+            count = self._shards.count_of(group)
+            self._next[group] = self._placeholders[group].data.new_empty(shard_size(total, count) * count)
+        return self._next[group]
+
+    def rebuild(
+        self, named: Mapping[ParamKey, nn.Parameter], parked: Container[ParamKey]
+    ) -> tuple[Groups, list[torch.Tensor]]:
+        """Put the weights of the stage into the next buffers, for DeepSpeed's wrapper to take over.
+
+        Args:
+            named: the stage's parameters.
+            parked: those that lie in parked buffers from now on.
+
+        Returns:
+            The parameters of each group, or its placeholder, and the buffers that they are views of.
+        """
+        membership = self._shards.membership
+        for key, parameter in named.items():
+            if parameter in membership:
+                unbind(parameter)
+                is_parked = key in parked
+                if membership.put(parameter, parked=is_parked) and is_parked:
+                    parameter.data = parameter.data.clone()  # no longer a part of the flat weights
+        live = membership.by_group(named, parked=False)
+        groups = [[*group.values()] or [placeholder] for group, placeholder in zip(live, self._placeholders)]
+        flats = [self._flatten(number, group) for number, group in enumerate(groups)]
+        self.abandon()
+        return groups, flats
+
+    def _flatten(self, number: int, group: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Make the parameters of a group views of its next buffer. Some lie there already."""
+        total = sum(parameter.numel() for parameter in group)
+        flat = self._next_of(number, total)
+        offset = 0
+        for parameter in group:
+            view = flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
+            if view.data_ptr() != parameter.data_ptr():
+                view.copy_(parameter.data)
+            parameter.data = view
+            offset += parameter.numel()
+        flat[offset:].zero_()
+        return flat

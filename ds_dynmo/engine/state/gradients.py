@@ -1,0 +1,54 @@
+"""Gradients of a batch for a dynamic model: set elements to 0 or measure them, before the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.deepspeed_adapter.loss_scale import present_loss_scale
+from ds_dynmo.engine.deepspeed_adapter.zero_wrapper import ZeroWrapper
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.engine.state import clipping
+
+
+def zero_gradients(stage: StageContext, elements: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    """Set elements of the batch's gradients to 0. For ``engine.before_step``: before the norm is taken for clipping.
+
+    Not collective, but every replica has to make the same call.
+
+    Args:
+        elements: parameters of this stage, each with a bool in its shape: where its gradient is to be 0.
+    """
+    reduced = stage.optimizer.gradients()
+    for parameter, where in elements:
+        gradient = reduced.get(id(parameter))
+        if gradient is None:
+            continue
+        if gradient.numel() < parameter.numel():  # this rank's part
+            held = stage.state.state_of(parameter).values()
+            start = next(part[0] for part in held if isinstance(part, tuple))
+            where = where.reshape(-1)[start : start + gradient.numel()]
+        gradient.masked_fill_(where.reshape(gradient.shape), 0)
+
+
+def gradient_magnitudes(stage: StageContext) -> torch.Tensor:
+    """Sum the magnitudes of the gradients that this rank counts, per layer of the model.
+
+    Summed over all ranks, each element of each gradient counts once. In fp16 they are divided by the loss scale; those
+    of a batch whose step will be skipped may be infinite, or no number.
+
+    Returns:
+        fp64 ``[num_layers]`` on the CPU; 0 where a layer is elsewhere, counted elsewhere, or frozen.
+    """
+    sharded = isinstance(stage.optimizer.wrapper, ZeroWrapper)
+    norm, reduced = stage.optimizer.norm, stage.optimizer.gradients()
+    magnitudes = clipping.gradient_magnitudes(
+        stage.layers.counted_modules(),
+        stage.layers.num_layers,
+        norm.coordinates if sharded else norm.replica_coordinates,
+        stage.engine.device,
+        norm.counted_once(lambda parameter: reduced.get(id(parameter))),
+    )
+    return magnitudes.cpu() / present_loss_scale(stage.engine.optimizer)

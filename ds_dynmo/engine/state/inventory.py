@@ -1,0 +1,126 @@
+"""List what a rank holds in flat buffers, for the other ranks, before the buffers change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.move.layout import Buffer
+from ds_dynmo.engine.state.flat_shards import FlatShards, Member
+from ds_dynmo.engine.state.keys import ParamKey
+
+Scalars = dict[int, dict[str, Any]]  # per parameter group, what the optimizer keeps once for all of it
+Named = Mapping[ParamKey, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What one rank tells the others: its parameters, and the kinds of state it keeps for them.
+
+    Attributes:
+        tp_rank: the rank's index on the tensor ("model") axis.
+        replica: its data-parallel index.
+        before: what its buffers hold, in their order.
+        after: what they are to hold, by the layer that names it.
+        replaced: parameters that became others, whose state is not kept.
+        kinds: per buffer, the dtypes of the fp32 weights and of the optimizer's tensors in it.
+        scalars: such as the count of steps.
+        own_groups: the parameter groups whose parameters are each replica's own.
+    """
+
+    stage: int
+    tp_rank: int
+    replica: int
+    num_groups: int
+    before: tuple[Member, ...]
+    after: Mapping[int, tuple[Member, ...]]
+    replaced: frozenset[ParamKey]
+    kinds: Mapping[Buffer, Mapping[str, torch.dtype]]
+    scalars: Scalars
+    own_groups: frozenset[int] = frozenset()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its buffers hold what they are to."""
+        return not self.replaced and {*self.before} == {
+            member for of_layer in self.after.values() for member in of_layer
+        }
+
+
+class StageInventory:
+    """Takes the inventory of a rank.
+
+    Between a load of weights and the next resharding, its buffers hold parameters that became others.
+    """
+
+    def __init__(self, layers: StageLayers, shards: FlatShards, grid: Any) -> None:
+        self._layers, self._shards, self._grid = layers, shards, grid
+        self._replaced: frozenset[ParamKey] = frozenset()
+        self._before: tuple[Member, ...] | None = None  # None: they hold the layers' parameters
+
+    def take(self) -> Inventory:
+        """List this rank's parameters, and the kinds of state that it holds."""
+        named, shards = self._layers.named_parameters(), self._shards
+        after: dict[int, list[Member]] = {}
+        for member in self._members(named, lambda parameter: not parameter.requires_grad):
+            after.setdefault(member.key.layer, []).append(member)
+        return Inventory(
+            stage=int(self._grid.get_stage_id()),
+            tp_rank=self._grid.get_slice_parallel_rank(),
+            replica=self._grid.data_parallel_id,
+            num_groups=len(shards.numbers),
+            before=self._held(named) if self._before is None else self._before,
+            after={layer: tuple(members) for layer, members in after.items()},
+            replaced=self._replaced,
+            kinds={
+                buffer: {name: held.dtype for name, held in shards.held(buffer).items()} for buffer in shards.buffers
+            },
+            scalars={number: shards.scalars(number) for number in shards.numbers},
+            own_groups=shards.own_groups,
+        )
+
+    def replace(self, before: Named, after: Named) -> list[nn.Parameter]:
+        """Note which parameters became others. A new one joins the group of the one whose place it takes.
+
+        Args:
+            before, after: the stage's parameters, in the order of its layers.
+
+        Returns:
+            Those that are to leave their groups.
+        """
+        membership = self._shards.membership
+        replaced = {key: old for key, old in before.items() if old in membership and after.get(key) is not old}
+        if replaced:
+            self._before, self._replaced = self._held(before), frozenset(replaced)
+        for key, old in replaced.items():
+            group = membership.group(old)
+            if key in after and group is not None:
+                membership.join(after[key], group)
+        return [*replaced.values()]
+
+    def settled(self) -> None:
+        """Forget which parameters became others: the buffers hold the new ones."""
+        self._before, self._replaced = None, frozenset()
+
+    def _held(self, named: Named) -> tuple[Member, ...]:
+        return tuple(self._members(named, self._shards.membership.is_parked))
+
+    def _members(self, named: Named, is_parked: Callable[[nn.Parameter], bool]) -> Iterator[Member]:
+        for key, parameter in named.items():
+            group = self._shards.membership.group(parameter)
+            if group is not None:
+                yield Member(key, parameter.numel(), Buffer(group, is_parked(parameter)))
+
+
+def merge_scalars(every: Iterable[Scalars]) -> Scalars:
+    """Merge the scalars of each group, from whichever ranks have them."""
+    merged: Scalars = {}
+    for scalars in every:
+        for number, values in scalars.items():
+            merged.setdefault(number, {}).update(values)
+    return merged

@@ -1,0 +1,195 @@
+"""Keep some elements of parameters, so that weights, gradients and the optimizer's state take less memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine import validation
+from ds_dynmo.engine.comm.replicas import is_own
+from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import bound_by_wrapper
+from ds_dynmo.engine.deepspeed_adapter.module import is_split
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.engine.state.layer_record import register_hooks, user_hooks
+from ds_dynmo.engine.state.optimizer_state import KeptElements, select
+from ds_dynmo.errors import ConfigError, MigrationError
+
+Kept = Sequence[tuple[nn.Module, str, torch.Tensor]]
+_CALL = "engine.keep_elements"
+
+
+def refusal(stage: StageContext) -> str | None:
+    """Say why no element of a parameter can be left out; None: it can."""
+    optimizer = stage.engine.basic_optimizer
+    return None if optimizer is None else validation.not_elementwise(optimizer)
+
+
+def keep_elements(stage: StageContext, kept: Kept, *, is_moving: bool) -> None:
+    """Make 1-D parameters of some elements of parameters: ``engine.keep_elements``. Collective.
+
+    Args:
+        kept: modules of this stage, each with the name of its parameter and the places of the elements that stay.
+        is_moving: layers are on their way.
+
+    Raises:
+        ConfigError: on every rank that calls; nothing has changed.
+        MigrationError: on every rank that can still say so; parameters had begun to change.
+    """
+    if stage.around_schedule.running:
+        raise ConfigError(f"{_CALL} was called inside a batch: call it between two batches, on every rank")
+    stage.comm.enter("keep_elements")
+    problem, found, shorter = None, _Found(stage), list[KeptElements]()
+    try:
+        _check_state(stage, is_moving)
+        for module, name, index in kept:
+            found.add(module, name, index)
+        shorter = [_shorter(parameter, index) for *_, parameter, index in found.entries.values()]
+    except Exception as error:  # whatever a user's module raises: the others have to hear of it
+        problem = str(error) if isinstance(error, ConfigError | ValueError) else repr(error)
+    grid = stage.engine.grid
+    place = stage.engine.stage_id, grid.get_slice_parallel_rank()
+    digests = found.digest(split=True), found.digest(split=False)
+    every = stage.comm.gather_objects((place, problem, digests, len(found.entries)))
+    _refuse(every)
+    if not any(count for *_, count in every):
+        return
+    try:
+        _replace_parameters(stage, found, shorter)
+        stage.comm.all_done()
+    except Exception as error:
+        raise MigrationError(
+            f"rank {stage.engine.global_rank} failed in {_CALL}: {error}. Parameters had begun to change: resume the "
+            "job from its last checkpoint"
+        ) from error
+
+
+def _check_state(stage: StageContext, is_moving: bool) -> None:
+    if (problem := refusal(stage)) is not None:
+        raise ConfigError(problem)
+    if is_moving:
+        raise ConfigError("layers are on their way to other stages: call it when they have arrived")
+    stage.optimizer.check()
+    if stage.optimizer.wrapper is not None and stage.optimizer.wrapper.holds_gradients:
+        raise ConfigError("the optimizer's flat buffers hold gradients of a batch: call it after the optimizer's step")
+
+
+class _Found:
+    """The parameters of a stage that are to become some of their elements, each checked.
+
+    Attributes:
+        entries: by layer and name.
+    """
+
+    def __init__(self, stage: StageContext) -> None:
+        layers = stage.layers
+        self._places: dict[int, tuple[int, str]] = {}
+        self._users: dict[int, list[tuple[int, str]]] = {}
+        for layer, whole in layers.modules().items():
+            for path, module in whole.named_modules():
+                self._places[id(module)] = layer, path
+                for name, parameter in module._parameters.items():
+                    self._users.setdefault(id(parameter), []).append((layer, f"{path}.{name}".lstrip(".")))
+        self._tied = {id(parameter) for parameter in layers.tied_parameters()}
+        self.entries: dict[tuple[int, str], tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = {}
+
+    def add(self, module: nn.Module, name: str, index: torch.Tensor) -> None:
+        """Note one more.
+
+        Raises:
+            ConfigError: it cannot be done, with the layer, the name and why.
+        """
+        place = self._places.get(id(module))
+        if place is None:
+            raise ConfigError(f"{name!r} of a {type(module).__name__}, which is in no layer of this stage")
+        layer, path = place
+        key = layer, f"{path}.{name}".lstrip(".")
+        where = f"layer {layer}: {key[1]}"
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            raise ConfigError(f"{where} is no parameter; {type(module).__name__} has {[*module._parameters]}")
+        if key in self.entries:
+            raise ConfigError(f"{where} is given twice")
+        self._check_alone(where, parameter)
+        self.entries[key] = module, name, parameter, _checked(where, parameter, index)
+
+    def _check_alone(self, where: str, parameter: nn.Parameter) -> None:
+        if id(parameter) in self._tied:
+            raise ConfigError(f"{where} is tied: its copies on other stages would keep all elements")
+        if is_own(parameter):
+            raise ConfigError(f"{where} is each replica's own: other elements could stay on each")
+        users = self._users[id(parameter)]
+        if len(users) > 1:
+            raise ConfigError(f"{where} has other names too, {[name for _, name in users]}: register it once")
+
+    def digest(self, *, split: bool) -> str:
+        """Hash what is kept of parameters that tensor-parallel slices split, or of the others, to compare ranks."""
+        found = hashlib.sha256()
+        for key, (*_, parameter, index) in sorted(self.entries.items(), key=lambda entry: entry[0]):
+            if is_split(parameter) is not split:
+                continue
+            found.update(repr((key, len(index))).encode())
+            found.update(index.cpu().numpy().tobytes())
+        return found.hexdigest()
+
+
+def _checked(where: str, parameter: nn.Parameter, index: torch.Tensor) -> torch.Tensor:
+    """Return the places as int64, on the parameter's device.
+
+    Raises:
+        ConfigError: they are not places in the flattened parameter, in ascending order.
+    """
+    if parameter.dim() == 0:
+        raise ConfigError(f"{where} has one element and no dimension: there are none to choose from")
+    if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
+        what = f"{list(index.shape)} of {index.dtype}" if isinstance(index, torch.Tensor) else type(index).__name__
+        raise ConfigError(f"{where}: the index is {what}; allowed is a 1-D tensor of int32 or int64")
+    places = index.detach().to(parameter.device, torch.int64)
+    if len(places) and (int(places[0]) < 0 or int(places[-1]) >= parameter.numel()):
+        raise ConfigError(
+            f"{where}: the index goes from {int(places[0])} to {int(places[-1])}; allowed are 0 to "
+            f"{parameter.numel() - 1}, places in the flattened parameter of shape {list(parameter.shape)}"
+        )
+    if not bool((places[1:] > places[:-1]).all()):
+        raise ConfigError(f"{where}: the index is not in ascending order, each place once")
+    return places
+
+
+def _refuse(every: Sequence[tuple[tuple[int, int], str | None, tuple[str, str], int]]) -> None:
+    """Raise the first problem of any rank, or that replicas or slices differ; the same on every rank."""
+    for rank, (_, problem, *_) in enumerate(every):
+        if problem is not None:
+            raise ConfigError(f"{_CALL}: rank {rank}: {problem}. Nothing has changed")
+    first: dict[tuple[int, ...], tuple[int, str]] = {}
+    for rank, ((stage, tp_rank), _, (of_split, of_others), _) in enumerate(every):
+        for place, digest in (((stage, tp_rank), of_split), ((stage,), of_others)):
+            leader, theirs = first.setdefault(place, (rank, digest))
+            if theirs != digest:
+                raise ConfigError(
+                    f"{_CALL}: ranks {leader} and {rank} hold copies of the same parameters of stage {stage} and "
+                    "would keep different elements: each has to pass the same. Nothing has changed"
+                )
+
+
+def _replace_parameters(stage: StageContext, found: _Found, kept: Sequence[KeptElements]) -> None:
+    def replace() -> None:
+        for (module, name, *_), entry in zip(found.entries.values(), kept):
+            module._parameters[name] = entry.new
+        stage.optimizer.name_parameters()
+
+    if kept:
+        stage.state.keep_elements(kept, replace)
+    for entry in kept:  # whoever still holds the old parameter does not hold its memory
+        entry.old.data, entry.old.grad = entry.old.data.new_empty(0), None
+    stage.parameters_replaced.publish(None)  # everywhere: stages tell each other the shapes of activations anew
+
+
+def _shorter(old: nn.Parameter, index: torch.Tensor) -> KeptElements:
+    """Make the parameter that takes the place of ``old``, with what belongs to it."""
+    new = nn.Parameter(select(old, index), requires_grad=old.requires_grad)
+    new.grad = None if old.grad is None else select(old.grad, index)
+    vars(new).update({name: value for name, value in vars(old).items() if not bound_by_wrapper(name)})
+    register_hooks(new, user_hooks(old))
+    return KeptElements(old, new, index)

@@ -1,0 +1,208 @@
+"""The optimizer that an engine trains with, and its state, which follows the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine import validation
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.deepspeed_adapter.bf16_wrapper import Bf16Wrapper
+from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper
+from ds_dynmo.engine.deepspeed_adapter.missing_uses import BuiltParameter, join_groups
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed_adapter.zero_wrapper import ZeroWrapper
+from ds_dynmo.engine.events import Event
+from ds_dynmo.engine.state import trained_parameters
+from ds_dynmo.engine.state.clipping import ModelNorm
+from ds_dynmo.engine.state.flat_state import FlatState
+from ds_dynmo.engine.state.optimizer_state import OptimizerState, PerParameterState
+from ds_dynmo.engine.state.parameter_groups import Placeholders, complete_groups, in_order, leave_out_frozen
+from ds_dynmo.errors import ConfigError
+
+
+class OptimizerBinding:
+    """The optimizer of a pipeline engine, bound to the layers of its stage.
+
+    DeepSpeed configures an optimizer inside :meth:`configuring`: in its constructor, and again whenever a program asks
+    for it. When its constructor is done, :meth:`follow` makes the state.
+
+    Attributes:
+        wrapper: DeepSpeed's around the optimizer; None: it has none.
+        changed: published once another optimizer than before follows the layers.
+
+    Args:
+        engine: DeepSpeed's, under construction.
+        built: parameters of layers that DeepSpeed did not build on some stage; None: it built all.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        layers: StageLayers,
+        comm: Communicator,
+        norm: ModelNorm,
+        built: list[BuiltParameter] | None,
+    ) -> None:
+        self._engine, self._layers, self._comm, self.norm = engine, layers, comm, norm
+        self._built = built
+        self._members: list[list[nn.Parameter]] = []
+        self._placeholders: Placeholders | None = None
+        self._configured: Any = None  # the optimizer that the state is of
+        self._state: OptimizerState | None = None
+        self.wrapper: FlatWrapper | None = None
+        self.changed: Event[None] = Event()
+
+    @property
+    def state(self) -> OptimizerState:
+        """What the optimizer holds for the layers of this stage."""
+        assert self._state is not None, "DeepSpeed's constructor is done"
+        return self._state
+
+    def missing(self) -> str | None:
+        """Say that there is no optimizer, which the engine may be given after its construction; None: there is one."""
+        engine = self._engine
+        if engine.basic_optimizer is None and (engine.optimizer is None or self.is_flat):  # DeepSpeed wraps none too
+            return (
+                'optimizer: the engine has none to train with: "optimizer" in the configuration, or the argument '
+                "optimizer of initialize, gives it one"
+            )
+        return None
+
+    def check_given(self) -> None:
+        """Refuse to train without an optimizer.
+
+        Raises:
+            ConfigError: saying where to give one.
+        """
+        if (missing := self.missing()) is not None:
+            raise ConfigError(missing)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether DeepSpeed keeps its state in flat shards (bf16, ZeRO-1)."""
+        return bool(self._engine.zero_optimization() or self._engine.bfloat16_enabled())
+
+    # -- configuration --------------------------------------------------------------------------------
+
+    @contextmanager
+    def configuring(self, given: Any, model_parameters: list[Any]) -> Iterator[torch.optim.Optimizer]:
+        """Give DeepSpeed an optimizer to wrap, with every parameter group on every rank, empty ones too. Collective.
+
+        Args:
+            given: an optimizer, or what makes one of parameters.
+
+        Raises:
+            ConfigError: its state cannot be moved, or it trains what no layer of the stage has.
+        """
+        is_another = self._state is not None
+        if isinstance(given, torch.optim.Optimizer):
+            optimizer = given
+        else:
+            optimizer = given(
+                model_parameters or [{"params": []}]
+            )  # a stage with nothing to train: torch wants a group
+        if not model_parameters:
+            optimizer.param_groups.clear()
+        validation.check_optimizer(optimizer, flat=self.is_flat)
+        self._comm.enter("initialize")
+        if is_another:
+            strangers = trained_parameters.strangers(optimizer, self._layers)
+            trained_parameters.refuse_strangers(self._comm.gather_objects(strangers))
+        scheduler = self._engine.client_lr_scheduler
+        scheduler = None if callable(scheduler) else scheduler
+        leave_out_frozen(optimizer)
+        complete_groups(optimizer, scheduler, self._comm.gather_objects, separate=self.is_flat)
+        if self._built is not None and not is_another:
+            validation.check_layers(self._comm.gather_objects(join_groups(optimizer, self._built)))
+            self._built = None
+        ties = trained_parameters.groups_of_ties(optimizer, self._layers)
+        trained_parameters.refuse_ties_apart(self._comm.gather_objects(ties))
+        groups = list(optimizer.param_groups)
+        self._members = [list(group["params"]) for group in groups]
+        if self.is_flat:
+            engine = self._engine
+            in_order(optimizer, self._layers.parameters())
+            self._placeholders = Placeholders(optimizer, engine.param_names, engine.get_data_types()[0], engine.device)
+        yield optimizer
+        optimizer.param_groups[:] = groups  # DeepSpeed drops the empty ones
+        if is_another:
+            self.follow()
+            self.changed.publish(None)
+
+    def follow(self) -> None:
+        """Let the state of the engine's present optimizer follow the layers, instead of an earlier one's."""
+        if self.wrapper is not None:
+            self.wrapper.release()
+            self.wrapper = None
+        self._configured = self._engine.optimizer
+        wrapper = _wrapper_of(self._configured) if self._engine.basic_optimizer is not None else None
+        groups, self._members = self._members, []  # no departed parameter is to live on here
+        if wrapper is None:  # DeepSpeed wraps no optimizer too, under bf16
+            self._state = PerParameterState(self._engine.basic_optimizer, self._comm.gather_objects)
+            return
+        assert self._placeholders is not None
+        norm = self.norm.of_sums if isinstance(wrapper, Bf16Wrapper) else self.norm.of_shards
+        wrapper.clip_by(lambda: norm(wrapper.gradients()))
+        self.wrapper = wrapper
+        state = FlatState(wrapper, self._layers, self._comm, self._engine.grid, groups, self._placeholders.parameters)
+        wrapper.hide(lambda: state.shards.members)
+        self._state = state
+
+    # -- while it trains ------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuse to move layers unless the optimizer trains exactly what is trainable here.
+
+        Raises:
+            ValueError: naming the optimizer, or the first parameter.
+        """
+        trained_parameters.check(self._engine.optimizer, self._configured, self._layers, self.state)
+
+    def after_step(self) -> None:
+        """Take note that a batch was trained on."""
+        self.state.after_step()
+
+    def is_current(self) -> bool:
+        """Tell whether it updates exactly what is trainable. If not, :meth:`refit` follows."""
+        return self.state.is_current()
+
+    def refit(self) -> None:
+        """Take frozen parameters out of what DeepSpeed's wrapper trains, and unfrozen ones back in. Collective."""
+        self.state.refit()
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """Map the ``id`` of a parameter to its gradient of this batch; under ZeRO to the part in this rank's shard."""
+        if self.wrapper is None:
+            return {id(p): p.grad for p in self._engine.module.parameters() if p.grad is not None}
+        return {id(p): gradient for p, gradient in self.wrapper.gradients()}
+
+    def accumulate(self, micro_batches: int) -> None:
+        """Take note that gradients are summed over so many micro-batches from now on."""
+        if self.wrapper is not None:
+            self.wrapper.accumulate(micro_batches)
+
+    def name_parameters(self) -> None:
+        """Name this stage's parameters. In place: DeepSpeed's wrappers hold the same dict."""
+        names = self._engine.param_names
+        names.clear()
+        names.update({parameter: name for name, parameter in self._engine.module.named_parameters()})
+        if self.wrapper is not None and self._placeholders is not None:
+            names.update(self._placeholders.names)
+
+    def without_placeholders(self, shapes: list[Any]) -> list[Any]:
+        """Select, of DeepSpeed's tables for checkpoints, one per group, those without placeholders."""
+        if self.wrapper is None or self._placeholders is None:
+            return shapes
+        names = set(self._placeholders.names.values())
+        return [group for group in shapes if not group.keys() & names]
+
+
+def _wrapper_of(optimizer: Any) -> FlatWrapper | None:
+    """View ``optimizer`` as one of DeepSpeed's wrappers; None if it is a plain optimizer."""
+    views = (Bf16Wrapper, ZeroWrapper)
+    return next((view(optimizer) for view in views if isinstance(optimizer, view.wraps)), None)

@@ -1,0 +1,349 @@
+"""What the optimizer holds for the layers of a stage, and how it follows them when they move.
+
+Two kinds: a plain torch optimizer keeps state per parameter, which travels inside the layer
+(:class:`PerParameterState`); DeepSpeed's wrappers keep it in flat shards (:mod:`ds_dynmo.engine.state.flat_state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from deepspeed.ops.adam import FusedAdam
+from torch import nn
+
+from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES
+from ds_dynmo.engine.move.carrying import Transfers
+from ds_dynmo.engine.move.tensors import num_bytes
+from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.engine.state.layer_record import LayerRecord
+from ds_dynmo.engine.state.parameter_groups import options_of
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import HeldBytes, MigrationPlan
+
+
+@dataclass(frozen=True)
+class KeptElements:
+    """A parameter that becomes some of its elements.
+
+    Attributes:
+        old: the parameter, of any shape.
+        new: the 1-D parameter that takes its place.
+        index: ascending places in the flattened ``old``, int64, on its device.
+    """
+
+    old: nn.Parameter
+    new: nn.Parameter
+    index: torch.Tensor
+
+    def select(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy the elements that stay of a tensor in the shape of ``old``."""
+        return select(tensor, self.index)
+
+
+def select(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Copy the elements of a flattened tensor at the places ``index``."""
+    return tensor.detach().reshape(-1).index_select(0, index.to(tensor.device))
+
+
+class OptimizerState(Protocol):
+    """The optimizer's part in a migration."""
+
+    def trained(self) -> dict[int, nn.Parameter] | None:
+        """Return the parameters that it updates, frozen ones too, by ``id``; None: there is no optimizer."""
+        ...
+
+    # -- training ---------------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Take note that a batch was trained on."""
+        ...
+
+    def is_current(self) -> bool:
+        """Return whether it updates exactly what is trainable. If not, :meth:`refit` follows."""
+        ...
+
+    def refit(self) -> None:
+        """Follow what was frozen or unfrozen, and weights that were loaded. Collective."""
+        ...
+
+    # -- the phases of a migration, in this order, on every rank ------------------------------------------
+
+    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
+        """Find out what has to be sent, and allocate what is received. May gather.
+
+        Args:
+            overlapped: batches train before :meth:`settle`, so that all state travels ahead.
+
+        Returns:
+            Bytes this rank will send apart from those in its layers, and a hash of the route that they take, which has
+            to be the same on all ranks of a pipeline.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """Return to what was before :meth:`prepare`: nothing will move."""
+        ...
+
+    def record(self, module: nn.Module) -> LayerRecord:
+        """Collect a layer with all of the optimizer's that travels inside it."""
+        ...
+
+    def recv_buffer_of(self, key: ParamKey) -> torch.Tensor | None:
+        """Return flat memory to receive a parameter of an arriving layer in; None: it gets memory of its own."""
+        ...
+
+    def transfers(self) -> Transfers:
+        """List the state that travels ahead, apart from that in layers."""
+        ...
+
+    def refresh(self) -> None:
+        """Take note of what batches changed since :meth:`prepare`. May gather."""
+        ...
+
+    def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
+        """Copy weights of layers that stay to where they will lie, while others are on their way."""
+        ...
+
+    def drop(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Free what is held for parameters that were sent away."""
+        ...
+
+    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
+        """Take over ``parameters``, the stage's from now on, in this order; ``arrived`` are the layers that came."""
+        ...
+
+    # -- what is held -------------------------------------------------------------------------------------
+
+    def static_bytes(self, parameter: nn.Parameter) -> int:
+        """Count bytes of gradients and optimizer state of a parameter, on this rank."""
+        ...
+
+    def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
+        """Count a parameter and all that is held for it on this rank between two batches."""
+        ...
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return what the optimizer holds for a parameter on this rank; for tests and reports."""
+        ...
+
+    # -- stages that get other replicas -------------------------------------------------------------------
+
+    def use_grid(self) -> None:
+        """Take note that the grid is now that of another world."""
+        ...
+
+    def plan_scatter_shards(self, placement: Placement, num_replicas: int) -> Any:
+        """Plan how the state of so many replicas is shared by all that there are now. May gather."""
+        ...
+
+    def scatter_shards(self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
+        """Settle as :meth:`settle` does, where more replicas hold the stages than before."""
+        ...
+
+    def gather_shards(self, placement: Placement, num_replicas: int) -> None:
+        """Gather all state on so many replicas; :meth:`rebuild_buffers` follows in their new world."""
+        ...
+
+    def rebuild_buffers(self) -> None:
+        """Rebuild the buffers in the new world, after :meth:`gather_shards`."""
+        ...
+
+    def clear(self) -> None:
+        """Free what is held for all parameters: the stage's layers are gone without having been sent."""
+        ...
+
+    def forget(self) -> None:
+        """Free all that is still held: this stage has no layer any more."""
+        ...
+
+    def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
+        """Set elements of a parameter, and all that is held for them, to 0. ``where``: bool, in its shape."""
+        ...
+
+    def keep_elements(self, kept: Sequence[KeptElements], replace: Callable[[], None]) -> None:
+        """Hold what belongs to the elements that stay, and nothing of the others. Collective over the replicas.
+
+        Args:
+            replace: puts the new parameters into their modules, and names them. It is called once.
+        """
+        ...
+
+
+class PerParameterState:
+    """A plain torch optimizer, or none.
+
+    Args:
+        gather: collective, gathers one value of every rank; None: this rank is alone.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, gather: Callable[[Any], list[Any]] | None = None
+    ) -> None:
+        self._optimizer, self._gather = optimizer, gather
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups if self._optimizer is not None else []
+
+    @property
+    def _state(self) -> dict[Any, Any]:
+        return self._optimizer.state if self._optimizer is not None else {}
+
+    def trained(self) -> dict[int, nn.Parameter] | None:
+        if self._optimizer is None:
+            return None
+        return {id(parameter): parameter for group in self._groups for parameter in group["params"]}
+
+    def after_step(self) -> None:
+        pass
+
+    def is_current(self) -> bool:
+        return True
+
+    def refit(self) -> None:
+        self._count_steps_per_parameter(self._gather)
+
+    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
+        if plan.moves:
+            self._count_steps_per_parameter()
+        return 0, ""
+
+    def abandon(self) -> None:
+        pass
+
+    def _count_steps_per_parameter(self, everywhere: Callable[[Any], list[Any]] | None = None) -> None:
+        """Correct DeepSpeed's FusedAdam: it counts a group's steps on the last parameter that had a gradient.
+
+        Args:
+            everywhere: collective, gathers one value of every rank: the count then is the whole model's, as it has
+                to be where a stage did not count because it was frozen. None: this stage's.
+        """
+        if not isinstance(self._optimizer, FusedAdam):
+            return
+        held = [[self._state[p] for p in group["params"] if p in self._state] for group in self._groups]
+        steps = [max((state["step"] for state in states), default=0) for states in held]
+        if everywhere is not None:
+            steps = [max(counts) for counts in zip(*everywhere(steps))]
+        for states, count in zip(held, steps):
+            for state in states:
+                state["step"] = count
+
+    def record(self, module: nn.Module) -> LayerRecord:
+        groups = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
+        return LayerRecord.of(
+            module,
+            group_of=lambda parameter: groups.get(id(parameter)),
+            options_of=lambda number: options_of(self._groups[number]),
+            state_of=self._state.get,
+            gradient_of=lambda parameter: parameter.grad,
+        )
+
+    def recv_buffer_of(self, key: ParamKey) -> torch.Tensor | None:
+        return None
+
+    def transfers(self) -> Transfers:
+        return [], []
+
+    def refresh(self) -> None:
+        self._count_steps_per_parameter()
+
+    def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
+        pass
+
+    def drop(self, parameters: Iterable[nn.Parameter]) -> None:
+        gone = {id(parameter) for parameter in parameters}
+        for group in self._groups:
+            group["params"] = [p for p in group["params"] if id(p) not in gone]
+        for parameter in [p for p in self._state if id(p) in gone]:
+            del self._state[parameter]
+
+    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
+        joining: dict[int, list[nn.Parameter]] = {}
+        for found in (found for layer in arrived.values() for found in layer.parameters.values()):
+            if found.group is not None:
+                joining.setdefault(found.group, []).append(found.parameter)
+            if found.state is not None:
+                self._state[found.parameter] = found.state
+        place = {id(parameter): position for position, parameter in enumerate(parameters)}
+        for number, group in enumerate(self._groups):
+            if not group["params"]:
+                for layer in arrived.values():
+                    group.update(layer.group_options.get(number, {}))
+            members = [*group["params"], *joining.get(number, [])]
+            group["params"] = sorted(members, key=lambda p: place.get(id(p), -1))
+            group.pop("param_names", None)  # optional labels of torch's, by position: no longer true
+
+    def static_bytes(self, parameter: nn.Parameter) -> int:
+        gradients = num_bytes(parameter) if parameter.requires_grad else 0
+        return gradients + sum(num_bytes(tensor) for tensor in _tensors_in(self._state.get(parameter)))
+
+    def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
+        gradient = [] if parameter.grad is None else [parameter.grad]
+        return held_alone([parameter, *gradient, *_tensors_in(self._state.get(parameter))])
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return dict(self._state.get(parameter, {}))
+
+    def use_grid(self) -> None:
+        pass
+
+    def plan_scatter_shards(self, placement: Placement, num_replicas: int) -> Any:
+        self._count_steps_per_parameter()
+
+    def scatter_shards(self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
+        self.settle(parameters, arrived)
+
+    def gather_shards(self, placement: Placement, num_replicas: int) -> None:
+        pass
+
+    def rebuild_buffers(self) -> None:
+        pass
+
+    def clear(self) -> None:
+        for group in self._groups:
+            group["params"] = []
+            group.pop("param_names", None)
+        self._state.clear()
+
+    def forget(self) -> None:
+        self._state.clear()
+
+    def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
+        parameter.detach().masked_fill_(where, 0)
+        for name, held in self._state.get(parameter, {}).items():
+            if _is_per_element(name, held, parameter):
+                held.masked_fill_(where, 0)
+
+    def keep_elements(self, kept: Sequence[KeptElements], replace: Callable[[], None]) -> None:
+        replace()
+        new = {id(entry.old): entry.new for entry in kept}
+        for group in self._groups:
+            group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
+        for entry in kept:
+            if entry.old in self._state:
+                self._state[entry.new] = {
+                    name: entry.select(held) if _is_per_element(name, held, entry.old) else held
+                    for name, held in self._state.pop(entry.old).items()
+                }
+
+
+def _is_per_element(name: str, held: Any, parameter: nn.Parameter) -> bool:
+    """Tell whether ``held``, of an optimizer's state, has a value for each element of the parameter."""
+    return name != "step" and isinstance(held, torch.Tensor) and held.shape == parameter.shape
+
+
+def held_alone(tensors: Iterable[torch.Tensor]) -> HeldBytes:
+    """Count tensors in memory of their own."""
+    sizes = [num_bytes(tensor) for tensor in tensors]
+    return HeldBytes(own=sum(sizes), staged=sum(size for size in sizes if size <= SMALL_BYTES))
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for item in value for tensor in _tensors_in(item)] if isinstance(value, list | tuple) else []
