@@ -37,6 +37,23 @@ class Counting(Block):
         self.peeks: list[Any] = []
 
 
+COUNTERS: dict[str, Counter] = {}
+
+
+class CountingInADict(Counting):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        COUNTERS["the"] = self.counter
+
+
+class CountingInAClass(Counting):
+    held: Counter
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        CountingInAClass.held = self.counter
+
+
 class Peeking(Block):
     """A block that may refer to anything."""
 
@@ -62,7 +79,14 @@ class BuiltOnce(Block):
             raise RuntimeError("built once before")
 
 
-KINDS = {"counter": Counting, "declared": Declared, "constructor": BuiltOnce}
+KINDS = {
+    "counter": Counting,
+    "in a global dict": CountingInADict,
+    "in a class": CountingInAClass,
+    "declared": Declared,
+    "constructor": BuiltOnce,
+}
+SHARED = "layer 2's counter, a tests.distributed.test_refused_references.Counter, is shared with layer 1"
 PARTITIONS = {1: [0, 7], 2: [0, 4, 7]}  # by stages; measured times would move other layers from run to run
 
 
@@ -109,7 +133,10 @@ def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("counter", "counter, a tests.distributed.test_refused_references.Counter, is shared with layer 1"),
+        ("counter", SHARED),
+        ("in a global dict", SHARED),
+        ("in a class", SHARED),
+        ("counter", '"rank_attributes": ["counter"] in the "dynmo" block'),
         ("weight", "peeks[0] is up.weight of layer 1"),
         ("view", "peeks[0]['of'] is up.weight of layer 1"),
         ("meta", "peeks[0] is on the meta device"),
@@ -169,7 +196,10 @@ def test_layers_that_cannot_leave_are_refused_before_the_old_world_ends(
         assert "peeks[0] is on the meta device" in message and harmless
 
 
-@pytest.mark.parametrize(("how", "block"), [("counter", ("counter",)), ("declared", ())])
+@pytest.mark.parametrize(
+    ("how", "block"),
+    [("counter", ("counter",)), ("in a global dict", ("counter",)), ("in a class", ("counter",)), ("declared", ())],
+)
 def test_attributes_of_the_rank_stay_on_the_rank(how: str, block: tuple[str, ...]) -> None:
     for found in run(2, move_or_refuse, how, block):
         assert found["message"] == "moved" and found["partition"] == [0, 2, 7]

@@ -13,8 +13,6 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from ds_dynmo.engine.move.names import Names
-from ds_dynmo.engine.move.object_graph import walk
 from ds_dynmo.engine.move.packing import PackedLayer, pack
 from ds_dynmo.engine.move.references import References
 from ds_dynmo.engine.state.optimizer_state import PerParameterState
@@ -145,61 +143,45 @@ class Singleton:
     instance = Thing()
 
 
-def test_what_a_class_holds_for_all_its_instances_is_named() -> None:
-    layer = Layer(context=Singleton.instance)  # the only one of its stage, so no other layer shows that it is shared
-    [reference] = names_of([layer]).outside(layer, {}).references.values()
-    assert str(reference.name) == f"{__name__}.Singleton.instance"
+SETTINGS = {"sizes": Thing()}
 
 
-def test_globals_are_searched_only_for_what_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted: list[Any] = []
-    monkeypatch.setattr(Names, "in_globals", lambda _, objects, layer: wanted.extend(objects.values()) or {})
-    layers, mark = [Layer(), Layer()], Thing()
-    vars(layers[0].weight)["number"] = 3
-    packed(layers[0], names_of(layers))
-    assert wanted == []
-    vars(layers[1].weight)["mark"] = mark
-    layers[1].weight.register_hook(HOOK)
-    packed(layers[1], names_of(layers))
-    assert mark in wanted and HOOK in wanted
+@pytest.mark.parametrize("shared", [Singleton.instance, SETTINGS["sizes"]], ids=["of a class", "in a global dict"])
+def test_what_the_program_holds_deeper_than_in_its_globals_is_refused_with_the_remedy(shared: Thing) -> None:
+    layers = [Layer(context=[shared]), Layer(context=shared)]
+    with pytest.raises(TypeError) as refusal:
+        packed(layers[1], names_of(layers))
+    expected = "layer 1's context, a tests.local.test_references.Thing, is shared with layer 0 and would become a copy"
+    assert str(refusal.value).startswith(expected)
+    assert '"rank_attributes": ["context"] in the "dynmo" block' in str(refusal.value)
+    pipeline: Any = Pipeline([LayerSpec(Layer) for _ in layers])
+    names = References(pipeline, lambda: dict(enumerate(layers)), lambda value: [value], ["context"])
+    assert packed(layers[1], names).num_bytes == 16
+    found = names.outside(layers[1], {})
+    assert not found.references and found.rank_attributes == {id(layers[1]): frozenset({"context"})}
 
 
-def test_globals_are_searched_once_for_all_layers_that_leave_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched = []
-
-    def counting(roots: Any, enter: Any, depth: Any = None, **more: Any) -> Any:
-        searched.append(depth)
-        return walk(roots, enter, depth, **more)
-
-    layers = [Layer(angles=ANGLES), Layer(angles=ANGLES)]
-    names = names_of(layers)
-    monkeypatch.setattr("ds_dynmo.engine.move.names.walk", counting)
-    with names.globals_kept():
-        first = names.outside(layers[0], {}).references
-        once = len(searched)
-        assert once and names.outside(layers[1], {}).references.keys() == first.keys() == {id(ANGLES)}
-        assert len(searched) == once
-    monkeypatch.setitem(globals(), "ANGLES", None)  # afterwards they may be others
-    monkeypatch.setitem(globals(), "MOVED", vars(layers[0])["angles"])
-    again = names.outside(layers[0], {}).references.values()
-    assert [str(reference.name) for reference in again] == [f"{__name__}.MOVED"]
-
-
-LAYERS: list[Layer] = []
+def test_a_mark_on_a_parameter_cannot_belong_to_the_rank() -> None:
+    shared = Thing()
+    layers = [Layer(), Layer(held=shared)]
+    vars(layers[0].weight)["mark"] = shared
+    with pytest.raises(TypeError, match=r"layer 0's weight\.marks\['mark'\], .* is shared with layer 1.*module$"):
+        packed(layers[0], names_of(layers))
 
 
 @pytest.mark.parametrize(
     ("peek", "expected"),
     [(lambda layer: layer, "a part of layer 1"), (lambda layer: layer.weight, "weight of layer 1")],
 )
-def test_another_layer_in_the_programs_globals_is_refused(peek: Any, expected: str) -> None:
-    """The program keeps its layers in a list, and one of them refers to its neighbour."""
+def test_another_layer_in_the_programs_globals_is_refused(
+    peek: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program keeps a layer in a global variable, and its neighbour refers to it."""
     other = Layer()
     layers = [Layer(peer=[peek(other)]), other]
-    LAYERS[:] = [peek(layer) for layer in layers]
+    monkeypatch.setitem(globals(), "OTHER", peek(other))
     with pytest.raises(TypeError, match=rf"peer\[0\] is {expected}"):
         names_of(layers).outside(layers[0], {})
-    LAYERS.clear()
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,7 @@ class MigrationContext:
         leaving = {move.layer: self.layers.local_module(move.layer) for move in plan.moves if move.source == self.stage}
         modules = {index: module for index, module in leaving.items() if module is not None}
         sent = {move.layer for move in self.sent(plan)}
-        with self.names.globals_kept():
-            packed = {index: self.pack(index, module) for index, module in modules.items() if index in sent}
+        packed = {index: self.pack(index, module) for index, module in modules.items() if index in sent}
         staying = set(map(id, self.staying(plan).values()))
         self.names.check_left_behind({index: m for index, m in modules.items() if id(m) not in staying})
         return packed
@@ -116,11 +115,10 @@ class MigrationContext:
     def pack_again(self, packed: Mapping[int, PackedLayer]) -> dict[int, PackedLayer]:
         """Make layers ready once more, whose constant tensors were sent."""
         again: dict[int, PackedLayer] = {}
-        with self.names.globals_kept():
-            for index, sent_ahead in packed.items():
-                module = self.layers.local_module(index)
-                assert module is not None
-                again[index] = self.pack(index, module, sent_ahead)
+        for index, sent_ahead in packed.items():
+            module = self.layers.local_module(index)
+            assert module is not None
+            again[index] = self.pack(index, module, sent_ahead)
         return again
 
     def receive(

@@ -4,18 +4,17 @@ An object that was shared when the model was built has the same path on every ra
 
 - the layer list, for what two of its entries refer to, such as a configuration that several LayerSpecs take;
 - the ``PipelineModule``, for its attributes, such as the process grid;
-- the globals of a Python module, such as the arguments that Megatron's ``get_args()`` returns.
+- a global variable of a Python module, such as the arguments that Megatron's ``get_args()`` returns.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
@@ -24,7 +23,6 @@ from ds_dynmo.engine.move.object_graph import MODULE_MACHINERY, Path, children, 
 
 _LAYER, _PIPELINE, _GLOBALS = "layer", "pipeline", "globals"
 _NO_GLOBALS_OF_A_MODEL = frozenset({*sys.stdlib_module_names, "torch", "numpy", "deepspeed", "ds_dynmo"} - {"__main__"})
-_GLOBALS_DEPTH = 3
 _MOST_ENTRIES = 10_000  # larger containers are not searched for names: a loss function may hold a whole data set
 
 
@@ -61,7 +59,6 @@ class Names:
         self._pipeline = pipeline
         self._modules = modules
         users = self._users(gather)
-        self._held_deep: dict[str, dict[int, tuple[Any, Path]]] | None = None  # by Python module, then by id
         # Both keep the objects alive, so that their ids are not reused.
         self._in_several = {key: part for key, (part, layers) in users.items() if len(layers) > 1}
         self._names = self._find_names({key: min(layers) for key, (_, layers) in users.items() if len(layers) == 1})
@@ -144,61 +141,30 @@ class Names:
             k: entry for k, entry in names.items() if k not in owner and not isinstance(entry[0], tuple | frozenset)
         }
 
-    @contextmanager
-    def globals_kept(self) -> Iterator[None]:
-        """Search the globals of each Python module once, for all layers that are packed meanwhile."""
-        self._held_deep = {}
-        try:
-            yield
-        finally:
-            self._held_deep = None
 
-    def in_globals(self, wanted: Mapping[int, Any], layer: nn.Module) -> dict[int, Name]:
-        """Name those of the objects ``wanted`` that are in the globals of a Python module.
+class GlobalVariables:
+    """The global variables of Python modules as they are when the first name is asked for.
 
-        The globals of every module count, except for Python's own, torch's, numpy's and DeepSpeed's. In the program and
-        in the packages of the layer's classes, what the globals hold counts too, ``_GLOBALS_DEPTH`` steps deep, and so
-        does what their classes hold, such as the one instance of a singleton.
-        """
-        packages = {type(part).__module__.partition(".")[0] for part in layer.modules()} | {"__main__"}
-        found: dict[int, Name] = {}
-        for module_name, module in list(sys.modules.items()):
-            package = module_name.partition(".")[0]
-            if package in _NO_GLOBALS_OF_A_MODEL or module is None:
-                continue
-            if package in packages:
-                held = self._deep(module_name, module)
-                for key in wanted.keys() & held.keys():
-                    found.setdefault(key, Name((_GLOBALS, module_name), held[key][1]))
-                continue
-            globals_of_module = dict(vars(module))
-            if wanted.keys().isdisjoint(map(id, globals_of_module.values())):
-                continue  # a usual program has 50,000 globals, too many to walk for each layer that leaves
-            for name, value in globals_of_module.items():
-                if id(value) in wanted:
-                    found.setdefault(id(value), Name((_GLOBALS, module_name), _step_to(name)))
+    Those of Python's own modules, torch's, numpy's, DeepSpeed's and ours do not count.
+    """
+
+    def of(self, value: Any) -> Name | None:
+        """Find the name of ``value``; None if no variable holds it."""
+        module_name = self._holders.get(id(value))
+        if module_name is None:
+            return None
+        variables = list(vars(sys.modules[module_name]).items())
+        names = (name for name, held in variables if held is value)
+        return next((Name((_GLOBALS, module_name), (("attribute", name),)) for name in names), None)
+
+    @cached_property
+    def _holders(self) -> dict[int, str]:
+        """The name of the module that holds an object, by the object's ``id``: the first of several."""
+        found: dict[int, str] = {}
+        for module_name, module in reversed(list(sys.modules.items())):
+            if module is not None and module_name.partition(".")[0] not in _NO_GLOBALS_OF_A_MODEL:
+                found.update(dict.fromkeys(map(id, list(vars(module).values())), module_name))
         return found
-
-    def _deep(self, module_name: str, module: Any) -> dict[int, tuple[Any, Path]]:
-        """Find what the globals of a Python module hold, with paths, by ``id``."""
-        if self._held_deep is not None and module_name in self._held_deep:
-            return self._held_deep[module_name]
-        held = [(_step_to(name), value) for name, value in dict(vars(module)).items() if _is_of(value, module_name)]
-        classes = [(path, value) for path, value in held if isinstance(value, type)]
-        held += [((*path, *_step_to(name)), value) for path, kind in classes for name, value in _class_attributes(kind)]
-        found = {id(value): (value, path) for path, value in walk(held, _is_holder, _GLOBALS_DEPTH)}
-        if self._held_deep is not None:
-            self._held_deep[module_name] = found
-        return found
-
-
-def _step_to(name: str) -> Path:
-    return (("attribute", name),)
-
-
-def _class_attributes(kind: type) -> list[tuple[str, Any]]:
-    """List what a class holds for all its instances, without its methods and other descriptors."""
-    return [(name, value) for name, value in vars(kind).items() if not hasattr(type(value), "__get__")]
 
 
 def _is_of_pipeline(name: str) -> bool:
@@ -208,12 +174,3 @@ def _is_of_pipeline(name: str) -> bool:
 
 def _is_data(value: Any) -> bool:
     return isinstance(value, list | tuple | dict) and len(value) > _MOST_ENTRIES
-
-
-def _is_of(value: Any, module_name: str) -> bool:
-    """Tell whether a module defines ``value``: False for a class that it imports from elsewhere."""
-    return getattr(value, "__module__", module_name) == module_name if isinstance(value, type) else True
-
-
-def _is_holder(value: Any) -> bool:
-    return not isinstance(value, nn.Module | LayerSpec | torch.Tensor)

@@ -127,14 +127,12 @@ def text(path: Sequence[Step]) -> str:
 def walk(
     roots: Sequence[tuple[Path, Any]],
     enter: Callable[[Any], bool],
-    depth: int | None = None,
     children: Callable[[Any], Iterable[tuple[Step, Any]]] = children,
 ) -> Iterator[tuple[Path, Any]]:
     """Visit every object that can be reached from ``roots``, each once, by one of the shortest paths.
 
     Args:
         enter: does the walk go on from this object (which is given all the same)?
-        depth: the most steps that it takes; None: any number.
         children: what an object refers to.
     """
     waiting = [(path, value) for path, value in roots if not is_constant(value)]
@@ -144,7 +142,7 @@ def walk(
             continue
         met[id(value)] = value
         yield path, value
-        if (depth is None or len(path) < depth) and enter(value):
+        if enter(value):
             waiting += [((*path, step), child) for step, child in children(value)]
 
 

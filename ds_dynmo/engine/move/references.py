@@ -13,7 +13,6 @@ it gets when it is built there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_dynmo.engine.move.description import can_be_sent, checksum, kind_of, path_text
-from ds_dynmo.engine.move.names import Name, Names
+from ds_dynmo.engine.move.names import GlobalVariables, Name, Names
 from ds_dynmo.engine.move.object_graph import Path, Step, children, is_frozen, members, walk
 from ds_dynmo.engine.move.pickling import pickles_with
 
@@ -92,10 +91,6 @@ class References:
 
     # -- a layer that leaves --------------------------------------------------------------------------
 
-    def globals_kept(self) -> AbstractContextManager[None]:
-        """Search the globals of each Python module once, for all layers that are packed meanwhile."""
-        return self._names.globals_kept()
-
     def outside(self, layer: nn.Module, marks: Mapping[str, Any]) -> Outside:
         """Find what ``layer`` refers to that does not move with it.
 
@@ -106,7 +101,7 @@ class References:
             TypeError: it refers to an object that it shares with another layer and that has no name, to a tensor of
                 another layer, or to a tensor without values. The message has the attribute's path.
         """
-        found = Outside()
+        found, variables, others = Outside(), GlobalVariables(), self._others(layer)
         own_modules = {id(part): part for part in layer.modules() if self._names.is_own(part)}
         own_tensors = {id(t) for part in own_modules.values() for t in _registered(part)}
         nameless: dict[int, tuple[Path, Any]] = {}
@@ -119,22 +114,17 @@ class References:
             if id(value) in own_tensors or id(value) in own_modules:
                 if isinstance(value, torch.Tensor):
                     _check_has_values(path, value)
-            elif (name := self._names.of(value)) is not None:
-                if isinstance(value, nn.Parameter):
-                    _check_not_of_others(path, value, self._others(layer))
+                continue
+            name = self._names.of(value)
+            if name is None and not is_frozen(value):
+                name = variables.of(value)
+            if name is not None:
+                if isinstance(value, nn.Parameter | nn.Module):
+                    self._check_not_of_others(path, value, others)
                 found.references[id(value)] = self._reference(name, path, value, layer)
             elif not is_frozen(value):
                 nameless[id(value)] = (path, value)
-        if nameless:
-            named = self._names.in_globals({key: value for key, (_, value) in nameless.items()}, layer)
-            for key, name in named.items():
-                found.references[key] = self._reference(name, *nameless[key], layer)
-            travels = {id(value) for _, value in _walk_layer(roots, enter, self._rank_attributes_of, found)}
-            for key in named.keys() - travels:  # reached only through another named object
-                del found.references[key]
-            self._check_not_parts_of_others([nameless[key] for key in named.keys() & travels], self._others(layer))
-            own = {key: entry for key, entry in nameless.items() if key in travels - named.keys()}
-            self._check_nameless(own, layer, roots, found)
+        self._check_nameless(nameless, layer, roots, found)
         return found
 
     def check_left_behind(self, leaving: Mapping[int, nn.Module]) -> None:
@@ -186,18 +176,20 @@ class References:
         declared = self._rank_attributes.union(getattr(type(module), RANK_ATTRIBUTES, ()))
         return frozenset(name for name in declared if name in vars(module))
 
-    def _check_not_parts_of_others(self, named: Iterable[tuple[Path, Any]], others: Mapping[int, nn.Module]) -> None:
-        """Refuse objects in the globals that another layer owns: that layer may be on another rank."""
-        owner = {
-            id(part): number for number, other in others.items() for part in other.modules() if self._names.is_own(part)
-        }
-        for path, value in named:
-            if isinstance(value, nn.Parameter):
-                _check_not_of_others(path, value, others)
-            elif id(value) in owner:
+    def _check_not_of_others(self, path: Path, value: Any, others: Mapping[int, nn.Module]) -> None:
+        """Refuse a tensor that is another layer's, or a view of one, and a module that another layer owns."""
+        for number, other in others.items():
+            if isinstance(value, torch.Tensor):
+                for name, theirs in (*other.named_parameters(), *other.named_buffers()):
+                    if value is theirs or _lies_in(value, theirs):
+                        raise TypeError(
+                            f"{path_text(path)} is {name} of layer {number}: a layer does not take another's weights "
+                            "along; refer to the layer by an argument of the LayerSpecs, or tie the two (TiedLayerSpec)"
+                        )
+            elif any(value is part for part in other.modules()) and self._names.is_own(value):
                 raise TypeError(
-                    f"{path_text(path)} is a part of layer {owner[id(value)]}: a layer does not take another's parts "
-                    "along, and it may be on another stage; tie the two (TiedLayerSpec)"
+                    f"{path_text(path)} is a part of layer {number}: a layer does not take another's parts along, and "
+                    "it may be on another stage; tie the two (TiedLayerSpec)"
                 )
 
     def _check_nameless(
@@ -208,16 +200,27 @@ class References:
         for path, value in nameless.values():
             if isinstance(value, torch.Tensor):
                 _check_has_values(path, value)
-                _check_not_of_others(path, value, others)
+                self._check_not_of_others(path, value, others)
         for number, other in others.items():
             for _, value in walk([((), other)], lambda value: not self._names.is_shared(value), children=_all_of):
                 if id(value) in nameless and _travels(value, layer, roots, found):
                     path, shared = nameless[id(value)]
-                    raise TypeError(
-                        f"{path_text(path)}, a {kind_of(shared)}, is shared with layer {number} and would become a "
-                        "copy: pass it to both as an argument of their LayerSpecs, or say that it belongs to the rank: "
-                        '"rank_attributes" in the "dynmo" block'
-                    )
+                    if isinstance(shared, nn.Module):
+                        self._check_not_of_others(path, shared, others)
+                    raise TypeError(self._shared_text(layer, path, shared, number))
+
+    def _shared_text(self, layer: nn.Module, path: Path, shared: Any, other: int) -> str:
+        """Say that ``layer`` shares an object without a name with layer ``other``, and what to do."""
+        own = next(number for number, module in self._modules().items() if module is layer)
+        text = (
+            f"layer {own}'s {path_text(path)}, a {kind_of(shared)}, is shared with layer {other} and would become a "
+            "copy: make it an argument of their LayerSpecs, an attribute of the PipelineModule or a global variable of "
+            "a Python module"
+        )
+        attribute = _attribute_in(layer, path)
+        if attribute is None:  # it is no attribute of a module
+            return text
+        return f'{text}, or say that it belongs to the rank: "rank_attributes": ["{attribute}"] in the "dynmo" block'
 
     def _reference(self, name: Name, path: Path, value: Any, layer: nn.Module) -> Reference:
         tensors: dict[str, torch.Tensor] = {}
@@ -309,6 +312,17 @@ def _all_of(value: Any) -> Iterator[tuple[Step, Any]]:
     yield from members(value)
 
 
+def _attribute_in(layer: nn.Module, path: Path) -> str | None:
+    """Return the attribute of a module of ``layer`` by which ``path`` leaves its modules; None: it begins elsewhere."""
+    module = layer
+    for _, key in path:
+        child = module._modules.get(key)
+        if child is None:
+            return key if key in vars(module) else None
+        module = child
+    return None
+
+
 def _registered(module: nn.Module) -> list[torch.Tensor]:
     held = (*module._parameters.values(), *module._buffers.values())
     return [tensor for tensor in held if tensor is not None]
@@ -322,17 +336,6 @@ def _named_tensors(path: str, module: nn.Module) -> list[tuple[str, torch.Tensor
 def _check_has_values(path: Path, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise TypeError(f"{path_text(path)} is on the meta device: it has no values to move")
-
-
-def _check_not_of_others(path: Path, tensor: torch.Tensor, others: Mapping[int, nn.Module]) -> None:
-    """Refuse a tensor that is a tensor of another layer, or a view of one."""
-    for number, other in others.items():
-        for name, theirs in (*other.named_parameters(), *other.named_buffers()):
-            if tensor is theirs or _lies_in(tensor, theirs):
-                raise TypeError(
-                    f"{path_text(path)} is {name} of layer {number}: a layer does not take another's weights along; "
-                    "refer to the layer by an argument of the LayerSpecs, or tie the two (TiedLayerSpec)"
-                )
 
 
 def _lies_in(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
