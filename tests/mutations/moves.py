@@ -216,8 +216,8 @@ MUTATIONS = [
     Mutation(
         "a layer takes a copy of another layer's weight along",
         "ds_dynmo/engine/move/references.py",
-        "            if tensor is theirs or _lies_in(tensor, theirs):\n",
-        "            if False:\n",
+        "                    if value is theirs or _lies_in(value, theirs):\n",
+        "                    if False:\n",
         "tests/distributed/test_refused_references.py::test_references_that_would_become_copies_are_refused_by_name",
     ),
     Mutation(

@@ -70,7 +70,7 @@ def test_only_commands_import_commands() -> None:
 
 
 COMMUNICATES = PACKAGE / "engine" / "comm"
-FORMS_WORLDS = PACKAGE / "engine" / "elastic" / "world.py"  # and sends nothing in them
+FORMS_WORLDS = PACKAGE / "engine" / "resize" / "world.py"  # and sends nothing in them
 READS_BACKEND = PACKAGE / "engine" / "deepspeed_adapter" / "shm_operator.py"  # what operators it has loaded
 
 
