@@ -136,6 +136,13 @@ MUTATIONS = [
         f"{CHANGED}::test_weights_load_without_state_under_a_wrapper",
     ),
     Mutation(
+        "a flipped bit of a tensor is not noticed",
+        "ds_dynmo/engine/save/safe_load.py",
+        "_checksum(storage) not in checksums",
+        "not checksums",
+        "tests/distributed/test_checkpoint_damage.py::test_a_flipped_bit_of_a_shard_names_the_file_and_the_tensor",
+    ),
+    Mutation(
         "parameters on both sides of a new one are taken for one interval",
         "ds_dynmo/engine/move/route.py",
         "            last.destination_offset + last.numel,\n",

@@ -185,6 +185,13 @@ MUTATIONS = [
         f"{ENGINE}::test_a_rebalance_on_some_ranks_raises_an_error_that_names_the_others",
     ),
     Mutation(
+        "ranks send state along different routes",
+        "ds_dynmo/engine/comm/communicator.py",
+        "if digest != every[first][-1]]",
+        "if False]",
+        "tests/distributed/test_faults.py::test_ranks_that_planned_another_route_are_named_before_bytes_move",
+    ),
+    Mutation(
         "a rank that cannot send its layers does not say so",
         "ds_dynmo/engine/comm/communicator.py",
         "every = self._gather([int(failure is None), outgoing_bytes, pipeline",
