@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-CHECKPOINT = "ds_dynmo/engine/save"
 RESUMES = "tests/distributed/test_checkpoint.py::test_a_run_resumes_in_an_engine_that_trained_at_another_partition"
 DAMAGE = "tests/distributed/test_checkpoint_damage.py"
 CHANGED = "tests/distributed/test_checkpoint_changed_layers.py"
