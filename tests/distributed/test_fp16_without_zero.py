@@ -116,6 +116,8 @@ def change_stage_0(folder: str, change: str) -> None:
         states[1]["row_var"] = torch.zeros(3, 1)
     elif change == "elements":
         wrapper["fp32_groups"][0][1] = wrapper["fp32_groups"][0][1][:1]
+    elif change == "groups":
+        wrapper["optimizer_state_dict"]["param_groups"].pop()
     elif change == "parameters":
         wrapper["fp32_groups"][0].pop()
     else:
@@ -137,7 +139,8 @@ def load_refused(case: Case, folder: str) -> tuple[str, list[float]]:
         ("steps", "took 4 steps and layer .* 6, but bf16 and ZeRO count steps per parameter group: both are in"),
         ("rows", r"does not hold the fp16 optimizer's state .*: row_var of shape \[3, 1\], not \["),
         ("elements", "fp32 weights of .* elements, not"),
-        ("parameters", "zip"),
+        ("parameters", r"\d parameters in parameter group 0, not \d"),
+        ("groups", "1 parameter groups, not 2"),
         ("no optimizer", "holds no state of an fp16 optimizer, and no file beside it shards of ZeRO"),
     ],
 )

@@ -74,7 +74,9 @@ def _trained(content: Mapping[str, Any], slots: list[Slot]) -> Iterator[tuple[Sl
     """Divide what a wrapper saved of a stage among the parameters that it trained there."""
     base = content["optimizer_state_dict"]
     numbers = sorted({slot.group for slot in slots})  # DeepSpeed drops empty groups, and so did ds_dynmo
-    for position, (number, group) in enumerate(zip(numbers, base["param_groups"], strict=True)):
+    if len(base["param_groups"]) != len(numbers):
+        raise ValueError(f"{len(base['param_groups'])} parameter groups, not {len(numbers)}")
+    for position, (number, group) in enumerate(zip(numbers, base["param_groups"])):
         members = [slot for slot in slots if slot.group == number]
         if "fp32_groups_flat" in content:
             flat = content["fp32_groups_flat"][position]
@@ -84,7 +86,10 @@ def _trained(content: Mapping[str, Any], slots: list[Slot]) -> Iterator[tuple[Sl
                 row = slice(slot.offset, slot.offset + slot.numel)
                 yield slot, {**values, **{name: value[row] for name, value in _rows(values).items()}}
         else:
-            for slot, index, master in zip(members, group["params"], content["fp32_groups"][position], strict=True):
+            masters = content["fp32_groups"][position]
+            if len(masters) != len(members):
+                raise ValueError(f"{len(masters)} parameters in parameter group {number}, not {len(members)}")
+            for slot, index, master in zip(members, group["params"], masters, strict=True):
                 values = {**base["state"].get(index, {}), MASTER: master}
                 _check(values, slot.numel)
                 yield slot, values
