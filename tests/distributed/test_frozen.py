@@ -246,10 +246,13 @@ def count_backward_work(prefix: int) -> dict[str, int]:
 
 
 def test_a_frozen_stage_runs_no_backward_pass_and_receives_no_gradient() -> None:
-    counts = run(3, count_backward_work, 4)
-    assert [c["backward"] for c in counts] == [0, 1, 1]
-    assert [c["gradients sent"] for c in counts] == [0, 0, 1]
-    assert counts[0]["gradients"] == 0 and counts[0]["reduced"] == 0
+    within_a_stage, whole_stages = run_each(3, count_backward_work, (4,), (6,))
+    assert [c["backward"] for c in within_a_stage] == [0, 1, 1]
+    assert [c["gradients sent"] for c in within_a_stage] == [0, 0, 1]
+    assert [c["backward"] for c in whole_stages] == [0, 0, 1]
+    assert [c["gradients sent"] for c in whole_stages] == [0, 0, 0]
+    for counts in (within_a_stage, whole_stages):
+        assert counts[0]["gradients"] == 0 and counts[0]["reduced"] == 0
 
 
 def train_all_frozen() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from ds_dynmo.schedules import schedule_for_equal_costs
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import WIDTH, Block, Embedding, Head, loss, project
@@ -136,6 +138,17 @@ def test_moves_and_recomputation_change_nothing(interval: int, reentrant: bool) 
     moved = run(2, train, Case(checkpoint_interval=interval, reentrant=reentrant), MOVES)
     assert moved[0]["moved"] > 0
     check_same(moved, still())
+
+
+def train_in_two_parts(case: Case) -> dict[str, Any]:
+    """Train, with backward passes in two parts from the first batch on, under checkpointing too."""
+    with mock.patch("ds_dynmo.engine.pipeline.steps.one_f_one_b", schedule_for_equal_costs):
+        return train(case)
+
+
+def test_recomputation_in_a_pass_in_two_parts_changes_nothing() -> None:
+    block = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
+    check_same(run(2, train_in_two_parts, Case(checkpoint_interval=1, dynmo=block)), still())
 
 
 @pytest.mark.parametrize("tied", [False, True])

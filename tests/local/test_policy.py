@@ -60,10 +60,9 @@ def test_a_balancer_of_the_users_decides(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_gain_below_min_improvement_is_rejected() -> None:
-    costs = profile([1.0, 1.0, 0.02, 1.0, 1.0], (0, 3, 5))
-    assert decide(costs, config(min_improvement=0.03), None).partition == (0, 3, 5)
-    lopsided = profile([1.0, 1.0, 0.2, 1.0, 0.9], (0, 3, 5))
-    assert decide(lopsided, config(min_improvement=0.0), None).partition == (0, 2, 5)
+    costs = profile([1.0, 1.0, 0.2, 1.0, 0.9], (0, 3, 5))  # the bottleneck may fall by 4.5%, from 2.2 to 2.1
+    assert decide(costs, config(min_improvement=0.05), None).partition == (0, 3, 5)
+    assert decide(costs, config(min_improvement=0.04), None).partition == (0, 2, 5)
 
 
 def test_parameters_are_balanced_on_request() -> None:

@@ -113,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (topic, mutation)
         for topic, mutations in TOPICS.items()
         for mutation in mutations
-        if not options.words or any(word == topic or word in mutation.name for word in options.words)
+        if not options.words
+        or any(topic == word if word in TOPICS else word in mutation.name for word in options.words)
     ]
     if options.list:
         print("\n".join(f"{topic}: {mutation.name}: {mutation.tests}" for topic, mutation in chosen))

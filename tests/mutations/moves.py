@@ -214,11 +214,11 @@ MUTATIONS = [
         "tests/distributed/test_faults.py::test_once_bytes_move_a_failure_stops_every_rank_with_its_place -k unpack",
     ),
     Mutation(
-        "a layer that was sent keeps its memory",
-        "ds_dynmo/engine/move/migration_context.py",
-        "                parameter.data = parameter.data.new_empty(0)\n",
-        "                pass\n",
-        f"{PHASES}::test_sent_tensors_live_until_the_commit -k bf16",
+        "the optimizer keeps the memory of a layer that was sent",
+        "ds_dynmo/engine/state/flat_state.py",
+        "            unbind(parameter)\n            self._membership.leave(parameter)\n",
+        "            self._membership.leave(parameter)\n",
+        "tests/distributed/test_moves.py::test_departed_parameters_are_freed -k 'bf16 and zero1'",
     ),
     Mutation(
         "a layer takes a copy of another layer's weight along",
