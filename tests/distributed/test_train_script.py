@@ -113,7 +113,7 @@ def test_a_run_that_stopped_for_a_restart_is_resumed(tmp_path: Path) -> None:
     settings = json.loads(path.read_text())
     repack = {"release": "checkpoint", "checkpoint": str(folder)}
     path.write_text(json.dumps({**settings, "dynmo": {**settings["dynmo"], "repack": repack}}))
-    run(2, run_script, [*arguments, "--save", str(folder), "--save-interval", "2"], None, None, 5)
+    run(2, run_script, [*arguments, "--save", str(folder), "--save-interval", "2"], None, 5)
     launch = json.loads((folder / "launch.json").read_text())
     assert (launch["ranks"], launch["step"], launch["tag"]) == (1, 5, "global_step5")
     assert json.loads((folder / "global_step4" / FACTS_FILE).read_text())["step"] == 4
@@ -289,7 +289,7 @@ def test_freed_ranks_become_replicas_of_a_dynamic_model(tmp_path: Path) -> None:
     kept = run(2, run_script, arguments)
     repack = {"freed_ranks": "replicas"}
     path.write_text(json.dumps({**settings, "dynmo": {**settings["dynmo"], "repack": repack}}))
-    repacked = run(2, run_script, arguments, None, None, 3)
+    repacked = run(2, run_script, arguments, None, 3)
     assert [result["replica"] for result in repacked] == [0, 1]
     assert repacked[1]["losses"] == repacked[0]["losses"] == pytest.approx(kept[0]["losses"], rel=1e-4)
     assert [loss for _, loss in repacked[0]["validation"]] == pytest.approx(
@@ -305,5 +305,5 @@ def test_freed_ranks_are_released_if_experts_are_split_over_replicas(tmp_path: P
     settings["model"]["moe"]["expert_parallel"] = True
     settings["dynmo"]["repack"] = {"freed_ranks": "replicas"}
     path.write_text(json.dumps(settings))
-    stays, leaves = run(2, run_script, arguments, None, None, 1)
+    stays, leaves = run(2, run_script, arguments, None, 1)
     assert len(stays["losses"]) == 3 and leaves == {"losses": []}

@@ -28,7 +28,7 @@ def refit(engine: Any, topology: ProcessTopology, *, world_group: Any, rank: int
     engine.module.stage_id = grid.get_stage_id()
     _refit_globals(grid)
     _refit_engine(engine, grid)
-    if engine.is_pipe_parallel:  # which a launch of one stage has not done
+    if engine.is_pipe_parallel:  # else there are no messages; it has the grid of the engine that was built last
         p2p.init_process_groups(grid)
 
 

@@ -20,9 +20,6 @@ from ds_dynmo.engine.stage import StageContext
 class Checkpointer:
     """Writes checkpoints, and loads them at any partition. Construction is collective.
 
-    Attributes:
-        origin: the model as it was when the engine was constructed.
-
     Args:
         engine: DeepSpeed's, which writes its files beside ours.
         names: of the objects that layers refer to and do not own.
@@ -41,7 +38,7 @@ class Checkpointer:
     ) -> None:
         self._engine, self._stage, self._names, self._balancer = engine, stage, names, balancer
         self._trainable, self._progress, self._generation = trainable, progress, generation
-        self.origin = InitialModelSpec.of(stage, engine.get_data_types()[0], names.is_shared)
+        self._origin = InitialModelSpec.of(stage, engine.get_data_types()[0], names.is_shared)
         stage.optimizer.changed.subscribe("a checkpoint describes its files", self._describe_optimizer)
 
     def save(
@@ -64,7 +61,7 @@ class Checkpointer:
             engine=self._engine,
             stage=self._stage,
             names=self._names,
-            origin=self.origin,
+            origin=self._origin,
             balancer=self._balancer,
             trainable=self._trainable,
             progress=self._progress,
@@ -72,4 +69,4 @@ class Checkpointer:
         )
 
     def _describe_optimizer(self, _: None) -> None:
-        self.origin = self.origin.with_optimizer(self._stage)
+        self._origin = self._origin.with_optimizer(self._stage)
