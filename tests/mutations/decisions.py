@@ -110,20 +110,6 @@ MUTATIONS = [
         f"{ENGINE}::test_an_invalid_partition_changes_nothing",
     ),
     Mutation(
-        "a partition that leaves out the last layers is accepted",
-        "ds_dynmo/placement.py",
-        "    if bounds[0] != 0 or bounds[-1] != last:\n",
-        "    if bounds[0] != 0:\n",
-        f"{ENGINE}::test_an_invalid_partition_changes_nothing",
-    ),
-    Mutation(
-        "a partition of another number of stages is accepted",
-        "ds_dynmo/placement.py",
-        "        return Placement(bounds, self.owners)\n",
-        "        return Placement(bounds, self.owners[: len(bounds) - 1])\n",
-        f"{ENGINE}::test_an_invalid_partition_changes_nothing",
-    ),
-    Mutation(
         "a partition that parts what keep_together names is accepted",
         f"{BALANCING}/balancer.py",
         "            new = self._stage.placement.at(partition)\n            self.groups.check(new.boundaries)\n",
