@@ -1,4 +1,4 @@
-"""What a batch does: orders of passes, weight gradients that wait, frozen prefixes, masks between stages."""
+"""What a batch does: orders of passes, weight gradients that wait, masks between stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from tests.mutations.mutation import Mutation
 
 PIPELINE = "ds_dynmo/engine/pipeline"
 TRAINS = "tests/distributed/test_schedules.py::test_training_equals_1f1b -k 'fp32-2 and not zero1'"
-FROZEN = "tests/distributed/test_frozen.py"
 SCHEDULE = "tests/pure/schedules/test_schedule.py"
 
 MUTATIONS = [
@@ -93,20 +92,6 @@ MUTATIONS = [
         "            InputGradientPass: self._backward_pass,\n",
         "",
         "tests/distributed/test_randomness.py::test_recomputation_in_a_pass_in_two_parts_changes_nothing",
-    ),
-    Mutation(
-        "the last frozen layer of the prefix counts as one that trains",
-        f"{PIPELINE}/frozen_prefix.py",
-        "(index for index, trains in enumerate(trainable) if trains), len(trainable))",
-        "(max(index - 1, 0) for index, trains in enumerate(trainable) if trains), len(trainable))",
-        f"{FROZEN}::test_a_frozen_stage_runs_no_backward_pass_and_receives_no_gradient",
-    ),
-    Mutation(
-        "a frozen stage waits for gradients and runs backward passes",
-        f"{PIPELINE}/frozen_prefix.py",
-        "    if not goes_back(chunk, prefix):\n",
-        "    if False:\n",
-        f"{FROZEN}::test_a_frozen_stage_runs_no_backward_pass_and_receives_no_gradient",
     ),
     Mutation(
         "a mask between stages gets a gradient",
