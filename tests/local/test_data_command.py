@@ -20,7 +20,7 @@ from ds_dynmo.data import TokenData, Tokens
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, load_text
 from ds_dynmo.models.huggingface.trial import random_model
-from families import tiny_values
+from tests.local.huggingface_families import tiny_values
 from tests.local.test_data_text import tokenizer
 
 OURS = {"layers": 2, "hidden_size": 16, "heads": 2, "sequence_length": 4}

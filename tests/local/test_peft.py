@@ -23,7 +23,7 @@ from ds_dynmo.models.huggingface import adapter, lora_targets
 from ds_dynmo.models.huggingface.configs import experts_key, families
 from ds_dynmo.models.huggingface.lora import plain_name
 from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
-from families import tiny_values
+from tests.local.huggingface_families import tiny_values
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -1,19 +1,8 @@
-#!/usr/bin/env python3
-"""Try every family of causal language models whose parts transformers declares, and print what works as a table.
-
-    scripts/families.py                        # all; minutes
-    scripts/families.py gemma2 deepseek_v3     # these
-    scripts/families.py --flex --markdown      # as the documentation has it
-
-Each is a tiny model with random weights, made of the family's default config: its layers beside the library's model.
-"""
+"""Try a family of causal language models: the layers of a tiny model of its default config beside the library's."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,17 +10,16 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.cli.command_line import CommandParser, print_table
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import huggingface
 from ds_dynmo.models.exporting import weights_file
 from ds_dynmo.models.huggingface.adapter import source_of
-from ds_dynmo.models.huggingface.configs import families, transformers
+from ds_dynmo.models.huggingface.configs import transformers
 from ds_dynmo.models.huggingface.tiny import tiny_config
 from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
 
-CHECKS = ("equal", "eager", "padding", "packing", "fresh", "files")
-OTHER_CHECKS = ("flex", "router loss", "load signals", "expert parallel")  # of some families
+OF_ALL = ("equal", "eager", "padding", "packing", "fresh", "files")
+CHECKS = (*OF_ALL, "flex", "router loss", "load signals", "expert parallel")  # the last ones of some families
 
 # What the default config of a family lacks, or every config of a trained model overrides.
 COMPLETED: dict[str, dict[str, Any]] = {
@@ -59,48 +47,31 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def main(given: Sequence[str]) -> int:
-    parser = CommandParser(__doc__, has_figures=False)
-    parser.add_argument("families", nargs="*", help='model types, such as "mistral" (default: all)')
-    parser.add_argument("--flex", action="store_true", help="try FlexAttention too: the first time takes longest")
-    parser.add_argument("--markdown", action="store_true", help="print tables for the documentation")
-    arguments = parser.parse_args(given)
-    warnings.filterwarnings("ignore")
-    transformers().logging.set_verbosity_error()
-    transformers().logging.disable_progress_bar()
-    kinds = arguments.families or families()
-    began = time.perf_counter()
-    outcomes = []
-    for kind in kinds:
-        outcomes.append(one := try_family(kind, flex=arguments.flex))
-        print(f"{kind}: {one.refusal or ', '.join(one.passed)} {one.failed or ''}", file=sys.stderr, flush=True)
+def tables(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the lines of the page's tables: what works, what some families lack, and what is refused."""
     working = [one for one in outcomes if not one.refusal]
-    checks = [*CHECKS, *(check for check in OTHER_CHECKS if check != "flex" or arguments.flex)]
-    rows = [
-        (one.kind, *("yes" if check in one.passed else "no" if check in one.failed else "" for check in checks))
+    marks = [
+        (one.kind, *("yes" if check in one.passed else "no" if check in one.failed else "" for check in CHECKS))
         for one in working
     ]
-    _print(("family", *checks), rows, arguments.markdown)
-    print()
     lacking = [(one.kind, check, why) for one in working for check, why in one.failed.items()]
-    _print(("family", "no", "why"), lacking, arguments.markdown)
-    print()
-    _print(("refused", "why"), [(one.kind, one.refusal) for one in outcomes if one.refusal], arguments.markdown)
-    seconds = time.perf_counter() - began
-    print(f"\n{len(working)} of {len(outcomes)} families work, tried in {seconds:.0f} s")
-    return 0
+    refused = [(one.kind, one.refusal) for one in outcomes if one.refusal]
+    return [
+        *_table(("family", *CHECKS), marks),
+        *_table(("family", "no", "why"), lacking),
+        *_table(("refused", "why"), refused),
+    ]
 
 
-def _print(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], markdown: bool) -> None:
-    if not markdown:
-        print_table(header, rows)
-        return
-    for row in (header, ("---",) * len(header), *rows):
-        print("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |")
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    return [
+        "| " + " | ".join(cell.replace("|", "/") for cell in row) + " |"
+        for row in (header, ("---",) * len(header), *rows)
+    ]
 
 
 def try_family(kind: str, *, flex: bool = False) -> Outcome:
-    """Try all that a family supports, on a tiny model of its default config."""
+    """Try all that a family supports. FlexAttention takes longest, the first time."""
     found = Outcome(kind)
     try:
         values = tiny_values(kind)
@@ -215,7 +186,3 @@ def _names(folder: Path) -> set[str]:
         with safe_open(path, framework="pt") as file:
             names.update(file.keys())
     return names
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
