@@ -43,15 +43,14 @@ def test_a_family_equals_the_librarys(kind: str) -> None:
 
 
 @pytest.mark.fuzz
-def test_the_page_says_which_families_work() -> None:
-    """If it fails, the lines it found are those that the page should have."""
+def test_what_the_page_says_of_families_holds() -> None:
+    """Takes minutes. Later versions of the library have more families."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     found = tables([try_family(kind, flex=True) for kind in families()])
-    said = PAGE.read_text().partition("\n| family | equal |")
-    lines = ("".join(said[1:])).splitlines()
-    assert [line for line in lines if line.startswith("|")] == found
+    said = [line for line in PAGE.read_text().partition("\nNothing is there")[2].splitlines() if line.startswith("|")]
+    assert len(said) > 87 and not [line for line in said if line not in found]
 
 
 def verify(values: dict[str, Any], **changes: Any) -> None:
