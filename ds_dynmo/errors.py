@@ -1,8 +1,8 @@
-"""The errors that users of ds_dynmo may want to catch."""
+"""The errors that users of ds_dynmo may want to catch, and how their messages count."""
 
 __all__ = [
     *("CheckpointError", "ConfigError", "MigrationError", "PackingError", "PartitionError", "ReleasedError"),
-    "ScheduleError",
+    *("ScheduleError", "counted"),
 ]
 
 
@@ -59,3 +59,12 @@ class ScheduleError(ValueError):
 
     Raised before the batch: nothing has run.
     """
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is 1.
+
+    >>> counted(1, "stage"), counted(0, "stage")
+    ('1 stage', '0 stages')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

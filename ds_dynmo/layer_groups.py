@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ds_dynmo.errors import ConfigError, PartitionError
+from ds_dynmo.errors import ConfigError, PartitionError, counted
 from ds_dynmo.plan import check_partition
-from ds_dynmo.wording import counted
 
 __all__ = ["TYPE_RULE", "KeepRule", "LayerGroups"]
 

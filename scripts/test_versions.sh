@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the test suite against each tested version of another package (ds_dynmo/versions.py) that is not installed, or
+# Runs the test suite against each tested version of another package (ds_dynmo/engine/versions.py) that is not installed, or
 # against those in VERSIONS. Each is installed into a folder of its own in front of the environment's packages. torch comes
 # with the libraries of its build: gigabytes, unless the index of the CPU build can be reached. Arguments go to pytest:
 #   scripts/test_versions.sh
@@ -10,7 +10,7 @@ source scripts/setup_env.sh test cpu || exit 1
 
 if [[ -z "${VERSIONS:-}" ]]; then
     VERSIONS="$(python -c 'from importlib.metadata import version
-from ds_dynmo.versions import TESTED
+from ds_dynmo.engine.versions import TESTED
 print(*(f"{name}=={tested}" for name in TESTED for tested in TESTED[name] if tested != version(name).split("+")[0]))')" || exit 1
 fi
 folder="$(mktemp -d)" || exit 1

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_dynmo.cli.command_line import check_at_least_1, path_of, refusals_of, write_json
+from ds_dynmo.errors import counted
 from ds_dynmo.files import write_text
-from ds_dynmo.wording import counted
 from guard import guarded_group
 
 ROOT = Path(__file__).resolve().parents[1]

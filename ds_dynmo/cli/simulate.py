@@ -25,8 +25,7 @@ from ds_dynmo.cli.simulation.paper import AVERAGE_GPUS, PAPER
 from ds_dynmo.cli.simulation.repacking import repack_rows, sustained_stages
 from ds_dynmo.cli.simulation.runs import ARMS, STATIC, STATICS, Outcome, Setting, compare
 from ds_dynmo.cli.simulation.statics import label
-from ds_dynmo.errors import ConfigError, PartitionError
-from ds_dynmo.wording import counted
+from ds_dynmo.errors import ConfigError, PartitionError, counted
 
 SIZES = ("layers", "stages", "replicas", "micro_batches", "interval")
 

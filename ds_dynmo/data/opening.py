@@ -17,7 +17,7 @@ from ds_dynmo.data.texts import read_documents
 from ds_dynmo.data.tokenizing import Tokenizer
 from ds_dynmo.data.tokens import Say, Tokens, check_ids, say_nothing
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.text_files import readable, text_files
+from ds_dynmo.files.texts import readable, text_files
 
 __all__ = ["check_text", "holds_ids", "lacks_dtype", "open_data"]
 

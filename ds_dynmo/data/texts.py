@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.text_files import readable
+from ds_dynmo.files.texts import readable
 
 __all__ = ["JSON_LINES", "is_text", "read_documents"]
 

@@ -25,7 +25,7 @@ from ds_dynmo.engine.engine import DynMoPipelineEngine
 from ds_dynmo.engine.pipeline.rng_trackers import check_trackers
 from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.engine.resize.release import check_policy
-from ds_dynmo.versions import newer_than_tested
+from ds_dynmo.engine.versions import newer_than_tested
 
 
 def initialize(

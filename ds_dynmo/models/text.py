@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.files.texts import readable, text_files
 from ds_dynmo.models.seeding import generator_for
-from ds_dynmo.text_files import readable, text_files
 
 __all__ = ["Batches", "ByteText", "EpochBatches", "FileBytes", "RandomBatches", "Sampling", "load_text"]
 

@@ -6,8 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 
-from ds_dynmo.errors import PartitionError
-from ds_dynmo.wording import counted
+from ds_dynmo.errors import PartitionError, counted
 
 __all__ = ["check_costs", "check_num_stages"]
 

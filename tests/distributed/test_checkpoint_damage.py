@@ -29,7 +29,7 @@ from tests.distributed.support.checkpoints import (
     train_undisturbed,
 )
 from tests.distributed.support.configs import Case
-from tests.distributed.support.training import build, state
+from tests.distributed.support.training import build, freeze, state, whole
 from tests.full_disk import files_of_at_most
 
 # -- damaged files ------------------------------------------------------------------------------------
@@ -80,15 +80,33 @@ def test_a_malicious_pickle_and_an_empty_file_are_refused(tmp_path: Path) -> Non
     assert not list(tmp_path.rglob("evil"))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
-def test_a_checkpoint_that_lost_its_dynmo_folder_says_what_it_is(tmp_path: Path, precision: str) -> None:
-    case = Case(stages=2, precision=precision)
-    run(2, save_and_continue, replace(case, start=(0, 3, 8)), str(tmp_path), None)
+def save_frozen(case: Case, folder: str) -> None:
+    engine = build(case)
+    freeze(engine, 1)
+    engine.model_changed("frozen")
+    train_on(engine, 0)
+    engine.save_checkpoint(folder)
+
+
+def test_a_checkpoint_that_lost_its_dynmo_folder_says_what_it_is(tmp_path: Path) -> None:
+    case = Case(stages=2, precision="bf16 zero1")
+    run(2, save_frozen, case, str(tmp_path))
     (tmp_path / "copies").mkdir()
     folder = str(tmp_path / f"global_step{STEPS}")
     for (message, unchanged), _ in run(2, refuse, case, folder, str(tmp_path / "copies"), [("dynmo", "missing")]):
         assert message.startswith(f"{tmp_path}/copies/0: has no folder dynmo/, so it is read as stock DeepSpeed's, of ")
         assert "the partition [0, 4, 8]. If ds_dynmo wrote it, copy it with that folder." in message and unchanged
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+def test_a_checkpoint_that_lost_its_dynmo_folder_is_read_as_deepspeed_writes_it(tmp_path: Path, precision: str) -> None:
+    case = Case(stages=2, precision=precision, start=(0, 3, 8))
+    saved = run(2, save_and_continue, case, str(tmp_path), None)
+    shutil.rmtree(tmp_path / f"global_step{STEPS}" / "dynmo")
+    loaded = run(2, load_and_continue, replace(case, start=None), str(tmp_path))
+    for what in ("losses", "partition", "lr"):
+        assert loaded[0][what] == saved[0][what]
+    assert whole(loaded) == whole(saved)
 
 
 def test_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:

@@ -15,8 +15,16 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, SequentialLR
 
 import ds_dynmo
 from tests.distributed.harness import RankError, run
-from tests.distributed.support.checkpoints import STEPS, load_as, load_stock_weights, save_as, train_on
-from tests.distributed.support.configs import Case, config
+from tests.distributed.support.checkpoints import (
+    STEPS,
+    check_same,
+    load_and_continue,
+    load_as,
+    load_stock_weights,
+    save_as,
+    train_on,
+)
+from tests.distributed.support.configs import Case, config, parameter_groups
 from tests.distributed.support.models import module_of
 from tests.distributed.support.training import batches, build, raw
 
@@ -145,8 +153,45 @@ def test_a_stock_checkpoint_loads_after_layers_have_moved(tmp_path: Path) -> Non
     assert [found[:2] for found in loaded] == saved
 
 
-def test_of_a_stock_checkpoint_of_other_stages_only_weights_load(tmp_path: Path) -> None:
-    case = Case(stages=2, clip=0.0)
+@pytest.mark.parametrize(
+    ("saved", "case"),
+    [
+        (2, Case(tied=True, groups="two", scheduler=True)),
+        (2, Case(tied=True, groups="two", scheduler=True, precision="bf16 zero1")),
+        (3, Case(tied=True)),
+        pytest.param(3, Case(precision="fp32 zero1"), marks=pytest.mark.fuzz),
+    ],
+)
+def test_a_stock_checkpoint_loads_at_every_number_of_stages(tmp_path: Path, saved: int, case: Case) -> None:
+    case = replace(case, clip=0.0)
+    run(saved, save_as, "stock", replace(case, stages=saved), str(tmp_path))
+    same = run(saved, load_and_continue, replace(case, stages=saved), str(tmp_path))
+    for stages in {1, 2, 3} - {saved}:
+        check_same(same, run(stages, load_and_continue, replace(case, stages=stages), str(tmp_path)))
+
+
+def save_at_another_partition(case: Case, folder: str) -> tuple[list[int], list[float]]:
+    """Return the partition at which stock DeepSpeed saved, and losses afterwards."""
+    module = module_of(case, partition_method="type:Embedding|Head")
+    groups = parameter_groups(module, case.groups)
+    stock = deepspeed.initialize(model=module, model_parameters=groups, config=config(replace(case, dynmo=None)))[0]
+    train_on(stock, 0)
+    stock.save_checkpoint(folder)
+    return [int(part) for part in module.parts], train_on(stock, STEPS)
+
+
+def test_a_stock_checkpoint_of_another_partition_is_loaded(tmp_path: Path) -> None:
+    """As many stages, which hold other layers than this engine gave them. On which a function was, no file says."""
+    case = Case(stages=2, clip=0.0, groups="two")
+    (parts, losses), _ = run(2, save_at_another_partition, case, str(tmp_path))
+    loaded = run(2, load_and_continue, case, str(tmp_path))
+    assert parts == [0, 7, 8] and loaded[0]["partition"] == [0, 6, 8]
+    assert loaded[0]["losses"] == losses
+
+
+def test_of_a_stock_checkpoint_without_counts_of_other_stages_only_weights_load(tmp_path: Path) -> None:
+    """DeepSpeed writes no names of parameters under bf16 without ZeRO."""
+    case = Case(stages=2, clip=0.0, precision="bf16")
     run(2, save_as, "stock", case, str(tmp_path))
     with pytest.raises(RankError, match=r"CheckpointError.*stage files.*mp_rank_01.*expected.*mp_rank_02"):
         run(3, load_as, "ours", replace(case, stages=3), str(tmp_path))

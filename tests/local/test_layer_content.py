@@ -19,7 +19,7 @@ from ds_dynmo.engine.save.layer_content import (
     present_digests,
     present_shapes,
 )
-from ds_dynmo.engine.save.optimizer_files import in_memory
+from ds_dynmo.engine.state.pieces import in_memory
 from ds_dynmo.errors import CheckpointError
 
 

@@ -10,7 +10,7 @@ from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from ds_dynmo import CheckpointError
 from ds_dynmo.engine.deepspeed_adapter.universal import WholeParameter
-from ds_dynmo.engine.save.universal_slices import cut_slice
+from ds_dynmo.engine.save.importers.universal_slices import cut_slice
 
 
 def numbers(*shape: int) -> torch.Tensor:

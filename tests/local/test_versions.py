@@ -11,7 +11,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from ds_dynmo.versions import TESTED, newer_than_tested
+from ds_dynmo.engine.versions import TESTED, newer_than_tested
 
 ROOT = Path(__file__).parents[2]
 OTHERS = [name for name in TESTED if name != "torch"]

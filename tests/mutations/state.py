@@ -131,8 +131,8 @@ MUTATIONS = [
     Mutation(
         "the moments of the elements that stay are those of the first elements",
         "ds_dynmo/engine/state/optimizer_state.py",
-        "name: entry.select(held) if _is_per_element",
-        "name: held.reshape(-1)[: len(entry.index)].clone() if _is_per_element",
+        "name: entry.select(held) if is_per_element",
+        "name: held.reshape(-1)[: len(entry.index)].clone() if is_per_element",
         f"{KEPT}::test_it_trains_as_a_dense_weight_with_a_mask",
     ),
     Mutation(

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ds_dynmo.engine.save.layout import Manifest, SavedFile, SliceLayout, Slot, StageLayout, join
+from ds_dynmo.engine.save.layout import Manifest, SavedFile, SliceLayout, join
+from ds_dynmo.engine.state.pieces import Slot, StageLayout
 from ds_dynmo.placement import Placement
 
 CHAIN, V = Placement.chain([0, 1, 3]), Placement.v([0, 1, 2, 3, 4])

@@ -9,7 +9,7 @@ from html import escape
 from typing import NamedTuple
 
 from ds_dynmo.cli.plotting.data import Record, Report
-from ds_dynmo.wording import counted
+from ds_dynmo.errors import counted
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ds_dynmo.cli.plotting.data import PASSES, Loads, Record, Report, Rows, loads_around, quality
-from ds_dynmo.wording import counted
+from ds_dynmo.errors import counted
 
 COLUMNS, MOST_MOVES = 3, 12
 MOST_TALL_ROWS = 8

@@ -15,9 +15,9 @@ from ds_dynmo.data.cache import LARGE, default_folder, known
 from ds_dynmo.data.tokenizing import TOKENIZER
 from ds_dynmo.data.tokens import SAMPLED
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.files.texts import readable
 from ds_dynmo.models import ByteText, ModelConfig, huggingface, load_text, vocabulary_of
 from ds_dynmo.models.text import FileBytes
-from ds_dynmo.text_files import readable
 
 __all__ = ["check_same_data", "describe", "identity_of", "load_data", "say"]
 

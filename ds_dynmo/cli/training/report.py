@@ -11,9 +11,9 @@ from typing import Any
 
 from ds_dynmo.cli.training.options import Run
 from ds_dynmo.engine.decide.report_files import record_writer
+from ds_dynmo.errors import counted
 from ds_dynmo.files import append_line
 from ds_dynmo.plan import Profile, RebalanceReport
-from ds_dynmo.wording import counted
 
 Record = Callable[[dict[str, Any]], None]
 

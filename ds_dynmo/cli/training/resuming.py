@@ -11,8 +11,8 @@ from ds_dynmo.config import load_json
 from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.files import write_text
+from ds_dynmo.files.texts import readable
 from ds_dynmo.models import ModelConfig, read_model_config
-from ds_dynmo.text_files import readable
 
 __all__ = ["find_checkpoint", "has_saved", "read_facts", "read_resumed", "total_steps", "write_facts"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_dynmo.wording import counted
+from ds_dynmo.errors import counted
 
 Record = dict[str, Any]
 

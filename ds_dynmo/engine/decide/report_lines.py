@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ds_dynmo.errors import counted
 from ds_dynmo.plan import RebalanceReport, RepackReport
-from ds_dynmo.wording import counted
 
 
 def rebalance_line(report: RebalanceReport) -> str:

@@ -16,6 +16,7 @@ class Bf16Wrapper(FlatWrapper):
     """``BF16_Optimizer``: gradients are accumulated in buffers of the wrapper's own."""
 
     wraps = BF16_Optimizer
+    shards_gradients = False
     _wrapper: BF16_Optimizer
 
     @property

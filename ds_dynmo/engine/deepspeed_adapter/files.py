@@ -27,6 +27,7 @@ __all__ = [
     "PICKLED",
     "ZeroStageEnum",
     "cannot_write",
+    "counts_of_groups",
     "note_degrees",
     "restore_data_efficiency",
     "slice_number",
@@ -53,6 +54,22 @@ def slice_number(engine: Any) -> int:
 def writes_optimizer_shards(engine: Any) -> bool:
     """Tell whether this rank writes a file of its own for its shard of the optimizer's state."""
     return bool(engine.save_zero_checkpoint)
+
+
+def counts_of_groups(stage: Any) -> list[int] | None:
+    """Count the parameters of each parameter group that a stage had, without groups of none.
+
+    Args:
+        stage: the content of its file.
+
+    Returns:
+        None: the file does not say, as under bf16 without ZeRO.
+    """
+    content = stage if isinstance(stage, dict) else {}
+    groups, optimizer = content.get(PARAM_SHAPES), content.get("optimizer")
+    if not isinstance(groups, list) and isinstance(optimizer, dict):
+        groups = [group["params"] for group in optimizer.get("param_groups", ())]
+    return [len(group) for group in groups if group] if isinstance(groups, list) else None
 
 
 def cannot_write(engine: Any) -> str | None:

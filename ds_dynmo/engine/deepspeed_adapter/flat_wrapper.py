@@ -54,9 +54,11 @@ class FlatWrapper(ABC):
 
     Attributes:
         wraps: DeepSpeed's class.
+        shards_gradients: this rank has its shard of the summed gradients, not all of them, when its step begins.
     """
 
     wraps: type
+    shards_gradients: bool
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ds_dynmo import versions
+from ds_dynmo.engine import versions
 
 TESTED = versions.TESTED["deepspeed"]
 OLDEST, NEWEST = TESTED

@@ -17,6 +17,7 @@ class ZeroWrapper(FlatWrapper):
     """``DeepSpeedZeroOptimizer`` stage 1: each rank reduces and keeps the gradients of its shard."""
 
     wraps = DeepSpeedZeroOptimizer
+    shards_gradients = True
     _wrapper: DeepSpeedZeroOptimizer
 
     def __init__(self, wrapper: DeepSpeedZeroOptimizer) -> None:

@@ -13,10 +13,9 @@ from ds_dynmo.engine.resize.job_ranks import JobRanks
 from ds_dynmo.engine.resize.planning import Planner
 from ds_dynmo.engine.resize.repack_plan import RepackPlan, plan_repack
 from ds_dynmo.engine.stage import StageContext
-from ds_dynmo.errors import PartitionError
+from ds_dynmo.errors import PartitionError, counted
 from ds_dynmo.partitioners import Overflow
 from ds_dynmo.placement import Placement
-from ds_dynmo.wording import counted
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.balancing.policy import DecisionInput
-from ds_dynmo.errors import PartitionError
+from ds_dynmo.errors import PartitionError, counted
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, Overflow, Packing
 from ds_dynmo.placement import Placement
-from ds_dynmo.wording import counted
 
 
 @dataclass(frozen=True)

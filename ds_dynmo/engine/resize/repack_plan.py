@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_dynmo.errors import PartitionError
+from ds_dynmo.errors import PartitionError, counted
 from ds_dynmo.partitioners import hosts
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan
-from ds_dynmo.wording import counted
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from ds_dynmo.engine.resize.shrinking import shrink
 from ds_dynmo.engine.resize.world import World
 from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import counted
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import RepackReport
-from ds_dynmo.wording import counted
 
 
 class Repacker:

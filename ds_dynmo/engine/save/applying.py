@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ds_dynmo.engine.deepspeed_adapter import files
 from ds_dynmo.engine.deepspeed_adapter.loss_scale import set_loss_scale_state
 from ds_dynmo.engine.save.context import CheckpointContext, together, universal_info
-from ds_dynmo.engine.save.flat_files import optimizer_files
 from ds_dynmo.engine.save.layer_content import LoadedLayer, install
 from ds_dynmo.engine.save.layout import Manifest
 from ds_dynmo.engine.save.progress import restore_random_states
+from ds_dynmo.engine.state.pieces import StatePieces
 from ds_dynmo.engine.state.scheduler_lists import fill_state
 
 
@@ -34,20 +34,18 @@ class Loaded:
     Attributes:
         path: of the file that counters and client state come from.
         layers: by the number of the layer that owns them here.
-        optimizer: what :meth:`OptimizerFiles.read` gave; None: it is not loaded.
+        optimizer: what the optimizer will hold; None: it is not loaded.
         common: the content of the file at ``path``.
         random: states of this rank's random number generators; None: they are not loaded.
         groups: numbers of the parameter groups that the LR scheduler's lists are of; None: all.
-        loss_scale: state of a dynamic loss scale; empty: there is none, or ``optimizer`` has it.
     """
 
     path: str
     layers: dict[int, LoadedLayer]
-    optimizer: Any | None
+    optimizer: StatePieces | None
     common: dict[str, Any]
     random: dict[str, Any] | None
     groups: Sequence[int | None] | None = None
-    loss_scale: dict[str, Any] = field(default_factory=dict)
 
 
 def apply(context: CheckpointContext, manifest: Manifest | None, loaded: Loaded, options: LoadOptions) -> None:
@@ -77,8 +75,10 @@ def _put_layers(context: CheckpointContext, loaded: Loaded, options: LoadOptions
             is_shared=context.names.is_shared,
         )
     after = layers.named_parameters()
-    optimizer_files(context.stage).restore(before, after, loaded.optimizer)
-    set_loss_scale_state(context.engine.optimizer, loaded.loss_scale)
+    context.stage.optimizer.name_parameters()  # some may be new objects
+    context.stage.state.load(before, after, loaded.optimizer)
+    if loaded.optimizer is not None:
+        set_loss_scale_state(context.engine.optimizer, loaded.optimizer.loss_scale)
     layers.split_uses()  # tied aliases copy their layer's attributes
     context.stage.publish_move()
 

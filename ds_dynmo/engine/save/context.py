@@ -7,16 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ds_dynmo.checkpoint_files import layer_file
 from ds_dynmo.engine.balancing.balancer import Balancer
 from ds_dynmo.engine.deepspeed_adapter.files import slice_number, universal_information, writes_optimizer_shards
 from ds_dynmo.engine.move.references import References
 from ds_dynmo.engine.pipeline.trainable import TrainableLayers
 from ds_dynmo.engine.save.initial_model import InitialModelSpec
-from ds_dynmo.engine.save.layout import SliceLayout, StageLayout
+from ds_dynmo.engine.save.layout import SliceLayout
 from ds_dynmo.engine.save.progress import Progress
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.engine.state.pieces import StageLayout
 from ds_dynmo.errors import CheckpointError
+from ds_dynmo.files.checkpoints import layer_file
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ import os
 import shutil
 from contextlib import suppress
 
-from ds_dynmo.checkpoint_files import FOLDER
 from ds_dynmo.files import named
+from ds_dynmo.files.checkpoints import FOLDER
 
 LATEST = "latest"
 ABANDONED_SECONDS = 3600.0  # a temporary folder without writes for so long is abandoned

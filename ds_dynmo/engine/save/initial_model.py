@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.digests import digest
 from ds_dynmo.engine.move.object_graph import MODULE_MACHINERY
-from ds_dynmo.engine.save.flat_files import optimizer_files
-from ds_dynmo.engine.save.layout import StageLayout
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.engine.state.pieces import StageLayout
+from ds_dynmo.files.digests import digest
 from ds_dynmo.placement import Placement
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
@@ -115,7 +114,7 @@ class InitialModelSpec:
 
 
 def _layout(stage: StageContext) -> StageLayout:
-    return optimizer_files(stage).layout(stage.layers.named_parameters())
+    return stage.state.layout(stage.layers.named_parameters())
 
 
 def aliases_of(module: nn.Module) -> dict[str, str]:

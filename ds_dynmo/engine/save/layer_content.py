@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.checkpoint_files import LEFT_OUT, REPLICA_OWN
-from ds_dynmo.digests import digest
 from ds_dynmo.engine.comm.replicas import is_own
 from ds_dynmo.engine.deepspeed_adapter.module import is_split
 from ds_dynmo.engine.save.initial_model import (
@@ -20,11 +18,12 @@ from ds_dynmo.engine.save.initial_model import (
     is_its_own,
     plain_attributes,
 )
-from ds_dynmo.engine.save.optimizer_files import LoadedState
-from ds_dynmo.engine.state.flat_state import FlatState
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.engine.state.optimizer_state import OptimizerState
+from ds_dynmo.engine.state.pieces import PER_PARAMETER, StatePieces
 from ds_dynmo.errors import CheckpointError
+from ds_dynmo.files.checkpoints import LEFT_OUT, REPLICA_OWN
+from ds_dynmo.files.digests import digest
 
 Extras = dict[str, Any]
 Shapes = dict[str, list[int]]
@@ -287,8 +286,10 @@ def add_own(extras: Extras, module: nn.Module, state: OptimizerState) -> Extras:
     State in flat shards is not added: DeepSpeed's file of the rank has it.
     """
     own = {name: parameter for name, parameter in module.named_parameters() if is_own(parameter)}
-    state_of = (lambda _: {}) if isinstance(state, FlatState) else state.state_of
-    content = {name: {"weight": p.detach(), "state": state_of(p)} for name, p in own.items()}
+    content = {
+        name: {"weight": p.detach(), "state": state.state_of(p) if state.kind == PER_PARAMETER else {}}
+        for name, p in own.items()
+    }
     return {**extras, REPLICA_OWN: compact(content)} if own else extras
 
 
@@ -298,17 +299,18 @@ def own_weights(layer: LoadedLayer) -> LoadedLayer:
     return LoadedLayer({**layer.state, **weights}, layer.extras) if weights else layer
 
 
-def own_optimizer_state(layer: int, loaded: LoadedLayer, optimizer: LoadedState) -> None:
-    """Replace state of another replica in ``optimizer`` by this replica's own.
+def own_optimizer_state(layer: int, loaded: LoadedLayer, pieces: StatePieces) -> None:
+    """Replace state of another replica, kept per parameter, by this replica's own.
 
     Args:
         layer: the number of the layer that was ``loaded``.
     """
     for name, content in _own(loaded):
         key = ParamKey(layer, name)
-        optimizer.state.pop(key, None)
+        pieces.elements.pop(key, None)
+        pieces.values.pop(key, None)
         if content["state"]:
-            optimizer.state[key] = content["state"]
+            pieces.put(key, content["state"], content["weight"].shape)
 
 
 def _own(layer: LoadedLayer) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -11,57 +11,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ds_dynmo.checkpoint_files import FOLDER
 from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.engine.state.pieces import Slot, StageLayout
+from ds_dynmo.files.checkpoints import FOLDER
 from ds_dynmo.placement import Placement
 
 FORMAT = 3
 MANIFEST = "dynmo/manifest.json"
-PER_PARAMETER = "per parameter"
-FLAT = "flat"
 UNSHARDED_FP16 = "fp16"  # without ZeRO, which is read only
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where the optimizer state of one parameter lies in the files of one saved stage.
-
-    Attributes:
-        layer: the layer's number; of a layer that is tied whole, that of its first use in the model.
-        name: the parameter's name inside the layer.
-        group: number of its parameter group.
-        index: its position in the optimizer's ``state_dict``, counted over the groups.
-        offset: of its first element in the flat vector of its group, which is all shards in order.
-        numel: number of its elements.
-        parked: it was frozen: it lies in the parked buffer of its group; ``index`` has no meaning.
-    """
-
-    layer: int
-    name: str
-    group: int
-    index: int
-    offset: int
-    numel: int
-    parked: bool = False
-
-    @property
-    def key(self) -> ParamKey:
-        return ParamKey(self.layer, self.name)
-
-
-@dataclass(frozen=True)
-class StageLayout:
-    """What the optimizer files of one saved stage hold.
-
-    Attributes:
-        slots: of the stage's parameters.
-        shard_numels: per group, the elements of one data-parallel rank's shard; empty where state is not sharded.
-        parked_numels: the same for the parked buffers.
-    """
-
-    slots: tuple[Slot, ...]
-    shard_numels: tuple[int, ...] = ()
-    parked_numels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

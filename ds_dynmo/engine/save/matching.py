@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import glob
-import os
-import re
-from collections.abc import Mapping
 from typing import Any
 
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
-from ds_dynmo.engine.save.flat_files import optimizer_files
-from ds_dynmo.engine.save.initial_model import LayerOrigin
-from ds_dynmo.engine.save.layout import FLAT, MANIFEST, UNSHARDED_FP16, Manifest, SliceLayout, stage_file
-from ds_dynmo.engine.save.optimizer_files import Saved
-from ds_dynmo.errors import CheckpointError
-from ds_dynmo.wording import counted
+from ds_dynmo.engine.save.importers.optimizer import READABLE
+from ds_dynmo.engine.save.layout import Manifest, SliceLayout
+from ds_dynmo.errors import CheckpointError, counted
 
 
 def check_model(context: CheckpointContext, manifest: Manifest, path: str, options: LoadOptions) -> None:
@@ -25,7 +18,7 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
     Raises:
         CheckpointError: with what was found and what was expected.
     """
-    _check_slices(context, len(manifest.slices), path)
+    check_slices(context, len(manifest.slices), path)
     _check_replicas(manifest, context.engine.grid.get_data_parallel_world_size(), context.stage.replicas_differ, path)
     num_layers = context.stage.layers.num_layers
     if manifest.placement.num_layers != num_layers:
@@ -53,12 +46,11 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
     if options.module_only or not options.optimizer:
         return
     ours = context.engine.basic_optimizer
-    files = optimizer_files(context.stage)
-    name = type(ours).__name__ if ours is not None else ""
+    name, kept = type(ours).__name__ if ours is not None else "", context.stage.state.kind
     written, kind = manifest.optimizer_class, manifest.optimizer
-    if written != name or kind not in files.reads:
+    if written != name or kind not in READABLE[kept]:
         raise CheckpointError(
-            f"{path}: optimizer state of {written or 'none'} ({kind}), expected {name or 'none'} ({files.kind}); "
+            f"{path}: optimizer state of {written or 'none'} ({kind}), expected {name or 'none'} ({kept}); "
             "load_optimizer_states=False loads the rest"
         )
 
@@ -77,7 +69,12 @@ def _check_no_more_layers(context: CheckpointContext, manifest: Manifest, path: 
             raise CheckpointError(f"{path}: layer {index} has parameters {found} there, expected none of its own")
 
 
-def _check_slices(context: CheckpointContext, found: int, path: str) -> None:
+def check_slices(context: CheckpointContext, found: int, path: str) -> None:
+    """Refuse files of so many tensor-parallel slices, unless they are as many as here.
+
+    Raises:
+        CheckpointError: naming both.
+    """
     expected = context.engine.grid.slice_parallel_size
     if found != expected:
         raise CheckpointError(
@@ -101,46 +98,6 @@ def check_common(context: CheckpointContext, common: Any, path: str, options: Lo
         raise CheckpointError(
             f"{path}: holds no LR scheduler, but this engine has one; load_lr_scheduler_states=False loads the rest"
         )
-
-
-def stock_manifest(
-    context: CheckpointContext, folder: str, slices: tuple[SliceLayout, ...], options: LoadOptions
-) -> Manifest:
-    """Make up the manifest of a checkpoint that stock DeepSpeed wrote of this engine's pipeline.
-
-    Raises:
-        CheckpointError: it has other files.
-    """
-    names = glob.glob(os.path.join(glob.escape(folder), "layer_*-model_states.pt"))
-    cut = {found.group() for name in names if (found := re.search(r"-model_\d+-", os.path.basename(name)))}
-    _check_slices(context, len(cut) or 1, folder)
-    pattern = os.path.join(glob.escape(folder), "mp_rank_*_model_states.pt")
-    stages = sorted(map(os.path.basename, glob.glob(pattern)))
-    expected = sorted(stage_file(number) for layout in slices for number in layout.numbers)
-    if options.module_only and stages:
-        expected = stages
-    if stages != expected:
-        raise CheckpointError(
-            f"{folder}: written by stock DeepSpeed with the stage files {stages}, expected {expected}: without a "
-            f"{MANIFEST} optimizer state loads at the same number of stages only; load_module_only=True loads weights"
-        )
-    return Manifest(
-        placement=context.origin.placement,
-        replicas=0,
-        optimizer=_stock_kind(context, folder),
-        optimizer_class="",
-        slices=slices,
-        frozen_excluded=False,
-        files={},
-        state={},
-    )
-
-
-def _stock_kind(context: CheckpointContext, folder: str) -> str:
-    """Find out how stock DeepSpeed kept optimizer state: as this engine does, but fp16 also without ZeRO's shards."""
-    kind = optimizer_files(context.stage).kind
-    shards = glob.glob(os.path.join(glob.escape(folder), "*zero_pp_rank_*_optim_states.pt"))
-    return UNSHARDED_FP16 if kind == FLAT and context.engine.fp16_enabled() and not shards else kind
 
 
 def _check_replicas(manifest: Manifest, replicas: int, differ: bool, path: str) -> None:
@@ -175,37 +132,3 @@ def saved_as(layers: StageLayers, layout: SliceLayout, index: int) -> int:
     if tie is None:
         return layers.first_use(index)
     return index if index in layout.weights or not tie.alike else tie.uses[0]
-
-
-def stock_state_of_use(
-    saved: Saved, layers: StageLayers, index: int, origins: Mapping[int, LayerOrigin]
-) -> tuple[str, dict[str, Any], bool]:
-    """Find the state of the tied layer ``index`` in the files of stock DeepSpeed.
-
-    As in DeepSpeed, all uses take the tied weights of the first use that has a file. A use without a file takes all
-    weights of that one if they are alike; otherwise its own weights stay.
-
-    Returns:
-        The file, the state, and whether that is all of the layer's state.
-    """
-    tie, files = layers.tie_of(index), saved.layout.weights
-    assert tie is not None
-    source = next((use for use in tie.uses if layers.stored_use(use) is not None), index)
-    first = _state(saved, files[source])
-    if source == index or (layers.stored_use(index) is None and tie.alike):
-        return files[source], first, True
-    has_file = layers.stored_use(index) is not None
-    own = dict(_state(saved, files[index])) if has_file else {}
-    for name, there in zip(tie.weights[index], tie.weights[source], strict=True):
-        if there not in first:
-            raise CheckpointError(f"{saved.path(files[source])}: lacks {there}")
-        own[name] = first[there]
-        own.update({alias: first[there] for alias, of in origins[index].aliases.items() if of == name and alias in own})
-    return files[index if has_file else source], own, has_file
-
-
-def _state(saved: Saved, name: str) -> dict[str, Any]:
-    state = saved.read(name)
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{saved.path(name)}: holds a {type(state).__name__}, expected the state_dict of a layer")
-    return state

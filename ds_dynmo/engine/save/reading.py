@@ -10,13 +10,16 @@ from typing import Any, TypeVar
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_dynmo.checkpoint_files import FOLDER, layer_file
 from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.engine.deepspeed_adapter.universal import LATEST as LATEST_UNIVERSAL
 from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.engine.save.applying import Loaded, LoadOptions, apply, client_state_of
 from ds_dynmo.engine.save.context import CheckpointContext, own_layout, together
-from ds_dynmo.engine.save.flat_files import optimizer_files
+from ds_dynmo.engine.save.importers.optimizer import read_state
+from ds_dynmo.engine.save.importers.stock import stock_manifest, stock_state_of_use
+from ds_dynmo.engine.save.importers.universal import read_universal
+from ds_dynmo.engine.save.importers.universal_folder import is_universal
+from ds_dynmo.engine.save.importers.wanted import SavedParameter, Wanted
 from ds_dynmo.engine.save.layer_content import (
     LoadedLayer,
     Shapes,
@@ -29,54 +32,19 @@ from ds_dynmo.engine.save.layer_content import (
 from ds_dynmo.engine.save.layout import (
     MANIFEST,
     Manifest,
-    SliceLayout,
     join,
     rank_file,
     stage_file,
 )
-from ds_dynmo.engine.save.matching import check_common, check_model, saved_as, stock_manifest, stock_state_of_use
-from ds_dynmo.engine.save.optimizer_files import LoadedState
-from ds_dynmo.engine.save.safe_load import check_file, safe_load
-from ds_dynmo.engine.save.universal import read_universal
-from ds_dynmo.engine.save.universal_folder import is_universal
+from ds_dynmo.engine.save.matching import check_common, check_model, saved_as
+from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.engine.state.pieces import PER_PARAMETER, StatePieces
 from ds_dynmo.errors import CheckpointError
+from ds_dynmo.files.checkpoints import FOLDER, layer_file
 from ds_dynmo.placement import Placement
 
 Described = TypeVar("Described")
-
-
-class SavedCheckpoint:
-    """The files of a checkpoint, for one tensor-parallel slice. Each is checked before it is read."""
-
-    def __init__(self, folder: str, manifest: Manifest, slice_index: int) -> None:
-        self._folder = folder
-        self.manifest = manifest
-        self.slice_index = slice_index
-        self._read: dict[str, Any] = {}
-
-    @property
-    def layout(self) -> SliceLayout:
-        return self.manifest.slices[self.slice_index]
-
-    def path(self, name: str) -> str:
-        return os.path.join(self._folder, name)
-
-    def read(self, name: str) -> Any:
-        if name not in self._read:
-            self._read[name] = safe_load(self._checked(name), mapped=True)
-        if name.startswith("mp_rank_") and not isinstance(self._read[name], dict):
-            raise CheckpointError(f"{self.path(name)}: is not a file of DeepSpeed's")
-        return self._read[name]
-
-    def read_to(self, device: Any, name: str) -> Any:
-        """Read a file like :meth:`read`, with tensors in memory; on ``device``, if they were on one when saved."""
-        return safe_load(self._checked(name), device=device)
-
-    def _checked(self, name: str) -> str:
-        if not self.manifest.stock and name not in self.manifest.files:
-            raise CheckpointError(f"{self.path(name)}: {MANIFEST} does not list it")
-        return check_file(self.path(name), self.manifest.files.get(name))
 
 
 def load(
@@ -116,15 +84,18 @@ def load(
         )
         present = _gather(context, present_shapes)
         digests = _gather(context, present_digests) if manifest.frozen_excluded else {}
+        how = (
+            f"{os.path.join(load_dir, tag)}: has no folder {FOLDER}/, so it is read as stock DeepSpeed's, of the "
+            f"partition {manifest.placement}. If ds_dynmo wrote it, copy it with that folder"
+        )
+        if manifest.stock and context.engine.global_rank == 0:
+            logger.info(how)
         try:
             loaded = together(comm, lambda: _read(context, saved, target, present, digests, options))
         except CheckpointError as error:
             if not manifest.stock:
                 raise
-            raise CheckpointError(
-                f"{os.path.join(load_dir, tag)}: has no folder {FOLDER}/, so it is read as stock DeepSpeed's, of the "
-                f"partition {manifest.placement}. If ds_dynmo wrote it, copy it with that folder. {error}"
-            ) from error
+            raise CheckpointError(f"{how}. {error}") from error
     if target != context.stage.placement:
         context.balancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)
     try:
@@ -195,7 +166,7 @@ def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions
         context.stage.config.enabled or _was_placed(context, manifest, options)
     )
     if manifest.stock:
-        adopts = not options.module_only
+        adopts = manifest.num_stages == context.engine.num_stages and not options.module_only
     return manifest.placement if adopts else context.stage.placement
 
 
@@ -225,22 +196,47 @@ def _read(
     manifest, engine, stage = saved.manifest, context.engine, context.engine.stage_id
     same_stages = manifest.num_stages == engine.num_stages
     same_replicas = manifest.replicas == engine.grid.get_data_parallel_world_size()
-    source = stage if same_stages and not (manifest.stock and options.module_only) else 0
+    source = stage if same_stages else 0
+    if manifest.stock and not same_stages:  # DeepSpeed drops groups that are empty on a stage
+        source = max(range(manifest.num_stages), key=lambda number: len(_groups_of(saved, number)))
+    if manifest.stock and options.module_only:
+        source = 0
     replica = engine.grid.get_data_parallel_id() if same_replicas else 0
     path, common = _read_common(context, saved, source, options)
     layers, wanted = _read_layers(context, saved, target, present, digests, replica, options)
     optimizer = None
-    if options.optimizer and not options.module_only:
-        optimizer = optimizer_files(context.stage).read(saved, wanted, source)
-        for index, layer in layers.items() if isinstance(optimizer, LoadedState) else ():
-            own_optimizer_state(context.stage.layers.first_use(index), layer, optimizer)
+    if options.optimizer and not options.module_only and engine.basic_optimizer is not None:
+        optimizer = _read_optimizer(context, saved, wanted, layers, source)
     random = None
     if not manifest.stock and same_stages and same_replicas and not options.module_only:
         random = saved.read_to(engine.device, rank_file(stage, replica, saved.slice_index))
     groups = None
-    if manifest.stock:  # DeepSpeed drops those that are empty on a stage
-        groups = sorted({slot.group for slot in saved.layout.stages[source].slots if not slot.parked})
+    if manifest.stock:
+        groups = _groups_of(saved, source)
     return Loaded(path, layers, optimizer, common, random, groups)
+
+
+def _groups_of(saved: SavedCheckpoint, stage: int) -> list[int]:
+    """List the parameter groups that train something on a saved stage."""
+    return sorted({slot.group for slot in saved.layout.stages[stage].slots if not slot.parked})
+
+
+def _read_optimizer(
+    context: CheckpointContext,
+    saved: SavedCheckpoint,
+    parameters: dict[ParamKey, SavedParameter],
+    layers: dict[int, LoadedLayer],
+    source: int,
+) -> StatePieces:
+    """Read what the optimizer held for ``parameters``, those of ``layers``."""
+    stage = context.stage
+    wrapper, groups = stage.optimizer.wrapper, context.engine.basic_optimizer.param_groups
+    own = wrapper.own_groups if wrapper is not None else frozenset[int]()
+    replica = context.engine.grid.get_data_parallel_id()
+    pieces = read_state(saved, Wanted(parameters, source, len(groups), own, replica))
+    for index, layer in layers.items() if saved.manifest.optimizer == PER_PARAMETER else ():
+        own_optimizer_state(stage.layers.first_use(index), layer, pieces)
+    return pieces
 
 
 def _read_common(
@@ -261,18 +257,18 @@ def _read_layers(
     digests: dict[int, dict[str, str]],
     replica: int,
     options: LoadOptions,
-) -> tuple[dict[int, LoadedLayer], dict[ParamKey, ParamKey]]:
+) -> tuple[dict[int, LoadedLayer], dict[ParamKey, SavedParameter]]:
     """Read and check this stage's layers under ``target``.
 
     Args:
         replica: the saved replica whose files are read.
 
     Returns:
-        The layers by number, and for each of their parameters the key under which it was saved.
+        The layers by number, and their parameters as they were saved.
     """
     layers, origins = context.stage.layers, context.origin.layers
     found: dict[int, LoadedLayer] = {}
-    wanted: dict[ParamKey, ParamKey] = {}
+    wanted: dict[ParamKey, SavedParameter] = {}
     for index in target.layers_of(context.engine.stage_id):
         name = layers.first_use(index)
         if name not in origins or not layers.owner(index, target):
@@ -288,9 +284,10 @@ def _read_layers(
             digests=digests.get(name),
             path=saved.path(path),
         )
-        extras = found[index].extras
-        parameters = extras["parameters"] if extras is not None else origins[name].shapes
-        wanted.update({ParamKey(name, parameter): ParamKey(old, parameter) for parameter in parameters})
+        extras, shapes = found[index].extras, origins[name].shapes
+        if extras is not None:
+            shapes = {parameter: about["shape"] for parameter, about in extras["parameters"].items()}
+        wanted.update({ParamKey(name, p): SavedParameter(ParamKey(old, p), shape) for p, shape in shapes.items()})
     return found, wanted
 
 

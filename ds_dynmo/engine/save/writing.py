@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.checkpoint_files import layer_file
 from ds_dynmo.engine.deepspeed_adapter import files
 from ds_dynmo.engine.save.context import CheckpointContext, own_layout, together, universal_info
-from ds_dynmo.engine.save.flat_files import optimizer_files
 from ds_dynmo.engine.save.folder import CheckpointFolder, sync
 from ds_dynmo.engine.save.layer_content import add_left_out, add_own, extras_of
 from ds_dynmo.engine.save.layout import (
@@ -26,6 +24,7 @@ from ds_dynmo.engine.save.progress import random_states
 from ds_dynmo.engine.save.safe_load import describe, safe_load
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.files import named
+from ds_dynmo.files.checkpoints import layer_file
 
 
 def save(
@@ -97,7 +96,7 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
         extras = add_own(extras, module, context.stage.state)
         extras = add_left_out(extras, module) if exclude_frozen else extras
         _write(extras, folder, layer_file(index, replica, slice_index))
-    if (of_optimizer := optimizer_files(context.stage).extras()) is not None:
+    if (of_optimizer := context.stage.state.extras()) is not None:
         _write(of_optimizer, folder, flat_file(engine.stage_id, replica, slice_index))
     _write(random_states(), folder, rank_file(engine.stage_id, replica, slice_index))
 
@@ -123,7 +122,7 @@ def _check_files(context: CheckpointContext, folder: str) -> dict[str, SavedFile
 
 
 def _layout(context: CheckpointContext) -> SliceLayout:
-    return own_layout(context, optimizer_files(context.stage).layout(context.stage.layers.named_parameters()))
+    return own_layout(context, context.stage.state.layout(context.stage.layers.named_parameters()))
 
 
 def _manifest(
@@ -134,7 +133,7 @@ def _manifest(
     return Manifest(
         placement=context.stage.layers.placement,
         replicas=context.engine.grid.get_data_parallel_world_size(),
-        optimizer=optimizer_files(context.stage).kind,
+        optimizer=context.stage.state.kind,
         optimizer_class=type(optimizer).__name__ if optimizer is not None else "",
         slices=join((slice_index, stage, layout) for slice_index, stage, layout, _ in every),
         frozen_excluded=exclude_frozen,

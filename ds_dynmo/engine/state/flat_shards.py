@@ -18,9 +18,8 @@ from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.engine.state.membership import Membership
 from ds_dynmo.engine.state.optimizer_state import KeptElements, held_alone
 from ds_dynmo.engine.state.parameter_groups import options_of
+from ds_dynmo.engine.state.pieces import Elements, Slot, StageLayout
 from ds_dynmo.plan import HeldBytes
-
-Pieces = dict[str, list[tuple[int, torch.Tensor]]]  # per kind, rows of elements with the place of their first
 
 
 class Member(NamedTuple):
@@ -108,6 +107,18 @@ class FlatShards:
             tuple(self._size(number, group, parked=True) for number, group in enumerate(self.parked)),
         )
 
+    def layout(self) -> StageLayout:
+        """Describe what DeepSpeed writes of this rank's stage, and :meth:`extras` of its frozen parameters."""
+        slots: list[Slot] = []
+        files = [number for number, members in enumerate(self.members) if members]
+        for parked, groups in ((False, self.members), (True, self.parked)):
+            for number, members in enumerate(groups):
+                index, offset = files.index(number) if number in files and not parked else -1, 0
+                for key, parameter in members.items():
+                    slots.append(Slot(*key, number, index, offset, parameter.numel(), parked))
+                    offset += parameter.numel()
+        return StageLayout(tuple(slots), *self.numels)
+
     @property
     def device(self) -> torch.device:
         return self._wrapper.masters[0].device
@@ -181,10 +192,12 @@ class FlatShards:
             copy_staying(route.rows, holder, old, new)
             self.replace(name, new, {buffer.group: {}})
 
-    def load(self, number: int, pieces: Mapping[ParamKey, Pieces], kinds: set[str], scalars: Mapping[str, Any]) -> None:
-        """Hold what ``pieces`` say of a group's parameters; ``scalars`` if there is state of any kind."""
+    def load(
+        self, number: int, elements: Mapping[ParamKey, Elements], kinds: set[str], scalars: Mapping[str, Any]
+    ) -> None:
+        """Hold these ``elements`` of a group's parameters; ``scalars`` if there is state of any kind."""
         for parked in (False, True):
-            fresh = {name: self.cut(number, pieces, name, parked=parked) for name in {MASTER, *kinds}}
+            fresh = {name: self.cut(number, elements, name, parked=parked) for name in {MASTER, *kinds}}
             if parked:
                 self._parked[number] = {name: tensor for name, tensor in fresh.items() if tensor.numel()}
                 continue
@@ -209,16 +222,17 @@ class FlatShards:
                 if held is not None:
                     held.copy_(self.cut(number, {}, MASTER, parked=parked))
 
-    def cut(self, number: int, pieces: Mapping[ParamKey, Pieces], name: str, *, parked: bool) -> torch.Tensor:
-        """Cut this rank's shard of one kind of state. Without pieces: the parameters as fp32 weights, else zeros."""
+    def cut(self, number: int, elements: Mapping[ParamKey, Elements], name: str, *, parked: bool) -> torch.Tensor:
+        """Cut this rank's shard of one kind of state. Without elements: the parameters as fp32 weights, else zeros."""
         group = (self.parked if parked else self.members)[number]
         size = self._size(number, group, parked=parked)
         shard = torch.zeros(size, dtype=torch.float32, device=self.device)
         for interval in self._intervals(number, group, size):
-            rows = pieces.get(interval.key, {}).get(name, [])
+            rows = elements.get(interval.key, {}).get(name, [])
             if not rows and name == MASTER:
-                rows = [(0, group[interval.key].detach().reshape(-1))]
-            for start, row in rows:
+                rows = [(0, group[interval.key].detach())]
+            for start, values in rows:
+                row = values.reshape(-1)
                 first = max(interval.start, start)
                 numel = min(interval.start + interval.numel, start + row.numel()) - first
                 if numel > 0:

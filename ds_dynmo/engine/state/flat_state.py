@@ -27,14 +27,15 @@ from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.move.carrying import Holder, Transfers
 from ds_dynmo.engine.move.layout import Shard
 from ds_dynmo.engine.move.resharding import Resharding, ReshardingPlan, plan_resharding
-from ds_dynmo.engine.state.flat_shards import FlatShards, Pieces
+from ds_dynmo.engine.state.flat_shards import FlatShards
 from ds_dynmo.engine.state.flat_weights import FlatWeights
 from ds_dynmo.engine.state.inventory import Inventory, StageInventory, merge_scalars
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.engine.state.membership import Membership
-from ds_dynmo.engine.state.optimizer_state import KeptElements
+from ds_dynmo.engine.state.optimizer_state import KeptElements, Named
 from ds_dynmo.engine.state.parameter_groups import options_of
+from ds_dynmo.engine.state.pieces import FLAT, StageLayout, StatePieces, in_memory
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
@@ -50,6 +51,8 @@ class FlatState:
         shards: the optimizer's state that this rank holds.
         inventory: lists it for the other ranks.
     """
+
+    kind = FLAT
 
     def __init__(
         self,
@@ -254,7 +257,7 @@ class FlatState:
         for group in self._wrapper.groups:
             for parameter in group:
                 unbind(parameter)
-        self.load({}, {}, {}, {})
+        self._hold([[] for _ in self.shards.numbers], StatePieces())
 
     def forget(self) -> None:
         self.shards.forget()
@@ -314,42 +317,42 @@ class FlatState:
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
-    def load(
-        self,
-        members: Mapping[ParamKey, tuple[nn.Parameter, int, Pieces]],
-        kinds: Mapping[int, set[str]],
-        scalars: Mapping[int, dict[str, Any]],
-        options: Mapping[int, dict[str, Any]],
-    ) -> None:
-        """Hold this state from now on. Weights are in place; frozen parameters are parked. Not collective.
+    def layout(self, named: Named) -> StageLayout:
+        return self.shards.layout()
 
-        Args:
-            members: the stage's parameters with their group and the pieces of their state.
-            kinds, scalars: per group that has state.
+    def extras(self) -> dict[str, Any]:
+        return self.shards.extras()
+
+    def load(self, before: Named, after: Named, pieces: StatePieces | None) -> None:
+        """Hold these pieces, of frozen parameters in parked buffers.
+
+        Without pieces fp32 weights become what was loaded, and moments stay. A parameter that had to become another one
+        then starts without state, in the group of the one that it was.
         """
-        assert all(rows.keys() <= {MASTER, *kinds.get(number, ())} for _, number, rows in members.values())
-        pieces = {key: rows for key, (_, _, rows) in members.items()}
-        groups: list[list[nn.Parameter]] = [[] for _ in self.shards.numbers]
-        for parameter, number, _ in members.values():
-            groups[number].append(parameter)
+        if pieces is None:
+            self._weights_lead = True
+            self.drop(self.inventory.replace(before, after))
+            return
+        groups = {key: self._membership.group(parameter) for key, parameter in before.items()} | pieces.groups
+        stay = {id(parameter) for parameter in after.values()}
+        self.drop(parameter for parameter in before.values() if id(parameter) not in stay)
+        members = {key: number for key in after if (number := groups.get(key)) is not None}
+        assert all(
+            pieces.elements.get(key, {}).keys() <= {MASTER, *pieces.kinds.get(number, ())}
+            for key, number in members.items()
+        )
+        self._hold([[after[key] for key in members if members[key] == n] for n in self.shards.numbers], pieces)
+
+    def _hold(self, groups: list[list[nn.Parameter]], pieces: StatePieces) -> None:
+        """Hold ``groups`` of parameters, and of their state what is in ``pieces``."""
         self.shards.membership = Membership(groups)
         for number in self.shards.numbers:
-            self.shards.load(number, pieces, kinds.get(number, set()), scalars[number] if kinds.get(number) else {})
-            self._wrapper.inner.param_groups[number].update(options.get(number, {}))
-        for parameter, _, _ in members.values():
+            kinds, options = pieces.kinds.get(number, set()), pieces.options.get(number, {})
+            values = pieces.scalars[number] if kinds else {}
+            scalars = {name: in_memory(name, value, options, self.shards.device) for name, value in values.items()}
+            self.shards.load(number, pieces.elements, kinds, scalars)
+            self._wrapper.inner.param_groups[number].update(options)
+        for parameter in (parameter for group in groups for parameter in group):
             if not parameter.requires_grad:
                 parameter.data = parameter.data.clone()
         self._wrap(*self._weights.rebuild(self._layers.named_parameters(), self._frozen()))
-
-    def weights_loaded(self, before: Mapping[ParamKey, nn.Parameter], after: Mapping[ParamKey, nn.Parameter]) -> None:
-        """Follow weights that were loaded without the optimizer's state: fp32 weights change, moments stay.
-
-        A parameter that had to become another one starts without state, in the group of the one that it was.
-        :meth:`refit` carries this out and has to follow.
-
-        Args:
-            before, after: the stage's parameters, in the order of its layers.
-        """
-        self._weights_lead = True
-        for old in self.inventory.replace(before, after):
-            self.drop([old])

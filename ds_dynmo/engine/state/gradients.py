@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.deepspeed_adapter.loss_scale import present_loss_scale
-from ds_dynmo.engine.deepspeed_adapter.zero_wrapper import ZeroWrapper
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.state import clipping
 
@@ -42,8 +41,8 @@ def gradient_magnitudes(stage: StageContext) -> torch.Tensor:
     Returns:
         fp64 ``[num_layers]`` on the CPU; 0 where a layer is elsewhere, counted elsewhere, or frozen.
     """
-    sharded = isinstance(stage.optimizer.wrapper, ZeroWrapper)
-    norm, reduced = stage.optimizer.norm, stage.optimizer.gradients()
+    wrapper, norm, reduced = stage.optimizer.wrapper, stage.optimizer.norm, stage.optimizer.gradients()
+    sharded = wrapper is not None and wrapper.shards_gradients
     magnitudes = clipping.gradient_magnitudes(
         stage.layers.counted_modules(),
         stage.layers.num_layers,

@@ -13,9 +13,9 @@ from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.move.layout import Buffer
 from ds_dynmo.engine.state.flat_shards import FlatShards, Member
 from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.engine.state.optimizer_state import Named
 
 Scalars = dict[int, dict[str, Any]]  # per parameter group, what the optimizer keeps once for all of it
-Named = Mapping[ParamKey, nn.Parameter]
 
 
 @dataclass(frozen=True)

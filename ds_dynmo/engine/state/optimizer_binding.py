@@ -146,7 +146,7 @@ class OptimizerBinding:
             self._state = PerParameterState(self._engine.basic_optimizer, self._comm.gather_objects)
             return
         assert self._placeholders is not None
-        norm = self.norm.of_sums if isinstance(wrapper, Bf16Wrapper) else self.norm.of_shards
+        norm = self.norm.of_shards if wrapper.shards_gradients else self.norm.of_sums
         wrapper.clip_by(lambda: norm(wrapper.gradients()))
         self.wrapper = wrapper
         state = FlatState(wrapper, self._layers, self._comm, self._engine.grid, groups, self._placeholders.parameters)

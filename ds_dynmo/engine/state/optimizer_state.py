@@ -17,9 +17,10 @@ from torch import nn
 from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES
 from ds_dynmo.engine.move.carrying import Transfers
 from ds_dynmo.engine.move.tensors import num_bytes
-from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.engine.state.parameter_groups import options_of
+from ds_dynmo.engine.state.pieces import PER_PARAMETER, Slot, StageLayout, StatePieces, in_memory, is_per_element
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
@@ -48,8 +49,17 @@ def select(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).index_select(0, index.to(tensor.device))
 
 
+Named = Mapping[ParamKey, nn.Parameter]
+
+
 class OptimizerState(Protocol):
-    """The optimizer's part in a migration."""
+    """What the optimizer holds for a stage, and its part in a migration.
+
+    Attributes:
+        kind: :data:`PER_PARAMETER` or :data:`FLAT`.
+    """
+
+    kind: str
 
     def trained(self) -> dict[int, nn.Parameter] | None:
         """Return the parameters that it updates, frozen ones too, by ``id``; None: there is no optimizer."""
@@ -117,6 +127,25 @@ class OptimizerState(Protocol):
 
     # -- what is held -------------------------------------------------------------------------------------
 
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def layout(self, named: Named) -> StageLayout:
+        """Describe what DeepSpeed writes of this rank's stage, whose parameters are ``named``."""
+        ...
+
+    def extras(self) -> dict[str, Any] | None:
+        """Collect what DeepSpeed's files have no place for; None: they have everything."""
+        ...
+
+    def load(self, before: Named, after: Named, pieces: StatePieces | None) -> None:
+        """Update the parameters ``after`` instead of ``before``. The weights are loaded already. Not collective.
+
+        Args:
+            before, after: the stage's; a parameter may be another object in ``after``, or missing.
+            pieces: what is held from now on; None: what is held stays, and :meth:`refit` follows.
+        """
+        ...
+
     def static_bytes(self, parameter: nn.Parameter) -> int:
         """Count bytes of gradients and optimizer state of a parameter, on this rank."""
         ...
@@ -178,6 +207,8 @@ class PerParameterState:
     Args:
         gather: collective, gathers one value of every rank; None: this rank is alone.
     """
+
+    kind = PER_PARAMETER
 
     def __init__(
         self, optimizer: torch.optim.Optimizer | None, gather: Callable[[Any], list[Any]] | None = None
@@ -276,6 +307,45 @@ class PerParameterState:
             group["params"] = sorted(members, key=lambda p: place.get(id(p), -1))
             group.pop("param_names", None)  # optional labels of torch's, by position: no longer true
 
+    def layout(self, named: Named) -> StageLayout:
+        key_of = {id(parameter): key for key, parameter in named.items()}
+        slots, index = [], 0
+        for number, group in enumerate(self._groups):
+            offset = 0
+            for parameter in group["params"]:
+                if id(parameter) in key_of:
+                    slots.append(Slot(*key_of[id(parameter)], number, index, offset, parameter.numel()))
+                index, offset = index + 1, offset + parameter.numel()
+        return StageLayout(tuple(slots))
+
+    def extras(self) -> None:
+        return None
+
+    def load(self, before: Named, after: Named, pieces: StatePieces | None) -> None:
+        key_of = {id(parameter): key for key, parameter in before.items()}
+        numbers = {
+            key_of[id(parameter)]: number
+            for number, group in enumerate(self._groups)
+            for parameter in group["params"]
+            if id(parameter) in key_of
+        }
+        if pieces is not None:
+            numbers.update(pieces.groups)
+        for key, parameter in before.items():
+            if after.get(key) is not parameter or pieces is not None:
+                self._state.pop(parameter, None)
+        for number, group in enumerate(self._groups):
+            others = [parameter for parameter in group["params"] if id(parameter) not in key_of]
+            group["params"] = others + [after[key] for key in after if numbers.get(key) == number]
+            group.pop("param_names", None)  # torch's optional labels, by position
+            if pieces is not None:
+                group.update(pieces.options.get(number, {}))
+        if pieces is not None and self._optimizer is not None:
+            for key, parameter in after.items():
+                if key in pieces.values:
+                    options = self._groups[numbers[key]]
+                    self._state[parameter] = _assembled(parameter, pieces, key, options)
+
     def static_bytes(self, parameter: nn.Parameter) -> int:
         gradients = num_bytes(parameter) if parameter.requires_grad else 0
         return gradients + sum(num_bytes(tensor) for tensor in _tensors_in(self._state.get(parameter)))
@@ -314,7 +384,7 @@ class PerParameterState:
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         parameter.detach().masked_fill_(where, 0)
         for name, held in self._state.get(parameter, {}).items():
-            if _is_per_element(name, held, parameter):
+            if is_per_element(name, held, parameter.shape):
                 held.masked_fill_(where, 0)
 
     def keep_elements(self, kept: Sequence[KeptElements], replace: Callable[[], None]) -> None:
@@ -325,14 +395,21 @@ class PerParameterState:
         for entry in kept:
             if entry.old in self._state:
                 self._state[entry.new] = {
-                    name: entry.select(held) if _is_per_element(name, held, entry.old) else held
+                    name: entry.select(held) if is_per_element(name, held, entry.old.shape) else held
                     for name, held in self._state.pop(entry.old).items()
                 }
 
 
-def _is_per_element(name: str, held: Any, parameter: nn.Parameter) -> bool:
-    """Tell whether ``held``, of an optimizer's state, has a value for each element of the parameter."""
-    return name != "step" and isinstance(held, torch.Tensor) and held.shape == parameter.shape
+def _assembled(
+    parameter: nn.Parameter, pieces: StatePieces, key: ParamKey, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Make the state of a parameter out of pieces, in memory of its own."""
+    state = {name: in_memory(name, value, options, parameter.device) for name, value in pieces.values[key].items()}
+    for name, runs in pieces.elements[key].items():
+        if name != MASTER:
+            ((_, whole),) = runs
+            state[name] = in_memory(name, whole, options, parameter.device)
+    return state
 
 
 def held_alone(tensors: Iterable[torch.Tensor]) -> HeldBytes:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.checkpoint_files import LEFT_OUT
-from ds_dynmo.digests import digest
 from ds_dynmo.errors import CheckpointError, ConfigError
+from ds_dynmo.files.checkpoints import LEFT_OUT
+from ds_dynmo.files.digests import digest
 from ds_dynmo.models.huggingface.conversions import to_files
 from ds_dynmo.models.huggingface.lora import Adapters, is_adapters, plain_name
 from ds_dynmo.models.huggingface.lora_config import library

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.checkpoint_files import REPLICA_OWN, layer_file
 from ds_dynmo.errors import CheckpointError, ConfigError
+from ds_dynmo.files.checkpoints import REPLICA_OWN, layer_file
 from ds_dynmo.models.exporting import load, new_folder, tag_folder, weights_file
 from ds_dynmo.models.huggingface.adapter import PART, source_of
 from ds_dynmo.models.huggingface.adapter_files import SavedLayer, merged, write_adapters

@@ -230,16 +230,16 @@ def train_undisturbed(case: Case, make_layers: Make = layers) -> str:
 
 
 def files_read(case: Case, folder: str, make_layers: Make = layers) -> list[str]:
-    from ds_dynmo.engine.save import reading
+    from ds_dynmo.engine.save import saved_files
 
     engine, read = build(case, make_layers), []
-    original = reading.safe_load
+    original = saved_files.safe_load
 
     def watch(path: str, **kwargs: Any) -> Any:
         read.append(os.path.relpath(path, os.path.join(folder, f"global_step{STEPS}")))
         return original(path, **kwargs)
 
-    reading.safe_load = watch
+    saved_files.safe_load = watch
     engine.load_checkpoint(folder)
     return sorted(read)
 

@@ -19,8 +19,8 @@ from ds_dynmo.engine.deepspeed_adapter.universal import (
     WholeParameter,
     saved_groups,
 )
+from ds_dynmo.engine.save.importers.universal_slices import Shape, cut_slice
 from ds_dynmo.engine.save.safe_load import safe_load
-from ds_dynmo.engine.save.universal_slices import Shape, cut_slice
 from ds_dynmo.errors import CheckpointError
 
 _STAGE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt$")

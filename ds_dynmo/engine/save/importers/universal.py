@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from ds_dynmo.engine.deepspeed_adapter import universal
-from ds_dynmo.engine.deepspeed_adapter.universal import FP32_WEIGHT_KEY, MOMENTS
+from ds_dynmo.engine.deepspeed_adapter.universal import FP32_WEIGHT_KEY, MOMENTS, STEP
 from ds_dynmo.engine.save.applying import Loaded, LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext, together
-from ds_dynmo.engine.save.flat_files import optimizer_files
+from ds_dynmo.engine.save.importers.universal_folder import UniversalFolder
+from ds_dynmo.engine.save.importers.universal_slices import Shape
 from ds_dynmo.engine.save.layer_content import LoadedLayer
 from ds_dynmo.engine.save.matching import check_common
 from ds_dynmo.engine.save.safe_load import safe_load
-from ds_dynmo.engine.save.universal_folder import UniversalFolder
-from ds_dynmo.engine.save.universal_slices import Shape
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.engine.state.parameter_groups import options_of
+from ds_dynmo.engine.state.pieces import FLAT, StatePieces, steps_of_groups
 from ds_dynmo.errors import CheckpointError
 
 
@@ -45,7 +45,7 @@ class WholeModel:
     def gather(cls, context: CheckpointContext) -> WholeModel:
         """Gather what every rank knows of its own layers. Collective."""
         stage, origins = context.stage, context.origin.layers
-        layout = optimizer_files(stage).layout(stage.layers.named_parameters())
+        layout = stage.state.layout(stage.layers.named_parameters())
         every = stage.comm.gather_objects(
             (
                 context.engine.grid.get_slice_parallel_rank(),
@@ -120,8 +120,7 @@ def read_universal(context: CheckpointContext, path: str, options: LoadOptions) 
     def finish() -> Loaded:
         state = _optimizer_state(context, folder, model, found, steps) if with_state else None
         source, common, groups = _common(context, folder, model, options)
-        loss_scale = folder.loss_scale() if with_state else {}
-        return Loaded(source, found.layers, state, common, None, groups, loss_scale)
+        return Loaded(source, found.layers, state, common, None, groups)
 
     return together(comm, finish)
 
@@ -199,8 +198,8 @@ def _optimizer_state(
     model: WholeModel,
     found: ReadState,
     steps: dict[ParamKey, float],
-) -> Any:
-    """Make what the optimizer's ``restore`` takes; ``steps``: of the whole model's parameters."""
+) -> StatePieces:
+    """Put together what the optimizer will hold; ``steps``: of the whole model's parameters."""
     optimizer = context.engine.basic_optimizer
     options = {number: options_of(group) for number, group in enumerate(optimizer.param_groups)}
     missing = set(options)  # a group whose options no file has keeps those that it has here
@@ -212,7 +211,15 @@ def _optimizer_state(
                     options[number] |= options_of(group.options)
                     missing.remove(number)
     counts = {key: universal.count_of_steps(optimizer, step) for key, step in steps.items()}
-    return optimizer_files(context.stage).assemble(found.values, counts, model.groups, options)
+    of_groups = steps_of_groups(counts, model.groups) if context.stage.state.kind == FLAT else {}
+    return StatePieces(
+        elements={key: {name: [(0, v)] for name, v in tensors.items()} for key, tensors in found.values.items()},
+        values={key: {STEP: counts[key]} for key in found.values if key in counts},
+        kinds={number: set(MOMENTS) for number in of_groups},
+        scalars={number: {STEP: count} for number, count in of_groups.items()},
+        options=options,
+        loss_scale=folder.loss_scale(),
+    )
 
 
 def _common(

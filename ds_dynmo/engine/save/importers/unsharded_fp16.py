@@ -13,23 +13,19 @@ from typing import Any
 import torch
 
 from ds_dynmo.engine.deepspeed_adapter.loss_scale import saved_loss_scale
-from ds_dynmo.engine.save.layout import Slot, flat_file, stage_file
-from ds_dynmo.engine.save.optimizer_files import LoadedFlat, Saved, in_memory, steps_of_groups
-from ds_dynmo.engine.state.keys import MASTER, ParamKey
+from ds_dynmo.engine.save.importers.wanted import Wanted
+from ds_dynmo.engine.save.layout import flat_file, stage_file
+from ds_dynmo.engine.save.saved_files import SavedCheckpoint
+from ds_dynmo.engine.state.keys import MASTER
 from ds_dynmo.engine.state.parameter_groups import options_of
+from ds_dynmo.engine.state.pieces import Slot, StatePieces, steps_of_groups
 from ds_dynmo.errors import CheckpointError
 
 State = dict[str, Any]  # of one parameter: its fp32 weights, and what the torch optimizer keeps for it
 
 
-def read_unsharded(
-    saved: Saved, wanted: Mapping[ParamKey, ParamKey], stage: int, num_groups: int, device: torch.device
-) -> LoadedFlat:
-    """Read the state of some parameters, as :meth:`OptimizerFiles.read` does.
-
-    Args:
-        num_groups: how many parameter groups the engine has.
-        device: where the optimizer keeps its state.
+def read_unsharded(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
+    """Read the state of some parameters, for flat shards.
 
     Raises:
         CheckpointError: a file has another content, or the parameters of a group took different numbers of steps.
@@ -38,24 +34,23 @@ def read_unsharded(
     held = [entry for number in stages for entry in _states(saved, number)]
     groups = {slot.key: slot.group for slot, _ in held}
     steps_of_groups({slot.key: state["step"] for slot, state in held if "step" in state and not slot.parked}, groups)
-    loaded = LoadedFlat(
-        options=_options(saved, stage, num_groups), loss_scale=saved_loss_scale(_wrapper_state(saved, stage))
+    pieces = StatePieces(
+        options=_options(saved, wanted), loss_scale=saved_loss_scale(_wrapper_state(saved, wanted.stage))
     )
     # A group that is frozen as a whole goes on from the parameter of it that took the most steps.
     for slot, state in sorted(held, key=lambda entry: (entry[0].parked, -float(entry[1].get("step", 0)))):
-        rows, options = _rows(state), loaded.options.get(slot.group, {})
-        scalars = {n: in_memory(n, value, options, device) for n, value in state.items() if n not in rows}
-        loaded.scalars.setdefault(slot.group, scalars)
-        loaded.kinds.setdefault(slot.group, set()).update(rows.keys() - {MASTER})
+        rows = _rows(state)
+        pieces.scalars.setdefault(slot.group, {name: value for name, value in state.items() if name not in rows})
+        pieces.kinds.setdefault(slot.group, set()).update(rows.keys() - {MASTER})
     states = {slot.key: state for slot, state in held}
-    for key, saved_as in wanted.items():
+    for key, (saved_as, _) in wanted.parameters.items():
         if saved_as in states:
-            loaded.groups[key] = groups[saved_as]
-            loaded.pieces[key] = {n: [(0, row.reshape(-1))] for n, row in _rows(states[saved_as]).items()}
-    return loaded
+            pieces.groups[key] = groups[saved_as]
+            pieces.elements[key] = {name: [(0, row)] for name, row in _rows(states[saved_as]).items()}
+    return pieces
 
 
-def _states(saved: Saved, stage: int) -> Iterator[tuple[Slot, State]]:
+def _states(saved: SavedCheckpoint, stage: int) -> Iterator[tuple[Slot, State]]:
     """Read the state of each parameter of a saved stage."""
     slots = saved.layout.stages[stage].slots
     try:
@@ -111,13 +106,15 @@ def _check(state: State, numel: int) -> None:
             raise ValueError(f"{name} of shape {list(value.shape)}, not {list(state[MASTER].shape)} as the weights")
 
 
-def _options(saved: Saved, stage: int, num_groups: int) -> dict[int, dict[str, Any]]:
+def _options(saved: SavedCheckpoint, wanted: Wanted) -> dict[int, dict[str, Any]]:
     """Read the options of the parameter groups; of stock DeepSpeed's, those that any stage has."""
     if not saved.manifest.stock:
-        name = flat_file(stage, 0, saved.slice_index)
+        name = flat_file(wanted.stage, 0, saved.slice_index)
         options: dict[int, dict[str, Any]] = {n: dict(v) for n, v in saved.read(name)["options"].items()}
-        if len(options) != num_groups:
-            raise CheckpointError(f"{saved.path(name)}: has {len(options)} parameter groups, expected {num_groups}")
+        if len(options) != wanted.num_groups:
+            raise CheckpointError(
+                f"{saved.path(name)}: has {len(options)} parameter groups, expected {wanted.num_groups}"
+            )
         return options
     found: dict[int, dict[str, Any]] = {}
     for source, layout in enumerate(saved.layout.stages):
@@ -128,11 +125,11 @@ def _options(saved: Saved, stage: int, num_groups: int) -> dict[int, dict[str, A
     return found
 
 
-def _name(saved: Saved, stage: int) -> str:
+def _name(saved: SavedCheckpoint, stage: int) -> str:
     return stage_file(saved.layout.numbers[stage])
 
 
-def _wrapper_state(saved: Saved, stage: int) -> dict[str, Any]:
+def _wrapper_state(saved: SavedCheckpoint, stage: int) -> dict[str, Any]:
     content = saved.read(_name(saved, stage)).get("optimizer")
     if not isinstance(content, dict) or "optimizer_state_dict" not in content:
         raise CheckpointError(

@@ -1,0 +1,1 @@
+"""Readers of optimizer state, and of checkpoints that others wrote."""

@@ -1,0 +1,37 @@
+"""What a rank asks of a checkpoint's optimizer files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ds_dynmo.engine.state.keys import ParamKey
+
+__all__ = ["SavedParameter", "Wanted"]
+
+
+class SavedParameter(NamedTuple):
+    """A parameter as it was saved: the key that it had, and its shape."""
+
+    key: ParamKey
+    shape: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a rank asks of a checkpoint's optimizer files.
+
+    Attributes:
+        parameters: those that the rank will have.
+        stage: the saved stage whose files have the options of parameter groups.
+        num_groups: of parameter groups here.
+        own_groups: groups of parameters that each replica has of its own.
+        replica: this rank's, whose those are.
+    """
+
+    parameters: Mapping[ParamKey, SavedParameter]
+    stage: int
+    num_groups: int
+    own_groups: frozenset[int]
+    replica: int

@@ -1,0 +1,137 @@
+"""What an optimizer holds, as a value: whatever files it comes from, and however a rank keeps it in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.errors import CheckpointError
+
+__all__ = [
+    "FLAT",
+    "PER_PARAMETER",
+    "Elements",
+    "Slot",
+    "StageLayout",
+    "StatePieces",
+    "in_memory",
+    "is_per_element",
+    "steps_of_groups",
+]
+
+PER_PARAMETER = "per parameter"
+FLAT = "flat"
+
+Elements = dict[str, list[tuple[int, torch.Tensor]]]  # per kind of state, runs of elements with the place of the first
+
+
+@dataclass(frozen=True)
+class StatePieces:
+    """What an optimizer holds for some parameters.
+
+    Attributes:
+        groups: per parameter, the number of its group.
+        elements: per parameter, what has a value for each of its elements. The tensors may lie in their files still.
+        values: per parameter, what else its state has, such as a count of steps, where that is kept per parameter.
+        kinds, scalars: per group that has state in flat buffers: its kinds beside the fp32 weights, and what it has
+            once, such as a count of steps.
+        options: per group, such as the learning rate.
+        loss_scale: state of a dynamic loss scale (fp16); empty: there is none.
+    """
+
+    groups: dict[ParamKey, int] = field(default_factory=dict)
+    elements: dict[ParamKey, Elements] = field(default_factory=dict)
+    values: dict[ParamKey, dict[str, Any]] = field(default_factory=dict)
+    kinds: dict[int, set[str]] = field(default_factory=dict)
+    scalars: dict[int, dict[str, Any]] = field(default_factory=dict)
+    options: dict[int, dict[str, Any]] = field(default_factory=dict)
+    loss_scale: dict[str, Any] = field(default_factory=dict)
+
+    def put(self, key: ParamKey, state: Mapping[str, Any], shape: Sequence[int]) -> None:
+        """Put in what torch's optimizer holds for a parameter of ``shape``."""
+        per_element = {name for name, value in state.items() if is_per_element(name, value, shape)}
+        self.elements[key] = {name: [(0, state[name])] for name in state if name in per_element}
+        self.values[key] = {name: value for name, value in state.items() if name not in per_element}
+
+
+def is_per_element(name: str, value: Any, shape: Sequence[int]) -> bool:
+    """Tell whether ``value``, of an optimizer's state, has a value for each element of a parameter of ``shape``."""
+    return name != "step" and isinstance(value, torch.Tensor) and list(value.shape) == list(shape)
+
+
+def in_memory(name: str, value: Any, options: Mapping[str, Any], device: torch.device) -> Any:
+    """Copy a value of a file to where torch's optimizers keep it.
+
+    That is the device of the weights, but the CPU for a step count, unless a kernel reads it.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    on_cpu = name == "step" and not any(options.get(how) for how in ("capturable", "fused"))
+    return value.clone() if on_cpu else value.to(device, copy=True)
+
+
+def steps_of_groups(steps: Mapping[ParamKey, Any], groups: Mapping[ParamKey, int]) -> dict[int, Any]:
+    """Return the count of steps of each parameter group, of which all parameters took as many.
+
+    Raises:
+        CheckpointError: naming two that did not.
+    """
+    first: dict[int, ParamKey] = {}
+    for key, step in steps.items():
+        other = first.setdefault(groups[key], key)
+        if steps[other] != step:
+            raise CheckpointError(
+                f"layer {other[0]}'s {other[1]} took {int(steps[other])} steps and layer {key[0]}'s {key[1]} "
+                f"{int(step)}, but bf16 and ZeRO count steps per parameter group: both are in group {groups[key]}; "
+                "load_optimizer_states=False loads the rest"
+            )
+    return {number: steps[key] for number, key in first.items()}
+
+
+# -- where it lies in DeepSpeed's files ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where the optimizer state of one parameter lies in the files of one saved stage.
+
+    Attributes:
+        layer: the layer's number; of a layer that is tied whole, that of its first use in the model.
+        name: the parameter's name inside the layer.
+        group: number of its parameter group.
+        index: its position in the optimizer's ``state_dict``, counted over the groups.
+        offset: of its first element in the flat vector of its group, which is all shards in order.
+        numel: number of its elements.
+        parked: it was frozen: it lies in the parked buffer of its group; ``index`` has no meaning.
+    """
+
+    layer: int
+    name: str
+    group: int
+    index: int
+    offset: int
+    numel: int
+    parked: bool = False
+
+    @property
+    def key(self) -> ParamKey:
+        return ParamKey(self.layer, self.name)
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """What the optimizer files of one saved stage hold.
+
+    Attributes:
+        slots: of the stage's parameters.
+        shard_numels: per group, the elements of one data-parallel rank's shard; empty where state is not sharded.
+        parked_numels: the same for the parked buffers.
+    """
+
+    slots: tuple[Slot, ...]
+    shard_numels: tuple[int, ...] = ()
+    parked_numels: tuple[int, ...] = ()
