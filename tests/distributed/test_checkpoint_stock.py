@@ -189,6 +189,35 @@ def test_a_stock_checkpoint_of_another_partition_is_loaded(tmp_path: Path) -> No
     assert loaded[0]["losses"] == losses
 
 
+def rates_of_groups(initialize: Any, case: Case, folder: str) -> list[float]:
+    """Save in DeepSpeed's engine after the rate of its last group changed, or load; return the rates of its groups."""
+    module = module_of(case)
+    parts = {0: "embedding", case.num_layers - 1: "head"}
+    of_part: dict[str, list[Any]] = {"embedding": [], "others": [], "head": []}
+    for name, parameter in module.named_parameters():
+        of_part[parts.get(int(name.split(".")[0]), "others")].append(parameter)
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in zip(of_part.values(), (0.1, 0.2, 0.3))
+        if parameters
+    ]
+    engine = initialize(model=module, model_parameters=groups, config=config(case))[0]
+    if initialize is deepspeed.initialize:
+        train_on(engine, 0)
+        engine.optimizer.param_groups[-1]["lr"] = 0.007 + engine.global_rank
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    return [group["lr"] for group in engine.optimizer.param_groups]
+
+
+def test_a_group_that_one_stage_alone_had_keeps_its_options(tmp_path: Path) -> None:
+    case = Case(clip=0.0)
+    stock = run(2, rates_of_groups, deepspeed.initialize, replace(case, dynmo=None), str(tmp_path))
+    (ours,) = run(1, rates_of_groups, ds_dynmo.initialize, replace(case, stages=1), str(tmp_path))
+    assert ours == [*stock[0], stock[1][-1]]
+
+
 def test_of_a_stock_checkpoint_without_counts_of_other_stages_only_weights_load(tmp_path: Path) -> None:
     """DeepSpeed writes no names of parameters under bf16 without ZeRO."""
     case = Case(stages=2, clip=0.0, precision="bf16")

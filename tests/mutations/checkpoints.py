@@ -170,6 +170,27 @@ MUTATIONS = [
         f"{STOCK}::test_a_stock_checkpoint_loads_after_layers_have_moved",
     ),
     Mutation(
+        "parameters of a stage of stock DeepSpeed are looked for at the beginning of their group",
+        "ds_dynmo/engine/save/importers/stock.py",
+        "offset=offset",
+        "offset=0",
+        f"{STOCK}::test_a_stock_checkpoint_loads_at_every_number_of_stages -k zero1",
+    ),
+    Mutation(
+        "a stage of stock DeepSpeed is taken for the longest that has as many parameters of the first group",
+        "ds_dynmo/engine/save/importers/stock.py",
+        "                if _counts(layers, layout, group_of, start, end) == counts:\n",
+        "                if _counts(layers, layout, group_of, start, end)[:1] == counts[:1]:\n",
+        f"{STOCK}::test_a_stock_checkpoint_loads_at_every_number_of_stages",
+    ),
+    Mutation(
+        "options of groups that the first stage of stock DeepSpeed lacked are not loaded",
+        "ds_dynmo/engine/save/importers/per_parameter.py",
+        "    for stage in others:\n",
+        "    for stage in ():\n",
+        f"{STOCK}::test_a_group_that_one_stage_alone_had_keeps_its_options",
+    ),
+    Mutation(
         "a slice of a universal checkpoint is cut from the beginning of a parameter",
         "ds_dynmo/engine/save/importers/universal_slices.py",
         "tensor.narrow(dim, start + sum(share[:tp_rank]), share[tp_rank])",

@@ -231,12 +231,15 @@ class FlatShards:
             rows = elements.get(interval.key, {}).get(name, [])
             if not rows and name == MASTER:
                 rows = [(0, group[interval.key].detach())]
+            copied = 0
             for start, values in rows:
                 row = values.reshape(-1)
                 first = max(interval.start, start)
                 numel = min(interval.start + interval.numel, start + row.numel()) - first
                 if numel > 0:
                     shard.narrow(0, interval.offset + first - interval.start, numel).copy_(row[first - start :][:numel])
+                    copied += numel
+            assert copied in (0, interval.numel), f"{copied} of {interval.numel} elements of {interval.key}'s {name}"
         return shard
 
     def _intervals(self, number: int, group: Mapping[ParamKey, nn.Parameter], size: int) -> tuple[Interval, ...]:
