@@ -46,7 +46,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the second moment stays behind in the flat shards of the stage before",
-        "ds_dynmo/engine/move/resharding.py",
+        "ds_dynmo/engine/state/resharding.py",
         "return transfers(self.plan.rows(kind), self._holder,",
         'return transfers([] if kind == "exp_avg_sq" else self.plan.rows(kind), self._holder,',
         SHARDED,

@@ -3,7 +3,7 @@
 DeepSpeed's wrappers know shards of the fp32 weights and of each moment, whose boundaries have nothing to do with
 layers. When layers move, every stage's buffers change, and with them the shards of layers that stay. So all ranks work
 out where each interval lies before and after (:mod:`ds_dynmo.engine.move.route`), copy what stays on a rank,
-and send the rest (:mod:`ds_dynmo.engine.move.resharding`).
+and send the rest (:mod:`ds_dynmo.engine.state.resharding`).
 
 Gradients do not travel: between two batches the wrappers hold none, and a move at any other time is refused.
 
@@ -26,7 +26,6 @@ from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper, unbind
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.move.carrying import Holder, Transfers
 from ds_dynmo.engine.move.layout import Shard
-from ds_dynmo.engine.move.resharding import Resharding, ReshardingPlan, plan_resharding
 from ds_dynmo.engine.state.flat_shards import FlatShards
 from ds_dynmo.engine.state.flat_weights import FlatWeights
 from ds_dynmo.engine.state.inventory import Inventory, StageInventory, merge_scalars
@@ -36,6 +35,7 @@ from ds_dynmo.engine.state.membership import Membership
 from ds_dynmo.engine.state.optimizer_state import KeptElements, Named
 from ds_dynmo.engine.state.parameter_groups import options_of
 from ds_dynmo.engine.state.pieces import FLAT, StageLayout, StatePieces, in_memory
+from ds_dynmo.engine.state.resharding import Resharding, ReshardingPlan, plan_resharding
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
