@@ -63,6 +63,9 @@ class _Failure:
         expected = (kind.__name__ for kind in _EXPECTED if isinstance(error, kind))
         return cls(next(expected, type(error).__name__), str(error))
 
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
     @property
     def is_expected(self) -> bool:
         return any(kind.__name__ == self.kind for kind in _EXPECTED)
@@ -268,7 +271,12 @@ class Communicator:
         return self._received(gathered or [])
 
     def everywhere(
-        self, what: str, function: Callable[[], Result], *, same: Callable[[Result], object] | None = None
+        self,
+        what: str,
+        function: Callable[[], Result],
+        *,
+        same: Callable[[Result], object] | None = None,
+        error: type[Exception] | None = None,
     ) -> Result:
         """Call ``function`` on every rank, and return its result once it has succeeded on all. Collective.
 
@@ -277,6 +285,7 @@ class Communicator:
         Args:
             what: the ranks do, for messages, such as "deciding where layers go".
             same: returns the part of a result that has to be the same on all ranks, by its text; None: none has to be.
+            error: raised on every rank in place of those below if ``function`` fails on any.
 
         Raises:
             PartitionError: on every rank: it is the first failure by rank.
@@ -288,34 +297,34 @@ class Communicator:
         try:
             result = function()
             text = str(same(result)) if same is not None else ""
-        except Exception as error:  # whatever a user's object raises: the others have to hear of it
-            raise_unless_harmless(error)
-            failure = error
+        except Exception as found:  # whatever a user's object raises: the others have to hear of it
+            raise_unless_harmless(found)
+            failure = found
         digest = _number_of(text)
         failed, most, least = self.max_over_world(torch.tensor([int(failure is not None), digest, -digest])).tolist()
         if failed:
-            raise self._first_failure(what, failure) from failure
+            raise self._first_failure(what, failure, error) from failure
         if most != -least:
             by_text = ranks_by(self.gather_objects(text))
-            found = ", ".join(f"{theirs} on ranks {ranks}" for theirs, ranks in by_text.items())
-            raise MigrationError(f"{what}: ranks differ: {found}. No layer has moved", harmless=True)
+            texts = ", ".join(f"{theirs} on ranks {ranks}" for theirs, ranks in by_text.items())
+            raise MigrationError(f"{what}: ranks differ: {texts}. No layer has moved", harmless=True)
         return result
 
-    def _first_failure(self, what: str, failure: Exception | None) -> Exception:
+    def _first_failure(self, what: str, failure: Exception | None, error: type[Exception] | None) -> Exception:
         """Return the first failure by rank, to be raised on all. Collective. Its rank logs an unexpected one."""
         mine = None if failure is None else _Failure.of(failure)
         every: list[_Failure | None] = self.gather_objects(mine)
         failed = [rank for rank, theirs in enumerate(every) if theirs is not None]
         first = every[failed[0]]
         assert first is not None
+        if error is not None:
+            return error(f"rank {failed[0]}: {first.text if first.kind == error.__name__ else first}")
         if failure is not None and first.is_expected and all(theirs == first for theirs in every):
             return failure
         if dist.get_rank() == failed[0]:
             trace = "".join(traceback.format_exception(failure))
             logger.error(f"rank {failed[0]}: {what} failed:\n{trace}")
-        return first.error(
-            f"{what} failed on ranks {failed}, first with {first.kind}: {first.text}. No layer has moved"
-        )
+        return first.error(f"{what} failed on ranks {failed}, first with {first}. No layer has moved")
 
     def agree_on_schedule(self, digest: str, costs: PassCosts | None = None) -> PassCosts | None:
         """Agree that all ranks, replicas and slices too, run the same schedule.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ds_dynmo.engine.balancing.balancer import Balancer
 from ds_dynmo.engine.deepspeed_adapter.files import slice_number, universal_information, writes_optimizer_shards
@@ -16,10 +16,7 @@ from ds_dynmo.engine.save.layout import SliceLayout
 from ds_dynmo.engine.save.progress import Progress
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.state.pieces import StageLayout
-from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files.checkpoints import layer_file
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,30 +39,6 @@ class CheckpointContext:
     trainable: TrainableLayers
     progress: Progress
     generation: int
-
-
-def together(comm: Any, function: Callable[[], T]) -> T:
-    """Return ``function()`` once it has returned on every rank. Collective.
-
-    Raises:
-        CheckpointError: on every rank, if any rank's ``function`` raised.
-    """
-    failure: Exception | None = None
-    value: Any = None
-    try:
-        value = function()
-    except Exception as error:  # the others wait, and must hear of it
-        failure = error
-    failures = comm.gather_objects(None if failure is None else _text(failure))
-    for rank, text in enumerate(failures):
-        if text is not None:
-            raise CheckpointError(f"rank {rank}: {text}") from failure
-    result: T = value
-    return result
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def own_layout(context: CheckpointContext, stage: StageLayout) -> SliceLayout:

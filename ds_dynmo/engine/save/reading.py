@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from deepspeed.utils import logger
@@ -14,7 +15,7 @@ from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.engine.deepspeed_adapter.universal import LATEST as LATEST_UNIVERSAL
 from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.engine.save.applying import Loaded, LoadOptions, apply, client_state_of
-from ds_dynmo.engine.save.context import CheckpointContext, own_layout, together
+from ds_dynmo.engine.save.context import CheckpointContext, own_layout
 from ds_dynmo.engine.save.importers.optimizer import read_state
 from ds_dynmo.engine.save.importers.stock import stock_manifest, stock_state_of_use
 from ds_dynmo.engine.save.importers.universal import read_universal
@@ -62,7 +63,8 @@ def load(
     comm, universal = context.stage.comm, context.engine.load_universal_checkpoint()
     latest = LATEST_UNIVERSAL if universal else folders.LATEST
     comm.enter("load_checkpoint")
-    tag = str(tag) if tag is not None else together(comm, lambda: folders.read_latest(load_dir, latest))
+    everywhere = partial(comm.everywhere, "load_checkpoint", error=CheckpointError)
+    tag = str(tag) if tag is not None else everywhere(lambda: folders.read_latest(load_dir, latest))
     tags = comm.gather_objects(tag)
     if len(set(tags)) > 1:
         raise CheckpointError(f"{load_dir}: the ranks would load different tags: {tags}")
@@ -91,7 +93,7 @@ def load(
         if manifest.stock and context.engine.global_rank == 0:
             logger.info(how)
         try:
-            loaded = together(comm, lambda: _read(context, saved, target, present, digests, options))
+            loaded = everywhere(lambda: _read(context, saved, target, present, digests, options))
         except CheckpointError as error:
             if not manifest.stock:
                 raise
@@ -136,7 +138,8 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
             return folder, file.read()
 
     comm = context.stage.comm
-    folder, text = together(comm, manifest)
+    everywhere = partial(comm.everywhere, "load_checkpoint", error=CheckpointError)
+    folder, text = everywhere(manifest)
     digests = comm.gather_objects(hashlib.sha256((text or "").encode()).hexdigest())
     if len(set(digests)) > 1:
         raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: the ranks read different files")
@@ -157,7 +160,7 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
         check_model(context, read, os.path.join(folder, MANIFEST), options)
         return read
 
-    return SavedCheckpoint(folder, together(comm, parse), slice_index)
+    return SavedCheckpoint(folder, everywhere(parse), slice_index)
 
 
 def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> Placement:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
 
 from ds_dynmo.engine.deepspeed_adapter import files
-from ds_dynmo.engine.save.context import CheckpointContext, own_layout, together, universal_info
+from ds_dynmo.engine.save.context import CheckpointContext, own_layout, universal_info
 from ds_dynmo.engine.save.folder import CheckpointFolder, sync
 from ds_dynmo.engine.save.layer_content import add_left_out, add_own, extras_of
 from ds_dynmo.engine.save.layout import (
@@ -49,22 +50,23 @@ def save(
     client_state = client_state | universal_info(context.engine, context.stage, client_state)
     comm, leads = context.stage.comm, context.engine.global_rank == 0
     comm.enter("save_checkpoint")
+    everywhere = partial(comm.everywhere, "save_checkpoint", error=CheckpointError)
     _agree_on_tag(comm, save_dir, tag)
     folder = CheckpointFolder(save_dir, tag)
     try:
-        together(comm, lambda: folder.begin() if leads else None)
-        together(comm, lambda: _write_files(context, folder.temporary, client_state, exclude_frozen_parameters))
+        everywhere(lambda: folder.begin() if leads else None)
+        everywhere(lambda: _write_files(context, folder.temporary, client_state, exclude_frozen_parameters))
         place = context.engine.grid.get_slice_parallel_rank(), context.engine.stage_id
-        share = together(comm, lambda: (*place, _layout(context), _check_files(context, folder.temporary)))
+        share = everywhere(lambda: (*place, _layout(context), _check_files(context, folder.temporary)))
         every = comm.gather_on_first(share)
 
         def finish() -> None:
             if leads:
                 _finish(folder, _manifest(context, every, exclude_frozen_parameters), save_latest)
 
-        together(comm, finish)
+        everywhere(finish)
     except CheckpointError:
-        together(comm, lambda: folder.discard() if leads else None)
+        everywhere(lambda: folder.discard() if leads else None)
         raise
     return True
 

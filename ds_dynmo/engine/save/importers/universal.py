@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from ds_dynmo.engine.deepspeed_adapter import universal
 from ds_dynmo.engine.deepspeed_adapter.universal import FP32_WEIGHT_KEY, MOMENTS, STEP
 from ds_dynmo.engine.save.applying import Loaded, LoadOptions
-from ds_dynmo.engine.save.context import CheckpointContext, together
+from ds_dynmo.engine.save.context import CheckpointContext
 from ds_dynmo.engine.save.importers.universal_folder import UniversalFolder
 from ds_dynmo.engine.save.importers.universal_slices import Shape
 from ds_dynmo.engine.save.layer_content import LoadedLayer
@@ -106,6 +107,7 @@ def read_universal(context: CheckpointContext, path: str, options: LoadOptions) 
         CheckpointError: on every rank, naming the file or the parameter.
     """
     comm = context.stage.comm
+    everywhere = partial(comm.everywhere, "load_checkpoint", error=CheckpointError)
     with_state = options.optimizer and not options.module_only and context.engine.basic_optimizer is not None
     model = WholeModel.gather(context)
 
@@ -114,7 +116,7 @@ def read_universal(context: CheckpointContext, path: str, options: LoadOptions) 
         _check(context, folder, model, strict=options.strict, with_state=with_state)
         return folder, _read_parameters(context, folder, model, strict=options.strict, with_state=with_state)
 
-    folder, found = together(comm, read)
+    folder, found = everywhere(read)
     steps = {key: step for of_rank in comm.gather_objects(found.steps) for key, step in of_rank.items()}
 
     def finish() -> Loaded:
@@ -122,7 +124,7 @@ def read_universal(context: CheckpointContext, path: str, options: LoadOptions) 
         source, common, groups = _common(context, folder, model, options)
         return Loaded(source, found.layers, state, common, None, groups)
 
-    return together(comm, finish)
+    return everywhere(finish)
 
 
 def _check(
