@@ -153,6 +153,16 @@ def test_a_stock_checkpoint_loads_after_layers_have_moved(tmp_path: Path) -> Non
     assert [found[:2] for found in loaded] == saved
 
 
+def save_and_train_on(case: Case, folder: str, method: str) -> tuple[list[int], list[float]]:
+    """Return the partition at which stock DeepSpeed saved, and losses afterwards."""
+    module = module_of(case, partition_method=method)
+    groups = parameter_groups(module, case.groups)
+    stock = deepspeed.initialize(model=module, model_parameters=groups, config=config(replace(case, dynmo=None)))[0]
+    train_on(stock, 0)
+    stock.save_checkpoint(folder)
+    return [int(part) for part in module.parts], train_on(stock, STEPS)
+
+
 @pytest.mark.parametrize(
     ("saved", "case"),
     [
@@ -164,26 +174,17 @@ def test_a_stock_checkpoint_loads_after_layers_have_moved(tmp_path: Path) -> Non
 )
 def test_a_stock_checkpoint_loads_at_every_number_of_stages(tmp_path: Path, saved: int, case: Case) -> None:
     case = replace(case, clip=0.0)
-    run(saved, save_as, "stock", replace(case, stages=saved), str(tmp_path))
+    (_, losses), *_ = run(saved, save_and_train_on, replace(case, stages=saved), str(tmp_path), "uniform")
     same = run(saved, load_and_continue, replace(case, stages=saved), str(tmp_path))
+    assert same[0]["losses"] == losses
     for stages in {1, 2, 3} - {saved}:
         check_same(same, run(stages, load_and_continue, replace(case, stages=stages), str(tmp_path)))
-
-
-def save_at_another_partition(case: Case, folder: str) -> tuple[list[int], list[float]]:
-    """Return the partition at which stock DeepSpeed saved, and losses afterwards."""
-    module = module_of(case, partition_method="type:Embedding|Head")
-    groups = parameter_groups(module, case.groups)
-    stock = deepspeed.initialize(model=module, model_parameters=groups, config=config(replace(case, dynmo=None)))[0]
-    train_on(stock, 0)
-    stock.save_checkpoint(folder)
-    return [int(part) for part in module.parts], train_on(stock, STEPS)
 
 
 def test_a_stock_checkpoint_of_another_partition_is_loaded(tmp_path: Path) -> None:
     """As many stages, which hold other layers than this engine gave them. On which a function was, no file says."""
     case = Case(stages=2, clip=0.0, groups="two")
-    (parts, losses), _ = run(2, save_at_another_partition, case, str(tmp_path))
+    (parts, losses), _ = run(2, save_and_train_on, case, str(tmp_path), "type:Embedding|Head")
     loaded = run(2, load_and_continue, case, str(tmp_path))
     assert parts == [0, 7, 8] and loaded[0]["partition"] == [0, 6, 8]
     assert loaded[0]["losses"] == losses
