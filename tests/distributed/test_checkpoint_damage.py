@@ -94,8 +94,8 @@ def test_a_checkpoint_that_lost_its_dynmo_folder_says_what_it_is(tmp_path: Path)
     (tmp_path / "copies").mkdir()
     folder = str(tmp_path / f"global_step{STEPS}")
     for (message, unchanged), _ in run(2, refuse, case, folder, str(tmp_path / "copies"), [("dynmo", "missing")]):
-        assert message.startswith(f"{tmp_path}/copies/0: has no folder dynmo/, so it is read as stock DeepSpeed's, of ")
-        assert "the partition [0, 4, 8]. If ds_dynmo wrote it, copy it with that folder." in message and unchanged
+        assert f"{tmp_path}/copies/0: has no folder dynmo/, so it is read as stock DeepSpeed's. If " in message
+        assert "copy it with that folder. Its stages have groups of " in message and unchanged
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])

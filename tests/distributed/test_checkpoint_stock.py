@@ -169,16 +169,18 @@ def save_and_train_on(case: Case, folder: str, method: str) -> tuple[list[int], 
         (2, Case(tied=True, groups="two", scheduler=True)),
         (2, Case(tied=True, groups="two", scheduler=True, precision="bf16 zero1")),
         (3, Case(tied=True)),
+        (2, Case(replicas=2, precision="bf16 zero1")),
+        pytest.param(2, Case(slices=2, groups="two"), marks=pytest.mark.fuzz),
         pytest.param(3, Case(precision="fp32 zero1"), marks=pytest.mark.fuzz),
     ],
 )
 def test_a_stock_checkpoint_loads_at_every_number_of_stages(tmp_path: Path, saved: int, case: Case) -> None:
-    case = replace(case, clip=0.0)
-    (_, losses), *_ = run(saved, save_and_train_on, replace(case, stages=saved), str(tmp_path), "uniform")
-    same = run(saved, load_and_continue, replace(case, stages=saved), str(tmp_path))
-    assert same[0]["losses"] == losses
-    for stages in {1, 2, 3} - {saved}:
-        check_same(same, run(stages, load_and_continue, replace(case, stages=stages), str(tmp_path)))
+    at = {stages: replace(case, clip=0.0, stages=stages) for stages in (1, 2, 3)}
+    (_, losses), *_ = run(at[saved].ranks, save_and_train_on, at[saved], str(tmp_path), "uniform")
+    loaded = {stages: run(at[stages].ranks, load_and_continue, at[stages], str(tmp_path)) for stages in at}
+    assert loaded[saved][0]["losses"] == losses
+    for found in loaded.values():
+        check_same(loaded[saved], found)
 
 
 def test_a_stock_checkpoint_of_another_partition_is_loaded(tmp_path: Path) -> None:
@@ -219,8 +221,41 @@ def test_a_group_that_one_stage_alone_had_keeps_its_options(tmp_path: Path) -> N
     assert ours == [*stock[0], stock[1][-1]]
 
 
+def reversed_groups(initialize: Any, case: Case, folder: str, frozen: int) -> list[float]:
+    """Train in DeepSpeed's engine with groups in an order of their own, or load and continue; return losses."""
+    module = module_of(case)
+    for parameter in module_layer(module, frozen):
+        parameter.requires_grad_(False)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    engine = initialize(model=module, model_parameters=parameters[::-1], config=config(case))[0]
+    if initialize is deepspeed.initialize:
+        train_on(engine, 0)
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    return train_on(engine, STEPS)
+
+
+def module_layer(module: Any, index: int) -> list[Any]:
+    return [parameter for name, parameter in module.named_parameters() if name.startswith(f"{index}.")]
+
+
+def test_under_zero_the_names_in_the_files_say_what_a_group_has(tmp_path: Path) -> None:
+    """Groups may have any order; a model that trains other parameters is refused, and nothing of it changes."""
+    case = Case(clip=0.0, precision="bf16 zero1")
+    stock = run(2, reversed_groups, deepspeed.initialize, replace(case, dynmo=None), str(tmp_path), 2)
+    for stages in (1, 2):
+        ours = run(stages, reversed_groups, ds_dynmo.initialize, replace(case, stages=stages), str(tmp_path), 2)
+        assert ours[0] == stock[0]
+    for frozen in (1, 3):
+        with pytest.raises(
+            RankError, match=r"CheckpointError.*groups of \[\[\d+\], \[\d+\]\] parameters.*at no partition"
+        ):
+            run(2, reversed_groups, ds_dynmo.initialize, case, str(tmp_path), frozen)
+
+
 def test_of_a_stock_checkpoint_without_counts_of_other_stages_only_weights_load(tmp_path: Path) -> None:
-    """DeepSpeed writes no names of parameters under bf16 without ZeRO."""
+    """DeepSpeed's files of stages say nothing of groups under bf16 without ZeRO."""
     case = Case(stages=2, clip=0.0, precision="bf16")
     run(2, save_as, "stock", case, str(tmp_path))
     with pytest.raises(RankError, match=r"CheckpointError.*stage files.*mp_rank_01.*expected.*mp_rank_02"):

@@ -298,7 +298,8 @@ class Communicator:
             result = function()
             text = str(same(result)) if same is not None else ""
         except Exception as found:  # whatever a user's object raises: the others have to hear of it
-            raise_unless_harmless(found)
+            if error is None:
+                raise_unless_harmless(found)
             failure = found
         digest = _number_of(text)
         failed, most, least = self.max_over_world(torch.tensor([int(failure is not None), digest, -digest])).tolist()
@@ -311,7 +312,10 @@ class Communicator:
         return result
 
     def _first_failure(self, what: str, failure: Exception | None, error: type[Exception] | None) -> Exception:
-        """Return the first failure by rank, to be raised on all. Collective. Its rank logs an unexpected one."""
+        """Return the first failure by rank, to be raised on all. Collective.
+
+        Its rank logs an unexpected one, unless the caller says by ``error`` what is raised.
+        """
         mine = None if failure is None else _Failure.of(failure)
         every: list[_Failure | None] = self.gather_objects(mine)
         failed = [rank for rank, theirs in enumerate(every) if theirs is not None]

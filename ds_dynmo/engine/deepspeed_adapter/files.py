@@ -27,7 +27,7 @@ __all__ = [
     "PICKLED",
     "ZeroStageEnum",
     "cannot_write",
-    "counts_of_groups",
+    "groups_of_stage",
     "note_degrees",
     "restore_data_efficiency",
     "slice_number",
@@ -56,20 +56,22 @@ def writes_optimizer_shards(engine: Any) -> bool:
     return bool(engine.save_zero_checkpoint)
 
 
-def counts_of_groups(stage: Any) -> list[int] | None:
-    """Count the parameters of each parameter group that a stage had, without groups of none.
+def groups_of_stage(stage: Any) -> list[list[str]] | list[int] | None:
+    """Read what each parameter group of a saved stage has, without groups of nothing.
 
     Args:
         stage: the content of its file.
 
     Returns:
-        None: the file does not say, as under bf16 without ZeRO.
+        Names of parameters, in the order of their flat buffer, or how many there are; None: the file does not say.
     """
     content = stage if isinstance(stage, dict) else {}
-    groups, optimizer = content.get(PARAM_SHAPES), content.get("optimizer")
-    if not isinstance(groups, list) and isinstance(optimizer, dict):
-        groups = [group["params"] for group in optimizer.get("param_groups", ())]
-    return [len(group) for group in groups if group] if isinstance(groups, list) else None
+    shapes, optimizer = content.get(PARAM_SHAPES), content.get("optimizer")
+    if isinstance(shapes, list):  # under ZeRO
+        return [list(names) for names in shapes if names]
+    if isinstance(optimizer, dict) and "param_groups" in optimizer:
+        return [len(group["params"]) for group in optimizer["param_groups"] if group["params"]]
+    return None
 
 
 def cannot_write(engine: Any) -> str | None:

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -56,18 +56,16 @@ class Route:
 
     def __post_init__(self) -> None:
         known = {interval.key for held in self.old.intervals.values() for interval in held}
-        rows: dict[Shard, list[Row]] = {}
+        coming = dict.fromkeys(self.new.intervals, 0)
         for row in self.rows:
-            rows.setdefault(row.destination, []).append(row)
-        assert rows.keys() <= self.new.intervals.keys()
+            _check(row, self.old.intervals[row.source], self.new.intervals[row.destination])
+            coming[row.destination] += row.numel
+        for row, following in pairwise(self.rows):
+            overlaps = row.destination_offset + row.numel > following.destination_offset
+            assert not (overlaps and row.destination == following.destination), f"{following} overlaps {row}"
         for shard, held in self.new.intervals.items():
-            due = [interval for interval in held if interval.key in known]
-            coming = [
-                interval._replace(offset=interval.offset - row.source_offset + row.destination_offset)
-                for row in rows.get(shard, ())
-                for interval in _held_in(self.old.intervals[row.source], row.source_offset, row.numel)
-            ]
-            assert _whole(coming) == _whole(due), f"{shard} gets {coming}, due is {due}"
+            due = sum(interval.numel for interval in held if interval.key in known)
+            assert coming[shard] == due, f"{coming[shard]} elements come to {shard}, {due} are due"
 
     def inverse(self) -> Route:
         """Return the way back, of the parameters that both layouts have."""
@@ -116,28 +114,21 @@ def _joined(rows: Iterator[Row]) -> Iterator[Row]:
         yield last
 
 
-def _held_in(intervals: tuple[Interval, ...], offset: int, numel: int) -> Iterator[Interval]:
-    """List what lies in ``numel`` elements of a shard from ``offset`` on."""
-    begin = max(bisect_right(intervals, offset, key=attrgetter("offset")) - 1, 0)
-    for interval in islice(intervals, begin, None):
-        first = max(interval.offset, offset)
-        last = min(interval.offset + interval.numel, offset + numel)
-        if first < last:
-            yield Interval(interval.key, interval.start + first - interval.offset, last - first, first)
-        elif interval.offset >= offset + numel:
-            return
+def _check(row: Row, held: tuple[Interval, ...], wanted: tuple[Interval, ...]) -> None:
+    """Check that a row, from a shard with ``held`` to one with ``wanted``, brings the elements that belong there."""
+    source, destination = _at(held, row.source_offset), _at(wanted, row.destination_offset)
+    done = 0
+    while done < row.numel:
+        assert source < len(held) and destination < len(wanted), f"{row} is longer than what is held and due"
+        here, there = held[source], wanted[destination]
+        begin, end = row.source_offset + done - here.offset, row.destination_offset + done - there.offset
+        assert 0 <= begin < here.numel and 0 <= end < there.numel, f"{row} brings padding"
+        assert here.key == there.key and here.start + begin == there.start + end, f"{row} brings {here}, due is {there}"
+        length = min(here.numel - begin, there.numel - end, row.numel - done)
+        source, destination = source + (begin + length == here.numel), destination + (end + length == there.numel)
+        done += length
 
 
-def _whole(intervals: list[Interval]) -> list[Interval]:
-    """Sort intervals of a shard by their offsets, and join those that go on."""
-    joined: list[Interval] = []
-    for interval in sorted(intervals, key=attrgetter("offset")):
-        if joined and interval == joined[-1]._replace(
-            start=joined[-1].start + joined[-1].numel,
-            offset=joined[-1].offset + joined[-1].numel,
-            numel=interval.numel,
-        ):
-            joined[-1] = joined[-1]._replace(numel=joined[-1].numel + interval.numel)
-        else:
-            joined.append(interval)
-    return joined
+def _at(intervals: tuple[Interval, ...], offset: int) -> int:
+    """Find the last interval that begins at ``offset`` or before."""
+    return max(bisect_right(intervals, offset, key=attrgetter("offset")) - 1, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ds_dynmo.engine.deepspeed_adapter import files
@@ -16,7 +15,6 @@ from ds_dynmo.engine.save.layout import Manifest
 from ds_dynmo.engine.save.progress import restore_random_states
 from ds_dynmo.engine.state.pieces import StatePieces
 from ds_dynmo.engine.state.scheduler_lists import fill_state
-from ds_dynmo.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,9 @@ def apply(context: CheckpointContext, manifest: Manifest | None, loaded: Loaded,
     Raises:
         CheckpointError: on every rank, if any rank fails.
     """
-    everywhere = partial(context.stage.comm.everywhere, "load_checkpoint", error=CheckpointError)
-    everywhere(lambda: _put_layers(context, loaded, options))
+    context.everywhere(lambda: _put_layers(context, loaded, options))
     context.trainable.agree("load_checkpoint")
-    everywhere(lambda: _put_progress(context, manifest, loaded, options))
+    context.everywhere(lambda: _put_progress(context, manifest, loaded, options))
 
 
 def _put_layers(context: CheckpointContext, loaded: Loaded, options: LoadOptions) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ds_dynmo.engine.balancing.balancer import Balancer
 from ds_dynmo.engine.deepspeed_adapter.files import slice_number, universal_information, writes_optimizer_shards
@@ -16,7 +16,10 @@ from ds_dynmo.engine.save.layout import SliceLayout
 from ds_dynmo.engine.save.progress import Progress
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.state.pieces import StageLayout
+from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files.checkpoints import layer_file
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,14 @@ class CheckpointContext:
     trainable: TrainableLayers
     progress: Progress
     generation: int
+
+    def everywhere(self, function: Callable[[], T]) -> T:
+        """Return ``function()`` once it has returned on every rank. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if any rank's ``function`` raised.
+        """
+        return self.stage.comm.everywhere("a checkpoint", function, error=CheckpointError)
 
 
 def own_layout(context: CheckpointContext, stage: StageLayout) -> SliceLayout:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 from deepspeed.utils import logger
@@ -17,7 +16,7 @@ from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.engine.save.applying import Loaded, LoadOptions, apply, client_state_of
 from ds_dynmo.engine.save.context import CheckpointContext, own_layout
 from ds_dynmo.engine.save.importers.optimizer import read_state
-from ds_dynmo.engine.save.importers.stock import stock_manifest, stock_state_of_use
+from ds_dynmo.engine.save.importers.stock import how_it_is_read, stock_manifest, stock_state_of_use
 from ds_dynmo.engine.save.importers.universal import read_universal
 from ds_dynmo.engine.save.importers.universal_folder import is_universal
 from ds_dynmo.engine.save.importers.wanted import SavedParameter, Wanted
@@ -42,7 +41,7 @@ from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.engine.state.pieces import PER_PARAMETER, StatePieces
 from ds_dynmo.errors import CheckpointError
-from ds_dynmo.files.checkpoints import FOLDER, layer_file
+from ds_dynmo.files.checkpoints import layer_file
 from ds_dynmo.placement import Placement
 
 Described = TypeVar("Described")
@@ -63,8 +62,7 @@ def load(
     comm, universal = context.stage.comm, context.engine.load_universal_checkpoint()
     latest = LATEST_UNIVERSAL if universal else folders.LATEST
     comm.enter("load_checkpoint")
-    everywhere = partial(comm.everywhere, "load_checkpoint", error=CheckpointError)
-    tag = str(tag) if tag is not None else everywhere(lambda: folders.read_latest(load_dir, latest))
+    tag = str(tag) if tag is not None else context.everywhere(lambda: folders.read_latest(load_dir, latest))
     tags = comm.gather_objects(tag)
     if len(set(tags)) > 1:
         raise CheckpointError(f"{load_dir}: the ranks would load different tags: {tags}")
@@ -86,18 +84,15 @@ def load(
         )
         present = _gather(context, present_shapes)
         digests = _gather(context, present_digests) if manifest.frozen_excluded else {}
-        how = (
-            f"{os.path.join(load_dir, tag)}: has no folder {FOLDER}/, so it is read as stock DeepSpeed's, of the "
-            f"partition {manifest.placement}. If ds_dynmo wrote it, copy it with that folder"
-        )
+        how = how_it_is_read(os.path.join(load_dir, tag))
         if manifest.stock and context.engine.global_rank == 0:
-            logger.info(how)
+            logger.warning(f"{how}: the partition {manifest.placement}")
         try:
-            loaded = everywhere(lambda: _read(context, saved, target, present, digests, options))
+            loaded = context.everywhere(lambda: _read(context, saved, target, present, digests, options))
         except CheckpointError as error:
             if not manifest.stock:
                 raise
-            raise CheckpointError(f"{how}. {error}") from error
+            raise CheckpointError(f"{how}: the partition {manifest.placement}. {error}") from error
     if target != context.stage.placement:
         context.balancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)
     try:
@@ -138,8 +133,7 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
             return folder, file.read()
 
     comm = context.stage.comm
-    everywhere = partial(comm.everywhere, "load_checkpoint", error=CheckpointError)
-    folder, text = everywhere(manifest)
+    folder, text = context.everywhere(manifest)
     digests = comm.gather_objects(hashlib.sha256((text or "").encode()).hexdigest())
     if len(set(digests)) > 1:
         raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: the ranks read different files")
@@ -160,7 +154,7 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
         check_model(context, read, os.path.join(folder, MANIFEST), options)
         return read
 
-    return SavedCheckpoint(folder, everywhere(parse), slice_index)
+    return SavedCheckpoint(folder, context.everywhere(parse), slice_index)
 
 
 def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> Placement:
@@ -169,7 +163,8 @@ def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions
         context.stage.config.enabled or _was_placed(context, manifest, options)
     )
     if manifest.stock:
-        adopts = manifest.num_stages == context.engine.num_stages and not options.module_only
+        same_number = manifest.num_stages == context.engine.num_stages
+        adopts = same_number and context.stage.config.enabled and not options.module_only
     return manifest.placement if adopts else context.stage.placement
 
 
@@ -220,7 +215,7 @@ def _read(
 
 
 def _groups_of(saved: SavedCheckpoint, stage: int) -> list[int]:
-    """List the parameter groups that train something on a saved stage."""
+    """List the parameter groups that a saved stage had parameters of."""
     return sorted({slot.group for slot in saved.layout.stages[stage].slots if not slot.parked})
 
 

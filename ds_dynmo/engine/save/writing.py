@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,23 +49,22 @@ def save(
     client_state = client_state | universal_info(context.engine, context.stage, client_state)
     comm, leads = context.stage.comm, context.engine.global_rank == 0
     comm.enter("save_checkpoint")
-    everywhere = partial(comm.everywhere, "save_checkpoint", error=CheckpointError)
     _agree_on_tag(comm, save_dir, tag)
     folder = CheckpointFolder(save_dir, tag)
     try:
-        everywhere(lambda: folder.begin() if leads else None)
-        everywhere(lambda: _write_files(context, folder.temporary, client_state, exclude_frozen_parameters))
+        context.everywhere(lambda: folder.begin() if leads else None)
+        context.everywhere(lambda: _write_files(context, folder.temporary, client_state, exclude_frozen_parameters))
         place = context.engine.grid.get_slice_parallel_rank(), context.engine.stage_id
-        share = everywhere(lambda: (*place, _layout(context), _check_files(context, folder.temporary)))
+        share = context.everywhere(lambda: (*place, _layout(context), _check_files(context, folder.temporary)))
         every = comm.gather_on_first(share)
 
         def finish() -> None:
             if leads:
                 _finish(folder, _manifest(context, every, exclude_frozen_parameters), save_latest)
 
-        everywhere(finish)
+        context.everywhere(finish)
     except CheckpointError:
-        everywhere(lambda: folder.discard() if leads else None)
+        context.everywhere(lambda: folder.discard() if leads else None)
         raise
     return True
 

@@ -239,7 +239,7 @@ class FlatShards:
                 if numel > 0:
                     shard.narrow(0, interval.offset + first - interval.start, numel).copy_(row[first - start :][:numel])
                     copied += numel
-            assert copied in (0, interval.numel), f"{copied} of {interval.numel} elements of {interval.key}'s {name}"
+            assert copied == (interval.numel if rows else 0), f"{copied} elements of {interval.key}'s {name}"
         return shard
 
     def _intervals(self, number: int, group: Mapping[ParamKey, nn.Parameter], size: int) -> tuple[Interval, ...]:

@@ -125,8 +125,6 @@ class OptimizerState(Protocol):
         """Take over ``parameters``, the stage's from now on, in this order; ``arrived`` are the layers that came."""
         ...
 
-    # -- what is held -------------------------------------------------------------------------------------
-
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def layout(self, named: Named) -> StageLayout:
@@ -145,6 +143,8 @@ class OptimizerState(Protocol):
             pieces: what is held from now on; None: what is held stays, and :meth:`refit` follows.
         """
         ...
+
+    # -- what is held -------------------------------------------------------------------------------------
 
     def static_bytes(self, parameter: nn.Parameter) -> int:
         """Count bytes of gradients and optimizer state of a parameter, on this rank."""

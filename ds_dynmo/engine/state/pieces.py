@@ -34,7 +34,7 @@ class StatePieces:
     """What an optimizer holds for some parameters.
 
     Attributes:
-        groups: per parameter, the number of its group.
+        groups: per parameter, the number of its group; one that is missing stays in the group that it is in.
         elements: per parameter, what has a value for each of its elements. The tensors may lie in their files still.
         values: per parameter, what else its state has, such as a count of steps, where that is kept per parameter.
         kinds, scalars: per group that has state in flat buffers: its kinds beside the fp32 weights, and what it has

@@ -20,10 +20,10 @@ def read_per_parameter(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
     Raises:
         CheckpointError: a file does not match its layout.
     """
-    others = range(len(saved.layout.stages)) if saved.manifest.stock else ()  # DeepSpeed drops groups that are empty
     pieces = StatePieces(options=_options(saved, wanted, wanted.stage))
-    for stage in others:
-        pieces.options.update(_options(saved, wanted, stage) | pieces.options)
+    for stage, layout in enumerate(saved.layout.stages):
+        if saved.manifest.stock and not {slot.group for slot in layout.slots} <= pieces.options.keys():
+            pieces.options.update(_options(saved, wanted, stage) | pieces.options)  # DeepSpeed drops empty groups
     places = saved.layout.slots(prefer=wanted.stage)
     for key, (saved_as, shape) in wanted.parameters.items():
         if saved_as not in places:

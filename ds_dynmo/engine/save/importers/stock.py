@@ -1,7 +1,8 @@
 """Read what stock DeepSpeed wrote of a pipeline, at any number of stages.
 
-Its optimizer files identify parameters by their position alone. Which parameters a saved stage had follows from how
-many its groups have: stages hold consecutive layers, and a group lists its parameters in the order of the module.
+Its optimizer files have parameters by their position. Which parameters a saved stage had is in its file under ZeRO,
+by name. Elsewhere it follows from how many each group has: stages hold consecutive layers, and a group lists its
+parameters in the order of the module.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
-from ds_dynmo.engine.deepspeed_adapter.files import counts_of_groups
+from ds_dynmo.engine.deepspeed_adapter.files import groups_of_stage
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
+from ds_dynmo.engine.save.importers.universal import names_of
 from ds_dynmo.engine.save.initial_model import LayerOrigin
 from ds_dynmo.engine.save.layout import MANIFEST, UNSHARDED_FP16, Manifest, SliceLayout, stage_file
 from ds_dynmo.engine.save.matching import check_slices
@@ -25,7 +28,18 @@ from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.engine.state.pieces import FLAT, Slot, StageLayout
 from ds_dynmo.errors import CheckpointError
+from ds_dynmo.files.checkpoints import FOLDER
 from ds_dynmo.placement import Placement
+
+Groups = list[list[ParamKey]]  # per parameter group that a stage has something of, its parameters in their order
+
+
+def how_it_is_read(folder: str) -> str:
+    """Say how a checkpoint without a manifest is read."""
+    return (
+        f"{folder}: has no folder {FOLDER}/, so it is read as stock DeepSpeed's. If ds_dynmo wrote it, copy it with "
+        "that folder"
+    )
 
 
 def stock_manifest(
@@ -37,17 +51,23 @@ def stock_manifest(
         slices: what DeepSpeed would write of the pipeline that this engine was constructed with.
 
     Raises:
-        CheckpointError: it has other files.
+        CheckpointError: it has other files, or is of other parameters.
     """
+    if context.stage.replicas_differ:
+        raise CheckpointError(
+            f"{how_it_is_read(folder)}. It has no place for parameters that each replica has of its own "
+            "(moe.expert_parallel)"
+        )
     names = glob.glob(os.path.join(glob.escape(folder), "layer_*-model_states.pt"))
     cut = {found.group() for name in names if (found := re.search(r"-model_\d+-", os.path.basename(name)))}
     check_slices(context, len(cut) or 1, folder)
     pattern = os.path.join(glob.escape(folder), "mp_rank_*_model_states.pt")
     stages = sorted(map(os.path.basename, glob.glob(pattern)))
     expected = sorted(stage_file(number) for layout in slices for number in layout.numbers)
-    placement, kind = context.origin.placement, _kind(context, folder)
     if not (options.module_only and stages):
-        saved = _partition(context, folder, slices, len(stages))
+        saved = None
+        if options.optimizer:
+            saved = _SavedPipeline(context, slices[context.engine.grid.get_slice_parallel_rank()]).find(folder, stages)
         if saved is None and stages != expected:
             raise CheckpointError(
                 f"{folder}: written by stock DeepSpeed with the stage files {stages}, expected {expected}. Without a "
@@ -56,14 +76,28 @@ def stock_manifest(
                 "load_module_only=True loads weights"
             )
         if saved is not None:
-            placement = saved
-            slices = tuple(_at(context, layout, number, placement, kind) for number, layout in enumerate(slices))
+            return _manifest(context, folder, *saved, slices)
+    return _manifest(context, folder, context.origin.placement, None, slices)
+
+
+def _manifest(
+    context: CheckpointContext,
+    folder: str,
+    placement: Placement,
+    groups: list[Groups] | None,
+    slices: tuple[SliceLayout, ...],
+) -> Manifest:
+    """Make the manifest; ``groups``: per saved stage; None: as this engine was constructed."""
+    kind = _kind(context, folder)
     return Manifest(
         placement=placement,
         replicas=0,
         optimizer=kind,
         optimizer_class="",
-        slices=slices,
+        slices=tuple(
+            _trained(layout) if groups is None else _at(layout, _numbers(len(groups), len(slices), place), groups, kind)
+            for place, layout in enumerate(slices)
+        ),
         frozen_excluded=False,
         files={},
         state={},
@@ -80,86 +114,128 @@ def _kind(context: CheckpointContext, folder: str) -> str:
 # -- which stage had which parameters -----------------------------------------------------------------
 
 
-def _partition(
-    context: CheckpointContext, folder: str, slices: tuple[SliceLayout, ...], num_files: int
-) -> Placement | None:
-    """Find the partition that was saved, from the files of this rank's slice; None: they do not say."""
-    mine = context.engine.grid.get_slice_parallel_rank()
-    layers, layout = context.stage.layers, slices[mine]
-    if layers.own_uses or num_files % len(slices) or not _is_in_order(context, layout):
-        return None
-    names = [stage_file(number) for number in _numbers(num_files // len(slices), len(slices), mine)]
-    paths = [os.path.join(folder, name) for name in names]
-    if not all(map(os.path.isfile, paths)):
-        return None
-    saved = [counts_of_groups(safe_load(path, mapped=True, checks_values=False)) for path in paths]
-    group_of = {slot.key: slot.group for stage in layout.stages for slot in stage.slots if not slot.parked}
-    built = context.origin.placement  # among partitions that differ by layers without parameters
-    if [_counts(layers, layout, group_of, run.start, run.stop) for run in map(built.run_of, built.stages)] == saved:
-        return built
-    reached: dict[int, tuple[int, ...]] = {0: (0,)}  # by the end of a stage: the ends up to there
-    for counts in saved:
-        ends: dict[int, tuple[int, ...]] = {}
-        for start, before in reached.items():
-            for end in range(start + 1, layers.num_layers + 1):
-                if _counts(layers, layout, group_of, start, end) == counts:
-                    ends.setdefault(end, (*before, end))
-        reached = ends
-    found = reached.get(layers.num_layers)
-    return None if found is None else Placement.of(found)
+class _SavedPipeline:
+    """Finds the partition at which this model was saved.
+
+    Args:
+        layout: what DeepSpeed would write of this rank's slice, as this engine was constructed.
+    """
+
+    def __init__(self, context: CheckpointContext, layout: SliceLayout) -> None:
+        self._context, self._layers, self._layout = context, context.stage.layers, layout
+        self._slots = {slot.key: slot for stage in _trained(layout).stages for slot in stage.slots}
+
+    def find(self, folder: str, files: list[str]) -> tuple[Placement, list[Groups]] | None:
+        """Return the partition, and what groups the saved stages had; None: the files do not say.
+
+        Raises:
+            CheckpointError: they have other parameters than this model has at any partition.
+        """
+        grid = self._context.engine.grid
+        slices, mine = grid.slice_parallel_size, grid.get_slice_parallel_rank()
+        names = [stage_file(number) for number in _numbers(len(files) // slices, slices, mine)]
+        by_stage = _numbers(len(self._layout.stages), slices, mine) == self._layout.numbers
+        if self._layers.own_uses or not self._context.origin.placement.is_chain:
+            return None
+        if not (by_stage and names and set(names) <= set(files)):
+            return None
+        paths = [os.path.join(folder, name) for name in names]
+        saved = [groups_of_stage(safe_load(path, mapped=True, checks_values=False)) for path in paths]
+        stages = [stage for stage in saved if stage is not None]
+        is_named = any(isinstance(group, list) for stage in stages for group in stage)
+        if len(stages) < len(saved) or not (is_named or self._is_in_order()):
+            return None
+        keys = {name: key for key in self._slots for name in names_of(self._context, *key)} if is_named else {}
+        known = [[[keys.get(n) for n in g] if isinstance(g, list) else g for g in stage] for stage in stages]
+        placement = self._placement(known)
+        if placement is None:
+            raise CheckpointError(
+                f"{how_it_is_read(folder)}. Its stages have groups of {[list(map(_length, s)) for s in stages]} "
+                "parameters, and those of this model at no partition (parameters that are frozen only here or only "
+                "there?); load_optimizer_states=False loads the rest"
+            )
+        if is_named:  # in their order in the flat buffer
+            return placement, known  # type: ignore[return-value]
+        return placement, [self._groups(placement, stage) for stage in placement.stages]
+
+    def _placement(self, saved: list[list[Any]]) -> Placement | None:
+        """Find a partition of which the stages have such groups: that of this engine's construction if that does."""
+        built = self._context.origin.placement  # among partitions that differ by layers without parameters
+        if len(saved) == built.num_stages and all(
+            _are_alike(self._groups(built, stage), groups) for stage, groups in enumerate(saved)
+        ):
+            return built
+        num_layers = self._layers.num_layers
+        reached: dict[int, tuple[int, ...]] = {0: (0,)}  # by the end of a stage: the ends up to there
+        for groups in saved:
+            ends: dict[int, tuple[int, ...]] = {}
+            for start, before in reached.items():
+                for end in range(start + 1, num_layers + 1):
+                    bounds = sorted({0, start, end, num_layers})
+                    if _are_alike(self._groups(Placement.of(bounds), bounds.index(start)), groups):
+                        ends.setdefault(end, (*before, end))
+            reached = ends
+        found = reached.get(num_layers)
+        return None if found is None else Placement.of(found)
+
+    def _groups(self, placement: Placement, stage: int) -> Groups:
+        """List the parameters of each group of a stage, in the order of DeepSpeed's module."""
+        groups: dict[int, list[ParamKey]] = {}
+        for index in self._layers.first_uses_at(placement, stage):
+            for key in (ParamKey(index, name) for name in self._layout.shapes.get(index, ())):
+                if key in self._slots:
+                    groups.setdefault(self._slots[key].group, []).append(key)
+        return [keys for _, keys in sorted(groups.items())]
+
+    def _is_in_order(self) -> bool:
+        """Tell whether groups list parameters in the order of the module, as this engine was given them."""
+        return all(
+            [slot.key for slot in stage.slots] == [*chain(*self._groups(self._context.origin.placement, number))]
+            for number, stage in enumerate(_trained(self._layout).stages)
+        )
 
 
-def _numbers(stages: int, slices: int, mine: int) -> Iterable[int]:
+def _are_alike(groups: Groups, saved: list[Any]) -> bool:
+    """Tell whether groups have the parameters that were saved, or as many if only that is known."""
+    return len(groups) == len(saved) and all(
+        len(keys) == theirs if isinstance(theirs, int) else set(keys) == set(theirs)
+        for keys, theirs in zip(groups, saved)
+    )
+
+
+def _length(group: list[str] | int) -> int:
+    return group if isinstance(group, int) else len(group)
+
+
+def _numbers(stages: int, slices: int, mine: int) -> tuple[int, ...]:
     """List the numbers of the stages of slice ``mine`` in the names of DeepSpeed's files."""
-    return (stage * slices + mine for stage in range(stages))
+    return tuple(stage * slices + mine for stage in range(stages))
 
 
-def _is_in_order(context: CheckpointContext, layout: SliceLayout) -> bool:
-    """Tell whether groups list parameters in the order of the module, and files are numbered stage by stage."""
-    placement, mine = context.origin.placement, context.engine.grid.get_slice_parallel_rank()
-    numbers = _numbers(len(layout.stages), context.engine.grid.slice_parallel_size, mine)
-    if tuple(numbers) != layout.numbers or not placement.is_chain:
-        return False
-    for number, stage in enumerate(layout.stages):
-        group_of = {slot.key: slot.group for slot in stage.slots if not slot.parked}
-        order = _in_module(context.stage.layers, layout, placement, number)
-        if [*group_of] != sorted((key for key in order if key in group_of), key=group_of.__getitem__):
-            return False
-    return True
+def _trained(layout: SliceLayout) -> SliceLayout:
+    """Leave out what was frozen at construction: DeepSpeed writes none of it."""
+    return replace(
+        layout,
+        stages=tuple(
+            replace(stage, slots=tuple(slot for slot in stage.slots if not slot.parked)) for stage in layout.stages
+        ),
+    )
 
 
-def _in_module(layers: StageLayers, layout: SliceLayout, placement: Placement, stage: int) -> list[ParamKey]:
-    """List the parameters of a stage in the order of DeepSpeed's module."""
-    order = layers.first_uses_at(placement, stage)
-    return [ParamKey(index, name) for index in order for name in layout.shapes.get(index, ())]
-
-
-def _counts(
-    layers: StageLayers, layout: SliceLayout, group_of: Mapping[ParamKey, int], start: int, end: int
-) -> list[int]:
-    """Count the parameters that each group has on a stage of layers ``start`` to ``end``; without groups of none."""
-    bounds = sorted({0, start, end, layers.num_layers})
-    order = _in_module(layers, layout, Placement.of(bounds), bounds.index(start))
-    groups = [group_of[key] for key in order if key in group_of]
-    return [groups.count(number) for number in sorted(set(groups))]
-
-
-def _at(context: CheckpointContext, layout: SliceLayout, mine: int, placement: Placement, kind: str) -> SliceLayout:
-    """Describe what DeepSpeed writes of a slice at another partition."""
-    known = {slot.key: slot for stage in layout.stages for slot in stage.slots if not slot.parked}
+def _at(layout: SliceLayout, numbers: tuple[int, ...], groups: list[Groups], kind: str) -> SliceLayout:
+    """Describe what DeepSpeed writes of a slice, of which each stage has these ``groups``."""
+    known = {slot.key: slot for stage in _trained(layout).stages for slot in stage.slots}
     stages = []
-    for number in range(placement.num_stages):
-        order = _in_module(context.stage.layers, layout, placement, number)
+    for of_stage in groups:
         slots: list[Slot] = []
-        for slot in sorted((known[key] for key in order if key in known), key=lambda slot: slot.group):
-            last = slots[-1] if slots else None
-            goes_on = last is not None and last.group == slot.group
-            offset = last.offset + last.numel if last is not None and goes_on else 0
-            index = -1 if last is None else last.index
-            slots.append(replace(slot, index=index if goes_on and kind == FLAT else index + 1, offset=offset))
+        for number, keys in enumerate(of_stage):
+            offset = 0
+            for key in keys:
+                index = number if kind == FLAT else len(slots)
+                slots.append(replace(known[key], index=index, offset=offset))
+                offset += known[key].numel
         stages.append(StageLayout(tuple(slots)))
-    numbers = _numbers(placement.num_stages, context.engine.grid.slice_parallel_size, mine)
-    return replace(layout, stages=tuple(stages), numbers=tuple(numbers))
+    return replace(layout, stages=tuple(stages), numbers=numbers)
 
 
 # -- layers that share weights by a key ---------------------------------------------------------------

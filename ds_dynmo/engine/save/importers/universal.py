@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,13 +59,13 @@ class WholeModel:
                 for name, shape in found.items():
                     shapes.setdefault(ParamKey(index, name), {})[slice_index] = shape
         return cls(
-            names={key: tuple(_names(context, *key)) for key in shapes},
+            names={key: tuple(names_of(context, *key)) for key in shapes},
             shapes={key: [shape for _, shape in sorted(of_slices.items())] for key, of_slices in shapes.items()},
             groups={key: number for *_, groups in every for key, number in groups.items()},
         )
 
 
-def _names(context: CheckpointContext, index: int, name: str) -> Iterator[str]:
+def names_of(context: CheckpointContext, index: int, name: str) -> Iterator[str]:
     """Find DeepSpeed's names of a parameter of layer ``index``: with the number of the layer, or the key of a tie."""
     layers = context.stage.layers
     key, tie = layers.key(index), layers.tie_of(index)
@@ -107,7 +106,6 @@ def read_universal(context: CheckpointContext, path: str, options: LoadOptions) 
         CheckpointError: on every rank, naming the file or the parameter.
     """
     comm = context.stage.comm
-    everywhere = partial(comm.everywhere, "load_checkpoint", error=CheckpointError)
     with_state = options.optimizer and not options.module_only and context.engine.basic_optimizer is not None
     model = WholeModel.gather(context)
 
@@ -116,7 +114,7 @@ def read_universal(context: CheckpointContext, path: str, options: LoadOptions) 
         _check(context, folder, model, strict=options.strict, with_state=with_state)
         return folder, _read_parameters(context, folder, model, strict=options.strict, with_state=with_state)
 
-    folder, found = everywhere(read)
+    folder, found = context.everywhere(read)
     steps = {key: step for of_rank in comm.gather_objects(found.steps) for key, step in of_rank.items()}
 
     def finish() -> Loaded:
@@ -124,7 +122,7 @@ def read_universal(context: CheckpointContext, path: str, options: LoadOptions) 
         source, common, groups = _common(context, folder, model, options)
         return Loaded(source, found.layers, state, common, None, groups)
 
-    return everywhere(finish)
+    return context.everywhere(finish)
 
 
 def _check(
