@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ def test_a_group_that_one_stage_alone_had_keeps_its_options(tmp_path: Path) -> N
     assert ours == [*stock[0], stock[1][-1]]
 
 
-def reversed_groups(initialize: Any, case: Case, folder: str, frozen: int) -> list[float]:
+def reversed_groups(initialize: Any, case: Case, folder: str, frozen: int, **flags: bool) -> list[float]:
     """Train in DeepSpeed's engine with groups in an order of their own, or load and continue; return losses."""
     module = module_of(case)
     for parameter in module_layer(module, frozen):
@@ -232,7 +233,8 @@ def reversed_groups(initialize: Any, case: Case, folder: str, frozen: int) -> li
         train_on(engine, 0)
         engine.save_checkpoint(folder)
     else:
-        engine.load_checkpoint(folder)
+        engine.load_checkpoint(folder, **flags)
+        assert engine.global_steps == STEPS
     return train_on(engine, STEPS)
 
 
@@ -252,6 +254,9 @@ def test_under_zero_the_names_in_the_files_say_what_a_group_has(tmp_path: Path) 
             RankError, match=r"CheckpointError.*groups of \[\[\d+\], \[\d+\]\] parameters.*at no partition"
         ):
             run(2, reversed_groups, ds_dynmo.initialize, case, str(tmp_path), frozen)
+    without = partial(reversed_groups, load_optimizer_states=False)
+    for stages, frozen in ((1, 2), (2, 3)):
+        run(stages, without, ds_dynmo.initialize, replace(case, stages=stages), str(tmp_path), frozen)
 
 
 def test_of_a_stock_checkpoint_without_counts_of_other_stages_only_weights_load(tmp_path: Path) -> None:

@@ -65,9 +65,8 @@ def stock_manifest(
     stages = sorted(map(os.path.basename, glob.glob(pattern)))
     expected = sorted(stage_file(number) for layout in slices for number in layout.numbers)
     if not (options.module_only and stages):
-        saved = None
-        if options.optimizer:
-            saved = _SavedPipeline(context, slices[context.engine.grid.get_slice_parallel_rank()]).find(folder, stages)
+        mine = slices[context.engine.grid.get_slice_parallel_rank()]
+        saved = _SavedPipeline(context, mine).find(folder, stages, strict=options.optimizer)
         if saved is None and stages != expected:
             raise CheckpointError(
                 f"{folder}: written by stock DeepSpeed with the stage files {stages}, expected {expected}. Without a "
@@ -125,11 +124,11 @@ class _SavedPipeline:
         self._context, self._layers, self._layout = context, context.stage.layers, layout
         self._slots = {slot.key: slot for stage in _trained(layout).stages for slot in stage.slots}
 
-    def find(self, folder: str, files: list[str]) -> tuple[Placement, list[Groups]] | None:
+    def find(self, folder: str, files: list[str], *, strict: bool) -> tuple[Placement, list[Groups]] | None:
         """Return the partition, and what groups the saved stages had; None: the files do not say.
 
         Raises:
-            CheckpointError: they have other parameters than this model has at any partition.
+            CheckpointError: ``strict``, and they have other parameters than this model has at any partition.
         """
         grid = self._context.engine.grid
         slices, mine = grid.slice_parallel_size, grid.get_slice_parallel_rank()
@@ -148,6 +147,8 @@ class _SavedPipeline:
         keys = {name: key for key in self._slots for name in names_of(self._context, *key)} if is_named else {}
         known = [[[keys.get(n) for n in g] if isinstance(g, list) else g for g in stage] for stage in stages]
         placement = self._placement(known)
+        if placement is None and not strict:
+            return None
         if placement is None:
             raise CheckpointError(
                 f"{how_it_is_read(folder)}. Its stages have groups of {[list(map(_length, s)) for s in stages]} "
