@@ -77,13 +77,17 @@ class MemoryLimit:
     def __init__(self, stage: StageContext) -> None:
         self._stage = stage
         self.limit = stage.config.memory_limit
+        self._agreed: tuple[int, int] | None = None  # the world, and its limit
 
     def bytes(self) -> int | None:
-        """The least of all ranks' limits, as accelerators may differ. None: no limit. Collective."""
+        """The least of all ranks' limits, as accelerators may differ. None: no limit. Collective, once in a world."""
         if not isinstance(self.limit, float):
             return self.limit
-        mine = torch.tensor([-self.limit * get_accelerator().total_memory()], dtype=torch.float64)
-        return int(-self._stage.comm.max_over_world(mine).item())
+        comm = self._stage.comm
+        if self._agreed is None or self._agreed[0] != comm.worlds:
+            mine = torch.tensor([-self.limit * get_accelerator().total_memory()], dtype=torch.float64)
+            self._agreed = comm.worlds, int(-comm.max_over_world(mine).item())
+        return self._agreed[1]
 
     @property
     def checkpoint_interval(self) -> int:

@@ -100,6 +100,7 @@ class Communicator:
 
     Attributes:
         p2p: messages from rank to rank, which only the two take part in.
+        worlds: how many this rank has been in, with the present one.
     """
 
     def __init__(self, grid: Any, device: torch.device, timeout_seconds: float) -> None:
@@ -108,6 +109,7 @@ class Communicator:
         self._timeout_seconds = timeout_seconds
         self._tied_groups: dict[tuple[int, ...], Any] = {}
         self._posted: Posted | None = None
+        self.worlds = 0
         self.connect("initialize")
 
     # -- who takes part -------------------------------------------------------------------------------
@@ -122,6 +124,7 @@ class Communicator:
         self._neighbour_links: NeighbourLinks | None = None
         self._store = BoundedStore(default_store(), self._timeout_seconds)
         self._entered = 0
+        self.worlds += 1
         self._what = what
         self._announce()
 
