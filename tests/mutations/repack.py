@@ -116,11 +116,4 @@ MUTATIONS = [
         "            if dead or not dead:\n",
         f"{FAILURES}::test_a_rank_that_dies_while_layers_move_is_named",
     ),
-    Mutation(
-        "a job that goes on with fewer stages keeps the order of the larger pipeline",
-        "ds_dynmo/engine/balancing/balancer.py",
-        "            self._stage.schedule.forget()\n",
-        "",
-        "tests/distributed/test_schedule_decisions.py::test_after_a_repacking_the_order_comes_from_the_profile",
-    ),
 ]
