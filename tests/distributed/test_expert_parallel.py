@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -271,6 +272,16 @@ def test_another_number_of_replicas_is_refused(saved: int, loaded: int, tmp_path
     run(2 * saved, save, replace(case, replicas=saved), str(tmp_path))
     for said, same in run(2 * loaded, load, replace(case, replicas=loaded), str(tmp_path)):
         assert f"written with {saved} data-parallel replicas, expected {loaded}" in said and same
+
+
+def test_a_checkpoint_without_what_each_replica_has_is_refused(tmp_path: Path) -> None:
+    """DeepSpeed's files have one replica's experts."""
+    case = CaseRun(MODELS["auxiliary loss"], replicas=2)
+    run(4, save, case, str(tmp_path))
+    for folder in tmp_path.glob("*/dynmo"):
+        shutil.rmtree(folder)
+    for said, same in run(4, load, case, str(tmp_path)):
+        assert "has no folder dynmo/" in said and "parameters that each replica has of its own" in said and same
 
 
 def refused(runs: Sequence[CaseRun]) -> list[str]:

@@ -162,9 +162,8 @@ def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions
     adopts = manifest.num_stages == context.engine.num_stages and (
         context.stage.config.enabled or _was_placed(context, manifest, options)
     )
-    if manifest.stock:
-        same_number = manifest.num_stages == context.engine.num_stages
-        adopts = same_number and context.stage.config.enabled and not options.module_only
+    if manifest.stock and options.module_only:
+        adopts = False
     return manifest.placement if adopts else context.stage.placement
 
 
