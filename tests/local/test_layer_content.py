@@ -22,6 +22,8 @@ from ds_dynmo.engine.save.layer_content import (
 from ds_dynmo.engine.state.pieces import in_memory
 from ds_dynmo.errors import CheckpointError
 
+CPU = torch.device("cpu")
+
 
 class Layer(nn.Module):
     def __init__(self, width: int = 4) -> None:
@@ -61,6 +63,31 @@ def test_only_a_layers_own_elements_are_saved() -> None:
     assert torch.equal(found["weights"]["weight"], layer.weight)
 
 
+def test_a_buffer_of_the_state_dict_is_not_written_again() -> None:
+    layer, here = Layer(), Layer()
+    layer.scale = torch.arange(2.0)  # of another shape than built
+    layer.register_buffer("shared", torch.ones(2))
+    layer.register_buffer("late", torch.ones(5), persistent=False)
+    layer.same = layer.shared
+    extras = extras_of(layer, origin_of(Layer()), weights=False, all_buffers=False)
+    assert extras["buffers"][""]["scale"] == [2]
+    content = LoadedLayer(layer.state_dict(), extras)
+    check(here, content)
+    install(here, content, origin_of(Layer()), CPU, strict=True)
+    assert torch.equal(here.scale, layer.scale) and torch.equal(here.late, layer.late)
+    assert here.scale.data_ptr() != layer.scale.data_ptr()
+    assert here.same.untyped_storage().data_ptr() == here.shared.untyped_storage().data_ptr()
+    for state in ({"scale": torch.ones(3)}, {"scale": 1.0}):
+        with pytest.raises(CheckpointError, match=r"some file: scale .*expected (a tensor of shape )?\[2\]"):
+            check(Layer(), LoadedLayer({**content.state, **state}, extras))
+    del content.state["scale"]
+    with pytest.raises(CheckpointError, match=r"some file: lacks \['scale'\]"):
+        check(Layer(), content)
+    here = Layer()
+    install(here, content, origin_of(Layer()), CPU, strict=False)
+    assert torch.equal(here.scale, torch.ones(3))
+
+
 def test_a_second_name_of_a_parameter_needs_its_submodule() -> None:
     named = Layer()
     named.inner = nn.Module()
@@ -80,7 +107,7 @@ def test_a_missing_weight_is_never_invented(flags: dict[str, bool]) -> None:
     here = Layer(width=3)
     here.weight.data.fill_(7)
     check(here, content, **flags)
-    install(here, content, origin_of(Layer()), strict=flags.get("strict", True))
+    install(here, content, origin_of(Layer()), CPU, strict=flags.get("strict", True))
     assert torch.equal(here.weight, torch.full((3, 2), 7.0)) and not here.weight.requires_grad
 
 

@@ -71,6 +71,7 @@ def _put_layers(context: CheckpointContext, loaded: Loaded, options: LoadOptions
             module,
             loaded.layers[index],
             context.origin.layers[layers.first_use(index)],
+            context.engine.device,
             strict=options.strict,
             is_shared=context.names.is_shared,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from ds_dynmo.engine.save.initial_model import (
     plain_attributes,
 )
 from ds_dynmo.engine.state.keys import ParamKey
-from ds_dynmo.engine.state.optimizer_state import OptimizerState
+from ds_dynmo.engine.state.optimizer_state import OptimizerState, tensors_in
 from ds_dynmo.engine.state.pieces import PER_PARAMETER, StatePieces
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files.checkpoints import LEFT_OUT, REPLICA_OWN
@@ -43,14 +44,25 @@ class LoadedLayer:
     extras: Extras | None
 
 
-def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool, is_shared: IsShared = is_its_own) -> Extras:
-    """Find what DeepSpeed's file of a layer lacks.
+def extras_of(
+    module: nn.Module,
+    origin: LayerOrigin,
+    *,
+    weights: bool,
+    all_buffers: bool = True,
+    is_shared: IsShared = is_its_own,
+) -> Extras:
+    """Find what the file of a layer's weights lacks.
 
     Args:
         weights: include the weights: DeepSpeed writes no file of this layer.
+        all_buffers: include buffers that the ``state_dict`` has too: that of another replica is saved, whose values
+            may differ. Otherwise they are left out, with their shapes in their place, but for those that share memory.
         is_shared: says which values do not belong to the layer alone. They are not saved.
     """
     named = dict(module.named_parameters())
+    attributes = {path: dict(plain_attributes(sub, is_shared)) for path, sub in module.named_modules()}
+    in_weights = set[int]() if all_buffers else _in_weights_alone(module, attributes)
     found: Extras = {
         "parameters": {
             name: {
@@ -62,13 +74,13 @@ def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool, is_share
             for name, parameter in named.items()
         },
         "aliases": aliases_of(module),
-        "buffers": {path: _buffers(sub) for path, sub in module.named_modules()},
+        "buffers": {path: _buffers(sub, in_weights) for path, sub in module.named_modules()},
         "non_persistent": {path: sorted(sub._non_persistent_buffers_set) for path, sub in module.named_modules()},
         "retyped": [
             *(name for name, parameter in named.items() if parameter.dtype != origin.dtype(name)),
             *(name for name, buffer in module.named_buffers() if buffer.dtype != origin.dtypes.get(name)),
         ],
-        "attributes": {path: dict(plain_attributes(sub, is_shared)) for path, sub in module.named_modules()},
+        "attributes": attributes,
         "changed": {
             path: changed_attributes(sub, origin.attributes.get(path, {}), is_shared)
             for path, sub in module.named_modules()
@@ -78,8 +90,27 @@ def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool, is_share
     return compact(found)  # type: ignore[no-any-return]
 
 
-def _buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: None if buffer is None else buffer.detach() for name, buffer in module._buffers.items()}
+def _buffers(module: nn.Module, in_weights: Container[int]) -> dict[str, torch.Tensor | list[int] | None]:
+    """Collect the buffers of a module; of those that the file of the weights has, the shapes."""
+    found: dict[str, torch.Tensor | list[int] | None] = dict.fromkeys(module._buffers)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            found[name] = list(buffer.shape) if id(buffer) in in_weights else buffer.detach()
+    return found
+
+
+def _in_weights_alone(module: nn.Module, attributes: Any) -> set[int]:
+    """Find by ``id`` the buffers that the ``state_dict`` has and that share no memory: two files would make it two."""
+    buffers = [buffer for sub in module.modules() for buffer in sub._buffers.values() if buffer is not None]
+    uses = Counter(_memory(tensor) for tensor in [*buffers, *tensors_in(attributes)])
+    state = module.state_dict(keep_vars=True)
+    return {id(b) for name, b in module.named_buffers() if state.get(name) is b and uses[_memory(b)] == 1}
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Name the memory of a tensor. That of an empty or a sparse one is taken to be its own."""
+    strided = tensor.layout == torch.strided and tensor.numel() > 0
+    return tensor.untyped_storage().data_ptr() if strided else -id(tensor)
 
 
 def changed_attributes(module: nn.Module, built: dict[str, str], is_shared: IsShared = is_its_own) -> list[str]:
@@ -130,18 +161,16 @@ def check_state(
         unknown = {name.rpartition(".")[0] for name in [*expected, *extras["aliases"]]} - origin.attributes.keys()
         if unknown:
             raise CheckpointError(f"{path}: the layer has no submodule {sorted(unknown)}")
+        expected |= _shapes_in_weights(extras)
     parameters: dict[str, Any] = extras["parameters"] if extras is not None else origin.shapes
-    missing = [
-        name
-        for name in expected
-        if name not in state and not (frozen_excluded and extras and not extras["parameters"][name]["requires_grad"])
-    ]
+    frozen = {name for name, about in parameters.items() if not about["requires_grad"]} if extras is not None else set()
+    missing = [name for name in expected if name not in state and not (frozen_excluded and name in frozen)]
     unexpected = [name for name in state if name not in expected] if extras is None else []
     if strict and (missing or unexpected):
         raise CheckpointError(f"{path}: lacks {missing}, and has {unexpected}, which the layer lacks")
     for name, shape in expected.items():
         value = state.get(name)
-        if name in parameters and value is not None and not isinstance(value, torch.Tensor):
+        if shape is not None and value is not None and not isinstance(value, torch.Tensor):
             raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, expected a tensor of shape {shape}")
         if isinstance(value, torch.Tensor) and shape is not None and list(value.shape) != shape:
             raise CheckpointError(f"{path}: {name} has shape {list(value.shape)}, expected {shape}")
@@ -159,13 +188,29 @@ def check_state(
             )
 
 
+def _shapes_in_weights(extras: Extras) -> Shapes:
+    """List the shapes of the buffers that the file of the weights has."""
+    return {
+        _join(path, name): buffer
+        for path, buffers in extras["buffers"].items()
+        for name, buffer in buffers.items()
+        if isinstance(buffer, list)
+    }
+
+
 def present_digests(module: nn.Module) -> dict[str, str]:
     """Hash the present weights of a layer."""
     return {name: digest(parameter.detach()) for name, parameter in module.named_parameters()}
 
 
 def install(
-    module: nn.Module, loaded: LoadedLayer, origin: LayerOrigin, *, strict: bool, is_shared: IsShared = is_its_own
+    module: nn.Module,
+    loaded: LoadedLayer,
+    origin: LayerOrigin,
+    device: torch.device,
+    *,
+    strict: bool,
+    is_shared: IsShared = is_its_own,
 ) -> None:
     """Make ``module`` what was saved. Parameters stay the same objects where shape and dtype allow it."""
     extras = loaded.extras or _as_built(module, origin)
@@ -177,9 +222,13 @@ def install(
         follows = name not in extras["retyped"] and saved.is_floating_point and own.is_floating_point
         return own if follows else saved
 
+    def buffer_of(name: str, saved: torch.Tensor | list[int] | None) -> torch.Tensor | None:
+        buffer = loaded.state[name].to(device, copy=True) if isinstance(saved, list) else saved
+        return None if buffer is None else buffer.to(dtype(name, buffer.dtype))
+
     for name, about in extras["parameters"].items():
         if name in loaded.state:
-            _make_room(subs, name, about, dtype(name, loaded.state[name].dtype))
+            _make_room(subs, name, about, dtype(name, loaded.state[name].dtype), device)
         _set_trainable(subs, name, about, built=origin.trainable.get(name))
     for name, owner in extras["aliases"].items():
         _assign(subs, name, module.get_parameter(owner))
@@ -192,8 +241,9 @@ def install(
     module.load_state_dict({n: v for n, v in loaded.state.items() if n not in skipped}, strict=False)
     for path in buffers:
         saved = {
-            name: None if buffer is None else buffer.to(dtype(_join(path, name), buffer.dtype))
+            name: buffer_of(_join(path, name), buffer)
             for name, buffer in extras["buffers"][path].items()
+            if not isinstance(buffer, list) or _join(path, name) in loaded.state
         }
         subs[path]._buffers = saved if strict else {**subs[path]._buffers, **saved}
         subs[path]._non_persistent_buffers_set = set(extras["non_persistent"][path])
@@ -218,13 +268,14 @@ def _as_built(module: nn.Module, origin: LayerOrigin) -> Extras:
     }
 
 
-def _make_room(subs: dict[str, nn.Module], name: str, about: dict[str, Any], dtype: torch.dtype) -> None:
+def _make_room(
+    subs: dict[str, nn.Module], name: str, about: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> None:
     """Give the layer a parameter of the saved shape and ``dtype``; keep the present one if it has them."""
     path, _, leaf = name.rpartition(".")
     present = subs[path]._parameters.get(leaf)
     if present is not None and list(present.shape) == about["shape"] and present.dtype == dtype:
         return
-    device = next((p.device for sub in subs.values() for p in sub.parameters()), torch.device("cpu"))
     parameter = nn.Parameter(torch.zeros(about["shape"], dtype=dtype, device=device), requires_grad=False)
     parameter.requires_grad_(about.get("requires_grad", True) if present is None else present.requires_grad)
     if present is not None:

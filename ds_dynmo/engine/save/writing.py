@@ -90,9 +90,16 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
     engine = context.engine
     files.write(engine, parent, name, client_state, exclude_frozen=exclude_frozen)
     replica, slice_index = engine.grid.get_data_parallel_id(), engine.grid.get_slice_parallel_rank()
+    shared_writing = engine.module.checkpoint_parallel_write_pipeline  # another replica may write a layer's weights
     for index, module in layers.counted_modules().items():
         weights = replica == 0 and layers.stored_use(index) is None
-        extras = extras_of(module, context.origin.layers[index], weights=weights, is_shared=context.names.is_shared)
+        extras = extras_of(
+            module,
+            context.origin.layers[index],
+            weights=weights,
+            all_buffers=replica > 0 or shared_writing,
+            is_shared=context.names.is_shared,
+        )
         extras = add_own(extras, module, context.stage.state)
         extras = add_left_out(extras, module) if exclude_frozen else extras
         _write(extras, folder, layer_file(index, replica, slice_index))

@@ -348,11 +348,11 @@ class PerParameterState:
 
     def static_bytes(self, parameter: nn.Parameter) -> int:
         gradients = num_bytes(parameter) if parameter.requires_grad else 0
-        return gradients + sum(num_bytes(tensor) for tensor in _tensors_in(self._state.get(parameter)))
+        return gradients + sum(num_bytes(tensor) for tensor in tensors_in(self._state.get(parameter)))
 
     def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
         gradient = [] if parameter.grad is None else [parameter.grad]
-        return held_alone([parameter, *gradient, *_tensors_in(self._state.get(parameter))])
+        return held_alone([parameter, *gradient, *tensors_in(self._state.get(parameter))])
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         return dict(self._state.get(parameter, {}))
@@ -418,9 +418,10 @@ def held_alone(tensors: Iterable[torch.Tensor]) -> HeldBytes:
     return HeldBytes(own=sum(sizes), staged=sum(size for size in sizes if size <= SMALL_BYTES))
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """List the tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
-    return [tensor for item in value for tensor in _tensors_in(item)] if isinstance(value, list | tuple) else []
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, list | tuple) else []
