@@ -199,11 +199,12 @@ def change(engine: Any) -> None:
     drop_decision(engine)
 
 
-def save_changed(case: Case, folder: str) -> dict[str, Any]:
+def save_changed(case: Case, folder: str, all_write: bool = False) -> dict[str, Any]:
     engine = build(case, changing_layers)
     train_on(engine, 0)
     change(engine)
     train_on(engine, STEPS, 1)
+    engine.module.checkpoint_parallel_write_pipeline = all_write
     engine.save_checkpoint(folder)
     before = kept(engine)
     return {**outcome(engine, train_on(engine, STEPS + 1)), "kept": before}
@@ -242,9 +243,10 @@ def test_changed_layers_load_as_they_were_saved(tmp_path: Path, stages: int, tra
     check_same(saved, loaded)
 
 
-def test_replicas_keep_their_own_attributes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("all_write", [False, True])
+def test_replicas_keep_their_own_attributes(tmp_path: Path, all_write: bool) -> None:
     case = Case(stages=2, replicas=2, groups="two")
-    saved = run(4, save_changed, case, str(tmp_path))
+    saved = run(4, save_changed, case, str(tmp_path), all_write)
     loaded = run(4, load_changed, case, str(tmp_path), 0.5, 1)
     kept = [result["kept"] for result in saved]
     assert kept[0] != kept[1] and kept[0].keys() == kept[1].keys()
