@@ -228,7 +228,7 @@ def change_everything(layer: Any) -> None:
     layer.corner = layer.up.weight.detach()[1:]  # a view
     layer.up.weight.mark = "marked"
     layer.up.weight.register_hook(halve)
-    layer.norm.bias.grad = torch.arange(float(WIDTH))
+    layer.norm.bias.grad = torch.arange(float(WIDTH), device=layer.norm.bias.device)
 
 
 def everything_in(layer: Any) -> dict[str, Any]:

@@ -122,10 +122,17 @@ MUTATIONS = [
     Mutation(
         "non-persistent buffers are lost in a checkpoint",
         "ds_dynmo/engine/save/layer_content.py",
-        "{name: None if buffer is None else buffer.detach() for name, buffer in module._buffers.items()}",
-        "{name: None if buffer is None else buffer.detach() for name, buffer in module._buffers.items()"
-        " if name not in module._non_persistent_buffers_set}",
+        "    for name, buffer in module._buffers.items():\n        if buffer is not None:\n",
+        "    for name, buffer in module._buffers.items():\n"
+        "        if buffer is not None and name not in module._non_persistent_buffers_set:\n",
         f"{CHANGED}::test_changed_layers_load_as_they_were_saved[2-2]",
+    ),
+    Mutation(
+        "each replica loads the buffers of the first",
+        "ds_dynmo/engine/save/writing.py",
+        "all_buffers=replica > 0 or shared_writing",
+        "all_buffers=False",
+        f"{CHANGED}::test_replicas_keep_their_own_attributes",
     ),
     Mutation(
         "weights that are loaded without the optimizer's state do not reach the master weights",
