@@ -1,6 +1,6 @@
 """What a kernel asks before it hides a weight from autograd, and what it calls for the weight's gradient later.
 
-The engine's schedule says which gradients wait (:mod:`ds_dynmo.engine.pipeline.weight_gradients`). Without an engine
+The engine's schedule says which gradients wait (:mod:`ds_dynmo.engine.split.weight_gradients`). Without an engine
 none does.
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_dynmo.engine.deepspeed_adapter.shm_operator import skip_shm_operator
+    from ds_dynmo.engine.deepspeed.shm_operator import skip_shm_operator
     from ds_dynmo.engine.engine import DynMoPipelineEngine
     from ds_dynmo.engine.initialization import initialize
 
@@ -24,13 +24,13 @@ def __getattr__(name: str) -> Any:
         try:
             from ds_dynmo.engine.initialization import initialize
         except ImportError:
-            from ds_dynmo.engine.deepspeed_adapter.probe import check_deepspeed
+            from ds_dynmo.engine.deepspeed.probe import check_deepspeed
 
             check_deepspeed()  # says what DeepSpeed lacks
             raise
         return initialize
     if name == "skip_shm_operator":
-        from ds_dynmo.engine.deepspeed_adapter.shm_operator import skip_shm_operator
+        from ds_dynmo.engine.deepspeed.shm_operator import skip_shm_operator
 
         return skip_shm_operator
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,15 +12,15 @@ from torch import nn
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.config.withdrawn import refusal
-from ds_dynmo.engine.balancing.balancer import Balancer
-from ds_dynmo.engine.balancing.trigger import Reason, Request
-from ds_dynmo.engine.deepspeed_adapter import buffers
-from ds_dynmo.engine.deepspeed_adapter.module import modules_of
-from ds_dynmo.engine.deepspeed_adapter.patches import PatchedPipelineEngine
+from ds_dynmo.engine.decide.balancer import Balancer
+from ds_dynmo.engine.decide.trigger import Reason, Request
+from ds_dynmo.engine.deepspeed import buffers
+from ds_dynmo.engine.deepspeed.module import modules_of
+from ds_dynmo.engine.deepspeed.patches import PatchedPipelineEngine
 from ds_dynmo.engine.guards import at_work, check_at_work, where_layers_may_move
+from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.engine.parts import Parts, build_parts
-from ds_dynmo.engine.profiling.profiler import Profiler
 from ds_dynmo.engine.resize.data_position import micro_batches_of
 from ds_dynmo.engine.resize.job_state import Stateful
 from ds_dynmo.engine.resize.repacker import Repacker

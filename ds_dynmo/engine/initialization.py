@@ -13,18 +13,18 @@ from deepspeed.utils import logger
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig, read_dynmo_config
 from ds_dynmo.engine import validation
-from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.engine.comm.communicator import check_hosts
-from ds_dynmo.engine.compilation import compiler
-from ds_dynmo.engine.deepspeed_adapter.engine_class import engine_class as built_upon
-from ds_dynmo.engine.deepspeed_adapter.logs import warning_once
-from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
-from ds_dynmo.engine.deepspeed_adapter.probe import check_deepspeed
-from ds_dynmo.engine.deepspeed_adapter.shm_operator import warn_of_shm_operator
+from ds_dynmo.engine.decide.trigger import Reason, Request
+from ds_dynmo.engine.deepspeed.engine_class import engine_class as built_upon
+from ds_dynmo.engine.deepspeed.logs import warning_once
+from ds_dynmo.engine.deepspeed.module import layer_specs
+from ds_dynmo.engine.deepspeed.probe import check_deepspeed
+from ds_dynmo.engine.deepspeed.shm_operator import warn_of_shm_operator
 from ds_dynmo.engine.engine import DynMoPipelineEngine
-from ds_dynmo.engine.pipeline.rng_trackers import check_trackers
-from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.engine.measure import layer_sizes
 from ds_dynmo.engine.resize.release import check_policy
+from ds_dynmo.engine.run import compiler
+from ds_dynmo.engine.run.rng_trackers import check_trackers
 from ds_dynmo.engine.versions import newer_than_tested
 
 

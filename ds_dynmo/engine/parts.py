@@ -7,20 +7,20 @@ from functools import partial
 from typing import Any
 
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.engine.balancing.balancer import Balancer
+from ds_dynmo.engine.decide.balancer import Balancer
 from ds_dynmo.engine.decide.reporter import Reporter
+from ds_dynmo.engine.measure.profiler import Profiler, device_clock
+from ds_dynmo.engine.measure.trace import Tracer
 from ds_dynmo.engine.move.migration_context import MigrationContext
 from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.engine.move.references import References
-from ds_dynmo.engine.pipeline.executor import Executor
-from ds_dynmo.engine.pipeline.random_streams import LayerStreams
-from ds_dynmo.engine.pipeline.rng_trackers import TrackedStates
-from ds_dynmo.engine.pipeline.trainable import TrainableLayers
-from ds_dynmo.engine.profiling.profiler import Profiler, device_clock
-from ds_dynmo.engine.profiling.trace import Tracer
 from ds_dynmo.engine.resize.data_position import DataPosition
 from ds_dynmo.engine.resize.job_ranks import JobRanks
 from ds_dynmo.engine.resize.repacker import Repacker
+from ds_dynmo.engine.run.executor import Executor
+from ds_dynmo.engine.run.random_streams import LayerStreams
+from ds_dynmo.engine.run.rng_trackers import TrackedStates
+from ds_dynmo.engine.run.trainable import TrainableLayers
 from ds_dynmo.engine.save.checkpointer import Checkpointer
 from ds_dynmo.engine.save.progress import Progress
 from ds_dynmo.engine.stage import StageContext

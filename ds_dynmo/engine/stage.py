@@ -17,15 +17,15 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm import replicas
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.compilation.layers import CompiledLayers
-from ds_dynmo.engine.deepspeed_adapter.missing_uses import attach, build_missing
-from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
-from ds_dynmo.engine.deepspeed_adapter.settings import sums_whole, waits_for_norm
-from ds_dynmo.engine.deepspeed_adapter.ties import find_uses, own_uses
+from ds_dynmo.engine.deepspeed.missing_uses import attach, build_missing
+from ds_dynmo.engine.deepspeed.module import layer_specs
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed.settings import sums_whole, waits_for_norm
+from ds_dynmo.engine.deepspeed.ties import find_uses, own_uses
 from ds_dynmo.engine.events import AroundSchedule, Event, LayersMoved, Timeline
-from ds_dynmo.engine.pipeline.gradient_flags import GradientFlags
-from ds_dynmo.engine.pipeline.steps import ScheduleInForce
+from ds_dynmo.engine.run.compiled_layers import CompiledLayers
+from ds_dynmo.engine.run.gradient_flags import GradientFlags
+from ds_dynmo.engine.split.steps import ScheduleInForce
 from ds_dynmo.engine.state.clipping import ModelNorm
 from ds_dynmo.engine.state.optimizer_binding import OptimizerBinding
 from ds_dynmo.engine.state.optimizer_state import OptimizerState

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from ds_dynmo.engine.balancing.balancer import Balancer
-from ds_dynmo.engine.balancing.trigger import Request
+from ds_dynmo.engine.decide.balancer import Balancer
 from ds_dynmo.engine.decide.reporter import Reporter
-from ds_dynmo.engine.pipeline.executor import Executor
-from ds_dynmo.engine.pipeline.steps import REPLACED
-from ds_dynmo.engine.pipeline.trainable import TrainableLayers
-from ds_dynmo.engine.profiling.profiler import Profiler
-from ds_dynmo.engine.profiling.trace import Tracer
+from ds_dynmo.engine.decide.trigger import Request
+from ds_dynmo.engine.measure.profiler import Profiler
+from ds_dynmo.engine.measure.trace import Tracer
 from ds_dynmo.engine.resize.repacker import Repacker
+from ds_dynmo.engine.run.executor import Executor
+from ds_dynmo.engine.run.trainable import TrainableLayers
+from ds_dynmo.engine.split.steps import REPLACED
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, raise_unless_harmless
 

@@ -15,9 +15,9 @@ from torch import nn
 from ds_dynmo.config import DynMoConfig, load_settings, parse_type_partition
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.replicas import has_own
-from ds_dynmo.engine.deepspeed_adapter.module import has_deepspeeds_experts, layer_specs
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers, is_dual_pipe_v
-from ds_dynmo.engine.deepspeed_adapter.settings import removed_blocks
+from ds_dynmo.engine.deepspeed.module import has_deepspeeds_experts, layer_specs
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers, is_dual_pipe_v
+from ds_dynmo.engine.deepspeed.settings import removed_blocks
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.plan import check_partition

@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
+from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.errors import ConfigError, PackingError
 from ds_dynmo.models import huggingface
 from ds_dynmo.models.case import DynamicCase

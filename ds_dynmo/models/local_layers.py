@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.engine.deepspeed_adapter.module import layer_specs, modules_of, own_layers
+from ds_dynmo.engine.deepspeed.module import layer_specs, modules_of, own_layers
 
 __all__ = ["block_numbers", "local_layers", "tie_of"]
 

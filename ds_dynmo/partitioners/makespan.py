@@ -40,6 +40,7 @@ _NEIGHBOURS = 1200  # neighbours considered in a round
 _SIMULATED = 12  # under schedules of ours
 _ACTIONS = 1500  # of the partitions of which an order is searched, together
 _GAIN = 0.002  # of an iteration, below which no order is searched
+_SURELY = 1.03  # times the least bound: a partition whose bound is above it is not the best one
 _TIE = 1e-9  # relative difference below which two iterations take the same time
 
 
@@ -94,33 +95,41 @@ def _under_schedules(
     num_stages = len(pipeline.speeds)
     seconds: dict[tuple[int, ...], float] = {}
 
-    def search(partitions: list[list[int]]) -> None:
+    def may_be_shorter(bound: float) -> bool:
+        return not seconds or bound < (1 - _GAIN) * min(seconds.values())
+
+    def search(partitions: Sequence[Sequence[int]]) -> None:
         for one, bound in zip(partitions, passes.lower_bounds(np.array(partitions).T)):
-            if not seconds or bound < (1 - _GAIN) * min(seconds.values()):
+            if may_be_shorter(bound) and tuple(one) not in seconds:
                 seconds[tuple(one)] = pipeline.iteration_seconds(one)
 
-    if given is not None and _fitted(np.array(given)[:, None], furthest).shape[1]:
-        search([given])
-    search([balanced(costs, num_stages, memory=memory, speeds=pipeline.speeds)])
+    others = [balanced(costs, num_stages, memory=memory, speeds=pipeline.speeds)]
     if _are_few(len(costs), num_stages):
         candidates = _all_that_fit(costs, num_stages, furthest, memory)
     else:
         best = _search(costs, replace(pipeline, sends="overlapped", passes=None), furthest, memory, given)
-        search([best])
+        others.append(best)
         near = np.array(best)[:, None] + _shifts(num_stages)
         candidates = _fitted(np.column_stack([np.array(best), near]), furthest)
     bounds = passes.lower_bounds(candidates)
-    search([candidates[:, bounds.argmin()].tolist()])
+    first = [candidates[:, bounds.argmin()].tolist()]
+    if given is not None and _fitted(np.array(given)[:, None], furthest).shape[1]:
+        surely_longer = passes.lower_bounds(np.array(given)[:, None])[0] > _SURELY * bounds.min()
+        first.insert(1 if surely_longer else 0, given)
+    search(first)
+    for one in others:
+        if passes.can_search:
+            search([one])
     dozen = [
         candidates[:, place].tolist()
         for place in np.argsort(bounds, kind="stable")[:_SIMULATED]
-        if bounds[place] < (1 - _GAIN) * min(seconds.values()) and tuple(candidates[:, place]) not in seconds
-    ]
-    orders = [found.schedule for found in map(passes.shortest, seconds) if found is not None]
-    if dozen and orders:
-        by_replay = [min(passes.seconds(schedule, one) for schedule in orders) for one in dozen]
-        passed = 3 * num_stages * pipeline.micro_batches
-        search([dozen[place] for place in np.argsort(by_replay, kind="stable")[: max(1, _ACTIONS // passed)]])
+        if may_be_shorter(bounds[place]) and tuple(candidates[:, place]) not in seconds
+    ][: passes.affordable_replays]
+    if dozen:
+        by_replay = np.argsort([passes.known_seconds(one) for one in dozen], kind="stable")
+        for place in by_replay[: max(1, _ACTIONS // passes.num_passes)]:
+            if passes.can_search:
+                search([dozen[place]])
     iterations = np.array(list(seconds.values()))
     return _preferred(np.array(list(seconds)).T, iterations, pipeline, given, float(iterations.min()))
 

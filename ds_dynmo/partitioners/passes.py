@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from ds_dynmo.errors import ScheduleError
 from ds_dynmo.schedules import (
+    MOST_ACTIONS,
     FoundSchedule,
     PassBytes,
     PassCosts,
@@ -33,6 +35,10 @@ __all__ = ["PassModel"]
 Floats = npt.NDArray[np.float64]
 Bounds = npt.NDArray[np.int64]  # [num_stages + 1, how many]: partitions are columns
 _CLOSE = 1.002  # times the bound: no other order is searched
+_AS_GOOD = 1.01  # times what an order took, over the bound, when it was searched: no other one is searched
+_FAR = 1.1  # times the bound: an order is searched, whatever that takes
+_LEAST_SEARCH = 4  # times the passes of an iteration: the actions of a search of one order and its refinement
+_REPLAY = 0.5  # times the passes of an iteration: the actions that a replay counts as
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,9 @@ class PassModel:
             partitions are of layers.
         output_bytes: per layer and micro-batch; (): not known.
         in_force: the order that runs now: none is searched where it can hardly be beaten; None: none is known.
+        in_force_over_bound: as in a :class:`FoundSchedule`.
+        search_actions: that searches of orders may simulate, all together, but for those without which there is no
+            order, or none near its bound.
     """
 
     forward_seconds: tuple[float, ...]
@@ -78,6 +87,8 @@ class PassModel:
     first_layers: tuple[int, ...] = ()
     output_bytes: tuple[int, ...] = ()
     in_force: Schedule | None = None
+    in_force_over_bound: float = 0.0
+    search_actions: float = math.inf
 
     def on(self, num_stages: int) -> PassModel:
         """Return a model of ``num_stages`` stages of speed 1."""
@@ -91,22 +102,59 @@ class PassModel:
         return self._known[key]
 
     def _shortest(self, partition: tuple[int, ...]) -> FoundSchedule | None:
-        present = self._in_force(partition)
         costs, sizes, limits = self.costs(partition), self.sizes(partition), self.limits(partition)
+        known = [found for one in self._orders if (found := self._replayed(*one, partition)) is not None]
+        present = min(known, key=lambda one: self._counted_seconds(one, costs), default=None)
         if present is not None:
-            least = present.lower_bound_seconds
-            if self.back_to_back:
-                least = shortest_period(costs, self.micro_batches, sizes, limits)
-            if self._counted_seconds(present, costs) <= _CLOSE * least:
+            over = self._over_bound(present, partition)
+            close = over <= max(_CLOSE, present.over_bound * _AS_GOOD)
+            if close or (over <= _FAR and not self.can_search):
                 return present
         find = best_back_to_back if self.back_to_back else best_schedule
+        start = present.schedule.orders if present is not None else None
+        most = MOST_ACTIONS if self.search_actions == math.inf else int(self._actions_left)
         try:
-            found = find(costs, self.micro_batches, sizes, limits)
+            found = find(costs, self.micro_batches, sizes, limits, start=start, most_actions=most)
         except ScheduleError:
             return None
-        if present is None or self._counted_seconds(found, costs) < self._counted_seconds(present, costs):
-            return found
-        return present
+        self._work.append(found.actions)
+        if present is not None and self._counted_seconds(found, costs) >= self._counted_seconds(present, costs):
+            return replace(present, over_bound=over)
+        found = replace(found, over_bound=self._over_bound(found, partition))
+        self._orders.append((found.schedule, found.over_bound))
+        return found
+
+    @property
+    def can_search(self) -> bool:
+        """Is enough left of ``search_actions`` for a search?"""
+        return self._actions_left >= _LEAST_SEARCH * self.num_passes
+
+    @property
+    def affordable_replays(self) -> int:
+        """How many partitions may be simulated under all orders that are known, with a search left after that."""
+        if self.search_actions == math.inf:
+            return sys.maxsize
+        left = self._actions_left / self.num_passes - _LEAST_SEARCH
+        return max(0, int(left / (_REPLAY * max(1, len(self._orders)))))
+
+    @property
+    def num_passes(self) -> int:
+        """Passes of an iteration, with both parts of backward passes."""
+        return 3 * len(self.speeds) * self.micro_batches
+
+    @property
+    def _actions_left(self) -> float:
+        return self.search_actions - sum(self._work)
+
+    def _over_bound(self, found: FoundSchedule, partition: tuple[int, ...]) -> float:
+        costs, least = self.costs(partition), found.lower_bound_seconds
+        if self.back_to_back:
+            least = shortest_period(costs, self.micro_batches, self.sizes(partition), self.limits(partition))
+        return self._counted_seconds(found, costs) / least if least else 1.0
+
+    def known_seconds(self, partition: Sequence[int]) -> float:
+        """Simulate ``partition`` under the orders that are known, and return the seconds of the shortest."""
+        return min((self.seconds(order, partition) for order, _ in self._orders), default=math.inf)
 
     def _counted_seconds(self, found: FoundSchedule, costs: PassCosts) -> float:
         """What counts of an order: the seconds of a batch alone, or from one batch to the next."""
@@ -114,10 +162,10 @@ class PassModel:
             return found.iteration_seconds
         return period_seconds(found.schedule.orders, found.schedule.micro_batches, costs)
 
-    def _in_force(self, partition: tuple[int, ...]) -> FoundSchedule | None:
-        """What the order in force comes to; None where it is not for these stages, or does not fit."""
-        order, costs = self.in_force, self.costs(partition)
-        if order is None or (order.owners, order.micro_batches) != (costs.owners, self.micro_batches):
+    def _replayed(self, order: Schedule, over_bound: float, partition: tuple[int, ...]) -> FoundSchedule | None:
+        """What a known order comes to; None where it is not for these stages, or does not fit."""
+        costs = self.costs(partition)
+        if (order.owners, order.micro_batches) != (costs.owners, self.micro_batches):
             return None
         if any(costs.weight_gradient_seconds[chunk] == 0 for chunk in order.split_chunks):
             return None  # they are split in vain
@@ -125,7 +173,7 @@ class PassModel:
         if seconds == math.inf:
             return None
         bound = lower_bound(costs, self.micro_batches, sizes, self.limits(partition))
-        return FoundSchedule(order, seconds, bound, peak_bytes(order, sizes))
+        return FoundSchedule(order, seconds, bound, peak_bytes(order, sizes), over_bound=over_bound)
 
     @property
     def least_seconds(self) -> tuple[float, ...]:
@@ -140,6 +188,7 @@ class PassModel:
 
     def seconds(self, schedule: Schedule, partition: Sequence[int]) -> float:
         """Simulate ``schedule`` under ``partition``; infinite where a stage holds more than it may."""
+        self._work.append(_REPLAY * self.num_passes)
         peaks = peak_bytes(schedule, self.sizes(partition))
         if any(peak > limit for peak, limit in zip(peaks, self.limits(partition))):
             return math.inf
@@ -231,6 +280,15 @@ class PassModel:
             self.weight_gradient_seconds,
             self.backward_seconds,
         )
+
+    @cached_property
+    def _orders(self) -> list[tuple[Schedule, float]]:
+        """The orders that are known, and what each took, over the bound, when it was searched."""
+        return [] if self.in_force is None else [(self.in_force, self.in_force_over_bound)]
+
+    @cached_property
+    def _work(self) -> list[float]:
+        return []
 
     @cached_property
     def _known(self) -> dict[tuple[int, ...], FoundSchedule | None]:

@@ -52,8 +52,6 @@ class RebalanceReport(_BetweenPlacements):
             DeepSpeed's 1F1B is in force, or there is no profile.
         lower_bound_seconds: below which no schedule's iteration can be at ``new_placement``; None: none was searched.
         own_schedule: the class of the schedule that the user's engine runs in place of that; "": it has none.
-        search_seconds: that the decision took in a process of its own, while a batch trained; None: training waited for
-            all of it.
         stage_seconds_before, stage_seconds_after: predicted per micro-batch of each stage; None without a profile.
         model_changed: ``reason`` is what the model gave to ``model_changed``, which may be any text.
     """
@@ -80,7 +78,6 @@ class RebalanceReport(_BetweenPlacements):
     schedule_splits: int | None = None
     lower_bound_seconds: float | None = None
     own_schedule: str = ""
-    search_seconds: float | None = None
     stage_seconds_before: tuple[float, ...] | None = None
     stage_seconds_after: tuple[float, ...] | None = None
     model_changed: bool = False

@@ -15,12 +15,19 @@ from ds_dynmo.schedules.costs import PassBytes, PassCosts
 from ds_dynmo.schedules.link_order import Message, link_orders
 from ds_dynmo.schedules.memory import peak_bytes
 from ds_dynmo.schedules.one_f_one_b import gradient_first_1f1b, one_f_one_b
-from ds_dynmo.schedules.portfolio import FoundSchedule, best_schedule, one_f_one_b_limit, schedule_for_equal_costs
+from ds_dynmo.schedules.portfolio import (
+    MOST_ACTIONS,
+    FoundSchedule,
+    best_schedule,
+    one_f_one_b_limit,
+    schedule_for_equal_costs,
+)
 from ds_dynmo.schedules.replay import ScheduleTimeline, replay
 from ds_dynmo.schedules.schedule import Schedule
 from ds_dynmo.schedules.zero_bubble import zb_h1
 
 __all__ = [
+    "MOST_ACTIONS",
     "Action",
     "FoundSchedule",
     "Kind",

@@ -16,7 +16,7 @@ from ds_dynmo.schedules.fusing import fuse
 from ds_dynmo.schedules.greedy import greedy
 from ds_dynmo.schedules.memory import orders_peak_bytes, peak_bytes
 from ds_dynmo.schedules.order import Orders, run
-from ds_dynmo.schedules.portfolio import POLICIES, FoundSchedule, best_schedule, one_f_one_b_limit
+from ds_dynmo.schedules.portfolio import MOST_ACTIONS, POLICIES, FoundSchedule, best_schedule, one_f_one_b_limit
 from ds_dynmo.schedules.schedule import Schedule
 
 __all__ = ["back_to_back_for_equal_costs", "best_back_to_back", "period_seconds", "shortest_period"]
@@ -24,7 +24,6 @@ __all__ = ["back_to_back_for_equal_costs", "best_back_to_back", "period_seconds"
 _BATCHES, _SETTLED = 5, 2  # that are simulated; the period is that of those after the first
 _AS_SHORT = 1.01  # times the shortest batch alone: what an order may take whose period is shorter
 _GOOD_ENOUGH = 1.002  # times the bound: nothing more is tried
-_MOST_ACTIONS = 60_000  # of the orders that are tried
 
 
 def period_seconds(orders: Orders, micro_batches: int, costs: PassCosts) -> float:
@@ -71,30 +70,48 @@ def shortest_period(costs: PassCosts, micro_batches: int, sizes: PassBytes, limi
     return longest
 
 
-def best_back_to_back(costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int]) -> FoundSchedule:
+def best_back_to_back(
+    costs: PassCosts,
+    micro_batches: int,
+    sizes: PassBytes,
+    limits: Sequence[int],
+    *,
+    start: Orders | None = None,
+    most_actions: int = MOST_ACTIONS,
+) -> FoundSchedule:
     """The order of the shortest period found, of those that alone take about as long as the shortest.
 
     Arguments and errors are those of :func:`best_schedule`.
     """
-    shortest = best_schedule(costs, micro_batches, sizes, limits)
+    shortest = best_schedule(costs, micro_batches, sizes, limits, start=start, most_actions=most_actions // 2)
     enough = shortest_period(costs, micro_batches, sizes, limits) * _GOOD_ENOUGH
     found: Orders = shortest.schedule.orders
     found_seconds, period = shortest.iteration_seconds, period_seconds(found, micro_batches, costs)
-    most = min(len(POLICIES), max(1, _MOST_ACTIONS // (3 * costs.num_chunks * micro_batches)))
-    for policy in POLICIES[:most]:
-        if period <= enough:
+    passes = 3 * costs.num_chunks * micro_batches
+    actions = shortest.actions + passes
+
+    def take_if_shorter(seconds: float, orders: Orders) -> None:
+        nonlocal found, found_seconds, period, actions
+        actions += _BATCHES * passes // 2
+        its_period = period_seconds(orders, micro_batches, costs)
+        if seconds <= shortest.iteration_seconds * _AS_SHORT and its_period < period:
+            found, found_seconds, period = orders, seconds, its_period
+
+    if start is not None:
+        take_if_shorter(max(run(start, micro_batches, costs).done), start)
+    for policy in POLICIES:
+        if period <= enough or actions > most_actions:
             break
         made = greedy(costs, micro_batches, sizes, limits, policy)
+        actions += 2 * passes
         if made is None or any(peak > limit for peak, limit in zip(orders_peak_bytes(made, sizes), limits)):
             continue
         ran = run(made, micro_batches, costs)
         seconds = max(ran.done)
         for its_seconds, orders in ((seconds, made), *fuse(made, micro_batches, costs, ran, [seconds])):
-            its_period = period_seconds(orders, micro_batches, costs)
-            if its_seconds <= shortest.iteration_seconds * _AS_SHORT and its_period < period:
-                found, found_seconds, period = orders, its_seconds, its_period
+            take_if_shorter(its_seconds, orders)
     schedule = Schedule(costs.owners, micro_batches, tuple(map(tuple, found)))
-    return FoundSchedule(schedule, found_seconds, shortest.lower_bound_seconds, peak_bytes(schedule, sizes))
+    return FoundSchedule(schedule, found_seconds, shortest.lower_bound_seconds, peak_bytes(schedule, sizes), actions)
 
 
 def back_to_back_for_equal_costs(num_stages: int, micro_batches: int, memory: float) -> Schedule:

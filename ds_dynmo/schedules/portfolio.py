@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ds_dynmo.errors import ScheduleError
@@ -46,7 +46,7 @@ POLICIES = (  # those first without which the best order of random pipelines get
     Policy(lead=1.5, split_first=0.0, split_last=0.0),
 )
 _FOR_EQUAL_COSTS = 4  # so many policies come before the order for equal costs
-_MOST_ACTIONS = 60_000  # of greedy candidates together; each costs a microsecond or two
+MOST_ACTIONS = 120_000  # simulated by a search, half of them for candidates; each takes a microsecond or two
 _GOOD_ENOUGH = 1.002  # times the bound: nothing more is tried
 _TIE = 1e-9  # relative difference below which two iterations take the same time
 _REFINED = 4  # candidates, the best ones, of which splits are taken back
@@ -62,12 +62,16 @@ class FoundSchedule:
         iteration_seconds: that it takes under the costs it was made for.
         lower_bound_seconds: below which no order can be.
         peak_bytes: per stage, of its passes.
+        actions: that were simulated to find it.
+        over_bound: what it took, over the bound, when it was searched; 0.0: not under costs that were measured.
     """
 
     schedule: Schedule
     iteration_seconds: float
     lower_bound_seconds: float
     peak_bytes: tuple[int, ...]
+    actions: int = field(default=0, compare=False)
+    over_bound: float = field(default=0.0, compare=False)
 
 
 def one_f_one_b_limit(sizes: PassBytes, micro_batches: int, memory: float = 1.0) -> tuple[int, ...]:
@@ -82,27 +86,41 @@ def one_f_one_b_limit(sizes: PassBytes, micro_batches: int, memory: float = 1.0)
     return (math.floor(memory * most),) * stages
 
 
-def best_schedule(costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int]) -> FoundSchedule:
+def best_schedule(
+    costs: PassCosts,
+    micro_batches: int,
+    sizes: PassBytes,
+    limits: Sequence[int],
+    *,
+    start: Orders | None = None,
+    most_actions: int = MOST_ACTIONS,
+) -> FoundSchedule:
     """The shortest order found under ``costs`` of which no stage holds more than its limit.
 
     Args:
         sizes: bytes per chunk and micro-batch.
         limits: per stage, bytes that its passes may hold.
+        start: an order that fits, to begin with; None: none is known.
+        most_actions: that candidates and refinements may simulate, about; one candidate is always tried.
 
     Raises:
         ScheduleError: a limit is below what one micro-batch needs; unlike numbers of chunks or stages.
     """
     _check_limits(costs, sizes, limits)
     bound = lower_bound(costs, micro_batches, sizes, limits)
-    found = _stretched(costs, micro_batches, sizes, limits) or _candidates(costs, micro_batches, sizes, limits, bound)
-    made = [(candidate.seconds, candidate.orders) for candidate in found]
-    for candidate in found[: _affordable(found[0].orders)]:
+    most = most_actions // 2  # for candidates, and for refinements
+    best = _stretched(costs, micro_batches, sizes, limits, most) or _candidates(
+        costs, micro_batches, sizes, limits, bound, most, start
+    )
+    made = [(candidate.seconds, candidate.orders) for candidate in best.found]
+    for candidate in best.found[: _affordable(best.found[0].orders, most)]:
         targets = [target * candidate.seconds for target in _TARGETS]
         made += fuse(candidate.orders, micro_batches, costs, candidate.ran, targets)
+        best.actions += _length(candidate.orders)
     shortest = min(seconds for seconds, _ in made) * (1 + _TIE)
     seconds, orders = min((one for one in made if one[0] <= shortest), key=lambda one: _length(one[1]))
     schedule = Schedule(costs.owners, micro_batches, tuple(map(tuple, orders)))
-    return FoundSchedule(schedule, seconds, bound, peak_bytes(schedule, sizes))
+    return FoundSchedule(schedule, seconds, bound, peak_bytes(schedule, sizes), best.actions + _length(orders))
 
 
 def schedule_for_equal_costs(num_stages: int, micro_batches: int, memory: float = 1.0) -> Schedule:
@@ -134,8 +152,10 @@ class _Best:
     def __init__(self, micro_batches: int, costs: PassCosts) -> None:
         self._micro_batches, self._costs = micro_batches, costs
         self.found: list[_Candidate] = []
+        self.actions = 0  # simulated
 
     def add(self, orders: Orders) -> None:
+        self.actions += _length(orders) // 3  # a replay takes a third of the time
         one = _Candidate.of(orders, self._micro_batches, self._costs)
         if not any(one.seconds == other.seconds and one.orders == other.orders for other in self.found):
             insort(self.found, one, key=lambda candidate: (candidate.seconds, _length(candidate.orders)))
@@ -146,9 +166,9 @@ class _Best:
         return self.found[_REFINED - 1].seconds if len(self.found) >= _REFINED else math.inf
 
 
-def _affordable(orders: Orders) -> int:
+def _affordable(orders: Orders, most_actions: int) -> int:
     """Of how many candidates of this size splits are taken back."""
-    return max(1, min(_REFINED, _MOST_ACTIONS // _length(orders)))
+    return max(1, min(_REFINED, most_actions // _length(orders)))
 
 
 def _length(orders: Orders) -> int:
@@ -156,30 +176,41 @@ def _length(orders: Orders) -> int:
     return sum(map(len, orders))
 
 
-def _stretched(costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int]) -> list[_Candidate]:
-    """The best candidates for fewer micro-batches, repeated; none where few would be left out, or nothing repeats."""
+def _stretched(
+    costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int], most_actions: int
+) -> _Best | None:
+    """The best candidates for fewer micro-batches, repeated; None where few would be left out, or nothing repeats."""
     fewer = 2 * costs.num_stages + 2 * max(PERIODS)
     fewer += (micro_batches - fewer) % max(PERIODS)
     if 4 * fewer > 3 * micro_batches:
-        return []
-    shorter = _candidates(costs, fewer, sizes, limits, lower_bound(costs, fewer, sizes, limits))
+        return None
+    shorter = _candidates(costs, fewer, sizes, limits, lower_bound(costs, fewer, sizes, limits), most_actions)
     longer = _Best(micro_batches, costs)
-    for candidate in shorter[: max(2, _MOST_ACTIONS // (3 * costs.num_chunks * micro_batches))]:
+    longer.actions = shorter.actions
+    for candidate in shorter.found[: max(2, most_actions // (3 * costs.num_chunks * micro_batches))]:
         orders = repeated(candidate.orders, fewer, micro_batches - fewer)
         if orders is not None:
             longer.add(orders)
-    return longer.found
+    return longer if longer.found else None
 
 
 def _candidates(
-    costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int], bound_seconds: float
-) -> list[_Candidate]:
-    """Orders that fit, the shortest first.
+    costs: PassCosts,
+    micro_batches: int,
+    sizes: PassBytes,
+    limits: Sequence[int],
+    bound_seconds: float,
+    most_actions: int,
+    start: Orders | None = None,
+) -> _Best:
+    """Orders that fit, the shortest first; ``start`` is one of them.
 
     Raises:
         ScheduleError: none fits.
     """
     best = _Best(micro_batches, costs)
+    if start is not None:
+        best.add(start)
     if costs.owners == tuple(range(costs.num_stages)):
         for generate in (one_f_one_b, gradient_first_1f1b, zb_h1):
             orders = _unsplit_where_nothing_waits(generate(costs.num_stages, micro_batches).orders, costs)
@@ -189,16 +220,17 @@ def _candidates(
     tries.insert(_FOR_EQUAL_COSTS, (POLICIES[0], PassCosts.equal(costs.owners)))
     simulated_as_run = costs.frozen_chunks == 0
     for tried, (policy, seen) in enumerate(tries):
-        too_many = tried * 3 * costs.num_chunks * micro_batches > _MOST_ACTIONS
+        too_many = tried > 0 and best.actions > most_actions
         if best.found and (too_many or best.found[0].seconds <= bound_seconds * _GOOD_ENOUGH):
             break
         most_seconds = best.seconds_to_beat if simulated_as_run and seen is costs else math.inf
         made = greedy(seen, micro_batches, sizes, limits, policy, most_seconds=most_seconds)
+        best.actions += 3 * costs.num_chunks * micro_batches
         if made is not None:
             best.add(_unsplit_where_nothing_waits(made, costs))
     if not best.found:
         raise ScheduleError(f"no order was found of which stages hold at most {list(limits)} bytes")
-    return best.found
+    return best
 
 
 def _unsplit_where_nothing_waits(orders: Orders, costs: PassCosts) -> Orders:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from ds_dynmo.errors import ScheduleError
-from ds_dynmo.schedules.actions import Action, Kind, all_passes
+from ds_dynmo.schedules.actions import Action, Kind
 from ds_dynmo.schedules.costs import PassCosts
 from ds_dynmo.schedules.order import run
 
@@ -53,18 +51,6 @@ class Schedule:
             raise ScheduleError(f"{free.num_stages} stages need {free.num_stages} orders, got {len(self.orders)}")
         _check_passes(self.owners, self.micro_batches, self.orders)
         run(self.orders, self.micro_batches, free)  # refuses a cyclic order
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        """An action is one number: a large pipeline has tens of thousands, and training waits for their pickle."""
-        chunks, count = len(self.owners), self.micro_batches
-        numbers = (array("q", [(kind * chunks + chunk) * count + one for kind, chunk, one in o]) for o in self.orders)
-        return self.owners, count, tuple(order.tobytes() for order in numbers)
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        owners, count, orders = state
-        passes = [action for kind in Kind for chunk in all_passes(kind, len(owners), count) for action in chunk]
-        actions = tuple(tuple(map(passes.__getitem__, array("q", order))) for order in orders)
-        self.__dict__.update(owners=owners, micro_batches=count, orders=actions)
 
     def __str__(self) -> str:
         """One line per stage; where a stage has several chunks, each action as ``F5@2``: micro-batch 5, chunk 2."""

@@ -12,6 +12,7 @@ from benchmarks.arms import engines_end_here, say
 from benchmarks.held_bytes import PRECISIONS, of_all_ranks, predicted_peaks, profiled_engine, show_peaks, tokens
 from benchmarks.packing import workspace_bytes
 from ds_dynmo.cli.command_line import check_at_least_1
+from ds_dynmo.engine.decide.decision_input import memory_model
 from ds_dynmo.partitioners import loads
 
 OPTIONS = {"micro_batches": 8, "hidden_size": 1024, "sequence_length": 1024}
@@ -65,7 +66,8 @@ def predicted_bytes(engine: Any) -> list[int]:
     if engine.stage.schedule.is_ours:
         static = loads([layer.static_bytes for layer in layers], engine.partition)
         return [int(held) + peak + workspace for held, peak in zip(static, predicted_peaks(engine))]
-    model = engine.balancer.memory.model(engine.profile, get_accelerator().total_memory())
+    model = memory_model(engine.profile, get_accelerator().total_memory(), engine.balancer.memory.checkpoint_interval)
+    assert model is not None
     return [needed + workspace for needed in model.bytes_per_stage(engine.partition)]
 
 

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.arms import Arm, chosen, least_over_ranks, profiling_seconds, say, timed, turns
+from benchmarks.arms import Arm, chosen, profiling_seconds, say, timed, turns
 from benchmarks.emulation import data, make_engine, set_loads, told_seconds
 from benchmarks.rows import Costs, Measured, Passes, Slice, rows_by_schedule
 from ds_dynmo.cli.simulation.loads import Case, Phase, Recorded
 from ds_dynmo.cli.simulation.runs import DYNAMIC, Setting
 from ds_dynmo.cli.simulation.statics import Statics
-from ds_dynmo.engine.balancing.trigger import Reason, Request
+from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.partitioners import PipelineModel, balanced
 
 PHASES = 4  # of a run whose loads last, in each of which there are all rounds
@@ -184,15 +184,9 @@ class Benchmark:
         return until_settled(self.case, phase, decisions, profiling, moved_again=any(moved[1:]))
 
     def batch_and_costs(self, arm: Arm) -> tuple[float, Costs]:
-        """Give the seconds of one batch, and of the rebalance after it, or at the end of the next one."""
+        """Give the seconds of one batch, and of the rebalance after it."""
         seconds, costs = self.timed_batch(arm), arm.new_costs()
-        seconds -= sum(costs)
-        if arm.engine.balancer.trigger.deciding:
-            seconds -= least_over_ranks(arm.engine.balancer.begun_seconds)
-            self.timed_batch(arm)
-            profile, decide, migrate = (sum(parts) for parts in zip(costs, arm.new_costs()))
-            costs = profile, decide, migrate
-        return seconds, costs
+        return seconds - sum(costs), costs
 
     # -- helpers ---------------------------------------------------------------------------------------
 

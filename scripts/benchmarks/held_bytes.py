@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.arms import engines_end_here, say
 from benchmarks.emulation import pipeline_engine
 from ds_dynmo.cli.command_line import check_at_least_1, print_table
-from ds_dynmo.engine.balancing.ordering import ScheduleChoice
 from ds_dynmo.engine.comm.channels import AHEAD
-from ds_dynmo.engine.pipeline.steps import ScheduleSteps
+from ds_dynmo.engine.decide.decision_input import DecisionInput
+from ds_dynmo.engine.split.steps import ScheduleSteps
 from ds_dynmo.models.gpt import gpt_layers, language_model_loss
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.local_layers import local_layers
@@ -119,11 +119,14 @@ def predicted_peaks(engine: Any) -> tuple[int, ...]:
     """Predict the most that each stage holds, from the latest profile and the order in force."""
     stages, micro_batches = engine.num_stages, engine.micro_batches
     order = engine.stage.schedule.in_force(stages, micro_batches) if engine.stage.schedule.is_ours else None
-    choice = ScheduleChoice(
-        engine.stage.config.schedule, engine.module.activation_checkpoint_interval, limit_bytes=None, in_force=order
+    given = DecisionInput.of(
+        engine.profile,
+        config=engine.stage.config,
+        checkpoint_interval=engine.module.activation_checkpoint_interval,
+        searches=True,
     )
-    layers = engine.profile.layers
-    passes = choice.passes(layers, (1.0,) * len(layers), (1.0,) * stages, micro_batches)
+    passes = given.pipeline.passes
+    assert passes is not None
     standing = 0 if order is None else AHEAD + 1  # DeepSpeed's buffers are there before the batch
     return peak_bytes(
         order or one_f_one_b(stages, micro_batches), passes.sizes_with_messages(engine.partition, standing)

@@ -9,6 +9,7 @@ from ds_dynmo.cli.command_line import print_table
 from ds_dynmo.cli.train import batches, build_cases, build_engine, train
 from ds_dynmo.cli.training.options import Run, prepare
 from ds_dynmo.config import load_settings, read_dynmo_config
+from ds_dynmo.engine.decide.decision_input import memory_model
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import MemoryModel
 
@@ -39,7 +40,8 @@ def least_limit(run: Run) -> int:
     data = batches(run, engine, "train")
     while engine.profile is None:
         engine.train_batch(data.iterate(engine.micro_batches_taken))
-    model = engine.balancer.memory.model(engine.profile, 0)
+    model = memory_model(engine.profile, 0, engine.balancer.memory.checkpoint_interval)
+    assert model is not None
     return max(model.bytes_per_stage(engine.partition)) + workspace_bytes(engine)
 
 
@@ -74,7 +76,9 @@ class MemoryRows:
 
     def _measure(self) -> dict[str, Any]:
         engine, layers = self._engine, self._engine.profile.layers
-        model = engine.balancer.memory.model(engine.profile, self._limit).on(engine.num_stages)
+        whole = memory_model(engine.profile, self._limit, engine.balancer.memory.checkpoint_interval)
+        assert whole is not None
+        model = whole.on(engine.num_stages)
         workspace = workspace_bytes(engine)
         return {
             "parameters": sum(layer.parameters for layer in layers),

@@ -10,7 +10,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.profiling.profiler import EventClock
+from ds_dynmo.engine.measure.profiler import EventClock
 from tests.accelerator.devices import ACCELERATOR, device_seconds, needs, only_real, run_on_devices
 from tests.distributed.support.configs import Case, config
 

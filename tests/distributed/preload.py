@@ -14,7 +14,7 @@ import deepspeed.runtime.bf16_optimizer
 import torch
 
 from ds_dynmo import skip_shm_operator
-from ds_dynmo.engine.deepspeed_adapter.probe import check_deepspeed
+from ds_dynmo.engine.deepspeed.probe import check_deepspeed
 
 MODULES = [
     "torch._dynamo",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -120,9 +121,9 @@ def misuse(case: Case, folder: str) -> list[str]:
 def test_wrong_tags_and_folders_are_refused(tmp_path: Path) -> None:
     found = run(2, misuse, Case(stages=2), str(tmp_path))[1]
     assert "'a/b': has to be the name of one folder" in found[0]
-    assert "name different checkpoints" in found[1]
+    assert re.search(r"ranks differ: .*/rank0 on ranks \[0\], .*/rank1 on ranks \[1\]", found[1])
     assert "nowhere: there is no such folder" in found[2]
-    assert "different tags" in found[3]
+    assert re.search(r"ranks differ: .*'rank0' on ranks \[0\], .*'rank1' on ranks \[1\]", found[3])
     assert "custom_load_fn" in found[4]
     assert found[5] == "True"
     assert not os.listdir(tmp_path)

@@ -84,8 +84,8 @@ def test_diffusion_rebalances_in_the_engine(block: dict[str, Any]) -> None:
 def diffusion_both_ways(stages: int, seed: int) -> tuple[Any, Any, list[int]]:
     """Return partitions found between ranks and in memory, and how many numbers each reduction over the world had."""
     from ds_dynmo import partitioners
-    from ds_dynmo.engine.balancing.decentralized import decide_among_neighbours
     from ds_dynmo.engine.comm.communicator import Communicator
+    from ds_dynmo.engine.decide.decentralized import decide_among_neighbours
 
     chooser = random.Random(seed)
     case = Case(stages=stages)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ds_dynmo import MigrationError
-from ds_dynmo.engine.balancing.trigger import Reason, Request
+from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.move import arriving
 from tests.distributed.harness import RankError, run
 from tests.distributed.support.configs import Case
@@ -64,7 +64,7 @@ def _first_of_prepare(engine: Any) -> tuple[Any, str]:
 
 HARMLESS: dict[str, Callable[[Any], None]] = {
     "gather": _no_load_signal,
-    "decide": lambda engine: setattr(engine.balancer.decisions, "calculation", broken),
+    "decide": lambda engine: setattr(engine.balancer, "_decide", broken),
     "prepare": lambda engine: setattr(*_first_of_prepare(engine), broken),
     "pack": lambda engine: setattr(engine.stage.state, "record", broken),
 }
@@ -89,8 +89,8 @@ def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
             assert error.harmless
             message = str(error)
     if engine.global_rank == rank:
-        for owner in (engine.balancer.decisions, engine.stage.state, _first_of_prepare(engine)[0]):
-            for name in ("calculation", "prepare", "take", "record"):
+        for owner in (engine.balancer, engine.stage.state, _first_of_prepare(engine)[0]):
+            for name in ("_decide", "prepare", "take", "record"):
                 vars(owner).pop(name, None)
         for module in layers_of(engine).values():
             vars(module).pop("load_signal", None)

@@ -17,7 +17,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from ds_dynmo.engine.profiling.trace import INSTRUCTIONS
+from ds_dynmo.engine.measure.trace import INSTRUCTIONS
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
 from tests.distributed.support.instructions import MOVES, STEPS, Counts, error_of, initialize, outcomes

@@ -16,8 +16,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.balancing.decentralized import decide_among_neighbours
 from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.decide.decentralized import decide_among_neighbours
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, balanced, propose

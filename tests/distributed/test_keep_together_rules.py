@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_dynmo.engine.balancing.policy import DecisionInput
+from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.partitioners import uniform
 from tests.distributed.harness import run, run_each

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_dynmo
-from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.engine.measure import layer_sizes
 from ds_dynmo.partitioners import migration_peaks
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 from ds_dynmo.engine.comm.ordered_channels import OrderedChannels
-from ds_dynmo.engine.pipeline import scheduled
-from ds_dynmo.schedules import PassCosts
+from ds_dynmo.engine.split import scheduled
+from ds_dynmo.schedules import FoundSchedule, PassCosts, one_f_one_b
 from tests.distributed import test_instructions, test_masks, test_topologies
 from tests.distributed.harness import run
 from tests.distributed.support import elastic
@@ -97,8 +98,11 @@ def test_as_under_1f1b(name: str) -> None:
 
 
 def agreed() -> PassCosts:
-    comm = build(Case()).stage.comm
-    return comm.agree_on_schedule("the same", PassCosts.equal((0, 1), 1.0 + torch.distributed.get_rank()))
+    engine = build(Case(dynmo={"interval": 0, "schedule": "zero_bubble"}))
+    costs = PassCosts.equal((0, 1), 1.0 + torch.distributed.get_rank())
+    engine.balancer._train_by(FoundSchedule(one_f_one_b(2, engine.micro_batches), 1.0, 1.0, (1, 1)), costs)
+    steps = engine.stage.schedule.steps(TrainSchedule(engine.micro_batches, 2, engine.stage_id))
+    return steps.costs
 
 
 def test_all_ranks_order_messages_by_the_same_costs() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ds_dynmo
-from ds_dynmo.engine.pipeline.steps import with_some_split
+from ds_dynmo.engine.split.steps import with_some_split
 from ds_dynmo.plan import RebalanceReport
 from ds_dynmo.schedules import peak_bytes, schedule_for_equal_costs
 from tests.distributed.harness import run
@@ -64,7 +64,7 @@ def decided(block: dict[str, Any]) -> Any:
     reports.append(engine.rebalance())
     engine.train_batch(data)
     running = engine.stage.schedule.running
-    given = engine.balancer.decisions.decision_input(engine.profile, None, smoothed=False)
+    given = engine.balancer.decision_input(engine.profile, None, in_force=False)
     every = [(0, *inner, 7) for inner in itertools.combinations(range(1, 7), 2)]
     seconds = {partition: given.pipeline.iteration_seconds(partition) for partition in every}
     return gather((reports, seconds, engine.partition, running and running.schedule.hash))
@@ -97,7 +97,7 @@ def under_a_limit() -> Any:
         engine.rebalance(engine.partition)
         engine.train_batch(data)
         order, layers = engine.stage.schedule.in_force(3, 4), engine.profile.layers
-        passes = engine.balancer.decisions.decision_input(engine.profile, None, smoothed=False).pipeline.passes
+        passes = engine.balancer.decision_input(engine.profile, None, in_force=False).pipeline.passes
         held = peak_bytes(order, passes.sizes(engine.partition))
         owned = map(engine.stage.placement.layers_of, range(3))
         needed.append([sum(layers[i].static_bytes for i in own) + more for own, more in zip(owned, held)])
@@ -132,7 +132,7 @@ def repacked(partitions: dict[int, list[int]]) -> Any:
         if engine.released and not engine.wait_for_recall():
             break
         if engine.profile is not None:
-            given = engine.balancer.decisions.decision_input(engine.profile, None, smoothed=False)
+            given = engine.balancer.decision_input(engine.profile, None, in_force=False)
             found = given.pipeline.shortest_schedule(engine.partition)
     engine.dismiss_parked()
     return seen, reports, found and found.iteration_seconds
@@ -160,7 +160,7 @@ def sent_to(partitions: list[list[int]]) -> Any:
     seen, reports = [], []
     for partition in partitions:
         reports.append(engine.rebalance(partition))
-        given = engine.profile and engine.balancer.decisions.decision_input(engine.profile, None, smoothed=False)
+        given = engine.profile and engine.balancer.decision_input(engine.profile, None, in_force=False)
         engine.train_batch(data)
         found = given and given.pipeline.shortest_schedule(partition)
         seen.append((engine.stage.schedule.running.schedule, found))

@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe import schedule as deepspeeds
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynmo.engine.pipeline.steps import ScheduleInForce
+from ds_dynmo.engine.split.steps import ScheduleInForce
 from tests.distributed import (
     test_engine_class,
     test_expert_parallel,

@@ -14,8 +14,8 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.profiling import trace
-from ds_dynmo.engine.profiling.trace_events import CATEGORIES
+from ds_dynmo.engine.measure import trace
+from ds_dynmo.engine.measure.trace_events import CATEGORIES
 from ds_dynmo.errors import ConfigError
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case

@@ -17,7 +17,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 import ds_dynmo
-from ds_dynmo.engine.deepspeed_adapter.loss_scale import loss_scale_state
+from ds_dynmo.engine.deepspeed.loss_scale import loss_scale_state
 from tests.distributed.harness import run
 from tests.distributed.support.checkpoints import STEPS, attempt, damaged, outcome, stock_state, train_on
 from tests.distributed.support.configs import Case, config, parameter_groups

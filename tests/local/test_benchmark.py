@@ -20,7 +20,7 @@ from ds_dynmo.cli.simulation.loads import CASES, Phase, Recorded
 from ds_dynmo.cli.simulation.runs import ARMS
 from ds_dynmo.cli.simulation.statics import Statics
 from ds_dynmo.config import parse_block
-from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients
+from ds_dynmo.engine.split.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ModelConfig
 from ds_dynmo.partitioners import PipelineModel
@@ -170,16 +170,6 @@ def test_the_oracle_knows_recorded_loads_before_they_come(recorded: bool, monkey
     monkeypatch.setattr(Benchmark, "go_to_best", lambda self, arm, phase: went.append(phase))
     benchmark.one_iteration(arm, now, before, 0.0)
     assert went == [now if recorded else before]
-
-
-def test_a_decision_that_is_taken_while_the_next_batch_trains_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    trigger = SimpleNamespace(deciding=True)
-    costs = iter([(0.125, 0.0, 0.0), (0.0, 0.25, 0.5)])
-    engine = SimpleNamespace(balancer=SimpleNamespace(trigger=trigger, begun_seconds=0.5))
-    arm = SimpleNamespace(engine=engine, new_costs=lambda: next(costs))
-    monkeypatch.setattr(Benchmark, "timed_batch", lambda self, arm: 2.0)
-    monkeypatch.setattr("benchmarks.emulated.least_over_ranks", lambda seconds: seconds)
-    assert object.__new__(Benchmark).batch_and_costs(arm) == (1.375, (0.125, 0.25, 0.5))
 
 
 def test_stolen_seconds_are_a_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_dynmo
-from ds_dynmo.engine.compilation import compiler
-from ds_dynmo.engine.compilation.layers import CompiledLayers
-from ds_dynmo.engine.pipeline import split_modules
-from ds_dynmo.engine.profiling.profiler import Part, Profiler
+from ds_dynmo.engine.measure.profiler import Part, Profiler
+from ds_dynmo.engine.run import compiler
+from ds_dynmo.engine.run.compiled_layers import CompiledLayers
+from ds_dynmo.engine.split import split_modules
 
 WIDTH = 4
 
@@ -161,7 +161,7 @@ def test_layers_that_look_alike_share_code_and_others_are_compiled_however_many_
 def test_a_class_that_is_compiled_over_and_over_is_named(
     backend: Backend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds_dynmo.engine.compilation.layers._MANY", 3)
+    monkeypatch.setattr("ds_dynmo.engine.run.compiled_layers._MANY", 3)
     layer, layers = Layer(), compiled(backend)
     with caplog.at_level(logging.WARNING, "DynMo"), layers.batch({6: layer}):
         for layer.factor in range(5):

@@ -12,8 +12,8 @@ import deepspeed
 import deepspeed.runtime.config
 import pytest
 
-from ds_dynmo.engine.deepspeed_adapter import probe, settings
-from ds_dynmo.engine.deepspeed_adapter.names import BELOW, NEEDED, NEWEST, OLDEST, TESTED, Name
+from ds_dynmo.engine.deepspeed import probe, settings
+from ds_dynmo.engine.deepspeed.names import BELOW, NEEDED, NEWEST, OLDEST, TESTED, Name
 from ds_dynmo.errors import ConfigError
 
 

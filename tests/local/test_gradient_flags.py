@@ -14,8 +14,8 @@ from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ds_dynmo.engine.deepspeed_adapter.checkpointing import any_input
-from ds_dynmo.engine.pipeline.gradient_flags import GradientFlags
+from ds_dynmo.engine.deepspeed.checkpointing import any_input
+from ds_dynmo.engine.run.gradient_flags import GradientFlags
 from ds_dynmo.errors import ConfigError
 
 STOCK = PipelineEngine._INSTRUCTION_MAP

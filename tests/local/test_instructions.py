@@ -14,9 +14,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.deepspeed_adapter.buffers import is_deepspeeds
-from ds_dynmo.engine.deepspeed_adapter.engine_class import engine_class
-from ds_dynmo.engine.pipeline.instructions import check, compose
+from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
+from ds_dynmo.engine.deepspeed.engine_class import engine_class
+from ds_dynmo.engine.run.instructions import check, compose
 from ds_dynmo.errors import ConfigError
 
 STOCK = PipelineEngine._INSTRUCTION_MAP

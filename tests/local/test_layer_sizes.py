@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.config.dynmo import ScheduleConfig
-from ds_dynmo.engine.balancing.memory import memory_model
-from ds_dynmo.engine.balancing.ordering import ScheduleChoice
-from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.engine.decide.decision_input import DecisionInput, memory_model
+from ds_dynmo.engine.measure import layer_sizes
 from ds_dynmo.engine.state.optimizer_state import PerParameterState
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.placement import Placement
@@ -53,5 +51,5 @@ def test_the_largest_workspace_is_taken_off_the_limit_of_every_stage() -> None:
     profile = layer_sizes.profile_from(table, Placement.chain((0, 2, 3)), step=1, micro_batches=2)
     limits = [memory.limits for limit in (100, 10) if (memory := memory_model(profile, limit, 0)) is not None]
     assert limits == [(70, 70), (0, 0)]
-    choice = ScheduleChoice(ScheduleConfig(kind="zero_bubble"), 0, 100, None)
-    assert choice.passes(profile.layers, [1.0] * 3, (1.0, 1.0), 2).limit_bytes == 70
+    passes = DecisionInput.of(profile, limit_bytes=100, searches=True).pipeline.passes
+    assert passes is not None and passes.limit_bytes == 70

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynmo.engine.balancing import memory
+from ds_dynmo.engine.decide import memory
 
 
 class Worlds:

@@ -14,8 +14,8 @@ import torch
 
 from ds_dynmo.engine.comm.channels import Lane
 from ds_dynmo.engine.comm.ordered_channels import LinkPlan, Operation, OrderedChannels, PlannedMessage
-from ds_dynmo.engine.pipeline.messages import link_plan, receives, sends
-from ds_dynmo.engine.pipeline.scheduled import runs_in_order
+from ds_dynmo.engine.split.messages import link_plan, receives, sends
+from ds_dynmo.engine.split.scheduled import runs_in_order
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import (
     Action,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 
 
 class Pipeline(nn.Module):

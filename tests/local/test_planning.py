@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 
 from ds_dynmo.config import DynMoConfig, parse_block
-from ds_dynmo.config.dynmo import ScheduleConfig
-from ds_dynmo.engine.balancing.memory import memory_model
-from ds_dynmo.engine.balancing.ordering import ScheduleChoice
-from ds_dynmo.engine.balancing.policy import DecisionInput
+from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.engine.resize.planning import Planner
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
@@ -28,11 +25,9 @@ def planner(share: float, limit: int | None = None, most: int = STAGES, **block:
     """Plan for a run whose layers took one second each at first, and now take ``share`` of it and 10 bytes each."""
     layers = (LayerCost(share / 3, 2 * share / 3, 5, 5, static_bytes=10, activation_bytes=0, input_bytes=0),) * LAYERS
     profile = Profile(7, Placement.chain(uniform(LAYERS, STAGES)), layers, micro_batches=8, batch_seconds=1.0)
-    given = DecisionInput.of(profile)
+    given = DecisionInput.of(profile, config=parse_block(DynMoConfig, block, "dynmo"), limit_bytes=limit)
     return Planner(
         given=given,
-        config=parse_block(DynMoConfig, block, "dynmo"),
-        memory=memory_model(profile, limit, 0),
         most=most,
         first_seconds=given.pipeline.iteration_seconds(given.partition) / share,
     )
@@ -62,9 +57,11 @@ def splitting(planner: Planner) -> Planner:
         replace(cost, input_gradient_seconds=cost.forward_seconds, weight_gradient_seconds=cost.forward_seconds)
         for cost in planner.given.profile.layers
     )
-    schedules = ScheduleChoice(ScheduleConfig(kind="zero_bubble"), 0, None, None)
-    given = DecisionInput(planner.given.placement, replace(planner.given.profile, layers=layers), schedules=schedules)
-    return replace(planner, given=given)
+    return with_given(planner, profile=replace(planner.given.profile, layers=layers), searches=True)
+
+
+def with_given(planner: Planner, **values: Any) -> Planner:
+    return replace(planner, given=replace(planner.given, **values))
 
 
 @pytest.mark.parametrize("balancer", BALANCERS)
@@ -117,7 +114,7 @@ def test_first_fit_decides_by_memory_alone() -> None:
 def test_layers_that_stay_together_are_planned_together(balancer: str) -> None:
     """16 layers are in 5 groups of 4, 3, 3, 3 and 3."""
     groups = LayerGroups((0, 4, 7, 10, 13, 16))
-    plan = replace(planner(1.0, balancer=balancer), groups=groups, most=groups.num_groups)
+    plan = replace(with_given(planner(1.0, balancer=balancer), groups=groups), most=groups.num_groups)
     sizes = {1: 16, 2: 9, 3: 6, 4: 6, 5: 4}  # layers of the largest stage
     for count, largest in sizes.items():
         partition = plan.onto(count).partition
@@ -129,7 +126,7 @@ def test_layers_that_stay_together_are_planned_together(balancer: str) -> None:
         PartitionError, match=r"onto 6 stages: dynmo.keep_together makes 5 groups of the model's 16 lay"
     ):
         replace(plan, most=STAGES).onto(6)
-    light = replace(planner(0.2, balancer=balancer), groups=groups)
-    five = DecisionInput.of(replace(light.given.profile, placement=Placement.chain((0, 4, 7, 10, 13, 16))))
-    light = replace(light, given=five)
+    light = with_given(planner(0.2, balancer=balancer), groups=groups)
+    five = Placement.chain((0, 4, 7, 10, 13, 16))
+    light = with_given(light, placement=five, profile=replace(light.given.profile, placement=five))
     assert groups.allows(light.best().partition) and light.best().num_stages < 5

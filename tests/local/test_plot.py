@@ -26,7 +26,7 @@ from ds_dynmo.cli.plotting.data import (
     traced,
 )
 from ds_dynmo.cli.plotting.html import rebalance_rows
-from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
+from ds_dynmo.engine.measure.trace_events import Event, TraceFile, Track, batch_events, track_names
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from ds_dynmo.config import DynMoConfig, parse_block
-from ds_dynmo.engine.balancing import policy
-from ds_dynmo.engine.balancing.cost_model import CostModel
-from ds_dynmo.engine.balancing.memory import memory_model
-from ds_dynmo.engine.balancing.policy import DecisionInput, MoveTradeoff
-from ds_dynmo.engine.profiling.profiler import Samples
+from ds_dynmo.engine.decide import decision
+from ds_dynmo.engine.decide.cost_model import CostModel
+from ds_dynmo.engine.decide.decision import Decision
+from ds_dynmo.engine.decide.decision_input import DecisionInput, MoveTradeoff
+from ds_dynmo.engine.measure.profiler import Samples
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners import MemoryModel, MoveCosts, balanced
+from ds_dynmo.partitioners import MoveCosts, balanced
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, LayerCost, MigrationPlan, Profile
 from tests.pure.test_docs import code_blocks
@@ -36,16 +36,25 @@ def profile(seconds: list[float], partition: tuple[int, ...], **extra: int) -> P
     return Profile(7, Placement.chain(partition), layers, micro_batches=4, batch_seconds=1.0)
 
 
-def decide(costs: Profile, settings: DynMoConfig, memory: MemoryModel | None) -> policy.Decision:
-    return policy.decide(DecisionInput.of(costs), settings, memory)
+def decide(costs: Profile, settings: DynMoConfig | None = None, **given: Any) -> Decision:
+    return decision.decide(DecisionInput.of(costs, config=settings or config(), **given))
+
+
+def informed(
+    cost_model: CostModel, costs: Profile, settings: DynMoConfig, batches: int, tradeoff: MoveTradeoff | None = None
+) -> Decision:
+    """Decide automatically, with what was learnt."""
+    history = cost_model.history
+    given = DecisionInput.of(history.smoothed(costs), config=settings, speeds=history.speeds, batches=batches)
+    return decision.decide(replace(given, tradeoff=tradeoff or cost_model.tradeoff()))
 
 
 def test_a_move_that_pays_is_accepted() -> None:
-    decision = decide(profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4)), config(), None)
-    assert decision.partition == (0, 3, 4)
-    assert decision.bottleneck_seconds_before == pytest.approx(12.0)
-    assert decision.bottleneck_seconds_after == pytest.approx(9.0)
-    assert decision.imbalance_after == 0.0
+    made = decide(profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4)))
+    assert made.partition == (0, 3, 4)
+    assert made.bottleneck_seconds_before == pytest.approx(12.0)
+    assert made.bottleneck_seconds_after == pytest.approx(9.0)
+    assert made.imbalance_after == 0.0
 
 
 def test_a_balancer_of_the_users_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,27 +64,26 @@ def test_a_balancer_of_the_users_decides(tmp_path: Path, monkeypatch: pytest.Mon
     settings = config(balancer="my_balancers:one_step")
     steps = [(0, 1, 2, 8)]
     for _ in range(3):
-        steps.append(decide(profile([1.0] * 8, steps[-1]), settings, None).partition)
+        steps.append(decide(profile([1.0] * 8, steps[-1]), settings).partition)
     assert steps == [(0, 1, 2, 8), (0, 2, 3, 8), (0, 2, 4, 8), (0, 2, 5, 8)]
 
 
 def test_a_gain_below_min_improvement_is_rejected() -> None:
     costs = profile([1.0, 1.0, 0.2, 1.0, 0.9], (0, 3, 5))  # the bottleneck may fall by 4.5%, from 2.2 to 2.1
-    assert decide(costs, config(min_improvement=0.05), None).partition == (0, 3, 5)
-    assert decide(costs, config(min_improvement=0.04), None).partition == (0, 2, 5)
+    assert decide(costs, config(min_improvement=0.05)).partition == (0, 3, 5)
+    assert decide(costs, config(min_improvement=0.04)).partition == (0, 2, 5)
 
 
 def test_parameters_are_balanced_on_request() -> None:
     costs = profile([9.0, 1.0, 1.0, 1.0], (0, 1, 4))
-    assert decide(costs, config(balance_by="parameters"), None).partition == (0, 2, 4)
+    assert decide(costs, config(balance_by="parameters")).partition == (0, 2, 4)
 
 
 def test_memory_forces_a_move_and_forbids_others() -> None:
     costs = profile([3.0, 1.0, 1.0, 1.0], (0, 1, 4), activation_bytes=0)
-    memory = memory_model(costs, 20, 0)
-    assert decide(costs, config(), memory).partition == (0, 2, 4)
+    assert decide(costs, limit_bytes=20).partition == (0, 2, 4)
     with pytest.raises(PartitionError, match="stage"):
-        decide(costs, config(), memory_model(costs, 15, 0))
+        decide(costs, limit_bytes=15)
 
 
 def test_makespan_decides_by_the_iteration() -> None:
@@ -85,12 +93,12 @@ def test_makespan_decides_by_the_iteration() -> None:
         layers=tuple(LayerCost(f, b, 5, 5, 10, 1, 1) for f, b in layers),
         micro_batches=2,
     )
-    assert decide(costs, config(), None).partition == (0, 1, 2, 5)
-    chosen = decide(costs, config(balancer="makespan"), None)
+    assert decide(costs, config()).partition == (0, 1, 2, 5)
+    chosen = decide(costs, config(balancer="makespan"))
     assert chosen.partition == (0, 2, 3, 5)
     assert chosen.iteration_seconds_after < 0.97 * chosen.iteration_seconds_before
     assert chosen.bottleneck_seconds_after > chosen.bottleneck_seconds_before
-    assert decide(costs, config(balancer="makespan", min_improvement=0.5), None).partition == (0, 1, 2, 5)
+    assert decide(costs, config(balancer="makespan", min_improvement=0.5)).partition == (0, 1, 2, 5)
 
 
 def test_a_shorter_iteration_at_the_same_bottleneck_is_accepted() -> None:
@@ -98,42 +106,41 @@ def test_a_shorter_iteration_at_the_same_bottleneck_is_accepted() -> None:
     costs = replace(
         profile([1.0] * 6, (0, 1, 2, 4, 5, 6)), layers=tuple(LayerCost(f, b, 5, 5, 10, 1, 1) for f, b in layers)
     )
-    chosen = decide(costs, config(balancer="partition"), None)
+    chosen = decide(costs, config(balancer="partition"))
     assert chosen.partition == (0, 1, 2, 3, 4, 6)
     assert chosen.bottleneck_seconds_after == chosen.bottleneck_seconds_before == 6.0
     assert chosen.imbalance_after < chosen.imbalance_before
     assert chosen.iteration_seconds_after < 0.8 * chosen.iteration_seconds_before
-    assert decide(costs, config(balancer="partition", min_improvement=0.3), None).partition == costs.partition
+    assert decide(costs, config(balancer="partition", min_improvement=0.3)).partition == costs.partition
     # A more even partition whose iterations take as long is no reason to move.
     lopsided = profile([10.0, 1.0, 1.0, 1.0, 1.0], (0, 1, 2, 5))
-    assert decide(lopsided, config(balancer="partition"), None).partition == (0, 1, 2, 5)
+    assert decide(lopsided, config(balancer="partition")).partition == (0, 1, 2, 5)
 
 
-def tradeoff(batches: int, costs: MoveCosts, error: float = 0.0) -> MoveTradeoff:
-    return MoveTradeoff(batches, costs, (error,) * 4, (0.0,) * 4)
+def tradeoff(costs: MoveCosts, error: float = 0.0) -> MoveTradeoff:
+    return MoveTradeoff(costs, (error,) * 4, (0.0,) * 4)
 
 
 def test_a_move_must_save_more_than_it_costs() -> None:
-    given = DecisionInput.of(profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4)))  # one layer of 10 bytes moves
-    saved = policy.decide(given, config(), None)
+    costs = profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4))  # one layer of 10 bytes moves
+    saved = decide(costs)
     seconds = saved.iteration_seconds_before - saved.iteration_seconds_after
     for batches, cost, goes in ((10, 9.9 * seconds, True), (10, 10.1 * seconds, False), (11, 10.1 * seconds, True)):
-        made = policy.decide(given, config(), None, tradeoff(batches, MoveCosts([(10, cost)])))
+        made = decide(costs, batches=batches, tradeoff=tradeoff(MoveCosts([(10, cost)])))
         assert (made.partition == (0, 3, 4)) == goes
         assert goes or f"in each of {batches} batches" in made.verdict
-    dear = tradeoff(1, MoveCosts([(10, 1e9)]))
-    memory = memory_model(replace(given.profile, placement=Placement.chain((0, 2, 4))), 45, 0)
-    assert policy.decide(given, config(), memory, dear).partition == (0, 2, 4)
-    given = DecisionInput.of(profile([3.0, 1.0, 1.0, 1.0], (0, 1, 4), activation_bytes=0))
-    memory = memory_model(given.profile, 20, 0)  # the present partition does not fit, so costs do not count
-    assert policy.decide(given, config(), memory, dear).partition == (0, 2, 4)
-    by_size = DecisionInput.of(profile([9.0, 1.0, 1.0, 1.0], (0, 1, 4)))  # parameters are not moved to save time
-    assert policy.decide(by_size, config(balance_by="parameters"), None, dear).partition == (0, 2, 4)
+    dear: dict[str, Any] = {"batches": 1, "tradeoff": tradeoff(MoveCosts([(10, 1e9)]))}
+    assert decide(costs, limit_bytes=45, **dear).partition == (0, 2, 4)
+    costs = profile([3.0, 1.0, 1.0, 1.0], (0, 1, 4), activation_bytes=0)
+    # The present partition does not fit, so costs do not count.
+    assert decide(costs, limit_bytes=20, **dear).partition == (0, 2, 4)
+    by_size = profile([9.0, 1.0, 1.0, 1.0], (0, 1, 4))  # parameters are not moved to save time
+    assert decide(by_size, config(balance_by="parameters"), **dear).partition == (0, 2, 4)
 
 
 def test_rejected_gains_add_up_until_they_repay_a_move() -> None:
     costs = profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4))
-    saved = policy.decide(DecisionInput.of(costs), config(), None)
+    saved = decide(costs)
     seconds = saved.iteration_seconds_before - saved.iteration_seconds_after
     cost_model = CostModel(move_costs=MoveCosts([(10, 3.5 * seconds)]))
     cost_model.history.observe(costs)
@@ -141,10 +148,8 @@ def test_rejected_gains_add_up_until_they_repay_a_move() -> None:
     def moved_after(batches: int) -> list[bool]:
         made = []
         for _ in range(batches):
-            given = cost_model.decision_input(costs, costs.placement, smoothed=True)
-            chosen = policy.decide(
-                given, config(min_improvement=0.0), None, replace(cost_model.move_tradeoff(1), errors=(0.0,) * 4)
-            )
+            exact = replace(cost_model.tradeoff(), errors=(0.0,) * 4)
+            chosen = informed(cost_model, costs, config(min_improvement=0.0), 1, tradeoff=exact)
             cost_model.decided(chosen)
             made.append(chosen.partition != (0, 2, 4))
         return made
@@ -158,15 +163,16 @@ def test_rejected_gains_add_up_until_they_repay_a_move() -> None:
     cost_model.load_state_dict(known)
     assert moved_after(1) == [True]
     moved_after(2)
-    cost_model.decided(policy.predict(DecisionInput.of(costs), costs.placement, "nothing better was found"))
+    cost_model.decided(decision.predict(DecisionInput.of(costs), costs.placement, "nothing better was found"))
     assert moved_after(3) == [False] * 3
 
 
 def test_a_move_must_save_more_than_the_noise() -> None:
     # Iterations take 54 and 45 s. The standard error of the difference is 4 hypot(3, 3, 9) x error: 3 s at 0.0754.
-    given = DecisionInput.of(profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4)))
+    costs = profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4))
     for error, goes in ((0.07, True), (0.08, False)):
-        assert (policy.decide(given, config(), None, tradeoff(9, MoveCosts(), error)).partition == (0, 3, 4)) == goes
+        chosen = decide(costs, batches=9, tradeoff=tradeoff(MoveCosts(), error))
+        assert (chosen.partition == (0, 3, 4)) == goes
 
 
 @pytest.mark.parametrize("micro_batches", [8, 9, 16, 32])
@@ -187,7 +193,7 @@ def test_one_stalled_micro_batch_changes_no_decision(micro_batches: int, balance
             for layer in range(len(work))
         )
         measured = Profile(0, Placement.chain((0, 6, 12)), layers, micro_batches, batch_seconds=1.0)
-        chosen.add(decide(measured, config(balancer=balancer), None).partition)
+        chosen.add(decide(measured, config(balancer=balancer)).partition)
     assert len(chosen) == 1 and chosen != {(0, 6, 12)}
 
 
@@ -218,13 +224,12 @@ class Run:
     def observed(self, layers: list[LayerCost]) -> Profile:
         self.step += self.every
         measured = Profile(self.step, Placement.chain(self.partition), tuple(layers), micro_batches=16, batch_seconds=1)
-        self.cost_model.profiled(measured, self.move_seconds)
+        self.cost_model.profiled(DecisionInput.of(measured), self.move_seconds)
         return measured
 
     def interval(self, work: list[float]) -> None:
         measured = self.measure(work)
-        given = self.cost_model.decision_input(measured, measured.placement, smoothed=True)
-        made = policy.decide(given, self.config, None, self.cost_model.move_tradeoff(self.every))
+        made = informed(self.cost_model, measured, self.config, self.every)
         if made.partition != self.partition:
             self.cost_model.moved(measured, MigrationPlan.between(self.partition, made.partition))
             self.partition = made.partition
@@ -242,7 +247,7 @@ def test_jitter_moves_nothing(num_layers: int, num_stages: int, balancer: str) -
         rng = random.Random(seed)
         work = [rng.uniform(0.8, 1.2) for _ in range(num_layers)]
         run = Run(tuple(balanced(work, num_stages)), seed, 0.0, balancer=balancer)
-        run.partition, run.jitter = policy.decide(DecisionInput.of(run.measure(work)), run.config, None).partition, 0.1
+        run.partition, run.jitter = decide(run.measure(work), run.config).partition, 0.1
         run.cost_model = CostModel()
         run.measure(work)  # the outcome of the first partition
         for _ in range(10):
@@ -405,7 +410,7 @@ def test_balancers_without_speeds_get_measured_seconds() -> None:
     assert given.pipeline.forward_seconds == pytest.approx((2 / 3, 2 / 3, 2 / 3))
     assert given.costs("time") == pytest.approx([2.0, 2.0, 4.0])
     assert replace(given, placement=Placement.chain((0, 1, 3))).costs("time") == pytest.approx([2.0, 4.0, 4.0])
-    chosen = policy.predict(given, Placement.chain((0, 1, 3)))
+    chosen = decision.predict(given, Placement.chain((0, 1, 3)))
     assert (chosen.bottleneck_seconds_before, chosen.bottleneck_seconds_after) == pytest.approx((4.0, 8.0))
 
 
@@ -417,7 +422,7 @@ def test_the_cost_model_survives_plain_json() -> None:
         run.interval(work)
     other.cost_model.load_state_dict(json.loads(json.dumps(run.cost_model.state_dict())))
     for cost_model in (run.cost_model, other.cost_model):
-        cost_model.profiled(replace(profile([1.0] * 12, run.partition)), 0.5)
+        cost_model.profiled(DecisionInput.of(profile([1.0] * 12, run.partition)), 0.5)
     assert other.cost_model.state_dict() == run.cost_model.state_dict()
     assert other.cost_model.history.speeds == run.cost_model.history.speeds is not None
     assert other.cost_model.move_costs.seconds(10) == run.cost_model.move_costs.seconds(10) > 0
@@ -427,12 +432,13 @@ def test_the_first_iteration_counts_as_the_best_allowed_partition() -> None:
     """Layers 1 to 3 stay together, so the smallest bottleneck is 3 s; without the rule it is 2 s."""
     measured, groups = profile([1.0] * 4, (0, 1, 4)), LayerGroups((0, 1, 4))
     free, bound = CostModel(), CostModel()
-    free.profiled(measured, 0.0), bound.profiled(measured, 0.0, groups)
+    free.profiled(DecisionInput.of(measured), 0.0)
+    bound.profiled(DecisionInput.of(measured, groups=groups), 0.0)
     pipeline = DecisionInput.of(measured).pipeline
     assert free.first_seconds == pipeline.iteration_seconds((0, 2, 4))
     assert bound.first_seconds == pipeline.iteration_seconds((0, 1, 4))
-    assert policy.decide(DecisionInput.of(measured), config(), None).partition == (0, 2, 4)
-    assert policy.decide(DecisionInput.of(measured), config(), None, groups=groups).partition == (0, 1, 4)
+    assert decide(measured).partition == (0, 2, 4)
+    assert decide(measured, groups=groups).partition == (0, 1, 4)
 
 
 def holding(seconds: list[float], partition: tuple[int, ...], held: HeldBytes) -> Profile:
@@ -445,15 +451,14 @@ def holding(seconds: list[float], partition: tuple[int, ...], held: HeldBytes) -
 def test_a_move_goes_as_far_as_memory_allows() -> None:
     # Stage 0 goes from 4 to n layers: 2 n bytes of flat weights, 9 n of state, and 16 of one kind's old shards.
     costs = holding([1.0] * 6 + [4.0] * 2, (0, 4, 8), HeldBytes(flat=2, shards=9, largest_shard=4))
-    with_limit = {limit: decide(costs, config(), memory_model(costs, limit, 0)) for limit in (82, 81, 71, 70)}
-    assert [decision.partition[1] for decision in with_limit.values()] == [6, 5, 5, 4]
+    with_limit = {limit: decide(costs, limit_bytes=limit) for limit in (82, 81, 71, 70)}
+    assert [made.partition[1] for made in with_limit.values()] == [6, 5, 5, 4]
     assert with_limit[82].verdict == "better"
     assert with_limit[71].verdict == (
         "better; going to [0, 6, 8], stage 0 would hold 82 bytes while layers move, its limit is 71"
     )
     groups = LayerGroups((0, 1, 2, 3, 4, 6, 7, 8))
-    limited = memory_model(costs, 71, 0)
-    assert policy.decide(DecisionInput.of(costs), config(), limited, groups=groups).partition == (0, 4, 8)
+    assert decide(costs, limit_bytes=71, groups=groups).partition == (0, 4, 8)
     assert with_limit[70].verdict == (
         "going to [0, 6, 8], stage 0 would hold 82 bytes while layers move, its limit is 70"
     )
@@ -461,4 +466,4 @@ def test_a_move_goes_as_far_as_memory_allows() -> None:
 
 def test_layers_leave_a_stage_that_is_above_its_limit() -> None:
     costs = holding([3.0, 1.0, 1.0, 1.0], (0, 1, 4), HeldBytes(own=9, staged=1))
-    assert decide(costs, config(), memory_model(costs, 20, 0)).partition == (0, 2, 4)
+    assert decide(costs, limit_bytes=20).partition == (0, 2, 4)

@@ -1,4 +1,4 @@
-"""DeepSpeed's private names are used in engine/deepspeed_adapter/ and nowhere else.
+"""DeepSpeed's private names are used in engine/deepspeed/ and nowhere else.
 
 These count as private:
 
@@ -26,11 +26,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch import nn
 
-from ds_dynmo.engine.deepspeed_adapter.names import NEEDED
-from ds_dynmo.engine.deepspeed_adapter.probe import _mentioned
+from ds_dynmo.engine.deepspeed.names import NEEDED
+from ds_dynmo.engine.deepspeed.probe import _mentioned
 
 PACKAGE = Path(__file__).parents[2] / "ds_dynmo"
-ADAPTER = PACKAGE / "engine" / "deepspeed_adapter"
+ADAPTER = PACKAGE / "engine" / "deepspeed"
 
 MODULES = {
     "deepspeed",

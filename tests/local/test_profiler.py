@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynmo.engine.profiling.profiler import CpuClock, EventClock, Part, Profiler, device_clock, typical
+from ds_dynmo.engine.measure.profiler import CpuClock, EventClock, Part, Profiler, device_clock, typical
 
 
 class Clock:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from deepspeed.runtime.pipe import schedule
 
-from ds_dynmo.engine.pipeline.random_streams import LayerStreams, PythonGenerators, TorchGenerators, stream_seed
-from ds_dynmo.engine.pipeline.rng_trackers import find_trackers
+from ds_dynmo.engine.run.random_streams import LayerStreams, PythonGenerators, TorchGenerators, stream_seed
+from ds_dynmo.engine.run.rng_trackers import find_trackers
 
 Pass = tuple[str, int]  # "F" or "B", and the pipeline buffer
 

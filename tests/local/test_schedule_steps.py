@@ -7,8 +7,8 @@ from deepspeed.runtime.pipe import schedule as deepspeeds
 
 from ds_dynmo.config.dynmo import ScheduleConfig
 from ds_dynmo.engine.comm.channels import Lane
-from ds_dynmo.engine.pipeline.messages import taken_sends
-from ds_dynmo.engine.pipeline.steps import (
+from ds_dynmo.engine.split.messages import taken_sends
+from ds_dynmo.engine.split.steps import (
     InputGradientPass,
     ScheduleInForce,
     ScheduleSteps,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients
+from ds_dynmo.engine.split.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
 from tests.local.split_passes import (
     WIDTH,

@@ -10,7 +10,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.engine.deepspeed_adapter.ties import UseFound, own_uses, tied_weight
+from ds_dynmo.engine.deepspeed.ties import UseFound, own_uses, tied_weight
 from ds_dynmo.errors import ConfigError
 
 SPECS: list[Any] = [

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_dynmo.engine.profiling import trace
-from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names, with_waits
+from ds_dynmo.engine.measure import trace
+from ds_dynmo.engine.measure.trace_events import Event, TraceFile, Track, batch_events, track_names, with_waits
 from ds_dynmo.placement import Placement
 from tests.full_disk import files_of_at_most
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ds_dynmo.config import DynMoConfig, parse_block
-from ds_dynmo.engine.balancing.reports import measured_report
-from ds_dynmo.engine.balancing.trigger import Reason, Request, Trigger
+from ds_dynmo.engine.decide.made_reports import measured_report
+from ds_dynmo.engine.decide.trigger import Reason, Request, Trigger
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
 
@@ -178,41 +178,3 @@ def test_measured_bubble_ratio() -> None:
     assert report.bottleneck_seconds == pytest.approx(0.2)
     assert report.bubble_ratio == pytest.approx(1 - 4 * 0.15 / 1.0)
     assert report.imbalance == pytest.approx(0.1 / 0.15)
-
-
-def deciding(**block: Any) -> Trigger:
-    """A trigger whose decision of step 10 is being calculated."""
-    steering = Trigger(config(**block))
-    steering.outcome_recorded()
-    for step in range(1, 11):
-        steering.batch_done(step)
-    assert steering.decision_due(1)
-    steering.decision_begun()
-    return steering
-
-
-def test_while_a_decision_is_calculated_nothing_is_profiled_for_it() -> None:
-    steering = deciding(interval=10)
-    assert steering.deciding and steering.pending == Request(Reason.INTERVAL)
-    assert not steering.profile_batch(11) and not steering.decision_due(1)
-    steering.decided(moved=False)
-    assert not steering.deciding and steering.pending is None
-
-
-def test_what_comes_in_between_drops_what_is_calculated_but_not_the_request() -> None:
-    for happens in (
-        lambda one: one.decision_dropped(),
-        lambda one: one.model_changed("a test"),
-        lambda one: one.load_state_dict(one.state_dict()),
-    ):
-        steering = deciding(interval=10)
-        happens(steering)
-        assert not steering.deciding and steering.pending is not None
-        assert steering.profile_batch(11) and steering.decision_due(1)
-
-
-def test_what_places_layers_once_is_profiled_again_if_it_is_dropped() -> None:
-    steering = deciding(enabled=False, initial_partition="profile")
-    assert not steering.profile_batch(11)
-    steering.model_changed("a test")
-    assert steering.profile_batch(11) and steering.pending == Request(Reason.INITIAL)

@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.engine.deepspeed_adapter.layer_list import LayerList
+from ds_dynmo.engine.deepspeed.layer_list import LayerList
 from ds_dynmo.engine.save.context import universal_info
 from ds_dynmo.placement import Placement
 

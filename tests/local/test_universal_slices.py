@@ -9,7 +9,7 @@ import torch
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from ds_dynmo import CheckpointError
-from ds_dynmo.engine.deepspeed_adapter.universal import WholeParameter
+from ds_dynmo.engine.deepspeed.universal import WholeParameter
 from ds_dynmo.engine.save.importers.universal_slices import cut_slice
 
 

@@ -17,7 +17,7 @@ import ds_dynmo
 from ds_dynmo.config import DynMoConfig, parse_block
 from ds_dynmo.config.withdrawn import WITHDRAWN
 from ds_dynmo.engine import validation
-from ds_dynmo.engine.deepspeed_adapter.settings import REMOVED
+from ds_dynmo.engine.deepspeed.settings import REMOVED
 from ds_dynmo.errors import ConfigError, PartitionError
 
 FP16, ZERO_1 = {"fp16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}

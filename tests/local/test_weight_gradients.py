@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.pipeline.weight_gradients import DeferredGradients, WeightGradients
+from ds_dynmo.engine.split.weight_gradients import DeferredGradients, WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.weight_gradients import defer_weight_gradient
 from tests.local.split_passes import WIDTH, check_same, finish, in_one, in_two, inputs, mlp, same_bits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-BALANCING = "ds_dynmo/engine/balancing"
+DECIDE = "ds_dynmo/engine/decide"
 ENGINE = "tests/distributed/test_engine.py"
 DECISIONS = "tests/distributed/test_decisions.py"
 POLICY = "tests/local/test_policy.py"
@@ -12,14 +12,14 @@ POLICY = "tests/local/test_policy.py"
 MUTATIONS = [
     Mutation(
         "a decision knows no memory limit",
-        f"{BALANCING}/policy.py",
-        "        memory=memory,\n        pipeline=",
+        f"{DECIDE}/decision.py",
+        "        memory=given.memory,\n        pipeline=",
         "        memory=None,\n        pipeline=",
         f"{ENGINE}::test_a_rebalance_that_does_not_fit_is_refused",
     ),
     Mutation(
         "a move begins though a rank lacks the memory for it",
-        f"{BALANCING}/memory.py",
+        f"{DECIDE}/memory.py",
         "        if found is not None:\n",
         "        if False:\n",
         "tests/distributed/test_move_memory.py::test_a_move_that_does_not_fit_is_refused_before_a_byte_moves"
@@ -34,56 +34,56 @@ MUTATIONS = [
     ),
     Mutation(
         "activations of micro-batches in flight are not counted",
-        "ds_dynmo/engine/balancing/memory.py",
+        f"{DECIDE}/decision_input.py",
         "activation_bytes=tuple(layer.activation_bytes for layer in profile.layers),",
         "activation_bytes=tuple(0 for _ in profile.layers),",
         "tests/distributed/test_repack_failures.py::test_a_repacking_that_does_not_fit_names_one_that_would",
     ),
     Mutation(
         "layers move for a gain below the threshold",
-        f"{BALANCING}/policy.py",
-        "return after < before and before - after >= config.min_improvement * before",
+        f"{DECIDE}/decision.py",
+        "return after < before and before - after >= given.config.min_improvement * before",
         "return after < before",
         f"{POLICY}::test_a_gain_below_min_improvement_is_rejected",
     ),
     Mutation(
         "layers move for a gain that noise explains",
-        f"{BALANCING}/policy.py",
+        f"{DECIDE}/decision.py",
         "if gain <= _STANDARD_ERRORS * math.hypot(*of_layers, *of_stages):",
         "if gain <= 0:",
         f"{POLICY}::test_a_move_must_save_more_than_the_noise",
     ),
     Mutation(
         "layers move though the move costs more than it saves",
-        f"{BALANCING}/policy.py",
-        "    if saved * tradeoff.batches + tradeoff.missed_seconds <= cost:\n",
+        f"{DECIDE}/decision.py",
+        "    if saved * batches + tradeoff.missed_seconds <= cost:\n",
         "    if False:\n",
         f"{POLICY}::test_a_move_must_save_more_than_it_costs",
     ),
     Mutation(
         "a profile has the layers of its own stage alone",
-        "ds_dynmo/engine/profiling/layer_sizes.py",
+        "ds_dynmo/engine/measure/layer_sizes.py",
         "    stage.comm.max_over_world(table)\n    if failed",
         "    if failed",
         f"{ENGINE}::test_a_profile_has_every_layer",
     ),
     Mutation(
         "a decision comes a batch after its interval",
-        f"{BALANCING}/trigger.py",
+        f"{DECIDE}/trigger.py",
         "and step % config.interval == 0",
         "and (step - 1) % config.interval == 0",
         f"{DECISIONS}::test_decisions_by_iteration_time_do_not_change_training",
     ),
     Mutation(
         "a model that changed asks for no decision",
-        f"{BALANCING}/trigger.py",
+        f"{DECIDE}/trigger.py",
         "        self.ask(Request(Reason.MODEL_CHANGED, reason))\n",
         "",
         "tests/distributed/test_frozen.py::test_a_model_that_changed_is_profiled_and_rebalanced",
     ),
     Mutation(
         "a report names the partitions the other way round",
-        f"{BALANCING}/reports.py",
+        f"{DECIDE}/made_reports.py",
         "        old_placement=plan.old,\n        new_placement=plan.new,\n",
         "        old_placement=plan.new,\n        new_placement=plan.old,\n",
         f"{DECISIONS}::test_a_rebalance_without_a_profile_decides_once",
@@ -111,7 +111,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a partition that parts what keep_together names is accepted",
-        f"{BALANCING}/balancer.py",
+        f"{DECIDE}/balancer.py",
         "            new = self._stage.placement.at(partition)\n            self.groups.check(new.boundaries)\n",
         "            new = self._stage.placement.at(partition)\n",
         "tests/distributed/test_keep_together_rules.py::test_a_forbidden_partition_is_refused_and_training_continues",
@@ -139,7 +139,7 @@ MUTATIONS = [
     ),
     Mutation(
         "layers may freeze without a word",
-        "ds_dynmo/engine/pipeline/trainable.py",
+        "ds_dynmo/engine/run/trainable.py",
         "        frozen_prefix.check_unchanged(self._stage.layers, self._layers, self._tied_weights)\n",
         "",
         "tests/distributed/test_frozen.py::test_freezing_without_model_changed_is_an_error_that_names_it",

@@ -54,7 +54,7 @@ MUTATIONS = [
     ),
     on_device(
         "the loss arrives in a buffer that DeepSpeed copies meanwhile",
-        "ds_dynmo/engine/deepspeed_adapter/losses.py",
+        "ds_dynmo/engine/deepspeed/losses.py",
         "tensor if engine.is_last_stage() else torch.empty_like(tensor)",
         "tensor",
         LOSSES,
@@ -103,7 +103,7 @@ MUTATIONS = [
     ),
     on_device(
         "which gradients go back is announced in the CPU's memory",
-        "ds_dynmo/engine/pipeline/gradient_flags.py",
+        "ds_dynmo/engine/run/gradient_flags.py",
         "announced = torch.zeros(_MOST, dtype=torch.uint8, device=engine.device)",
         "announced = torch.zeros(_MOST, dtype=torch.uint8)",
         SCHEDULES + " -k masks",
@@ -146,7 +146,7 @@ MUTATIONS = [
     ),
     on_device(
         "trackers of tensor-parallel random states forget the device",
-        "ds_dynmo/engine/pipeline/rng_trackers.py",
+        "ds_dynmo/engine/run/rng_trackers.py",
         '        if get_accelerator().device_name() != "cpu":',
         "        if False:",
         "tests/distributed/test_trackers.py",
@@ -174,7 +174,7 @@ MUTATIONS = [
     ),
     on_device(
         "layers draw from the stage's generator on the device",
-        "ds_dynmo/engine/pipeline/random_streams.py",
+        "ds_dynmo/engine/run/random_streams.py",
         '        if accelerator.device_name() != "cpu":\n            self._generators.append',
         "        if False:\n            self._generators.append",
         MOVES + " -k fp32",
@@ -188,7 +188,7 @@ MUTATIONS = [
     ),
     on_device(
         "events are read before they have passed",
-        "ds_dynmo/engine/profiling/profiler.py",
+        "ds_dynmo/engine/measure/profiler.py",
         "            times[-1].synchronize()\n",
         "            pass\n",
         "tests/accelerator/test_clocks.py tests/emulated/test_bitwise.py",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-LAYERS = "ds_dynmo/engine/deepspeed_adapter/pipeline_module.py"
-STREAMS = "ds_dynmo/engine/pipeline/random_streams.py"
+LAYERS = "ds_dynmo/engine/deepspeed/pipeline_module.py"
+STREAMS = "ds_dynmo/engine/run/random_streams.py"
 TRAVELS = "tests/distributed/test_what_travels.py::test_a_layer_arrives_as_what_it_has_become"
 PHASES = "tests/distributed/test_migration_phases.py"
 RANDOM = "tests/distributed/test_randomness.py"

@@ -47,14 +47,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the gradients of a smaller world are summed over the replicas of the larger one",
-        "ds_dynmo/engine/deepspeed_adapter/process_groups.py",
+        "ds_dynmo/engine/deepspeed/process_groups.py",
         "    engine.dp_world_size = groups._get_data_parallel_world_size()\n",
         "",
         f"{REPLICAS}::test_freed_stages_become_replicas",
     ),
     Mutation(
         "a stage of a smaller world has its number of the larger one",
-        "ds_dynmo/engine/deepspeed_adapter/process_groups.py",
+        "ds_dynmo/engine/deepspeed/process_groups.py",
         "    engine.prev_stage, engine.next_stage = engine.stage_id - 1, engine.stage_id + 1\n",
         "",
         f"{REPACK}::test_attributes_built_once_fit_the_new_world",
@@ -76,7 +76,7 @@ MUTATIONS = [
     Mutation(
         "a job is re-packed onto ranks that lack the memory",
         "ds_dynmo/engine/resize/planning.py",
-        "memory=self.memory.on(count) if self.memory is not None else None,",
+        "memory=self.given.memory.on(count) if self.given.memory is not None else None,",
         "memory=None,",
         f"{FAILURES}::test_a_repacking_that_does_not_fit_names_one_that_would",
     ),

@@ -4,49 +4,49 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-PIPELINE = "ds_dynmo/engine/pipeline"
+SPLIT, RUN = "ds_dynmo/engine/split", "ds_dynmo/engine/run"
 TRAINS = "tests/distributed/test_schedules.py::test_training_equals_1f1b -k 'fp32-2 and not zero1'"
 SCHEDULE = "tests/pure/schedules/test_schedule.py"
 
 MUTATIONS = [
     Mutation(
         "weight gradients that wait are those of the first micro-batch alone",
-        f"{PIPELINE}/weight_gradients.py",
+        f"{SPLIT}/weight_gradients.py",
         "        return self._waiting.popleft()\n",
         "        return self._waiting[0]\n",
         TRAINS,
     ),
     Mutation(
         "the weight gradient of the last micro-batch is forgotten",
-        f"{PIPELINE}/scheduled.py",
+        f"{SPLIT}/scheduled.py",
         "        if deferred:\n",
         "        if deferred and self.gradients._waiting:\n",
         TRAINS,
     ),
     Mutation(
         "weight gradients that wait are added twice",
-        f"{PIPELINE}/weight_gradients.py",
+        f"{SPLIT}/weight_gradients.py",
         "return whole(parameter, common, reduce(torch.add, gradients))",
         "return whole(parameter, common, reduce(torch.add, gradients * 2))",
         TRAINS,
     ),
     Mutation(
         "weight gradients are computed in both parts of a backward pass",
-        f"{PIPELINE}/weight_gradients.py",
+        f"{SPLIT}/weight_gradients.py",
         "            return torch.zeros_like(gradient)\n        return gradient.clone()",
         "            return gradient\n        return gradient.clone()",
         "tests/local/test_split_modules.py tests/local/test_weight_gradients.py",
     ),
     Mutation(
         "two micro-batches in flight share a buffer",
-        f"{PIPELINE}/steps.py",
+        f"{SPLIT}/steps.py",
         "            taken.add(given[key])\n",
         "",
         TRAINS,
     ),
     Mutation(
         "the optimizer steps before stages have summed the gradients of tied layers",
-        f"{PIPELINE}/steps.py",
+        f"{SPLIT}/steps.py",
         "yield [deepspeeds.ReduceTiedGrads(), deepspeeds.ReduceGrads(), deepspeeds.OptimizerStep()]",
         "yield [deepspeeds.ReduceGrads(), deepspeeds.OptimizerStep(), deepspeeds.ReduceTiedGrads()]",
         "tests/distributed/test_schedules.py::test_training_equals_1f1b_with_tied_layers_on_one_stage",
@@ -81,28 +81,28 @@ MUTATIONS = [
     ),
     Mutation(
         "an order holds more micro-batches than the memory limit allows",
-        "ds_dynmo/engine/balancing/decision_maker.py",
-        "return ScheduleChoice(self._config.schedule, interval, limit_bytes, in_force, schedule.back_to_back)",
-        "return ScheduleChoice(self._config.schedule, interval, None, in_force, schedule.back_to_back)",
+        "ds_dynmo/engine/decide/decision_input.py",
+        "            limit_bytes=limit,\n",
+        "            limit_bytes=None,\n",
         "tests/distributed/test_schedule_decisions.py::test_an_order_stays_within_the_memory_limit",
     ),
     Mutation(
         "a layer that is recomputed in the first part of a backward pass draws other numbers",
-        f"{PIPELINE}/random_streams.py",
+        f"{RUN}/random_streams.py",
         "            InputGradientPass: self._backward_pass,\n",
         "",
         "tests/distributed/test_randomness.py::test_recomputation_in_a_pass_in_two_parts_changes_nothing",
     ),
     Mutation(
         "a mask between stages gets a gradient",
-        f"{PIPELINE}/gradient_flags.py",
+        f"{RUN}/gradient_flags.py",
         "                tensor.requires_grad_(flag)\n",
         "                tensor.requires_grad_(True)\n",
         "tests/distributed/test_masks.py::test_each_tensor_crosses_a_boundary_once_and_two_of_eight_go_back",
     ),
     Mutation(
         "of tensors that no layer used nothing goes back",
-        f"{PIPELINE}/gradient_flags.py",
+        f"{RUN}/gradient_flags.py",
         "                    tensor.grad = torch.zeros_like(tensor)\n",
         "                    pass\n",
         "tests/distributed/test_masks.py::test_what_travels_beside_hidden_states_trains_as_on_one_stage",

@@ -109,7 +109,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a tied layer counts in the norm once for each stage that has it",
-        "ds_dynmo/engine/deepspeed_adapter/pipeline_module.py",
+        "ds_dynmo/engine/deepspeed/pipeline_module.py",
         "if (key := self.key(index)) is None or index == self.uses(key)[0]",
         "if (key := self.key(index)) is None or index in self.uses(key)",
         "tests/distributed/test_bitwise.py::test_tied_uses_on_one_stage_equal_two_stages",

@@ -54,7 +54,7 @@ def test_schedules_import_only_placements() -> None:
 def test_models_import_neither_engine_nor_partitioners() -> None:
     """Except for the adapter's module that reads the layers of a ``PipelineModule``."""
     names = forbidden("models", "ds_dynmo.engine", "ds_dynmo.partitioners")
-    assert not [name for name in names if " imports ds_dynmo.engine.deepspeed_adapter.module" not in name]
+    assert not [name for name in names if " imports ds_dynmo.engine.deepspeed.module" not in name]
 
 
 def test_data_imports_neither_engine_nor_models() -> None:
@@ -71,7 +71,7 @@ def test_only_commands_import_commands() -> None:
 
 COMMUNICATES = PACKAGE / "engine" / "comm"
 FORMS_WORLDS = PACKAGE / "engine" / "resize" / "world.py"  # and sends nothing in them
-READS_BACKEND = PACKAGE / "engine" / "deepspeed_adapter" / "shm_operator.py"  # what operators it has loaded
+READS_BACKEND = PACKAGE / "engine" / "deepspeed" / "shm_operator.py"  # what operators it has loaded
 
 
 def test_one_package_of_the_engine_communicates() -> None:
@@ -127,7 +127,7 @@ def test_one_module_imports_a_package_of_an_extra_and_only_when_it_is_used() -> 
     "module",
     [
         *("ds_dynmo", "ds_dynmo.config", "ds_dynmo.partitioners", "ds_dynmo.schedules"),
-        "ds_dynmo.engine.balancing.policy",  # what a decision beside training loads
+        "ds_dynmo.engine.decide.decision",  # decisions are pure
         *("ds_dynmo.cli.plot", "ds_dynmo.cli.simulate"),
         "ds_dynmo.cli.watch",  # which may run where torch is not
     ],

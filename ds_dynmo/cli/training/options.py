@@ -17,7 +17,7 @@ from ds_dynmo.cli.training.resuming import has_saved, read_resumed, total_steps
 from ds_dynmo.config import check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
 from ds_dynmo.config.withdrawn import refusal
 from ds_dynmo.data import TokenData, read_data_config
-from ds_dynmo.engine.deepspeed_adapter.settings import check_settings
+from ds_dynmo.engine.deepspeed.settings import check_settings
 from ds_dynmo.errors import ConfigError, PackingError
 from ds_dynmo.models import ByteText, ModelConfig, model_layers, read_model_config
 from ds_dynmo.models.exporting import check_is_new

@@ -27,9 +27,8 @@ from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
 from ds_dynmo.engine.comm.posted import Posted
 from ds_dynmo.engine.comm.same_facts import ranks_by
-from ds_dynmo.engine.deepspeed_adapter.process_groups import pipeline_ranks
+from ds_dynmo.engine.deepspeed.process_groups import pipeline_ranks
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
-from ds_dynmo.schedules import PassCosts
 
 Result = TypeVar("Result")
 
@@ -288,7 +287,7 @@ class Communicator:
         Args:
             what: the ranks do, for messages, such as "deciding where layers go".
             same: returns the part of a result that has to be the same on all ranks, by its text; None: none has to be.
-            error: raised on every rank in place of those below if ``function`` fails on any.
+            error: raised on every rank in place of those below if ``function`` fails on any, or results differ.
 
         Raises:
             PartitionError: on every rank: it is the first failure by rank.
@@ -311,6 +310,8 @@ class Communicator:
         if most != -least:
             by_text = ranks_by(self.gather_objects(text))
             texts = ", ".join(f"{theirs} on ranks {ranks}" for theirs, ranks in by_text.items())
+            if error is not None:
+                raise error(f"{what}: ranks differ: {texts}")
             raise MigrationError(f"{what}: ranks differ: {texts}. No layer has moved", harmless=True)
         return result
 
@@ -332,27 +333,6 @@ class Communicator:
             trace = "".join(traceback.format_exception(failure))
             logger.error(f"rank {failed[0]}: {what} failed:\n{trace}")
         return first.error(f"{what} failed on ranks {failed}, first with {first}. No layer has moved")
-
-    def agree_on_schedule(self, digest: str, costs: PassCosts | None = None) -> PassCosts | None:
-        """Agree that all ranks, replicas and slices too, run the same schedule.
-
-        Collectives inside passes (of experts, of tensor-parallel slices) come in one order only if they do.
-
-        Returns:
-            Rank 0's costs, on every rank: messages are ordered by them, and others' may differ by a rounding error.
-
-        Raises:
-            MigrationError: on every rank, if schedules differ. Batches go on as before.
-        """
-        every = self.gather_objects((digest, costs))
-        other = [rank for rank, (theirs, _) in enumerate(every) if theirs != digest]
-        if other:
-            raise MigrationError(
-                f"rank {dist.get_rank()} found another pipeline schedule than ranks {other}: that in force stays",
-                harmless=True,
-            )
-        agreed: PassCosts | None = every[0][1]
-        return agreed
 
     def all_ready(self, failure: Exception | None, outgoing_bytes: int, route: str = "") -> int:
         """Agree that every rank is ready to send, and that those of a pipeline know one route.

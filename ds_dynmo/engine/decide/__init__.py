@@ -1,1 +1,1 @@
-"""Say what was decided: log lines, JSON lines, monitors of DeepSpeed."""
+"""Decide: when, where layers go, by which schedule; say what was decided."""

@@ -11,7 +11,7 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.decide.report_files import check_writable, guard_monitors, record_writer
 from ds_dynmo.engine.decide.report_lines import rebalance_line, repack_line
-from ds_dynmo.engine.deepspeed_adapter.logs import logger_named
+from ds_dynmo.engine.deepspeed.logs import logger_named
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport, RepackReport
 

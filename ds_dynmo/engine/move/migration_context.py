@@ -12,7 +12,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.arriving import ArrivingLayer
 from ds_dynmo.engine.move.packing import PackedLayer, pack
 from ds_dynmo.engine.move.references import References

@@ -18,7 +18,7 @@ from typing import Any
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.engine.deepspeed_adapter.module import HOLDS_LAYERS, layer_specs
+from ds_dynmo.engine.deepspeed.module import HOLDS_LAYERS, layer_specs
 from ds_dynmo.engine.move.object_graph import MODULE_MACHINERY, Path, children, follow, text, walk
 
 _LAYER, _PIPELINE, _GLOBALS = "layer", "pipeline", "globals"

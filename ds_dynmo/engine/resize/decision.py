@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ds_dynmo import partitioners
-from ds_dynmo.engine.balancing.balancer import DECIDING, Balancer
-from ds_dynmo.engine.balancing.memory import HeldMemory
-from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.engine.decide.balancer import DECIDING, Balancer
+from ds_dynmo.engine.decide.memory import HeldMemory
+from ds_dynmo.engine.measure import layer_sizes
 from ds_dynmo.engine.resize.job_ranks import JobRanks
 from ds_dynmo.engine.resize.planning import Planner
 from ds_dynmo.engine.resize.repack_plan import RepackPlan, plan_repack
@@ -69,7 +69,7 @@ class StageDecision:
         profile = self._balancer.profile
         if profile is None:
             return None
-        given = self._balancer.decisions.decision_input(profile, self._limit_bytes, smoothed=False)
+        given = self._balancer.decision_input(profile, self._limit_bytes, in_force=False)
         return given.pipeline.on(placement.num_stages).iteration_seconds(placement.boundaries)
 
     def _gather_facts(self) -> RankFacts:
@@ -117,12 +117,9 @@ class StageDecision:
             return held.overflow(self.plan(Placement.chain(partition)).moves) if held is not None else None
 
         return Planner(
-            given=balancer.decisions.decision_input(whole, self._limit_bytes, smoothed=smoothed),
-            config=self._config,
-            memory=balancer.memory.model(whole, self._limit_bytes),
+            given=balancer.decision_input(whole, self._limit_bytes, smoothed=smoothed, in_force=False),
             most=self._ranks.stages.most,
             first_seconds=balancer.cost_model.first_seconds,
-            groups=self._groups,
             find_overflow=find_overflow,
         )
 

@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ds_dynmo import partitioners
-from ds_dynmo.config import DynMoConfig
-from ds_dynmo.engine.balancing.policy import DecisionInput
+from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.errors import PartitionError, counted
-from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners import MemoryModel, Overflow, Packing
+from ds_dynmo.partitioners import Overflow, Packing
 from ds_dynmo.placement import Placement
 
 
@@ -20,20 +18,15 @@ class Planner:
     """Chooses a number of stages and a partition from what is known when a re-packing is decided.
 
     Attributes:
-        given: the present placement, and the profile.
+        given: the present placement, the profile, and what else decisions are taken from.
         most: stages that there can be: those at work and those that are parked.
-        memory: of the present stages; None without a limit.
         first_seconds: of the iteration that ``max_slowdown`` is counted from; None before the first profile.
-        groups: layers that stay together; None: each may be anywhere.
         find_overflow: gives the stage that lacks the memory for the way to a partition, None where none does.
     """
 
     given: DecisionInput
-    config: DynMoConfig
-    memory: MemoryModel | None
     most: int
     first_seconds: float | None
-    groups: LayerGroups | None = None
     find_overflow: Callable[[Sequence[int]], Overflow | None] = lambda _: None
 
     def onto(self, num_stages: int) -> Packing:
@@ -54,18 +47,18 @@ class Planner:
 
     def best(self) -> Packing:
         """Choose as ``dynmo.repack.planner`` says: the present partition unless a better one is found."""
-        repack, present = self.config.repack, self._present()
+        repack, present = self.given.config.repack, self._present()
         least = min(repack.min_stages, present.num_stages)
         if repack.planner == "first_fit":
-            if self.memory is None:
+            if self.given.memory is None:
                 raise PartitionError('repack: planner "first_fit" packs by memory, and there is no memory_limit')
-            packed = partitioners.first_fit(present.partition, partitioners.fits_on(self.memory), target=least)
+            packed = partitioners.first_fit(present.partition, partitioners.fits_on(self.given.memory), target=least)
             num_stages = Placement.chain(packed).num_stages
             return self._fewest(num_stages, present.num_stages - 1, math.inf) or present
         if self.first_seconds is None:
             return present
         within = self.first_seconds / (1.0 - repack.max_slowdown)
-        margin = self.config.min_improvement  # so that jitter does not release stages and call them back in turns
+        margin = self.given.config.min_improvement  # so that jitter does not release stages and call them back in turns
         fewer = self._fewest(least, present.num_stages - 1, within * (1.0 - margin))
         if fewer is not None:
             return fewer
@@ -91,7 +84,7 @@ class Planner:
         return True
 
     def _balance(self, count: int) -> Sequence[int]:
-        config, profile = self.config, self.given.profile
+        config, profile = self.given.config, self.given.profile
         by_time = config.balance_by == "time"
         pipeline = self.given.pipeline.on(count)
         seconds = [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
@@ -100,10 +93,10 @@ class Planner:
             seconds if by_time else profile.costs("parameters"),
             count,
             start=partitioners.uniform(len(profile.layers), count),
-            memory=self.memory.on(count) if self.memory is not None else None,
+            memory=self.given.memory.on(count) if self.given.memory is not None else None,
             pipeline=pipeline if by_time else None,
             speeds=None,
-            groups=self.groups,
+            groups=self.given.groups,
         )
         overflow = self.find_overflow(partition)
         if overflow is not None:

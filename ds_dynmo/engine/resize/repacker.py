@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ds_dynmo.engine.balancing.balancer import Balancer
-from ds_dynmo.engine.balancing.trigger import Reason, Request
+from ds_dynmo.engine.decide.balancer import Balancer
 from ds_dynmo.engine.decide.reporter import Reporter
+from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.engine.resize import growing, parking
 from ds_dynmo.engine.resize.data_position import DataPosition

@@ -15,9 +15,9 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from ds_dynmo.engine.balancing.balancer import Balancer
 from ds_dynmo.engine.comm.bounded import within
-from ds_dynmo.engine.deepspeed_adapter import buffers, process_groups
+from ds_dynmo.engine.decide.balancer import Balancer
+from ds_dynmo.engine.deepspeed import buffers, process_groups
 from ds_dynmo.engine.move.migration_context import MigrationContext
 from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.engine.resize import job_state

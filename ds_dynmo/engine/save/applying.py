@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_dynmo.engine.deepspeed_adapter import files
-from ds_dynmo.engine.deepspeed_adapter.loss_scale import set_loss_scale_state
+from ds_dynmo.engine.deepspeed import files
+from ds_dynmo.engine.deepspeed.loss_scale import set_loss_scale_state
 from ds_dynmo.engine.save.context import CheckpointContext, universal_info
 from ds_dynmo.engine.save.layer_content import LoadedLayer, install
 from ds_dynmo.engine.save.layout import Manifest

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ds_dynmo.engine.balancing.balancer import Balancer
+from ds_dynmo.engine.decide.balancer import Balancer
 from ds_dynmo.engine.move.references import References
-from ds_dynmo.engine.pipeline.trainable import TrainableLayers
+from ds_dynmo.engine.run.trainable import TrainableLayers
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
 from ds_dynmo.engine.save.initial_model import InitialModelSpec

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ds_dynmo.engine.balancing.balancer import Balancer
-from ds_dynmo.engine.deepspeed_adapter.files import slice_number, universal_information, writes_optimizer_shards
+from ds_dynmo.engine.decide.balancer import Balancer
+from ds_dynmo.engine.deepspeed.files import slice_number, universal_information, writes_optimizer_shards
 from ds_dynmo.engine.move.references import References
-from ds_dynmo.engine.pipeline.trainable import TrainableLayers
+from ds_dynmo.engine.run.trainable import TrainableLayers
 from ds_dynmo.engine.save.initial_model import InitialModelSpec
 from ds_dynmo.engine.save.layout import SliceLayout
 from ds_dynmo.engine.save.progress import Progress
@@ -43,13 +43,16 @@ class CheckpointContext:
     progress: Progress
     generation: int
 
-    def everywhere(self, function: Callable[[], T]) -> T:
+    def everywhere(self, function: Callable[[], T], *, same: Callable[[T], object] | None = None) -> T:
         """Return ``function()`` once it has returned on every rank. Collective.
 
+        Args:
+            same: as in :meth:`Communicator.everywhere`.
+
         Raises:
-            CheckpointError: on every rank, if any rank's ``function`` raised.
+            CheckpointError: on every rank, if any rank's ``function`` raised, or results differ.
         """
-        return self.stage.comm.everywhere("a checkpoint", function, error=CheckpointError)
+        return self.stage.comm.everywhere("a checkpoint", function, same=same, error=CheckpointError)
 
 
 def own_layout(context: CheckpointContext, stage: StageLayout) -> SliceLayout:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.comm.replicas import is_own
-from ds_dynmo.engine.deepspeed_adapter.module import is_split
+from ds_dynmo.engine.deepspeed.module import is_split
 from ds_dynmo.engine.save.initial_model import (
     IsShared,
     LayerOrigin,

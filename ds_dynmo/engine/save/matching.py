@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
 from ds_dynmo.engine.save.importers.optimizer import READABLE

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_dynmo.engine.balancing.balancer import Balancer
-from ds_dynmo.engine.deepspeed_adapter.checkpointing import deepspeeds_tracker
-from ds_dynmo.engine.deepspeed_adapter.counters import (
+from ds_dynmo.engine.decide.balancer import Balancer
+from ds_dynmo.engine.deepspeed.checkpointing import deepspeeds_tracker
+from ds_dynmo.engine.deepspeed.counters import (
     micro_batch_counters,
     set_micro_batch_counters,
     set_shared_counters,
     shared_counters,
 )
-from ds_dynmo.engine.pipeline.trainable import TrainableLayers
+from ds_dynmo.engine.run.trainable import TrainableLayers
 
 
 class Progress:

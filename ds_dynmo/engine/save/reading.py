@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_dynmo.engine.balancing.trigger import Reason, Request
-from ds_dynmo.engine.deepspeed_adapter.universal import LATEST as LATEST_UNIVERSAL
+from ds_dynmo.engine.decide.trigger import Reason, Request
+from ds_dynmo.engine.deepspeed.universal import LATEST as LATEST_UNIVERSAL
 from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.engine.save.applying import Loaded, LoadOptions, apply, client_state_of
 from ds_dynmo.engine.save.context import CheckpointContext, own_layout
@@ -62,10 +62,11 @@ def load(
     comm, universal = context.stage.comm, context.engine.load_universal_checkpoint()
     latest = LATEST_UNIVERSAL if universal else folders.LATEST
     comm.enter("load_checkpoint")
-    tag = str(tag) if tag is not None else context.everywhere(lambda: folders.read_latest(load_dir, latest))
-    tags = comm.gather_objects(tag)
-    if len(set(tags)) > 1:
-        raise CheckpointError(f"{load_dir}: the ranks would load different tags: {tags}")
+    given = tag
+    tag = context.everywhere(
+        lambda: folders.read_latest(load_dir, latest) if given is None else str(given),
+        same=lambda found: f"{load_dir}: {'no tag' if found is None else repr(found)}",
+    )
     if tag is None and universal:
         raise CheckpointError(f"{os.path.join(load_dir, latest)}: there is no such file; ds_to_universal writes it")
     if tag is None:
@@ -133,10 +134,7 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
             return folder, file.read()
 
     comm = context.stage.comm
-    folder, text = context.everywhere(manifest)
-    digests = comm.gather_objects(hashlib.sha256((text or "").encode()).hexdigest())
-    if len(set(digests)) > 1:
-        raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: the ranks read different files")
+    folder, text = context.everywhere(manifest, same=_content)
     slice_index = context.engine.grid.get_slice_parallel_rank()
     slices = join(
         comm.gather_objects((slice_index, context.engine.stage_id, own_layout(context, context.origin.layout)))
@@ -155,6 +153,13 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
         return read
 
     return SavedCheckpoint(folder, context.everywhere(parse), slice_index)
+
+
+def _content(found: tuple[str, str | None]) -> str:
+    """Say what was read, for ranks to compare."""
+    folder, text = found
+    digest = hashlib.sha256(text.encode()).hexdigest() if text is not None else "missing"
+    return f"{os.path.join(folder, MANIFEST)} is {digest}"
 
 
 def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> Placement:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.engine.deepspeed_adapter import files
+from ds_dynmo.engine.deepspeed import files
 from ds_dynmo.engine.save.context import CheckpointContext, own_layout, universal_info
 from ds_dynmo.engine.save.folder import CheckpointFolder, sync
 from ds_dynmo.engine.save.layer_content import add_left_out, add_own, extras_of
@@ -49,7 +49,7 @@ def save(
     client_state = client_state | universal_info(context.engine, context.stage, client_state)
     comm, leads = context.stage.comm, context.engine.global_rank == 0
     comm.enter("save_checkpoint")
-    _agree_on_tag(comm, save_dir, tag)
+    context.everywhere(lambda: os.path.join(save_dir, tag), same=str)
     folder = CheckpointFolder(save_dir, tag)
     try:
         context.everywhere(lambda: folder.begin() if leads else None)
@@ -74,12 +74,6 @@ def _check_supported(context: CheckpointContext, tag: str) -> None:
         raise ConfigError(f"tag = {tag!r}: has to be the name of one folder")
     if (problem := files.cannot_write(context.engine)) is not None:
         raise ConfigError(problem)
-
-
-def _agree_on_tag(comm: Any, save_dir: str, tag: str) -> None:
-    every = comm.gather_objects((save_dir, tag))
-    if len(set(every)) > 1:
-        raise ConfigError(f"the ranks name different checkpoints: {sorted(set(every))}")
 
 
 def _write_files(context: CheckpointContext, folder: str, client_state: dict[str, Any], exclude_frozen: bool) -> None:

@@ -17,8 +17,8 @@ from torch import nn
 
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.replicas import is_own
-from ds_dynmo.engine.deepspeed_adapter.module import is_split
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed.module import is_split
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 
 GradientOf = Callable[[nn.Parameter], torch.Tensor | None]
 Gradients = Iterable[tuple[nn.Parameter, torch.Tensor]]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES, PointToPoint
-from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed.flat_wrapper import FlatWrapper
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.carrying import Tensors, copy_staying, transfers
 from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, cut, shard_size
 from ds_dynmo.engine.move.route import Route

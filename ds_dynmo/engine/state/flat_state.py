@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper, unbind
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed.flat_wrapper import FlatWrapper, unbind
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.carrying import Holder, Transfers
 from ds_dynmo.engine.move.layout import Shard
 from ds_dynmo.engine.state.flat_shards import FlatShards

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ds_dynmo.engine.deepspeed_adapter.loss_scale import present_loss_scale
+from ds_dynmo.engine.deepspeed.loss_scale import present_loss_scale
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.state import clipping
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.layout import Buffer
 from ds_dynmo.engine.state.flat_shards import FlatShards, Member
 from ds_dynmo.engine.state.keys import ParamKey

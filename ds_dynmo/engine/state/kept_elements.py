@@ -10,8 +10,8 @@ from torch import nn
 
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.replicas import is_own
-from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import bound_by_wrapper
-from ds_dynmo.engine.deepspeed_adapter.module import is_split
+from ds_dynmo.engine.deepspeed.flat_wrapper import bound_by_wrapper
+from ds_dynmo.engine.deepspeed.module import is_split
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.state.layer_record import register_hooks, user_hooks
 from ds_dynmo.engine.state.optimizer_state import KeptElements, select

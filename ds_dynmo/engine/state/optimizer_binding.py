@@ -11,11 +11,11 @@ from torch import nn
 
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.deepspeed_adapter.bf16_wrapper import Bf16Wrapper
-from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper
-from ds_dynmo.engine.deepspeed_adapter.missing_uses import BuiltParameter, join_groups
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
-from ds_dynmo.engine.deepspeed_adapter.zero_wrapper import ZeroWrapper
+from ds_dynmo.engine.deepspeed.bf16_wrapper import Bf16Wrapper
+from ds_dynmo.engine.deepspeed.flat_wrapper import FlatWrapper
+from ds_dynmo.engine.deepspeed.missing_uses import BuiltParameter, join_groups
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed.zero_wrapper import ZeroWrapper
 from ds_dynmo.engine.events import Event
 from ds_dynmo.engine.state import trained_parameters
 from ds_dynmo.engine.state.clipping import ModelNorm

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_dynmo.engine.comm.point_to_point import PeerTensor, PointToPoint
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.carrying import Holder, Tensors, Transfers, copy_staying, transfers
 from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, cut, shard_size
 from ds_dynmo.engine.move.route import Route, Row

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.state.optimizer_state import OptimizerState
 from ds_dynmo.errors import ConfigError
 

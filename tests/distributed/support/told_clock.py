@@ -11,7 +11,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.profiling.profiler import CpuClock
+from ds_dynmo.engine.measure.profiler import CpuClock
 from tests.distributed.support.configs import Case, config
 
 

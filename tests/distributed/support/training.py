@@ -16,8 +16,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
+from ds_dynmo.engine.measure.profiler import CpuClock, EventClock
 from ds_dynmo.engine.move.tensors import dense_parts
-from ds_dynmo.engine.profiling.profiler import CpuClock, EventClock
 from ds_dynmo.models import local_layers
 from tests.distributed.support.configs import Case, client_optimizer, config, parameter_groups
 from tests.distributed.support.models import SEQUENCE, VOCABULARY, SleepingLayer, layers, loss, module_of

@@ -85,15 +85,6 @@ def test_the_hash_is_of_the_content() -> None:
     assert chain("F0 F1 I0 W0 B1").hash != chain("F0 F1 I0 I1 W0 W1").hash
 
 
-def test_a_pickle_is_small_and_gives_the_same_schedule() -> None:
-    v = Schedule((0, 1, 1, 0), 1, (order("F0@0 F0@3 I0@3 W0@3 B0@0", 0), order("F0@1 F0@2 B0@2 B0@1", 0)))
-    for made in (v, zb_h1(8, 40)):
-        again = pickle.loads(pickle.dumps(made))
-        assert again == made and again.hash == made.hash
-        assert all(type(action) is Action for order in again.orders for action in order)
-    assert len(pickle.dumps(made)) < 10 * 3 * 8 * 40
-
-
 def test_the_hash_is_the_same_in_every_process() -> None:
     code = "from ds_dynmo.schedules import zb_h1; print(zb_h1(3, 4).hash)"
     seeds = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("1", "2")]

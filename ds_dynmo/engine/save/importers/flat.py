@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.engine.deepspeed_adapter.loss_scale import saved_loss_scale
+from ds_dynmo.engine.deepspeed.loss_scale import saved_loss_scale
 from ds_dynmo.engine.move.layout import cut_one, shard_size
 from ds_dynmo.engine.save.importers.wanted import Wanted
 from ds_dynmo.engine.save.layout import flat_file, stage_file

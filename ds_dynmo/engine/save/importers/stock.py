@@ -15,8 +15,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from ds_dynmo.engine.deepspeed_adapter.files import groups_of_stage
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed.files import groups_of_stage
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
 from ds_dynmo.engine.save.importers.universal import names_of

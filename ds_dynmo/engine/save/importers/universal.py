@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.engine.deepspeed_adapter import universal
-from ds_dynmo.engine.deepspeed_adapter.universal import FP32_WEIGHT_KEY, MOMENTS, STEP
+from ds_dynmo.engine.deepspeed import universal
+from ds_dynmo.engine.deepspeed.universal import FP32_WEIGHT_KEY, MOMENTS, STEP
 from ds_dynmo.engine.save.applying import Loaded, LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
 from ds_dynmo.engine.save.importers.universal_folder import UniversalFolder

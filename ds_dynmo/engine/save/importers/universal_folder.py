@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.engine.deepspeed_adapter.loss_scale import saved_loss_scale
-from ds_dynmo.engine.deepspeed_adapter.universal import (
+from ds_dynmo.engine.deepspeed.loss_scale import saved_loss_scale
+from ds_dynmo.engine.deepspeed.universal import (
     MOMENTS,
     OPTIMIZER,
     PARAMETERS,

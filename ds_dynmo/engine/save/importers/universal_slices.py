@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from ds_dynmo.engine.deepspeed_adapter.universal import WholeParameter
+from ds_dynmo.engine.deepspeed.universal import WholeParameter
 from ds_dynmo.errors import CheckpointError
 
 Shape = list[int]

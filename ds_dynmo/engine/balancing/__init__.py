@@ -1,1 +1,0 @@
-"""Decide: when (trigger), where and whether (policy), and among neighbours alone (decentralized)."""

@@ -1,0 +1,393 @@
+"""Go from a profile to a decision, and from a decision to a move. :meth:`Balancer.after_batch` begins it.
+
+Every rank takes the same decision from the same gathered numbers. Until layers begin to move, a failure leaves training
+as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ds_dynmo.engine.decide.cost_model import CostModel
+from ds_dynmo.engine.decide.decentralized import decide_among_neighbours
+from ds_dynmo.engine.decide.decision import Decision, accept_move, costs_and_speeds, decide, predict
+from ds_dynmo.engine.decide.decision_input import DecisionInput
+from ds_dynmo.engine.decide.made_reports import measured_report, rebalance_report
+from ds_dynmo.engine.decide.memory import MemoryLimit
+from ds_dynmo.engine.decide.reporter import Reporter
+from ds_dynmo.engine.decide.trigger import Reason, Request, Trigger
+from ds_dynmo.engine.events import LayersMoved
+from ds_dynmo.engine.measure import layer_sizes
+from ds_dynmo.engine.measure.profiler import Profiler
+from ds_dynmo.engine.move.migrator import MoveCheck
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
+from ds_dynmo.layer_groups import LayerGroups
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport
+from ds_dynmo.schedules import FoundSchedule, PassCosts
+
+DECIDING = "deciding where layers go"
+
+
+class Balancer:
+    """Decides where layers go.
+
+    Attributes:
+        groups: layers that stay together.
+        memory: the limit of a rank.
+        trigger: says which batches are profiled and when a decision is due.
+        cost_model: what the run has learnt about its layers, its stages and its moves.
+        profile: the latest, the same on every rank; None before the first.
+        last_move_step: ``global_steps`` when layers last moved; None: they never did.
+        failure: why the latest automatic decision was not carried out; None: none failed since a profile was requested.
+
+    Args:
+        migrate: carries out a plan after a check that may raise, and returns the bytes that moved. Collective.
+        replica_multiplier: gives how many times the launch's replicas there are.
+    """
+
+    def __init__(
+        self,
+        stage: StageContext,
+        *,
+        groups: LayerGroups,
+        profiler: Profiler,
+        reporter: Reporter,
+        migrate: Callable[[MigrationPlan, MoveCheck], int],
+        replica_multiplier: Callable[[], int],
+    ) -> None:
+        self._stage, self._config, self._comm = stage, stage.config, stage.comm
+        self._profiler, self._reporter = profiler, reporter
+        self._migrate, self._replica_multiplier = migrate, replica_multiplier
+        self.groups = groups
+        self.memory = MemoryLimit(stage)
+        self.trigger = Trigger(stage.config)
+        self.cost_model = CostModel()
+        self.profile: Profile | None = None
+        self.last_move_step: int | None = None
+        self.failure: Exception | None = None
+        self._move_seconds = 0.0  # of moves since the last profile, on this rank
+        self._profile_seconds = 0.0  # that gathering the latest profile took
+        self._waits_for_profile = False
+        stage.layers_moved.subscribe("what was measured and learnt is of the stages before", self._layers_moved)
+
+    # -- after a batch --------------------------------------------------------------------------------
+
+    def after_batch(self) -> Request | None:
+        """Count a batch that was trained on, and gather its profile if that is due. Collective.
+
+        Returns:
+            What asks for a decision now; None: nothing does.
+        """
+        self.trigger.batch_done(self._stage.engine.global_steps)
+        batches = self._profiler.batches
+        outcome, decision = self.trigger.outcome_due(batches), self.trigger.decision_due(batches)
+        if not outcome and not decision:
+            return None
+        try:
+            profile = self.gather_profile()
+        except (PartitionError, MigrationError) as error:
+            self._stay(error)
+            return None
+        if outcome:
+            self._reporter.measured(measured_report(profile, self.last_move_step), self._stage.engine.global_samples)
+            self.trigger.outcome_recorded()
+        return self.trigger.pending if decision and not self._waits_for_profile else None
+
+    def rebalance_or_stay(self, request: Request) -> None:
+        """Decide and go there; if that is impossible, warn on rank 0 and continue as before. Collective."""
+        try:
+            self.rebalance(request, profile_seconds=self._profile_seconds)
+        except (PartitionError, MigrationError) as error:
+            self._stay(error)
+
+    def report_profile(self) -> None:
+        """Write the latest profile once, after the decision that was taken from it."""
+        if not self._waits_for_profile:
+            self._reporter.profiled(self.profile, self._stage.engine.global_samples)
+
+    def _stay(self, error: Exception) -> None:
+        raise_unless_harmless(error)
+        self.failure = error
+        self._reporter.warn(f"DynMo step {self._stage.engine.global_steps}: no layer was moved: {error}")
+        self._profiler.forget()
+        self.trigger.decided(moved=False)
+
+    # -- by hand --------------------------------------------------------------------------------------
+
+    def rebalance_by_hand(self, train: Callable[[], Any]) -> RebalanceReport:
+        """Decide now, from the latest profile; without one, train until there is. Collective.
+
+        Args:
+            train: trains a batch on the data that the engine has. Collective.
+        """
+        profile_seconds = self.train_until_profiled(train) if self.profile is None else 0.0
+        report = self.rebalance(Request(Reason.BY_HAND), profile_seconds=profile_seconds)
+        self._reporter.profiled(self.profile, self._stage.engine.global_samples)
+        return report
+
+    def train_until_profiled(self, train: Callable[[], Any]) -> float:
+        """Train until there is a profile, decide nothing, and return the seconds that gathering it took. Collective.
+
+        Args:
+            train: as for :meth:`rebalance_by_hand`.
+
+        Raises:
+            MigrationError: harmless; there is no data to train on.
+        """
+        self._comm.enter("rebalance")
+        engine = self._stage.engine
+        edge = engine.is_first_stage() or engine.is_last_stage()
+        lacking = torch.tensor([float(edge and engine.data_iterator is None)])
+        if self._comm.max_over_world(lacking).item():
+            raise MigrationError(
+                "rebalance: there is no profile yet and no data to train on. Train a batch first", harmless=True
+            )
+        self.trigger.ask(Request(Reason.BY_HAND))
+        self.failure, self._waits_for_profile = None, True
+        try:
+            while self.profile is None:
+                train()
+                if self.failure is not None:
+                    raise self.failure
+        finally:
+            self._waits_for_profile = False
+            self.trigger.decided(moved=False)  # the caller decides
+        return self._profile_seconds
+
+    def model_changed(self, reason: str) -> None:
+        """Note that layers cost something else from here on: the next batch is profiled and a decision follows."""
+        self._profiler.forget(batches_too=True)
+        self.cost_model.model_changed()
+        self.trigger.model_changed(reason)
+
+    # -- profile, decide, move ------------------------------------------------------------------------
+
+    def gather_profile(self) -> Profile:
+        """Reduce what all ranks measured to one profile. Collective.
+
+        Raises:
+            PartitionError: on every rank; a layer did not run.
+            MigrationError: on every rank, harmless; a rank cannot tell what its layers cost.
+        """
+        with self._stage.timeline.phase("profile", "gather the profile"):
+            began = time.perf_counter()
+            self._comm.enter("rebalance")
+            self.profile, move_seconds = layer_sizes.gather_profile(self._stage, self._profiler, self._move_seconds)
+            given = self.decision_input(self.of_whole_batch(self.profile), self.memory.bytes(), in_force=False)
+            self.cost_model.profiled(given, move_seconds)
+            self._move_seconds = 0.0
+            self._profiler.forget()
+            self._profile_seconds = time.perf_counter() - began
+            return self.profile
+
+    def rebalance(self, request: Request, *, profile_seconds: float) -> RebalanceReport:
+        """Decide from the latest profile, and go there. Collective.
+
+        Raises:
+            PartitionError: no partition meets the memory limit. Nothing has changed.
+            MigrationError: see its message.
+        """
+        assert self.profile is not None
+        profile, limit_bytes = self.profile, self.memory.bytes()
+        began = time.perf_counter()
+        self._comm.enter("rebalance")
+        with self._stage.timeline.phase("decide", "decide"):
+            decision = self._comm.everywhere(
+                DECIDING,
+                lambda: self._decide(profile, limit_bytes, request),
+                same=self._agreed,
+            )
+        seconds = profile_seconds, time.perf_counter() - began
+        self.cost_model.decided(decision)
+        return self.go_to(decision.placement, request, decision=decision, profile_and_decide_seconds=seconds)
+
+    def _decide(self, profile: Profile, limit_bytes: int | None, request: Request) -> Decision:
+        """Decide from ``profile``. Collective if ``dynmo.decentralized`` is set."""
+        automatic = request.reason.is_automatic
+        given = self.decision_input(profile, limit_bytes, smoothed=automatic)
+        if automatic:
+            given = replace(given, tradeoff=self.cost_model.tradeoff())
+        if not self._config.decentralized:
+            return decide(given)
+        (costs, speeds), stage_id = costs_and_speeds(given), self._stage.engine.stage_id
+        proposed = decide_among_neighbours(
+            [costs[index] for index in self._stage.layers.indices],
+            given.placement,
+            given.memory,
+            stage_id,
+            self._comm,
+            speed=speeds[stage_id] if speeds else 1.0,
+            groups=given.groups,
+        )
+        return accept_move(given, proposed)
+
+    def decision_input(
+        self, profile: Profile, limit_bytes: int | None, *, smoothed: bool = False, in_force: bool = True
+    ) -> DecisionInput:
+        """Collect what a decision is taken from, where layers are now.
+
+        Args:
+            smoothed: average the costs of ``profile`` over earlier profiles.
+            in_force: count on the schedule that runs now; False: on DeepSpeed's 1F1B.
+        """
+        schedule, num_stages = self._stage.schedule, self._stage.placement.num_stages
+        counts = in_force and self.chooses_schedule
+        return DecisionInput(
+            self.cost_model.history.smoothed(profile) if smoothed else profile,
+            self._stage.placement,
+            self._config,
+            speeds=self.cost_model.history.speeds,
+            groups=self.groups,
+            limit_bytes=limit_bytes,
+            checkpoint_interval=self.memory.checkpoint_interval,
+            batches=self.trigger.batches_to_gain,
+            searches=schedule.is_ours,
+            in_force=schedule.in_force(num_stages, profile.micro_batches) if counts else None,
+            in_force_over_bound=schedule.over_bound,
+            back_to_back=schedule.back_to_back,
+        )
+
+    @property
+    def chooses_schedule(self) -> bool:
+        """Is there a schedule to choose beside a partition?"""
+        return self._stage.schedule.is_ours and self._stage.placement.num_stages > 1
+
+    def go_to(
+        self,
+        new: Placement,
+        request: Request,
+        *,
+        decision: Decision | None = None,
+        profile_and_decide_seconds: tuple[float, float] = (0.0, 0.0),
+        settles: bool = True,
+    ) -> RebalanceReport:
+        """Move layers to ``new``, train by the schedule that was found for it, and report it. Collective.
+
+        Args:
+            new: the same on all ranks.
+            decision: that ``new`` comes from; None: it was given, and the latest profile says which schedule is best.
+            settles: drop a decision that is pending.
+        """
+        decided_from = self.profile if decision is not None else None
+        if decision is None and self.profile is not None:
+            began = time.perf_counter()
+            decision = self._predict(self.profile, new)
+            profile_and_decide_seconds = 0.0, time.perf_counter() - began
+        with self._stage.timeline.phase("migrate", "migrate"):
+            plan = MigrationPlan.between(self._stage.placement, new)
+            began = time.perf_counter()
+            moved_bytes = self._migrate(plan, partial(self.memory.check, profile=decided_from))
+            if plan.moves:
+                self._stage.publish_move()
+            migrate_seconds = time.perf_counter() - began
+            if plan.moves and self.profile is not None:
+                self.cost_model.moved(self.profile, plan)
+                self._move_seconds += migrate_seconds
+            if settles:
+                self.trigger.decided(bool(plan.moves))
+            elif plan.moves:
+                self.trigger.moved()
+            report = rebalance_report(
+                plan,
+                decision,
+                step=self._stage.engine.global_steps,
+                request=request,
+                bytes_moved=moved_bytes,
+                seconds=(*profile_and_decide_seconds, migrate_seconds),
+                load_signals=tuple(layer.load_signal for layer in self.profile.layers) if self.profile else (),
+                own_schedule=self._stage.schedule.own,
+            )
+            self._reporter.rebalanced(report, self._stage.engine.global_samples)
+        if decision is not None:
+            self._train_by(decision.found, decision.pass_costs)
+        return report
+
+    def _predict(self, profile: Profile, new: Placement, *, in_force: bool = True) -> Decision:
+        """Find the schedule for ``new``. Collective.
+
+        Args:
+            in_force: as in :meth:`decision_input`.
+        """
+        limit_bytes = self.memory.bytes()
+
+        def decision() -> Decision:
+            return predict(self.decision_input(profile, limit_bytes, in_force=in_force), new)
+
+        return self._comm.everywhere(DECIDING, decision, same=self._agreed)
+
+    def _agreed(self, decision: Decision) -> str:
+        """Say what ranks have to agree on: collectives inside passes come in one order only under one schedule."""
+        schedule = f" by schedule {decision.found.schedule.hash}" if decision.found is not None else ""
+        return f"{self._stage.route_to(decision.placement)}{schedule}"
+
+    def _train_by(self, found: FoundSchedule | None, costs: PassCosts | None) -> None:
+        """Train by ``found``, made for ``costs``, from the next batch on; None: by DeepSpeed's 1F1B. Collective."""
+        if self.chooses_schedule:
+            costs = self._comm.broadcast_object(costs)  # messages are ordered by them: a rounding error would be one
+            if found is None:
+                self._stage.schedule.decide(None)
+            else:
+                self._stage.schedule.decide(found.schedule, costs, over_bound=found.over_bound)
+
+    # -- what the repacker and checkpoints ask --------------------------------------------------------
+
+    def nearest_allowed(self, placement: Placement) -> Placement:
+        """Find the nearest placement that ``dynmo.keep_together`` allows; log it if it is not ``placement``."""
+        nearest = placement.at(self.groups.nearest(placement.boundaries))
+        if nearest != placement:
+            try:
+                self.groups.check(placement.boundaries)
+            except PartitionError as error:
+                self._reporter.inform(f"DynMo: the nearest allowed partition is {nearest}: {error}")
+        return nearest
+
+    def rebalance_to(self, partition: Sequence[int], request: Request, *, what: str = "rebalance") -> RebalanceReport:
+        """Move layers to exactly ``partition``. Collective.
+
+        Args:
+            what: the engine's method that the user called, for messages.
+
+        Raises:
+            PartitionError: on every rank, if ``partition`` is invalid on one, or cuts what ``keep_together`` keeps
+                together. Nothing has changed.
+            MigrationError: see its message.
+        """
+
+        def placement() -> Placement:
+            new = self._stage.placement.at(partition)
+            self.groups.check(new.boundaries)
+            return new
+
+        self._comm.enter(what)
+        new = self._comm.everywhere("going to a given partition", placement, same=self._stage.route_to)
+        return self.go_to(new, request, settles=request.reason is not Reason.INITIAL)
+
+    def forget_profile(self) -> None:
+        """Drop the profile: this rank has no layers any more."""
+        self.profile = None
+
+    def of_whole_batch(self, profile: Profile) -> Profile:
+        """Return ``profile`` as if one pipeline ran the micro-batches of all its extra replicas too."""
+        return replace(profile, micro_batches=profile.micro_batches * self._replica_multiplier())
+
+    def _layers_moved(self, moved: LayersMoved) -> None:
+        self.last_move_step = moved.step
+        self._profiler.forget(batches_too=True)
+        if moved.stages_changed:  # what was learnt of the layers holds
+            self.cost_model.stages_changed()
+            self._stage.schedule.forget()
+            self._move_seconds = 0.0
+            if self.profile is not None:
+                micro_batches = self._stage.engine.micro_batches
+                self.profile = replace(self.profile, placement=moved.placement, micro_batches=micro_batches)
+                decision = self._predict(self.profile, moved.placement, in_force=False)
+                self._train_by(decision.found, decision.pass_costs)
+            self.trigger.decided(moved=True)

@@ -1,0 +1,272 @@
+"""Decide where layers should go, and whether that is worth a move. Every rank decides the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_dynmo import partitioners
+from ds_dynmo.engine.decide.decision_input import DecisionInput, MoveTradeoff
+from ds_dynmo.partitioners import Overflow, PipelineModel
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import MigrationPlan, Profile
+from ds_dynmo.schedules import FoundSchedule, PassCosts, Schedule, replay
+
+_STANDARD_ERRORS = 3.0  # of the measurement, which a saving has to exceed
+_TIE = 1e-9  # relative difference below which two bottlenecks are equal
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A placement to go to, and what is predicted of it.
+
+    Attributes:
+        placement: the present one, if layers stay.
+        stage_seconds_before, stage_seconds_after: per micro-batch of each stage.
+        verdict: why layers move or stay, in a few words.
+        missed_seconds: what a move would have saved until the next decision, where it was rejected for its cost.
+        iteration_seconds_before, bubble_ratio_before: under the schedule in force.
+        iteration_seconds_after, bubble_ratio_after: under ``found``.
+        found: the schedule to go on with; None: DeepSpeed's 1F1B.
+        pass_costs: that ``found`` is for; None: there is none.
+    """
+
+    placement: Placement
+    stage_seconds_before: tuple[float, ...]
+    stage_seconds_after: tuple[float, ...]
+    iteration_seconds_before: float
+    iteration_seconds_after: float
+    verdict: str = ""
+    missed_seconds: float = 0.0
+    bubble_ratio_before: float = 0.0
+    bubble_ratio_after: float = 0.0
+    found: FoundSchedule | None = None
+    pass_costs: PassCosts | None = None
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """The boundaries of :attr:`placement`."""
+        return self.placement.boundaries
+
+    @property
+    def bottleneck_seconds_before(self) -> float:
+        """The seconds per micro-batch of the slowest stage."""
+        return max(self.stage_seconds_before)
+
+    @property
+    def bottleneck_seconds_after(self) -> float:
+        """The seconds per micro-batch of the slowest stage."""
+        return max(self.stage_seconds_after)
+
+    @property
+    def imbalance_before(self) -> float:
+        """The paper's equation 2."""
+        return partitioners.imbalance(self.stage_seconds_before, range(len(self.stage_seconds_before) + 1))
+
+    @property
+    def imbalance_after(self) -> float:
+        """The paper's equation 2."""
+        return partitioners.imbalance(self.stage_seconds_after, range(len(self.stage_seconds_after) + 1))
+
+
+def decide(given: DecisionInput) -> Decision:
+    """Ask the balancer for a partition; stay where layers are if that is not worth a move.
+
+    Raises:
+        PartitionError: no partition meets the memory limit, or a cost is negative or not finite.
+    """
+    costs, speeds = costs_and_speeds(given)
+    proposed = partitioners.propose(
+        given.config.balancer,
+        costs,
+        given.placement.num_stages,
+        start=list(given.partition),
+        memory=given.memory,
+        pipeline=given.pipeline if given.config.balance_by == "time" else None,
+        speeds=speeds,
+        layer_bytes=[layer.static_bytes for layer in given.profile.layers],
+        groups=given.groups,
+    )
+    return accept_move(given, given.placement.at(proposed))
+
+
+def costs_and_speeds(given: DecisionInput) -> tuple[list[float], tuple[float, ...] | None]:
+    """Costs and stage speeds for the balancer: costs on a stage of speed 1 if it takes speeds, else as measured."""
+    config = given.config
+    if config.balance_by != "time":
+        return given.costs(config.balance_by), None
+    if not any(partitioners.takes(config.balancer, offer) for offer in ("pipeline", "speeds")):
+        return given.costs("time"), given.speeds
+    pipeline = given.pipeline
+    return [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)], given.speeds
+
+
+def accept_move(given: DecisionInput, proposed: Placement) -> Decision:
+    """Go to ``proposed`` if that is worth a move, or if the present placement breaks the memory limit; else stay.
+
+    A move is worth it if
+
+    - it lowers the bottleneck (for a balancer that takes the pipeline: the seconds of an iteration) by
+      ``min_improvement``, or does not raise it and lowers the seconds of an iteration by as much, each placement under
+      its shortest schedule;
+    - with a ``tradeoff``, where time is balanced: it saves more than noise explains, and what it saves until the next
+      decision, with what was missed before, exceeds its cost. So a small gain that lasts is taken in the end, at no
+      more than twice the least possible cost, however short the interval.
+
+    If a stage lacks the memory that the move takes, layers go as far as every stage has it.
+    """
+    here, groups, tradeoff = given.placement, given.groups, given.tradeoff
+    if proposed == here:
+        return predict(given, here, "nothing better was found")
+    too_much = _overflow(given, proposed)
+    if too_much is not None:
+        way = partitioners.between(here.boundaries, proposed.boundaries)
+        allowed = (here.at(bounds) for bounds in way if groups is None or groups.allows(bounds))
+        fitting = (on_it for on_it in allowed if _fits(given, on_it) and _overflow(given, on_it) is None)
+        nearer = next(fitting, None)
+        if nearer is None:
+            return predict(given, here, f"going to {proposed}, {too_much}")
+        part = accept_move(given, nearer)
+        return replace(part, verdict=f"{part.verdict}; going to {proposed}, {too_much}")
+    if not _fits(given, here):
+        return predict(given, proposed, "the present partition does not fit in memory")
+    if not _improves(given, proposed):
+        return predict(given, here, f"{proposed} would be better by less than min_improvement")
+    if tradeoff is None or given.config.balance_by != "time":
+        return predict(given, proposed, "better")
+    saved = _iteration_seconds(given, here) - _iteration_seconds(given, proposed)
+    if not _exceeds_noise(saved, given, proposed, tradeoff):
+        return predict(given, here, f"{proposed} would save {saved:.3g} s a batch, no more than noise may")
+    cost = tradeoff.move_costs.seconds(moved_bytes(given.profile, MigrationPlan.between(here, proposed)))
+    batches = given.batches or 0
+    if saved * batches + tradeoff.missed_seconds <= cost:
+        verdict = f"{proposed} would save {saved:.3g} s in each of {batches} batches and cost {cost:.3g} s"
+        return replace(predict(given, here, verdict), missed_seconds=saved * batches)
+    return predict(given, proposed, "worth it")
+
+
+def predict(given: DecisionInput, placement: Placement, verdict: str = "") -> Decision:
+    """Predict what ``placement`` gives under its shortest schedule, in seconds even where parameters are balanced."""
+    found, passes = given.pipeline.shortest_schedule(placement.boundaries), given.pipeline.passes
+    before = _simulated(given.pipeline, given.partition, given.in_force)
+    after = _simulated(given.pipeline, placement.boundaries, found.schedule if found is not None else None)
+    return Decision(
+        placement,
+        tuple(_stage_seconds(given, given.placement)),
+        tuple(_stage_seconds(given, placement)),
+        before.seconds,
+        after.seconds,
+        verdict,
+        bubble_ratio_before=before.bubble_ratio,
+        bubble_ratio_after=after.bubble_ratio,
+        found=found,
+        pass_costs=passes.costs(placement.boundaries) if found is not None and passes is not None else None,
+    )
+
+
+class _Simulated(NamedTuple):
+    """An iteration, simulated."""
+
+    seconds: float
+    bubble_ratio: float
+
+
+def _simulated(pipeline: PipelineModel, partition: Sequence[int], schedule: Schedule | None) -> _Simulated:
+    """Simulate an iteration under ``schedule``; None: under DeepSpeed's 1F1B."""
+    if schedule is not None and pipeline.passes is not None:
+        timeline = replay(schedule, pipeline.passes.costs(partition))
+        return _Simulated(timeline.iteration_seconds, timeline.bubble_ratio)
+    seconds = pipeline.seconds_under_1f1b(partition)
+    both = [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
+    busy = sum(load / speed for load, speed in zip(partitioners.loads(both, partition), pipeline.speeds))
+    whole = len(pipeline.speeds) * seconds
+    return _Simulated(seconds, max(0.0, 1.0 - pipeline.micro_batches * busy / whole) if whole else 0.0)
+
+
+def moved_bytes(profile: Profile, plan: MigrationPlan) -> int:
+    """Count the static bytes of the layers that change stage."""
+    return sum(profile.layers[move.layer].static_bytes for move in plan.moves)
+
+
+def _improves(given: DecisionInput, proposed: Placement) -> bool:
+    """Does it lower the objective by ``min_improvement`` or, without raising it, the seconds of an iteration?"""
+
+    def lower(before: float, after: float) -> bool:
+        return after < before and before - after >= given.config.min_improvement * before
+
+    before, after = (_objective(given, placement) for placement in (given.placement, proposed))
+    if lower(before, after) or after > before * (1 + _TIE):
+        return lower(before, after)
+    return lower(*(_iteration_seconds(given, placement) for placement in (given.placement, proposed)))
+
+
+def _objective(given: DecisionInput, placement: Placement) -> float:
+    """What the balancer minimises."""
+    config = given.config
+    if config.balance_by != "time":
+        return partitioners.bottleneck(given.profile.costs(config.balance_by), placement.boundaries)
+    if partitioners.takes(config.balancer, "pipeline"):
+        return _iteration_seconds(given, placement)
+    return max(_stage_seconds(given, placement))
+
+
+def _iteration_seconds(given: DecisionInput, placement: Placement) -> float:
+    """Simulated seconds of an iteration, under the shortest schedule."""
+    return given.pipeline.iteration_seconds(placement.boundaries)
+
+
+def _stage_seconds(given: DecisionInput, placement: Placement) -> list[float]:
+    """Seconds per micro-batch of each stage."""
+    pipeline = given.pipeline
+    both = [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
+    return [load / speed for load, speed in zip(partitioners.loads(both, placement.boundaries), pipeline.speeds)]
+
+
+def _exceeds_noise(saved: float, given: DecisionInput, proposed: Placement, tradeoff: MoveTradeoff) -> bool:
+    """Does an iteration save more than noise explains, whichever stage turns out to be the slowest then?
+
+    Compares the slowest present stage with each stage to be. The standard error of their difference is that of the
+    layers that only one of the two has, and that of the stages on which these were measured.
+    """
+    pipeline, here = given.pipeline, given.placement
+    seconds = pipeline.micro_batches * np.add(pipeline.forward_seconds, pipeline.backward_seconds)
+    measured_on = np.array([here.stage_of(layer) for layer in range(len(seconds))])
+    slowest = int(np.argmax(_stage_seconds(given, here)))
+    share = np.zeros(len(seconds))
+    share[list(here.layers_of(slowest))] = 1.0 / pipeline.speeds[slowest]
+    loads = _stage_seconds(given, proposed)
+    for stage, load in enumerate(loads):
+        only_one = share.copy()
+        only_one[list(proposed.layers_of(stage))] -= 1.0 / pipeline.speeds[stage]
+        of_layers = only_one * seconds * tradeoff.errors
+        of_stages = np.bincount(measured_on, only_one * seconds * tradeoff.stage_errors)
+        gain = saved + pipeline.micro_batches * (max(loads) - load)
+        if gain <= _STANDARD_ERRORS * math.hypot(*of_layers, *of_stages):
+            return False
+    return True
+
+
+def _fits(given: DecisionInput, placement: Placement) -> bool:
+    memory = given.memory
+    if memory is None:
+        return True
+    return all(needed <= limit for needed, limit in zip(memory.bytes_per_stage(placement.boundaries), memory.limits))
+
+
+def _overflow(given: DecisionInput, proposed: Placement) -> Overflow | None:
+    """The stage that lacks the memory for a move to ``proposed``; None: no stage does."""
+    memory = given.memory
+    if memory is None:
+        return None
+    layers = given.profile.layers
+    return partitioners.overflow(
+        MigrationPlan.between(given.placement, proposed),
+        [layer.held for layer in layers],
+        [layer.first_use for layer in layers],
+        min(memory.limits),
+        memory.bytes_per_stage(given.partition),
+    )

@@ -1,0 +1,179 @@
+"""What a decision is taken from, as one value: the same on every rank, and so is the decision. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from ds_dynmo.config import DynMoConfig
+from ds_dynmo.layer_groups import LayerGroups
+from ds_dynmo.partitioners import MemoryModel, MoveCosts, PassModel, PipelineModel
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import LayerCost, Profile, limit_without_workspace
+from ds_dynmo.schedules import Schedule
+
+_SEARCH_SHARE = 0.01  # of the seconds until the next decision, for which orders may be searched
+_SECONDS_PER_ACTION = 1.5e-6  # of a search, about; what counts is that all ranks count alike
+
+
+@dataclass(frozen=True)
+class MoveTradeoff:
+    """What an automatic decision weighs a gain against.
+
+    Attributes:
+        move_costs: seconds and bytes of the moves so far.
+        errors: per layer, the relative standard error of its cost.
+        stage_errors: per layer, a part that it shares with its stage.
+        missed_seconds: gains that the decisions before this one rejected in a row for the cost of the move.
+    """
+
+    move_costs: MoveCosts
+    errors: tuple[float, ...]
+    stage_errors: tuple[float, ...]
+    missed_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class DecisionInput:
+    """What a decision is taken from.
+
+    Attributes:
+        profile: costs, and the placement under which they were measured.
+        placement: where layers are.
+        config: the "dynmo" block.
+        speeds: per stage; None: equal.
+        groups: layers that stay together; None: each may be anywhere.
+        limit_bytes: of a rank, its layers included; None: no limit.
+        checkpoint_interval: layers of a segment that is recomputed; 0: none are.
+        batches: until the next decision; None: not known, and searches take the time that they take.
+        tradeoff: what a move has to be worth; None: its cost and the noise of the measurement do not count.
+        searches: schedules of ours may be chosen, as the configuration says.
+        in_force: that of them which runs now; None: DeepSpeed's 1F1B does.
+        in_force_over_bound: what that took, over the bound, when it was searched; 0.0: not under measured costs.
+        back_to_back: stages begin a batch before the last ones end the one before.
+    """
+
+    profile: Profile
+    placement: Placement
+    config: DynMoConfig = field(default_factory=DynMoConfig)
+    speeds: tuple[float, ...] | None = None
+    groups: LayerGroups | None = None
+    limit_bytes: int | None = None
+    checkpoint_interval: int = 0
+    batches: int | None = None
+    tradeoff: MoveTradeoff | None = None
+    searches: bool = False
+    in_force: Schedule | None = None
+    in_force_over_bound: float = 0.0
+    back_to_back: bool = False
+
+    @classmethod
+    def of(cls, profile: Profile, **values: Any) -> DecisionInput:
+        """Take the profile's own placement for the present one."""
+        return cls(profile, profile.placement, **values)
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """The boundaries of :attr:`placement`."""
+        return self.placement.boundaries
+
+    @cached_property
+    def memory(self) -> MemoryModel | None:
+        """What stages hold; None without a limit."""
+        return memory_model(self.profile, self.limit_bytes, self.checkpoint_interval)
+
+    @cached_property
+    def pipeline(self) -> PipelineModel:
+        """The layers' seconds on a stage of speed 1, and what else a simulated iteration needs."""
+        layers, speeds, scale = self.profile.layers, self._speeds, self._scale
+        return PipelineModel(
+            _scaled((cost.forward_seconds for cost in layers), scale),
+            _scaled((cost.backward_seconds for cost in layers), scale),
+            self.profile.micro_batches,
+            speeds,
+            tuple(cost.static_bytes for cost in layers),
+            passes=self._passes() if self.searches else None,
+        )
+
+    def costs(self, balance_by: Literal["time", "parameters"]) -> list[float]:
+        """Costs per layer for a balancer that does not know stage speeds: seconds are those on the present stage."""
+        if balance_by != "time":
+            return self.profile.costs(balance_by)
+        pipeline, here = self.pipeline, self.placement
+        seconds = zip(pipeline.forward_seconds, pipeline.backward_seconds)
+        return [(f + b) / pipeline.speeds[here.stage_of(layer)] for layer, (f, b) in enumerate(seconds)]
+
+    @property
+    def _speeds(self) -> tuple[float, ...]:
+        return self.speeds or (1.0,) * self.placement.num_stages
+
+    @property
+    def _scale(self) -> list[float]:
+        """Per layer, the speed of the stage that it was measured on."""
+        measured_at = self.profile.placement
+        return [self._speeds[measured_at.stage_of(layer)] for layer in range(len(self.profile.layers))]
+
+    def _passes(self) -> PassModel:
+        layers, scale, schedule = self.profile.layers, self._scale, self.config.schedule
+        limit = None if self.limit_bytes is None else limit_without_workspace(self.limit_bytes, layers)
+        return PassModel(
+            _scaled((cost.forward_seconds for cost in layers), scale),
+            _scaled((_first_part(cost) for cost in layers), scale),
+            _scaled((cost.weight_gradient_seconds for cost in layers), scale),
+            _scaled((cost.backward_seconds for cost in layers), scale),
+            tuple(cost.static_bytes for cost in layers),
+            tuple(cost.activation_bytes for cost in layers),
+            tuple(cost.input_bytes for cost in layers),
+            tuple(cost.deferred_bytes for cost in layers),
+            self.profile.micro_batches,
+            self._speeds,
+            frozen_layers=next((index for index, cost in enumerate(layers) if cost.trainable_parameters), 0),
+            checkpoint_interval=self.checkpoint_interval,
+            memory=schedule.memory,
+            limit_bytes=limit,
+            may_stay=schedule.kind == "auto",
+            output_bytes=tuple(cost.output_bytes for cost in layers),
+            in_force=self.in_force,
+            in_force_over_bound=self.in_force_over_bound,
+            back_to_back=self.back_to_back,
+            search_actions=self._search_actions(),
+        )
+
+    def _search_actions(self) -> float:
+        """How many actions searches may simulate."""
+        if self.batches is None:
+            return math.inf
+        layers, scale = self.profile.layers, self._scale
+        seconds = _scaled((cost.forward_seconds + cost.backward_seconds for cost in layers), scale)
+        work_seconds = self.profile.micro_batches * math.fsum(seconds) / math.fsum(self._speeds)
+        return _SEARCH_SHARE * self.batches * work_seconds / _SECONDS_PER_ACTION
+
+
+def memory_model(profile: Profile, limit_bytes: int | None, checkpoint_interval: int) -> MemoryModel | None:
+    """Make the memory model of a profile's layers under a limit of every rank; None without a limit.
+
+    The largest workspace of any layer is set aside on every stage.
+    """
+    if limit_bytes is None:
+        return None
+    return MemoryModel(
+        static_bytes=tuple(layer.static_bytes for layer in profile.layers),
+        activation_bytes=tuple(layer.activation_bytes for layer in profile.layers),
+        input_bytes=tuple(layer.input_bytes for layer in profile.layers),
+        limits=(limit_without_workspace(limit_bytes, profile.layers),) * profile.placement.num_stages,
+        micro_batches=profile.micro_batches,
+        checkpoint_interval=checkpoint_interval,
+    )
+
+
+def _scaled(seconds: Iterable[float], scale: Sequence[float]) -> tuple[float, ...]:
+    return tuple(value * by for value, by in zip(seconds, scale))
+
+
+def _first_part(cost: LayerCost) -> float:
+    """A layer of which no backward pass ran in two parts has all of it in the first."""
+    measured = cost.input_gradient_seconds + cost.weight_gradient_seconds
+    return cost.input_gradient_seconds if measured else cost.backward_seconds

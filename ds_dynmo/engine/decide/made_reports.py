@@ -1,0 +1,76 @@
+"""Make reports: of a decision, and of what was measured after it."""
+
+from __future__ import annotations
+
+from ds_dynmo import partitioners
+from ds_dynmo.engine.decide.decision import Decision
+from ds_dynmo.engine.decide.trigger import Reason, Request
+from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport
+
+
+def measured_report(profile: Profile, rebalance_step: int | None) -> MeasuredReport:
+    """Report what a profile measured under its placement.
+
+    Args:
+        rebalance_step: when layers moved there; None: they were built there.
+    """
+    seconds = profile.costs("time")
+    loads = partitioners.loads(seconds, profile.partition)
+    busy = profile.micro_batches * sum(loads) / len(loads)
+    return MeasuredReport(
+        step=profile.step,
+        rebalance_step=rebalance_step,
+        placement=profile.placement,
+        bottleneck_seconds=max(loads),
+        imbalance=partitioners.imbalance(seconds, profile.partition),
+        batch_seconds=profile.batch_seconds,
+        bubble_ratio=max(0.0, 1.0 - busy / profile.batch_seconds) if profile.batch_seconds else 0.0,
+    )
+
+
+def rebalance_report(
+    plan: MigrationPlan,
+    decision: Decision | None,
+    *,
+    step: int,
+    request: Request,
+    bytes_moved: int,
+    seconds: tuple[float, float, float],
+    load_signals: tuple[float | None, ...],
+    own_schedule: str = "",
+) -> RebalanceReport:
+    """Report a decision that was carried out.
+
+    Args:
+        decision: None: there was no profile to predict from.
+        seconds: of profile, decide and migrate.
+        own_schedule: of the user's engine.
+    """
+    found = decision.found if decision else None
+    return RebalanceReport(
+        step=step,
+        reason=str(request),
+        old_placement=plan.old,
+        new_placement=plan.new,
+        bottleneck_seconds_before=decision.bottleneck_seconds_before if decision else None,
+        bottleneck_seconds_after=decision.bottleneck_seconds_after if decision else None,
+        imbalance_before=decision.imbalance_before if decision else None,
+        imbalance_after=decision.imbalance_after if decision else None,
+        stage_seconds_before=decision.stage_seconds_before if decision else None,
+        stage_seconds_after=decision.stage_seconds_after if decision else None,
+        iteration_seconds_before=decision.iteration_seconds_before if decision else None,
+        iteration_seconds_after=decision.iteration_seconds_after if decision else None,
+        verdict=decision.verdict if decision else "",
+        bubble_ratio_before=decision.bubble_ratio_before if decision else None,
+        bubble_ratio_after=decision.bubble_ratio_after if decision else None,
+        schedule_splits=found.schedule.splits if found else None,
+        lower_bound_seconds=found.lower_bound_seconds if found else None,
+        layers_moved=len(plan.moves),
+        bytes_moved=bytes_moved,
+        profile_seconds=seconds[0],
+        decide_seconds=seconds[1],
+        migrate_seconds=seconds[2],
+        load_signals=load_signals,
+        own_schedule=own_schedule,
+        model_changed=request.reason is Reason.MODEL_CHANGED,
+    )

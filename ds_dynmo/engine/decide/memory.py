@@ -1,0 +1,115 @@
+"""The memory limit of a rank: which partitions meet it, and which moves meet it while layers move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_dynmo import partitioners
+from ds_dynmo.engine.decide.decision_input import memory_model
+from ds_dynmo.engine.measure import layer_sizes
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import MigrationError
+from ds_dynmo.partitioners import MemoryModel, Overflow
+from ds_dynmo.plan import HeldBytes, MigrationPlan, Profile
+
+
+@dataclass(frozen=True)
+class HeldMemory:
+    """What ranks hold of each layer between two batches. Pure.
+
+    Attributes:
+        limit: of a rank, in bytes.
+        layers: per layer, what a rank holds that has it.
+        static_bytes: per layer, what it holds in training without activations.
+        first_uses: per layer, the first layer that uses the same parameters; None: it is a function.
+    """
+
+    limit: int
+    layers: tuple[HeldBytes, ...]
+    static_bytes: tuple[int, ...]
+    first_uses: tuple[int | None, ...]
+
+    def overflow(
+        self, plan: MigrationPlan, present: MemoryModel | None = None, *, overlapped: bool = False
+    ) -> Overflow | None:
+        """Find the stage that ``plan`` takes furthest above the limit; None: it takes none above.
+
+        Args:
+            present: what stages need now, with activations; None: what their layers hold, without.
+            overlapped: batches train while layers travel.
+        """
+        old = plan.old
+        if present is None:
+            present_bytes = [sum(self.static_bytes[index] for index in old.layers_of(stage)) for stage in old.stages]
+        else:
+            present_bytes = present.bytes_per_stage(old.boundaries)
+        return partitioners.overflow(
+            plan, self.layers, self.first_uses, self.limit, present_bytes, overlapped=overlapped
+        )
+
+
+class MemoryLimit:
+    """The memory that a rank may use.
+
+    Attributes:
+        limit: ``dynmo.memory_limit``: bytes, or a fraction of the accelerator's memory; None: no limit.
+    """
+
+    def __init__(self, stage: StageContext) -> None:
+        self._stage = stage
+        self.limit = stage.config.memory_limit
+        self._agreed: tuple[int, int] | None = None  # the world, and its limit
+
+    def bytes(self) -> int | None:
+        """The least of all ranks' limits, as accelerators may differ. None: no limit. Collective, once in a world."""
+        if not isinstance(self.limit, float):
+            return self.limit
+        comm = self._stage.comm
+        if self._agreed is None or self._agreed[0] != comm.worlds:
+            mine = torch.tensor([-self.limit * get_accelerator().total_memory()], dtype=torch.float64)
+            self._agreed = comm.worlds, int(-comm.max_over_world(mine).item())
+        return self._agreed[1]
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Layers of a segment that is recomputed for its backward pass; 0: none are."""
+        return int(self._stage.engine.module.activation_checkpoint_interval)
+
+    def held(self) -> HeldMemory | None:
+        """Gather what ranks hold of each layer; None without a limit. Collective.
+
+        Raises:
+            MigrationError: harmless, on every rank; a rank cannot tell what its layers hold.
+        """
+        limit = self.bytes()
+        if limit is None:
+            return None
+        layers = self._stage.layers
+        table = self._stage.comm.max_over_world(layer_sizes.held_table(layers, self._stage.state))
+        if layer_sizes.failed(table):
+            raise MigrationError("a rank could not tell what its layers hold. No layer has moved", harmless=True)
+        return HeldMemory(limit, *layer_sizes.held_from(table), tuple(layers.first_uses()))
+
+    def check(self, plan: MigrationPlan, profile: Profile | None = None, *, overlapped: bool = False) -> None:
+        """Refuse a plan that takes a rank above the limit while layers move. Collective, before a byte moves.
+
+        Args:
+            profile: that ``plan`` was decided from; None: there is none, and activations do not count.
+            overlapped: batches train while layers travel.
+
+        Raises:
+            MigrationError: harmless, on every rank, with both numbers.
+        """
+        held = self.held()
+        if held is None:
+            return
+        present = memory_model(profile, held.limit, self.checkpoint_interval) if profile is not None else None
+        found = held.overflow(plan, present, overlapped=overlapped)
+        if found is not None:
+            raise MigrationError(
+                f"from {plan.old} to {plan.new}, {found} (dynmo.memory_limit). No layer has moved",
+                harmless=True,
+            )

@@ -1,0 +1,182 @@
+"""Say when to profile and when to decide: the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ds_dynmo.config import DynMoConfig
+
+_LEAST_SPAN = 100  # batches that a change lasts at least, where only changes cause decisions
+
+
+class Reason(Enum):
+    """Why a decision is requested. The values appear in reports."""
+
+    INITIAL = "initial"  # the first partition of a run
+    INTERVAL = "interval"
+    MODEL_CHANGED = "model changed"  # reports say what the model gave as reason
+    BY_HAND = "by hand"  # the user requests a decision
+    EXPLICIT = "explicit"  # the user says where to go
+    CHECKPOINT = "checkpoint"  # layers go where they were saved
+
+    @property
+    def is_automatic(self) -> bool:
+        """Must a move repay its cost? Decisions by hand, and the first of a run, need only be better."""
+        return self in (Reason.INTERVAL, Reason.MODEL_CHANGED)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for a decision.
+
+    Attributes:
+        text: the reason in reports; "": the value of ``reason``.
+    """
+
+    reason: Reason
+    text: str = ""
+
+    def __str__(self) -> str:
+        return self.text or self.reason.value
+
+
+class Trigger:
+    """Says which batches are profiled, and after which a decision is due.
+
+    Steps are DeepSpeed's ``global_steps``: batch ``n`` ends with ``global_steps == n``. A decision is due after every
+    ``interval`` batches within [start_step, stop_step]. Only the ``profile.batches`` batches before it are profiled.
+    After a move its outcome is measured once.
+
+    With ``"enabled": false`` nothing is profiled or decided, with one exception: if ``initial_partition`` is "profile",
+    the first profile after the warm-up places the layers, once.
+    """
+
+    _SAVED = ("_settled", "_urgent", "_outcome_wanted", "_unchanged", "_span")  # in a checkpoint
+
+    def __init__(self, config: DynMoConfig) -> None:
+        self._config = config
+        self._settled = 0  # batches since the start, or since layers last moved
+        self._pending = Request(Reason.INITIAL) if config.initial_partition == "profile" else None
+        self._placed = False
+        self._urgent = False
+        self._outcome_wanted = True  # the first profile of a run, and the first after each move
+        self._unchanged = 0  # batches since the start, or since the model last changed
+        self._span = 0  # batches between the model's last two changes
+
+    @property
+    def pending(self) -> Request | None:
+        """The request for the decision that is pending; None: no decision is."""
+        return self._pending
+
+    @property
+    def warm(self) -> bool:
+        """Is the warm-up after the start or the last move over?"""
+        return self._settled >= self._config.profile.warmup_batches
+
+    @property
+    def placed(self) -> bool:
+        """Did a profile at the start place the layers for good?"""
+        return self._placed
+
+    @property
+    def batches_to_gain(self) -> int:
+        """How many batches a decision is expected to last.
+
+        ``interval``, or without intervals the batches between the model's last two changes, at least 100.
+        """
+        return self._config.interval or max(_LEAST_SPAN, self._span)
+
+    def model_changed(self, reason: str) -> None:
+        """Request a decision, as layers cost something else from here on."""
+        self._span, self._unchanged = self._unchanged, 0
+        self.ask(Request(Reason.MODEL_CHANGED, reason))
+
+    def ask(self, request: Request) -> None:
+        """Profile the next batch, even in the warm-up, and decide after it; do neither if switched off."""
+        if self._config.enabled:
+            self._pending, self._urgent = request, True
+
+    def profile_batch(self, step: int) -> bool:
+        """Is the batch that will end with ``step`` to be profiled?"""
+        if self._urgent:
+            return True
+        if not self.warm:
+            return False
+        if not self._config.enabled:
+            return self._pending is not None
+        return self._outcome_wanted or self._pending is not None or self._due_within(step, self._config.profile.batches)
+
+    def batch_done(self, step: int) -> None:
+        """Count the batch that ended with ``step``."""
+        self._settled += 1
+        self._unchanged += 1
+        if self._config.enabled and self._pending is None and self._due(step):
+            self._pending = Request(Reason.INTERVAL)
+
+    def decision_due(self, profiled_batches: int) -> bool:
+        """Is a decision pending, and the profile long enough to take it?"""
+        return self._pending is not None and profiled_batches >= self._config.profile.batches
+
+    def outcome_due(self, profiled_batches: int) -> bool:
+        """Is the outcome of the last move not recorded yet, and the profile long enough for that?"""
+        return self._outcome_wanted and profiled_batches >= self._config.profile.batches
+
+    def outcome_recorded(self) -> None:
+        """Note that the outcome of the last move was recorded."""
+        self._outcome_wanted = False
+
+    def decided(self, moved: bool) -> None:
+        """Note that a decision was taken."""
+        self._placed = not self._config.enabled and self._config.initial_partition == "profile"
+        self._pending, self._urgent = None, False
+        if moved:
+            self.moved()
+
+    def moved(self) -> None:
+        """Note that layers have moved: begin the warm-up again, and measure the outcome after it."""
+        self._settled, self._outcome_wanted = 0, True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values for a checkpoint."""
+        pending = self._pending
+        text = str(pending) if pending is not None else None
+        state = {**{name: getattr(self, name) for name in self._SAVED}, "_placed": self._placed, "_reason": text}
+        if pending is not None and _request_saved(state) != pending:  # a model may give "interval" as reason
+            state["asked_as"] = pending.reason.name
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`.
+
+        If switched off, drop a decision that the saved run was about to take. If ``initial_partition`` is then
+        "profile", a profile places the layers, unless one did so in the saved run, also switched off.
+        """
+        for name in self._SAVED:
+            setattr(self, name, state[name])
+        self._placed = state.get("_placed", False)  # older checkpoints lack it
+        self._pending = _request_saved(state)
+        if not self._config.enabled:
+            self._urgent = False
+            places = self._config.initial_partition == "profile" and not self._placed
+            self._pending = Request(Reason.INITIAL) if places else None
+
+    def _due(self, step: int) -> bool:
+        config = self._config
+        if config.interval == 0 or step < max(config.start_step, 1):
+            return False
+        return (config.stop_step is None or step <= config.stop_step) and step % config.interval == 0
+
+    def _due_within(self, step: int, batches: int) -> bool:
+        return any(self._due(later) for later in range(step, step + batches))
+
+
+def _request_saved(state: dict[str, Any]) -> Request | None:
+    """Read the pending request of a checkpoint: its text, and the reason's name if the text is another reason's."""
+    text = state["_reason"]
+    if text is None:
+        return None
+    if "asked_as" in state:
+        return Request(Reason[state["asked_as"]], text)
+    return next((Request(reason) for reason in Reason if reason.value == text), Request(Reason.MODEL_CHANGED, text))

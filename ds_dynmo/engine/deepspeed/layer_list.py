@@ -1,0 +1,105 @@
+"""The layer list of a model: what the user gave for each layer, and which layers are tied. The same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+from deepspeed.pipe import TiedLayerSpec
+from deepspeed.runtime.pipe.module import LayerSpec
+from torch import nn
+
+from ds_dynmo.engine.deepspeed.ties import OwnUses
+from ds_dynmo.placement import Placement
+
+
+class LayerList:
+    """The layers of a model by their number, wherever they are.
+
+    Args:
+        specs: what the user gave for each layer: a LayerSpec, a module or a function.
+        ties: the keys whose uses are modules of their own.
+    """
+
+    def __init__(self, specs: Sequence[Any], ties: Mapping[str, OwnUses]) -> None:
+        self._specs = specs
+        self._ties = dict(ties)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._specs)
+
+    def spec(self, index: int) -> Any:
+        """Return what the user gave for layer ``index``: a LayerSpec, a module or a function."""
+        return self._specs[index]
+
+    # -- tied layers ----------------------------------------------------------------------------------
+
+    def key(self, index: int) -> str | None:
+        """Return the key of a tied layer that is one module with its other uses; None for any other layer."""
+        spec = self.spec(index)
+        return str(spec.key) if isinstance(spec, TiedLayerSpec) and str(spec.key) not in self._ties else None
+
+    def tied_keys(self) -> list[str]:
+        """List the keys of all tied layers of the model that are one module with their other uses."""
+        return sorted({key for index in range(self.num_layers) if (key := self.key(index)) is not None})
+
+    def uses(self, key: str) -> list[int]:
+        """List the layers of the whole model that share the parameters of ``key``."""
+        return [index for index in range(self.num_layers) if self.key(index) == key]
+
+    def tie_of(self, index: int) -> OwnUses | None:
+        """Return how layer ``index`` is tied to others that are modules of their own; None if it is not."""
+        spec = self.spec(index)
+        return self._ties.get(str(spec.key)) if isinstance(spec, TiedLayerSpec) else None
+
+    @property
+    def own_uses(self) -> list[OwnUses]:
+        """The keys whose uses are modules of their own."""
+        return [self._ties[key] for key in sorted(self._ties)]
+
+    def alike_uses(self) -> dict[str, list[int]]:
+        """Map a key to its uses, where these are modules of their own and a checkpoint of one will do for any."""
+        return {tie.key: tie.uses for tie in self.own_uses if tie.alike}
+
+    def first_use(self, index: int) -> int:
+        """Return the layer that names the parameters of layer ``index``: the first use of a tied one, else itself."""
+        key = self.key(index)
+        return index if key is None else self.uses(key)[0]
+
+    def first_uses(self) -> list[int | None]:
+        """List :meth:`first_use` of every layer; None for a function."""
+        modules = [isinstance(self.spec(index), nn.Module | LayerSpec) for index in range(self.num_layers)]
+        return [self.first_use(index) if is_module else None for index, is_module in enumerate(modules)]
+
+    def stored_use(self, index: int) -> int | None:
+        """Return the first use that DeepSpeed writes a file of; None if every use has a function around it."""
+        key = self.key(index)
+        if key is None:
+            return index if self.tie_of(index) is None or self.spec(index).forward_fn is None else None
+        return next((use for use in self.uses(key) if self.spec(use).forward_fn is None), None)
+
+    # -- parameters of a stage ------------------------------------------------------------------------
+
+    def owner(self, index: int, placement: Placement) -> bool:
+        """Tell whether layer ``index`` owns its module: a tied layer does not if an earlier use is on its stage."""
+        key = self.key(index)
+        if key is None:
+            return True
+        here = placement.layers_of(placement.stage_of(index))
+        return index == min(use for use in self.uses(key) if use in here)
+
+    def first_uses_at(self, placement: Placement, stage: int) -> list[int]:
+        """List the layers that name a stage's parameters, in the order of DeepSpeed's module."""
+        here = placement.layers_of(stage)
+        owners = [index for index in here if self.owner(index, placement)]
+        return [self.first_use(index) for index in self._in_order(owners, here)]
+
+    def _leads(self, index: int, here: Container[int]) -> bool:
+        """Tell whether a use that is a module of its own is the first on the stage that holds the layers ``here``."""
+        tie = self.tie_of(index)
+        return tie is not None and index == min(use for use in tie.uses if use in here)
+
+    def _in_order(self, indices: Iterable[int], here: Container[int]) -> list[int]:
+        """Sort layers of the stage that holds ``here`` as DeepSpeed's module has their parameters: tied ones first."""
+        return sorted(indices, key=lambda index: (self.key(index) is None and not self._leads(index, here), index))

@@ -1,0 +1,200 @@
+"""Patches of DeepSpeed's pipeline engine: methods in place of its own or around them (read in DeepSpeed 0.19.8).
+
+They fix what depends on which layers a stage has, and what fails. All of them hold with
+``"enabled": false`` too: the baseline of every comparison. Without a "dynmo" block nothing here differs from DeepSpeed.
+With one most runs do, if only because DeepSpeed clips gradients at 1.0 unless told 0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extract_module_and_param_names
+
+from ds_dynmo.config import DynMoConfig
+from ds_dynmo.engine.comm import replicas
+from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
+from ds_dynmo.engine.deepspeed.checkpointing import checkpoint_any_input
+from ds_dynmo.engine.deepspeed.losses import share_loss
+from ds_dynmo.engine.events import LayersMoved
+from ds_dynmo.engine.run.compiler import backend_of_call
+from ds_dynmo.engine.stage import StageContext, stage_of
+from ds_dynmo.engine.state.clipping import scale_gradients
+
+
+class PatchedPipelineEngine(PipelineEngine):
+    """DeepSpeed's engine with parameter groups, clipping and timers that do not depend on the partition.
+
+    Attributes:
+        dynmo: the "dynmo" block; None: every method is DeepSpeed's.
+        stage: what our parts work on; with a "dynmo" block alone.
+    """
+
+    dynmo: Any
+    stage: StageContext
+    _timers_started: set[str]
+
+    def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
+        self.__dict__["dynmo"] = dynmo  # super().__init__ calls what is overridden here
+        self.__dict__["_timers_started"] = set()
+        super().__init__(*args, **kwargs)
+        if dynmo is not None:
+            checkpoint_any_input(self.module)
+            self.stage.layers.mark_copies()
+            self.stage.optimizer.follow()
+            self.stage.layers_moved.subscribe("DeepSpeed keeps what belongs to the layers before", self._forget_layers)
+            self.stage.parameters_replaced.subscribe("DeepSpeed keeps graphs with the parameters", self._forget_layers)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile layer by layer, as ``"compile": true`` in the block does; without a block DeepSpeed's ``compile``.
+
+        Raises:
+            ConfigError: an argument that this does not honour; nothing has changed.
+        """
+        if self.dynmo is None:
+            super().compile(*args, **kwargs)
+        else:
+            self.stage.compiled.switch_on(backend_of_call(*args, **kwargs))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called, or the block asks for it."""
+        return bool(super().is_compiled if self.dynmo is None else self.stage.compiled)
+
+    # -- layers ---------------------------------------------------------------------------------------
+
+    def _configure_distributed_model(self, model: Any) -> None:
+        """Set up the module as DeepSpeed does, but refuse on every rank if any holds a layer that cannot be moved."""
+        if self.dynmo is not None:
+            self.stage = stage_of(self, self.dynmo, model)
+        super()._configure_distributed_model(model)
+
+    def _broadcast_model(self) -> None:
+        """Broadcast the model as DeepSpeed does, but for parameters that are a replica's own."""
+        kept = [(p, p.detach().clone()) for p in self.module.parameters() if replicas.is_own(p)]
+        super()._broadcast_model()
+        for parameter, own in kept:
+            parameter.data.copy_(own)
+
+    def _get_gradients_for_reduction(self) -> tuple[list[Any], dict[str, list[Any]]]:
+        """List the gradients to average as DeepSpeed does, once per batch. Divide a replica's own instead."""
+        gradients, of_experts = super()._get_gradients_for_reduction()
+        if self.dynmo is None or not self.stage.replicas_differ:
+            return gradients, of_experts
+        reduced = [p for p in self.module.parameters() if p.requires_grad and p.numel()]
+        for parameter in filter(replicas.is_own, reduced):
+            parameter.grad.div_(self.grid.get_data_parallel_world_size())
+        return [g for p, g in zip(reduced, gradients, strict=True) if not replicas.is_own(p)], of_experts
+
+    # -- optimizer ------------------------------------------------------------------------------------
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        """Build the optimizer as DeepSpeed does, but keep every parameter group on every rank, empty ones too.
+
+        DeepSpeed calls it in its constructor. Programs that need other parameter groups than they can name before call
+        it themselves, after ``initialize``: from then on that optimizer follows the layers.
+        """
+        if self.dynmo is None:
+            super()._configure_optimizer(client_optimizer, model_parameters)
+            return
+        given = client_optimizer if client_optimizer is not None else self._configure_basic_optimizer
+        with self.stage.optimizer.configuring(given, model_parameters) as optimizer:
+            super()._configure_optimizer(optimizer, model_parameters)
+
+    def _get_zero_param_shapes(self) -> list[Any]:
+        """Return DeepSpeed's table for checkpoints, without placeholders."""
+        shapes: list[Any] = super()._get_zero_param_shapes()
+        return shapes if self.dynmo is None else self.stage.optimizer.without_placeholders(shapes)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm of the whole model (DeepSpeed's counts the first stage only)."""
+        if self.dynmo is None:
+            super().clip_fp32_gradients()
+            return
+        norm = self.stage.optimizer.norm.of(lambda parameter: parameter.grad)
+        scale_gradients(self.module.parameters(), norm, self.gradient_clipping())
+        self._global_grad_norm = norm
+
+    def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
+        """Divide by the number of micro-batches on the last stage alone, as 0.19.8 does; 0.18.9 divides on each."""
+        if self.dynmo is None or self.is_last_stage():
+            scaled: torch.Tensor = super()._backward_prologue_per_tensor(grad)
+            return scaled
+        return grad
+
+    # -- a batch --------------------------------------------------------------------------------------
+
+    def _train_schedule(self) -> Any:
+        """The steps of a batch: DeepSpeed's, or those of the schedule in force where nobody has other ones."""
+        steps = super()._train_schedule()
+        return steps if self.dynmo is None else self.stage.schedule.steps(steps)
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        """Run the schedule of a batch, training or evaluation, inside what the parts put around it."""
+        if self.dynmo is None:
+            super()._exec_schedule(pipe_schedule)
+            return
+        self.stage.schedule.begin(pipe_schedule)
+        with self.stage.around_schedule(torch.is_grad_enabled()):
+            super()._exec_schedule(pipe_schedule)
+
+    def _aggregate_total_loss(self) -> Any:
+        """Share the loss as DeepSpeed does, and show in a trace how long that waits.
+
+        After a batch by a schedule of ours nothing waits, so that the next one can begin on stages that are done.
+        """
+        aggregate = super()._aggregate_total_loss
+        if self.dynmo is None:
+            return aggregate()
+        with self.stage.timeline.phase("loss", "share the loss"):
+            if self.stage.schedule.running is None or not is_deepspeeds(aggregate):
+                return aggregate()
+            return share_loss(self, aggregate, self.stage.comm.post)
+
+    def reset_activation_shape(self) -> None:
+        """Let stages announce their messages anew, as DeepSpeed does; of ours, which tensors get a gradient."""
+        super().reset_activation_shape()
+        if self.dynmo is not None:
+            self.stage.gradient_flags.forget_shapes()
+
+    def _allocate_or_extend_buffers(self, idx: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate memory of its own for every tensor that is received.
+
+        DeepSpeed's number 1 of the messages that come in and number 1 of the gradients that come back have the same
+        memory, whatever their dtypes: after a mask, ranks fail or hang. And a backward pass may keep a gradient as it
+        came, as that of a parameter or of what was received: the next message would overwrite it.
+        """
+        if self.dynmo is not None:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        buffer: torch.Tensor = super()._allocate_or_extend_buffers(idx, shape, dtype)
+        return buffer
+
+    def _forget_layers(self, _: LayersMoved | None) -> None:
+        """Free what DeepSpeed keeps of the layers before."""
+        self.reset_activation_shape()
+        for buffers in self.pipe_buffers.values():
+            buffers[:] = [None] * len(buffers)
+        last: Any = vars(self).get("loss")  # its graph holds the layers before
+        self.loss = last.detach() if isinstance(last, torch.Tensor) else None
+        debug_clear_module_and_param_names()
+        debug_extract_module_and_param_names(self.module)
+
+    # -- timers ---------------------------------------------------------------------------------------
+
+    # With wall_clock_breakdown DeepSpeed starts and stops its backward timers twice in a pipeline, once in the
+    # pipeline's instruction and once in a hook, and fails on the second: the outer one counts.
+
+    def _start_timers(self, timer_names: list[str]) -> None:
+        if self.dynmo is not None:
+            timer_names = [name for name in timer_names if not self.timers(name).started_]
+            self._timers_started.update(timer_names)
+        super()._start_timers(timer_names)
+
+    def _stop_timers(self, timer_names: list[str]) -> None:
+        if self.dynmo is not None:
+            timer_names = [name for name in timer_names if name in self._timers_started]
+            self._timers_started.difference_update(timer_names)
+        super()._stop_timers(timer_names)

@@ -1,0 +1,320 @@
+"""The layers of one stage inside DeepSpeed's PipelineModule: read them, and rebuild the module around others.
+
+All that is private in PipelineModule and depends on the partition is touched here (read in DeepSpeed 0.19.8,
+runtime/pipe/module.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from torch import nn
+
+from ds_dynmo.engine.deepspeed.layer_list import LayerList
+from ds_dynmo.engine.deepspeed.tied_aliases import TiedAliases
+from ds_dynmo.engine.deepspeed.tied_gradients import tied_comms
+from ds_dynmo.engine.deepspeed.ties import OwnUses, tied_weight
+from ds_dynmo.engine.move.object_graph import copy_of_modules
+from ds_dynmo.engine.move.pickling import stand_in
+from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.placement import Placement
+
+try:
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+except ImportError:  # not in 0.18.9
+    DualPipeVModule = None
+
+
+class StageLayers(LayerList):
+    """This rank's layers, by their number in the model.
+
+    A tied layer has one module per stage (DeepSpeed keeps it in ``tied_modules``), which the first use on the stage
+    owns; later uses there run a tied alias of it.
+
+    Uses that are modules of their own (:class:`OwnUses`) are layers like any other here, and have no :meth:`key`.
+    The module of their first use on a stage is in ``tied_modules``, where DeepSpeed sums the gradients of stages.
+
+    Args:
+        ties: the keys whose uses are modules of their own.
+
+    Attributes:
+        tied_aliases: of the later uses on this stage.
+    """
+
+    def __init__(self, module: PipelineModule, ties: Mapping[str, OwnUses] | None = None) -> None:
+        super().__init__(module._layer_specs, ties or {})
+        self._module = module
+        self._placement = Placement.chain(module.parts)
+        self._stage = int(module.stage_id)
+        given = {index: spec for index, spec in enumerate(module._layer_specs) if isinstance(spec, nn.Module)}
+        self._given = {index: _without_values(layer) for index, layer in given.items()}
+        self.tied_aliases = TiedAliases()
+
+    # -- which layers ---------------------------------------------------------------------------------
+
+    @property
+    def placement(self) -> Placement:
+        """Where all layers of the model are."""
+        return self._placement
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The layers of this stage, in the order in which they run."""
+        return self._placement.layers_of(self._stage)
+
+    @property
+    def run(self) -> range:
+        """The layers of this stage, where they are one run of consecutive layers."""
+        return self._placement.run_of(self._stage)
+
+    def file_name(self, index: int) -> str:
+        """Return DeepSpeed's name of the file of a layer, whichever stage holds it."""
+        return os.path.basename(self._module.ckpt_layer_path("", index - self._module._local_start))
+
+    def random_streams(self) -> list[int]:
+        """List, per layer of this stage, the number by which its random draws go: its own, unless it says another."""
+        own = {index: self.local_module(index) for index in self.indices if self.key(index) is None}
+        return [getattr(own.get(index), "draws_as_layer", index) for index in self.indices]
+
+    # -- modules --------------------------------------------------------------------------------------
+
+    def local_module(self, index: int) -> nn.Module | None:
+        """Return the module of a layer of this stage: of a tied one that of its first use here; None of a function."""
+        modules, name = self._slot(index)
+        return modules.get(name)
+
+    def _slot(self, index: int) -> tuple[dict[str, nn.Module | None], str]:
+        """Find where the PipelineModule keeps the module of a layer of this stage, and the name there."""
+        key, tie = self.key(index), self.tie_of(index)
+        if tie is not None and self._leads(index, self.indices):
+            key = tie.key
+        return (self._module._modules, str(index)) if key is None else (self._module.tied_modules._modules, key)
+
+    def modules(self) -> dict[int, nn.Module]:
+        """Map this stage's layers to their modules, each module once."""
+        found = {}
+        for index in self.indices:
+            module = self.local_module(index)
+            if module is not None and self.owner(index, self._placement):
+                found[index] = module
+        return found
+
+    def counted_modules(self) -> dict[int, nn.Module]:
+        """Like :meth:`modules`, with a tied layer only on the stage of its first use in the whole model."""
+        return {
+            index: module
+            for index, module in self.modules().items()
+            if (key := self.key(index)) is None or index == self.uses(key)[0]
+        }
+
+    def modules_that_run(self) -> dict[int, nn.Module]:
+        """Like :meth:`modules`, with the tied aliases of later uses on this stage."""
+        return {**self.modules(), **self.tied_aliases.by_layer}
+
+    def every_module(self) -> Iterator[nn.Module]:
+        """Visit every part of every layer that runs here, tied aliases too."""
+        for whole in (self._module, *self.tied_aliases.modules):
+            yield from whole.modules()
+
+    # -- parameters -----------------------------------------------------------------------------------
+
+    def named_parameters(self) -> dict[ParamKey, nn.Parameter]:
+        """Map keys to this stage's parameters, each once, in the order of DeepSpeed's module: tied layers first."""
+        modules = self.modules()
+        found: dict[int, tuple[ParamKey, nn.Parameter]] = {}
+        for index in self._in_order(modules, self.indices):
+            for name, parameter in modules[index].named_parameters():
+                found.setdefault(id(parameter), (ParamKey(self.first_use(index), name), parameter))
+        return dict(found.values())
+
+    def parameters(self) -> list[nn.Parameter]:
+        """List :meth:`named_parameters` without their keys."""
+        return [*self.named_parameters().values()]
+
+    def sharing(self) -> set[int]:
+        """Find layers that share a parameter with another layer here, though they are not tied."""
+        users: dict[int, list[int]] = {}
+        for index, module in self.modules().items():
+            for parameter in module.parameters():
+                users.setdefault(id(parameter), []).append(index)
+        return {index for found in users.values() if len(found) > 1 for index in found}
+
+    def tied_by_key(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
+        """List the weights of this stage's tied layers by their keys, once for each module that has them."""
+        for index, module in self.modules().items():
+            key, tie = self.key(index), self.tie_of(index)
+            if tie is not None:
+                yield tie.key, list(self.tied_weights(index))
+            elif key is not None:
+                yield key, list(module.parameters())
+
+    def tied_parameters(self) -> list[nn.Parameter]:
+        """List the parameters of this stage's tied layers that are tied."""
+        whole = [p for index, module in self.modules().items() if self.key(index) for p in module.parameters()]
+        return [*whole, *(weight for index in self.indices for weight in self.tied_weights(index))]
+
+    def tied_weights(self, index: int) -> list[nn.Parameter]:
+        """List what layer ``index``, of this stage, shares with other modules, in the order of ``tied_weight_attr``."""
+        module = self.local_module(index)
+        if module is None or self.tie_of(index) is None:
+            return []
+        return [tied_weight(module, name) for name in self.spec(index).tied_weight_attr]
+
+    def copies(self) -> list[tuple[nn.Parameter, ...]]:
+        """List each tied weight that several modules of this stage have: all of its copies, in layer order."""
+        found: list[tuple[nn.Parameter, ...]] = []
+        for tie in self.own_uses:
+            here = [use for use in tie.uses if use in self.indices]
+            if len(here) > 1:
+                found += zip(*(self.tied_weights(use) for use in here), strict=True)
+        return found
+
+    def later_copies(self) -> list[nn.Parameter]:
+        """List tied weights of this stage that a module earlier in the model has too."""
+        later = [i for i in self.indices if (tie := self.tie_of(i)) is not None and i != tie.uses[0]]
+        return [weight for index in later for weight in self.tied_weights(index)]
+
+    # -- rebuilding -----------------------------------------------------------------------------------
+
+    def build(self, index: int, device: torch.device) -> nn.Module:
+        """Build layer ``index`` afresh from its spec: a shell for a layer that cannot be pickled.
+
+        Of a layer that was given as a module it is what was given: the list holds what the layer has become since.
+        """
+        given = self._given.get(index)
+        built: nn.Module = self.spec(index).build() if given is None else copy_of_modules(given)
+        held = (*built.parameters(), *built.buffers())
+        return built.to(device) if not any(tensor.is_meta for tensor in held) else built
+
+    def detach(self, index: int) -> None:
+        """Let go of the module of layer ``index``, which was sent away; :meth:`rebuild` follows."""
+        modules, name = self._slot(index)
+        del modules[name]
+        self._module.forward_funcs[self.indices.index(index)] = _sent_away
+
+    def rebuild(self, placement: Placement, stage: int, modules: dict[int, nn.Module]) -> None:
+        """Make the PipelineModule what it would be had it been built with ``placement`` and ``modules``."""
+        module = self._module
+        for name in [name for name in module._modules if name.isdigit()]:
+            del module._modules[name]
+        module.tied_modules.clear()
+        module.tied_weight_attrs.clear()
+        self._place_at(placement, stage)
+        module.forward_funcs, module.fwd_map = [], {}
+        for index in self.indices:
+            self._attach(index, modules.get(index))
+        self.split_uses()
+        module.is_checkpointable_results_interval = None  # stale results would silently skip layers
+        module._precompute_checkpointable_values()
+
+    def split_uses(self) -> None:
+        """Give every use of a tied layer but the first on this stage a tied alias."""
+        later = [i for i in self.indices if self.key(i) is not None and not self.owner(i, self._placement)]
+        owners = {index: module for index in later if (module := self.local_module(index)) is not None}
+        for index, alias in self.tied_aliases.replace(owners).items():
+            self._module.forward_funcs[self.indices.index(index)] = _use(self.spec(index), alias)
+
+    def clear(self, empty: Callable[[nn.Module], None]) -> None:
+        """Let go of all layers and free their memory, whoever still holds them.
+
+        Args:
+            empty: frees a layer that the user gave as a module, which the layer list goes on holding.
+        """
+        for index, layer in self.modules().items():
+            for parameter in layer.parameters():
+                parameter.data = parameter.data.new_empty(0)
+            if isinstance(self.spec(index), nn.Module):
+                empty(self.spec(index))
+        self.rebuild(Placement.chain([0, 0], empty=[0]), 0, {})
+        self._module.tied_comms = {}
+
+    def renumber(self, placement: Placement, stage: int) -> None:
+        """Keep the same layers as this stage of another number of stages. :meth:`tie` or a migration follows."""
+        assert self.indices == placement.layers_of(stage), "it keeps its layers"
+        self._place_at(placement, stage)
+
+    def _place_at(self, placement: Placement, stage: int) -> None:
+        here = placement.run_of(stage)  # DeepSpeed's module knows one range of layers
+        self._placement, self._stage = placement, stage
+        self._module.parts = list(placement.boundaries)
+        self._module._set_bounds(start=here.start, stop=here.stop)
+
+    def _attach(self, index: int, layer: nn.Module | None) -> None:
+        module, spec, key = self._module, self.spec(index), self.key(index)
+        if key is not None:
+            if layer is not None:
+                module.tied_modules[key] = layer
+                module.tied_weight_attrs[key] = spec.tied_weight_attr
+            module.forward_funcs.append(_use(spec, module.tied_modules[key]))
+        elif self.tie_of(index) is not None:
+            assert layer is not None
+            modules, name = self._slot(index)
+            modules[name] = layer
+            if modules is module.tied_modules._modules:
+                module.tied_weight_attrs[name] = spec.tied_weight_attr
+            module.forward_funcs.append(_use(spec, layer))
+        elif layer is not None:
+            module.add_module(str(index), layer)
+            module.fwd_map[str(index)] = len(module.forward_funcs)
+            module.forward_funcs.append(layer)
+            if isinstance(spec, nn.Module):
+                module._layer_specs[index] = layer
+        else:
+            module.forward_funcs.append(spec)
+
+    # -- ties between stages --------------------------------------------------------------------------
+
+    def tie(self, grid: Any, make_group: Callable[[list[int]], Any]) -> None:
+        """Let DeepSpeed sum the gradients of tied layers over the stages that hold them now. Collective.
+
+        Args:
+            grid, make_group: see :func:`tied_comms`.
+        """
+        module = self._module
+        uses_of = {**{key: self.uses(key) for key in self.tied_keys()}, **{tie.key: tie.uses for tie in self.own_uses}}
+        stages_of = {key: sorted({self._placement.stage_of(use) for use in uses_of[key]}) for key in sorted(uses_of)}
+        module.tied_comms = tied_comms(module, stages_of, grid, make_group)
+        for parameter in module.parameters():
+            parameter.ds_pipe_replicated = False
+        for key in module.tied_comms.keys() - self._ties.keys():
+            comm = module.tied_comms[key]
+            for parameter in comm["module"].parameters():
+                parameter.ds_pipe_replicated = module.global_rank != comm["ranks"][0]
+        self.mark_copies()
+
+    def mark_copies(self) -> None:
+        """Mark copies of tied weights for DeepSpeed, which counts each weight once: all but the first in the model."""
+        for index in self.indices:
+            module = self.local_module(index)
+            if module is not None and self.tie_of(index) is not None:
+                for parameter in module.parameters():
+                    parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+        for parameter in self.later_copies():
+            parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+
+def is_dual_pipe_v(model: Any) -> bool:
+    """Tell whether it is a ``DualPipeVModule``, a PipelineModule whose stages hold two ranges of layers each."""
+    return DualPipeVModule is not None and isinstance(model, DualPipeVModule)
+
+
+def _without_values(layer: nn.Module) -> nn.Module:
+    """Copy a layer's modules, with tensors that take no memory; return the layer if it cannot be copied."""
+    tensors = {id(tensor): stand_in(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+    try:
+        return copy_of_modules(layer, tensors)
+    except Exception:  # whatever a user's module raises; :meth:`StageLayers.build` raises it where it is needed
+        return layer
+
+
+def _sent_away(*_: Any) -> Any:
+    raise AssertionError("a layer that was sent away was called")
+
+
+def _use(spec: TiedLayerSpec, layer: nn.Module) -> Callable[..., Any]:
+    return layer if spec.forward_fn is None else partial(spec.forward_fn, layer)

@@ -1,0 +1,379 @@
+"""Measure the forward and backward seconds of every layer, inside the running pipeline, on the user's own batches.
+
+A pass (one micro-batch forward or backward) is a list of *marks*: a time, and the layer that owns the time from there
+on. Marks are set before and after each layer's function, and in backward once the gradient of a layer's output, or of
+the input of the stage or of a checkpointed segment, is complete (a tensor hook at the boundary). So recomputation under
+activation checkpointing, reentrant or not, counts as its layer's backward seconds. Time between layers, such as the
+bookkeeping of checkpointing, is no layer's; the loss counts as the last layer's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from ds_dynmo.engine.measure.saved_bytes import loss_through, saved_for_backward, state_of
+
+Mark = tuple[Any, int | None]
+_RECENT = 7  # batches, profiled or not, whose median counts as the seconds of a batch
+Layer = Callable[[Any], Any]
+
+
+class CpuClock:
+    """Seconds of a monotonic clock."""
+
+    def now(self) -> Any:
+        return time.perf_counter()
+
+    def seconds_between(self, times: Sequence[Any]) -> list[float]:
+        """Return the seconds from each time to the next."""
+        return [after - before for before, after in zip(times, times[1:])]
+
+
+class EventClock:
+    """Events on the accelerator's current stream, read at the end, so that nothing synchronises per layer."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def now(self) -> Any:
+        event = self._accelerator.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, times: Sequence[Any]) -> list[float]:
+        """Return the seconds from each time to the next, once the last has passed."""
+        if times:
+            times[-1].synchronize()
+        return [before.elapsed_time(after) / 1000 for before, after in zip(times, times[1:])]
+
+
+def device_clock() -> CpuClock | EventClock:
+    """Return the clock that DeepSpeed's accelerator asks for: the host's on a CPU and where events cannot be timed."""
+    return CpuClock() if get_accelerator().use_host_timers() else EventClock(get_accelerator())
+
+
+class Part(Enum):
+    """What a pass through a stage calculates; a backward pass is one, or two parts."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INPUT_GRADIENT = "input gradient"
+    WEIGHT_GRADIENT = "weight gradient"
+
+
+_Seconds = dict[int, list[float]]
+
+
+def _seconds_by_part() -> dict[Part, _Seconds]:
+    return {part: defaultdict(list) for part in Part}
+
+
+@dataclass
+class Samples:
+    """The measurements of one stage by layer number; lists have one entry per micro-batch.
+
+    Attributes:
+        seconds: of each part; a micro-batch's backward pass is in one list, or in two.
+        deferred_bytes: that a layer holds between the two parts, per micro-batch.
+        loss_bytes: that the loss saves for its backward pass, on the last stage, per micro-batch.
+    """
+
+    seconds: dict[Part, _Seconds] = field(default_factory=_seconds_by_part)
+    deferred_bytes: dict[int, int] = field(default_factory=dict)
+    activation_bytes: dict[int, int] = field(default_factory=dict)
+    input_bytes: dict[int, int] = field(default_factory=dict)
+    output_bytes: dict[int, int] = field(default_factory=dict)
+    loss_bytes: int = 0
+    batches: int = 0
+
+    def forward_seconds(self, index: int) -> float:
+        """Return the :func:`typical` seconds per micro-batch."""
+        return typical(self.forward[index])
+
+    @property
+    def forward(self) -> _Seconds:
+        """Seconds of forward passes."""
+        return self.seconds[Part.FORWARD]
+
+    @property
+    def backward(self) -> _Seconds:
+        """Seconds of backward passes in one."""
+        return self.seconds[Part.BACKWARD]
+
+    def backward_seconds(self, index: int) -> float:
+        """Return the :func:`typical` seconds per micro-batch; 0 for a layer that does no backward work.
+
+        Where every pass was in two parts, of both.
+        """
+        return typical(self.backward[index]) if self.backward[index] else sum(self.part_seconds(index))
+
+    def part_seconds(self, index: int) -> tuple[float, float]:
+        """Return the :func:`typical` seconds of the two parts; 0 where no pass was in two."""
+        first, second = (self.seconds[part][index] for part in (Part.INPUT_GRADIENT, Part.WEIGHT_GRADIENT))
+        return typical(first), typical(second)
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """Average without the largest and the smallest eighth.
+
+    A mean, because a stage takes the sum over its micro-batches: a layer with work in half of them costs half as much,
+    which a median would miss. The outer eighths are where a stall of the machine shows.
+
+    >>> typical([1.0] * 7 + [50.0]), typical([0.0, 4.0, 0.0, 4.0]), typical([])
+    (1.0, 2.0, 0.0)
+    """
+    cut = len(seconds) // 8
+    kept = sorted(seconds)[cut : len(seconds) - cut]
+    return statistics.fmean(kept) if kept else 0.0
+
+
+class Profiler:
+    """Measures the layers of one stage during one batch at a time.
+
+    Args:
+        clock: a :class:`CpuClock` or :class:`EventClock`.
+        size_every_pass: count what is saved for backward in every micro-batch and keep the most, instead of in the
+            first one of a profile. That takes about a twentieth of a batch. It matters if memory is limited and layers
+            do more work in some micro-batches than in others.
+
+    Attributes:
+        samples: the measurements of the present profile.
+        measures: is a batch being measured?
+    """
+
+    def __init__(self, clock: Any, *, size_every_pass: bool = False) -> None:
+        self._clock = clock
+        self._size_every_pass = size_every_pass
+        self.samples = Samples()
+        self._recent_seconds: deque[float] = deque(maxlen=_RECENT)
+        self._last = -1  # the last layer of the stage
+        self._has_loss = False
+        self.measures = False
+        self._in_pass = False
+        self._backward = False
+        self._owner: int | None = None
+        self._paused: int | None = None  # the owner to go back to
+        self._marks: list[Mark] = []
+        self._passes: list[tuple[Part | None, list[Mark]]] = []  # backward? None: of an instruction of the user's
+        self._deferred_bytes: Counter[int] = Counter()  # of this pass
+        self._entered: dict[int, torch.Tensor] = {}  # inputs of the stage or a segment in this pass
+
+    def forget(self, *, batches_too: bool = False) -> None:
+        """Start a new profile; ``batches_too``: discard the batch-time history as well."""
+        self.samples = Samples()
+        if batches_too:
+            self._recent_seconds.clear()
+
+    def batch_took(self, seconds: float) -> None:
+        """Note how long a batch took that was not profiled."""
+        self._recent_seconds.append(seconds)
+
+    @property
+    def batch_seconds(self) -> float:
+        """The median over the latest batches, so that a stall in one does not count."""
+        return statistics.median(self._recent_seconds)
+
+    @property
+    def batches(self) -> int:
+        """How many batches the present profile holds."""
+        return self.samples.batches
+
+    @contextmanager
+    def batch(self, module: Any, layers: Sequence[int], has_loss: bool) -> Iterator[None]:
+        """Measure a batch that runs inside, with ``module.forward_funcs`` wrapped meanwhile.
+
+        Args:
+            module: the PipelineModule.
+            layers: the numbers of the stage's layers.
+            has_loss: is this the last stage?
+        """
+        bare = module.forward_funcs
+        self._last, self._has_loss, self._passes = max(layers, default=-1), has_loss, []
+        module.forward_funcs = [self._marked(index, layer) for index, layer in zip(layers, bare, strict=True)]
+        self.measures = True
+        began = time.perf_counter()
+        try:
+            with loss_through(module, self._sized_loss) if has_loss else nullcontext():
+                yield
+        finally:
+            self.measures = False
+            module.forward_funcs = bare
+        seconds = time.perf_counter() - began
+        self._entered = {}
+        self._read()
+        self.samples.batches += 1
+        self._recent_seconds.append(seconds)
+
+    @contextmanager
+    def one_pass(self, part: Part) -> Iterator[None]:
+        """Measure one micro-batch's pass through the stage, which runs inside."""
+        goes_back = part in (Part.BACKWARD, Part.INPUT_GRADIENT)
+        with self._one_pass(part, self._last if goes_back else None):
+            yield
+
+    @contextmanager
+    def another_pass(self) -> Iterator[None]:
+        """Measure an instruction of the user's, which may run layers; it counts with the next pass."""
+        with self._one_pass(None, None):
+            yield
+
+    @contextmanager
+    def _one_pass(self, part: Part | None, owner: int | None) -> Iterator[None]:
+        self._backward, self._marks, self._entered = part is not Part.FORWARD, [], {}
+        self._deferred_bytes = Counter()
+        self._mark(owner)
+        self._in_pass = True
+        try:
+            yield
+        finally:
+            self._in_pass = False
+        self._mark(None)
+        self._passes.append((part, self._marks))
+        for index, held_bytes in self._deferred_bytes.items():
+            self.samples.deferred_bytes[index] = max(self.samples.deferred_bytes.get(index, 0), held_bytes)
+        self._backward = False
+
+    def deferred(self, compute: Callable[[], torch.Tensor], held_bytes: int) -> Callable[[], torch.Tensor]:
+        """Mark ``compute``, which is put off by the layer whose gradients are calculated now, as that layer's work.
+
+        Args:
+            held_bytes: that it needs until then.
+        """
+        owner = self._owner
+        if owner is None or not self._in_pass:
+            return compute
+        self._deferred_bytes[owner] += held_bytes
+
+        def marked() -> torch.Tensor:
+            if self._in_pass:
+                self._mark(owner)
+            return compute()
+
+        return marked
+
+    def pause(self) -> None:
+        """Give the time from now on to no layer: torch compiles."""
+        if self._in_pass:
+            self._paused = self._owner
+            self._mark(None)
+
+    def resume(self) -> None:
+        """Give time to the layer of before again."""
+        if self._in_pass:
+            self._mark(self._paused)
+
+    # -- marks ----------------------------------------------------------------------------------------
+
+    def _mark(self, owner: int | None) -> None:
+        self._owner = owner
+        self._marks.append((self._clock.now(), owner))
+
+    def _marked(self, index: int, layer: Layer) -> Layer:
+        def marked(inputs: Any) -> Any:
+            if not self._in_pass:  # the user's engine runs it outside instructions
+                return layer(inputs)
+            before = self._owner
+            versions = {id(tensor): tensor._version for tensor in _tensors(inputs)}
+            self._mark(index)
+            try:
+                outputs = self._sized(index, layer, inputs)
+            finally:
+                is_loss_next = self._has_loss and index == self._last and not self._backward
+                self._mark(index if is_loss_next else before)
+            if torch.is_grad_enabled():
+                self._watch_entering(inputs)
+                for tensor in _passing(outputs):
+                    # A tensor that passes through untouched is watched already, for the layer that made it.
+                    if tensor.requires_grad and versions.get(id(tensor)) != tensor._version:
+                        tensor.register_hook(partial(self._gradient_complete, index))
+            return outputs
+
+        return marked
+
+    def _gradient_complete(self, index: int, gradient: torch.Tensor) -> None:
+        if self._backward and (self._owner is None or index < self._owner):
+            self._mark(index)
+
+    def _watch_entering(self, inputs: Any) -> None:
+        """End the first layer's backward work once the gradients of all inputs of the stage or segment are complete."""
+        fresh = [t for t in _passing(inputs) if t.requires_grad and t.is_leaf and id(t) not in self._entered]
+        self._entered.update({id(tensor): tensor for tensor in fresh})
+        incomplete = len(fresh)
+
+        def complete(gradient: torch.Tensor) -> None:
+            nonlocal incomplete
+            incomplete -= 1
+            if self._backward and incomplete == 0:
+                self._mark(None)
+
+        for tensor in fresh:
+            tensor.register_hook(complete)
+
+    # -- bytes ----------------------------------------------------------------------------------------
+
+    def _sized(self, index: int, layer: Layer, inputs: Any) -> Any:
+        """Run the layer; if it builds a graph, count the bytes that it saves for backward."""
+        if index not in self.samples.input_bytes:
+            self.samples.input_bytes[index] = sum(tensor.nbytes for tensor in _tensors(inputs))
+        known = index in self.samples.activation_bytes and not self._size_every_pass
+        if known or not torch.is_grad_enabled():
+            outputs = layer(inputs)
+        else:
+            with saved_for_backward(state_of(layer)) as saved:
+                outputs = layer(inputs)
+            self.samples.activation_bytes[index] = max(self.samples.activation_bytes.get(index, 0), saved.take())
+        if index not in self.samples.output_bytes:
+            self.samples.output_bytes[index] = sum(tensor.nbytes for tensor in _tensors(outputs))
+        return outputs
+
+    def _sized_loss(self, loss_fn: Callable[..., Any], outputs: Any, labels: Any) -> Any:
+        """Calculate the loss, and count what it saves for its backward pass."""
+        if (self.samples.loss_bytes and not self._size_every_pass) or not torch.is_grad_enabled():
+            return loss_fn(outputs, labels)
+        with saved_for_backward([*state_of(loss_fn), *_tensors(outputs)]) as saved:
+            loss = loss_fn(outputs, labels)
+        self.samples.loss_bytes = max(self.samples.loss_bytes, saved.take())
+        return loss
+
+    # -- reading --------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        spent: dict[int, float] = defaultdict(float)
+        last = self.samples.forward
+        for part, marks in self._passes:
+            durations = self._clock.seconds_between([when for when, _ in marks])
+            for (_, owner), seconds in zip(marks, durations):
+                if owner is not None:
+                    spent[owner] += seconds
+            if part is None:
+                continue
+            last = self.samples.seconds[part]
+            for index, seconds in spent.items():
+                last[index].append(seconds)
+            spent.clear()
+        for index, seconds in spent.items():  # of the user's instructions after the last pass
+            last[index][-1:] = [sum(last[index][-1:], seconds)]
+        self._passes = []
+
+
+def _passing(value: Any) -> list[torch.Tensor]:
+    """List tensors that live for one micro-batch: a weight that layers pass on would keep what is hooked to it."""
+    return [tensor for tensor in _tensors(value) if not isinstance(tensor, nn.Parameter)]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for tensor in value if isinstance(tensor, torch.Tensor)] if isinstance(value, tuple | list) else []

@@ -1,1 +1,0 @@
-"""Run a batch: instructions, the frozen prefix, and each layer's own random streams."""

@@ -1,0 +1,117 @@
+"""Surround the schedule of a batch: choose the functions for its instructions, and seed each layer's random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from ds_dynmo.engine.deepspeed.instruction_map import instructions_in_force, present_instructions
+from ds_dynmo.engine.events import LayersMoved
+from ds_dynmo.engine.measure.profiler import Profiler
+from ds_dynmo.engine.measure.trace import Tracer
+from ds_dynmo.engine.run import instructions
+from ds_dynmo.engine.run.frozen_prefix import goes_back
+from ds_dynmo.engine.run.random_streams import LayerStreams
+from ds_dynmo.engine.run.trainable import TrainableLayers
+from ds_dynmo.engine.split.scheduled import ScheduledBatches
+from ds_dynmo.engine.stage import StageContext
+
+
+class Executor:
+    """Surrounds the schedule of every batch, training or evaluation.
+
+    Attributes:
+        ran: has a schedule run in this batch? Whoever begins a batch sets it to False.
+
+    Args:
+        tracer: None: batches are not traced.
+        streams: each layer's random numbers; None: layers use the rank's generators.
+        first_micro_batch: gives the number of this rank's first micro-batch in a batch.
+    """
+
+    def __init__(
+        self,
+        stage: StageContext,
+        trainable: TrainableLayers,
+        profiler: Profiler,
+        tracer: Tracer | None,
+        streams: LayerStreams | None,
+        first_micro_batch: Callable[[], int],
+    ) -> None:
+        self._stage, self._trainable = stage, trainable
+        self._profiler, self._tracer, self._streams = profiler, tracer, streams
+        self._first_micro_batch = first_micro_batch
+        self._callbacks: list[Callable[[], None]] = []
+        self._composed_of: dict[type, Any] | None = None
+        self._composed_prefix = 0
+        self._composed_for_ours = False
+        self._composition: instructions.Instructions = {}
+        self._scheduled = ScheduledBatches(stage)
+        stage.schedule.is_profiled = lambda: profiler.measures
+        stage.compiled.stopwatch = profiler
+        self.ran = False
+        stage.around_schedule.add(self._around)
+        stage.layers_moved.subscribe("instructions depend on where the stage's layers are", self._compose_anew)
+        stage.layers_moved.subscribe(
+            "what could not be compiled may have left", lambda _: stage.compiled.keep(stage.layers.indices)
+        )
+        stage.optimizer.changed.subscribe("instructions depend on how it takes gradients", self._compose_anew)
+
+    def before_step(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on this rank in every batch, between the reduction of gradients and the step."""
+        self._callbacks.append(callback)
+        self._compose_anew()
+
+    @contextmanager
+    def _around(self, training: bool) -> Iterator[None]:
+        steps, present = self._stage.schedule.running if training else None, present_instructions(self._stage.engine)
+        with (
+            self._stage.compiled.batch(self._stage.layers.modules_that_run()),
+            self._drawing(training),
+            self._scheduled.batch(steps, present) if steps is not None else nullcontext(),
+            instructions_in_force(self._stage.engine, self._instructions(training, steps is not None)),
+        ):
+            yield
+        self.ran = True
+
+    def _drawing(self, training: bool) -> Any:
+        if self._streams is None:
+            return nullcontext()
+        engine, first = self._stage.engine, self._first_micro_batch() if training else 0
+        numbers = self._stage.layers.random_streams()
+        return self._streams.batch(
+            engine.module, numbers, step=engine.global_steps, training=training, first_micro_batch=first
+        )
+
+    def _instructions(self, training: bool, ours: bool) -> instructions.Instructions:
+        found = self._composed(ours)
+        self._scheduled.gradients.observe = self._profiler.deferred if self._profiler.measures else None
+        if training and self._profiler.measures:
+            backward = goes_back(self._stage.layers.indices, self._trainable.prefix)
+            found = instructions.marked(found, self._profiler, backward=backward)
+        if training and self._tracer is not None and self._tracer.records:
+            found = self._tracer.recorded(found)
+        return found
+
+    def _composed(self, ours: bool) -> instructions.Instructions:
+        """Compose the instructions of a batch, anew only if something has changed."""
+        present, prefix = dict(present_instructions(self._stage.engine)), self._trainable.prefix
+        asked = ours != self._composed_for_ours
+        if asked or present != self._composed_of or prefix != self._composed_prefix:
+            self._composition = instructions.compose(
+                present,
+                self._stage.layers,
+                prefix,
+                accumulates=self._stage.engine.using_bf16_optimizer,
+                callbacks=self._callbacks,
+                streams=self._streams,
+                flags=self._stage.gradient_flags,
+                scheduled=self._scheduled if ours else None,
+            )
+            self._composed_of, self._composed_prefix, self._composed_for_ours = present, prefix, ours
+        return self._composition
+
+    def _compose_anew(self, _: LayersMoved | None = None) -> None:
+        self._composed_of = None
+        self._scheduled.forget_shapes()

@@ -1,0 +1,176 @@
+"""Skip backward work and gradient messages in a frozen prefix of the model.
+
+The prefix is the leading layers without a trainable parameter. A stage inside it skips its backward passes, its
+successor sends nothing back, and the stage where the prefix ends receives activations that need no gradient
+(DeepSpeed 0.19.8 makes every received activation require one: runtime/pipe/engine.py:1129, 1152). These functions
+replace pipeline instructions or wrap them, and take the engine as DeepSpeed's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import schedule
+from torch import nn
+
+from ds_dynmo.engine.deepspeed import buffers
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
+from ds_dynmo.errors import ConfigError
+
+Instruction = Callable[..., None]
+
+
+def trains(module: nn.Module) -> bool:
+    """Has it anything to train?"""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def check_ties(layers: StageLayers, trainable: Sequence[bool]) -> None:
+    """Refuse a tie of which only some uses are frozen.
+
+    Args:
+        trainable: per layer of the model, has it anything to train? The same on every rank.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    for key in layers.tied_keys():
+        uses = layers.uses(key)
+        if len({trainable[use] for use in uses}) > 1:
+            raise ConfigError(
+                f"layers {uses} are tied by the key {key!r}, but only layers {[u for u in uses if trainable[u]]} have "
+                "something to train: freeze all of them, or untie them"
+            )
+
+
+def check_tied_weights(layers: StageLayers, trainable: Sequence[Sequence[float]]) -> None:
+    """Refuse a tied weight that is frozen in only some of the modules that have it.
+
+    Args:
+        trainable: per layer, the maximum of all ranks' :func:`tied_weights_that_train`.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    for tie in layers.own_uses:
+        for number in range(tie.num_weights):
+            training = {use: tie.weights[use][number] for use in tie.uses if trainable[use][number]}
+            if training and len(training) < len(tie.uses):
+                frozen = {use: tie.weights[use][number] for use in tie.uses if use not in training}
+                raise ConfigError(
+                    f"layers {tie.uses} share a weight by the key {tie.key!r}, which trains as {_named(training)} and "
+                    f"is frozen as {_named(frozen)}: freeze all of them, or untie them"
+                )
+
+
+def _named(weights: Mapping[int, str]) -> str:
+    return ", ".join(f"{name} of layer {index}" for index, name in weights.items())
+
+
+def tied_weights_that_train(layers: StageLayers) -> torch.Tensor:
+    """Find which of the weights train that a layer shares with other modules.
+
+    Returns:
+        float32 ``[num_layers, most weights of a key]``: 1 or 0, zeros for layers elsewhere.
+    """
+    found = torch.zeros(layers.num_layers, max((tie.num_weights for tie in layers.own_uses), default=0))
+    for index in layers.indices:
+        for number, weight in enumerate(layers.tied_weights(index)):
+            found[index, number] = float(weight.requires_grad)
+    return found
+
+
+def check_unchanged(layers: StageLayers, trainable: Sequence[bool], tied: Sequence[Sequence[float]]) -> None:
+    """Refuse to train after layers were frozen or unfrozen without ``engine.model_changed``.
+
+    Args:
+        trainable: per layer of the model, had it anything to train at the last ``engine.model_changed``?
+        tied: per layer, the :func:`tied_weights_that_train` of that time.
+    """
+    for index in layers.indices:
+        for weight, trained in zip(layers.tied_weights(index), tied[index], strict=False):
+            if weight.requires_grad != bool(trained):
+                raise ConfigError(
+                    f"a tied weight of layer {index} was {'frozen' if trained else 'unfrozen'}: do so in every use, "
+                    "and call engine.model_changed(reason) on every rank"
+                )
+    for index, module in layers.modules().items():
+        if trains(module) != trainable[index]:
+            change = "frozen" if trainable[index] else "unfrozen"
+            raise ConfigError(
+                f"layer {index} was {change}: call engine.model_changed(reason) on every rank after layers are "
+                "frozen or unfrozen"
+            )
+
+
+def frozen_prefix(trainable: Sequence[bool]) -> int:
+    """Count the leading layers that have nothing to train.
+
+    >>> frozen_prefix([False, False, True, False])
+    2
+    """
+    return next((index for index, trains in enumerate(trainable) if trains), len(trainable))
+
+
+def goes_back(layers: Iterable[int], prefix: int) -> bool:
+    """Does a backward pass have anything to do in these layers: is one of them behind the frozen prefix?"""
+    return any(layer >= prefix for layer in layers)
+
+
+def changes(chunk: range, prefix: int, *, own_backward: bool) -> dict[type, Callable[[Instruction], Instruction]]:
+    """List what goes around the instructions of a chunk, or in their place.
+
+    Args:
+        chunk: its layers.
+        prefix: how many leading layers of the model are frozen.
+        own_backward: the backward pass is the user's instead of DeepSpeed's: it is called even with nothing to do.
+    """
+    changed: dict[type, Callable[[Instruction], Instruction]] = {}
+    if prefix == 0:
+        return changed
+    if not goes_back(chunk, prefix):
+        changed[schedule.BackwardPass] = _through_nothing if own_backward else lambda _: _skip_backward
+        changed[schedule.RecvGrad] = lambda _: _nothing
+    if prefix >= chunk.start:
+        changed[schedule.SendGrad] = lambda _: _free_input
+        changed[schedule.RecvActivation] = _without_gradient
+        changed[schedule.LoadMicroBatch] = _without_gradient
+    return changed
+
+
+def _nothing(engine: Any, buffer_id: int) -> None:
+    """Receive nothing: the successor sends no gradient."""
+
+
+def _skip_backward(engine: Any, buffer_id: int) -> None:
+    buffers.free_outputs(engine, buffer_id)
+
+
+def _through_nothing(backward: Instruction) -> Instruction:
+    """Call the user's ``backward`` with an output of no elements, as there is nothing to go back through."""
+
+    def backward_pass(engine: Any, buffer_id: int) -> None:
+        nothing = torch.empty(0, device=engine.device, requires_grad=True)
+        buffers.set_outputs(engine, buffer_id, nothing.view(0))
+        with buffers.backward_from(engine, nothing.sum(), torch.empty_like(nothing)):
+            backward(engine, buffer_id=buffer_id)
+        _skip_backward(engine, buffer_id)
+
+    return backward_pass
+
+
+def _free_input(engine: Any, buffer_id: int) -> None:
+    buffers.free_inputs(engine, buffer_id)
+
+
+def _without_gradient(receive: Instruction) -> Instruction:
+    def instruction(engine: Any, buffer_id: int) -> None:
+        receive(engine, buffer_id=buffer_id)
+        inputs = buffers.inputs_of(engine, buffer_id)
+        for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
+            if isinstance(tensor, torch.Tensor):
+                tensor.requires_grad_(False)
+
+    return instruction

@@ -1,0 +1,256 @@
+"""Compose the function that carries out each pipeline instruction on this stage.
+
+Its core is the function in the engine's present ``_INSTRUCTION_MAP``, DeepSpeed's or the user's: an entry in the map of
+``PipelineEngine`` or of a subclass, set before or after ``initialize``, or a map on the engine itself. It is wrapped in
+what several outputs, a frozen prefix, tied aliases, callbacks, random streams or a profile need. So an instruction of
+the user's is called as often as DeepSpeed calls it, or is refused by name (:func:`check`). The functions here take the
+engine as DeepSpeed's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import schedule
+
+from ds_dynmo.engine.deepspeed import buffers
+from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
+from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions, entry
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed.tied_gradients import join_copies, share_copies
+from ds_dynmo.engine.measure.profiler import Part, Profiler
+from ds_dynmo.engine.run import frozen_prefix
+from ds_dynmo.engine.run.gradient_flags import GradientFlags
+from ds_dynmo.engine.run.random_streams import LayerStreams
+from ds_dynmo.engine.split.scheduled import ScheduledBatches
+from ds_dynmo.engine.split.steps import InputGradientPass, WeightGradientPass
+from ds_dynmo.errors import ConfigError
+
+Around = Callable[[Instruction], Instruction]
+
+
+def is_own_kind(kind: type) -> bool:
+    """Is it an instruction class of the user's, which neither DeepSpeed's schedules nor ours have?"""
+    return kind.__module__ != schedule.__name__ and kind not in (InputGradientPass, WeightGradientPass)
+
+
+def check(present: Instructions, prefix: int, *, partitioned: bool) -> None:
+    """Refuse instructions of the user's that do not work with a frozen prefix.
+
+    Args:
+        prefix: how many leading layers of the model are frozen.
+        partitioned: messages are split over tensor-parallel slices.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    if prefix == 0:
+        return
+    kinds = (schedule.SendGrad, schedule.RecvGrad, *((schedule.BackwardPass,) if partitioned else ()))
+    for kind in kinds:
+        instruction = present.get(kind)
+        if instruction is not None and not is_deepspeeds(instruction):
+            raise ConfigError(
+                f"{entry(kind, instruction)}: the first {prefix} layers have nothing to train, so a "
+                "stage that holds no others is sent no gradients, and an instruction of yours cannot know that; leave "
+                f"{kind.__name__} to DeepSpeed, or train a parameter of layer 0"
+            )
+
+
+def compose(
+    present: Instructions,
+    layers: StageLayers,
+    prefix: int,
+    *,
+    accumulates: bool,
+    callbacks: Sequence[Callable[[], None]],
+    streams: LayerStreams | None,
+    flags: GradientFlags | None = None,
+    scheduled: ScheduledBatches | None = None,
+) -> Instructions:
+    """Compose the instructions of a stage around those of ``present``.
+
+    Args:
+        prefix: how many leading layers of the model are frozen.
+        accumulates: the optimizer takes gradients after every micro-batch (``BF16_Optimizer``).
+        callbacks: the user's, called before the optimizer's step.
+        streams: each layer's random numbers; None: layers use the rank's generators.
+        flags: which tensors between stages get a gradient; None: all floating ones.
+        scheduled: what runs a schedule of ours; None: DeepSpeed's runs.
+    """
+    composed = dict(present)
+
+    def put_around(kind: type, around: Around) -> None:
+        if kind in composed:
+            composed[kind] = around(composed[kind])
+
+    if flags is not None:
+        own_kinds, last_layer = any(map(is_own_kind, present)), max(layers.indices, default=-1)
+        for kind, around in flags.changes(present, last_layer, own_kinds=own_kinds).items():
+            put_around(kind, around)
+    put_around(schedule.RecvGrad, _into_new_memory)
+    put_around(schedule.BackwardPass, _from_all_outputs)
+    backward = present.get(schedule.BackwardPass)
+    own_backward = backward is not None and not is_deepspeeds(backward)
+    for kind, around in frozen_prefix.changes(layers.run, prefix, own_backward=own_backward).items():
+        put_around(kind, around)
+    if layers.tied_aliases or layers.copies():
+        put_around(schedule.ReduceTiedGrads, partial(_of_all_uses, layers))
+    if layers.tied_aliases and accumulates and frozen_prefix.goes_back(layers.indices, prefix):
+        put_around(schedule.BackwardPass, partial(_accumulating_tied_aliases, layers))
+    if callbacks:
+        put_around(schedule.OptimizerStep, partial(_after_callbacks, callbacks))
+    if scheduled is not None:
+        composed = scheduled.compose(present, composed)
+    if streams is not None:
+        composed.update(streams.instructions(composed, own_kinds=filter(is_own_kind, composed)))
+    return MappingProxyType(composed)
+
+
+def marked(bare: Instructions, profiler: Profiler, *, backward: bool) -> Instructions:
+    """Wrap ``bare`` so that the profiler sees where each pass begins and ends; ``backward``: there are such passes."""
+    around: dict[type, Around] = {kind: partial(_another_pass, profiler) for kind in bare if is_own_kind(kind)}
+    around[schedule.ForwardPass] = partial(_one_pass, profiler, Part.FORWARD)
+    if backward:
+        around[schedule.BackwardPass] = partial(_one_pass, profiler, Part.BACKWARD)
+        around[InputGradientPass] = partial(_one_pass, profiler, Part.INPUT_GRADIENT)
+        around[WeightGradientPass] = partial(_one_pass, profiler, Part.WEIGHT_GRADIENT)
+    return MappingProxyType({kind: around.get(kind, _bare)(instruction) for kind, instruction in bare.items()})
+
+
+def _bare(instruction: Instruction) -> Instruction:
+    return instruction
+
+
+def _one_pass(profiler: Profiler, part: Part, instruction: Instruction) -> Instruction:
+    def one_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
+        with profiler.one_pass(part):
+            instruction(engine, *args, **kwargs)
+
+    return one_pass
+
+
+def _another_pass(profiler: Profiler, instruction: Instruction) -> Instruction:
+    def another_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
+        with profiler.another_pass():
+            instruction(engine, *args, **kwargs)
+
+    return another_pass
+
+
+class _Join(torch.autograd.Function):
+    """A tensor without elements whose backward pass goes through several tensors at once, each with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+        return (None, *ctx.gradients)
+
+
+class _Output(torch.Tensor):
+    """One of several outputs of a stage. Its backward pass waits for those of the others, then all run as one."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    output: torch.Tensor
+    waiting: list[tuple[torch.Tensor, torch.Tensor]]  # outputs and their gradients
+    of: int
+
+    def backward(
+        self, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False, inputs: Any = None
+    ) -> None:
+        """Wait for the other outputs; the call without ``retain_graph`` is the last one, and runs the pass."""
+        if gradient is None or create_graph or inputs is not None:
+            super().backward(gradient, retain_graph, create_graph, inputs)
+            return
+        self.waiting.append((self.output, gradient))
+        if retain_graph and len(self.waiting) < self.of:
+            return
+        outputs, gradients = zip(*self.waiting, strict=True)
+        self.waiting.clear()
+        joined = _Join.apply(gradients, *outputs)
+        joined.backward(gradient=torch.empty_like(joined))
+
+
+def _waiting_for_each_other(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+    count = sum(output.is_floating_point() for output in outputs)
+
+    def wait(output: torch.Tensor) -> torch.Tensor:
+        if not output.is_floating_point():
+            return output
+        one = output.as_subclass(_Output)
+        one.output, one.waiting, one.of = output, waiting, count
+        return one
+
+    return tuple(wait(output) for output in outputs)
+
+
+def _into_new_memory(receive: Instruction) -> Instruction:
+    """Receive every gradient into memory of its own, not over the one before: a backward pass may keep that.
+
+    It does so where a stage's last layer adds a parameter to one sample (``hidden + places[None]``): the gradient of
+    the parameter is what was received, in another shape. DeepSpeed (0.19.8, runtime/pipe/engine.py:1178) overwrites it
+    with each micro-batch.
+    """
+
+    def receive_gradients(engine: Any, buffer_id: int) -> None:
+        buffers.forget_gradient_buffer(engine)
+        receive(engine, buffer_id=buffer_id)
+
+    return receive_gradients
+
+
+def _from_all_outputs(backward: Instruction) -> Instruction:
+    """Run one backward pass per stage, not one per output tensor.
+
+    DeepSpeed (0.19.8, runtime/pipe/engine.py:853) runs one per output. Layers that several outputs depend on then do
+    their backward work again; a checkpointed one fails, as it recomputes only once; and gradients are summed in another
+    order than on the last stage, so that numbers would depend on where a stage ends.
+    """
+
+    def backward_pass(engine: Any, buffer_id: int) -> None:
+        outputs = buffers.outputs_of(engine, buffer_id)
+        if isinstance(outputs, tuple) and not engine.is_last_stage() and not engine.is_pipe_partitioned:
+            buffers.set_outputs(engine, buffer_id, _waiting_for_each_other(outputs))
+        backward(engine, buffer_id=buffer_id)
+
+    return backward_pass
+
+
+def _accumulating_tied_aliases(layers: StageLayers, backward: Instruction) -> Instruction:
+    def backward_pass(engine: Any, buffer_id: int) -> None:
+        backward(engine, buffer_id=buffer_id)
+        layers.tied_aliases.accumulate_gradients(buffers.accumulation_dtype(engine))
+
+    return backward_pass
+
+
+def _of_all_uses(layers: StageLayers, reduce: Instruction) -> Instruction:
+    def reduce_tied_gradients(engine: Any) -> None:
+        if engine.using_bf16_optimizer:
+            layers.tied_aliases.add_accumulated()
+        else:
+            layers.tied_aliases.add_gradients()
+        copies, gradient = layers.copies(), buffers.gradient_attribute(engine)
+        join_copies(copies, gradient)
+        reduce(engine)
+        share_copies(copies, gradient)
+
+    return reduce_tied_gradients
+
+
+def _after_callbacks(callbacks: Sequence[Callable[[], None]], step: Instruction) -> Instruction:
+    def optimizer_step(engine: Any, *args: Any, **kwargs: Any) -> None:
+        for callback in callbacks:
+            callback()
+        step(engine, *args, **kwargs)
+
+    return optimizer_step

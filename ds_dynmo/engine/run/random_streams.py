@@ -1,0 +1,257 @@
+"""Give each layer random numbers of its own, which do not depend on its rank.
+
+Whenever a layer runs, the global generators (torch's, the accelerator's, Python's ``random``, numpy's legacy one) are
+seeded from the run's seed, the step, the micro-batch, the layer's number and the data-parallel index. So the layer gets
+the same numbers on any stage, when it is recomputed for backward, and after a resume. The named states of trackers are
+seeded likewise (:mod:`ds_dynmo.engine.run.rng_trackers`). A layer's ``draws_as_layer`` replaces its number here: a
+model that is cut into layers in another way then gets the same numbers.
+
+After a pass (a micro-batch's forward or backward through the stage) the generators are as before its first layer, so
+the rank's own random numbers are not disturbed. The loss continues the last layer's stream. A backward function that
+uses random numbers has no stream; dropout's keeps its mask and needs none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import schedule
+
+from ds_dynmo.engine.run.rng_trackers import TrackedStates
+from ds_dynmo.engine.split.steps import InputGradientPass
+
+Layer = Callable[[Any], Any]
+Instruction = Callable[..., None]
+
+_KEY = struct.Struct("<Q4q?")
+
+
+def stream_seed(seed: int, *, step: int, micro_batch: int, layer: int, replica: int, training: bool) -> int:
+    """Hash what distinguishes a stream to 64 bits, the same in every process (Python's ``hash`` is not)."""
+    key = _KEY.pack(seed % 2**64, step, micro_batch, layer, replica, training)
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+
+class Draws(NamedTuple):
+    """What distinguishes the random numbers of a micro-batch from those of others in the batch."""
+
+    seed: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pipeline instruction that may run layers.
+
+    Attributes:
+        buffer_id: DeepSpeed's pipeline buffer that it is about; None: none.
+        draws: for layers that run for the first time.
+        recomputes: do layers repeat what is in ``buffer_id``? None: only those that run in autograd's backward pass.
+    """
+
+    buffer_id: int | None
+    draws: Draws
+    recomputes: bool | None
+
+
+class TorchGenerators:
+    """The default generators of torch and the accelerator."""
+
+    def __init__(self) -> None:
+        self._generators = [torch.default_generator]
+        accelerator = get_accelerator()
+        if accelerator.device_name() != "cpu":
+            self._generators.append(accelerator.default_generator(accelerator.current_device()))
+
+    def seed(self, seed: int) -> None:
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+    def state(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def restore(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states):
+            generator.set_state(state)
+
+
+class PythonGenerators:
+    """Python's ``random`` and numpy's legacy global generator."""
+
+    def seed(self, seed: int) -> None:
+        random.seed(seed)
+        numpy.random.seed(seed >> 32)  # torch on the CPU has the same algorithm, and takes the low half
+
+    def state(self) -> tuple[Any, Any]:
+        of_numpy = numpy.random.get_state(legacy=False)
+        of_numpy["state"]["key"] = of_numpy["state"]["key"].tolist()  # restored 20 times as fast as numpy's own array
+        return random.getstate(), of_numpy
+
+    def restore(self, state: tuple[Any, Any]) -> None:
+        random.setstate(state[0])
+        numpy.random.set_state(state[1])
+
+
+class LayerStreams:
+    """Runs each layer of one stage under its own random stream.
+
+    States are saved once in a pass, when its first layer runs, because each layer seeds the generators anyway. But
+    activation checkpointing swaps the states of torch and of the trackers around what it recomputes, so there they are
+    restored after every layer.
+
+    Args:
+        seed: of the run.
+        replica: the data-parallel index.
+        trackers: the named random states that layers fork.
+    """
+
+    def __init__(self, seed: int, replica: int, trackers: TrackedStates | None = None) -> None:
+        self._seed = seed
+        self._replica = replica
+        self._torch = TorchGenerators()
+        self._trackers = trackers or TrackedStates(lambda mine: [mine])
+        self._python = PythonGenerators()
+        self._begun: Counter[str] = Counter()  # passes in this batch, which come in the order of the micro-batches
+        self._in_buffer: dict[int | None, Draws] = {}  # by DeepSpeed's pipeline buffer
+        self._now: dict[str, Any] = {}  # step and training; with the draws they distinguish a layer's streams
+        self._pass: Pass | None = None
+        self._outer: tuple[Any, Any] | None = None
+        self._outer_of_python: Any = None
+
+    @contextmanager
+    def batch(
+        self, module: Any, numbers: Sequence[int], *, step: int, training: bool, first_micro_batch: int = 0
+    ) -> Iterator[None]:
+        """Let the PipelineModule's ``forward_funcs`` seed their streams while a batch runs.
+
+        Args:
+            numbers: per layer of the stage, the number that its stream is seeded by.
+            training: an evaluation has streams of its own.
+            first_micro_batch: this rank's first in the batch; other ranks may train on those before it.
+        """
+        self._trackers.find()
+        bare = module.forward_funcs
+        self._now, self._first, self._begun = {"step": step, "training": training}, first_micro_batch, Counter()
+        module.forward_funcs = [self._drawing(number, layer) for number, layer in zip(numbers, bare, strict=True)]
+        try:
+            yield
+        finally:
+            module.forward_funcs = bare
+
+    def instructions(
+        self, present: Mapping[type, Instruction], own_kinds: Iterable[type] = ()
+    ) -> dict[type, Instruction]:
+        """Wrap those of a stage's ``present`` instructions that may run layers: each then says which micro-batch it is.
+
+        Args:
+            own_kinds: instructions that are not DeepSpeed's. Layers have streams of that kind there, or repeat those of
+                their forward pass where they are recomputed.
+        """
+        around: dict[type, Callable[[Instruction], Instruction]] = {
+            kind: partial(self._own_pass, f"{kind.__module__}.{kind.__qualname__}") for kind in own_kinds
+        }
+        around |= {
+            schedule.ForwardPass: self._forward_pass,
+            schedule.BackwardPass: self._backward_pass,
+            InputGradientPass: self._backward_pass,
+        }
+        return {kind: put_around(present[kind]) for kind, put_around in around.items() if kind in present}
+
+    def _forward_pass(self, forward: Instruction) -> Instruction:
+        def forward_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
+            buffer_id = _buffer_id(args, kwargs)
+            self._in_buffer[buffer_id] = self._next("", self._seed)
+            with self._one_pass(Pass(buffer_id, self._in_buffer[buffer_id], recomputes=False)):
+                forward(engine, *args, **kwargs)
+
+        return forward_pass
+
+    def _backward_pass(self, backward: Instruction) -> Instruction:
+        def backward_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
+            buffer_id = _buffer_id(args, kwargs)
+            with self._one_pass(Pass(buffer_id, self._in_buffer[buffer_id], recomputes=True)):
+                backward(engine, *args, **kwargs)
+
+        return backward_pass
+
+    def _own_pass(self, kind: str, instruction: Instruction) -> Instruction:
+        seed = _seed_of_kind(self._seed, kind)
+
+        def own_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
+            with self._one_pass(Pass(_buffer_id(args, kwargs), self._next(kind, seed), recomputes=None)):
+                instruction(engine, *args, **kwargs)
+
+        return own_pass
+
+    def _next(self, kind: str, seed: int) -> Draws:
+        micro_batch = self._first + self._begun[kind]
+        self._begun[kind] += 1
+        return Draws(seed, micro_batch)
+
+    @contextmanager
+    def _one_pass(self, begun: Pass) -> Iterator[None]:
+        self._pass = begun
+        try:
+            yield
+        finally:
+            self._pass = None
+            if self._outer_of_python is not None:
+                self._python.restore(self._outer_of_python)
+                self._outer_of_python = None
+            if self._outer is not None:
+                self._restore(self._outer)
+                self._outer = None
+
+    def _drawing(self, number: int, layer: Layer) -> Layer:
+        def drawing(inputs: Any) -> Any:
+            if self._pass is None:  # the user's engine runs it outside instructions
+                return layer(inputs)
+            recomputes = self._pass.recomputes
+            if recomputes is None:
+                recomputes = torch._C._current_graph_task_id() != -1  # within autograd's backward pass
+            states = self._torch.state(), self._trackers.state()
+            if self._outer_of_python is None:
+                self._outer_of_python = self._python.state()
+            if not recomputes:
+                self._outer = self._outer or states
+                self._in_buffer[self._pass.buffer_id] = self._pass.draws
+            draws = self._in_buffer.get(self._pass.buffer_id, self._pass.draws)
+            seed = stream_seed(
+                draws.seed, layer=number, replica=self._replica, micro_batch=draws.micro_batch, **self._now
+            )
+            self._torch.seed(seed)
+            self._trackers.seed(seed)
+            self._python.seed(seed)
+            try:
+                return layer(inputs)
+            finally:
+                if recomputes:
+                    self._restore(states)
+
+        return drawing
+
+    def _restore(self, states: tuple[Any, Any]) -> None:
+        of_torch, of_trackers = states
+        self._torch.restore(of_torch)
+        self._trackers.restore(of_trackers)
+
+
+def _buffer_id(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Find DeepSpeed's pipeline buffer that an instruction is about; None: it is about none."""
+    found: int | None = kwargs.get("buffer_id", args[0] if args else None)
+    return found
+
+
+def _seed_of_kind(seed: int, kind: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed % 2**64} {kind}".encode(), digest_size=8).digest(), "little")

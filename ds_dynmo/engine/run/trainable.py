@@ -1,0 +1,78 @@
+"""Agree on which layers of the model have something to train, and refuse changes that the engine was not told of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_dynmo.engine.deepspeed.instruction_map import present_instructions
+from ds_dynmo.engine.measure import layer_sizes
+from ds_dynmo.engine.run import frozen_prefix, instructions
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import ConfigError
+
+
+class TrainableLayers:
+    """Knows what the ranks have agreed on.
+
+    Attributes:
+        prefix: how many leading layers of the model have nothing to train.
+    """
+
+    def __init__(self, stage: StageContext) -> None:
+        self._stage = stage
+        self._layers: list[bool] = []
+        self._tied_weights: list[list[float]] = []
+        self.prefix = 0
+
+    def agree(self, what: str) -> None:
+        """Agree on which layers have something to train, and let the optimizer train just those. Collective.
+
+        Args:
+            what: the engine's method that the user called, for messages.
+
+        Raises:
+            ConfigError: on every rank; a tie is frozen in part, or an instruction of the user's does not work with
+                frozen layers.
+        """
+        stage, layers = self._stage, self._stage.layers
+        stage.comm.enter(what)
+        flags = stage.comm.max_over_world(
+            layer_sizes.per_layer(layers, lambda module: float(frozen_prefix.trains(module)))
+        )
+        trainable = flags.bool().tolist()
+        frozen_prefix.check_ties(layers, trainable)
+        tied = frozen_prefix.tied_weights_that_train(layers)
+        if tied.numel():
+            stage.comm.max_over_world(tied)
+            frozen_prefix.check_tied_weights(layers, tied.tolist())
+        prefix = frozen_prefix.frozen_prefix(trainable)
+        self._check_instructions(prefix)
+        stage.optimizer.refit()
+        stage.gradient_flags.forget()
+        self._layers, self._tied_weights, self.prefix = trainable, tied.tolist(), prefix
+
+    def check(self) -> None:
+        """Refuse a batch if anything was frozen or unfrozen since :meth:`agree`.
+
+        Raises:
+            ConfigError: on this rank; nothing was trained.
+        """
+        if not self._stage.optimizer.is_current():
+            raise ConfigError(
+                "parameters were frozen or unfrozen: call engine.model_changed(reason) on every rank afterwards, so "
+                "that the optimizer stops or starts to update them"
+            )
+        frozen_prefix.check_unchanged(self._stage.layers, self._layers, self._tied_weights)
+        self._check_instructions(self.prefix)
+
+    def _check_instructions(self, prefix: int) -> None:
+        engine = self._stage.engine
+        instructions.check(present_instructions(engine), prefix, partitioned=engine.is_pipe_partitioned)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values for a rank that was away while the others agreed."""
+        return {"layers": self._layers, "tied_weights": self._tied_weights, "prefix": self.prefix}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what the others agreed on."""
+        self._layers, self._tied_weights, self.prefix = state["layers"], state["tied_weights"], state["prefix"]

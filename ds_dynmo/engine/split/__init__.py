@@ -1,0 +1,1 @@
+"""Run a batch by a schedule of ours: its steps, passes in two parts, and what stages send each other."""

@@ -1,0 +1,210 @@
+"""What runs a batch by a schedule of ours: DeepSpeed's instructions, messages that do not wait, and split passes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import schedule as deepspeeds
+
+from ds_dynmo.engine.comm.channels import Channels, Lane
+from ds_dynmo.engine.comm.ordered_channels import OrderedChannels
+from ds_dynmo.engine.deepspeed import buffers
+from ds_dynmo.engine.deepspeed.backward import backward_from_own
+from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
+from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions, entry
+from ds_dynmo.engine.deepspeed.point_to_point import messages_through, shapes_are_known
+from ds_dynmo.engine.split.messages import link_plan, taken_sends
+from ds_dynmo.engine.split.steps import InputGradientPass, ScheduleSteps, WeightGradientPass
+from ds_dynmo.engine.split.weight_gradients import WeightGradients
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.schedules import Kind, PassCosts, Schedule
+
+_logger = logging.getLogger("DynMo")
+_MESSAGES = {  # kind of instruction: lane, and the attribute of the engine that names the other stage
+    deepspeeds.SendActivation: (Lane.ACTIVATION, "next_stage"),
+    deepspeeds.RecvActivation: (Lane.ACTIVATION, "prev_stage"),
+    deepspeeds.SendGrad: (Lane.GRADIENT, "prev_stage"),
+    deepspeeds.RecvGrad: (Lane.GRADIENT, "next_stage"),
+}
+
+
+class ScheduledBatches:
+    """Runs batches by schedules of ours."""
+
+    def __init__(self, stage: StageContext) -> None:
+        self._stage = stage
+        self._channels, self._plan_for = _transport(stage)
+        self.gradients = WeightGradients()
+        self._splits: list[bool] = []  # per micro-batch: its backward pass runs in two parts
+        self._forward_passes = 0
+        self._losses: dict[int, Any] = {}  # of the last stage, by buffer
+        self._named_fused = False
+        self._planned: tuple[Schedule | None, PassCosts | None, int] = (None, None, -1)  # latest schedule, costs, stage
+        self._plan: Any = None
+
+    @contextmanager
+    def batch(self, steps: ScheduleSteps, present: Instructions) -> Iterator[None]:
+        """Run a batch by ``steps``.
+
+        Args:
+            present: the instructions of the engine. A backward pass of the user's own runs as one, where the schedule
+                has its first part; so do passes of which tensor-parallel slices have a share each.
+        """
+        engine = self._stage.engine
+        order = steps.schedule.orders[engine.stage_id]
+        splits = is_deepspeeds(present[deepspeeds.BackwardPass]) and not engine.is_pipe_partitioned
+        backward = [action.kind for action in order if action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)]
+        self._splits = [splits and kind == Kind.INPUT_GRADIENT for kind in backward]
+        self._forward_passes = 0
+        self._losses = {}
+        with (
+            self._channels.batch(self._message_plan(steps), _lanes_alike(engine, present)),
+            messages_through(self._channels),
+            self.gradients.splitting(self._modules(), splits=any(self._splits)),
+        ):
+            yield
+            if any(self._splits) and not self._named_fused:
+                self._name_fused()
+
+    def _name_fused(self) -> None:
+        """Log, once, which layers of this stage multiply by weights and put off none of their gradients."""
+        self._named_fused = True
+        grid = self._stage.engine.grid
+        if not self._stage.config.log or grid.get_data_parallel_id() or grid.get_slice_parallel_rank():
+            return
+        fused = [
+            f"{index} ({type(layer).__name__})"
+            for index, layer in self._stage.layers.modules().items()
+            if index > 0 and self._puts_nothing_off(layer)  # no stage waits for what layer 0 sends back: nothing
+        ]
+        if fused:
+            _logger.info(
+                f"schedule: backward passes of layer {', '.join(fused)} always run in one: "
+                "see docs/schedules.md, split backward passes"
+            )
+
+    def _puts_nothing_off(self, layer: Any) -> bool:
+        weights = [weight for weight in layer.parameters() if weight.requires_grad and weight.dim() > 1]
+        return bool(weights) and not any(weight in self.gradients.hidden for weight in weights)
+
+    def _message_plan(self, steps: ScheduleSteps) -> Any:
+        """Look up what the channels have to know of a schedule: worked out once for it and this stage."""
+        schedule, costs, stage = self._planned
+        present = self._stage.engine.stage_id  # a re-packing may make it another
+        if schedule is not steps.schedule or costs != steps.costs or stage != present:
+            self._planned = steps.schedule, steps.costs, present
+            self._plan = self._plan_for(steps, present)
+        return self._plan
+
+    def _modules(self) -> list[Any]:
+        return [module for layer in self._stage.layers.modules().values() for module in layer.modules()]
+
+    def forget_shapes(self) -> None:
+        """Messages may look other than before from now on."""
+        self._channels.forget_shapes()
+
+    def compose(self, present: Instructions, composed: dict[type, Instruction]) -> dict[type, Instruction]:
+        """Those of ``composed`` that stand in a step of ours, around what carries out an instruction of a step."""
+        done = dict(composed)
+        backward = composed[deepspeeds.BackwardPass]
+        done[deepspeeds.ForwardPass] = partial(self._forward, composed[deepspeeds.ForwardPass])
+        done[deepspeeds.BackwardPass] = partial(self._backward, backward)
+        done[InputGradientPass] = partial(self._first_part, backward)
+        done[WeightGradientPass] = partial(self._second_part)
+        for kind, (lane, neighbour) in _MESSAGES.items():
+            own = None if is_deepspeeds(present[kind]) else entry(kind, present[kind])
+            around = self._send if kind in (deepspeeds.SendActivation, deepspeeds.SendGrad) else self._receive
+            done[kind] = partial(around, composed[kind], lane, neighbour, own)
+        return {kind: _as_function(instruction) for kind, instruction in done.items()}
+
+    # -- passes ---------------------------------------------------------------------------------------
+
+    def _forward(self, forward: Instruction, engine: Any, buffer_id: int) -> None:
+        split = self._splits[self._forward_passes]
+        self._forward_passes += 1
+        with self.gradients.forward_pass(split=split):
+            forward(engine, buffer_id=buffer_id)
+        if engine.is_last_stage():
+            self._losses[buffer_id] = buffers.loss_of(engine)
+
+    def _backward(self, backward: Instruction, engine: Any, buffer_id: int) -> None:
+        if engine.is_last_stage():
+            buffers.set_loss(engine, self._losses.pop(buffer_id))
+        backward(engine, buffer_id=buffer_id)
+        buffers.free_outputs(engine, buffer_id)
+
+    def _first_part(self, backward: Instruction, engine: Any, buffer_id: int) -> None:
+        with self.gradients.first_part() if any(self._splits) else nullcontext():
+            self._backward(backward, engine, buffer_id)
+
+    def _second_part(self, engine: Any, buffer_id: int) -> None:
+        deferred = self.gradients.second_part() if any(self._splits) else None
+        if deferred:
+            backward_from_own(engine, deferred.roots())
+
+    # -- messages -------------------------------------------------------------------------------------
+
+    # ``own``: names an instruction of the user's; None: it is DeepSpeed's
+
+    def _send(
+        self, send: Instruction, lane: Lane, neighbour: str, own: str | None, engine: Any, buffer_id: int
+    ) -> None:
+        with self._channels.sending(lane, getattr(engine, neighbour)) as tensors:
+            send(engine, buffer_id=buffer_id)
+        _check_carried(tensors, own)
+
+    def _receive(
+        self, receive: Instruction, lane: Lane, neighbour: str, own: str | None, engine: Any, buffer_id: int
+    ) -> None:
+        with self._channels.receiving(lane, getattr(engine, neighbour)) as tensors:
+            receive(engine, buffer_id=buffer_id)
+        _check_carried(tensors, own)
+
+
+def runs_in_order(device: torch.device) -> bool:
+    """Does the backend for ``device`` run what two ranks send each other strictly one after the other?"""
+    return device.type != "cpu"
+
+
+def _transport(stage: StageContext) -> tuple[Channels | OrderedChannels, Callable[[ScheduleSteps, int], Any]]:
+    """Choose what carries messages, and what works out what that has to know of a schedule."""
+    engine = stage.engine
+    if runs_in_order(engine.device):
+        channels = OrderedChannels(engine.grid.stage_to_global, lambda: stage.comm.neighbour_links().post)
+        return channels, lambda steps, number: link_plan(steps.schedule, number, steps.costs)
+    return Channels(engine.grid.stage_to_global), lambda steps, number: taken_sends(steps.schedule, number)
+
+
+def _lanes_alike(engine: Any, present: Instructions) -> set[Lane]:
+    """Of which lanes do messages look alike? Those of which no instruction is the user's, on either side."""
+    own = {lane for kind, (lane, _) in _MESSAGES.items() if not is_deepspeeds(present[kind])}
+    return set(Lane) - own if shapes_are_known(engine) else set()
+
+
+def _check_carried(tensors: Sequence[Any], own: str | None) -> None:
+    """Refuse an instruction of the user's whose message did not go through the channels.
+
+    A send of its own would wait for its receiver, for which our orders are not made: stages would wait in a circle.
+    """
+    if own is not None and not tensors:
+        raise ConfigError(
+            f"{own}: its message did not go through deepspeed.runtime.pipe.p2p.send and recv, which a schedule of "
+            'ds_dynmo needs; call these (by that name, as they are replaced), or set dynmo.schedule.kind to "1f1b"'
+        )
+
+
+def _as_function(instruction: Any) -> Instruction:
+    """DeepSpeed binds an instruction to its engine as a method."""
+    if not isinstance(instruction, partial):
+        return instruction
+
+    def run(engine: Any, *args: Any, **kwargs: Any) -> None:
+        instruction(engine, *args, **kwargs)
+
+    return run

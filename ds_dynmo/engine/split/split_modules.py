@@ -1,0 +1,202 @@
+"""The modules of a stage that multiply by weights of their own, and their ``forward`` while a batch runs.
+
+``nn.Linear`` and Hugging Face's ``Conv1D`` are products. In every other module with weights of its own, what
+``forward`` multiplies by them is found out while it runs: ``F.linear`` by a weight or by a row of a weight
+``[experts, outputs, inputs]``, and ``F.grouped_mm`` by such a weight or its transpose. All else autograd sees.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ds_dynmo.engine.split.products import Conv1D, Linear, Operand, operand, split, split_grouped
+from ds_dynmo.weight_gradients import is_split
+
+
+def forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """Give what stands in for ``forward`` of those of ``modules`` that may multiply by weights of their own.
+
+    What ``torch.compile`` or TorchScript compiled is left alone.
+    """
+    kinds = _kinds()
+    compiled = {id(inner) for module in modules if _is_compiled(module) for inner in module.modules()}
+    for module in modules:
+        own = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+        if not own or id(module) in compiled:
+            continue
+        if is_linear(module):
+            yield module, _Forward(module, kinds[type(module).forward])
+        elif any(parameter.dim() > 1 for parameter in own) and not any(id(m) in compiled for m in module.modules()):
+            yield module, _Watched(module)
+
+
+def shared_weights(modules: Sequence[nn.Module]) -> set[int]:
+    """Collect the ids of weights that several of ``modules`` have, of which not all are linear layers."""
+    owners: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for parameter in {id(parameter) for parameter in module.parameters(recurse=False)}:
+            owners.setdefault(parameter, []).append(module)
+    return {weight for weight, of in owners.items() if len(of) > 1 and not all(map(is_linear, of))}
+
+
+def _kinds() -> dict[Any, Any]:
+    """Per ``forward`` of a kind of module, the product that it is."""
+    kinds: dict[Any, Any] = {nn.Linear.forward: Linear}
+    transformers = sys.modules.get("transformers.pytorch_utils")
+    if transformers is not None:
+        kinds[transformers.Conv1D.forward] = Conv1D
+    return kinds
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Does it compute as ``nn.Linear`` or ``Conv1D`` do, with parameters of its own (not parametrised ones)?"""
+    parameters = dict(module.named_parameters(recurse=False))
+    return (
+        type(module).forward in _kinds()
+        and "forward" not in vars(module)
+        and "weight" in parameters
+        and parameters.keys() <= {"weight", "bias"}
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    call = getattr(module, "_compiled_call_impl", None)
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or (call is not None and not getattr(call, "runs_as_is", False))
+        or "_orig_mod" in dict(module.named_children())
+    )
+
+
+class _Forward:
+    """``forward`` of a linear layer while a batch runs.
+
+    Attributes:
+        __wrapped__: the usual one, whose signature a caller may ask for.
+    """
+
+    def __init__(self, module: nn.Module, product: Any) -> None:
+        self._module, self._product, self.__wrapped__ = module, product, module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module
+        if is_split() and len(args) == 1 and not kwargs:
+            result = split(self._product, args[0], operand(module.weight), operand(module.bias))
+            if result is not None:
+                return result
+        return self.__wrapped__(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """A copy of the module has the usual one."""
+        return _same, (self.__wrapped__,)
+
+
+class _Watched:
+    """``forward`` of another module while a batch runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self.__wrapped__ = module, module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not is_split():
+            return self.__wrapped__(*args, **kwargs)
+        with _Watch(self._module):
+            return self.__wrapped__(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _same, (self.__wrapped__,)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class _Watch(TorchFunctionMode):
+    """Finds the products by a module's own weights while its ``forward`` runs.
+
+    Where a function is recomputed without the module around it (checkpointing inside ``forward``), nobody would watch
+    the second time: there autograd sees the weights in the first place.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._own = {id(parameter): parameter for parameter in module.parameters(recurse=False)}
+        self._rows: dict[int, tuple[torch.Tensor, Operand]] = {}  # alive, so that nothing else has their ids
+        self._transposes: dict[int, tuple[torch.Tensor, Operand]] = {}
+        self._hooks = _saved_tensors_hooks()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(function) if len(args) > 1 else None
+        result = None if handler is None else handler(self, *args, **kwargs)
+        return function(*args, **kwargs) if result is None else result
+
+    def getitem(self, weight: Any, index: Any) -> torch.Tensor | None:
+        """Note which row of an own weight was taken."""
+        if not self._is_own(weight) or weight.dim() != 3 or not _is_number(index):
+            return None
+        number = int(index)
+        row: torch.Tensor = weight[number]
+        self._rows[id(row)] = row, Operand(row.detach(), weight, number % len(weight))
+        return row
+
+    def transpose(self, weight: Any, dim0: int, dim1: int) -> torch.Tensor | None:
+        """Note that an own weight was transposed."""
+        if not self._is_own(weight) or weight.dim() != 3 or {dim0 % 3, dim1 % 3} != {1, 2}:
+            return None
+        transposed: torch.Tensor = weight.transpose(1, 2)
+        self._transposes[id(transposed)] = transposed, Operand(weight, weight)
+        return transposed
+
+    def linear(self, input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
+        """Multiply by an own weight, or a row of one."""
+        _, row = self._rows.get(id(weight), (None, None))
+        by = row or self._own_operand(weight)
+        is_seen = bias is not None and bias.requires_grad and not self._is_own(bias)
+        if by is None or is_seen or self._hooks != _saved_tensors_hooks():
+            return None
+        return split(Linear, input, by, operand(bias))
+
+    def grouped_mm(
+        self, rows: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
+    ) -> torch.Tensor | None:
+        """Multiply groups of rows by own weights, or by their transposes."""
+        _, transposed = self._transposes.get(id(weight), (None, None))
+        by = transposed or self._own_operand(weight)
+        if by is None or offs is None or bias is not None or out_dtype is not None:
+            return None
+        if self._hooks != _saved_tensors_hooks():
+            return None
+        return split_grouped(rows, by, offs, transposed=transposed is not None)
+
+    def _is_own(self, weight: Any) -> bool:
+        return id(weight) in self._own
+
+    def _own_operand(self, weight: Any) -> Operand | None:
+        return operand(weight) if self._is_own(weight) else None
+
+
+_HANDLERS: dict[Any, Callable[..., torch.Tensor | None]] = {
+    torch.Tensor.__getitem__: _Watch.getitem,
+    torch.Tensor.transpose: _Watch.transpose,
+    torch.transpose: _Watch.transpose,
+    nn.functional.linear: _Watch.linear,
+    torch._grouped_mm: _Watch.grouped_mm,
+}
+
+
+def _is_number(index: Any) -> bool:
+    if isinstance(index, torch.Tensor):
+        return index.dim() == 0 and index.dtype in (torch.int64, torch.int32)
+    return type(index) is int
+
+
+def _saved_tensors_hooks() -> Any:
+    """What checkpointing, among others, does with tensors that are saved now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -1,0 +1,233 @@
+"""A pipeline schedule as DeepSpeed's instructions: what one stage does, action by action."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import schedule as deepspeeds
+
+from ds_dynmo.config.dynmo import ScheduleConfig
+from ds_dynmo.engine.deepspeed.instruction_map import is_deepspeeds_1f1b
+from ds_dynmo.engine.split.messages import receives, sends
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.schedules import (
+    Action,
+    Kind,
+    PassCosts,
+    Schedule,
+    back_to_back_for_equal_costs,
+    one_f_one_b,
+    schedule_for_equal_costs,
+)
+
+REPLACED = (
+    "train_batch or _exec_schedule was replaced on the engine by a function that does not call the engine's own "
+    "_exec_schedule: instructions ran without what moving layers needs. Call it, or override it in a class given as "
+    "engine_class"
+)
+SPLIT_IN_PROFILES = 2  # backward passes of a chunk that a profile runs in two parts, where a schedule splits none
+
+
+class InputGradientPass(deepspeeds.BufferOpInstruction):
+    """The part of a backward pass that makes the gradient of what came in, and all of it that cannot be put off."""
+
+
+class WeightGradientPass(deepspeeds.BufferOpInstruction):
+    """The part of a backward pass that was put off."""
+
+
+_BACKWARD = {
+    Kind.BACKWARD: deepspeeds.BackwardPass,
+    Kind.INPUT_GRADIENT: InputGradientPass,
+}
+
+
+class ScheduleSteps(deepspeeds.PipeSchedule):  # type: ignore[misc]
+    """One batch of a stage. A step is an action, with its messages.
+
+    Buffers are handed out as micro-batches come and go, the lowest that is free; the last one is for weight gradients.
+
+    Attributes:
+        costs: that the schedule was made for; None: nothing has been measured.
+        begun: does the engine run it by its own ``_exec_schedule``?
+    """
+
+    def __init__(self, schedule: Schedule, stage: int, costs: PassCosts | None = None) -> None:
+        super().__init__(schedule.micro_batches, schedule.num_stages, stage)
+        self.schedule, self.costs = schedule, costs
+        self._order = schedule.orders[stage]
+        self._buffers = _buffers(self._order)
+        self.begun = False
+
+    def __iter__(self) -> Any:
+        """Begin a batch, as the engine's own ``_exec_schedule`` does; nobody else has what these instructions need."""
+        if not self.begun:
+            raise ConfigError(REPLACED)
+        return super().__iter__()
+
+    def num_pipe_buffers(self) -> int:
+        """As many as micro-batches are in flight at once, and one."""
+        return max(self._buffers.values()) + 2
+
+    def steps(self) -> Iterator[list[deepspeeds.PipeInstruction]]:
+        """Per action its instructions; in the end the optimizer's."""
+        for action in self._order:
+            yield list(self._instructions(action))
+        yield [deepspeeds.ReduceTiedGrads(), deepspeeds.ReduceGrads(), deepspeeds.OptimizerStep()]
+
+    def _instructions(self, action: Action) -> Iterator[deepspeeds.PipeInstruction]:
+        kind, chunk, micro_batch = action
+        if kind == Kind.WEIGHT_GRADIENT:
+            yield WeightGradientPass(buffer_id=self.num_pipe_buffers() - 1)
+            return
+        buffer = self._buffers[chunk, micro_batch]
+        received, sent = receives(action, self.schedule), sends(action, self.schedule)
+        if kind == Kind.FORWARD:
+            if received is not None:
+                yield deepspeeds.RecvActivation(buffer_id=buffer)
+            if chunk in (0, self.schedule.num_chunks - 1):
+                yield deepspeeds.LoadMicroBatch(buffer_id=buffer)
+            yield deepspeeds.ForwardPass(buffer_id=buffer)
+            if sent is not None:
+                yield deepspeeds.SendActivation(buffer_id=buffer)
+            return
+        if received is not None:
+            yield deepspeeds.RecvGrad(buffer_id=buffer)
+        yield _BACKWARD[kind](buffer_id=buffer)
+        if sent is not None:
+            yield deepspeeds.SendGrad(buffer_id=buffer)
+
+
+def with_some_split(schedule: Schedule, count: int = SPLIT_IN_PROFILES) -> Schedule:
+    """Split the last ``count`` backward passes of every chunk that has none in two parts, one directly after the other.
+
+    A profile then learns what each part takes where the schedule has no use for that.
+    """
+    first = schedule.micro_batches - count
+    in_two = {action.chunk for order in schedule.orders for action in order if action.kind == Kind.INPUT_GRADIENT}
+    orders = tuple(
+        tuple(
+            part
+            for action in order
+            for part in (_parts(action) if action.chunk not in in_two and action.micro_batch >= first else (action,))
+        )
+        for order in schedule.orders
+    )
+    return schedule if orders == schedule.orders else replace(schedule, orders=orders)
+
+
+def _parts(action: Action) -> tuple[Action, ...]:
+    if action.kind != Kind.BACKWARD:
+        return (action,)
+    return action._replace(kind=Kind.INPUT_GRADIENT), action._replace(kind=Kind.WEIGHT_GRADIENT)
+
+
+def _buffers(order: tuple[Action, ...]) -> dict[tuple[int, int], int]:
+    """Per chunk and micro-batch, the number of the buffer that it has from its forward pass to its input gradient."""
+    given: dict[tuple[int, int], int] = {}
+    taken: set[int] = set()
+    for kind, chunk, micro_batch in order:
+        key = (chunk, micro_batch)
+        if kind == Kind.FORWARD:
+            given[key] = next(number for number in range(len(order)) if number not in taken)
+            taken.add(given[key])
+        elif kind in _BACKWARD:
+            taken.discard(given[key])
+    return given
+
+
+class ScheduleInForce:
+    """Which schedule batches are trained by: DeepSpeed's 1F1B, by DeepSpeed's own code, or one of ours.
+
+    Attributes:
+        found: by the latest decision, from what was measured; None: nothing was yet, or DeepSpeed's is as short.
+        over_bound: of ``found``, as in a :class:`FoundSchedule`; 0.0: there is none.
+        running: the steps of the batch that runs, where they are not DeepSpeed's.
+        own: the class of the steps that the latest batch was trained by, where it is the user's; "": it is not.
+        is_profiled: is the batch that begins measured? Then some backward passes run in two parts everywhere.
+        back_to_back: do orders count on it that stages begin the next batch before the last ones end this one?
+
+    Args:
+        cautious: run 1F1B's order, not the one for equal costs, until a decision: what passes hold matters, and is not
+            known before.
+        batches_wait: every stage waits for the others when a batch ends.
+    """
+
+    def __init__(
+        self, config: ScheduleConfig | None = None, *, cautious: bool = False, batches_wait: bool = True
+    ) -> None:
+        self._config, self._cautious = config or ScheduleConfig(), cautious
+        self.back_to_back = self._config.memory > 1 and not batches_wait  # 1F1B's memory lets no stage begin earlier
+        self._undecided: Schedule | None = None
+        self._decided = False
+        self.found: Schedule | None = None
+        self._found_for: PassCosts | None = None
+        self.over_bound = 0.0
+        self.running: ScheduleSteps | None = None
+        self.own = ""
+        self._chosen: Any = None  # for the next batch
+        self._others_ran = False  # in place of those chosen
+        self.is_profiled: Callable[[], bool] = lambda: False
+
+    @property
+    def is_ours(self) -> bool:
+        """Can a schedule of ours be in force? Not where the user's engine makes the steps itself."""
+        return self._config.kind != "1f1b" and not self._others_ran
+
+    def decide(self, found: Schedule | None, costs: PassCosts | None = None, *, over_bound: float = 0.0) -> None:
+        """Train by ``found``, which was made for ``costs``, from the next batch on; None: by DeepSpeed's.
+
+        Args:
+            over_bound: as in a :class:`FoundSchedule`.
+        """
+        self.found, self._found_for, self.over_bound, self._decided = found, costs, over_bound, True
+
+    def forget(self) -> None:
+        """Train as before the first decision until the next one: ranks that were away do not know the latest."""
+        self.found, self._found_for, self.over_bound, self._decided = None, None, 0.0, False
+        self.own, self._others_ran = "", False  # the next batch tells
+
+    def steps(self, given: Any) -> Any:
+        """Choose the steps of the next batch.
+
+        Args:
+            given: DeepSpeed's, or those of an engine of the user's, which stay.
+        """
+        self._chosen = given
+        if self._config.kind == "1f1b" or not is_deepspeeds_1f1b(given) or given.stages == 1:
+            return given
+        schedule = self.in_force(given.stages, given.micro_batches)
+        if schedule is None:
+            return given
+        costs = self._found_for if schedule is self.found else None
+        if self.is_profiled():
+            schedule = with_some_split(schedule)
+        self._chosen = ScheduleSteps(schedule, given.stage_id, costs)
+        return self._chosen
+
+    def begin(self, steps: Any) -> None:
+        """Note which steps the engine is about to run: ours, DeepSpeed's, or the user's."""
+        self.running = steps if isinstance(steps, ScheduleSteps) else None
+        if self.running is not None:
+            self.running.begun = True
+        if torch.is_grad_enabled():  # else it is an evaluation
+            is_own = type(steps) is not ScheduleSteps and not is_deepspeeds_1f1b(steps)
+            self.own = type(steps).__name__ if is_own else ""
+            self._others_ran = is_own or steps is not self._chosen
+
+    def in_force(self, num_stages: int, micro_batches: int) -> Schedule | None:
+        """Say what the next batch of this shape is trained by; None: DeepSpeed's 1F1B."""
+        shape = num_stages, micro_batches
+        if self._decided and (self.found is None or _shape(self.found) == shape):
+            return self.found
+        if self._undecided is None or _shape(self._undecided) != shape:
+            find = back_to_back_for_equal_costs if self.back_to_back else schedule_for_equal_costs
+            self._undecided = one_f_one_b(*shape) if self._cautious else find(*shape, memory=self._config.memory)
+        return self._undecided
+
+
+def _shape(schedule: Schedule) -> tuple[int, int]:
+    return schedule.num_stages, schedule.micro_batches
