@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +27,9 @@ from ds_dynmo.schedules import (
     one_f_one_b_limit,
     peak_bytes,
     period_seconds,
-    replay,
     shortest_period,
 )
+from ds_dynmo.schedules.order import run
 
 __all__ = ["PassModel"]
 
@@ -39,6 +40,21 @@ _AS_GOOD = 1.01  # times what an order took, over the bound, when it was searche
 _FAR = 1.1  # times the bound: an order is searched, whatever that takes
 _LEAST_SEARCH = 4  # times the passes of an iteration: the actions of a search of one order and its refinement
 _REPLAY = 0.5  # times the passes of an iteration: the actions that a replay counts as
+
+
+class _Stages(NamedTuple):
+    """The stages of a partition, each as one chunk.
+
+    Attributes:
+        bound_seconds: below which no iteration can be.
+        least_seconds: below which what counts of an order cannot be.
+    """
+
+    costs: PassCosts
+    sizes: PassBytes
+    limits: tuple[int, ...]
+    bound_seconds: float
+    least_seconds: float
 
 
 @dataclass(frozen=True)
@@ -102,11 +118,11 @@ class PassModel:
         return self._known[key]
 
     def _shortest(self, partition: tuple[int, ...]) -> FoundSchedule | None:
-        costs, sizes, limits = self.costs(partition), self.sizes(partition), self.limits(partition)
-        known = [found for one in self._orders if (found := self._replayed(*one, partition)) is not None]
-        present = min(known, key=lambda one: self._counted_seconds(one, costs), default=None)
+        here = self._stages(partition)
+        known = [found for one in self._orders if (found := self._replayed(*one, here)) is not None]
+        present = min(known, key=lambda one: self._counted_seconds(one, here), default=None)
         if present is not None:
-            over = self._over_bound(present, partition)
+            over = self._counted_seconds(present, here) / here.least_seconds
             close = over <= max(_CLOSE, present.over_bound * _AS_GOOD)
             if close or (over <= _FAR and not self.can_search):
                 return present
@@ -114,13 +130,14 @@ class PassModel:
         start = present.schedule.orders if present is not None else None
         most = MOST_ACTIONS if self.search_actions == math.inf else int(self._actions_left)
         try:
-            found = find(costs, self.micro_batches, sizes, limits, start=start, most_actions=most)
+            found = find(here.costs, self.micro_batches, here.sizes, here.limits, start=start, most_actions=most)
         except ScheduleError:
             return None
         self._work.append(found.actions)
-        if present is not None and self._counted_seconds(found, costs) >= self._counted_seconds(present, costs):
+        seconds = self._counted_seconds(found, here)
+        if present is not None and seconds >= self._counted_seconds(present, here):
             return replace(present, over_bound=over)
-        found = replace(found, over_bound=self._over_bound(found, partition))
+        found = replace(found, over_bound=seconds / here.least_seconds)
         self._orders.append((found.schedule, found.over_bound))
         return found
 
@@ -146,34 +163,36 @@ class PassModel:
     def _actions_left(self) -> float:
         return self.search_actions - sum(self._work)
 
-    def _over_bound(self, found: FoundSchedule, partition: tuple[int, ...]) -> float:
-        costs, least = self.costs(partition), found.lower_bound_seconds
-        if self.back_to_back:
-            least = shortest_period(costs, self.micro_batches, self.sizes(partition), self.limits(partition))
-        return self._counted_seconds(found, costs) / least if least else 1.0
-
     def known_seconds(self, partition: Sequence[int]) -> float:
         """Simulate ``partition`` under the orders that are known, and return the seconds of the shortest."""
-        return min((self.seconds(order, partition) for order, _ in self._orders), default=math.inf)
+        here = self._stages(partition)
+        known = (self._replayed(*one, here) for one in self._orders)
+        return min((found.iteration_seconds for found in known if found is not None), default=math.inf)
 
-    def _counted_seconds(self, found: FoundSchedule, costs: PassCosts) -> float:
+    def _stages(self, partition: Sequence[int]) -> _Stages:
+        costs, sizes, limits = self.costs(partition), self.sizes(partition), self.limits(partition)
+        bound = lower_bound(costs, self.micro_batches, sizes, limits)
+        least = shortest_period(costs, self.micro_batches, sizes, limits) if self.back_to_back else bound
+        return _Stages(costs, sizes, limits, bound, least or 1.0)
+
+    def _counted_seconds(self, found: FoundSchedule, here: _Stages) -> float:
         """What counts of an order: the seconds of a batch alone, or from one batch to the next."""
         if not self.back_to_back:
             return found.iteration_seconds
-        return period_seconds(found.schedule.orders, found.schedule.micro_batches, costs)
+        return period_seconds(found.schedule.orders, found.schedule.micro_batches, here.costs)
 
-    def _replayed(self, order: Schedule, over_bound: float, partition: tuple[int, ...]) -> FoundSchedule | None:
+    def _replayed(self, order: Schedule, over_bound: float, here: _Stages) -> FoundSchedule | None:
         """What a known order comes to; None where it is not for these stages, or does not fit."""
-        costs = self.costs(partition)
-        if (order.owners, order.micro_batches) != (costs.owners, self.micro_batches):
+        if (order.owners, order.micro_batches) != (here.costs.owners, self.micro_batches):
             return None
-        if any(costs.weight_gradient_seconds[chunk] == 0 for chunk in order.split_chunks):
+        if any(here.costs.weight_gradient_seconds[chunk] == 0 for chunk in order.split_chunks):
             return None  # they are split in vain
-        seconds, sizes = self.seconds(order, partition), self.sizes(partition)
-        if seconds == math.inf:
+        self._work.append(_REPLAY * self.num_passes)
+        peaks = peak_bytes(order, here.sizes)
+        if any(peak > limit for peak, limit in zip(peaks, here.limits)):
             return None
-        bound = lower_bound(costs, self.micro_batches, sizes, self.limits(partition))
-        return FoundSchedule(order, seconds, bound, peak_bytes(order, sizes), over_bound=over_bound)
+        seconds = max(run(order.orders, order.micro_batches, here.costs).done)
+        return FoundSchedule(order, seconds, here.bound_seconds, peaks, over_bound=over_bound)
 
     @property
     def least_seconds(self) -> tuple[float, ...]:
@@ -188,11 +207,8 @@ class PassModel:
 
     def seconds(self, schedule: Schedule, partition: Sequence[int]) -> float:
         """Simulate ``schedule`` under ``partition``; infinite where a stage holds more than it may."""
-        self._work.append(_REPLAY * self.num_passes)
-        peaks = peak_bytes(schedule, self.sizes(partition))
-        if any(peak > limit for peak, limit in zip(peaks, self.limits(partition))):
-            return math.inf
-        return replay(schedule, self.costs(partition)).iteration_seconds
+        found = self._replayed(schedule, 0.0, self._stages(partition))
+        return math.inf if found is None else found.iteration_seconds
 
     def lower_bounds(self, bounds: Bounds) -> Floats:
         """Bound the iterations of many partitions from below, whatever their orders."""

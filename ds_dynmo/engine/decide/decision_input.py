@@ -16,7 +16,7 @@ from ds_dynmo.plan import LayerCost, Profile, limit_without_workspace
 from ds_dynmo.schedules import Schedule
 
 _SEARCH_SHARE = 0.01  # of the seconds until the next decision, for which orders may be searched
-_SECONDS_PER_ACTION = 1.5e-6  # of a search, about; what counts is that all ranks count alike
+_SECONDS_PER_ACTION = 3e-6  # of a search, about; what counts is that all ranks count alike
 
 
 @dataclass(frozen=True)
