@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ds_dynmo.torch_private import transforms_are_active
+
 Compute = Callable[[], torch.Tensor]
 Part = int | None  # the row of a parameter that a gradient is of; None: of all
 
@@ -54,7 +56,7 @@ def is_split() -> bool:
         and _collector is not None
         and _collector.puts_off
         and torch.is_grad_enabled()
-        and not torch._C._are_functorch_transforms_active()
+        and not transforms_are_active()
     )
 
 

@@ -26,6 +26,7 @@ from ds_dynmo.engine.resize.release import check_policy
 from ds_dynmo.engine.run import compiler
 from ds_dynmo.engine.run.rng_trackers import check_trackers
 from ds_dynmo.engine.versions import newer_than_tested
+from ds_dynmo.torch_private import check_torch
 
 
 def initialize(
@@ -108,6 +109,7 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynM
         validation.check_module(model)
         return None
     check_deepspeed()
+    check_torch()
     validation.check_module(model)
     validation.check_training(settings, optimizer)
     validation.check_features(settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from ds_dynmo.torch_private import backward_pass_number
 
 __all__ = ["is_recomputing"]
 
@@ -12,4 +12,4 @@ def is_recomputing() -> bool:
 
     Private in torch; it is what ``torch.utils.checkpoint`` itself asks (read in 2.13.0).
     """
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_pass_number() != -1

@@ -95,12 +95,18 @@ def _under_schedules(
     num_stages = len(pipeline.speeds)
     seconds: dict[tuple[int, ...], float] = {}
 
+    fits = given is not None and _fitted(np.array(given)[:, None], furthest).shape[1] > 0
+    present = passes.known_seconds(given) if given is not None and fits else math.inf
+
     def may_be_shorter(bound: float) -> bool:
-        return not seconds or bound < (1 - _GAIN) * min(seconds.values())
+        """Is it, and by enough, if its order comes as close to the bound as that in force did?"""
+        expected = bound * max(1.0, passes.in_force_over_bound)
+        longest = [(1 - _GAIN) * min(seconds.values(), default=math.inf), (1 - passes.min_gain) * present]
+        return expected < min(longest)
 
     def search(partitions: Sequence[Sequence[int]]) -> None:
         for one, bound in zip(partitions, passes.lower_bounds(np.array(partitions).T)):
-            if may_be_shorter(bound) and tuple(one) not in seconds:
+            if (one == given or may_be_shorter(bound)) and tuple(one) not in seconds:
                 seconds[tuple(one)] = pipeline.iteration_seconds(one)
 
     others = [balanced(costs, num_stages, memory=memory, speeds=pipeline.speeds)]
@@ -113,7 +119,7 @@ def _under_schedules(
         candidates = _fitted(np.column_stack([np.array(best), near]), furthest)
     bounds = passes.lower_bounds(candidates)
     first = [candidates[:, bounds.argmin()].tolist()]
-    if given is not None and _fitted(np.array(given)[:, None], furthest).shape[1]:
+    if given is not None and fits:
         surely_longer = passes.lower_bounds(np.array(given)[:, None])[0] > _SURELY * bounds.min()
         first.insert(1 if surely_longer else 0, given)
     search(first)

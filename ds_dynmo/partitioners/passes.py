@@ -82,6 +82,7 @@ class PassModel:
         in_force_over_bound: as in a :class:`FoundSchedule`.
         search_actions: that searches of orders may simulate, all together, but for those without which there is no
             order, or none near its bound.
+        min_gain: by which share of the present iteration another partition has to be shorter to matter.
     """
 
     forward_seconds: tuple[float, ...]
@@ -105,6 +106,7 @@ class PassModel:
     in_force: Schedule | None = None
     in_force_over_bound: float = 0.0
     search_actions: float = math.inf
+    min_gain: float = 0.0
 
     def on(self, num_stages: int) -> PassModel:
         """Return a model of ``num_stages`` stages of speed 1."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import ds_dynmo
+from ds_dynmo.engine.decide import balancer
+from ds_dynmo.engine.decide.decision import Decision
+from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.engine.split.steps import with_some_split
 from ds_dynmo.plan import RebalanceReport
-from ds_dynmo.schedules import peak_bytes, schedule_for_equal_costs
+from ds_dynmo.schedules import one_f_one_b, peak_bytes, schedule_for_equal_costs
 from tests.distributed.harness import run
 from tests.distributed.support import told_clock
 from tests.distributed.support.told_clock import UnsteadyLayer, unsteady_engine
@@ -107,6 +111,39 @@ def under_a_limit() -> Any:
 def test_an_order_stays_within_the_memory_limit() -> None:
     (free, limited), limit = run(3, under_a_limit)[0][0]
     assert max(limited) <= limit < max(free)
+
+
+def one_differs() -> Any:
+    """Decide where rank 1 finds another order, then where all find the same."""
+    told_clock.UnsteadyLayer = SplitLayer  # type: ignore[misc]
+    engine, data = unsteady_engine({"interval": 0, "schedule": {"kind": "zero_bubble"}}, SECONDS, [1.0] * 3, 0.0)
+    engine.train_batch(data)
+    decide, before = balancer.decide, engine.partition
+
+    def other(given: DecisionInput) -> Decision:
+        found = decide(given)
+        assert found.found is not None
+        return replace(found, found=replace(found.found, schedule=one_f_one_b(3, 4)))
+
+    if engine.global_rank == 1:
+        balancer.decide = other
+    with pytest.raises(
+        ds_dynmo.MigrationError, match=r"ranks differ: .* on ranks \[0, 2\], .* on ranks \[1\]"
+    ) as error:
+        engine.rebalance()
+    assert error.value.harmless and engine.partition == before
+    ran = engine.stage.schedule.in_force(3, 4).hash
+    engine.train_batch(data)
+    balancer.decide = decide
+    engine.rebalance()
+    engine.train_batch(data)
+    return gather((ran, len(engine.reports), engine.partition))
+
+
+def test_ranks_that_find_different_orders_stay_as_they_are() -> None:
+    results = run(3, one_differs)[0]
+    assert results[0] == results[1] == results[2]
+    assert results[0][:2] == (schedule_for_equal_costs(3, 4).hash, 1)
 
 
 def test_reports_name_1f1b_if_it_is_in_force() -> None:

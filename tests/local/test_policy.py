@@ -121,6 +121,13 @@ def tradeoff(costs: MoveCosts, error: float = 0.0) -> MoveTradeoff:
     return MoveTradeoff(costs, (error,) * 4, (0.0,) * 4)
 
 
+def test_the_work_of_searches_is_a_share_of_the_time_until_the_next_decision() -> None:
+    costs = profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4))  # 4 micro-batches of 18 s on two stages: at least 36 s
+    for batches, actions in ((None, math.inf), (1, 0.36 / 3e-6), (10, 3.6 / 3e-6)):
+        passes = DecisionInput.of(costs, batches=batches, searches=True).pipeline.passes
+        assert passes is not None and passes.search_actions == pytest.approx(actions)
+
+
 def test_a_move_must_save_more_than_it_costs() -> None:
     costs = profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4))  # one layer of 10 bytes moves
     saved = decide(costs)
@@ -224,7 +231,7 @@ class Run:
     def observed(self, layers: list[LayerCost]) -> Profile:
         self.step += self.every
         measured = Profile(self.step, Placement.chain(self.partition), tuple(layers), micro_batches=16, batch_seconds=1)
-        self.cost_model.profiled(DecisionInput.of(measured), self.move_seconds)
+        self.cost_model.profiled(measured, self.move_seconds)
         return measured
 
     def interval(self, work: list[float]) -> None:
@@ -422,7 +429,7 @@ def test_the_cost_model_survives_plain_json() -> None:
         run.interval(work)
     other.cost_model.load_state_dict(json.loads(json.dumps(run.cost_model.state_dict())))
     for cost_model in (run.cost_model, other.cost_model):
-        cost_model.profiled(DecisionInput.of(profile([1.0] * 12, run.partition)), 0.5)
+        cost_model.profiled(profile([1.0] * 12, run.partition), 0.5)
     assert other.cost_model.state_dict() == run.cost_model.state_dict()
     assert other.cost_model.history.speeds == run.cost_model.history.speeds is not None
     assert other.cost_model.move_costs.seconds(10) == run.cost_model.move_costs.seconds(10) > 0
@@ -432,8 +439,8 @@ def test_the_first_iteration_counts_as_the_best_allowed_partition() -> None:
     """Layers 1 to 3 stay together, so the smallest bottleneck is 3 s; without the rule it is 2 s."""
     measured, groups = profile([1.0] * 4, (0, 1, 4)), LayerGroups((0, 1, 4))
     free, bound = CostModel(), CostModel()
-    free.profiled(DecisionInput.of(measured), 0.0)
-    bound.profiled(DecisionInput.of(measured, groups=groups), 0.0)
+    free.begin(DecisionInput.of(measured))
+    bound.begin(DecisionInput.of(measured, groups=groups))
     pipeline = DecisionInput.of(measured).pipeline
     assert free.first_seconds == pipeline.iteration_seconds((0, 2, 4))
     assert bound.first_seconds == pipeline.iteration_seconds((0, 1, 4))

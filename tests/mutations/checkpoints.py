@@ -122,9 +122,9 @@ MUTATIONS = [
     Mutation(
         "non-persistent buffers are lost in a checkpoint",
         "ds_dynmo/engine/save/layer_content.py",
-        "    for name, buffer in module._buffers.items():\n        if buffer is not None:\n",
-        "    for name, buffer in module._buffers.items():\n"
-        "        if buffer is not None and name not in module._non_persistent_buffers_set:\n",
+        "    for name, buffer in buffers_of(module).items():\n        if buffer is not None:\n",
+        "    for name, buffer in buffers_of(module).items():\n"
+        "        if buffer is not None and name not in non_persistent_of(module):\n",
         f"{CHANGED}::test_changed_layers_load_as_they_were_saved[2-2]",
     ),
     Mutation(

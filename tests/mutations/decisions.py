@@ -18,6 +18,27 @@ MUTATIONS = [
         f"{ENGINE}::test_a_rebalance_that_does_not_fit_is_refused",
     ),
     Mutation(
+        "an order that has become worse is not searched anew",
+        "ds_dynmo/partitioners/passes.py",
+        "_AS_GOOD = 1.01",
+        "_AS_GOOD = 2.0",
+        "tests/pure/partitioners/test_passes.py",
+    ),
+    Mutation(
+        "decisions search orders for as long as they like",
+        f"{DECIDE}/decision_input.py",
+        "        if self.batches is None:\n",
+        "        if True:\n",
+        f"{POLICY}::test_the_work_of_searches_is_a_share_of_the_time_until_the_next_decision",
+    ),
+    Mutation(
+        "ranks train by different orders of passes",
+        f"{DECIDE}/balancer.py",
+        '        return f"{self._stage.route_to(decision.placement)}{schedule}"\n',
+        "        return self._stage.route_to(decision.placement)\n",
+        "tests/distributed/test_schedule_decisions.py::test_ranks_that_find_different_orders_stay_as_they_are",
+    ),
+    Mutation(
         "a move begins though a rank lacks the memory for it",
         f"{DECIDE}/memory.py",
         "        if found is not None:\n",

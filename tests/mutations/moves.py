@@ -103,7 +103,7 @@ MUTATIONS = [
     Mutation(
         "a weight that changed on its way is not sent again",
         "ds_dynmo/engine/move/packing.py",
-        "return (self.tensor._version, self.tensor.data_ptr()) == (self.version, self.address)",
+        "return (version_of(self.tensor), self.tensor.data_ptr()) == (self.version, self.address)",
         "return True",
         f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
     ),

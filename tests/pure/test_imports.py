@@ -71,6 +71,31 @@ def test_only_commands_import_commands() -> None:
 
 COMMUNICATES = PACKAGE / "engine" / "comm"
 FORMS_WORLDS = PACKAGE / "engine" / "resize" / "world.py"  # and sends nothing in them
+OF_DEEPSPEED = PACKAGE / "engine" / "deepspeed"
+PRIVATE_OF_TORCH = PACKAGE / "torch_private.py"
+NO_NAMES_OF_TORCH = {  # of classes of ours, of Python's, of DeepSpeed's (engine/deepspeed has those) and others
+    "_replace", "_asdict", "_fields", "_count", "_found", "_constants", "_hand_over", "_value", "_wait",
+    "_attn_implementation", "_init_weights", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_unexpected",
+    "_model_mapping", "_supports_sdpa", "_apply",
+}  # fmt: skip
+
+
+def test_private_names_of_torch_are_in_one_module() -> None:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path == PRIVATE_OF_TORCH:
+            continue
+        found += [f"{path}: {name}" for name in imports(path) if name.startswith("torch") and "._" in name]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+                continue
+            owner = ast.unparse(node.value)
+            of_others = owner in ("self", "cls") or node.attr in NO_NAMES_OF_TORCH or path.parent == OF_DEEPSPEED
+            if owner.split(".")[0] in ("torch", "dist", "nn") or not of_others:
+                found.append(f"{path}:{node.lineno}: {owner}.{node.attr}")
+    assert not found
+
+
 READS_BACKEND = PACKAGE / "engine" / "deepspeed" / "shm_operator.py"  # what operators it has loaded
 
 

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_dynmo.torch_private import devices_of_default_group, timeout_on
+
 
 class NoAnswer(RuntimeError):
     """The store, which rank 0's process holds, does not answer this rank."""
@@ -81,11 +83,6 @@ def within(seconds: float, make: Callable[[], Any]) -> Any:
         return make()
 
     return _Line().ask(made, seconds)
-
-
-def default_store() -> Any:
-    """Return the default group's store, which says which rank is missing. Private in torch; read in 2.13.0."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def meet(store: BoundedStore, name: str, world_size: int, timeout: timedelta) -> None:
@@ -149,23 +146,14 @@ class BoundedStore:
 
 
 def served_devices() -> dict[str, torch.device]:
-    """Map the types of the devices that the default group has a backend for. Private in torch; read in 2.13.0."""
-    return {device.type: device for device in dist.distributed_c10d._get_default_group()._device_types}
+    """Map the types of the devices that the default group has a backend for."""
+    return {device.type: device for device in devices_of_default_group()}
 
 
 def default_timeout() -> timedelta:
-    """Return how long operations of the default group wait. Private in torch; read in 2.13.0.
-
-    The backend of the accelerator's devices knows, whatever its name; without one, that of others. Where it does not
-    tell, the time-out is what torch gives to a group of such a backend by default.
-    """
-    group, served = dist.distributed_c10d._get_default_group(), served_devices()
-    backend = group._get_backend(served.get(get_accelerator().device_name(), next(iter(served.values()))))
-    try:
-        timeout: timedelta = backend.options._timeout
-    except (AttributeError, RuntimeError):
-        timeout = dist.distributed_c10d._get_default_timeout(dist.get_backend())
-    return timeout
+    """Return how long operations of the default group wait: on the accelerator's devices, else on others."""
+    served = served_devices()
+    return timeout_on(served.get(get_accelerator().device_name(), next(iter(served.values()))))
 
 
 def bindable_device() -> torch.device | None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.torch_private import version_of
 
 AHEAD = 2  # how many micro-batches' messages a receiver posts before it needs them
 
@@ -73,7 +74,7 @@ class _Sent:
             ConfigError: it was changed meanwhile, so nobody knows what was sent.
         """
         self.work.wait()
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise ConfigError(
                 f"a tensor of shape {list(self.tensor.shape)} was changed in place after it was sent to another stage, "
                 "which under a schedule of ds_dynmo does not wait until it has arrived: let the stage's last layer "
@@ -186,7 +187,7 @@ class Channels:
             return
         sent = kept(tensor, lane)
         work = dist.isend(sent, self._rank_of(dest_stage), tag=lane.value)
-        self._sent[dest_stage, lane][-1].append(_Sent(work, sent, sent._version))
+        self._sent[dest_stage, lane][-1].append(_Sent(work, sent, version_of(sent)))
 
     def recv(self, tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> None:
         """Receive ``tensor``; what was posted for it becomes its content, without a copy."""

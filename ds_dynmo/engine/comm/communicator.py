@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 
 from ds_dynmo.engine.comm import hosts
-from ds_dynmo.engine.comm.bounded import BoundedStore, default_store, within
+from ds_dynmo.engine.comm.bounded import BoundedStore, within
 from ds_dynmo.engine.comm.clock import clock_offset
 from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
 from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
@@ -29,6 +29,7 @@ from ds_dynmo.engine.comm.posted import Posted
 from ds_dynmo.engine.comm.same_facts import ranks_by
 from ds_dynmo.engine.deepspeed.process_groups import pipeline_ranks
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
+from ds_dynmo.torch_private import default_store
 
 Result = TypeVar("Result")
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
+
+from ds_dynmo.torch_private import subclassed, tree_map, without_torch_function
 
 _UNDER_WAY: set[Posted] = set()
 
@@ -72,7 +73,7 @@ class PostedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, value: torch.Tensor, wait: Callable[[], None]) -> PostedTensor:
-        self: PostedTensor = torch.Tensor._make_subclass(cls, value)  # type: ignore[attr-defined]
+        self = subclassed(cls, value)
         self._value, self._wait = value, wait
         return self
 
@@ -82,7 +83,7 @@ class PostedTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Carry out what Python asks for, down to ``numpy()``, ``float()`` and pickling."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*tree_map(_arrived, args), **tree_map(_arrived, kwargs or {}))
 
     @classmethod

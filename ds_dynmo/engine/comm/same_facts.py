@@ -12,8 +12,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ds_dynmo.engine.comm.bounded import BoundedStore, default_store, meet
+from ds_dynmo.engine.comm.bounded import BoundedStore, meet
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.torch_private import default_store
 
 TIMEOUT_SECONDS = 60.0  # the ranks have met already
 

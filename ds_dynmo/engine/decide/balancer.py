@@ -181,8 +181,10 @@ class Balancer:
             began = time.perf_counter()
             self._comm.enter("rebalance")
             self.profile, move_seconds = layer_sizes.gather_profile(self._stage, self._profiler, self._move_seconds)
-            given = self.decision_input(self.of_whole_batch(self.profile), self.memory.bytes(), in_force=False)
-            self.cost_model.profiled(given, move_seconds)
+            whole, limit_bytes = self.of_whole_batch(self.profile), self.memory.bytes()
+            self.cost_model.profiled(whole, move_seconds)
+            if self.cost_model.first_seconds is None:
+                self.cost_model.begin(self.decision_input(whole, limit_bytes, in_force=False))
             self._move_seconds = 0.0
             self._profiler.forget()
             self._profile_seconds = time.perf_counter() - began

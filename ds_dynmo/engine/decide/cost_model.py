@@ -29,22 +29,27 @@ class CostModel:
     _moved_bytes: int | None = None  # of moves whose seconds come with the next profile
     _missed_seconds: float = 0.0
 
-    def profiled(self, given: DecisionInput, move_seconds: float) -> None:
+    def profiled(self, profile: Profile, move_seconds: float) -> None:
         """Learn from one more profile.
 
         Args:
-            given: what a decision from this profile alone would be taken from, where no schedule of ours is in force.
             move_seconds: of the moves since the last profile, on the slowest rank.
         """
-        profile = given.profile
         self.history.observe(profile)
-        if self.first_seconds is None:
-            groups = given.groups or LayerGroups.single(len(profile.layers))
-            balanced = partitioners.balanced_groups(profile.costs("time"), profile.placement.num_stages, groups)
-            self.first_seconds = min(map(given.pipeline.iteration_seconds, (profile.partition, balanced)))
         if self._moved_bytes is not None and move_seconds > 0:
             self.move_costs.record(self._moved_bytes, move_seconds)
         self._moved_bytes = None
+
+    def begin(self, given: DecisionInput) -> None:
+        """Note what an iteration takes at the start of the run, under the better of two partitions.
+
+        Args:
+            given: what a decision from the first profile would be taken from, where no schedule of ours is in force.
+        """
+        profile = given.profile
+        groups = given.groups or LayerGroups.single(len(profile.layers))
+        balanced = partitioners.balanced_groups(profile.costs("time"), profile.placement.num_stages, groups)
+        self.first_seconds = min(map(given.pipeline.iteration_seconds, (profile.partition, balanced)))
 
     def model_changed(self) -> None:
         """Discard the costs so far: layers cost something else from here on."""

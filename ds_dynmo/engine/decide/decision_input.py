@@ -140,6 +140,7 @@ class DecisionInput:
             in_force_over_bound=self.in_force_over_bound,
             back_to_back=self.back_to_back,
             search_actions=self._search_actions(),
+            min_gain=self.config.min_improvement if self.config.balance_by == "time" else 0.0,
         )
 
     def _search_actions(self) -> float:

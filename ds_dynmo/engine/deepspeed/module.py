@@ -11,6 +11,8 @@ from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
+from ds_dynmo.torch_private import children_of
+
 HOLDS_LAYERS = frozenset(  # attributes of a PipelineModule that hold its layers
     ("_layer_specs", "forward_funcs", "fwd_map", "tied_modules", "tied_comms", "tied_weight_attrs")
 )
@@ -34,8 +36,9 @@ def modules_of(module: Any, layers: Iterable[int]) -> Iterator[tuple[int, nn.Mod
     """
     for layer in layers:
         spec = layer_specs(module)[layer]
-        if str(layer) in module._modules:  # where uses of a tie differ, all but a stage's first are here
-            yield layer, module._modules[str(layer)]
+        own = children_of(module).get(str(layer))  # where uses of a tie differ, all but a stage's first are here
+        if own is not None:
+            yield layer, own
         elif isinstance(spec, TiedLayerSpec):
             yield layer, module.tied_modules[spec.key]
 

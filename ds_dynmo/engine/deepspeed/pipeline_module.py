@@ -23,6 +23,7 @@ from ds_dynmo.engine.move.object_graph import copy_of_modules
 from ds_dynmo.engine.move.pickling import stand_in
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.placement import Placement
+from ds_dynmo.torch_private import children_of
 
 try:
     from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
@@ -93,7 +94,7 @@ class StageLayers(LayerList):
         key, tie = self.key(index), self.tie_of(index)
         if tie is not None and self._leads(index, self.indices):
             key = tie.key
-        return (self._module._modules, str(index)) if key is None else (self._module.tied_modules._modules, key)
+        return (children_of(self._module), str(index)) if key is None else (children_of(self._module.tied_modules), key)
 
     def modules(self) -> dict[int, nn.Module]:
         """Map this stage's layers to their modules, each module once."""
@@ -200,8 +201,8 @@ class StageLayers(LayerList):
     def rebuild(self, placement: Placement, stage: int, modules: dict[int, nn.Module]) -> None:
         """Make the PipelineModule what it would be had it been built with ``placement`` and ``modules``."""
         module = self._module
-        for name in [name for name in module._modules if name.isdigit()]:
-            del module._modules[name]
+        for name in [name for name in children_of(module) if name.isdigit()]:
+            del children_of(module)[name]
         module.tied_modules.clear()
         module.tied_weight_attrs.clear()
         self._place_at(placement, stage)
@@ -255,7 +256,7 @@ class StageLayers(LayerList):
             assert layer is not None
             modules, name = self._slot(index)
             modules[name] = layer
-            if modules is module.tied_modules._modules:
+            if modules is children_of(module.tied_modules):
                 module.tied_weight_attrs[name] = spec.tied_weight_attr
             module.forward_funcs.append(_use(spec, layer))
         elif layer is not None:

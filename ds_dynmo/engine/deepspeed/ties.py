@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_dynmo.engine.deepspeed.module import layer_specs, own_layers
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.torch_private import children_of
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def find_uses(model: PipelineModule, built: Mapping[int, nn.Module]) -> list[Use
     found = []
     for key, uses in uses_by_key(specs).items():
         here = [use for use in uses if use in local]
-        modules = {**dict.fromkeys(here[:1], model.tied_modules._modules.get(key)), **built}
+        modules = {**dict.fromkeys(here[:1], children_of(model.tied_modules).get(key)), **built}
         found += [_describe(specs, use, uses, module) for use in here if (module := modules.get(use)) is not None]
     return found
 

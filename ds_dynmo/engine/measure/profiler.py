@@ -24,6 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_dynmo.engine.measure.saved_bytes import loss_through, saved_for_backward, state_of
+from ds_dynmo.torch_private import version_of
 
 Mark = tuple[Any, int | None]
 _RECENT = 7  # batches, profiled or not, whose median counts as the seconds of a batch
@@ -285,7 +286,7 @@ class Profiler:
             if not self._in_pass:  # the user's engine runs it outside instructions
                 return layer(inputs)
             before = self._owner
-            versions = {id(tensor): tensor._version for tensor in _tensors(inputs)}
+            versions = {id(tensor): version_of(tensor) for tensor in _tensors(inputs)}
             self._mark(index)
             try:
                 outputs = self._sized(index, layer, inputs)
@@ -296,7 +297,7 @@ class Profiler:
                 self._watch_entering(inputs)
                 for tensor in _passing(outputs):
                     # A tensor that passes through untouched is watched already, for the layer that made it.
-                    if tensor.requires_grad and versions.get(id(tensor)) != tensor._version:
+                    if tensor.requires_grad and versions.get(id(tensor)) != version_of(tensor):
                         tensor.register_hook(partial(self._gradient_complete, index))
             return outputs
 

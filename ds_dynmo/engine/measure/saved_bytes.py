@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_dynmo.torch_private import saved_tensors_hooks
+
 
 class SavedBytes:
     """The storages that were saved. They live until then, or another one might come to have the address of one."""
@@ -66,11 +68,8 @@ def loss_through(module: Any, around: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def _saved_tensors(count: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call ``count`` with every tensor saved for backward, and keep the hooks that are set already (checkpointing's).
-
-    Only a private function of torch gives those hooks (read in torch 2.13.0).
-    """
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    """Call ``count`` with every tensor saved for backward, and keep the hooks that are set (checkpointing's)."""
+    outer = saved_tensors_hooks(ignore_disabled=False)
 
     def pack(tensor: torch.Tensor) -> Any:
         count(tensor)

@@ -17,8 +17,16 @@ from torch import nn
 from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
 from ds_dynmo.engine.move.description import can_be_sent, why_it_stays
 from ds_dynmo.engine.move.object_graph import MODULE_MACHINERY
+from ds_dynmo.torch_private import (
+    TABLES_OF_MODULES,
+    buffers_of,
+    children_of,
+    non_persistent_of,
+    parameters_of,
+    set_buffers,
+)
 
-_TRAVELS_ANYHOW = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
+_TRAVELS_ANYHOW = TABLES_OF_MODULES | {"training"}
 HOOKS = MODULE_MACHINERY - _TRAVELS_ANYHOW  # tables that refer to each other by the numbers of hooks
 
 
@@ -55,7 +63,7 @@ def find_parts(
         of_rank: by ``id`` of a module, attributes that stay behind.
     """
     found = {path: module}
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         known = {*references, *map(id, found.values())}
         if child is None or id(child) in known:
             continue
@@ -89,9 +97,9 @@ def dismantle(
     if (reason := why_it_stays(hooks, references)) is not None:
         reasons.update(dict.fromkeys(hooks, reason))
     return Dismantled(
-        parameters=dict(module._parameters),
-        buffers=dict(module._buffers),
-        non_persistent=set(module._non_persistent_buffers_set),
+        parameters=dict(parameters_of(module)),
+        buffers=dict(buffers_of(module)),
+        non_persistent=set(non_persistent_of(module)),
         attributes={name: value for name, value in own.items() if name not in left},
         left=left,
         hooks=hooks if reason is None else None,
@@ -101,7 +109,7 @@ def dismantle(
             name: dismantle(child, references, apart, of_rank, reasons)
             if child is not None and id(child) in apart
             else child
-            for name, child in module._modules.items()
+            for name, child in children_of(module).items()
         },
     )
 
@@ -113,17 +121,14 @@ def assemble(shell: nn.Module, parts: Dismantled, device: torch.device) -> nn.Mo
         del own[name]
     own.update({**parts.attributes, **(parts.hooks or {})})
     children = {
-        name: assemble(shell._modules[name], child, device) if isinstance(child, Dismantled) else child  # type: ignore[arg-type]
+        name: assemble(children_of(shell)[name], child, device) if isinstance(child, Dismantled) else child  # type: ignore[arg-type]
         for name, child in parts.children.items()
     }
-    for held, new in (
-        (shell._parameters, parts.parameters),
-        (shell._buffers, parts.buffers),
-        (shell._modules, children),
-    ):
-        held.clear()
-        held.update(new)  # type: ignore[arg-type]
-    shell._non_persistent_buffers_set = set(parts.non_persistent)
+    parameters_of(shell).clear()
+    parameters_of(shell).update(parts.parameters)
+    children_of(shell).clear()
+    children_of(shell).update(children)
+    set_buffers(shell, dict(parts.buffers), set(parts.non_persistent))
     shell.training = parts.training
     if parts.extra_state is not None:
         shell.set_extra_state(from_bytes(parts.extra_state, device))

@@ -21,7 +21,8 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch._ops import OpOverload, OpOverloadPacket
+
+from ds_dynmo.torch_private import OpOverload, OpOverloadPacket
 
 # ("attribute", name), ("item", key), ("cell", number of a closure's variable), ("member", number): see members; or
 # ("state", number), of what its class pickles

@@ -24,6 +24,7 @@ from ds_dynmo.engine.move.references import Outside, References
 from ds_dynmo.engine.move.shell import Build, Shell
 from ds_dynmo.engine.move.tensors import TensorMeta, describe, find_bases, meta_of
 from ds_dynmo.engine.state.layer_record import LayerRecord
+from ds_dynmo.torch_private import compiled_call_of, version_of
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class _Constant:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Constant:
-        return cls(tensor, tensor._version, tensor.data_ptr())
+        return cls(tensor, version_of(tensor), tensor.data_ptr())
 
     def is_unchanged(self) -> bool:
-        return (self.tensor._version, self.tensor.data_ptr()) == (self.version, self.address)
+        return (version_of(self.tensor), self.tensor.data_ptr()) == (self.version, self.address)
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def _check_not_compiled_in_place(layer: nn.Module | None) -> None:
         TypeError: naming the module.
     """
     for path, part in layer.named_modules() if layer is not None else ():
-        if part._compiled_call_impl is not None:
+        if compiled_call_of(part) is not None:
             raise TypeError(
                 f"{path or 'the layer itself'} ({type(part).__name__}) was compiled by its method compile(), and would "
                 'run uncompiled where it arrives: set "compile": true in the "dynmo" block in place of that call, or '

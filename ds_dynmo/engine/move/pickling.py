@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._ops import OpOverload, OpOverloadPacket
 
 from ds_dynmo.engine.move.object_graph import place_in_class
+from ds_dynmo.torch_private import OpOverload, OpOverloadPacket
 
 _NO_REFERENCES: Mapping[int, int] = {}
 _Reduced = tuple[Callable[..., Any], tuple[Any, ...]]

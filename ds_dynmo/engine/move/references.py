@@ -24,6 +24,7 @@ from ds_dynmo.engine.move.description import can_be_sent, checksum, kind_of, pat
 from ds_dynmo.engine.move.names import GlobalVariables, Name, Names
 from ds_dynmo.engine.move.object_graph import Path, Step, children, is_frozen, members, walk
 from ds_dynmo.engine.move.pickling import pickles_with
+from ds_dynmo.torch_private import buffers_of, children_of, parameters_of
 
 RANK_ATTRIBUTES = "rank_attributes"  # of a module's class: names of its attributes that belong to the rank
 
@@ -316,7 +317,7 @@ def _attribute_in(layer: nn.Module, path: Path) -> str | None:
     """Return the attribute of a module of ``layer`` by which ``path`` leaves its modules; None: it begins elsewhere."""
     module = layer
     for _, key in path:
-        child = module._modules.get(key)
+        child = children_of(module).get(key)
         if child is None:
             return key if key in vars(module) else None
         module = child
@@ -324,12 +325,12 @@ def _attribute_in(layer: nn.Module, path: Path) -> str | None:
 
 
 def _registered(module: nn.Module) -> list[torch.Tensor]:
-    held = (*module._parameters.values(), *module._buffers.values())
+    held = (*parameters_of(module).values(), *buffers_of(module).values())
     return [tensor for tensor in held if tensor is not None]
 
 
 def _named_tensors(path: str, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    held = {**module._parameters, **module._buffers}
+    held = {**parameters_of(module), **buffers_of(module)}
     return [(f"{path}.{name}" if path else name, tensor) for name, tensor in held.items() if tensor is not None]
 
 
@@ -356,7 +357,7 @@ def _counterpart(value: Any, part: str, dtype: torch.dtype, device: torch.device
         module = value.get_submodule(path)
     except AttributeError:
         return None
-    held: dict[str, torch.Tensor | None] = module._buffers
+    held: dict[str, torch.Tensor | None] = buffers_of(module)
     tensor = held.get(leaf)
     if tensor is not None and (tensor.dtype != dtype or tensor.device.type != device.type):
         held[leaf] = tensor.to(device, dtype)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ds_dynmo.engine.move.description import (
     NOTHING,
@@ -27,6 +26,7 @@ from ds_dynmo.engine.move.dismantling import HOOKS, assemble, dismantle, find_pa
 from ds_dynmo.engine.move.pickling import dump, load, random_state_kept, stand_in
 from ds_dynmo.engine.move.references import Outside
 from ds_dynmo.engine.state.layer_record import LayerRecord
+from ds_dynmo.torch_private import number_hooks_after
 
 Build = Callable[[], nn.Module]
 _REMEDY = (
@@ -126,8 +126,8 @@ class Shell:
 def _number_later_hooks_after(module: nn.Module) -> None:
     """Let hooks that are registered from now on not replace those of a module that comes from another process."""
     tables = [table for part in module.modules() for name, table in vars(part).items() if name in HOOKS]
-    numbers = [number + 1 for table in tables if isinstance(table, dict) for number in table]
-    RemovableHandle.next_id = max([RemovableHandle.next_id, *numbers])
+    numbers = [number for table in tables if isinstance(table, dict) for number in table]
+    number_hooks_after(max(numbers, default=-1))
 
 
 def _pickled_whole(layer: LayerRecord, outside: Outside, completed: bool) -> tuple[Shell, list[torch.Tensor]] | None:

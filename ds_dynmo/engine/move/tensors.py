@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ds_dynmo.torch_private import parts_of_sparse
+
 
 @dataclass(frozen=True)
 class TensorMeta:
@@ -100,7 +102,7 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if data.layout == torch.sparse_csr:
         return data.crow_indices(), data.col_indices(), data.values()
     if data.layout == torch.sparse_coo:
-        return data._indices(), data._values()  # as they are: coalescing would change the order of later sums
+        return parts_of_sparse(data)  # as they are: coalescing would change the order of later sums
     raise TypeError(f"a tensor of layout {data.layout} cannot be sent")
 
 

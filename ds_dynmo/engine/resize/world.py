@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, bindable_device, default_timeout
 from ds_dynmo.errors import MigrationError
+from ds_dynmo.torch_private import default_store, prefix_store, without_prefixes
 
 STORE_LOST = (dist.DistNetworkError, NoAnswer)  # what a store raises whose server, rank 0's process, is out of reach
 
@@ -180,12 +181,9 @@ def _absent(store: BoundedStore, launch_ranks: Sequence[int], timeout_seconds: f
 
 def store_part(store: BoundedStore, name: str) -> BoundedStore:
     """Make a view of a store whose keys are apart from all others."""
-    return store.view(dist.distributed_c10d.PrefixStore(f"ds_dynmo/{name}", store.raw))
+    return store.view(prefix_store(f"ds_dynmo/{name}", store.raw))
 
 
 def launch_store(timeout_seconds: float) -> BoundedStore:
-    """Get the store by which the launch's processes met. The default group's is private in torch; read in 2.13.0."""
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.distributed_c10d.PrefixStore):
-        store = store.underlying_store
-    return BoundedStore(store, timeout_seconds)
+    """Get the store by which the launch's processes met."""
+    return BoundedStore(without_prefixes(default_store()), timeout_seconds)

@@ -1,6 +1,6 @@
 """Run the layers of a stage compiled: each as one graph, where it is, and again where it arrives.
 
-While a batch runs, a layer's ``_compiled_call_impl`` (what ``nn.Module.compile`` sets) leads here. Between batches
+While a batch runs, what is called in place of a layer, as ``nn.Module.compile`` sets it, leads here. Between batches
 layers are as ever, so nothing of it travels or is saved. Marks of the profiler, random streams, activation
 checkpointing of a stage and the split of backward passes are all around a layer, outside the compiled graph.
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.run import compiler
+from ds_dynmo.torch_private import call_uncompiled, compiled_call_of, set_compiled_call
 
 _logger = logging.getLogger("DynMo")
 _MANY = 32  # compilations for layers of one class, on one rank, that are worth a warning
@@ -88,8 +89,8 @@ class CompiledLayers:
             return
         ours = []
         for index, path, module in list(_parts(layers)):  # a module without weights may be there twice
-            if module._compiled_call_impl is None and not isinstance(module, torch.jit.ScriptModule):
-                module._compiled_call_impl = _Call(self, index, path, module)
+            if compiled_call_of(module) is None and not isinstance(module, torch.jit.ScriptModule):
+                set_compiled_call(module, _Call(self, index, path, module))
                 ours.append(module)
         before, self._in_this_batch = self.seconds, {}
         try:
@@ -97,7 +98,7 @@ class CompiledLayers:
                 yield
         finally:
             for module in ours:
-                del module._compiled_call_impl
+                set_compiled_call(module, None)
         if self._log and self._in_this_batch:
             what = ", ".join(f"{index} ({kind.__name__})" for index, kind in sorted(self._in_this_batch.items()))
             _logger.info(f"compile: layer {what} in {self.seconds - before:.1f} s")
@@ -121,7 +122,7 @@ class CompiledLayers:
                 if self.seconds > before:
                     self._compiled(index, kind)
                 return result
-        return module._call_impl(*args, **kwargs)
+        return call_uncompiled(module, *args, **kwargs)
 
     def runs_as_is(self, index: int, path: str = "") -> bool:
         """Say whether a layer, or a part of it, could not be compiled where it trains."""
@@ -159,7 +160,7 @@ class CompiledLayers:
 
 
 class _Call:
-    """Stands as ``_compiled_call_impl`` of a layer.
+    """Is called in place of a layer.
 
     Attributes:
         runs_as_is: the layer could not be compiled where it trains.

@@ -17,9 +17,16 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch.utils._pytree import tree_leaves
 
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.torch_private import (
+    call_uncompiled,
+    dynamo,
+    dynamo_errors,
+    find_cpp_compiler,
+    inductor_errors,
+    tree_leaves,
+)
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _NO_LIMIT = 2**31 - 1
@@ -102,13 +109,10 @@ def _use_cache(asked_by: str) -> None:
 
 
 def _check_cpp(asked_by: str) -> None:
-    from torch._inductor.cpp_builder import get_cpp_compiler  # takes seconds to import
-    from torch._inductor.exc import InvalidCxxCompiler
-
     needs = "needs a C++ compiler and Python's headers on a CPU (`apt install g++ python3-dev`)"
     try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
+        find_cpp_compiler()
+    except inductor_errors().InvalidCxxCompiler:
         cxx = os.environ.get("CXX")
         tried = "g++" if cxx is None else f"CXX = {cxx!r}"
         raise ConfigError(f"{asked_by} {needs}: {tried} does not run; install one, or set CXX") from None
@@ -137,7 +141,7 @@ def runner(kind: type, backend: Any) -> Callable[..., Any]:
     """
 
     def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        return layer._call_impl(*args, **kwargs)
+        return call_uncompiled(layer, *args, **kwargs)
 
     code = run.__code__.replace(co_name=kind.__name__)  # torch keeps what it compiled with a code object
     own = FunctionType(code, globals(), kind.__name__)
@@ -151,10 +155,9 @@ class _DependsOnDataError(RuntimeError):
 
 def _of_fixed_sizes(backend: Any) -> Callable[..., Any]:
     """Let ``backend`` compile a graph in which all sizes and numbers are known."""
-    from torch._dynamo import lookup_backend
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    compile_graph = lookup_backend(backend)
+    compile_graph = dynamo().lookup_backend(backend)
 
     def of_fixed_sizes(graph: Any, inputs: Any) -> Any:
         for node in graph.graph.nodes:
@@ -172,7 +175,6 @@ def compiling_through(begin: Callable[[], None], end: Callable[[], None]) -> Ite
 
     Beyond a limit torch would run a layer as it is, or fail: which layer would depend on those that were here before.
     """
-    import torch._dynamo  # takes seconds
 
     def begins(_: Any) -> None:
         begin()
@@ -180,11 +182,11 @@ def compiling_through(begin: Callable[[], None], end: Callable[[], None]) -> Ite
     def ends(_: Any) -> None:
         end()
 
-    handler = torch._dynamo.callback.callback_handler
+    handler = dynamo().callback.callback_handler
     handler.register_start_callback(begins)
     handler.register_end_callback(ends)
     try:
-        with torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT):
+        with dynamo().config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT):
             yield
     finally:
         handler.remove_start_callback(begins)
@@ -196,15 +198,13 @@ def why_not(error: Exception) -> str | None:
 
     The machine's (no space left, a compiler that was killed) would strike one rank and not another.
     """
-    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-    from torch._inductor.exc import CppCompileError
-
-    cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
-    if isinstance(cause, (*_OF_THE_MACHINE, CppCompileError)):
+    errors = dynamo_errors()
+    cause = error.inner_exception if isinstance(error, errors.BackendCompilerFailed) else error
+    if isinstance(cause, (*_OF_THE_MACHINE, inductor_errors().CppCompileError)):
         return None
     if isinstance(cause, _DependsOnDataError):
         return str(cause)
-    if not isinstance(error, TorchDynamoException) and not _while_compiling(error):
+    if not isinstance(error, errors.TorchDynamoException) and not _while_compiling(error):
         return None
     return _first_line(error)
 

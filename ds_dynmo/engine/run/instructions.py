@@ -29,6 +29,7 @@ from ds_dynmo.engine.run.random_streams import LayerStreams
 from ds_dynmo.engine.split.scheduled import ScheduledBatches
 from ds_dynmo.engine.split.steps import InputGradientPass, WeightGradientPass
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.torch_private import no_torch_function
 
 Around = Callable[[Instruction], Instruction]
 
@@ -158,7 +159,7 @@ class _Join(torch.autograd.Function):
 class _Output(torch.Tensor):
     """One of several outputs of a stage. Its backward pass waits for those of the others, then all run as one."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
     output: torch.Tensor
     waiting: list[tuple[torch.Tensor, torch.Tensor]]  # outputs and their gradients
     of: int

@@ -30,6 +30,7 @@ from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.engine.run.rng_trackers import TrackedStates
 from ds_dynmo.engine.split.steps import InputGradientPass
+from ds_dynmo.torch_private import backward_pass_number
 
 Layer = Callable[[Any], Any]
 Instruction = Callable[..., None]
@@ -219,7 +220,7 @@ class LayerStreams:
                 return layer(inputs)
             recomputes = self._pass.recomputes
             if recomputes is None:
-                recomputes = torch._C._current_graph_task_id() != -1  # within autograd's backward pass
+                recomputes = backward_pass_number() != -1  # within autograd's backward pass
             states = self._torch.state(), self._trackers.state()
             if self._outer_of_python is None:
                 self._outer_of_python = self._python.state()

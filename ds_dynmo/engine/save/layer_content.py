@@ -25,6 +25,7 @@ from ds_dynmo.engine.state.pieces import PER_PARAMETER, StatePieces
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files.checkpoints import LEFT_OUT, REPLICA_OWN
 from ds_dynmo.files.digests import digest
+from ds_dynmo.torch_private import buffers_of, non_persistent_of, parameters_of, set_buffers
 
 Extras = dict[str, Any]
 Shapes = dict[str, list[int]]
@@ -75,7 +76,7 @@ def extras_of(
         },
         "aliases": aliases_of(module),
         "buffers": {path: _buffers(sub, in_weights) for path, sub in module.named_modules()},
-        "non_persistent": {path: sorted(sub._non_persistent_buffers_set) for path, sub in module.named_modules()},
+        "non_persistent": {path: sorted(non_persistent_of(sub)) for path, sub in module.named_modules()},
         "retyped": [
             *(name for name, parameter in named.items() if parameter.dtype != origin.dtype(name)),
             *(name for name, buffer in module.named_buffers() if buffer.dtype != origin.dtypes.get(name)),
@@ -92,8 +93,8 @@ def extras_of(
 
 def _buffers(module: nn.Module, in_weights: Container[int]) -> dict[str, torch.Tensor | list[int] | None]:
     """Collect the buffers of a module; of those that the file of the weights has, the shapes."""
-    found: dict[str, torch.Tensor | list[int] | None] = dict.fromkeys(module._buffers)
-    for name, buffer in module._buffers.items():
+    found: dict[str, torch.Tensor | list[int] | None] = dict.fromkeys(buffers_of(module))
+    for name, buffer in buffers_of(module).items():
         if buffer is not None:
             found[name] = list(buffer.shape) if id(buffer) in in_weights else buffer.detach()
     return found
@@ -101,7 +102,7 @@ def _buffers(module: nn.Module, in_weights: Container[int]) -> dict[str, torch.T
 
 def _in_weights_alone(module: nn.Module, attributes: Any) -> set[int]:
     """Find by ``id`` the buffers that the ``state_dict`` has and that share no memory: two files would make it two."""
-    buffers = [buffer for sub in module.modules() for buffer in sub._buffers.values() if buffer is not None]
+    buffers = [buffer for sub in module.modules() for buffer in buffers_of(sub).values() if buffer is not None]
     uses = Counter(_memory(tensor) for tensor in [*buffers, *tensors_in(attributes)])
     state = module.state_dict(keep_vars=True)
     return {id(b) for name, b in module.named_buffers() if state.get(name) is b and uses[_memory(b)] == 1}
@@ -245,8 +246,8 @@ def install(
             for name, buffer in extras["buffers"][path].items()
             if not isinstance(buffer, list) or _join(path, name) in loaded.state
         }
-        subs[path]._buffers = saved if strict else {**subs[path]._buffers, **saved}
-        subs[path]._non_persistent_buffers_set = set(extras["non_persistent"][path])
+        kept = {} if strict else buffers_of(subs[path])
+        set_buffers(subs[path], {**kept, **saved}, set(extras["non_persistent"][path]))
     for path in extras["attributes"].keys() & subs.keys():
         present = changed_attributes(subs[path], origin.attributes.get(path, {}), is_shared)
         changed = {*extras["changed"][path], *present}
@@ -273,7 +274,7 @@ def _make_room(
 ) -> None:
     """Give the layer a parameter of the saved shape and ``dtype``; keep the present one if it has them."""
     path, _, leaf = name.rpartition(".")
-    present = subs[path]._parameters.get(leaf)
+    present = parameters_of(subs[path]).get(leaf)
     if present is not None and list(present.shape) == about["shape"] and present.dtype == dtype:
         return
     parameter = nn.Parameter(torch.zeros(about["shape"], dtype=dtype, device=device), requires_grad=False)
@@ -287,7 +288,7 @@ def _make_room(
 
 def _set_trainable(subs: dict[str, nn.Module], name: str, about: dict[str, Any], built: bool | None) -> None:
     path, _, leaf = name.rpartition(".")
-    parameter = subs[path]._parameters[leaf]
+    parameter = parameters_of(subs[path])[leaf]
     assert parameter is not None
     if "requires_grad" in about and (about["changed"] or parameter.requires_grad != built):
         parameter.requires_grad_(about["requires_grad"])
@@ -298,9 +299,9 @@ def _set_trainable(subs: dict[str, nn.Module], name: str, about: dict[str, Any],
 def _assign(subs: dict[str, nn.Module], name: str, parameter: nn.Parameter | None) -> None:
     path, _, leaf = name.rpartition(".")
     sub = subs[path]
-    sub._buffers.pop(leaf, None)
+    buffers_of(sub).pop(leaf, None)
     vars(sub).pop(leaf, None)
-    sub._parameters[leaf] = parameter
+    parameters_of(sub)[leaf] = parameter
 
 
 def _join(path: str, name: str) -> str:

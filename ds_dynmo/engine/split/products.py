@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.torch_private import grouped_mm, reshaped, version_of, will_run
 from ds_dynmo.weight_gradients import Compute, Part, defer_part, waits
 
 
@@ -46,7 +47,7 @@ class _Product(torch.autograd.Function):
         Args:
             held: what it is made of, as it is now.
         """
-        if operand.owner is not None and torch._C._will_engine_execute_node(ctx.next_functions[-1][0]):  # the anchor's
+        if operand.owner is not None and will_run(ctx.next_functions[-1][0]):  # the anchor's
             defer_part(operand.owner, operand.part, _of_unchanged(held, compute), held_bytes=held_bytes)
 
     @staticmethod
@@ -131,7 +132,7 @@ class GroupedMM(_Product):
     ) -> torch.Tensor:
         _Product.keep(ctx, rows, weight, transposed, offsets)
         assert weight.value is not None
-        return torch._grouped_mm(rows, weight.value.mT if transposed else weight.value, offs=offsets)
+        return grouped_mm(rows, weight.value.mT if transposed else weight.value, offs=offsets)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # type: ignore[override]
@@ -142,10 +143,10 @@ class GroupedMM(_Product):
         rows, of_rows = rows.detach(), gradient.detach()
         left, right = (of_rows, rows) if transposed else (rows, of_rows)
         held, held_bytes = (offsets, rows, of_rows), rows.nbytes + of_rows.nbytes
-        _Product.defer(ctx, weight, lambda: torch._grouped_mm(left.mT, right, offs=offsets), held, held_bytes)
+        _Product.defer(ctx, weight, lambda: grouped_mm(left.mT, right, offs=offsets), held, held_bytes)
         to_rows = None
         if ctx.needs_input_grad[0]:
-            to_rows = torch._grouped_mm(of_rows, weight.value if transposed else weight.value.mT, offs=offsets)
+            to_rows = grouped_mm(of_rows, weight.value if transposed else weight.value.mT, offs=offsets)
         return to_rows, None, None, None, None
 
 
@@ -154,10 +155,10 @@ def _of_unchanged(held: Sequence[torch.Tensor], compute: Compute) -> Compute:
 
     Autograd checks no more what was saved: it has given it to the backward pass already.
     """
-    versions = [tensor._version for tensor in held]
+    versions = [version_of(tensor) for tensor in held]
 
     def checked() -> torch.Tensor:
-        if versions != [tensor._version for tensor in held]:
+        if versions != [version_of(tensor) for tensor in held]:
             raise ConfigError(
                 f"the input of a linear layer, or its output's gradient, of {len(held[-1])} rows, was changed in place "
                 "before the weights' gradient was calculated, which in a backward pass in two parts is later than "
@@ -175,7 +176,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def _shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Give ``rows`` the shape of ``like``, but for the last dimension. No view: the next layer may change it."""
-    return torch.ops.aten._unsafe_view(rows, [*like.shape[:-1], rows.shape[1]]) if like.dim() != 2 else rows
+    return reshaped(rows, [*like.shape[:-1], rows.shape[1]]) if like.dim() != 2 else rows
 
 
 def operand(weight: Any) -> Operand | None:

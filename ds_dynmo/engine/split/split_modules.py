@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ds_dynmo.engine.split.products import Conv1D, Linear, Operand, operand, split, split_grouped
+from ds_dynmo.torch_private import compiled_call_of, grouped_mm, saved_tensors_hooks
 from ds_dynmo.weight_gradients import is_split
 
 
@@ -66,7 +67,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    call = getattr(module, "_compiled_call_impl", None)
+    call = compiled_call_of(module)
     return (
         isinstance(module, torch.jit.ScriptModule)
         or (call is not None and not getattr(call, "runs_as_is", False))
@@ -187,7 +188,7 @@ _HANDLERS: dict[Any, Callable[..., torch.Tensor | None]] = {
     torch.Tensor.transpose: _Watch.transpose,
     torch.transpose: _Watch.transpose,
     nn.functional.linear: _Watch.linear,
-    torch._grouped_mm: _Watch.grouped_mm,
+    grouped_mm: _Watch.grouped_mm,
 }
 
 
@@ -199,4 +200,4 @@ def _is_number(index: Any) -> bool:
 
 def _saved_tensors_hooks() -> Any:
     """What checkpointing, among others, does with tensors that are saved now."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return saved_tensors_hooks(ignore_disabled=True)

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_dynmo.engine.split import split_modules
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.torch_private import backward_pass_number, hooks_of, is_only_tensor_of_its_memory
 from ds_dynmo.weight_gradients import Compute, Part, collected_by, whole
 
 Parts = list[tuple[Part, Compute]]
@@ -45,7 +46,7 @@ class DeferredGradients:
 
     def add(self, parameter: nn.Parameter, part: Part, compute: Compute) -> None:
         """Let ``compute`` give the gradient of ``parameter[part]`` later, or a share in it."""
-        key = parameter, torch._C._current_graph_task_id()
+        key = parameter, backward_pass_number()
         self._of[key] = [*self._of.pop(key, []), (part, compute)]  # a run that goes on is later than those inside it
 
     def roots(self) -> list[torch.Tensor]:
@@ -198,10 +199,7 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 
 def _is_shared(tensor: torch.Tensor) -> bool:
     """Does any other tensor have the same memory?"""
-    if tensor.layout is not torch.strided:
-        return False
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > 2  # ``tensor`` and ``storage``
+    return tensor.layout is torch.strided and not is_only_tensor_of_its_memory(tensor)
 
 
 def _check_hooks(parameter: nn.Parameter) -> None:
@@ -210,9 +208,9 @@ def _check_hooks(parameter: nn.Parameter) -> None:
     Raises:
         ConfigError: there is one.
     """
-    accumulated = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    of_user = [hook for hook in accumulated.values() if not getattr(hook, "__module__", "").startswith("deepspeed")]
-    if of_user or len(parameter._backward_hooks or {}) > 1:  # one is ours
+    accumulated = hooks_of(parameter, "register_post_accumulate_grad_hook")
+    of_user = [hook for hook in accumulated if not getattr(hook, "__module__", "").startswith("deepspeed")]
+    if of_user or len(hooks_of(parameter, "register_hook")) > 1:  # one is ours
         raise ConfigError(
             f"a weight of shape {list(parameter.shape)} has a hook of yours on its gradient, and is used outside its "
             "module too (in a penalty, say): a backward pass in two parts would call the hook in each; set "

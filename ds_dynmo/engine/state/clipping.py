@@ -19,6 +19,7 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.replicas import is_own
 from ds_dynmo.engine.deepspeed.module import is_split
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
+from ds_dynmo.torch_private import norms_of
 
 GradientOf = Callable[[nn.Parameter], torch.Tensor | None]
 Gradients = Iterable[tuple[nn.Parameter, torch.Tensor]]
@@ -66,7 +67,7 @@ def gradient_norm(
         counted = [p for p in layer.parameters() if counts(p, location)]
         gradients = [_elements(gradient).float() for p in counted if (gradient := gradient_of(p)) is not None]
         if gradients:
-            norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+            norms = torch.stack([norm.double() for norm in norms_of(gradients)])
             squares[index, location.tp_rank, location.replica] = norms.square().sum()
     return sum_over_all(squares).sum().sqrt()
 

@@ -16,6 +16,7 @@ from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.state.layer_record import register_hooks, user_hooks
 from ds_dynmo.engine.state.optimizer_state import KeptElements, select
 from ds_dynmo.errors import ConfigError, MigrationError
+from ds_dynmo.torch_private import parameters_of
 
 Kept = Sequence[tuple[nn.Module, str, torch.Tensor]]
 _CALL = "engine.keep_elements"
@@ -90,7 +91,7 @@ class _Found:
         for layer, whole in layers.modules().items():
             for path, module in whole.named_modules():
                 self._places[id(module)] = layer, path
-                for name, parameter in module._parameters.items():
+                for name, parameter in parameters_of(module).items():
                     self._users.setdefault(id(parameter), []).append((layer, f"{path}.{name}".lstrip(".")))
         self._tied = {id(parameter) for parameter in layers.tied_parameters()}
         self.entries: dict[tuple[int, str], tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = {}
@@ -107,9 +108,9 @@ class _Found:
         layer, path = place
         key = layer, f"{path}.{name}".lstrip(".")
         where = f"layer {layer}: {key[1]}"
-        parameter = module._parameters.get(name)
+        parameter = parameters_of(module).get(name)
         if parameter is None:
-            raise ConfigError(f"{where} is no parameter; {type(module).__name__} has {[*module._parameters]}")
+            raise ConfigError(f"{where} is no parameter; {type(module).__name__} has {[*parameters_of(module)]}")
         if key in self.entries:
             raise ConfigError(f"{where} is given twice")
         self._check_alone(where, parameter)
@@ -176,7 +177,7 @@ def _refuse(every: Sequence[tuple[tuple[int, int], str | None, tuple[str, str], 
 def _replace_parameters(stage: StageContext, found: _Found, kept: Sequence[KeptElements]) -> None:
     def replace() -> None:
         for (module, name, *_), entry in zip(found.entries.values(), kept):
-            module._parameters[name] = entry.new
+            parameters_of(module)[name] = entry.new
         stage.optimizer.name_parameters()
 
     if kept:

@@ -11,11 +11,7 @@ from torch import nn
 
 from ds_dynmo.engine.deepspeed.flat_wrapper import bound_by_wrapper
 from ds_dynmo.engine.move.description import can_be_sent, why_it_stays
-
-_HOOKS = {
-    "register_hook": "_backward_hooks",
-    "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
-}  # torch's methods, and where it keeps what they register (private, read in torch 2.13.0)
+from ds_dynmo.torch_private import HOOKS_OF_PARAMETERS, hooks_of
 
 
 @dataclass
@@ -107,8 +103,8 @@ def parameter_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
 def user_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
     """Collect the user's hooks on a parameter, also those that cannot be pickled."""
     return {
-        method: [hook for hook in (getattr(parameter, held) or {}).values() if not _is_deepspeeds(hook)]
-        for method, held in _HOOKS.items()
+        method: [hook for hook in hooks_of(parameter, method) if not _is_deepspeeds(hook)]
+        for method in HOOKS_OF_PARAMETERS
     }
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.lora_config import COPIES, Lora, check_config, library
 from ds_dynmo.models.huggingface.lora_targets import check_names, choose_targets, default_targets, targets_in
+from ds_dynmo.torch_private import buffers_of, parameters_of
 
 __all__ = ["Adapters", "adapters_in", "base_tensors", "is_adapters", "plain_name"]
 
@@ -222,7 +223,7 @@ def _take_over(adapted: nn.Module, part: nn.Module) -> None:
 def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
-    (owner._buffers if leaf in owner._buffers else owner._parameters)[leaf] = tensor  # type: ignore[assignment]
+    (buffers_of(owner) if leaf in buffers_of(owner) else parameters_of(owner))[leaf] = tensor  # type: ignore[assignment]
 
 
 def _found_like(model: nn.Module, like: nn.Module) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from ds_dynmo.models.huggingface.lora import Adapters
 from ds_dynmo.models.huggingface.surroundings import Surroundings
 from ds_dynmo.models.huggingface.weights import Stored, Tensors
 from ds_dynmo.models.seeding import generator_for
+from ds_dynmo.torch_private import children_of
 
 __all__ = ["Outline", "Source", "outline_of"]
 
@@ -234,7 +235,7 @@ class Source:
         parts = {id(skeleton.get_submodule(path)): None for path in outline.paths}
         model = copy.deepcopy(skeleton, {id(self.config): config, id(blocks): None, **parts})
         for module, name in ((model.base_model, outline.blocks), (model, outline.head)):
-            del module._modules[name]
+            del children_of(module)[name]
         learned = outline.paths[1] if outline.first_block > 1 else None
         if learned is not None:
             owner, _, name = learned.rpartition(".")

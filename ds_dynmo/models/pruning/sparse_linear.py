@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_dynmo.models.pruning.kernels import CSR, DENSE, NOTHING, Kernel, Shape, can_csr, compressed_linear, dense
+from ds_dynmo.torch_private import buffers_of
 
 __all__ = ["PrunableLinear", "dense_state_dict"]
 
@@ -162,7 +163,7 @@ def dense_state_dict(layer: nn.Module) -> dict[str, Any]:
     for path, part in layer.named_modules():
         if isinstance(part, PrunableLinear):
             prefix = f"{path}." if path else ""
-            for name in part._buffers:
+            for name in buffers_of(part):
                 state.pop(prefix + name, None)
             state[f"{prefix}weight"] = part.dense_weight()
     return state

@@ -1,0 +1,286 @@
+"""Every private name of torch that is used here, in one place; read in torch 2.13.0.
+
+:func:`check_torch` refuses a torch that lacks one of them before anything is built. What takes seconds to import is
+imported where it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
+
+from ds_dynmo.errors import ConfigError
+
+__all__ = ["OpOverload", "OpOverloadPacket", "tree_leaves", "tree_map"]
+
+Tables = dict[str, Any]
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
+
+HOOKS_OF_PARAMETERS = {
+    "register_hook": "_backward_hooks",
+    "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
+}  # methods of a parameter, and where it keeps what they register
+TABLES_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+
+NEEDED = (  # module, then a name within it
+    "torch._C:_current_graph_task_id",
+    "torch._C:_will_engine_execute_node",
+    "torch._C:_are_functorch_transforms_active",
+    "torch._C:_disabled_torch_function_impl",
+    "torch._C:_storage_Use_Count",
+    "torch._C:DisableTorchFunctionSubclass",
+    "torch._C._autograd:_top_saved_tensors_default_hooks",
+    "torch:_grouped_mm",
+    "torch:_foreach_norm",
+    "torch.ops.aten:_unsafe_view",
+    "torch:Tensor._make_subclass",
+    "torch:Tensor._version",
+    "torch:Tensor._indices",
+    "torch:Tensor._values",
+    "torch.distributed.distributed_c10d:_get_default_group",
+    "torch.distributed.distributed_c10d:_get_default_store",
+    "torch.distributed.distributed_c10d:_get_default_timeout",
+    "torch.distributed.distributed_c10d:PrefixStore",
+    "torch.nn:Module._call_impl",
+    "torch.nn:Module._compiled_call_impl",
+    "torch.utils.hooks:RemovableHandle.next_id",
+)
+
+
+def check_torch(needed: Iterable[str] = NEEDED) -> None:
+    """Refuse a torch that lacks one of the names ``needed``, or a table of modules or parameters.
+
+    Raises:
+        ConfigError: with the names.
+    """
+    missing = [name.replace(":", ".") for name in needed if not _is_there(*name.split(":"))]
+    module = nn.Module()
+    missing += [f"torch.nn.Module.{name}" for name in sorted(TABLES_OF_MODULES) if name not in vars(module)]
+    missing += [f"torch.Tensor.{name}" for name in HOOKS_OF_PARAMETERS.values() if not hasattr(torch.Tensor, name)]
+    if missing:
+        raise ConfigError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, which ds_dynmo relies on: install a version that "
+            "docs/versions.md names"
+        )
+
+
+def _is_there(owner: str, path: str) -> bool:
+    try:
+        found: Any = torch.ops.aten if owner == "torch.ops.aten" else import_module(owner)
+        for name in path.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+# -- autograd -----------------------------------------------------------------------------------------
+
+
+def backward_pass_number() -> int:
+    """Number the backward pass that runs on this thread; -1: none does."""
+    return int(torch._C._current_graph_task_id())
+
+
+def will_run(node: Any) -> bool:
+    """Will the backward pass that runs come to a node of its graph?"""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def transforms_are_active() -> bool:
+    """Does a functorch transform, such as ``vmap``, run?"""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def saved_tensors_hooks(*, ignore_disabled: bool) -> Any:
+    """Return the pair of hooks on tensors that are saved now, as checkpointing sets them; None: there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(ignore_disabled)
+
+
+no_torch_function: Any = getattr(torch._C, "_disabled_torch_function_impl", None)
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Let ``__torch_function__`` of subclasses of tensors be."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+# -- tensors ------------------------------------------------------------------------------------------
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Count the changes in place of a tensor."""
+    return tensor._version
+
+
+def is_only_tensor_of_its_memory(tensor: torch.Tensor) -> bool:
+    """Does no other tensor have the same storage? ``tensor`` is strided."""
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)  # ``tensor`` and ``storage``
+
+
+def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and values of a sparse COO tensor as they are, not coalesced."""
+    return tensor._indices(), tensor._values()
+
+
+def subclassed(kind: type[Tensor], value: torch.Tensor) -> Tensor:
+    """Make a tensor of a subclass with the memory of ``value``."""
+    made: Tensor = torch.Tensor._make_subclass(kind, value)  # type: ignore[attr-defined]
+    return made
+
+
+grouped_mm: Callable[..., torch.Tensor] = getattr(torch, "_grouped_mm", None)  # type: ignore[assignment]
+"""Multiply groups of rows by a matrix each, what ``nn.functional.grouped_mm`` calls."""
+
+
+def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Compute the norm of each tensor, as ``torch.nn.utils`` does."""
+    return list(torch._foreach_norm(tensors))
+
+
+def reshaped(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """Give a contiguous tensor another shape; for autograd it is no view."""
+    found: torch.Tensor = torch.ops.aten._unsafe_view(tensor, shape)
+    return found
+
+
+# -- modules and parameters ---------------------------------------------------------------------------
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the table of a module's own parameters."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the table of a module's own buffers."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the table of a module's own children."""
+    return module._modules
+
+
+def non_persistent_of(module: nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that its ``state_dict`` lacks."""
+    return module._non_persistent_buffers_set
+
+
+def set_buffers(module: nn.Module, buffers: dict[str, torch.Tensor | None], non_persistent: set[str]) -> None:
+    """Give a module these buffers in place of its own."""
+    module._buffers = buffers
+    module._non_persistent_buffers_set = non_persistent
+
+
+def hooks_of(parameter: torch.Tensor, method: str) -> list[Any]:
+    """List what was registered on a parameter by ``method``, a key of :data:`HOOKS_OF_PARAMETERS`."""
+    return list((getattr(parameter, HOOKS_OF_PARAMETERS[method], None) or {}).values())
+
+
+def number_hooks_after(number: int) -> None:
+    """Let hooks that are registered from now on have larger numbers than ``number``."""
+    RemovableHandle.next_id = max(RemovableHandle.next_id, number + 1)
+
+
+def compiled_call_of(module: Any) -> Any:
+    """Return what is called in place of a module, as ``nn.Module.compile`` sets it; None: nothing is."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+def set_compiled_call(module: nn.Module, call: Any) -> None:
+    """Let ``call`` be called in place of a module; None: the module itself, as before."""
+    if call is None:
+        del module._compiled_call_impl
+    else:
+        module._compiled_call_impl = call
+
+
+def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module and its hooks, whatever is called in its place otherwise."""
+    return module._call_impl(*args, **kwargs)
+
+
+# -- processes ----------------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """Return the default group's store."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def prefix_store(prefix: str, store: Any) -> Any:
+    """Make a view of a store whose keys begin with ``prefix``."""
+    return dist.distributed_c10d.PrefixStore(prefix, store)
+
+
+def without_prefixes(store: Any) -> Any:
+    """Return the store below all views of it."""
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def devices_of_default_group() -> list[torch.device]:
+    """List the devices that the default group has a backend for."""
+    return list(dist.distributed_c10d._get_default_group()._device_types)
+
+
+def timeout_on(device: torch.device) -> timedelta:
+    """Return how long operations of the default group on ``device`` wait.
+
+    Where the backend does not tell, the time-out is what torch gives to a group of such a backend by default.
+    """
+    backend = dist.distributed_c10d._get_default_group()._get_backend(device)
+    try:
+        timeout: timedelta = backend.options._timeout
+    except (AttributeError, RuntimeError):
+        timeout = dist.distributed_c10d._get_default_timeout(dist.get_backend())
+    return timeout
+
+
+# -- the compiler -------------------------------------------------------------------------------------
+
+
+def dynamo() -> Any:
+    """Import torch's compiler of Python."""
+    import torch._dynamo
+
+    return torch._dynamo
+
+
+def dynamo_errors() -> Any:
+    """Import the errors of torch's compiler of Python."""
+    import torch._dynamo.exc
+
+    return torch._dynamo.exc
+
+
+def inductor_errors() -> Any:
+    """Import the errors of torch's compiler of kernels."""
+    import torch._inductor.exc
+
+    return torch._inductor.exc
+
+
+def find_cpp_compiler() -> str:
+    """Return the C++ compiler that torch's compiler of kernels would call.
+
+    Raises:
+        InvalidCxxCompiler: of :func:`inductor_errors`; none runs.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return str(get_cpp_compiler())
