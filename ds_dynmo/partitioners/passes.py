@@ -121,8 +121,9 @@ class PassModel:
 
     def _shortest(self, partition: tuple[int, ...]) -> FoundSchedule | None:
         here = self._stages(partition)
-        known = [found for one in self._orders if (found := self._replayed(*one, here)) is not None]
-        present = min(known, key=lambda one: self._counted_seconds(one, here), default=None)
+        present = min(
+            self._known_orders(partition, here), key=lambda one: self._counted_seconds(one, here), default=None
+        )
         if present is not None:
             over = self._counted_seconds(present, here) / here.least_seconds
             close = over <= max(_CLOSE, present.over_bound * _AS_GOOD)
@@ -167,9 +168,15 @@ class PassModel:
 
     def known_seconds(self, partition: Sequence[int]) -> float:
         """Simulate ``partition`` under the orders that are known, and return the seconds of the shortest."""
-        here = self._stages(partition)
-        known = (self._replayed(*one, here) for one in self._orders)
-        return min((found.iteration_seconds for found in known if found is not None), default=math.inf)
+        key = tuple(map(int, partition))
+        known = self._known_orders(key, self._stages(key))
+        return min((found.iteration_seconds for found in known), default=math.inf)
+
+    def _known_orders(self, partition: tuple[int, ...], here: _Stages) -> list[FoundSchedule]:
+        """What the orders that are known come to, but for those that are not for these stages, or do not fit."""
+        replayed = self._replays.setdefault(partition, [])
+        replayed += [self._replayed(*one, here) for one in self._orders[len(replayed) :]]
+        return [found for found in replayed if found is not None]
 
     def _stages(self, partition: Sequence[int]) -> _Stages:
         costs, sizes, limits = self.costs(partition), self.sizes(partition), self.limits(partition)
@@ -303,6 +310,11 @@ class PassModel:
     def _orders(self) -> list[tuple[Schedule, float]]:
         """The orders that are known, and what each took, over the bound, when it was searched."""
         return [] if self.in_force is None else [(self.in_force, self.in_force_over_bound)]
+
+    @cached_property
+    def _replays(self) -> dict[tuple[int, ...], list[FoundSchedule | None]]:
+        """By partition, what each of the known orders comes to, as far as that was asked."""
+        return {}
 
     @cached_property
     def _work(self) -> list[float]:

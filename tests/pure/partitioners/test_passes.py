@@ -331,6 +331,20 @@ def test_partitions_that_can_hardly_be_better_get_no_order(monkeypatch: pytest.M
     assert len(searched) == 1
 
 
+def test_partitions_that_are_not_worth_a_move_get_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layers take four times as long, so that other partitions are much shorter."""
+    passes = replace(equal_layers(), forward_seconds=(1.0,) * 5 + (4.0,) * 3, memory=4.0)
+    order = equal_layers().shortest(EVEN)
+    assert order is not None
+    for min_gain, moves in ((0.0, True), (0.9, False)):
+        running = replace(passes, in_force=order.schedule, min_gain=min_gain)
+        given = PipelineModel(passes.forward_seconds, passes.backward_seconds, 12, passes.speeds, passes=running)
+        searched = counting(monkeypatch)
+        costs = [forward + 2.0 for forward in passes.forward_seconds]
+        assert (makespan(costs, 4, start=EVEN, pipeline=given) != EVEN) == moves
+        assert moves or len(searched) <= 1
+
+
 def test_groups_of_layers_count_as_layers() -> None:
     given, groups = pipeline(random.Random(8), interval=2), LayerGroups((0, 1, 3, 4, 6, 7))
     folded = given.folded(groups)
