@@ -127,7 +127,7 @@ def predicted_peaks(engine: Any) -> tuple[int, ...]:
     )
     passes = given.pipeline.passes
     assert passes is not None
-    standing = 0 if order is None else AHEAD + 1  # DeepSpeed's buffers are there before the batch
+    standing = 0 if order is None else AHEAD  # DeepSpeed's buffers are there before the batch
     return peak_bytes(
         order or one_f_one_b(stages, micro_batches), passes.sizes_with_messages(engine.partition, standing)
     )

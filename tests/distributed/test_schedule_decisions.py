@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 import ds_dynmo
 from ds_dynmo.engine.decide import balancer
@@ -15,11 +16,12 @@ from ds_dynmo.engine.decide.decision import Decision
 from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.engine.split.steps import with_some_split
 from ds_dynmo.plan import RebalanceReport
-from ds_dynmo.schedules import one_f_one_b, peak_bytes, schedule_for_equal_costs
+from ds_dynmo.schedules import FoundSchedule, PassCosts, one_f_one_b, peak_bytes, schedule_for_equal_costs
 from tests.distributed.harness import run
 from tests.distributed.support import told_clock
+from tests.distributed.support.configs import Case
 from tests.distributed.support.told_clock import UnsteadyLayer, unsteady_engine
-from tests.distributed.support.training import gather
+from tests.distributed.support.training import build, gather
 
 SECONDS = [(4.0, 0.0), (4.0, 2.0), (8.0, 1.0), (2.0, 16.0), (16.0, 0.5), (16.0, 2.0), (1.0, 1.0)]
 
@@ -144,6 +146,19 @@ def test_ranks_that_find_different_orders_stay_as_they_are() -> None:
     results = run(3, one_differs)[0]
     assert results[0] == results[1] == results[2]
     assert results[0][:2] == (schedule_for_equal_costs(3, 4).hash, 1)
+
+
+def agreed() -> PassCosts:
+    """Train by an order for other costs on each rank."""
+    engine = build(Case(dynmo={"interval": 0, "schedule": "zero_bubble"}))
+    costs = PassCosts.equal((0, 1), 1.0 + torch.distributed.get_rank())
+    engine.balancer._train_by(FoundSchedule(one_f_one_b(2, engine.micro_batches), 1.0, 1.0, (1, 1)), costs)
+    steps = engine.stage.schedule.steps(TrainSchedule(engine.micro_batches, 2, engine.stage_id))
+    return steps.costs
+
+
+def test_all_ranks_order_messages_by_the_same_costs() -> None:
+    assert run(2, agreed) == [PassCosts.equal((0, 1), 1.0)] * 2
 
 
 def test_reports_name_1f1b_if_it_is_in_force() -> None:

@@ -25,6 +25,7 @@ from tests.distributed import (
     test_foreign_models,
     test_huggingface,
     test_instructions,
+    test_masks,
     test_replicas,
     test_tied_classes,
     test_topologies,
@@ -35,7 +36,7 @@ from tests.distributed.support.case_runs import CaseRun, moved
 from tests.distributed.support.configs import BLOCK, Case
 from tests.distributed.support.instructions import error_of
 from tests.distributed.support.models import WIDTH, Block, Embedding, Head, scale, seeded
-from tests.distributed.support.training import batches, build, outcome_of, raw, train
+from tests.distributed.support.training import batches, build, outcome_of, raw, train, train_frozen
 
 MOVES = [[0, 2, 8], [0, 6, 8], [0, 1, 8]]
 
@@ -196,6 +197,19 @@ class Feature:
     unsplit: bool = False
 
 
+def decided() -> dict[str, Any]:
+    """Train, decide an order and a partition from a profile, and train on."""
+    engine = build(Case(stages=2, replicas=2, micro_batches=6))
+    data, losses = batches(engine), []
+    for step in range(4):
+        losses.append(engine.train_batch(data).item())
+        if step == 1:
+            engine.rebalance()
+        steps = engine.stage.schedule.running
+        assert steps is None or (steps.costs is not None) == (step > 1)
+    return {"losses": losses}
+
+
 def features(**settings: Any) -> tuple[Any, ...]:
     return settings, {}, MOVES
 
@@ -207,6 +221,16 @@ FEATURES = {
     "bool masks": Feature(
         2, test_topologies.train_both, (Case(dynmo=PROFILED), test_topologies.mask_layers, True, MOVES)
     ),
+    "masks and tables": Feature(
+        3,
+        test_masks.train,
+        (replace(test_masks.STAGES, micro_batches=6), "everything", test_masks.MOVES, (5,), False, test_masks.THAWED),
+        fuzz=True,
+    ),
+    "a frozen prefix": Feature(
+        3, train_frozen, (Case(stages=3, micro_batches=5), {1: 3, 3: 5, 5: 0}, {2: [0, 1, 5, 8]})
+    ),
+    "a decision": Feature(4, decided),
     "dynamic shapes": Feature(2, test_topologies.train_feature, ({}, {"dynamic_shape": True}, MOVES, True)),
     "patched instructions": Feature(2, test_instructions.train_patched, ("ds_dynmo", Case(clip=0.0), "entries", True)),
     "instructions patched later": Feature(

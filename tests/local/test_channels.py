@@ -6,22 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from ds_dynmo.engine.comm.channels import Channels, Lane
+from ds_dynmo.engine.comm.channels import Channels, Lane, PlannedMessage
 from ds_dynmo.errors import ConfigError
+
+PLAN = {1: [(PlannedMessage(Lane.ACTIVATION, is_sent=True),)]}
 
 
 @pytest.fixture
-def channels(monkeypatch: pytest.MonkeyPatch) -> Channels:
-    monkeypatch.setattr(dist, "isend", lambda *_, **__: SimpleNamespace(wait=lambda: None))
-    return Channels(lambda stage: stage)
+def channels() -> Channels:
+    works = [SimpleNamespace(wait=lambda: None)]
+    return Channels(lambda stage: stage, lambda: lambda stage, operations: works)
 
 
 def test_a_change_in_place_of_what_was_sent_is_an_error(channels: Channels) -> None:
     output = torch.ones(2, 3, requires_grad=True) * 2
     changed = r"shape \[2, 3\] was changed in place .*to another stage"
-    with pytest.raises(ConfigError, match=changed), channels.batch({}, ()):
+    with pytest.raises(ConfigError, match=changed), channels.batch(PLAN, ()):
         with channels.sending(Lane.ACTIVATION, 1):
             channels.send(output, 1)
         output.detach().zero_()
@@ -29,7 +30,7 @@ def test_a_change_in_place_of_what_was_sent_is_an_error(channels: Channels) -> N
 
 def test_what_needs_no_gradient_may_be_changed(channels: Channels) -> None:
     mask = torch.ones(2, 3)
-    with channels.batch({}, ()):
+    with channels.batch(PLAN, ()):
         with channels.sending(Lane.ACTIVATION, 1):
             channels.send(mask, 1)
         mask.zero_()

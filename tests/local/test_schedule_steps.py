@@ -6,8 +6,6 @@ import pytest
 from deepspeed.runtime.pipe import schedule as deepspeeds
 
 from ds_dynmo.config.dynmo import ScheduleConfig
-from ds_dynmo.engine.comm.channels import Lane
-from ds_dynmo.engine.split.messages import taken_sends
 from ds_dynmo.engine.split.steps import (
     InputGradientPass,
     ScheduleInForce,
@@ -77,27 +75,6 @@ def test_a_buffer_holds_one_micro_batch_at_a_time(make: object, stages: int, mic
                     assert command.buffer_id == steps.num_pipe_buffers() - 1
                 assert len(held) < steps.num_pipe_buffers()
         assert not held
-
-
-def test_a_message_tells_what_its_sender_has_taken() -> None:
-    """Stage 0 runs F0 F1 B0 B1, stage 1 F0 B0 F1 B1: its first gradient tells that one activation has arrived."""
-    learned = taken_sends(one_f_one_b(2, 2), 0)
-    assert learned == {
-        (1, Lane.GRADIENT): [
-            {Lane.ACTIVATION: 1, Lane.GRADIENT: 0},
-            {Lane.ACTIVATION: 2, Lane.GRADIENT: 0},
-        ]
-    }
-    assert taken_sends(one_f_one_b(2, 2), 1)[0, Lane.ACTIVATION] == [{Lane.ACTIVATION: 0, Lane.GRADIENT: 0}] * 2
-
-
-@pytest.mark.parametrize("make", [one_f_one_b, zb_h1])
-def test_no_more_is_known_to_be_taken_than_was_sent(make: object) -> None:
-    schedule: Schedule = make(4, 9)  # type: ignore[operator]
-    for stage in range(4):
-        for messages in taken_sends(schedule, stage).values():
-            assert all(taken <= 9 for message in messages for taken in message.values())
-            assert messages == sorted(messages, key=lambda taken: (taken[Lane.ACTIVATION], taken[Lane.GRADIENT]))
 
 
 def test_a_profile_splits_the_last_passes_of_stages_that_split_none() -> None:

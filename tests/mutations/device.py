@@ -40,7 +40,7 @@ MUTATIONS = [
     ),
     on_device(
         "messages between stages are not waited for",
-        f"{COMM}/ordered_channels.py",
+        f"{COMM}/channels.py",
         "        for work in self.works:\n            work.wait()\n",
         "",
         SCHEDULES + " -k two_stages",
@@ -68,7 +68,7 @@ MUTATIONS = [
     ),
     on_device(
         "two messages of one stage are posted in the other order",
-        f"{COMM}/ordered_channels.py",
+        f"{COMM}/channels.py",
         "        for part in [operations] if together else [[operation] for operation in operations]:",
         "        for part in [operations[::-1]] if together else [[operation] for operation in operations[::-1]]:",
         SCHEDULES + " -k several_tensors",

@@ -4,9 +4,30 @@ A *lane* is all messages of one kind (activations or gradients) between two stag
 order of the micro-batches. A sender goes on at once; what it sent is kept until its receiver is known to have it. A
 receiver posts the next messages of a lane before it needs them, so that they arrive while it computes.
 
-Between processes over gloo, a send ends when its receive is posted, a receive that is posted progresses by itself, and
-neither can be asked whether it has ended (``is_completed`` is False until ``wait``). So a send is waited for only where
-the schedule says that its receiver has taken it.
+NCCL runs what two ranks send each other one after the other: there a receive that is posted keeps all that the two
+ranks post after it waiting, whatever its tag. So both stages post the same operations in the same order, that of
+:mod:`ds_dynmo.schedules.link_order`, which says why nobody waits in a circle. A stage posts an operation once all
+before it are posted, and
+
+- a send: once its action has made the tensors;
+- a receive: where few messages of its lane are posted, and at the latest when a send behind it is ready;
+- two messages of one group: together, by ``batch_isend_irecv``.
+
+**Sizes.** Only a message whose tensors are known can be posted before it is needed. DeepSpeed announces shapes by a
+tensor of numbers in the first message, or in each, and an instruction of the user's may do anything. So a message is
+taken to look like the one before it only if that looked like the one before that, and from then on for the batch. Both
+stages have seen the same messages, so they know this of the same ones. Any other message is sent and received tensor by
+tensor, when its instruction runs, and not in a group. A message may have no tensor, where the receiver is frozen.
+
+**Streams.** NCCL queues an operation behind what the compute stream holds when it is posted. So what is sent has been
+made by then, and what used the memory of a receive's tensors before is over. Waiting for an operation makes the compute
+stream wait for it, not this process. Tensors are made and freed on the compute stream. They are kept here until that
+stream waits for their operation, or for one posted later between the same two ranks, which is over later. After that
+their memory may be used again, as whatever uses it is queued behind. A stage waits for its sends only where it has
+waited for a later receive anyway, and at the end of the batch.
+
+gloo, on a CPU, runs the same. There a send ends when its receive is posted, a receive that is posted progresses by
+itself, and neither can be asked whether it has ended (``is_completed`` is False until ``wait``).
 """
 
 from __future__ import annotations
@@ -16,7 +37,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,19 +56,22 @@ class Lane(Enum):
 
 
 Layout = list[tuple[torch.Size, torch.dtype]]
-Taken = dict[tuple[int, Lane], list[dict[Lane, int]]]
+Operation = tuple[bool, torch.Tensor]  # is it a send, and its tensor
+Post = Callable[[int, Sequence[Operation]], Sequence[Any]]
 
 
-@dataclass
-class _Receiving:
-    """One lane's messages that come in; a message is one tensor or several."""
+class PlannedMessage(NamedTuple):
+    """One message of the order of two stages, as one of them sees it; the next one of its lane.
 
-    total: int  # messages of this batch
-    begun: int = 0
-    layout: Layout = field(default_factory=list)  # of the message before
-    now: Layout = field(default_factory=list)
-    posted: deque[list[tuple[torch.Tensor, Any]]] = field(default_factory=deque)  # per message
-    taking: deque[tuple[torch.Tensor, Any]] = field(default_factory=deque)
+    Attributes:
+        is_sent: by this stage; else it is received.
+    """
+
+    lane: Lane
+    is_sent: bool
+
+
+LinkPlan = Mapping[int, Sequence[tuple[PlannedMessage, ...]]]
 
 
 def kept(tensor: torch.Tensor, lane: Lane) -> torch.Tensor:
@@ -59,27 +83,58 @@ def kept(tensor: torch.Tensor, lane: Lane) -> torch.Tensor:
     return content.clone() if lane is Lane.ACTIVATION and not tensor.requires_grad else content
 
 
-@dataclass(frozen=True)
-class _Sent:
+class _Sent(NamedTuple):
     """A tensor on its way, and how often its memory was written to when it was sent."""
 
-    work: Any
     tensor: torch.Tensor
     version: int
 
-    def finish(self) -> None:
-        """Wait until the tensor has left.
+
+@dataclass(eq=False)
+class _Posted:
+    """Operations that were posted together."""
+
+    works: list[Any]
+    tensors: list[torch.Tensor]
+    sent: list[_Sent]
+
+    def wait(self) -> None:
+        """Wait until they are over.
 
         Raises:
-            ConfigError: it was changed meanwhile, so nobody knows what was sent.
+            ConfigError: what was sent was changed meanwhile, so nobody knows what arrived.
         """
-        self.work.wait()
-        if version_of(self.tensor) != self.version:
-            raise ConfigError(
-                f"a tensor of shape {list(self.tensor.shape)} was changed in place after it was sent to another stage, "
-                "which under a schedule of ds_dynmo does not wait until it has arrived: let the stage's last layer "
-                'return a copy, or set dynmo.schedule.kind to "1f1b"'
-            )
+        for work in self.works:
+            work.wait()
+        self.works = []  # gloo's handles can be waited for once
+        for tensor, version in self.sent:
+            if version_of(tensor) != version:
+                raise ConfigError(
+                    f"a tensor of shape {list(tensor.shape)} was changed in place after it was sent to another stage, "
+                    "which under a schedule of ds_dynmo does not wait until it has arrived: let the stage's last layer "
+                    'return a copy, or set dynmo.schedule.kind to "1f1b"'
+                )
+
+
+@dataclass
+class _LaneState:
+    """One lane in one direction, in one batch."""
+
+    layout: Layout | None = None  # of the message before
+    is_settled: bool = False  # all messages that follow in this batch look like it
+    messages: int = 0
+    made: deque[tuple[list[_Sent], bool]] = field(default_factory=deque)  # not yet posted; was it settled?
+    arriving: deque[tuple[_Posted, list[torch.Tensor]]] = field(default_factory=deque)  # posted, not yet needed
+
+
+@dataclass
+class _Link:
+    """All between this stage and a neighbour, in one batch."""
+
+    stage: int
+    groups: deque[tuple[PlannedMessage, ...]]  # not posted
+    lanes: dict[PlannedMessage, _LaneState]
+    posted: deque[_Posted] = field(default_factory=deque)  # in their order; not known to be over
 
 
 class Channels:
@@ -87,45 +142,50 @@ class Channels:
 
     Args:
         rank_of: the global rank of a stage of this pipeline.
-        ahead: how many messages of a lane are posted before they are needed; 0: none.
+        connect: gives what posts operations with a neighbour, all of them at the same time. Collective the first time.
     """
 
-    def __init__(self, rank_of: Callable[[int], int], *, ahead: int = AHEAD) -> None:
-        self._rank_of, self._ahead = rank_of, ahead
-        self._lane: Lane | None = None
+    def __init__(self, rank_of: Callable[[int], int], connect: Callable[[], Post]) -> None:
+        self._rank_of, self._connect = rank_of, connect
         self._device: Any = torch.device("cpu")
-        self._receiving: dict[tuple[int, Lane], _Receiving] = {}
-        self._layouts: dict[tuple[int, Lane], Layout] = {}  # of the last batch
-        self._sent: dict[tuple[int, Lane], deque[list[_Sent]]] = {}
-        self._taken: dict[tuple[int, Lane], int] = {}
-        self._learned: Taken = {}
+        self._layouts: dict[tuple[int, PlannedMessage], Layout] = {}  # of the last batch
+        self._links: dict[int, _Link] = {}
         self._alike: Collection[Lane] = ()
+        self._now: PlannedMessage | None = None
+        self._sending: list[_Sent] = []
+        self._taking: deque[torch.Tensor] | None = None  # None: they are not posted
+        self._taken: Layout = []
 
     @contextmanager
-    def batch(self, learned: Taken, alike: Collection[Lane]) -> Iterator[None]:
+    def batch(self, plan: LinkPlan, alike: Collection[Lane]) -> Iterator[None]:
         """One batch: what was sent in it has arrived when it ends.
 
         Args:
-            learned: per neighbour and lane, an entry for each message that arrives: how many of this stage's own
-                messages that neighbour has taken by then, per lane.
-            alike: lanes whose messages may be posted ahead, if they look like the one before.
+            plan: per neighbour, the groups of messages in their order.
+            alike: lanes whose messages may be taken to look alike.
         """
-        self._learned, self._alike = learned, alike
-        self._receiving = {
-            key: _Receiving(len(messages), layout=self._layouts.get(key, [])) for key, messages in learned.items()
-        }
-        self._sent, self._taken = {}, {}
+        self._post = self._connect()
+        self._alike = alike
+        self._links = {}
+        for stage, groups in plan.items():
+            kinds = {message for group in groups for message in group}
+            lanes = {message: _LaneState(self._layouts.get((stage, message))) for message in kinds}
+            self._links[stage] = _Link(stage, deque(groups), lanes)
         yield
-        for messages in self._sent.values():
-            for message in messages:
-                for sent in message:
-                    sent.finish()
+        for link in self._links.values():
+            assert not link.groups, f"messages with stage {link.stage} that no action made or took: {link.groups}"
+            self._wait(link, None)
         # a message alone in its batch may have been announced, and the next not
-        self._layouts = {key: one.layout for key, one in self._receiving.items() if one.total > 1}
-        self._sent, self._receiving = {}, {}
+        self._layouts = {
+            (link.stage, message): state.layout
+            for link in self._links.values()
+            for message, state in link.lanes.items()
+            if state.messages > 1 and state.layout is not None
+        }
+        self._links = {}
 
     def forget_shapes(self) -> None:
-        """Messages may look other than before from now on."""
+        """Discard how messages looked: they may look other than before from now on."""
         self._layouts = {}
 
     # -- one instruction ------------------------------------------------------------------------------
@@ -133,75 +193,147 @@ class Channels:
     @contextmanager
     def sending(self, lane: Lane, dest_stage: int) -> Iterator[Sequence[Any]]:
         """Inside, what is sent to ``dest_stage`` is one message of ``lane``. Gives what is in it, as it grows."""
-        message: list[_Sent] = []
-        self._sent.setdefault((dest_stage, lane), deque()).append(message)
-        self._lane = lane
+        link, message = self._links[dest_stage], PlannedMessage(lane, is_sent=True)
+        state = link.lanes[message]
+        self._now, self._sending = message, []
         try:
-            yield message
+            yield self._sending
         finally:
-            self._lane = None
+            self._now = None
+        layout: Layout = [(sent.tensor.shape, sent.tensor.dtype) for sent in self._sending]
+        if state.is_settled and layout != state.layout:
+            raise ConfigError(_unlike(lane, dest_stage, layout, state.layout))
+        state.made.append((self._sending, state.is_settled))
+        self._note(state, lane, layout)
+        self._advance(link)
 
     @contextmanager
     def receiving(self, lane: Lane, src_stage: int) -> Iterator[Sequence[Any]]:
         """Inside, what comes from ``src_stage`` is the next message of ``lane``. Gives its layout, as it grows."""
-        key = (src_stage, lane)
-        one = self._receiving[key]
-        self._lane, one.now = lane, []
-        one.taking = deque(one.posted.popleft()) if one.posted else deque()
+        link, message = self._links[src_stage], PlannedMessage(lane, is_sent=False)
+        state = link.lanes[message]
+        if not state.arriving:
+            self._advance(link, needed=message)
+        self._now, self._taken = message, []
+        if state.arriving:
+            posted, tensors = state.arriving.popleft()
+            self._wait(link, posted)
+            self._taking = deque(tensors)
+        else:
+            assert link.groups[0] == (message,), f"{message} of stage {src_stage} is needed before {link.groups[0]}"
+            link.groups.popleft()
+            self._taking = None
         try:
-            yield one.now
+            yield self._taken
         finally:
-            self._lane = None
-        one.begun += 1
-        if lane in self._alike and one.now == one.layout:
-            self._post(key, one)
-        one.layout = one.now
-        self._let_go(src_stage, self._learned[key][one.begun - 1])
+            self._now = None
+        self._note(state, lane, self._taken)
+        self._advance(link)
 
-    def _post(self, key: tuple[int, Lane], one: _Receiving) -> None:
-        source, lane = self._rank_of(key[0]), key[1]
-        while len(one.posted) < min(self._ahead, one.total - one.begun):
-            message = []
-            for shape, dtype in one.layout:
-                buffer = torch.empty(shape, dtype=dtype, device=self._device)
-                message.append((buffer, dist.irecv(buffer, source, tag=lane.value)))
-            one.posted.append(message)
+    def _note(self, state: _LaneState, lane: Lane, layout: Layout) -> None:
+        """Note how a message looked."""
+        state.is_settled = state.is_settled or (lane in self._alike and layout == state.layout)
+        state.layout = list(layout)
+        state.messages += 1
 
-    def _let_go(self, neighbour: int, taken: Mapping[Lane, int]) -> None:
-        """Drop what was sent to ``neighbour`` and is known to be there."""
-        for lane, count in taken.items():
-            key = (neighbour, lane)
-            messages = self._sent.get(key)
-            while messages and self._taken.get(key, 0) < count:
-                for sent in messages.popleft():
-                    sent.finish()
-                self._taken[key] = self._taken.get(key, 0) + 1
+    # -- the order ------------------------------------------------------------------------------------
+
+    def _advance(self, link: _Link, needed: PlannedMessage | None = None) -> None:
+        """Post all that can be posted.
+
+        Args:
+            needed: of what is received, the next message of this kind.
+        """
+        while link.groups:
+            group = link.groups[0]
+            if len(group) > 1 and not all(_is_settled(link, message) for message in group):
+                link.groups.popleft()
+                link.groups.extendleft((message,) for message in reversed(group))
+                continue
+            if not all(_may_begin(link, message, needed) for message in group):
+                return
+            link.groups.popleft()
+            self._begin(link, group)
+
+    def _begin(self, link: _Link, group: tuple[PlannedMessage, ...]) -> None:
+        operations: list[Operation] = []
+        sent: list[_Sent] = []
+        together, receives = True, []
+        for message in group:
+            state = link.lanes[message]
+            if message.is_sent:
+                made, together = state.made.popleft()
+                sent += made
+                tensors = [one.tensor for one in made]
+            else:
+                tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in state.layout or ()]
+                receives.append((state, tensors))
+            operations += [(message.is_sent, tensor) for tensor in tensors]
+        for part in [operations] if together else [[operation] for operation in operations]:
+            posted = self._posted(link, part, sent)
+        for state, tensors in receives:
+            state.arriving.append((posted, tensors))
+
+    def _posted(self, link: _Link, operations: Sequence[Operation], sent: list[_Sent]) -> _Posted:
+        works = list(self._post(link.stage, operations)) if operations else []
+        posted = _Posted(works, [tensor for _, tensor in operations], sent)
+        link.posted.append(posted)
+        return posted
+
+    def _wait(self, link: _Link, until: _Posted | None) -> None:
+        """Wait for ``until``, and so for all that was posted before; None: for everything."""
+        while link.posted and (until is None or until in link.posted):
+            link.posted.popleft().wait()
 
     # -- what stands in for DeepSpeed's functions -----------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> None:
-        """Send ``tensor`` and go on."""
-        lane = self._lane
-        if lane is None:
+        """Send ``tensor`` when its turn has come, and go on."""
+        if self._now is None:
             dist.send(tensor, self._rank_of(dest_stage))
             return
-        sent = kept(tensor, lane)
-        work = dist.isend(sent, self._rank_of(dest_stage), tag=lane.value)
-        self._sent[dest_stage, lane][-1].append(_Sent(work, sent, version_of(sent)))
+        sent = kept(tensor, self._now.lane)
+        self._sending.append(_Sent(sent, version_of(sent)))
 
     def recv(self, tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> None:
         """Receive ``tensor``; what was posted for it becomes its content, without a copy."""
-        lane = self._lane
-        if lane is None:
+        if self._now is None:
             dist.recv(tensor, self._rank_of(src_stage))
             return
-        one = self._receiving[src_stage, lane]
-        one.now.append((tensor.shape, tensor.dtype))
+        self._taken.append((tensor.shape, tensor.dtype))
         self._device = tensor.device
-        if not one.taking:
-            buffer = torch.empty_like(tensor)
-            work: Any = dist.irecv(buffer, self._rank_of(src_stage), tag=lane.value)
+        if self._taking is None:
+            link, buffer = self._links[src_stage], torch.empty_like(tensor)
+            self._wait(link, self._posted(link, [(False, buffer)], []))
         else:
-            buffer, work = one.taking.popleft()
-        work.wait()
+            if not self._taking or self._taken[-1] != (self._taking[0].shape, self._taking[0].dtype):
+                assumed = self._links[src_stage].lanes[self._now].layout
+                raise ConfigError(_unlike(self._now.lane, src_stage, self._taken, assumed))
+            buffer = self._taking.popleft()
         tensor.data = buffer
+
+
+def _is_settled(link: _Link, message: PlannedMessage) -> bool:
+    """Does the next message of this kind look like those before it, as both sides know?"""
+    state = link.lanes[message]
+    return state.made[0][1] if state.made else state.is_settled
+
+
+def _may_begin(link: _Link, message: PlannedMessage, needed: PlannedMessage | None) -> bool:
+    state = link.lanes[message]
+    if message.is_sent:
+        return bool(state.made)
+    if not state.is_settled:
+        return False
+    return message == needed or len(state.arriving) < AHEAD or any(one.made for one in link.lanes.values())
+
+
+def _unlike(lane: Lane, stage: int, found: Layout, before: Layout | None) -> str:
+    def listed(layout: Layout | None) -> str:
+        return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in layout or ()) or "nothing"
+
+    return (
+        f"a message ({lane.name.lower()}, between this stage and stage {stage}) has other tensors than those before it "
+        f"in the batch: {listed(found)} instead of {listed(before)}. Give the PipelineModule dynamic_shape=True, or "
+        'set dynmo.schedule.kind to "1f1b"'
+    )

@@ -1,9 +1,8 @@
-"""Which messages the actions of a schedule send and receive, and what a stage learns from each that arrives."""
+"""Which messages the actions of a schedule send and receive, and in which order those of two stages are posted."""
 
 from __future__ import annotations
 
-from ds_dynmo.engine.comm.channels import Lane, Taken
-from ds_dynmo.engine.comm.ordered_channels import LinkPlan, PlannedMessage
+from ds_dynmo.engine.comm.channels import Lane, LinkPlan, PlannedMessage
 from ds_dynmo.schedules import Action, Kind, PassCosts, Schedule, link_orders
 
 
@@ -29,31 +28,6 @@ def sends(action: Action, schedule: Schedule) -> tuple[int, Lane] | None:
     if not 0 <= target < schedule.num_chunks or schedule.owners[target] == schedule.owners[chunk]:
         return None
     return schedule.owners[target], lane
-
-
-def taken_sends(schedule: Schedule, stage: int) -> Taken:
-    """What ``stage`` learns of its own sends from each message that it receives.
-
-    A stage receives what an action needs before it runs it, and sends what it made afterwards. So a message that comes
-    from an action of a neighbour says that the neighbour has taken all that its earlier actions, and this one, needed.
-
-    Returns:
-        Per neighbour and lane, a list of one entry per message: how many of its own messages in each lane that
-        neighbour has taken.
-    """
-    learned: Taken = {}
-    for neighbour, order in enumerate(schedule.orders):
-        if neighbour == stage:
-            continue
-        taken = dict.fromkeys(Lane, 0)
-        for action in order:
-            received = receives(action, schedule)
-            if received is not None and received[0] == stage:
-                taken[received[1]] += 1
-            sent = sends(action, schedule)
-            if sent is not None and sent[0] == stage:
-                learned.setdefault((neighbour, sent[1]), []).append(dict(taken))
-    return learned
 
 
 def link_plan(schedule: Schedule, stage: int, costs: PassCosts | None) -> LinkPlan:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from deepspeed.runtime.pipe import schedule as deepspeeds
 
-from ds_dynmo.engine.comm.channels import Channels, Lane
-from ds_dynmo.engine.comm.ordered_channels import OrderedChannels
+from ds_dynmo.engine.comm.channels import Channels, Lane, LinkPlan
 from ds_dynmo.engine.deepspeed import buffers
 from ds_dynmo.engine.deepspeed.backward import backward_from_own
 from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions, entry
 from ds_dynmo.engine.deepspeed.point_to_point import messages_through, shapes_are_known
-from ds_dynmo.engine.split.messages import link_plan, taken_sends
+from ds_dynmo.engine.split.messages import link_plan
 from ds_dynmo.engine.split.steps import InputGradientPass, ScheduleSteps, WeightGradientPass
 from ds_dynmo.engine.split.weight_gradients import WeightGradients
 from ds_dynmo.engine.stage import StageContext
@@ -39,14 +37,14 @@ class ScheduledBatches:
 
     def __init__(self, stage: StageContext) -> None:
         self._stage = stage
-        self._channels, self._plan_for = _transport(stage)
+        self._channels = Channels(stage.engine.grid.stage_to_global, lambda: stage.comm.neighbour_links().post)
         self.gradients = WeightGradients()
         self._splits: list[bool] = []  # per micro-batch: its backward pass runs in two parts
         self._forward_passes = 0
         self._losses: dict[int, Any] = {}  # of the last stage, by buffer
         self._named_fused = False
         self._planned: tuple[Schedule | None, PassCosts | None, int] = (None, None, -1)  # latest schedule, costs, stage
-        self._plan: Any = None
+        self._plan: LinkPlan = {}
 
     @contextmanager
     def batch(self, steps: ScheduleSteps, present: Instructions) -> Iterator[None]:
@@ -93,20 +91,20 @@ class ScheduledBatches:
         weights = [weight for weight in layer.parameters() if weight.requires_grad and weight.dim() > 1]
         return bool(weights) and not any(weight in self.gradients.hidden for weight in weights)
 
-    def _message_plan(self, steps: ScheduleSteps) -> Any:
+    def _message_plan(self, steps: ScheduleSteps) -> LinkPlan:
         """Look up what the channels have to know of a schedule: worked out once for it and this stage."""
         schedule, costs, stage = self._planned
         present = self._stage.engine.stage_id  # a re-packing may make it another
         if schedule is not steps.schedule or costs != steps.costs or stage != present:
             self._planned = steps.schedule, steps.costs, present
-            self._plan = self._plan_for(steps, present)
+            self._plan = link_plan(steps.schedule, present, steps.costs)
         return self._plan
 
     def _modules(self) -> list[Any]:
         return [module for layer in self._stage.layers.modules().values() for module in layer.modules()]
 
     def forget_shapes(self) -> None:
-        """Messages may look other than before from now on."""
+        """Discard how messages looked: they may look other than before from now on."""
         self._channels.forget_shapes()
 
     def compose(self, present: Instructions, composed: dict[type, Instruction]) -> dict[type, Instruction]:
@@ -165,20 +163,6 @@ class ScheduledBatches:
         with self._channels.receiving(lane, getattr(engine, neighbour)) as tensors:
             receive(engine, buffer_id=buffer_id)
         _check_carried(tensors, own)
-
-
-def runs_in_order(device: torch.device) -> bool:
-    """Does the backend for ``device`` run what two ranks send each other strictly one after the other?"""
-    return device.type != "cpu"
-
-
-def _transport(stage: StageContext) -> tuple[Channels | OrderedChannels, Callable[[ScheduleSteps, int], Any]]:
-    """Choose what carries messages, and what works out what that has to know of a schedule."""
-    engine = stage.engine
-    if runs_in_order(engine.device):
-        channels = OrderedChannels(engine.grid.stage_to_global, lambda: stage.comm.neighbour_links().post)
-        return channels, lambda steps, number: link_plan(steps.schedule, number, steps.costs)
-    return Channels(engine.grid.stage_to_global), lambda steps, number: taken_sends(steps.schedule, number)
 
 
 def _lanes_alike(engine: Any, present: Instructions) -> set[Lane]:

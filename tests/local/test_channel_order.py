@@ -1,4 +1,4 @@
-"""Channels for backends that run what two ranks send each other in order, on a simulated one: a thread per stage."""
+"""Channels over a simulated backend, which runs what two ranks send each other in order: a thread per stage."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynmo.engine.comm.channels import Lane
-from ds_dynmo.engine.comm.ordered_channels import LinkPlan, Operation, OrderedChannels, PlannedMessage
+from ds_dynmo.engine.comm.channels import Channels, Lane, LinkPlan, Operation, PlannedMessage
 from ds_dynmo.engine.split.messages import link_plan, receives, sends
-from ds_dynmo.engine.split.scheduled import runs_in_order
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import (
     Action,
@@ -121,7 +119,7 @@ class Stage:
     """Runs a stage's actions as the executor does, without layers."""
 
     def __init__(self, number: int, backend: StrictBackend) -> None:
-        self.channels = OrderedChannels(lambda stage: stage, lambda: lambda *args: backend.post(number, *args))
+        self.channels = Channels(lambda stage: stage, lambda: lambda *args: backend.post(number, *args))
         self._number = number
 
     def batch(self, schedule: Schedule, plan: LinkPlan, sizes: Sizes, alike: Collection[Lane]) -> None:
@@ -249,7 +247,7 @@ class Noted:
 
     def __init__(self) -> None:
         self.posted: list[str] = []
-        self.channels = OrderedChannels(lambda stage: stage, lambda: self._post)
+        self.channels = Channels(lambda stage: stage, lambda: self._post)
 
     def _post(self, stage: int, operations: Sequence[Operation]) -> list[Any]:
         self.posted.append("".join("s" if is_sent else "r" for is_sent, _ in operations))
@@ -276,10 +274,6 @@ class Noted:
 
 
 RECEIVE, SEND = PlannedMessage(Lane.ACTIVATION, False), PlannedMessage(Lane.GRADIENT, True)
-
-
-def test_they_are_for_accelerators() -> None:
-    assert runs_in_order(torch.device("cuda")) and not runs_in_order(torch.device("cpu"))
 
 
 def test_two_receives_are_posted_ahead_once_two_messages_looked_alike() -> None:
