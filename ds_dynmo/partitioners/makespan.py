@@ -7,9 +7,10 @@ Partitions that a lower bound excludes are not simulated.
 
 Under a schedule of ours (``pipeline.passes``) an order has to be found for each partition, which takes long. Candidates
 are all partitions, or the neighbours of the best one under 1F1B whose messages leave by themselves. That of the least
-bound and the one in force get orders first; then, while something is left of the work that a decision may do, that of the
-smallest bottleneck and the best one under 1F1B. The dozen of least bound are simulated under these orders, and the best of
-them get orders of their own. Partitions that can hardly be shorter, or not by as much as a move is worth, are left out.
+bound and the one in force get orders first; then, while something is left of the work that a decision may do, that of
+the smallest bottleneck and the best one under 1F1B. The dozen of least bound are simulated under these orders, and the
+best of them get orders of their own. Partitions that can hardly be shorter, or not by as much as a move is worth, are
+left out.
 """
 
 from __future__ import annotations
