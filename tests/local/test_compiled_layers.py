@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_dynmo
+from ds_dynmo.engine.deepspeed.module import layers_through
 from ds_dynmo.engine.measure.profiler import Part, Profiler
 from ds_dynmo.engine.run import compiler
 from ds_dynmo.engine.run.compiled_layers import CompiledLayers
@@ -303,7 +304,8 @@ def test_profiles_leave_out_what_compiling_takes() -> None:
     layer, layers, profiler = Layer(), compiled(slow), Profiler(clock)
     layers.stopwatch = profiler
     module = type("Module", (), {"forward_funcs": [layer]})()
-    with profiler.batch(module, [5], has_loss=False), layers.batch({5: layer}), profiler.one_pass(Part.FORWARD):
+    measured = profiler.batch(module, [5], has_loss=False), layers_through(module, [profiler.wrap])
+    with measured[0], measured[1], layers.batch({5: layer}), profiler.one_pass(Part.FORWARD):
         module.forward_funcs[0](torch.ones(2, WIDTH))
     assert profiler.samples.forward[5] == [1.0]
     torch._dynamo.reset()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ds_dynmo.engine.deepspeed.module import layers_through
 from ds_dynmo.engine.measure.profiler import CpuClock, EventClock, Part, Profiler, device_clock, typical
 
 
@@ -74,13 +76,20 @@ class Pair(nn.Module):
         return self.inner(both[0]), both[1]
 
 
+@contextmanager
+def measuring(profiler: Profiler, module: Any, layers: Sequence[int], *, has_loss: bool) -> Iterator[None]:
+    """Measure a batch, as the executor does."""
+    with profiler.batch(module, layers, has_loss), layers_through(module, [profiler.wrap]):
+        yield
+
+
 def measure(
     clock: Clock, layers: list[Callable[..., Any]], x: Any, run: Callable[[list[Any], Any], Any], start: int = 4
 ) -> Profiler:
     profiler = Profiler(clock)
     module = SimpleNamespace(forward_funcs=list(layers))
     for _ in range(2):
-        with profiler.batch(module, range(start, start + len(layers)), has_loss=False):
+        with measuring(profiler, module, range(start, start + len(layers)), has_loss=False):
             with profiler.one_pass(Part.FORWARD):
                 outputs = run(module.forward_funcs, x)
             clock.time += 100.0  # time between passes belongs to no layer
@@ -198,7 +207,7 @@ def test_the_loss_counts_as_the_last_layers() -> None:
     clock = Clock()
     profiler = Profiler(clock)
     module = SimpleNamespace(forward_funcs=[Layer(clock, 1.0, 3.0)])
-    with profiler.batch(module, [0], has_loss=True), profiler.one_pass(Part.FORWARD):
+    with measuring(profiler, module, [0], has_loss=True), profiler.one_pass(Part.FORWARD):
         module.forward_funcs[0](torch.ones(2, 3))
         clock.time += 10.0
     assert profiler.samples.forward_seconds(0) == 11.0
@@ -251,7 +260,7 @@ def test_what_the_loss_saves_is_counted(loss_fn: Any) -> None:
     x, target = torch.ones(2, 3, requires_grad=True), torch.ones(2, 5)
     profiler = Profiler(Clock())
     for has_loss in (False, True):
-        with profiler.batch(module, [0], has_loss=has_loss), profiler.one_pass(Part.FORWARD):
+        with measuring(profiler, module, [0], has_loss=has_loss), profiler.one_pass(Part.FORWARD):
             module.loss_fn(module.forward_funcs[0](x), target)
         assert module.loss_fn is loss_fn
         assert bool(profiler.samples.loss_bytes) == has_loss
@@ -267,7 +276,7 @@ def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most_or_of_the
     funcs = [lambda x: (x[: rows.pop(0)].clone() ** 2).sum()]
     module, rows = SimpleNamespace(forward_funcs=list(funcs)), [1, 4, 2]
     profiler = Profiler(Clock(), size_every_pass=every)
-    with profiler.batch(module, [0], has_loss=True):
+    with measuring(profiler, module, [0], has_loss=True):
         for _ in range(3):
             with profiler.one_pass(Part.FORWARD):
                 module.forward_funcs[0](torch.ones(4, 2, requires_grad=True))
@@ -293,7 +302,7 @@ def test_a_stalled_batch_does_not_count_as_typical() -> None:
     module = SimpleNamespace(forward_funcs=[])
     for seconds in (0.5, 0.5, 0.5):
         profiler.batch_took(seconds)
-    with profiler.batch(module, [], has_loss=True):
+    with measuring(profiler, module, [], has_loss=True):
         pass  # takes no time; other batches take half a second
     assert profiler.batches == 1 and profiler.batch_seconds == 0.5
     profiler.forget()
@@ -308,7 +317,7 @@ def test_own_instructions_count_with_the_next_pass() -> None:
     clock = Clock()
     layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0)]
     profiler, module = Profiler(clock), SimpleNamespace(forward_funcs=list(layers))
-    with profiler.batch(module, [4, 5], has_loss=False):
+    with measuring(profiler, module, [4, 5], has_loss=False):
         assert profiler.measures
         for _ in range(2):
             with torch.no_grad(), profiler.another_pass():

@@ -13,6 +13,7 @@ import pytest
 import torch
 from deepspeed.runtime.pipe import schedule
 
+from ds_dynmo.engine.deepspeed.module import layers_through
 from ds_dynmo.engine.run.random_streams import LayerStreams, PythonGenerators, TorchGenerators, stream_seed
 from ds_dynmo.engine.run.rng_trackers import find_trackers
 
@@ -43,7 +44,8 @@ def run_batch(
         found.append(drawn)
 
     instructions = streams.instructions({schedule.ForwardPass: run_layers, schedule.BackwardPass: run_layers})
-    with streams.batch(module, range(start, start + len(layers)), step=step, training=training):
+    streams.begin(range(start, start + len(layers)), step=step, training=training)
+    with layers_through(module, [streams.wrap]):
         for what, buffer_id in passes:
             instructions[schedule.ForwardPass if what == "F" else schedule.BackwardPass](None, buffer_id)
     assert module.forward_funcs == list(layers)
@@ -171,7 +173,8 @@ def test_the_ranks_generators_continue_around_the_layers_of_a_pass() -> None:
 
     streams = LayerStreams(7, 0)
     instructions = streams.instructions({schedule.ForwardPass: forward, schedule.BackwardPass: backward})
-    with streams.batch(module, [0], step=0, training=True):
+    streams.begin([0], step=0, training=True)
+    with layers_through(module, [streams.wrap]):
         for _ in range(2):
             instructions[schedule.ForwardPass](None, 0)
             instructions[schedule.BackwardPass](None, 0)
@@ -192,7 +195,8 @@ def test_checkpointing_that_swaps_torchs_states_does_not_leak_them() -> None:
     expected = set_global_generators()
     streams = LayerStreams(7, 0)
     instructions = streams.instructions({schedule.ForwardPass: lambda *_: None, schedule.BackwardPass: backward})
-    with streams.batch(module, [0], step=0, training=True):
+    streams.begin([0], step=0, training=True)
+    with layers_through(module, [streams.wrap]):
         instructions[schedule.ForwardPass](None, 0)
         instructions[schedule.BackwardPass](None, 0)
     assert next_draws() == expected
@@ -228,7 +232,8 @@ def test_own_instructions_have_streams_of_their_kind_and_repeat_them_in_recomput
     streams = LayerStreams(7, 0)
     instructions = streams.instructions({schedule.ForwardPass: forward, OwnKind: own}, [OwnKind])
     expected = set_global_generators()
-    with streams.batch(module, [0], step=0, training=True):
+    streams.begin([0], step=0, training=True)
+    with layers_through(module, [streams.wrap]):
         for buffer_id in range(2):
             instructions[OwnKind](None)
             instructions[schedule.ForwardPass](None, buffer_id=buffer_id)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.moe.experts import Experts
@@ -16,6 +17,27 @@ from ds_dynmo.torch_private import children_of
 HOLDS_LAYERS = frozenset(  # attributes of a PipelineModule that hold its layers
     ("_layer_specs", "forward_funcs", "fwd_map", "tied_modules", "tied_comms", "tied_weight_attrs")
 )
+
+
+LayerWrapper = Callable[[int, Callable[[Any], Any]], Callable[[Any], Any]]
+
+
+@contextmanager
+def layers_through(module: Any, wrappers: Sequence[LayerWrapper]) -> Iterator[None]:
+    """Inside, the layers of a stage run through ``wrappers``: each gets a layer's place in the stage, and what runs it.
+
+    Args:
+        wrappers: the innermost first.
+    """
+    bare = module.forward_funcs
+    wrapped = list(bare)
+    for wrap in wrappers:
+        wrapped = [wrap(place, layer) for place, layer in enumerate(wrapped)]
+    module.forward_funcs = wrapped
+    try:
+        yield
+    finally:
+        module.forward_funcs = bare
 
 
 def layer_specs(module: Any) -> list[Any]:

@@ -159,7 +159,8 @@ class Profiler:
         self._size_every_pass = size_every_pass
         self.samples = Samples()
         self._recent_seconds: deque[float] = deque(maxlen=_RECENT)
-        self._last = -1  # the last layer of the stage
+        self._layers: list[int] = []  # of the stage
+        self._last = -1  # the last of them
         self._has_loss = False
         self.measures = False
         self._in_pass = False
@@ -193,16 +194,14 @@ class Profiler:
 
     @contextmanager
     def batch(self, module: Any, layers: Sequence[int], has_loss: bool) -> Iterator[None]:
-        """Measure a batch that runs inside, with ``module.forward_funcs`` wrapped meanwhile.
+        """Measure a batch that runs inside, its layers through :meth:`wrap`.
 
         Args:
             module: the PipelineModule.
             layers: the numbers of the stage's layers.
             has_loss: is this the last stage?
         """
-        bare = module.forward_funcs
-        self._last, self._has_loss, self._passes = max(layers, default=-1), has_loss, []
-        module.forward_funcs = [self._marked(index, layer) for index, layer in zip(layers, bare, strict=True)]
+        self._layers, self._last, self._has_loss, self._passes = list(layers), max(layers, default=-1), has_loss, []
         self.measures = True
         began = time.perf_counter()
         try:
@@ -210,7 +209,6 @@ class Profiler:
                 yield
         finally:
             self.measures = False
-            module.forward_funcs = bare
         seconds = time.perf_counter() - began
         self._entered = {}
         self._read()
@@ -281,7 +279,10 @@ class Profiler:
         self._owner = owner
         self._marks.append((self._clock.now(), owner))
 
-    def _marked(self, index: int, layer: Layer) -> Layer:
+    def wrap(self, place: int, layer: Layer) -> Layer:
+        """Wrap the layer at a place in the stage, so that it marks when its work begins and ends."""
+        index = self._layers[place]
+
         def marked(inputs: Any) -> Any:
             if not self._in_pass:  # the user's engine runs it outside instructions
                 return layer(inputs)

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from ds_dynmo.engine.deepspeed.instruction_map import instructions_in_force, present_instructions
+from ds_dynmo.engine.deepspeed.module import LayerWrapper, layers_through
 from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.measure.trace import Tracer
@@ -68,21 +69,22 @@ class Executor:
         steps, present = self._stage.schedule.running if training else None, present_instructions(self._stage.engine)
         with (
             self._stage.compiled.batch(self._stage.layers.modules_that_run()),
-            self._drawing(training),
+            layers_through(self._stage.engine.module, self._wrappers(training)),
             self._scheduled.batch(steps, present) if steps is not None else nullcontext(),
             instructions_in_force(self._stage.engine, self._instructions(training, steps is not None)),
         ):
             yield
         self.ran = True
 
-    def _drawing(self, training: bool) -> Any:
-        if self._streams is None:
-            return nullcontext()
-        engine, first = self._stage.engine, self._first_micro_batch() if training else 0
-        numbers = self._stage.layers.random_streams()
-        return self._streams.batch(
-            engine.module, numbers, step=engine.global_steps, training=training, first_micro_batch=first
-        )
+    def _wrappers(self, training: bool) -> list[LayerWrapper]:
+        """Say what layers run through, the innermost first."""
+        wrappers: list[LayerWrapper] = [self._profiler.wrap] if training and self._profiler.measures else []
+        if self._streams is not None:
+            first = self._first_micro_batch() if training else 0
+            numbers, step = self._stage.layers.random_streams(), self._stage.engine.global_steps
+            self._streams.begin(numbers, step=step, training=training, first_micro_batch=first)
+            wrappers.append(self._streams.wrap)
+        return wrappers
 
     def _instructions(self, training: bool, ours: bool) -> instructions.Instructions:
         found = self._composed(ours)

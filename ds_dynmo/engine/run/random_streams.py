@@ -125,16 +125,14 @@ class LayerStreams:
         self._python = PythonGenerators()
         self._begun: Counter[str] = Counter()  # passes in this batch, which come in the order of the micro-batches
         self._in_buffer: dict[int | None, Draws] = {}  # by DeepSpeed's pipeline buffer
+        self._numbers: list[int] = []  # of the stage's layers
         self._now: dict[str, Any] = {}  # step and training; with the draws they distinguish a layer's streams
         self._pass: Pass | None = None
         self._outer: tuple[Any, Any] | None = None
         self._outer_of_python: Any = None
 
-    @contextmanager
-    def batch(
-        self, module: Any, numbers: Sequence[int], *, step: int, training: bool, first_micro_batch: int = 0
-    ) -> Iterator[None]:
-        """Let the PipelineModule's ``forward_funcs`` seed their streams while a batch runs.
+    def begin(self, numbers: Sequence[int], *, step: int, training: bool, first_micro_batch: int = 0) -> None:
+        """Begin a batch, whose layers run through :meth:`wrap` and seed their streams.
 
         Args:
             numbers: per layer of the stage, the number that its stream is seeded by.
@@ -142,13 +140,8 @@ class LayerStreams:
             first_micro_batch: this rank's first in the batch; other ranks may train on those before it.
         """
         self._trackers.find()
-        bare = module.forward_funcs
+        self._numbers = list(numbers)
         self._now, self._first, self._begun = {"step": step, "training": training}, first_micro_batch, Counter()
-        module.forward_funcs = [self._drawing(number, layer) for number, layer in zip(numbers, bare, strict=True)]
-        try:
-            yield
-        finally:
-            module.forward_funcs = bare
 
     def instructions(
         self, present: Mapping[type, Instruction], own_kinds: Iterable[type] = ()
@@ -214,7 +207,10 @@ class LayerStreams:
                 self._restore(self._outer)
                 self._outer = None
 
-    def _drawing(self, number: int, layer: Layer) -> Layer:
+    def wrap(self, place: int, layer: Layer) -> Layer:
+        """Wrap the layer at a place in the stage, so that it draws from its own streams."""
+        number = self._numbers[place]
+
         def drawing(inputs: Any) -> Any:
             if self._pass is None:  # the user's engine runs it outside instructions
                 return layer(inputs)
