@@ -92,11 +92,14 @@ class _Sent(NamedTuple):
 
 @dataclass(eq=False)
 class _Posted:
-    """Operations that were posted together."""
+    """Operations that were posted together.
+
+    Attributes:
+        tensors: of each, and of what is sent its version then; None: it is received.
+    """
 
     works: list[Any]
-    tensors: list[torch.Tensor]
-    sent: list[_Sent]
+    tensors: list[tuple[torch.Tensor, int | None]]
 
     def wait(self) -> None:
         """Wait until they are over.
@@ -107,8 +110,8 @@ class _Posted:
         for work in self.works:
             work.wait()
         self.works = []  # gloo's handles can be waited for once
-        for tensor, version in self.sent:
-            if version_of(tensor) != version:
+        for tensor, version in self.tensors:
+            if version is not None and version_of(tensor) != version:
                 raise ConfigError(
                     f"a tensor of shape {list(tensor.shape)} was changed in place after it was sent to another stage, "
                     "which under a schedule of ds_dynmo does not wait until it has arrived: let the stage's last layer "
@@ -256,27 +259,25 @@ class Channels:
             self._begin(link, group)
 
     def _begin(self, link: _Link, group: tuple[PlannedMessage, ...]) -> None:
-        operations: list[Operation] = []
-        sent: list[_Sent] = []
+        operations: list[tuple[torch.Tensor, int | None]] = []
         together, receives = True, []
         for message in group:
             state = link.lanes[message]
             if message.is_sent:
                 made, together = state.made.popleft()
-                sent += made
-                tensors = [one.tensor for one in made]
+                operations += made
             else:
                 tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in state.layout or ()]
                 receives.append((state, tensors))
-            operations += [(message.is_sent, tensor) for tensor in tensors]
+                operations += [(tensor, None) for tensor in tensors]
         for part in [operations] if together else [[operation] for operation in operations]:
-            posted = self._posted(link, part, sent)
+            posted = self._posted(link, part)
         for state, tensors in receives:
             state.arriving.append((posted, tensors))
 
-    def _posted(self, link: _Link, operations: Sequence[Operation], sent: list[_Sent]) -> _Posted:
-        works = list(self._post(link.stage, operations)) if operations else []
-        posted = _Posted(works, [tensor for _, tensor in operations], sent)
+    def _posted(self, link: _Link, tensors: list[tuple[torch.Tensor, int | None]]) -> _Posted:
+        operations = [(version is not None, tensor) for tensor, version in tensors]
+        posted = _Posted(list(self._post(link.stage, operations)) if operations else [], tensors)
         link.posted.append(posted)
         return posted
 
@@ -304,7 +305,7 @@ class Channels:
         self._device = tensor.device
         if self._taking is None:
             link, buffer = self._links[src_stage], torch.empty_like(tensor)
-            self._wait(link, self._posted(link, [(False, buffer)], []))
+            self._wait(link, self._posted(link, [(buffer, None)]))
         else:
             if not self._taking or self._taken[-1] != (self._taking[0].shape, self._taking[0].dtype):
                 assumed = self._links[src_stage].lanes[self._now].layout
