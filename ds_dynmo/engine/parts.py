@@ -65,9 +65,9 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
     """
     stage = engine.stage
     groups = layer_groups(config, engine.module)
-    reporter = Reporter(config, stage.comm, is_first_rank=engine.global_rank == 0, monitor=engine.monitor)
+    reporter = Reporter(config, stage.comm, is_first_rank=stage.comm.here.rank == 0, monitor=engine.monitor)
     names = _prepare_layers(engine, config)
-    ranks, data, clock = JobRanks(stage), DataPosition(engine), device_clock()
+    ranks, data, clock = JobRanks(stage, engine.module.topology()), DataPosition(engine), device_clock()
     profiler = Profiler(clock, size_every_pass=config.memory_limit is not None)
     migrator = Migrator(partial(MigrationContext.of, stage, names))
     balancer = Balancer(
@@ -77,16 +77,20 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
         reporter=reporter,
         migrate=migrator.migrate,
         replica_multiplier=lambda: ranks.world.replica_multiplier,
+        lacks_data=lambda: data.is_missing,
     )
-    trainable = TrainableLayers(stage)
+    trainable = TrainableLayers(engine, stage)
     progress = Progress(engine, balancer, trainable)
     checkpointer = Checkpointer(engine, stage, names, balancer, trainable, progress, lambda: ranks.world.generation)
     tracer = _tracer(stage, clock, reporter, ranks)
     states = TrackedStates(stage.comm.gather_over_slices)
     streams = _random_streams(engine, config, states)
-    executor = Executor(stage, trainable, profiler, tracer, streams, first_micro_batch=lambda: data.first_of_batch)
+    executor = Executor(
+        engine, stage, trainable, profiler, tracer, streams, first_micro_batch=lambda: data.first_of_batch
+    )
     trainable.agree("initialize")
     repacker = Repacker(
+        engine,
         stage,
         balancer,
         migrator,
@@ -128,4 +132,4 @@ def _random_streams(engine: Any, config: DynMoConfig, states: TrackedStates) -> 
     if not config.randomness.per_layer:
         return None
     seed = engine.module.base_seed if config.randomness.seed is None else config.randomness.seed
-    return LayerStreams(seed, engine.grid.get_data_parallel_id(), states)
+    return LayerStreams(seed, engine.stage.comm.here.replica, states)

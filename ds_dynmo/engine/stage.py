@@ -1,27 +1,28 @@
 """The stage of one rank: the only interface between the engine and its parts.
 
 The parts are the balancer, migrator, repacker, checkpointer and profiler. Each is given the stage, and what else it
-needs, when it is constructed. None of them reaches into the engine.
+needs, when it is constructed: DeepSpeed's engine only if it runs, rebuilds or saves DeepSpeed's part of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-import torch
 from torch import nn
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm import replicas
 from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.deepspeed.counters import TrainingCounters
 from ds_dynmo.engine.deepspeed.missing_uses import attach, build_missing
 from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed.settings import sums_whole, waits_for_norm
-from ds_dynmo.engine.deepspeed.ties import find_uses, own_uses
+from ds_dynmo.engine.deepspeed.ties import UseFound, find_uses, own_uses
 from ds_dynmo.engine.events import AroundSchedule, Event, LayersMoved, Timeline
 from ds_dynmo.engine.run.compiled_layers import CompiledLayers
 from ds_dynmo.engine.run.gradient_flags import GradientFlags
@@ -32,54 +33,7 @@ from ds_dynmo.engine.state.optimizer_state import OptimizerState
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 
-
-class DeepSpeedPipeline(Protocol):
-    """DeepSpeed's part of a pipeline engine, under DeepSpeed's names.
-
-    Attributes:
-        module: the ``PipelineModule``.
-        grid: the ``PipelineParallelGrid``.
-        global_steps, global_samples: batches and samples trained on.
-        micro_batches: of a batch, on each rank.
-        num_stages, stage_id: stages of the pipeline, and the number of this rank's.
-        global_rank, world_size: this rank's number in the present world, and the size of that.
-        optimizer: the optimizer, or DeepSpeed's wrapper around it.
-        basic_optimizer: the optimizer inside the wrapper.
-        data_iterator: where this rank reads its data; None: it reads none.
-        training_data: the data set given to ``initialize``; None: it was given none.
-    """
-
-    module: Any
-    grid: Any
-    device: torch.device
-    global_steps: int
-    global_samples: int
-    micro_batches: int
-    num_stages: int
-    stage_id: int
-    global_rank: int
-    world_size: int
-    optimizer: Any
-    basic_optimizer: Any
-    lr_scheduler: Any
-    data_iterator: Any
-    training_data: Any
-    is_pipe_partitioned: bool
-    using_bf16_optimizer: bool
-
-    def is_first_stage(self) -> bool: ...
-
-    def is_last_stage(self) -> bool: ...
-
-    def train_batch_size(self) -> int: ...
-
-    def set_train_batch_size(self, train_batch_size: int) -> None: ...
-
-    def train_micro_batch_size_per_gpu(self) -> int: ...
-
-    def deepspeed_io(self, dataset: Any, *, data_sampler: Any) -> Any: ...
-
-    def set_dataloader(self, loader: Any) -> None: ...
+_SAME_SHAPES = "parameters that are each replica's own (replica_own) have one shape on all replicas, with bf16 or ZeRO"
 
 
 @dataclass(frozen=True)
@@ -87,11 +41,11 @@ class StageContext:
     """One rank's stage, in an engine with a "dynmo" block. It exists once DeepSpeed has placed the model.
 
     Attributes:
-        engine: DeepSpeed's part of the engine.
         config: the "dynmo" block.
         comm: all our communication.
         layers: of this stage.
         optimizer: the engine's, and its state.
+        counters: of what the engine has trained on.
         replicas_differ: each data-parallel replica has parameters of its own.
         replicas_would_differ: so it would be with several replicas.
         layers_moved: published once layers are in place after a move, a re-packing or a load.
@@ -104,11 +58,11 @@ class StageContext:
         on_arrival: callbacks of the user's for layers that arrive, called with their number and module.
     """
 
-    engine: DeepSpeedPipeline
     config: DynMoConfig
     comm: Communicator
     layers: StageLayers
     optimizer: OptimizerBinding
+    counters: TrainingCounters
     replicas_differ: bool
     replicas_would_differ: bool
     layers_moved: Event[LayersMoved] = field(default_factory=Event)
@@ -141,11 +95,11 @@ class StageContext:
 
     def connect_replicas(self) -> None:
         """Give the layers of this stage that ask for it the process group of their data-parallel replicas."""
-        replicas.use_replicas(self.layers.every_module(), self.engine.grid.get_data_parallel_group())
+        replicas.use_replicas(self.layers.every_module(), self.comm.grid.get_data_parallel_group())
 
     def publish_move(self, *, stages_changed: bool = False) -> None:
         """Publish that layers have moved."""
-        self.layers_moved.publish(LayersMoved(self.placement, self.engine.global_steps, stages_changed))
+        self.layers_moved.publish(LayersMoved(self.placement, self.counters.steps, stages_changed))
 
 
 def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
@@ -156,32 +110,39 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     """
     comm = Communicator(engine.mpu, engine.device, config.timeout_seconds)
     comm.enter("initialize")
-    problem = validation.other_block(config, comm.broadcast_object(config))
-    problem, built, uses = problem or _unsupported(engine, model), {}, []
-    try:
-        built = build_missing(model)
-        uses = find_uses(model, built)
-    except Exception as error:  # whatever a user's layer raises: the others have to hear of it
-        problem = problem or f"a layer that DeepSpeed did not build, as it is tied to one before: {error!r}"
-    place = (engine.mpu.get_stage_id(), engine.mpu.get_slice_parallel_rank())
-    own = (place, replicas.own_shapes(model))
-    every = comm.gather_objects((problem, own, replicas.shares_out(model), uses, bool(built)))
-    validation.check_layers(problem for problem, *_ in every)
-    if engine.zero_optimization() or engine.bfloat16_enabled():
-        replicas.refuse_uneven(own for _, own, *_ in every)
-    differ = any(shapes for _, (_, shapes), *_ in every)
+    of_rank_0 = comm.broadcast_object(config)
+    flat = engine.zero_optimization() or engine.bfloat16_enabled()
+
+    def check() -> tuple[dict[int, nn.Module], list[UseFound]]:
+        validation.check_block(config, of_rank_0)
+        replicas.use_replicas(model.modules(), comm.grid.get_data_parallel_group())
+        validation.check_layers(model, flat=flat, sums_whole=sums_whole(engine))
+        try:
+            built = build_missing(model)
+            return built, find_uses(model, built)
+        except Exception as error:  # whatever a user's layer raises
+            raise ConfigError(
+                f"a layer that DeepSpeed did not build, as it is tied to one before: {error!r}"
+            ) from error
+
+    built, uses = comm.everywhere("initialize", check, error=ConfigError)
+    if flat:
+        shapes_of = partial(replicas.own_shapes, model)
+        comm.everywhere(_SAME_SHAPES, shapes_of, same=str, within=comm.here.slice_of_stage, error=ConfigError)
+    every = comm.gather_objects((replicas.has_own(model), replicas.shares_out(model), uses, bool(built)))
+    differ = any(has_own for has_own, *_ in every)
     ties = own_uses((uses for *_, uses, _ in every), layer_specs(model))
     of_others = attach(model, built, ties) if any(builds for *_, builds in every) else None
     layers = StageLayers(model, ties)
-    norm = ModelNorm(engine, layers, comm, replicas_differ=differ)
+    norm = ModelNorm(layers, comm, replicas_differ=differ)
     stage = StageContext(
-        engine=engine,
         config=config,
         comm=comm,
         layers=layers,
         optimizer=OptimizerBinding(engine, layers, comm, norm, of_others),
+        counters=TrainingCounters(engine),
         replicas_differ=differ,
-        replicas_would_differ=any(shares for _, _, shares, *_ in every),
+        replicas_would_differ=any(shares for _, shares, *_ in every),
         schedule=ScheduleInForce(
             config.schedule,
             cautious=config.memory_limit is not None or model.activation_checkpoint_interval > 0,
@@ -193,13 +154,3 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
         stage.compiled.switch_on()
     stage.layers_moved.subscribe("layers that arrived have other replicas", lambda _: stage.connect_replicas())
     return stage
-
-
-def _unsupported(engine: Any, model: Any) -> str | None:
-    """Connect the layers of this stage to their replicas, and say why they cannot be moved; None: they can be."""
-    try:
-        replicas.use_replicas(model.modules(), engine.mpu.get_data_parallel_group())
-    except ConfigError as error:
-        return str(error)
-    flat = engine.zero_optimization() or engine.bfloat16_enabled()
-    return validation.unsupported_layers(model, flat=flat, sums_whole=sums_whole(engine))

@@ -62,9 +62,8 @@ class TrainingStep:
     def _train(self, train: Callable[[], Any]) -> Any:
         """Train a batch, and profile it if that is due."""
         self._executor.ran = False
-        if self._balancer.trigger.profile_batch(self._stage.engine.global_steps + 1):
-            engine = self._stage.engine
-            with self._profiler.batch(engine.module, self._stage.layers.indices, engine.is_last_stage()):
+        if self._balancer.trigger.profile_batch(self._stage.counters.steps + 1):
+            with self._executor.profiled():
                 loss = train()
         else:
             began = time.perf_counter()
@@ -83,5 +82,5 @@ class TrainingStep:
             return self._repacker.repack_if_better(request)
         except (PartitionError, MigrationError) as error:
             raise_unless_harmless(error)
-            self._reporter.warn(f"DynMo step {self._stage.engine.global_steps}: not re-packed: {error}")
+            self._reporter.warn(f"DynMo step {self._stage.counters.steps}: not re-packed: {error}")
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -111,34 +111,36 @@ def check_partitioned_activations(config: Mapping[str, Any], model: PipelineModu
         )
 
 
-def unsupported_layers(model: PipelineModule, *, flat: bool, sums_whole: str | None) -> str | None:
-    """Say why the layers of this stage cannot be moved; None: they can be.
+def check_layers(model: PipelineModule, *, flat: bool, sums_whole: str | None) -> None:
+    """Refuse layers of this stage that cannot be moved.
 
     Args:
         flat: gradients are kept in flat buffers (bf16, ZeRO-1).
         sums_whole: the key of ZeRO's by which it sums every gradient over all replicas.
+
+    Raises:
+        ConfigError: saying why.
     """
     if has_deepspeeds_experts(model):
-        return (
+        raise ConfigError(
             "layers with experts of deepspeed.moe cannot be moved: they keep process groups, and every data-parallel "
             "rank holds other experts, whose gradients are not those of its replicas"
         )
     if sums_whole and has_own(model):
-        return (
+        raise ConfigError(
             f"zero_optimization.{sums_whole} = false with layers of which every data-parallel replica holds others "
             "(moe.expert_parallel): their gradients would be summed with one another; allowed is true, the default"
         )
     sparse = {id(module) for module in model.modules() if _has_sparse_gradients(module)}
     if sparse and flat:
-        return "nn.Embedding(sparse=True) with bf16 or ZeRO: DeepSpeed takes no sparse gradients there"
+        raise ConfigError("nn.Embedding(sparse=True) with bf16 or ZeRO: DeepSpeed takes no sparse gradients there")
     for key, module in model.tied_modules.items():
         ways = {(spec.typename, spec.forward_fn) for spec in layer_specs(model) if _is_use(spec, key)}
         if len(ways) > 1 and any(id(part) in sparse for part in module.modules()):
-            return (
+            raise ConfigError(
                 f"nn.Embedding(sparse=True) in layers tied by the key {key!r} whose forward_fn differ, or classes: "
                 "DeepSpeed hangs at the sum of a sparse and a dense gradient"
             )
-    return None
 
 
 def _has_sparse_gradients(module: nn.Module) -> bool:
@@ -149,25 +151,21 @@ def _is_use(spec: Any, key: str) -> bool:
     return isinstance(spec, TiedLayerSpec) and str(spec.key) == str(key)
 
 
-def check_layers(found: Iterable[str | None]) -> None:
-    """Raise what :func:`unsupported_layers` found on any rank, the same error on all."""
-    for problem in found:
-        if problem is not None:
-            raise ConfigError(problem)
-
-
 _OF_RANK_0 = ("report", "log", "monitor")  # keys of the "dynmo" block that count on rank 0 only
 
 
-def other_block(own: DynMoConfig, of_rank_0: DynMoConfig) -> str | None:
-    """Say where this rank's "dynmo" block differs from rank 0's: ranks would decide differently. None: nowhere."""
+def check_block(own: DynMoConfig, of_rank_0: DynMoConfig) -> None:
+    """Refuse a "dynmo" block that differs from rank 0's: ranks would decide differently.
+
+    Raises:
+        ConfigError: naming the key and both values.
+    """
     for key in DynMoConfig.model_fields:
         here, there = getattr(own, key), getattr(of_rank_0, key)
         if key == "trace" and here is not None and there is not None:  # only rank 0's path counts
             here, there = here.steps, there.steps
         if key not in _OF_RANK_0 and here != there:
-            return f"dynmo.{key} = {here!r} on a rank, on rank 0 {there!r}: it has to be the same on every rank"
-    return None
+            raise ConfigError(f"dynmo.{key} = {here!r} here, on rank 0 {there!r}: it has to be the same on every rank")
 
 
 _BF16_NAMES = ("bfloat16", "bf16", "torch.bfloat16")

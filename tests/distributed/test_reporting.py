@@ -110,9 +110,11 @@ def test_all_other_keys_must_be_equal_on_every_rank(tmp_path: Path) -> None:
 
     seeds = [{"randomness": {"seed": rank}} for rank in range(2)]
     for message in found(*seeds):
-        assert message.startswith("dynmo.randomness = RandomnessConfig(per_layer=True, seed=1) on a rank, on rank 0 ")
+        assert message.startswith(
+            "rank 1: dynmo.randomness = RandomnessConfig(per_layer=True, seed=1) here, on rank 0 "
+        )
     for message in found({}, {"trace": {"path": str(tmp_path / "trace"), "steps": [1, 2]}}):
-        assert message.startswith("dynmo.trace = TraceConfig(")
+        assert message.startswith("rank 1: dynmo.trace = TraceConfig(")
     traces = [{"trace": {"path": str(tmp_path / str(rank)), "steps": [1, 2]}} for rank in range(2)]
     assert found(*traces) == ["nothing was raised"] * 2
     assert found({"log": False, "monitor": False}, {}) == ["nothing was raised"] * 2

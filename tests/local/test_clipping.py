@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.engine.state.clipping import RankCoordinates, gradient_norm, scale_gradients
+from ds_dynmo.engine.comm.coordinates import RankCoordinates
+from ds_dynmo.engine.state.clipping import gradient_norm, scale_gradients
 
 
 def test_sparse_gradients_count_as_dense_ones() -> None:
@@ -17,12 +18,12 @@ def test_sparse_gradients_count_as_dense_ones() -> None:
         for ids in ([1, 1, 4], [4, 2]):
             (layer(torch.tensor(ids)) * torch.arange(1.0, 1.0 + len(ids)).unsqueeze(1)).sum().backward()
         norms.append(
-            gradient_norm({0: layer}, 1, RankCoordinates(0, 1), lambda x: x, torch.device("cpu"), lambda p: p.grad)
+            gradient_norm({0: layer}, 1, RankCoordinates(), lambda x: x, torch.device("cpu"), lambda p: p.grad)
         )
         scale_gradients(layer.parameters(), norms[-1], max_norm=0.5)
         assert layer.weight.grad is not None and layer.weight.grad.is_sparse == sparse
         norms.append(
-            gradient_norm({0: layer}, 1, RankCoordinates(0, 1), lambda x: x, torch.device("cpu"), lambda p: p.grad)
+            gradient_norm({0: layer}, 1, RankCoordinates(), lambda x: x, torch.device("cpu"), lambda p: p.grad)
         )
     assert norms[:2] == pytest.approx([(3 * (3**2 + 2**2 + 4**2)) ** 0.5, 0.5])
     assert norms[2:] == norms[:2]
@@ -43,6 +44,6 @@ def test_weights_that_differ_between_replicas_count_on_all_of_them() -> None:
         return table.add_(squares)
 
     for replica, layer in enumerate(layers):
-        place = RankCoordinates(0, 1, replica, replicas=2)
+        place = RankCoordinates(replica=replica, replicas=2)
         norm = gradient_norm({0: layer}, 1, place, gather, torch.device("cpu"), lambda p: p.grad)
     assert norm == pytest.approx(13.0)

@@ -9,7 +9,8 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.engine.state.clipping import RankCoordinates, gradient_magnitudes
+from ds_dynmo.engine.comm.coordinates import RankCoordinates
+from ds_dynmo.engine.state.clipping import gradient_magnitudes
 from ds_dynmo.models.freezing.front import set_frozen_prefix
 from ds_dynmo.models.freezing.prefix import (
     Freezing,
@@ -62,7 +63,7 @@ def controller(block: dict[str, Any], *, blocks: range = range(1, 4), total_step
 
 
 def magnitudes(stage: Stage) -> torch.Tensor:
-    alone = RankCoordinates(0, 1)
+    alone = RankCoordinates()
     return gradient_magnitudes(
         dict(local_layers(stage)), len(stage._layer_specs), alone, torch.device("cpu"), lambda p: p.grad
     )

@@ -158,7 +158,7 @@ MUTATIONS = [
     Mutation(
         "each replica resumes with the experts of the first",
         "ds_dynmo/engine/save/reading.py",
-        "replica = engine.grid.get_data_parallel_id() if same_replicas else 0",
+        "replica = context.here.replica if same_replicas else 0",
         "replica = 0",
         "tests/distributed/test_expert_parallel.py::test_a_resumed_run_equals_an_uninterrupted_one",
     ),

@@ -147,8 +147,8 @@ MUTATIONS = [
     Mutation(
         "ranks may have different blocks",
         "ds_dynmo/engine/stage.py",
-        "problem = validation.other_block(config, comm.broadcast_object(config))",
-        "problem = validation.other_block(config, config)",
+        "of_rank_0 = comm.broadcast_object(config)",
+        "of_rank_0 = config",
         "tests/distributed/test_reporting.py::test_all_other_keys_must_be_equal_on_every_rank",
     ),
     Mutation(

@@ -62,8 +62,8 @@ MUTATIONS = [
     on_device(
         "two neighbours use different groups",
         f"{COMM}/neighbour_links.py",
-        "group, rank = self._groups[min(stage, self._grid.get_stage_id()) % 2]",
-        "group, rank = self._groups[self._grid.get_stage_id() % 2]",
+        "group, rank = self._groups[min(stage, self._stage) % 2]",
+        "group, rank = self._groups[self._stage % 2]",
         SCHEDULES + " -k dynamic_shapes",
     ),
     on_device(
@@ -97,7 +97,7 @@ MUTATIONS = [
     on_device(
         "sums over the world are taken of tensors of the CPU",
         f"{COMM}/communicator.py",
-        "        moved = numbers.to(self._device, copy=True)\n        dist.all_reduce(moved)\n",
+        "        moved = numbers.to(self.device, copy=True)\n        dist.all_reduce(moved)\n",
         "        moved = numbers.cpu()\n        dist.all_reduce(moved)\n",
         MOVES + " -k zero1",
     ),
@@ -111,9 +111,9 @@ MUTATIONS = [
     on_device(
         "sums over the model are taken of tensors of the CPU",
         f"{COMM}/communicator.py",
-        "        moved = numbers.to(self._device, copy=True)\n"
-        "        dist.all_reduce(moved, group=self._grid.get_model_parallel_group())",
-        "        moved = numbers.cpu()\n        dist.all_reduce(moved, group=self._grid.get_model_parallel_group())",
+        "        moved = numbers.to(self.device, copy=True)\n"
+        "        dist.all_reduce(moved, group=self.grid.get_model_parallel_group())",
+        "        moved = numbers.cpu()\n        dist.all_reduce(moved, group=self.grid.get_model_parallel_group())",
         MOVES + " -k fp32",
     ),
     on_device(

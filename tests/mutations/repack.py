@@ -34,8 +34,8 @@ MUTATIONS = [
     Mutation(
         "state that was shared is lost with the ranks that go",
         "ds_dynmo/engine/resize/shrinking.py",
-        "                change.load_shared_states(from_bytes(change.comm.broadcast_object(job), engine.device))\n",
-        "                change.comm.broadcast_object(job)\n",
+        "change.load_shared_states(from_bytes(change.comm.broadcast_object(job), change.comm.device))\n",
+        "change.comm.broadcast_object(job)\n",
         f"{REPACK}::test_state_that_a_rank_holds_for_itself_survives -k 'automatic'",
     ),
     Mutation(

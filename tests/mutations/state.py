@@ -124,8 +124,8 @@ MUTATIONS = [
     Mutation(
         "the experts of a replica are cut as if all replicas had the same",
         "ds_dynmo/engine/state/flat_shards.py",
-        "return 0 if group in self.own_groups else int(self._grid.data_parallel_id)",
-        "return int(self._grid.data_parallel_id)",
+        "return 0 if group in self.own_groups else self._comm.here.replica",
+        "return self._comm.here.replica",
         "tests/distributed/test_expert_parallel_precisions.py::test_split_experts_train_as_all_experts_on_every_replica",
     ),
     Mutation(

@@ -22,12 +22,12 @@ from deepspeed.utils import logger
 from ds_dynmo.engine.comm import hosts
 from ds_dynmo.engine.comm.bounded import BoundedStore, within
 from ds_dynmo.engine.comm.clock import clock_offset
+from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
 from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
 from ds_dynmo.engine.comm.posted import Posted
 from ds_dynmo.engine.comm.same_facts import ranks_by
-from ds_dynmo.engine.deepspeed.process_groups import pipeline_ranks
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
 from ds_dynmo.torch_private import default_store
 
@@ -99,13 +99,16 @@ class Communicator:
         timeout_seconds: how long a collective waits for the other ranks.
 
     Attributes:
+        here: this rank's place in the present world.
+        grid: that of the present world, for DeepSpeed's own parts.
+        device: the engine's.
         p2p: messages from rank to rank, which only the two take part in.
         worlds: how many this rank has been in, with the present one.
     """
 
     def __init__(self, grid: Any, device: torch.device, timeout_seconds: float) -> None:
-        self._grid = grid
-        self._device = device
+        self.grid = grid
+        self.device = device
         self._timeout_seconds = timeout_seconds
         self._tied_groups: dict[tuple[int, ...], Any] = {}
         self._posted: Posted | None = None
@@ -117,8 +120,9 @@ class Communicator:
     def connect(self, what: str) -> None:
         """Make the process groups of the present world, for the first time or anew. Collective. ``what``: what for."""
         timeout = timedelta(seconds=self._timeout_seconds)
+        self.here = RankCoordinates.of(self.grid)
         self._control = within(2 * self._timeout_seconds, lambda: dist.new_group(backend="gloo", timeout=timeout))
-        self.p2p = PointToPoint(self._grid, self._control, self._device, self._timeout_seconds)
+        self.p2p = PointToPoint(self.rank_of, self._control, self.device, self._timeout_seconds)
         self._tied_groups.clear()
         self._rank_alone: Any = None
         self._neighbour_links: NeighbourLinks | None = None
@@ -146,6 +150,12 @@ class Communicator:
         self._entered += 1
         self._what = what
         self._announce()
+
+    def rank_of(self, stage: int, replica: int | None = None) -> int:
+        """Find the rank that holds ``stage`` for this tensor-parallel slice; ``replica``: None is this rank's."""
+        if replica is None:
+            return int(self.grid.stage_to_global(stage))
+        return int(self.grid.stage_to_global(stage, data=replica))
 
     # -- broadcasts that are waited for later ---------------------------------------------------------
 
@@ -186,28 +196,39 @@ class Communicator:
             raise self._control_failed(error) from error
         return numbers
 
+    def sum_in_pipeline(self, number: int) -> int:
+        """Sum a number over the stages of this rank's pipeline."""
+        part, parts = self.here.pipeline
+        numbers = torch.zeros(parts, dtype=torch.int64)
+        numbers[part] = number
+        try:
+            dist.all_reduce(numbers, group=self._control)
+        except RuntimeError as error:
+            raise self._control_failed(error) from error
+        return int(numbers[part])
+
     def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum elementwise over all ranks; the result is on the device of ``numbers``."""
-        moved = numbers.to(self._device, copy=True)
+        moved = numbers.to(self.device, copy=True)
         dist.all_reduce(moved)
         return moved.to(numbers.device)
 
     def sum_over_model(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum elementwise over all ranks of this replica: stages and tensor-parallel slices."""
-        moved = numbers.to(self._device, copy=True)
-        dist.all_reduce(moved, group=self._grid.get_model_parallel_group())
+        moved = numbers.to(self.device, copy=True)
+        dist.all_reduce(moved, group=self.grid.get_model_parallel_group())
         return moved.to(numbers.device)
 
     def sum_over_stages(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum elementwise over the stages of this replica's pipeline; the result is on the device of ``numbers``."""
-        moved = numbers.to(self._device, copy=True)
-        dist.all_reduce(moved, group=self._grid.get_pipe_parallel_group())
+        moved = numbers.to(self.device, copy=True)
+        dist.all_reduce(moved, group=self.grid.get_pipe_parallel_group())
         return moved.to(numbers.device)
 
     def sum_over_replicas(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum elementwise over the data-parallel replicas of this stage; the result is on the device of ``numbers``."""
-        moved = numbers.to(self._device, copy=True)
-        dist.all_reduce(moved, group=self._grid.get_data_parallel_group())
+        moved = numbers.to(self.device, copy=True)
+        dist.all_reduce(moved, group=self.grid.get_data_parallel_group())
         return moved.to(numbers.device)
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -241,19 +262,19 @@ class Communicator:
         problems = {rank: sent.problem for rank, sent in enumerate(every) if sent.problem}
         if problems:
             raise MigrationError(f"{self._what}: ranks cannot send what they have to: {problems}", harmless=True)
-        return [from_bytes(sent.data, self._device) for sent in every]
+        return [from_bytes(sent.data, self.device) for sent in every]
 
     def gather_over_slices(self, value: Any) -> list[Any]:
         """Gather one small picklable value of every tensor-parallel slice of this stage and replica, by slice index.
 
         Collective over these slices alone.
         """
-        if self._grid.get_slice_parallel_world_size() == 1:
+        if self.grid.get_slice_parallel_world_size() == 1:
             return [value]
-        ranks, mine = dist.get_process_group_ranks(self._grid.get_slice_parallel_group()), _Sent.of(value)
+        ranks, mine = dist.get_process_group_ranks(self.grid.get_slice_parallel_group()), _Sent.of(value)
         others = [rank for rank in ranks if rank != dist.get_rank()]
         received = self.p2p.exchange_bytes(dict.fromkeys(others, to_bytes(mine)), others)
-        every = [from_bytes(received[rank], self._device) if rank in received else mine for rank in ranks]
+        every = [from_bytes(received[rank], self.device) if rank in received else mine for rank in ranks]
         return self._received(every)
 
     def clock_offset(self, now: Callable[[], float]) -> tuple[float, float]:
@@ -279,6 +300,7 @@ class Communicator:
         function: Callable[[], Result],
         *,
         same: Callable[[Result], object] | None = None,
+        within: tuple[int, int] = (0, 1),
         error: type[Exception] | None = None,
     ) -> Result:
         """Call ``function`` on every rank, and return its result once it has succeeded on all. Collective.
@@ -288,6 +310,8 @@ class Communicator:
         Args:
             what: the ranks do, for messages, such as "deciding where layers go".
             same: returns the part of a result that has to be the same on all ranks, by its text; None: none has to be.
+            within: of the parts that ranks are divided in, the number of this rank's, and how many there are. ``same``
+                holds between ranks of one part.
             error: raised on every rank in place of those below if ``function`` fails on any, or results differ.
 
         Raises:
@@ -304,17 +328,30 @@ class Communicator:
             if error is None:
                 raise_unless_harmless(found)
             failure = found
+        part, parts = within
         digest = _number_of(text)
-        failed, most, least = self.max_over_world(torch.tensor([int(failure is not None), digest, -digest])).tolist()
+        most_and_least = torch.full((2, parts), torch.iinfo(torch.int64).min)
+        most_and_least[:, part] = torch.tensor([digest, -digest])
+        failed, *found_numbers = self.max_over_world(
+            torch.cat([torch.tensor([int(failure is not None)]), most_and_least.flatten()])
+        ).tolist()
         if failed:
             raise self._first_failure(what, failure, error) from failure
-        if most != -least:
-            by_text = ranks_by(self.gather_objects(text))
-            texts = ", ".join(f"{theirs} on ranks {ranks}" for theirs, ranks in by_text.items())
+        if any(most != -least for most, least in zip(found_numbers[:parts], found_numbers[parts:])):
+            differing = self._differing_texts(part, text)
             if error is not None:
-                raise error(f"{what}: ranks differ: {texts}")
-            raise MigrationError(f"{what}: ranks differ: {texts}. No layer has moved", harmless=True)
+                raise error(f"{what}: ranks differ: {differing}")
+            raise MigrationError(f"{what}: ranks differ: {differing}. No layer has moved", harmless=True)
         return result
+
+    def _differing_texts(self, part: int, text: str) -> str:
+        """Say which ranks have which text in the parts where they differ. Collective."""
+        every = self.gather_objects((part, text))
+        texts_of: dict[int, set[str]] = {}
+        for number, theirs in every:
+            texts_of.setdefault(number, set()).add(theirs)
+        ranks_of = ranks_by([theirs if len(texts_of[number]) > 1 else "" for number, theirs in every])
+        return ", ".join(f"{theirs} on ranks {ranks}" for theirs, ranks in ranks_of.items() if theirs)
 
     def _first_failure(self, what: str, failure: Exception | None, error: type[Exception] | None) -> Exception:
         """Return the first failure by rank, to be raised on all. Collective.
@@ -334,47 +371,6 @@ class Communicator:
             trace = "".join(traceback.format_exception(failure))
             logger.error(f"rank {failed[0]}: {what} failed:\n{trace}")
         return first.error(f"{what} failed on ranks {failed}, first with {first}. No layer has moved")
-
-    def all_ready(self, failure: Exception | None, outgoing_bytes: int, route: str = "") -> int:
-        """Agree that every rank is ready to send, and that those of a pipeline know one route.
-
-        Args:
-            failure: what keeps this rank from it; None: it is ready.
-            outgoing_bytes: that will leave this rank.
-            route: a hash of the way of the optimizer's state.
-
-        Returns:
-            Bytes that move in this rank's pipeline.
-
-        Raises:
-            MigrationError: on every rank, if one is not ready, with the first one's failure, or if routes differ.
-                Nothing has moved.
-        """
-        pipeline = pipeline_ranks(self._grid)
-        every = self._gather([int(failure is None), outgoing_bytes, pipeline[0], _number_of(route)])
-        unready = [rank for rank, (is_ready, *_) in enumerate(every) if not is_ready]
-        if unready:
-            first = self.gather_objects(None if failure is None else str(failure))[unready[0]]
-            raise MigrationError(
-                f"ranks {unready} could not get their layers ready: {first}. No layer has moved", harmless=True
-            )
-        differing = [rank for rank, (*_, first, digest) in enumerate(every) if digest != every[first][-1]]
-        if differing:
-            raise MigrationError(
-                f"ranks {differing} planned another route for the optimizer's state than the first stage of their "
-                "pipeline. No layer has moved",
-                harmless=True,
-            )
-        return sum(every[rank][1] for rank in pipeline)
-
-    def _gather(self, numbers: list[int]) -> list[list[int]]:
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        try:
-            dist.all_gather(every, mine, group=self._control)
-        except RuntimeError as error:
-            raise self._control_failed(error) from error
-        return [row.tolist() for row in every]
 
     def all_done(self) -> None:
         """Wait until every rank is done. A rank that failed is missed after the time-out."""
@@ -399,7 +395,7 @@ class Communicator:
     def neighbour_links(self) -> NeighbourLinks:
         """Return what posts messages between neighbouring stages in order, made once in a world."""
         if self._neighbour_links is None:
-            self._neighbour_links = NeighbourLinks(self._grid, self._device, self._timeout_seconds)
+            self._neighbour_links = NeighbourLinks(self.here.stage, self.rank_of, self.device, self._timeout_seconds)
         return self._neighbour_links
 
 

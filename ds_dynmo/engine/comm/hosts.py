@@ -6,7 +6,7 @@ import ipaddress
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -118,10 +118,11 @@ def _usable_address(host: str) -> str | None:
 def _identity() -> str:
     """Identify this host, or this container: those that share a network have the same identity."""
     facts = [socket.gethostname()]
-    for read in (
+    readers: tuple[Callable[[], str], ...] = (
         lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         lambda: os.readlink("/proc/self/ns/net"),
-    ):
+    )
+    for read in readers:
         try:
             facts.append(read())
         except OSError:  # not Linux

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,14 @@ class NeighbourLinks:
     pipeline: on each a rank has one neighbour. All replicas and slices share them.
 
     Args:
-        grid: DeepSpeed's ``PipelineParallelGrid``.
+        stage: of this rank.
+        rank_of: finds the rank that holds a stage.
         device: the engine's device.
         timeout_seconds: how long making a group waits for the other ranks.
     """
 
-    def __init__(self, grid: Any, device: torch.device, timeout_seconds: float) -> None:
-        self._grid = grid
+    def __init__(self, stage: int, rank_of: Callable[[int], int], device: torch.device, timeout_seconds: float) -> None:
+        self._stage, self._rank_of = stage, rank_of
         timeout = default_timeout()  # as DeepSpeed's messages: a receive waits for as long as a pass takes
         self._groups = [device_group(device, timeout, timeout_seconds) for _ in range(2)]
 
@@ -37,7 +38,7 @@ class NeighbourLinks:
         Args:
             operations: is it a send, and the tensor.
         """
-        group, rank = self._groups[min(stage, self._grid.get_stage_id()) % 2], self._grid.stage_to_global(stage)
+        group, rank = self._groups[min(stage, self._stage) % 2], self._rank_of(stage)
         return dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, rank, group=group)

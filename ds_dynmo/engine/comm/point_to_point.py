@@ -26,14 +26,16 @@ class PointToPoint:
     activations of a batch that runs meanwhile.
 
     Args:
-        grid: DeepSpeed's ``PipelineParallelGrid``.
+        rank_of: finds the rank that holds a stage.
         control: the gloo group of small numbers.
         device: the engine's device.
         timeout_seconds: how long an operation waits for the other ranks.
     """
 
-    def __init__(self, grid: Any, control: Any, device: torch.device, timeout_seconds: float) -> None:
-        self._grid, self._control, self._device = grid, control, device
+    def __init__(
+        self, rank_of: Callable[[int], int], control: Any, device: torch.device, timeout_seconds: float
+    ) -> None:
+        self._rank_of, self._control, self._device = rank_of, control, device
         self._timeout = timedelta(seconds=timeout_seconds)
         self._layers = device_group(device, self._timeout, timeout_seconds)
         self._stream = TransferStream(device)
@@ -50,7 +52,7 @@ class PointToPoint:
 
     def exchange_headers(self, outgoing: dict[int, bytes], sources: Sequence[int]) -> dict[int, bytes]:
         """Send one byte string to each stage of ``outgoing``; receive one from each stage of ``sources``."""
-        rank_of = self._grid.stage_to_global
+        rank_of = self._rank_of
         stages = {rank_of(stage): stage for stage in sources}
         received = self.exchange_bytes({rank_of(stage): header for stage, header in outgoing.items()}, list(stages))
         return {stages[rank]: header for rank, header in received.items()}

@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from ds_dynmo.errors import ConfigError
-
 
 def is_own(parameter: nn.Parameter) -> bool:
     """Tell whether it differs between replicas."""
@@ -30,25 +28,6 @@ def has_own(module: nn.Module) -> bool:
 def own_shapes(module: nn.Module) -> list[list[int]]:
     """List the shapes of the parameters of a module that differ between replicas."""
     return [list(parameter.shape) for parameter in module.parameters() if is_own(parameter)]
-
-
-def refuse_uneven(every: Iterable[tuple[Any, list[list[int]]]]) -> None:
-    """Refuse replicas whose own parameters have other shapes: flat buffers have one layout for all replicas.
-
-    Args:
-        every: of every rank, its place but for the replica, and its :func:`own_shapes`.
-
-    Raises:
-        ConfigError: naming shapes of both.
-    """
-    first: dict[Any, list[list[int]]] = {}
-    for place, shapes in every:
-        expected = first.setdefault(place, shapes)
-        if shapes != expected:
-            raise ConfigError(
-                f"parameters that are each replica's own (replica_own) have the shapes {expected} on one data-parallel "
-                f"replica and {shapes} on another: with bf16 or ZeRO they have to be the same on all"
-            )
 
 
 def shares_out(module: nn.Module) -> bool:

@@ -62,10 +62,11 @@ class Balancer:
         reporter: Reporter,
         migrate: Callable[[MigrationPlan, MoveCheck], int],
         replica_multiplier: Callable[[], int],
+        lacks_data: Callable[[], bool],
     ) -> None:
         self._stage, self._config, self._comm = stage, stage.config, stage.comm
         self._profiler, self._reporter = profiler, reporter
-        self._migrate, self._replica_multiplier = migrate, replica_multiplier
+        self._migrate, self._replica_multiplier, self._lacks_data = migrate, replica_multiplier, lacks_data
         self.groups = groups
         self.memory = MemoryLimit(stage)
         self.trigger = Trigger(stage.config)
@@ -86,7 +87,7 @@ class Balancer:
         Returns:
             What asks for a decision now; None: nothing does.
         """
-        self.trigger.batch_done(self._stage.engine.global_steps)
+        self.trigger.batch_done(self._stage.counters.steps)
         batches = self._profiler.batches
         outcome, decision = self.trigger.outcome_due(batches), self.trigger.decision_due(batches)
         if not outcome and not decision:
@@ -97,7 +98,7 @@ class Balancer:
             self._stay(error)
             return None
         if outcome:
-            self._reporter.measured(measured_report(profile, self.last_move_step), self._stage.engine.global_samples)
+            self._reporter.measured(measured_report(profile, self.last_move_step), self._stage.counters.samples)
             self.trigger.outcome_recorded()
         return self.trigger.pending if decision and not self._waits_for_profile else None
 
@@ -111,12 +112,12 @@ class Balancer:
     def report_profile(self) -> None:
         """Write the latest profile once, after the decision that was taken from it."""
         if not self._waits_for_profile:
-            self._reporter.profiled(self.profile, self._stage.engine.global_samples)
+            self._reporter.profiled(self.profile, self._stage.counters.samples)
 
     def _stay(self, error: Exception) -> None:
         raise_unless_harmless(error)
         self.failure = error
-        self._reporter.warn(f"DynMo step {self._stage.engine.global_steps}: no layer was moved: {error}")
+        self._reporter.warn(f"DynMo step {self._stage.counters.steps}: no layer was moved: {error}")
         self._profiler.forget()
         self.trigger.decided(moved=False)
 
@@ -130,7 +131,7 @@ class Balancer:
         """
         profile_seconds = self.train_until_profiled(train) if self.profile is None else 0.0
         report = self.rebalance(Request(Reason.BY_HAND), profile_seconds=profile_seconds)
-        self._reporter.profiled(self.profile, self._stage.engine.global_samples)
+        self._reporter.profiled(self.profile, self._stage.counters.samples)
         return report
 
     def train_until_profiled(self, train: Callable[[], Any]) -> float:
@@ -143,9 +144,7 @@ class Balancer:
             MigrationError: harmless; there is no data to train on.
         """
         self._comm.enter("rebalance")
-        engine = self._stage.engine
-        edge = engine.is_first_stage() or engine.is_last_stage()
-        lacking = torch.tensor([float(edge and engine.data_iterator is None)])
+        lacking = torch.tensor([float(self._lacks_data())])
         if self._comm.max_over_world(lacking).item():
             raise MigrationError(
                 "rebalance: there is no profile yet and no data to train on. Train a batch first", harmless=True
@@ -219,7 +218,7 @@ class Balancer:
             given = replace(given, tradeoff=self.cost_model.tradeoff())
         if not self._config.decentralized:
             return decide(given)
-        (costs, speeds), stage_id = costs_and_speeds(given), self._stage.engine.stage_id
+        (costs, speeds), stage_id = costs_and_speeds(given), self._comm.here.stage
         proposed = decide_among_neighbours(
             [costs[index] for index in self._stage.layers.indices],
             given.placement,
@@ -300,14 +299,14 @@ class Balancer:
             report = rebalance_report(
                 plan,
                 decision,
-                step=self._stage.engine.global_steps,
+                step=self._stage.counters.steps,
                 request=request,
                 bytes_moved=moved_bytes,
                 seconds=(*profile_and_decide_seconds, migrate_seconds),
                 load_signals=tuple(layer.load_signal for layer in self.profile.layers) if self.profile else (),
                 own_schedule=self._stage.schedule.own,
             )
-            self._reporter.rebalanced(report, self._stage.engine.global_samples)
+            self._reporter.rebalanced(report, self._stage.counters.samples)
         if decision is not None:
             self._train_by(decision.found, decision.pass_costs)
         return report
@@ -388,7 +387,7 @@ class Balancer:
             self._stage.schedule.forget()
             self._move_seconds = 0.0
             if self.profile is not None:
-                micro_batches = self._stage.engine.micro_batches
+                micro_batches = self._stage.counters.micro_batches
                 self.profile = replace(self.profile, placement=moved.placement, micro_batches=micro_batches)
                 decision = self._predict(self.profile, moved.placement, in_force=False)
                 self._train_by(decision.found, decision.pass_costs)

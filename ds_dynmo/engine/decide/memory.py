@@ -76,7 +76,7 @@ class MemoryLimit:
     @property
     def checkpoint_interval(self) -> int:
         """Layers of a segment that is recomputed for its backward pass; 0: none are."""
-        return int(self._stage.engine.module.activation_checkpoint_interval)
+        return self._stage.layers.checkpoint_interval
 
     def held(self) -> HeldMemory | None:
         """Gather what ranks hold of each layer; None without a limit. Collective.

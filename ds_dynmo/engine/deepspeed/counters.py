@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_dynmo.engine.deepspeed.loss_scale import loss_scale_state, set_loss_scale_state
+from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 
 _SHARED = (  # alike on every rank
     "global_steps",
@@ -15,6 +16,28 @@ _SHARED = (  # alike on every rank
     "agg_train_loss",
     "agg_additional_losses",
 )
+
+
+class TrainingCounters:
+    """What a DeepSpeed engine has trained on, as it is now."""
+
+    def __init__(self, engine: DeepSpeedPipeline) -> None:
+        self._engine = engine
+
+    @property
+    def steps(self) -> int:
+        """Batches trained on."""
+        return self._engine.global_steps
+
+    @property
+    def samples(self) -> int:
+        """Samples trained on."""
+        return self._engine.global_samples
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a batch, on each rank."""
+        return self._engine.micro_batches
 
 
 def shared_counters(engine: Any) -> dict[str, Any]:

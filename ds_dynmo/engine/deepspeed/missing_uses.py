@@ -20,6 +20,7 @@ from ds_dynmo.engine.deepspeed.module import layer_specs, own_layers
 from ds_dynmo.engine.deepspeed.ties import OwnUses, of_several_classes, tied_weight, uses_by_key
 from ds_dynmo.engine.move.object_graph import copy_of_modules
 from ds_dynmo.engine.move.pickling import random_state_kept
+from ds_dynmo.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,11 @@ def attach(model: PipelineModule, built: Mapping[int, nn.Module], ties: Mapping[
     return found
 
 
-def join_groups(optimizer: torch.optim.Optimizer, built: Sequence[BuiltParameter]) -> str | None:
+def join_groups(optimizer: torch.optim.Optimizer, built: Sequence[BuiltParameter]) -> None:
     """Give the optimizer what was built: copies join the group of their weight, other parameters an only group.
 
-    Returns:
-        Why a parameter has no group, in words; then the optimizer is as it was. None: all have one.
+    Raises:
+        ConfigError: a parameter has no group; the optimizer is as it was.
     """
     groups: list[dict[str, Any]] = optimizer.param_groups
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
@@ -97,7 +98,7 @@ def join_groups(optimizer: torch.optim.Optimizer, built: Sequence[BuiltParameter
         elif len(groups) == 1:
             joining.append((0, entry.parameter))
         elif entry.parameter.requires_grad:
-            return (
+            raise ConfigError(
                 f"{entry.name} is in none of the {len(groups)} parameter groups: DeepSpeed did not build the layer, as "
                 "an earlier one tied by the same key is on its stage. Construct the PipelineModule with each on a "
                 "stage of its own, or leave model_parameters out"
@@ -105,4 +106,3 @@ def join_groups(optimizer: torch.optim.Optimizer, built: Sequence[BuiltParameter
     for number, parameter in joining:
         groups[number]["params"].append(parameter)
         groups[number].pop("param_names", None)  # optional labels of torch's, by position
-    return None

@@ -75,7 +75,7 @@ class StageLayers(LayerList):
 
     def file_name(self, index: int) -> str:
         """Return DeepSpeed's name of the file of a layer, whichever stage holds it."""
-        return os.path.basename(self._module.ckpt_layer_path("", index - self._module._local_start))
+        return os.path.basename(str(self._module.ckpt_layer_path("", index - self._module._local_start)))
 
     def random_streams(self) -> list[int]:
         """List, per layer of this stage, the number by which its random draws go: its own, unless it says another."""
@@ -219,6 +219,11 @@ class StageLayers(LayerList):
         owners = {index: module for index in later if (module := self.local_module(index)) is not None}
         for index, alias in self.tied_aliases.replace(owners).items():
             self._module.forward_funcs[self.indices.index(index)] = _use(self.spec(index), alias)
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Layers of a segment that is recomputed for its backward pass; 0: none are."""
+        return int(self._module.activation_checkpoint_interval)
 
     def clear(self, empty: Callable[[nn.Module], None]) -> None:
         """Let go of all layers and free their memory, whoever still holds them.

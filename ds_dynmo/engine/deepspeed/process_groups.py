@@ -62,9 +62,3 @@ def _refit_engine(engine: Any, grid: Any) -> None:
     engine.prev_stage, engine.next_stage = engine.stage_id - 1, engine.stage_id + 1
     engine.is_pipe_parallel = grid.pipe_parallel_size > 1
     engine.is_data_parallel = grid.data_parallel_size > 1
-
-
-def pipeline_ranks(grid: Any) -> list[int]:
-    """List the ranks of this rank's pipeline, by stage."""
-    ranks: list[int] = grid.pp_group
-    return ranks

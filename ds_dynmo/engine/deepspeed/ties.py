@@ -119,10 +119,10 @@ def tied_weight(module: nn.Module, name: str) -> nn.Parameter:
         AttributeError, RecursionError: there is none of that name.
         TypeError: it is no parameter of the module.
     """
-    weight = PipelineModule._recursive_getattr(module, name)
+    weight: nn.Parameter = PipelineModule._recursive_getattr(module, name)
     if not any(weight is parameter for parameter in module.parameters()):
         raise TypeError(f"tied_weight_attr {name!r} is no parameter of it but a {type(weight).__name__}")
-    return weight  # type: ignore[return-value]
+    return weight
 
 
 def _same_arguments(spec: TiedLayerSpec, other: TiedLayerSpec) -> bool:

@@ -38,8 +38,8 @@ def gather_profile(stage: StageContext, profiler: Profiler, move_seconds: float)
     stage.comm.max_over_world(table)
     if failed(table):
         raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
-    engine, first_uses = stage.engine, stage.layers.first_uses()
-    profile = profile_from(table, stage.layers.placement, engine.global_steps, engine.micro_batches, first_uses)
+    counters, first_uses = stage.counters, stage.layers.first_uses()
+    profile = profile_from(table, stage.placement, counters.steps, counters.micro_batches, first_uses)
     return profile, float(table[-1, _MOVES])
 
 

@@ -75,7 +75,7 @@ def _saved_tensors(count: Callable[[torch.Tensor], None]) -> Iterator[None]:
         count(tensor)
         return outer[0](tensor) if outer else tensor
 
-    def unpack(packed: Any) -> torch.Tensor:
+    def unpack(packed: Any) -> Any:
         return outer[1](packed) if outer else packed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

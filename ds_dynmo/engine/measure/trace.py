@@ -26,8 +26,9 @@ from deepspeed.runtime.pipe import schedule
 from ds_dynmo.config import TraceConfig
 from ds_dynmo.engine.decide.report_files import WarnsOnce, check_writable
 from ds_dynmo.engine.decide.reporter import Reporter
+from ds_dynmo.engine.deepspeed.instruction_map import Instructions
 from ds_dynmo.engine.measure.trace_events import Event, TraceFile, Track, batch_events, track_names
-from ds_dynmo.engine.run.instructions import Instructions, is_own_kind
+from ds_dynmo.engine.run.instructions import is_own_kind
 from ds_dynmo.engine.split.steps import InputGradientPass, WeightGradientPass
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.placement import Placement
@@ -92,17 +93,16 @@ class Tracer:
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Record and write the batch that runs inside, with what follows it, if its step is traced. Collective."""
-        engine, (first, last) = self._stage.engine, self._config.steps
-        step = engine.global_steps + 1
+        (first, last), step = self._config.steps, self._stage.counters.steps + 1
         if not first <= step <= last:
             yield
             return
-        placement, world = self._stage.placement, self._world()
+        placement, world, here = self._stage.placement, self._world(), self._comm.here
         self._place = {
-            "rank": engine.global_rank,
-            "stage": engine.stage_id,
-            "replica": engine.grid.get_data_parallel_id(),
-            "slice": engine.grid.get_slice_parallel_rank(),
+            "rank": here.rank,
+            "stage": here.stage,
+            "replica": here.replica,
+            "slice": here.tp_rank,
         }
         get_accelerator().synchronize()
         beginning, base_seconds, self._base_error_seconds = begin(self._clock)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec
@@ -32,7 +31,6 @@ class MigrationContext:
         layers: its layers.
         names: of what layers refer to and do not own.
         state: what the optimizer holds for them.
-        grid: DeepSpeed's grid.
         device: where arriving layers go.
         check: raises what would make a move wrong; called before anything is changed.
         rebuilt: called when the stage's modules are in place, before the optimizer settles.
@@ -43,7 +41,6 @@ class MigrationContext:
     layers: StageLayers
     names: References
     state: OptimizerState
-    grid: Any
     device: torch.device
     comm: Communicator
     check: Callable[[], None]
@@ -54,12 +51,11 @@ class MigrationContext:
     def of(cls, stage: StageContext, names: References) -> MigrationContext:
         """Describe this rank's stage as it is now."""
         return cls(
-            stage=stage.engine.stage_id,
+            stage=stage.comm.here.stage,
             layers=stage.layers,
             names=names,
             state=stage.state,
-            grid=stage.engine.grid,
-            device=stage.engine.device,
+            device=stage.comm.device,
             comm=stage.comm,
             check=stage.optimizer.check,
             rebuilt=stage.optimizer.name_parameters,

@@ -22,15 +22,17 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
-from deepspeed.utils import logger
 
 from ds_dynmo.engine.comm.pending import PendingExchange
 from ds_dynmo.engine.comm.point_to_point import PeerTensor
 from ds_dynmo.engine.move.arriving import ArrivingLayer
 from ds_dynmo.engine.move.migration_context import MigrationContext
 from ds_dynmo.engine.move.packing import PackedLayer
-from ds_dynmo.errors import MigrationError
+from ds_dynmo.errors import MigrationError, PartitionError
 from ds_dynmo.plan import MigrationPlan
+
+_GETTING_READY = "getting layers ready to move"
+_MAKING_ROOM = "making room for what arrives along one route"
 
 
 class MoveCheck(Protocol):
@@ -106,16 +108,15 @@ class Migrator:
         context = self.context()
         if stage is not None:
             context = replace(context, stage=stage)
-        failure: Exception | None = None
-        try:
+
+        def pack_all() -> None:
             context.check()
             context.pack_leaving(plan)
             if copies:
                 for index, module in context.layers.modules().items():
                     context.pack(index, module)
-        except Exception as error:  # whatever a user's layer raises: the others have to hear of it
-            failure = error
-        context.comm.all_ready(failure, 0)
+
+        context.comm.everywhere(_GETTING_READY, pack_all)
 
     @property
     def is_moving(self) -> bool:
@@ -151,39 +152,38 @@ class Migrator:
             return False
         if check is not None:
             check(plan, overlapped=overlapped)
-        packed: dict[int, PackedLayer] = {}
-        failure: Exception | None = None
-        outgoing_bytes, route = 0, ""
         try:
-            outgoing_bytes, route = context.state.prepare(plan, overlapped=overlapped)
-            context.check()
-            packed = context.pack_leaving(plan)
-            outgoing_bytes += sum(layer.num_bytes for layer in packed.values())
-        except MigrationError:
+            self._migration = self._prepared(plan, context, overlapped)
+        except (PartitionError, MigrationError):
             context.state.abandon()
-            raise  # a collective that failed: the others hear of it by the same way
-        except Exception as error:  # whatever a user's layer raises: the others have to hear of it
-            logger.error(f"rank {context.grid.get_global_rank()} cannot get its layers ready to move: {error!r}")
-            failure = error
+            raise
+        return True
+
+    def _prepared(self, plan: MigrationPlan, context: MigrationContext, overlapped: bool) -> _Migration:
+        """Pack what leaves, make room for what arrives, and agree that every rank has done so. Collective."""
+
+        def pack() -> tuple[int, str, dict[int, PackedLayer]]:
+            num_bytes, route = context.state.prepare(plan, overlapped=overlapped)
+            context.check()
+            return num_bytes, route, context.pack_leaving(plan)
+
+        state_bytes, route, packed = context.comm.everywhere(_GETTING_READY, pack)
         try:
-            arrivals = _exchange_headers(plan, context, packed if failure is None else None)
+            arrivals = _exchange_headers(plan, context, packed)
         except Exception as error:
             raise MigrationError(
-                f"rank {context.grid.get_global_rank()} failed to tell the others what its layers consist of: {error}. "
+                f"rank {context.comm.here.rank} failed to tell the others what its layers consist of: {error}. "
                 "No layer has moved, yet the ranks are out of step: resume the job from its last checkpoint"
             ) from error
-        try:
-            if failure is None:
-                context.receive(arrivals)
-        except Exception as error:  # whatever a user's object raises: the others have to hear of it
-            failure = error
-        try:
-            num_bytes = context.comm.all_ready(failure, outgoing_bytes, route)
-        except MigrationError as error:
-            context.state.abandon()
-            raise error from failure
-        self._migration = _Migration(plan, context, overlapped, packed, arrivals, num_bytes)
-        return True
+
+        def receive() -> str:
+            context.receive(arrivals)
+            return route
+
+        context.comm.everywhere(_MAKING_ROOM, receive, same=str, within=context.comm.here.pipeline)
+        outgoing_bytes = state_bytes + sum(layer.num_bytes for layer in packed.values())
+        num_bytes = context.comm.sum_in_pipeline(outgoing_bytes)
+        return _Migration(plan, context, overlapped, packed, arrivals, num_bytes)
 
     def abandon(self) -> None:
         """Leave everything as it is, after :meth:`prepare`. Every rank has to do so."""
@@ -245,7 +245,7 @@ class Migrator:
         with self._no_way_back("settling the optimizer"):
             context.state.settle(context.layers.parameters(), arrived)
         with self._no_way_back("tying layers"):
-            context.layers.tie(context.grid, context.comm.tied_group)
+            context.layers.tie(context.comm.grid, context.comm.tied_group)
         with self._no_way_back("waiting for the other ranks"):
             context.comm.all_done()
         self._migration = None
@@ -268,7 +268,7 @@ class Migrator:
         sends: list[PeerTensor] = []
         receives: list[PeerTensor] = []
         migration = self._in_progress()
-        rank_of = migration.context.grid.stage_to_global
+        rank_of = migration.context.comm.rank_of
         for move in migration.context.sent(migration.plan):
             sends += [(rank_of(move.destination), flat) for flat in leaving.get(move.layer, ())]
             receives += [(rank_of(move.source), flat) for flat in arriving.get(move.layer, ())]
@@ -291,7 +291,7 @@ class Migrator:
             yield
         except Exception as error:
             migration, self._migration = self._in_progress(), None
-            plan, rank = migration.plan, migration.context.grid.get_global_rank()
+            plan, rank = migration.plan, migration.context.comm.here.rank
             raise MigrationError(
                 f"rank {rank} failed {step} while layers moved from {plan.old} to {plan.new}: "
                 f"{error}. Layers had begun to move: resume the job from its last checkpoint"
@@ -299,13 +299,9 @@ class Migrator:
 
 
 def _exchange_headers(
-    plan: MigrationPlan, context: MigrationContext, packed: Mapping[int, PackedLayer] | None
+    plan: MigrationPlan, context: MigrationContext, packed: Mapping[int, PackedLayer]
 ) -> dict[int, ArrivingLayer]:
-    """Exchange headers: what the layers that leave consist of, for what those that arrive do.
-
-    Args:
-        packed: None where this rank could not pack its layers. It gets none from another such rank.
-    """
+    """Exchange headers: what the layers that leave consist of, for what those that arrive do."""
     leaving: dict[int, list[int]] = {}
     arriving: dict[int, list[int]] = {}
     for move in context.sent(plan):
@@ -314,10 +310,7 @@ def _exchange_headers(
         if move.destination == context.stage:
             arriving.setdefault(move.source, []).append(move.layer)
     headers = context.comm.p2p.exchange_headers(
-        {
-            stage: pickle.dumps([packed[index].header for index in indices] if packed is not None else [])
-            for stage, indices in leaving.items()
-        },
+        {stage: pickle.dumps([packed[index].header for index in indices]) for stage, indices in leaving.items()},
         list(arriving),
     )
     return {

@@ -21,12 +21,12 @@ def copy_stage(context: MigrationContext, placement: Placement, num_replicas: in
         context: this rank's stage, which is empty on the replicas to be filled.
         placement: of the layers of one pipeline.
     """
-    replica = context.grid.get_data_parallel_id()
+    replica = context.comm.here.replica
     has_layers = replica < num_replicas
     plan = context.state.plan_scatter_shards(placement, num_replicas)
     own = context.layers.modules() if has_layers else {}
     packed = {index: context.pack(index, module) for index, module in own.items()}
-    source = context.grid.stage_to_global(context.stage, data=replica % num_replicas)
+    source = context.comm.rank_of(context.stage, replica % num_replicas)
     mine = {index: layer.header for index, layer in packed.items()}
     if has_layers:
         context.comm.p2p.exchange_bytes(dict.fromkeys(_ranks_of_copies(context, num_replicas), pickle.dumps(mine)), [])
@@ -49,11 +49,11 @@ def copy_stage(context: MigrationContext, placement: Placement, num_replicas: in
         context.layers.rebuild(placement, context.stage, modules)
     context.rebuilt()
     context.state.scatter_shards(plan, context.layers.parameters(), arrived)
-    context.layers.tie(context.grid, context.comm.tied_group)
+    context.layers.tie(context.comm.grid, context.comm.tied_group)
     context.comm.all_done()
 
 
 def _ranks_of_copies(context: MigrationContext, num_replicas: int) -> list[int]:
     """List the ranks to which this one sends its layers."""
-    replicas = range(context.grid.get_data_parallel_id() + num_replicas, context.grid.data_parallel_size, num_replicas)
-    return [context.grid.stage_to_global(context.stage, data=replica) for replica in replicas]
+    replicas = range(context.comm.here.replica + num_replicas, context.comm.here.replicas, num_replicas)
+    return [context.comm.rank_of(context.stage, replica) for replica in replicas]

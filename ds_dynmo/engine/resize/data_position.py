@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed.utils import RepeatingLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from ds_dynmo.engine.stage import DeepSpeedPipeline
+from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 
 
 def micro_batches_of(engine: DeepSpeedPipeline, replicas: int) -> int:
@@ -46,6 +46,11 @@ class DataPosition:
     def can_read(self) -> bool:
         """Could this rank read data, if it were on the first or the last stage?"""
         return self._was_given or self._engine.data_iterator is not None or bool(self._engine.training_data)
+
+    @property
+    def is_missing(self) -> bool:
+        """True on a rank that reads data, and was given none but what ``train_batch`` is called with."""
+        return self._engine.data_iterator is None and (self._engine.is_first_stage() or self._engine.is_last_stage())
 
     def others_took(self, passed: int) -> None:
         """Take over the job's count ``passed``; what this rank missed is skipped before its next batch."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import torch
+
 from ds_dynmo.engine.resize.repack_plan import RepackPlan
 from ds_dynmo.engine.resize.shrinking import free_stages
 from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange, fatal_from_here
@@ -17,12 +19,13 @@ def replica_multiplier_for(change: WorldChange, num_stages: int) -> int:
     or a rank has no data of its own to read.
     """
     world = change.world
-    micro_batches = change.engine.micro_batches * world.replica_multiplier
+    micro_batches = change.stage.counters.micro_batches * world.replica_multiplier
     most = len(world.stages) // num_stages
     fitting = [times for times in range(2, most + 1) if micro_batches % times == 0]
     if not fitting or not world.has_replica_axis:
         return 1
-    return fitting[-1] if all(change.comm.gather_objects(change.data.can_read)) else 1
+    lacks_data = change.comm.max_over_world(torch.tensor([int(not change.data.can_read)])).item()
+    return 1 if lacks_data else fitting[-1]
 
 
 def merge_replicas(change: WorldChange, plan: RepackPlan, *, park: bool, replica_multiplier: int) -> RepackResult:
@@ -49,7 +52,7 @@ def _form_one_pipeline(change: WorldChange, plan: RepackPlan) -> None:
     change.end()
     change.begin(plan.stages, change.world.generation + 1)
     stage = change.stage
-    stage.layers.renumber(plan.moves.old, stage.engine.stage_id)
+    stage.layers.renumber(plan.moves.old, stage.comm.here.stage)
     stage.state.rebuild_buffers()
 
 

@@ -69,9 +69,9 @@ def _post(change: WorldChange, recalled: Sequence[int], recall: Recall) -> None:
     Raises:
         MigrationError: harmless, on every rank; some do not answer and are given up.
     """
-    engine, world = change.engine, change.world
+    world = change.world
     launch_ranks, silent = world.launch_ranks(recalled), []
-    if engine.global_rank == 0:
+    if change.comm.here.rank == 0:
         half = change.stage.config.timeout_seconds / 2
         silent = parking.post_recall(world.store, launch_ranks, recall, timeout_seconds=half)
     silent = change.comm.broadcast_object(silent)
@@ -93,17 +93,17 @@ def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) 
     Returns:
         A harmless error where a rank refused its layers: the recalled stages are parked again.
     """
-    engine, ranks = change.engine, change.ranks
+    ranks = change.ranks
     was_away = snapshot is None
     change.begin(recall.stages, recall.generation)
     snapshot = change.comm.broadcast_object(snapshot)
     assert snapshot is not None
-    job = from_bytes(snapshot.job, engine.device)
+    job = from_bytes(snapshot.job, change.comm.device)
     if was_away:
         change.restore_job(job)
         ranks.parked = snapshot.before.parked
     plan = snapshot.plan
-    change.stage.layers.renumber(plan.moves.old, engine.stage_id)
+    change.stage.layers.renumber(plan.moves.old, change.comm.here.stage)
     try:
         moved_bytes, migrate_seconds = change.move_layers(plan.moves)
     except MigrationError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
+from deepspeed.runtime.pipe.topology import ProcessTopology
+
 from ds_dynmo.engine.resize import parking
 from ds_dynmo.engine.resize.release import RankLocation
 from ds_dynmo.engine.resize.repack_plan import JobStages
@@ -15,6 +17,9 @@ from ds_dynmo.engine.stage import StageContext
 class JobRanks:
     """Keeps track of the job's ranks, alike on every rank at work. Construction is collective.
 
+    Args:
+        topology: of the launch.
+
     Attributes:
         world: the ranks at work.
         parked: stages that can be called, in order.
@@ -22,14 +27,14 @@ class JobRanks:
         locations: where each rank runs, by its rank at the launch.
     """
 
-    def __init__(self, stage: StageContext) -> None:
-        engine, comm = stage.engine, stage.comm
+    def __init__(self, stage: StageContext, topology: ProcessTopology) -> None:
+        comm = stage.comm
         job: str = comm.broadcast_object(uuid.uuid4().hex)  # a launcher may start a job again on the same store
         store = launch_store(stage.config.timeout_seconds)
-        self.world = World(engine.module.topology(), store_part(store, job))
+        self.world = World(topology, store_part(store, job))
         self.parked: tuple[int, ...] = ()
         self.released = False
-        here = RankLocation.here(self.world.launch_rank, str(engine.device))
+        here = RankLocation.here(self.world.launch_rank, str(comm.device))
         self.locations: list[RankLocation] = comm.gather_objects(here)
 
     @property

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.objects import to_bytes
+from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.resize.data_position import DataPosition
-from ds_dynmo.engine.stage import DeepSpeedPipeline, StageContext
 from ds_dynmo.engine.state.parameter_groups import options_of
-from ds_dynmo.errors import MigrationError
 
 
 class Stateful(Protocol):
@@ -20,7 +20,13 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-def describe_job(stage: StageContext, data: DataPosition, progress: Stateful, states: Mapping[str, Stateful]) -> bytes:
+def describe_job(
+    engine: DeepSpeedPipeline,
+    comm: Communicator,
+    data: DataPosition,
+    progress: Stateful,
+    states: Mapping[str, Stateful],
+) -> bytes:
     """Pickle the state of the job on rank 0; empty elsewhere. Collective.
 
     Args:
@@ -30,20 +36,13 @@ def describe_job(stage: StageContext, data: DataPosition, progress: Stateful, st
     Raises:
         MigrationError: harmless; a rank could not describe it, or shares other states than rank 0.
     """
-    every = stage.comm.gather_objects(list(states))
-    for rank, names in enumerate(every):
-        if names != every[0]:
-            raise MigrationError(
-                f"engine.share_state was called with {every[0]} on rank 0, with {names} on rank {rank}: every rank has "
-                "to make the same calls in the same order. No layer has moved",
-                harmless=True,
-            )
+    comm.everywhere("engine.share_state is called alike, in one order", lambda: list(states), same=str)
 
     def describe() -> bytes:
-        job = _job(stage.engine, data, progress, states)  # on every rank: a holder may gather
-        return to_bytes(job) if stage.engine.global_rank == 0 else b""
+        job = _job(engine, data, progress, states)  # on every rank: a holder may gather
+        return to_bytes(job) if comm.here.rank == 0 else b""
 
-    return stage.comm.everywhere("describing the job", describe)
+    return comm.everywhere("describing the job", describe)
 
 
 def _job(

@@ -10,6 +10,7 @@ from typing import Any
 from ds_dynmo.engine.decide.balancer import Balancer
 from ds_dynmo.engine.decide.reporter import Reporter
 from ds_dynmo.engine.decide.trigger import Reason, Request
+from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.engine.resize import growing, parking
 from ds_dynmo.engine.resize.data_position import DataPosition
@@ -37,12 +38,14 @@ class Repacker:
         data: where this rank is in its data.
 
     Args:
+        engine: DeepSpeed's, rebuilt for another world.
         progress: counters that are the same on every rank of the job.
         save_checkpoint: ``engine.save_checkpoint``, of a folder and a tag.
     """
 
     def __init__(
         self,
+        engine: DeepSpeedPipeline,
         stage: StageContext,
         balancer: Balancer,
         migrator: Migrator,
@@ -57,7 +60,7 @@ class Repacker:
         self._balancer, self._reporter = balancer, reporter
         self._save_checkpoint = save_checkpoint
         self.ranks, self.data = ranks, data
-        self._change = WorldChange(stage, balancer, migrator, ranks, data, progress)
+        self._change = WorldChange(engine, stage, balancer, migrator, ranks, data, progress)
         self._decision = StageDecision(stage, balancer, ranks)
         self._finishes_at_exit = False
         repack = self._config.repack
@@ -160,10 +163,10 @@ class Repacker:
     # -- wiring ---------------------------------------------------------------------------------------
 
     def _repack(self, new: Placement, request: Request, verdict: str, decide_seconds: float) -> RepackReport:
-        engine, old = self._stage.engine, self._stage.placement
-        step = engine.global_steps
+        counters, old = self._stage.counters, self._stage.placement
+        step = counters.steps
         before, after = self._decision.predicted_seconds(old), self._decision.predicted_seconds(new)
-        self._reporter.profiled(self._balancer.profile, engine.global_samples)  # the next one is of other stages
+        self._reporter.profiled(self._balancer.profile, counters.samples)  # the next one is of other stages
         if self._policy.restarts and new.num_stages < old.num_stages:
             done, saved = self._stop_for_restart(new)
             verdict = f"{verdict}; {saved}"
@@ -192,7 +195,7 @@ class Repacker:
             replica_multiplier=self.world.replica_multiplier,
             model_changed=request.reason is Reason.MODEL_CHANGED,
         )
-        self._reporter.repacked(report, engine.global_samples)
+        self._reporter.repacked(report, counters.samples)
         return report
 
     def _resize(self, new: Placement) -> RepackResult:

@@ -49,20 +49,20 @@ def save_for_restart(
         CheckpointError: see ``engine.save_checkpoint``.
         MigrationError: harmless; rank 0 could not write what to launch.
     """
-    engine, num_stages = stage.engine, placement.num_stages
+    here, steps, num_stages = stage.comm.here, stage.counters.steps, placement.num_stages
     folder = str(stage.config.repack.checkpoint)
     launch = Launch(
         num_stages,
-        engine.world_size * num_stages // engine.num_stages,
-        f"global_step{engine.global_steps}",
+        here.world_size * num_stages // here.num_stages,
+        f"global_step{steps}",
         placement.boundaries,
-        engine.global_steps,
+        steps,
         {name: holder.state_dict() for name, holder in states.items()},
     )
     save(folder, launch.tag)
 
     def write() -> None:
-        if engine.global_rank == 0:
+        if here.rank == 0:
             write_launch(folder, launch)
 
     stage.comm.everywhere("writing how to go on", write)

@@ -37,11 +37,11 @@ def free_stages(change: WorldChange, plan: RepackPlan, copying: Sequence[int], *
         copying: by index, freed stages that go on as extra replicas, in the order of those that stay.
         park: the other stages wait to be called back.
     """
-    engine, world = change.engine, change.world
+    here, world = change.comm.here, change.world
     released = tuple(plan.stages[index] for index in plan.freed if index not in copying)
     at_work = tuple(plan.stages[index] for index in (*plan.staying, *copying))
     replica_multiplier = len(at_work) // len(plan.staying)
-    stays, copies = engine.stage_id in plan.staying, engine.stage_id in copying
+    stays, copies = here.stage in plan.staying, here.stage in copying
     began = time.perf_counter()
     job = change.describe_job()
     moved_bytes, _ = change.move_layers(plan.moves)
@@ -54,7 +54,7 @@ def free_stages(change: WorldChange, plan: RepackPlan, copying: Sequence[int], *
             change.begin(at_work, world.generation + 1, replica_multiplier)
             _settle(change, plan.placement, has_layers=stays, replica_multiplier=replica_multiplier)
             if change.shared_states:
-                change.load_shared_states(from_bytes(change.comm.broadcast_object(job), engine.device))
+                change.load_shared_states(from_bytes(change.comm.broadcast_object(job), change.comm.device))
         else:
             change.release_stage()
             if not park:
@@ -72,12 +72,12 @@ def _settle(change: WorldChange, placement: Placement, *, has_layers: bool, repl
     """Number the stages of the smaller world, and fill extra replicas. Collective."""
     stage = change.stage
     if has_layers:
-        stage.layers.renumber(placement, stage.engine.stage_id)
+        stage.layers.renumber(placement, stage.comm.here.stage)
     else:
         stage.state.forget()
     if replica_multiplier > 1:
         with change.naming_dead_ranks():
             copy_stage(change.context, placement, change.world.launch_replicas)
     else:
-        stage.layers.tie(stage.engine.grid, stage.comm.tied_group)
+        stage.layers.tie(stage.comm.grid, stage.comm.tied_group)
     change.stage.publish_move(stages_changed=True)

@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_dynmo.engine.comm.bounded import within
 from ds_dynmo.engine.decide.balancer import Balancer
 from ds_dynmo.engine.deepspeed import buffers, process_groups
+from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.move.migration_context import MigrationContext
 from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.engine.resize import job_state
@@ -48,6 +49,7 @@ class WorldChange:
 
     Attributes:
         stage: of this rank.
+        engine: DeepSpeed's.
         ranks: of the job.
         data: where this rank is in its data.
         shared_states: by name, what a rank that comes back loads; see ``engine.share_state``.
@@ -58,6 +60,7 @@ class WorldChange:
 
     def __init__(
         self,
+        engine: DeepSpeedPipeline,
         stage: StageContext,
         balancer: Balancer,
         migrator: Migrator,
@@ -65,7 +68,7 @@ class WorldChange:
         data: DataPosition,
         progress: Stateful,
     ) -> None:
-        self.stage, self.engine, self.comm = stage, stage.engine, stage.comm
+        self.engine, self.stage, self.comm = engine, stage, stage.comm
         self.balancer, self.ranks, self.data = balancer, ranks, data
         self._migrator, self._progress = migrator, progress
         self.shared_states: dict[str, Stateful] = {}
@@ -165,7 +168,7 @@ class WorldChange:
 
     def describe_job(self) -> bytes:
         """Pickle what a rank that comes back has to know, on rank 0. Collective; see :mod:`job_state`."""
-        return job_state.describe_job(self.stage, self.data, self._progress, self.shared_states)
+        return job_state.describe_job(self.engine, self.comm, self.data, self._progress, self.shared_states)
 
     def restore_job(self, job: Mapping[str, Any]) -> None:
         """Load :meth:`describe_job` on a rank that was away."""

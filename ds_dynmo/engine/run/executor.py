@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from ds_dynmo.engine.deepspeed.instruction_map import instructions_in_force, present_instructions
+from ds_dynmo.engine.deepspeed.instruction_map import Instructions, instructions_in_force, present_instructions
 from ds_dynmo.engine.deepspeed.module import LayerWrapper, layers_through
+from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.measure.trace import Tracer
@@ -26,6 +27,7 @@ class Executor:
         ran: has a schedule run in this batch? Whoever begins a batch sets it to False.
 
     Args:
+        engine: DeepSpeed's, whose schedule runs.
         tracer: None: batches are not traced.
         streams: each layer's random numbers; None: layers use the rank's generators.
         first_micro_batch: gives the number of this rank's first micro-batch in a batch.
@@ -33,6 +35,7 @@ class Executor:
 
     def __init__(
         self,
+        engine: DeepSpeedPipeline,
         stage: StageContext,
         trainable: TrainableLayers,
         profiler: Profiler,
@@ -40,15 +43,15 @@ class Executor:
         streams: LayerStreams | None,
         first_micro_batch: Callable[[], int],
     ) -> None:
-        self._stage, self._trainable = stage, trainable
+        self._engine, self._stage, self._trainable = engine, stage, trainable
         self._profiler, self._tracer, self._streams = profiler, tracer, streams
         self._first_micro_batch = first_micro_batch
         self._callbacks: list[Callable[[], None]] = []
         self._composed_of: dict[type, Any] | None = None
         self._composed_prefix = 0
         self._composed_for_ours = False
-        self._composition: instructions.Instructions = {}
-        self._scheduled = ScheduledBatches(stage)
+        self._composition: Instructions = {}
+        self._scheduled = ScheduledBatches(engine, stage)
         stage.schedule.is_profiled = lambda: profiler.measures
         stage.compiled.stopwatch = profiler
         self.ran = False
@@ -59,6 +62,10 @@ class Executor:
         )
         stage.optimizer.changed.subscribe("instructions depend on how it takes gradients", self._compose_anew)
 
+    def profiled(self) -> AbstractContextManager[None]:
+        """Measure the layers in the batch that runs inside."""
+        return self._profiler.batch(self._engine.module, self._stage.layers.indices, self._engine.is_last_stage())
+
     def before_step(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on this rank in every batch, between the reduction of gradients and the step."""
         self._callbacks.append(callback)
@@ -66,12 +73,12 @@ class Executor:
 
     @contextmanager
     def _around(self, training: bool) -> Iterator[None]:
-        steps, present = self._stage.schedule.running if training else None, present_instructions(self._stage.engine)
+        steps, present = self._stage.schedule.running if training else None, present_instructions(self._engine)
         with (
             self._stage.compiled.batch(self._stage.layers.modules_that_run()),
-            layers_through(self._stage.engine.module, self._wrappers(training)),
+            layers_through(self._engine.module, self._wrappers(training)),
             self._scheduled.batch(steps, present) if steps is not None else nullcontext(),
-            instructions_in_force(self._stage.engine, self._instructions(training, steps is not None)),
+            instructions_in_force(self._engine, self._instructions(training, steps is not None)),
         ):
             yield
         self.ran = True
@@ -81,12 +88,12 @@ class Executor:
         wrappers: list[LayerWrapper] = [self._profiler.wrap] if training and self._profiler.measures else []
         if self._streams is not None:
             first = self._first_micro_batch() if training else 0
-            numbers, step = self._stage.layers.random_streams(), self._stage.engine.global_steps
+            numbers, step = self._stage.layers.random_streams(), self._stage.counters.steps
             self._streams.begin(numbers, step=step, training=training, first_micro_batch=first)
             wrappers.append(self._streams.wrap)
         return wrappers
 
-    def _instructions(self, training: bool, ours: bool) -> instructions.Instructions:
+    def _instructions(self, training: bool, ours: bool) -> Instructions:
         found = self._composed(ours)
         self._scheduled.gradients.observe = self._profiler.deferred if self._profiler.measures else None
         if training and self._profiler.measures:
@@ -96,16 +103,16 @@ class Executor:
             found = self._tracer.recorded(found)
         return found
 
-    def _composed(self, ours: bool) -> instructions.Instructions:
+    def _composed(self, ours: bool) -> Instructions:
         """Compose the instructions of a batch, anew only if something has changed."""
-        present, prefix = dict(present_instructions(self._stage.engine)), self._trainable.prefix
+        present, prefix = dict(present_instructions(self._engine)), self._trainable.prefix
         asked = ours != self._composed_for_ours
         if asked or present != self._composed_of or prefix != self._composed_prefix:
             self._composition = instructions.compose(
                 present,
                 self._stage.layers,
                 prefix,
-                accumulates=self._stage.engine.using_bf16_optimizer,
+                accumulates=self._engine.using_bf16_optimizer,
                 callbacks=self._callbacks,
                 streams=self._streams,
                 flags=self._stage.gradient_flags,

@@ -152,7 +152,7 @@ class _Join(torch.autograd.Function):
         return tensors[0].new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
         return (None, *ctx.gradients)
 
 
@@ -169,14 +169,14 @@ class _Output(torch.Tensor):
     ) -> None:
         """Wait for the other outputs; the call without ``retain_graph`` is the last one, and runs the pass."""
         if gradient is None or create_graph or inputs is not None:
-            super().backward(gradient, retain_graph, create_graph, inputs)
+            super().backward(gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
             return
         self.waiting.append((self.output, gradient))
         if retain_graph and len(self.waiting) < self.of:
             return
         outputs, gradients = zip(*self.waiting, strict=True)
         self.waiting.clear()
-        joined = _Join.apply(gradients, *outputs)
+        joined = _Join.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
         joined.backward(gradient=torch.empty_like(joined))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_dynmo.engine.deepspeed.instruction_map import present_instructions
+from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.measure import layer_sizes
 from ds_dynmo.engine.run import frozen_prefix, instructions
 from ds_dynmo.engine.stage import StageContext
@@ -14,12 +15,15 @@ from ds_dynmo.errors import ConfigError
 class TrainableLayers:
     """Knows what the ranks have agreed on.
 
+    Args:
+        engine: DeepSpeed's, whose instructions are checked.
+
     Attributes:
         prefix: how many leading layers of the model have nothing to train.
     """
 
-    def __init__(self, stage: StageContext) -> None:
-        self._stage = stage
+    def __init__(self, engine: DeepSpeedPipeline, stage: StageContext) -> None:
+        self._engine, self._stage = engine, stage
         self._layers: list[bool] = []
         self._tied_weights: list[list[float]] = []
         self.prefix = 0
@@ -66,8 +70,8 @@ class TrainableLayers:
         self._check_instructions(self.prefix)
 
     def _check_instructions(self, prefix: int) -> None:
-        engine = self._stage.engine
-        instructions.check(present_instructions(engine), prefix, partitioned=engine.is_pipe_partitioned)
+        present, partitioned = present_instructions(self._engine), self._engine.is_pipe_partitioned
+        instructions.check(present, prefix, partitioned=partitioned)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a rank that was away while the others agreed."""

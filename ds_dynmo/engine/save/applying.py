@@ -71,7 +71,7 @@ def _put_layers(context: CheckpointContext, loaded: Loaded, options: LoadOptions
             module,
             loaded.layers[index],
             context.origin.layers[layers.first_use(index)],
-            context.engine.device,
+            context.stage.comm.device,
             strict=options.strict,
             is_shared=context.names.is_shared,
         )
@@ -106,7 +106,7 @@ def _put_progress(context: CheckpointContext, manifest: Manifest | None, loaded:
 def _scheduler_state(context: CheckpointContext, loaded: Loaded) -> dict[str, Any]:
     """Return the LR scheduler's state, with present entries for groups that it was saved without."""
     state: dict[str, Any] = loaded.common["lr_scheduler"]
-    optimizer = context.engine.basic_optimizer
+    optimizer = context.stage.optimizer.inner
     if loaded.groups is None or optimizer is None:
         return state
     return fill_state(context.engine.lr_scheduler, state, loaded.groups, len(optimizer.param_groups))
@@ -123,6 +123,6 @@ def client_state_of(context: CheckpointContext, loaded: Loaded, options: LoadOpt
     universal = universal_info(context.engine, context.stage, {})
     used |= {key for key, value in universal.items() if loaded.common.get(key) == value}
     client = copy.deepcopy({key: value for key, value in loaded.common.items() if key not in used})
-    if options.optimizer and not options.module_only and context.engine.basic_optimizer is not None:
-        client["optimizer"] = context.engine.basic_optimizer.state_dict()
+    if options.optimizer and not options.module_only and context.stage.optimizer.inner is not None:
+        client["optimizer"] = context.stage.optimizer.inner.state_dict()
     return client

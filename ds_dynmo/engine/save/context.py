@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.decide.balancer import Balancer
 from ds_dynmo.engine.deepspeed.files import slice_number, universal_information, writes_optimizer_shards
 from ds_dynmo.engine.move.references import References
@@ -43,6 +44,11 @@ class CheckpointContext:
     progress: Progress
     generation: int
 
+    @property
+    def here(self) -> RankCoordinates:
+        """This rank's place in the present world."""
+        return self.stage.comm.here
+
     def everywhere(self, function: Callable[[], T], *, same: Callable[[T], object] | None = None) -> T:
         """Return ``function()`` once it has returned on every rank. Collective.
 
@@ -57,7 +63,7 @@ class CheckpointContext:
 
 def own_layout(context: CheckpointContext, stage: StageLayout) -> SliceLayout:
     """Make the layout of this rank's stage and layers alone; ``stage``: what is in its optimizer files."""
-    layers, slice_index = context.stage.layers, context.engine.grid.get_slice_parallel_rank()
+    layers, slice_index = context.stage.layers, context.here.tp_rank
     own = layers.counted_modules()
     stored = {index: layers.stored_use(index) for index in own}
     return SliceLayout(

@@ -97,7 +97,7 @@ class InitialModelSpec:
             precision: dtype that the engine trains in.
             is_shared: says which values do not belong to a layer alone.
         """
-        mine = stage.engine.grid.get_slice_parallel_rank()
+        mine = stage.comm.here.tp_rank
         stage.comm.enter("initialize")
         described = {
             index: LayerOrigin.of(module, precision, is_shared)

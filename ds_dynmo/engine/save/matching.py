@@ -19,14 +19,14 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
         CheckpointError: with what was found and what was expected.
     """
     check_slices(context, len(manifest.slices), path)
-    _check_replicas(manifest, context.engine.grid.get_data_parallel_world_size(), context.stage.replicas_differ, path)
+    _check_replicas(manifest, context.here.replicas, context.stage.replicas_differ, path)
     num_layers = context.stage.layers.num_layers
     if manifest.placement.num_layers != num_layers:
         raise CheckpointError(
             f"{path}: a model of {counted(manifest.placement.num_layers, 'layer')}, expected {num_layers}"
         )
     for index, origin in context.origin.layers.items():
-        layout = manifest.slices[context.engine.grid.get_slice_parallel_rank()]
+        layout = manifest.slices[context.here.tp_rank]
         found = layout.shapes.get(saved_as(context.stage.layers, layout, index))
         if found is None:
             raise CheckpointError(f"{path}: layer {index} has no parameters there, expected {origin.shapes}")
@@ -45,7 +45,7 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
         _check_no_more_layers(context, manifest, path)
     if options.module_only or not options.optimizer:
         return
-    ours = context.engine.basic_optimizer
+    ours = context.stage.optimizer.inner
     name, kept = type(ours).__name__ if ours is not None else "", context.stage.state.kind
     written, kind = manifest.optimizer_class, manifest.optimizer
     if written != name or kind not in READABLE[kept]:
@@ -60,7 +60,7 @@ def _check_no_more_layers(context: CheckpointContext, manifest: Manifest, path: 
 
     An exception is a later use of a tied layer that was a module of its own there, and here is the first use's module.
     """
-    shapes = manifest.slices[context.engine.grid.get_slice_parallel_rank()].shapes
+    shapes = manifest.slices[context.here.tp_rank].shapes
     first_there = {use: uses[0] for uses in manifest.ties.values() for use in uses}
     for index, found in shapes.items():
         first = first_there.get(index)
@@ -75,7 +75,7 @@ def check_slices(context: CheckpointContext, found: int, path: str) -> None:
     Raises:
         CheckpointError: naming both.
     """
-    expected = context.engine.grid.slice_parallel_size
+    expected = context.here.tp_size
     if found != expected:
         raise CheckpointError(
             f"{path}: written with {found} tensor-parallel slices, expected {expected}, the ranks on the topology's "

@@ -86,7 +86,7 @@ def load(
         present = _gather(context, present_shapes)
         digests = _gather(context, present_digests) if manifest.frozen_excluded else {}
         how = how_it_is_read(os.path.join(load_dir, tag))
-        if manifest.stock and context.engine.global_rank == 0:
+        if manifest.stock and context.here.rank == 0:
             logger.warning(f"{how}: the partition {manifest.placement}")
         try:
             loaded = context.everywhere(lambda: _read(context, saved, target, present, digests, options))
@@ -100,7 +100,7 @@ def load(
         apply(context, manifest, loaded, options)
     except Exception as error:
         raise CheckpointError(
-            f"{os.path.dirname(loaded.path)}: rank {context.engine.global_rank} failed while putting it in place, so "
+            f"{os.path.dirname(loaded.path)}: rank {context.here.rank} failed while putting it in place, so "
             f"the engine is neither what it was nor what was saved: {error}"
         ) from error
     allowed = context.balancer.nearest_allowed(context.stage.placement)  # another dynmo.keep_together may have saved it
@@ -135,10 +135,8 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
 
     comm = context.stage.comm
     folder, text = context.everywhere(manifest, same=_content)
-    slice_index = context.engine.grid.get_slice_parallel_rank()
-    slices = join(
-        comm.gather_objects((slice_index, context.engine.stage_id, own_layout(context, context.origin.layout)))
-    )
+    slice_index = context.here.tp_rank
+    slices = join(comm.gather_objects((slice_index, context.here.stage, own_layout(context, context.origin.layout))))
 
     def parse() -> Manifest:
         if text is None and context.generation:
@@ -164,7 +162,7 @@ def _content(found: tuple[str, str | None]) -> str:
 
 def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> Placement:
     """Choose where layers go before they are loaded: to the saved placement, if that is of as many stages."""
-    adopts = manifest.num_stages == context.engine.num_stages and (
+    adopts = manifest.num_stages == context.here.num_stages and (
         context.stage.config.enabled or _was_placed(context, manifest, options)
     )
     if manifest.stock and options.module_only:
@@ -181,7 +179,7 @@ def _was_placed(context: CheckpointContext, manifest: Manifest, options: LoadOpt
 def _gather(context: CheckpointContext, describe: Callable[[nn.Module], Described]) -> dict[int, Described]:
     """Describe every layer of this rank's slice, as any layer may move here. Collective."""
     mine = {index: describe(module) for index, module in context.stage.layers.counted_modules().items()}
-    slice_index = context.engine.grid.get_slice_parallel_rank()
+    slice_index = context.here.tp_rank
     every = context.stage.comm.gather_objects((slice_index, mine))
     return {index: about for other, found in every if other == slice_index for index, about in found.items()}
 
@@ -195,23 +193,23 @@ def _read(
     options: LoadOptions,
 ) -> Loaded:
     """Read everything that this rank needs under ``target``. Nothing changes."""
-    manifest, engine, stage = saved.manifest, context.engine, context.engine.stage_id
-    same_stages = manifest.num_stages == engine.num_stages
-    same_replicas = manifest.replicas == engine.grid.get_data_parallel_world_size()
+    manifest, stage = saved.manifest, context.here.stage
+    same_stages = manifest.num_stages == context.here.num_stages
+    same_replicas = manifest.replicas == context.here.replicas
     source = stage if same_stages else 0
     if manifest.stock and not same_stages:  # DeepSpeed drops groups that are empty on a stage
         source = max(range(manifest.num_stages), key=lambda number: len(_groups_of(saved, number)))
     if manifest.stock and options.module_only:
         source = 0
-    replica = engine.grid.get_data_parallel_id() if same_replicas else 0
+    replica = context.here.replica if same_replicas else 0
     path, common = _read_common(context, saved, source, options)
     layers, wanted = _read_layers(context, saved, target, present, digests, replica, options)
     optimizer = None
-    if options.optimizer and not options.module_only and engine.basic_optimizer is not None:
+    if options.optimizer and not options.module_only and context.stage.optimizer.inner is not None:
         optimizer = _read_optimizer(context, saved, wanted, layers, source)
     random = None
     if not manifest.stock and same_stages and same_replicas and not options.module_only:
-        random = saved.read_to(engine.device, rank_file(stage, replica, saved.slice_index))
+        random = saved.read_to(context.stage.comm.device, rank_file(stage, replica, saved.slice_index))
     groups = None
     if manifest.stock:
         groups = _groups_of(saved, source)
@@ -232,9 +230,9 @@ def _read_optimizer(
 ) -> StatePieces:
     """Read what the optimizer held for ``parameters``, those of ``layers``."""
     stage = context.stage
-    wrapper, groups = stage.optimizer.wrapper, context.engine.basic_optimizer.param_groups
+    wrapper, groups = stage.optimizer.wrapper, context.stage.optimizer.inner.param_groups
     own = wrapper.own_groups if wrapper is not None else frozenset[int]()
-    replica = context.engine.grid.get_data_parallel_id()
+    replica = context.here.replica
     pieces = read_state(saved, Wanted(parameters, source, len(groups), own, replica))
     for index, layer in layers.items() if saved.manifest.optimizer == PER_PARAMETER else ():
         own_optimizer_state(stage.layers.first_use(index), layer, pieces)
@@ -271,7 +269,7 @@ def _read_layers(
     layers, origins = context.stage.layers, context.origin.layers
     found: dict[int, LoadedLayer] = {}
     wanted: dict[ParamKey, SavedParameter] = {}
-    for index in target.layers_of(context.engine.stage_id):
+    for index in target.layers_of(context.here.stage):
         name = layers.first_use(index)
         if name not in origins or not layers.owner(index, target):
             continue
@@ -306,7 +304,7 @@ def _read_layer(
         return LoadedLayer(state, None), path, strict and complete
     extras = None
     if not saved.manifest.stock:
-        extras = saved.read_to(context.engine.device, layer_file(old, replica, saved.slice_index))
+        extras = saved.read_to(context.stage.comm.device, layer_file(old, replica, saved.slice_index))
     path = saved.layout.weights[old]
     state = saved.read(path)
     if path == layer_file(old, 0, saved.slice_index):

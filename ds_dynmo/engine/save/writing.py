@@ -44,17 +44,17 @@ def save(
     """
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-    tag = str(tag if tag is not None else f"global_step{context.engine.global_steps}")
+    tag = str(tag if tag is not None else f"global_step{context.stage.counters.steps}")
     _check_supported(context, tag)
     client_state = client_state | universal_info(context.engine, context.stage, client_state)
-    comm, leads = context.stage.comm, context.engine.global_rank == 0
+    comm, leads = context.stage.comm, context.here.rank == 0
     comm.enter("save_checkpoint")
     context.everywhere(lambda: os.path.join(save_dir, tag), same=str)
     folder = CheckpointFolder(save_dir, tag)
     try:
         context.everywhere(lambda: folder.begin() if leads else None)
         context.everywhere(lambda: _write_files(context, folder.temporary, client_state, exclude_frozen_parameters))
-        place = context.engine.grid.get_slice_parallel_rank(), context.engine.stage_id
+        place = context.here.tp_rank, context.here.stage
         share = context.everywhere(lambda: (*place, _layout(context), _check_files(context, folder.temporary)))
         every = comm.gather_on_first(share)
 
@@ -83,7 +83,7 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
     parent, name = os.path.split(folder)
     engine = context.engine
     files.write(engine, parent, name, client_state, exclude_frozen=exclude_frozen)
-    replica, slice_index = engine.grid.get_data_parallel_id(), engine.grid.get_slice_parallel_rank()
+    replica, slice_index = context.here.replica, context.here.tp_rank
     shared_writing = engine.module.checkpoint_parallel_write_pipeline  # another replica may write a layer's weights
     for index, module in layers.counted_modules().items():
         weights = replica == 0 and layers.stored_use(index) is None
@@ -98,8 +98,8 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
         extras = add_left_out(extras, module) if exclude_frozen else extras
         _write(extras, folder, layer_file(index, replica, slice_index))
     if (of_optimizer := context.stage.state.extras()) is not None:
-        _write(of_optimizer, folder, flat_file(engine.stage_id, replica, slice_index))
-    _write(random_states(), folder, rank_file(engine.stage_id, replica, slice_index))
+        _write(of_optimizer, folder, flat_file(context.here.stage, replica, slice_index))
+    _write(random_states(), folder, rank_file(context.here.stage, replica, slice_index))
 
 
 def _write(content: Any, folder: str, name: str) -> None:
@@ -114,7 +114,7 @@ def _check_files(context: CheckpointContext, folder: str) -> dict[str, SavedFile
         os.path.relpath(os.path.join(path, name), folder) for path, _, names in os.walk(folder) for name in names
     )
     found = {}
-    for name in names[context.engine.global_rank :: context.engine.world_size]:
+    for name in names[context.here.rank :: context.here.world_size]:
         path = os.path.join(folder, name)
         sync(path)
         safe_load(path, mapped=True, checks_values=False)  # they are as in memory still
@@ -130,10 +130,10 @@ def _manifest(
     context: CheckpointContext, every: list[tuple[int, int, SliceLayout, dict[str, SavedFile]]], exclude_frozen: bool
 ) -> Manifest:
     """Make the manifest; ``every``: per rank its slice, stage, layout of that, and the files that it checked."""
-    optimizer = context.engine.basic_optimizer
+    optimizer = context.stage.optimizer.inner
     return Manifest(
         placement=context.stage.layers.placement,
-        replicas=context.engine.grid.get_data_parallel_world_size(),
+        replicas=context.here.replicas,
         optimizer=context.stage.state.kind,
         optimizer_class=type(optimizer).__name__ if optimizer is not None else "",
         slices=join((slice_index, stage, layout) for slice_index, stage, layout, _ in every),

@@ -81,7 +81,7 @@ class Linear(_Product):
         return _shaped(outputs, input)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         _Product.check()
         if gradient is None:
             return None, None, None, None
@@ -110,7 +110,7 @@ class Conv1D(_Product):
         return _shaped(torch.addmm(bias.value, _rows(input), weight.value), input)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         _Product.check()
         if gradient is None:
             return None, None, None, None
@@ -135,7 +135,7 @@ class GroupedMM(_Product):
         return grouped_mm(rows, weight.value.mT if transposed else weight.value, offs=offsets)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         _Product.check()
         if gradient is None:
             return None, None, None, None, None

@@ -15,6 +15,7 @@ from ds_dynmo.engine.deepspeed import buffers
 from ds_dynmo.engine.deepspeed.backward import backward_from_own
 from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions, entry
+from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.deepspeed.point_to_point import messages_through, shapes_are_known
 from ds_dynmo.engine.split.messages import link_plan
 from ds_dynmo.engine.split.steps import InputGradientPass, ScheduleSteps, WeightGradientPass
@@ -35,9 +36,9 @@ _MESSAGES = {  # kind of instruction: lane, and the attribute of the engine that
 class ScheduledBatches:
     """Runs batches by schedules of ours."""
 
-    def __init__(self, stage: StageContext) -> None:
-        self._stage = stage
-        self._channels = Channels(stage.engine.grid.stage_to_global, lambda: stage.comm.neighbour_links().post)
+    def __init__(self, engine: DeepSpeedPipeline, stage: StageContext) -> None:
+        self._engine, self._stage = engine, stage
+        self._channels = Channels(stage.comm.rank_of, lambda: stage.comm.neighbour_links().post)
         self.gradients = WeightGradients()
         self._splits: list[bool] = []  # per micro-batch: its backward pass runs in two parts
         self._forward_passes = 0
@@ -54,8 +55,8 @@ class ScheduledBatches:
             present: the instructions of the engine. A backward pass of the user's own runs as one, where the schedule
                 has its first part; so do passes of which tensor-parallel slices have a share each.
         """
-        engine = self._stage.engine
-        order = steps.schedule.orders[engine.stage_id]
+        engine = self._engine
+        order = steps.schedule.orders[self._stage.comm.here.stage]
         splits = is_deepspeeds(present[deepspeeds.BackwardPass]) and not engine.is_pipe_partitioned
         backward = [action.kind for action in order if action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)]
         self._splits = [splits and kind == Kind.INPUT_GRADIENT for kind in backward]
@@ -73,8 +74,8 @@ class ScheduledBatches:
     def _name_fused(self) -> None:
         """Log, once, which layers of this stage multiply by weights and put off none of their gradients."""
         self._named_fused = True
-        grid = self._stage.engine.grid
-        if not self._stage.config.log or grid.get_data_parallel_id() or grid.get_slice_parallel_rank():
+        here = self._stage.comm.here
+        if not self._stage.config.log or here.replica or here.tp_rank:
             return
         fused = [
             f"{index} ({type(layer).__name__})"
@@ -94,7 +95,7 @@ class ScheduledBatches:
     def _message_plan(self, steps: ScheduleSteps) -> LinkPlan:
         """Look up what the channels have to know of a schedule: worked out once for it and this stage."""
         schedule, costs, stage = self._planned
-        present = self._stage.engine.stage_id  # a re-packing may make it another
+        present = self._stage.comm.here.stage  # a re-packing may make it another
         if schedule is not steps.schedule or costs != steps.costs or stage != present:
             self._planned = steps.schedule, steps.costs, present
             self._plan = link_plan(steps.schedule, present, steps.costs)
@@ -186,7 +187,8 @@ def _check_carried(tensors: Sequence[Any], own: str | None) -> None:
 def _as_function(instruction: Any) -> Instruction:
     """DeepSpeed binds an instruction to its engine as a method."""
     if not isinstance(instruction, partial):
-        return instruction
+        as_it_is: Instruction = instruction
+        return as_it_is
 
     def run(engine: Any, *args: Any, **kwargs: Any) -> None:
         instruction(engine, *args, **kwargs)

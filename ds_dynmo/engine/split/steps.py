@@ -45,7 +45,7 @@ _BACKWARD = {
 }
 
 
-class ScheduleSteps(deepspeeds.PipeSchedule):  # type: ignore[misc]
+class ScheduleSteps(deepspeeds.PipeSchedule):
     """One batch of a stage. A step is an action, with its messages.
 
     Buffers are handed out as micro-batches come and go, the lowest that is free; the last one is for weight gradients.

@@ -53,7 +53,7 @@ class DeferredGradients:
         """Scalars whose backward passes, one after the other, calculate all of them."""
         of_parameter: dict[nn.Parameter, list[torch.Tensor]] = {}
         for (parameter, _), parts in self._of.items():
-            of_parameter.setdefault(parameter, []).append(_Gradient.apply(parts, parameter))
+            of_parameter.setdefault(parameter, []).append(_Gradient.apply(parts, parameter))  # type: ignore[no-untyped-call]
         self._of = {}
         rounds = zip_longest(*of_parameter.values())
         return [torch.stack([scalar for scalar in scalars if scalar is not None]).sum() for scalars in rounds]
@@ -68,7 +68,7 @@ class _Gradient(torch.autograd.Function):
         return parameter.new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         parts, ctx.parts = ctx.parts, []
         return None, _sum(ctx.parameter, parts)

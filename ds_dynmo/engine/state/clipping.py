@@ -9,13 +9,13 @@ at 1.0 unless "gradient_clipping" is 0.0, so a run that never names the key diff
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.comm.replicas import is_own
 from ds_dynmo.engine.deepspeed.module import is_split
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
@@ -23,21 +23,6 @@ from ds_dynmo.torch_private import norms_of
 
 GradientOf = Callable[[nn.Parameter], torch.Tensor | None]
 Gradients = Iterable[tuple[nn.Parameter, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class RankCoordinates:
-    """The place of one rank among those that hold parts of the same layers.
-
-    Attributes:
-        tp_rank, tp_size: its tensor-parallel index, and how many there are.
-        replica, replicas: its data-parallel index, and how many there are; 0 of 1 where all hold the same.
-    """
-
-    tp_rank: int
-    tp_size: int
-    replica: int = 0
-    replicas: int = 1
 
 
 def gradient_norm(
@@ -130,24 +115,21 @@ class ModelNorm:
     """Takes the norm of all gradients of the model, as this rank's optimizer has them.
 
     Args:
-        engine: DeepSpeed's, of which the grid and the device are read when a norm is taken.
         replicas_differ: the model has parameters that are each replica's own.
     """
 
-    def __init__(self, engine: Any, layers: StageLayers, comm: Communicator, *, replicas_differ: bool) -> None:
-        self._engine, self._layers, self._comm, self._replicas_differ = engine, layers, comm, replicas_differ
+    def __init__(self, layers: StageLayers, comm: Communicator, *, replicas_differ: bool) -> None:
+        self._layers, self._comm, self._replicas_differ = layers, comm, replicas_differ
 
     @property
     def coordinates(self) -> RankCoordinates:
         """This rank among those that hold parts of its layers, where all replicas hold the same."""
-        grid = self._engine.grid
-        return RankCoordinates(grid.get_slice_parallel_rank(), grid.slice_parallel_size)
+        return replace(self._comm.here, replica=0, replicas=1)
 
     @property
     def replica_coordinates(self) -> RankCoordinates:
         """This rank among all those that hold its layers, where replicas may have parameters of their own."""
-        grid = self._engine.grid
-        return replace(self.coordinates, replica=grid.get_data_parallel_id(), replicas=grid.data_parallel_size)
+        return self._comm.here
 
     def of(self, gradient_of: GradientOf) -> torch.Tensor:
         """Take the norm of gradients that lie beside their parameters, averaged over the replicas. Collective."""
@@ -156,9 +138,7 @@ class ModelNorm:
         if self._replicas_differ:
             location = self.replica_coordinates
             sum_over_all = self._comm.sum_over_world
-        return gradient_norm(
-            modules, count, location, sum_over_all, self._engine.device, self.counted_once(gradient_of)
-        )
+        return gradient_norm(modules, count, location, sum_over_all, self._comm.device, self.counted_once(gradient_of))
 
     def of_sums(self, gradients: Gradients) -> torch.Tensor:
         """Take the norm of the sums of gradients that ``BF16_Optimizer`` keeps. Collective."""
@@ -171,7 +151,7 @@ class ModelNorm:
         counted = {id(p) for module in modules for p in module.parameters() if counts(p, mine)}
         counted -= {id(p) for p in self._layers.later_copies()}
         held = [gradient for p, gradient in gradients if id(p) in counted]
-        return sharded_norm(held, self._comm.sum_over_world, self._engine.device)
+        return sharded_norm(held, self._comm.sum_over_world, self._comm.device)
 
     def counted_once(self, gradient_of: GradientOf) -> GradientOf:
         """Return ``gradient_of``, but None for a weight that counts with the module that has it first in the model."""

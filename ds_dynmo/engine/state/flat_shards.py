@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES, PointToPoint
 from ds_dynmo.engine.deepspeed.flat_wrapper import FlatWrapper
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
@@ -60,11 +61,11 @@ class FlatShards:
     """
 
     def __init__(
-        self, wrapper: FlatWrapper, layers: StageLayers, grid: Any, groups: Sequence[Sequence[nn.Parameter]]
+        self, wrapper: FlatWrapper, layers: StageLayers, comm: Communicator, groups: Sequence[Sequence[nn.Parameter]]
     ) -> None:
-        self._wrapper, self._layers, self._grid = wrapper, layers, grid
+        self._wrapper, self._layers, self._comm = wrapper, layers, comm
         self.membership = Membership(groups)
-        self.count = self._count_at_launch = int(grid.data_parallel_size)
+        self.count = self._count_at_launch = comm.here.replicas
         self._parked: dict[int, dict[str, torch.Tensor]] = {}
         for number in range(len(groups)):
             weights = self.cut(number, {}, MASTER, parked=True)  # frozen from the start: no other state
@@ -174,7 +175,7 @@ class FlatShards:
         self, buffer: Buffer, parts: Sequence[Part], p2p: PointToPoint, rank_of: Callable[[Shard], int]
     ) -> None:
         """Leave elements out where they lie, and bring the others to the replicas that hold them from now on."""
-        holder = self._grid.get_stage_id(), self._grid.data_parallel_id
+        holder = self._comm.here.stage, self._comm.here.replica
         shards = [Shard(holder[0], replica, buffer) for replica in range(self.count)]
         numels = [(part.key, part.kept) for part in parts]
         old_size = shard_size(sum(part.numel for part in parts), self.count, parked=buffer.parked)
@@ -252,7 +253,7 @@ class FlatShards:
 
     def _position_in(self, group: int) -> int:
         """Return the number of this rank's shard of a group's buffers."""
-        return 0 if group in self.own_groups else int(self._grid.data_parallel_id)
+        return 0 if group in self.own_groups else self._comm.here.replica
 
     def extras(self) -> dict[str, Any]:
         """Collect what DeepSpeed's checkpoint files have no place for."""

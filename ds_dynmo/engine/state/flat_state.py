@@ -59,17 +59,16 @@ class FlatState:
         wrapper: FlatWrapper,
         layers: StageLayers,
         comm: Communicator,
-        grid: Any,
         groups: Sequence[Sequence[nn.Parameter]],
         placeholders: Sequence[nn.Parameter],
     ) -> None:
-        self._wrapper, self._layers, self._comm, self._grid = wrapper, layers, comm, grid
-        self.shards = FlatShards(wrapper, layers, grid, groups)
+        self._wrapper, self._layers, self._comm = wrapper, layers, comm
+        self.shards = FlatShards(wrapper, layers, comm, groups)
         self._weights = FlatWeights(self.shards, placeholders)
         self._next: Resharding | None = None
         self._lacks_gradients = False  # their buffers are freed, and made anew by wrapping
         self._linked = False
-        self.inventory = StageInventory(layers, self.shards, grid)
+        self.inventory = StageInventory(layers, self.shards, comm)
         self._weights_lead = False
         if self.shards.own_groups:
             self._take_own_whole()
@@ -79,12 +78,12 @@ class FlatState:
 
     @property
     def _stage(self) -> int:
-        return int(self._grid.get_stage_id())
+        return self._comm.here.stage
 
     @property
     def replica(self) -> int:
         """This rank's data-parallel index."""
-        return int(self._grid.data_parallel_id)
+        return self._comm.here.replica
 
     @property
     def _holder(self) -> Holder:
@@ -143,7 +142,7 @@ class FlatState:
                 "the optimizer's flat buffers hold gradients of a batch, which do not move with layers: move them "
                 "after the optimizer's step"
             )
-        planned = plan_resharding(plan, every, self._layers, self._grid)
+        planned = plan_resharding(plan, every, self._layers, self._comm.here)
         self._next = self._resharding(planned)
         if not overlapped:  # all zeros until the next batch: they make room for weights
             self._wrapper.free_gradients()
@@ -175,7 +174,7 @@ class FlatState:
 
     def refresh(self) -> None:
         assert self._next is not None, "prepare comes first"
-        tp_rank = self._grid.get_slice_parallel_rank()
+        tp_rank = self._comm.here.tp_rank
         scalars = {number: self.shards.scalars(number) for number in self.shards.numbers}
         every = self._comm.gather_objects((tp_rank, scalars))
         counted = merge_scalars(of_rank for of_slice, of_rank in every if of_slice == tp_rank)
@@ -242,14 +241,14 @@ class FlatState:
         every = self._inventories()
         known = [inventory for inventory in every if inventory.replica < num_replicas]
         stays = MigrationPlan.between(placement, placement)  # a replica to be filled has no placement of its own yet
-        return plan_resharding(stays, known, self._layers, self._grid, shards)
+        return plan_resharding(stays, known, self._layers, self._comm.here, shards)
 
     def rebuild_buffers(self) -> None:
         self._wrap(*self._weights.rebuild(self._layers.named_parameters(), self._frozen()))
 
     def use_grid(self) -> None:
-        self._wrapper.use_grid(self._grid, self._comm.rank_alone)
-        self.shards.count = self._grid.data_parallel_size
+        self._wrapper.use_grid(self._comm.grid, self._comm.rank_alone)
+        self.shards.count = self._comm.here.replicas
 
     def clear(self) -> None:
         self.inventory.settled()
@@ -274,7 +273,7 @@ class FlatState:
         every = self._inventories()
         if not all(inventory.is_current for inventory in every):
             stays = MigrationPlan.between(self._layers.placement, self._layers.placement)
-            self._next = self._resharding(plan_resharding(stays, every, self._layers, self._grid))
+            self._next = self._resharding(plan_resharding(stays, every, self._layers, self._comm.here))
             self.settle(self._layers.parameters(), {})
         if self._weights_lead:
             self.shards.follow_weights()
@@ -300,13 +299,13 @@ class FlatState:
 
     def _take_own_whole(self) -> None:
         """Hold all of this replica's own parameters, of which DeepSpeed's constructor made a shard."""
-        self._wrapper.use_grid(self._grid, self._comm.rank_alone)
+        self._wrapper.use_grid(self._comm.grid, self._comm.rank_alone)
         for number in self.shards.own_groups:
             self._wrapper.masters[number].data = self.shards.cut(number, {}, MASTER, parked=False)
         self.rebuild_buffers()
 
     def _rank_of(self, shard: Shard) -> int:
-        return int(self._grid.stage_to_global(shard.stage, data=shard.replica))
+        return self._comm.rank_of(shard.stage, shard.replica)
 
     def _run(self, resharding: Resharding) -> None:
         scalars = resharding.plan.scalars

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.loss_scale import present_loss_scale
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.state import clipping
 
@@ -47,7 +46,7 @@ def gradient_magnitudes(stage: StageContext) -> torch.Tensor:
         stage.layers.counted_modules(),
         stage.layers.num_layers,
         norm.coordinates if sharded else norm.replica_coordinates,
-        stage.engine.device,
+        stage.comm.device,
         norm.counted_once(lambda parameter: reduced.get(id(parameter))),
     )
-    return magnitudes.cpu() / present_loss_scale(stage.engine.optimizer)
+    return magnitudes.cpu() / stage.optimizer.loss_scale()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.layout import Buffer
 from ds_dynmo.engine.state.flat_shards import FlatShards, Member
@@ -58,21 +59,21 @@ class StageInventory:
     Between a load of weights and the next resharding, its buffers hold parameters that became others.
     """
 
-    def __init__(self, layers: StageLayers, shards: FlatShards, grid: Any) -> None:
-        self._layers, self._shards, self._grid = layers, shards, grid
+    def __init__(self, layers: StageLayers, shards: FlatShards, comm: Communicator) -> None:
+        self._layers, self._shards, self._comm = layers, shards, comm
         self._replaced: frozenset[ParamKey] = frozenset()
         self._before: tuple[Member, ...] | None = None  # None: they hold the layers' parameters
 
     def take(self) -> Inventory:
         """List this rank's parameters, and the kinds of state that it holds."""
-        named, shards = self._layers.named_parameters(), self._shards
+        named, shards, here = self._layers.named_parameters(), self._shards, self._comm.here
         after: dict[int, list[Member]] = {}
         for member in self._members(named, lambda parameter: not parameter.requires_grad):
             after.setdefault(member.key.layer, []).append(member)
         return Inventory(
-            stage=int(self._grid.get_stage_id()),
-            tp_rank=self._grid.get_slice_parallel_rank(),
-            replica=self._grid.data_parallel_id,
+            stage=here.stage,
+            tp_rank=here.tp_rank,
+            replica=here.replica,
             num_groups=len(shards.numbers),
             before=self._held(named) if self._before is None else self._before,
             after={layer: tuple(members) for layer, members in after.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,11 +21,12 @@ from ds_dynmo.torch_private import parameters_of
 
 Kept = Sequence[tuple[nn.Module, str, torch.Tensor]]
 _CALL = "engine.keep_elements"
+_SAME = f"{_CALL}: ranks that hold copies of the same parameters keep the same elements (by hash)"
 
 
 def refusal(stage: StageContext) -> str | None:
     """Say why no element of a parameter can be left out; None: it can."""
-    optimizer = stage.engine.basic_optimizer
+    optimizer = stage.optimizer.inner
     return None if optimizer is None else validation.not_elementwise(optimizer)
 
 
@@ -41,28 +43,27 @@ def keep_elements(stage: StageContext, kept: Kept, *, is_moving: bool) -> None:
     """
     if stage.around_schedule.running:
         raise ConfigError(f"{_CALL} was called inside a batch: call it between two batches, on every rank")
-    stage.comm.enter("keep_elements")
-    problem, found, shorter = None, _Found(stage), list[KeptElements]()
-    try:
+    comm = stage.comm
+    comm.enter("keep_elements")
+
+    def find() -> tuple[_Found, list[KeptElements]]:
         _check_state(stage, is_moving)
+        found = _Found(stage)
         for module, name, index in kept:
             found.add(module, name, index)
-        shorter = [_shorter(parameter, index) for *_, parameter, index in found.entries.values()]
-    except Exception as error:  # whatever a user's module raises: the others have to hear of it
-        problem = str(error) if isinstance(error, ConfigError | ValueError) else repr(error)
-    grid = stage.engine.grid
-    place = stage.engine.stage_id, grid.get_slice_parallel_rank()
-    digests = found.digest(split=True), found.digest(split=False)
-    every = stage.comm.gather_objects((place, problem, digests, len(found.entries)))
-    _refuse(every)
-    if not any(count for *_, count in every):
+        return found, [_shorter(parameter, index) for *_, parameter, index in found.entries.values()]
+
+    found, shorter = comm.everywhere(_CALL, find, error=ConfigError)
+    for split, within in ((True, comm.here.slice_of_stage), (False, (comm.here.stage, comm.here.num_stages))):
+        comm.everywhere(_SAME, partial(found.digest, split=split), same=str, within=within, error=ConfigError)
+    if not comm.max_over_world(torch.tensor([len(shorter)])).item():
         return
     try:
         _replace_parameters(stage, found, shorter)
         stage.comm.all_done()
     except Exception as error:
         raise MigrationError(
-            f"rank {stage.engine.global_rank} failed in {_CALL}: {error}. Parameters had begun to change: resume the "
+            f"rank {comm.here.rank} failed in {_CALL}: {error}. Parameters had begun to change: resume the "
             "job from its last checkpoint"
         ) from error
 
@@ -133,7 +134,7 @@ class _Found:
                 continue
             found.update(repr((key, len(index))).encode())
             found.update(index.cpu().numpy().tobytes())
-        return found.hexdigest()
+        return found.hexdigest()[:16]
 
 
 def _checked(where: str, parameter: nn.Parameter, index: torch.Tensor) -> torch.Tensor:
@@ -156,22 +157,6 @@ def _checked(where: str, parameter: nn.Parameter, index: torch.Tensor) -> torch.
     if not bool((places[1:] > places[:-1]).all()):
         raise ConfigError(f"{where}: the index is not in ascending order, each place once")
     return places
-
-
-def _refuse(every: Sequence[tuple[tuple[int, int], str | None, tuple[str, str], int]]) -> None:
-    """Raise the first problem of any rank, or that replicas or slices differ; the same on every rank."""
-    for rank, (_, problem, *_) in enumerate(every):
-        if problem is not None:
-            raise ConfigError(f"{_CALL}: rank {rank}: {problem}. Nothing has changed")
-    first: dict[tuple[int, ...], tuple[int, str]] = {}
-    for rank, ((stage, tp_rank), _, (of_split, of_others), _) in enumerate(every):
-        for place, digest in (((stage, tp_rank), of_split), ((stage,), of_others)):
-            leader, theirs = first.setdefault(place, (rank, digest))
-            if theirs != digest:
-                raise ConfigError(
-                    f"{_CALL}: ranks {leader} and {rank} hold copies of the same parameters of stage {stage} and "
-                    "would keep different elements: each has to pass the same. Nothing has changed"
-                )
 
 
 def _replace_parameters(stage: StageContext, found: _Found, kept: Sequence[KeptElements]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed.bf16_wrapper import Bf16Wrapper
 from ds_dynmo.engine.deepspeed.flat_wrapper import FlatWrapper
+from ds_dynmo.engine.deepspeed.loss_scale import present_loss_scale
 from ds_dynmo.engine.deepspeed.missing_uses import BuiltParameter, join_groups
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed.zero_wrapper import ZeroWrapper
@@ -66,7 +68,7 @@ class OptimizerBinding:
     def missing(self) -> str | None:
         """Say that there is no optimizer, which the engine may be given after its construction; None: there is one."""
         engine = self._engine
-        if engine.basic_optimizer is None and (engine.optimizer is None or self.is_flat):  # DeepSpeed wraps none too
+        if self.inner is None and (engine.optimizer is None or self.is_flat):  # DeepSpeed wraps none too
             return (
                 'optimizer: the engine has none to train with: "optimizer" in the configuration, or the argument '
                 "optimizer of initialize, gives it one"
@@ -81,6 +83,15 @@ class OptimizerBinding:
         """
         if (missing := self.missing()) is not None:
             raise ConfigError(missing)
+
+    @property
+    def inner(self) -> Any:
+        """The torch optimizer inside DeepSpeed's wrapper; None: the engine has none."""
+        return self._engine.basic_optimizer
+
+    def loss_scale(self) -> float:
+        """Return what the loss is multiplied by in fp16, else 1."""
+        return present_loss_scale(self._engine.optimizer)
 
     @property
     def is_flat(self) -> bool:
@@ -111,14 +122,14 @@ class OptimizerBinding:
         validation.check_optimizer(optimizer, flat=self.is_flat)
         self._comm.enter("initialize")
         if is_another:
-            strangers = trained_parameters.strangers(optimizer, self._layers)
-            trained_parameters.refuse_strangers(self._comm.gather_objects(strangers))
+            check = partial(trained_parameters.refuse_strangers, optimizer, self._layers)
+            self._comm.everywhere("initialize", check, error=ConfigError)
         scheduler = self._engine.client_lr_scheduler
         scheduler = None if callable(scheduler) else scheduler
         leave_out_frozen(optimizer)
         complete_groups(optimizer, scheduler, self._comm.gather_objects, separate=self.is_flat)
         if self._built is not None and not is_another:
-            validation.check_layers(self._comm.gather_objects(join_groups(optimizer, self._built)))
+            self._comm.everywhere("initialize", partial(join_groups, optimizer, self._built), error=ConfigError)
             self._built = None
         ties = trained_parameters.groups_of_ties(optimizer, self._layers)
         trained_parameters.refuse_ties_apart(self._comm.gather_objects(ties))
@@ -140,16 +151,16 @@ class OptimizerBinding:
             self.wrapper.release()
             self.wrapper = None
         self._configured = self._engine.optimizer
-        wrapper = _wrapper_of(self._configured) if self._engine.basic_optimizer is not None else None
+        wrapper = _wrapper_of(self._configured) if self.inner is not None else None
         groups, self._members = self._members, []  # no departed parameter is to live on here
         if wrapper is None:  # DeepSpeed wraps no optimizer too, under bf16
-            self._state = PerParameterState(self._engine.basic_optimizer, self._comm.gather_objects)
+            self._state = PerParameterState(self.inner, self._comm.gather_objects)
             return
         assert self._placeholders is not None
         norm = self.norm.of_shards if wrapper.shards_gradients else self.norm.of_sums
         wrapper.clip_by(lambda: norm(wrapper.gradients()))
         self.wrapper = wrapper
-        state = FlatState(wrapper, self._layers, self._comm, self._engine.grid, groups, self._placeholders.parameters)
+        state = FlatState(wrapper, self._layers, self._comm, groups, self._placeholders.parameters)
         wrapper.hide(lambda: state.shards.members)
         self._state = state
 

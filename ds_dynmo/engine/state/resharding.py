@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
+from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.comm.point_to_point import PeerTensor, PointToPoint
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.carrying import Holder, Tensors, Transfers, copy_staying, transfers
 from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, cut, shard_size
 from ds_dynmo.engine.move.route import Route, Row
-from ds_dynmo.engine.state.inventory import Inventory, Member, Scalars, merge_scalars
+from ds_dynmo.engine.state.flat_shards import Member
+from ds_dynmo.engine.state.inventory import Inventory, Scalars, merge_scalars
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.plan import MigrationPlan
 
@@ -48,7 +49,7 @@ def plan_resharding(
     plan: MigrationPlan,
     every: Sequence[Inventory],
     layers: StageLayers,
-    grid: Any,
+    here: RankCoordinates,
     replicas: tuple[int, int] | None = None,
 ) -> ReshardingPlan:
     """Plan what changes by ``plan`` and by freezing, from the inventory of ``every`` rank.
@@ -57,19 +58,19 @@ def plan_resharding(
 
     Args:
         layers: this rank's, which know the order of the parameters of any stage.
-        grid: DeepSpeed's grid.
+        here: this rank's place.
         replicas: that hold the state before and after; None: all.
     """
-    replicas = replicas or (grid.data_parallel_size, grid.data_parallel_size)
-    replica = int(grid.data_parallel_id)
-    every = [inventory for inventory in every if inventory.tp_rank == grid.get_slice_parallel_rank()]
+    replicas = replicas or (here.replicas, here.replicas)
+    replica = here.replica
+    every = [inventory for inventory in every if inventory.tp_rank == here.tp_rank]
     every.sort(key=lambda inventory: inventory.replica == replica)  # what is this replica's own counts here
     of_stage = {inventory.stage: inventory for inventory in every}
     of_layer = {layer: members for inventory in every for layer, members in inventory.after.items()}
     groups, own = every[0].num_groups, every[0].own_groups
     old, new = _Drawing(groups, own, replica, replicas[0]), _Drawing(groups, own, replica, replicas[1])
     members: dict[int, list[Member]] = {}
-    for stage in range(grid.pipe_parallel_size):
+    for stage in range(here.num_stages):
         uses = layers.first_uses_at(plan.new, stage)
         members[stage] = [member for layer in uses for member in of_layer.get(layer, ())]
         new.add(stage, members[stage])

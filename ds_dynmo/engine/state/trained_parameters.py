@@ -47,23 +47,18 @@ def check(optimizer: Any, configured: Any, layers: StageLayers, state: Optimizer
         )
 
 
-def strangers(optimizer: torch.optim.Optimizer, layers: StageLayers) -> list[list[int]]:
-    """List the shapes of the optimizer's parameters that no layer of this stage has."""
-    here = {id(parameter) for parameter in layers.parameters()}
-    return [list(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in here]
-
-
-def refuse_strangers(every: Sequence[list[list[int]]]) -> None:
-    """Refuse what :func:`strangers` found on any rank; the same error on all.
+def refuse_strangers(optimizer: torch.optim.Optimizer, layers: StageLayers) -> None:
+    """Refuse an optimizer with parameters that no layer of this stage has.
 
     Raises:
-        ConfigError: naming the first shape on each rank that has one.
+        ConfigError: naming the first one's shape.
     """
-    found = {rank: shapes[0] for rank, shapes in enumerate(every) if shapes}
-    if found:
+    here = {id(parameter) for parameter in layers.parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in here]
+    if foreign:
         raise ConfigError(
-            f"the optimizer holds parameters that are in no layer of their stage: of shape {found} (by rank). Layers "
-            "that moved have other parameters than before: take them from engine.module.parameters()"
+            f"the optimizer holds a parameter of shape {list(foreign[0].shape)} that is in no layer of this stage. "
+            "Layers that moved have other parameters than before: take them from engine.module.parameters()"
         )
 
 

@@ -65,7 +65,7 @@ def stock_manifest(
     stages = sorted(map(os.path.basename, glob.glob(pattern)))
     expected = sorted(stage_file(number) for layout in slices for number in layout.numbers)
     if not (options.module_only and stages):
-        mine = slices[context.engine.grid.get_slice_parallel_rank()]
+        mine = slices[context.here.tp_rank]
         saved = _SavedPipeline(context, mine).find(folder, stages, strict=options.optimizer)
         if saved is None and stages != expected:
             raise CheckpointError(
@@ -130,8 +130,7 @@ class _SavedPipeline:
         Raises:
             CheckpointError: ``strict``, and they have other parameters than this model has at any partition.
         """
-        grid = self._context.engine.grid
-        slices, mine = grid.slice_parallel_size, grid.get_slice_parallel_rank()
+        slices, mine = self._context.here.tp_size, self._context.here.tp_rank
         names = [stage_file(number) for number in _numbers(len(files) // slices, slices, mine)]
         by_stage = _numbers(len(self._layout.stages), slices, mine) == self._layout.numbers
         if self._layers.own_uses or not self._context.origin.placement.is_chain:

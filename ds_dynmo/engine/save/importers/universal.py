@@ -48,7 +48,7 @@ class WholeModel:
         layout = stage.state.layout(stage.layers.named_parameters())
         every = stage.comm.gather_objects(
             (
-                context.engine.grid.get_slice_parallel_rank(),
+                context.here.tp_rank,
                 {index: origins[index].shapes for index in stage.layers.counted_modules()},
                 {slot.key: slot.group for slot in layout.slots},
             )
@@ -106,7 +106,7 @@ def read_universal(context: CheckpointContext, path: str, options: LoadOptions) 
         CheckpointError: on every rank, naming the file or the parameter.
     """
     comm = context.stage.comm
-    with_state = options.optimizer and not options.module_only and context.engine.basic_optimizer is not None
+    with_state = options.optimizer and not options.module_only and context.stage.optimizer.inner is not None
     model = WholeModel.gather(context)
 
     def read() -> tuple[UniversalFolder, ReadState]:
@@ -131,7 +131,7 @@ def _check(
     """Refuse what cannot be loaded, before anything is read."""
     if context.stage.replicas_differ:
         raise CheckpointError(f"{folder.path()}: has no place for parameters that each replica has of its own")
-    optimizer = context.engine.basic_optimizer
+    optimizer = context.stage.optimizer.inner
     if with_state and not universal.keeps_moments(optimizer):
         amsgrad = " with amsgrad" if any(group.get("amsgrad") for group in optimizer.param_groups) else ""
         raise CheckpointError(
@@ -151,7 +151,7 @@ def _read_parameters(
     context: CheckpointContext, folder: UniversalFolder, model: WholeModel, *, strict: bool, with_state: bool
 ) -> ReadState:
     """Read the parameters of this rank's layers."""
-    layers, tp_rank = context.stage.layers, context.engine.grid.get_slice_parallel_rank()
+    layers, tp_rank = context.stage.layers, context.here.tp_rank
     read = ReadState({}, {}, {})
     for index, module in layers.modules().items():
         weights: dict[str, torch.Tensor] = {}
@@ -200,7 +200,7 @@ def _optimizer_state(
     steps: dict[ParamKey, float],
 ) -> StatePieces:
     """Put together what the optimizer will hold; ``steps``: of the whole model's parameters."""
-    optimizer = context.engine.basic_optimizer
+    optimizer = context.stage.optimizer.inner
     options = {number: options_of(group) for number, group in enumerate(optimizer.param_groups)}
     missing = set(options)  # a group whose options no file has keeps those that it has here
     for stage_file in folder.stage_files:

@@ -1,0 +1,56 @@
+"""The place of one rank in the job: its stage, its data-parallel replica and its tensor-parallel slice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """The place of one rank in the present world.
+
+    Attributes:
+        rank, world_size: its number among all ranks, and how many there are.
+        stage, num_stages: its pipeline stage, and how many there are.
+        replica, replicas: its data-parallel index, and how many there are.
+        tp_rank, tp_size: its tensor-parallel index, and how many there are.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    stage: int = 0
+    num_stages: int = 1
+    replica: int = 0
+    replicas: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    @classmethod
+    def of(cls, grid: Any) -> RankCoordinates:
+        """Read the coordinates from DeepSpeed's ``PipelineParallelGrid``."""
+        return cls(
+            rank=int(grid.get_global_rank()),
+            world_size=int(grid.world_size),
+            stage=int(grid.get_stage_id()),
+            num_stages=int(grid.pipe_parallel_size),
+            replica=int(grid.get_data_parallel_id()),
+            replicas=int(grid.data_parallel_size),
+            tp_rank=int(grid.get_slice_parallel_rank()),
+            tp_size=int(grid.slice_parallel_size),
+        )
+
+    @property
+    def is_at_edge(self) -> bool:
+        """True on the first and on the last stage, which read data."""
+        return self.stage in (0, self.num_stages - 1)
+
+    @property
+    def slice_of_stage(self) -> tuple[int, int]:
+        """Number this rank's stage and slice, which every replica has, and count all."""
+        return self.stage * self.tp_size + self.tp_rank, self.num_stages * self.tp_size
+
+    @property
+    def pipeline(self) -> tuple[int, int]:
+        """Number this rank's pipeline, of one replica and slice, and count all."""
+        return self.replica * self.tp_size + self.tp_rank, self.replicas * self.tp_size
