@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ScheduleError,
     )
     from ds_dynmo.launch import end_with_launcher, set_rank_variables
+    from ds_dynmo.layer import Layer, LayerParameter
     from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport, RepackReport
     from ds_dynmo.weight_gradients import defer_weight_gradient
 
@@ -31,7 +32,9 @@ __all__ = [
     "ConfigError",
     "DynMoConfig",
     "DynMoPipelineEngine",
+    "Layer",
     "LayerCost",
+    "LayerParameter",
     "MeasuredReport",
     "MigrationError",
     "PartitionError",
@@ -54,6 +57,7 @@ _MODULES = {
     **dict.fromkeys(("DynMoPipelineEngine", "initialize", "skip_shm_operator"), "engine"),
     **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "errors"),
     **dict.fromkeys(("end_with_launcher", "set_rank_variables"), "launch"),
+    **dict.fromkeys(("Layer", "LayerParameter"), "layer"),
     **dict.fromkeys(("LayerCost", "MeasuredReport", "Profile", "RebalanceReport", "RepackReport"), "plan"),
 }
 """Per name, the module that has it."""
