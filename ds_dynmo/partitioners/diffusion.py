@@ -71,11 +71,7 @@ def diffusion(
         PartitionError: invalid costs or speeds, more stages than layers, or a start that does not fit and from which
             neighbours find no partition that does.
     """
-    checked, bounds = _checked(costs, num_stages, start, memory)
-    nodes = _nodes(checked, bounds, memory, speeds)
-    while not nodes[0].done:
-        _deliver(nodes)
-    return _landed(nodes, bounds, memory)
+    return diffusion_trace(costs, num_stages, start, memory=memory, speeds=speeds).partition
 
 
 def diffusion_trace(
@@ -98,7 +94,7 @@ def diffusion_trace(
         moved = partition != partitions[-1]
         potentials.append(_potential(checked, partition, speeds) if moved else potentials[-1])
         partitions.append(partition)
-    _landed(nodes, bounds, memory)
+    _check_found(nodes[0], bounds, memory)
     return DiffusionTrace(tuple(partitions), tuple(potentials), floats_sent)
 
 
@@ -143,11 +139,10 @@ def _boundaries(nodes: list[DiffusionNode]) -> tuple[int, ...]:
     return (*(node.bounds[0] for node in nodes), nodes[-1].bounds[1])
 
 
-def _landed(nodes: list[DiffusionNode], start: tuple[int, ...], memory: MemoryModel | None) -> list[int]:
-    if not nodes[0].fits:
+def _check_found(node: DiffusionNode, start: tuple[int, ...], memory: MemoryModel | None) -> None:
+    if not node.fits:
         assert memory is not None
         try:
             check_fits(start, memory)
         except PartitionError as error:
             raise PartitionError(f"neighbours passing layers on found no partition that fits: {error}") from error
-    return list(_boundaries(nodes))

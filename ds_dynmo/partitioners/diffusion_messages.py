@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ds_dynmo.partitioners.overload import FAILED, TARGETS, Attempt, Bracket
-from ds_dynmo.partitioners.stretch import RECORD_WIDTH, Stretch
+from ds_dynmo.partitioners.overload import FAILED, TARGETS, Attempt
+from ds_dynmo.partitioners.stretch import RECORD_WIDTH, Room, Stretch
 
 __all__ = ["LeftSweep", "Message", "Offer", "RightSweep", "Survey", "Verdict", "message_capacity"]
 
@@ -45,16 +44,9 @@ class Verdict(NamedTuple):
 
     adopt: float  # index of the best attempt; FAILED: keep the best one before
     stop: float  # 1.0: the search is over
-    low: float
-    high: float
-    reached: float  # 1.0: high is the bottleneck of a partition that fits
-    max_rounds: float
+    bottleneck: float  # of the best partition so far, inf while none is known that fits
     start_bottleneck: float
-
-    @property
-    def bracket(self) -> Bracket:
-        """The range in which the least bottleneck lies."""
-        return Bracket(self.low, self.high, bool(self.reached))
+    max_rounds: float
 
 
 class RightSweep(NamedTuple):
@@ -109,19 +101,19 @@ class Offer(NamedTuple):
     """What a stage tells the neighbour with which it evens out its load."""
 
     quiet: int  # rounds since the last change that the sender knows of
-    limit_bytes: float
-    speed: float
+    room: Room
     layers: Stretch
 
     def encoded(self) -> Message:
         """Encode as flat floats."""
-        return [float(self.quiet), self.limit_bytes, self.speed, *self.layers.encoded()]
+        return [float(self.quiet), *map(float, self.room), *self.layers.encoded()]
 
     @classmethod
     def decoded(cls, message: Message, group_sizes: Sequence[int]) -> Offer:
         """Read what :meth:`encoded` wrote; ``group_sizes`` as in :meth:`Stretch.decoded`."""
-        quiet, limit_bytes, speed, *layers = message
-        return cls(int(quiet), limit_bytes, speed, Stretch.decoded(layers, group_sizes)[0])
+        quiet, limit_bytes, in_flight, interval, speed, *layers = message
+        room = Room(limit_bytes, int(in_flight), int(interval), speed)
+        return cls(int(quiet), room, Stretch.decoded(layers, group_sizes)[0])
 
 
 def message_capacity(num_layers: int) -> int:
@@ -130,8 +122,8 @@ def message_capacity(num_layers: int) -> int:
     It is enough for groups of layers too: the record of a group is no longer than those of its layers.
     """
     window = 2 + num_layers * RECORD_WIDTH
-    return len(Verdict._fields) + window + (TARGETS + 1) * len(dataclasses.fields(Attempt))
+    return len(Verdict._fields) + window + (TARGETS + 1) * len(Attempt._fields)
 
 
 def _encoded(attempts: Sequence[Attempt]) -> Message:
-    return [value for attempt in attempts for value in attempt.encoded()]
+    return [float(value) for attempt in attempts for value in attempt]

@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 from ds_dynmo.partitioners.diffusion_messages import LeftSweep, Message, Offer, RightSweep, Survey, Verdict
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
 from ds_dynmo.partitioners.memory import StageMemory
-from ds_dynmo.partitioners.overload import FAILED, Attempt, Bracket, choose, keep_left, keep_right, pick_targets
+from ds_dynmo.partitioners.overload import FAILED, Attempt, Bracket, choose, keep_left, keep_right
 from ds_dynmo.partitioners.stretch import LayerRecord, Room, Stretch
 
 __all__ = ["DiffusionNode"]
@@ -83,7 +83,6 @@ class DiffusionNode:
         self._room = Room.of(memory, stage, num_stages, speed)
         self.start_bottleneck = self.layers.load(self._room, *self.bounds)
         self.end_bottleneck = math.inf
-        self._micro_batches = 1 if memory is None else memory.micro_batches
         self._group_sizes = _inner_sizes(memory)
         self._last = num_stages - 1
         self._fits_now = self.layers.fits(self._room, *self.bounds)
@@ -131,8 +130,8 @@ class DiffusionNode:
         survey = yield from self._survey()
         verdict, self.layers = yield from self._search(survey)
         self.start_bottleneck = verdict.start_bottleneck
-        if verdict.reached:
-            self.end_bottleneck = verdict.high
+        self.end_bottleneck = verdict.bottleneck
+        if self.fits:
             yield from self._even_out(verdict.max_rounds)
 
     # A sweep passes each stage once; a stage is idle in the rounds in which the sweep is elsewhere.
@@ -187,12 +186,12 @@ class DiffusionNode:
         """
         best = known = self.layers
         kept: list[tuple[int, int]] = []  # for each target of the last pair of sweeps
-        verdict = self._first_verdict(survey) if self.stage == 0 else None
+        if self.stage == 0:
+            bracket, verdict = self._begun(survey)
         while True:
             if self.stage == 0:
-                assert verdict is not None
                 window = Stretch(self.layers.start, [])
-                given = [Attempt(target, 0) for target in ([] if verdict.stop else pick_targets(verdict.bracket))]
+                given = [Attempt(target, 0) for target in ([] if verdict.stop else bracket.targets)]
             else:
                 verdict, window, given = RightSweep.decoded((yield from self._hear_left()), self._group_sizes)
             if verdict.adopt != FAILED:
@@ -214,27 +213,20 @@ class DiffusionNode:
             if self.stage > 0:
                 yield from self._tell_left(LeftSweep.handing_on(known, self.layers.start, settled).encoded())
             else:
-                verdict = self._next_verdict(verdict, settled)
+                place, bracket = choose(bracket, settled)
+                bottleneck = verdict.bottleneck if place == FAILED else bracket.high
+                verdict = verdict._replace(adopt=place, stop=float(bracket.closed), bottleneck=bottleneck)
 
-    def _first_verdict(self, survey: Survey) -> Verdict:
-        """Bound the least bottleneck from the survey."""
+    def _begun(self, survey: Survey) -> tuple[Bracket, Verdict]:
+        """Bound the least bottleneck from the survey, on stage 0."""
         longest, briefest = survey.total / survey.slowest, survey.smallest_cost / survey.fastest
         # The sums have rounding errors; no partition is below this.
         low = max(survey.largest_cost / survey.fastest, survey.total / survey.speed * (1 - 1e-9))
-        high = survey.bottleneck if survey.fits else longest * (1 + 1e-9)
+        bottleneck = survey.bottleneck if survey.fits else math.inf
+        high = min(bottleneck, math.nextafter(longest * (1 + 1e-9), math.inf))
+        bracket = Bracket(low, high)
         max_rounds = lemma2_bound(self.num_stages, longest, briefest)
-        return self._verdict(FAILED, Bracket(low, high, bool(survey.fits)), max_rounds, survey.bottleneck)
-
-    def _next_verdict(self, last: Verdict, attempts: Sequence[Attempt]) -> Verdict:
-        """Judge the finished pair of sweeps."""
-        place, bracket = choose(last.bracket, attempts)
-        return self._verdict(place, bracket, int(last.max_rounds), last.start_bottleneck)
-
-    def _verdict(self, place: int, bracket: Bracket, max_rounds: int, start_bottleneck: float) -> Verdict:
-        # Another try takes two sweeps, the sweep that says stop, and the rounds in which all stages notice the end.
-        last_chance = self.rounds + 3 * self._last + self.num_stages + 2 > max_rounds
-        stop = bracket.closed or last_chance
-        return Verdict(place, stop, bracket.low, bracket.high, bracket.reached, max_rounds, start_bottleneck)
+        return bracket, Verdict(FAILED, float(bracket.closed), bottleneck, survey.bottleneck, max_rounds)
 
     # Phase 3: neighbours even out.
 
@@ -245,7 +237,7 @@ class DiffusionNode:
             to_right = (self.stage - (self.rounds - first_round)) % 2 == 0
             partner = self.stage + (1 if to_right else -1)
             if 0 <= partner < self.num_stages:
-                own = Offer(quiet, self._room.limit_bytes, self._room.speed, self.layers).encoded()
+                own = Offer(quiet, self._room, self.layers).encoded()
                 turn = _Turn(to_right=own, from_right=True) if to_right else _Turn(to_left=own, from_left=True)
                 offer = Offer.decoded((yield turn), self._group_sizes)
                 before, self.layers = self.bounds, self._settled(partner, offer)
@@ -258,12 +250,10 @@ class DiffusionNode:
 
     def _settled(self, partner: int, offer: Offer) -> Stretch:
         """Give this stage's layers after evening out with ``partner``, which finds the same boundary."""
-        in_flight = min(self.num_stages - partner, self._micro_batches)
-        room = Room(offer.limit_bytes, in_flight, self._room.checkpoint_interval, offer.speed)
         if partner > self.stage:
-            both, bound = _meet(self.layers, offer.layers, self._room, room)
+            both, bound = _meet(self.layers, offer.layers, self._room, offer.room)
             return both.part(both.start, bound)
-        both, bound = _meet(offer.layers, self.layers, room, self._room)
+        both, bound = _meet(offer.layers, self.layers, offer.room, self._room)
         return both.part(bound, both.stop)
 
 

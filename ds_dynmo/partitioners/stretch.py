@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ds_dynmo.partitioners.memory import StageMemory, resident_bytes
@@ -28,8 +27,7 @@ class LayerRecord(NamedTuple):
 RECORD_WIDTH = 4  # floats of a record, without those of inner layers
 
 
-@dataclass(frozen=True)
-class Room:
+class Room(NamedTuple):
     """The memory limit and the speed of one stage.
 
     Attributes:
