@@ -19,8 +19,8 @@ from ds_dynmo.partitioners.passes import PassModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.partitioners.registry import Balancer, check_signature, get, names, propose, register, takes
 from ds_dynmo.partitioners.repack import Packing, fewest_stages, first_fit, fits_on, hosts, pack_onto
-from ds_dynmo.partitioners.simulate import Timeline, iteration_seconds, simulate
 from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
+from ds_dynmo.schedules import iteration_seconds, simulate
 
 __all__ = [
     "Balancer",
@@ -35,7 +35,6 @@ __all__ = [
     "PipelineModel",
     "SpeedEvidence",
     "StageMemory",
-    "Timeline",
     "balanced",
     "balanced_groups",
     "between",

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 
 from ds_dynmo.partitioners.checks import check_costs
-from ds_dynmo.partitioners.simulate import simulate
 from ds_dynmo.plan import check_partition
+from ds_dynmo.schedules import simulate
 
 __all__ = ["bottleneck", "bubble_ratio", "imbalance", "loads", "potential"]
 

@@ -14,8 +14,8 @@ from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners.checks import check_costs
 from ds_dynmo.partitioners.passes import PassModel
-from ds_dynmo.partitioners.simulate import Sends, iteration_seconds
-from ds_dynmo.schedules import FoundSchedule
+from ds_dynmo.schedules import FoundSchedule, iteration_seconds
+from ds_dynmo.schedules.fast_1f1b import Sends
 
 __all__ = ["PipelineModel", "check_speeds"]
 

@@ -12,6 +12,7 @@ from ds_dynmo.schedules.back_to_back import (
 )
 from ds_dynmo.schedules.bound import lower_bound, lower_bounds
 from ds_dynmo.schedules.costs import PassBytes, PassCosts
+from ds_dynmo.schedules.fast_1f1b import iteration_seconds, simulate
 from ds_dynmo.schedules.link_order import Message, link_orders
 from ds_dynmo.schedules.memory import peak_bytes
 from ds_dynmo.schedules.one_f_one_b import gradient_first_1f1b, one_f_one_b
@@ -22,7 +23,7 @@ from ds_dynmo.schedules.portfolio import (
     one_f_one_b_limit,
     schedule_for_equal_costs,
 )
-from ds_dynmo.schedules.replay import ScheduleTimeline, replay
+from ds_dynmo.schedules.replay import ScheduleTimeline, idle_share, replay
 from ds_dynmo.schedules.schedule import Schedule
 from ds_dynmo.schedules.zero_bubble import zb_h1
 
@@ -40,6 +41,8 @@ __all__ = [
     "best_back_to_back",
     "best_schedule",
     "gradient_first_1f1b",
+    "idle_share",
+    "iteration_seconds",
     "link_orders",
     "lower_bound",
     "lower_bounds",
@@ -50,5 +53,6 @@ __all__ = [
     "replay",
     "schedule_for_equal_costs",
     "shortest_period",
+    "simulate",
     "zb_h1",
 ]

@@ -1,8 +1,12 @@
-"""The one simulator: the timeline of any schedule under any costs."""
+"""The one simulator: the timeline of any schedule under any costs.
+
+DeepSpeed's 1F1B has a fast case, for many pipelines at once, in :mod:`ds_dynmo.schedules.fast_1f1b`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +15,12 @@ from ds_dynmo.schedules.costs import PassCosts
 from ds_dynmo.schedules.order import run
 from ds_dynmo.schedules.schedule import Schedule
 
-__all__ = ["ScheduleTimeline", "replay"]
+__all__ = ["ScheduleTimeline", "idle_share", "replay"]
+
+
+def idle_share(busy_seconds: float, seconds: float) -> float:
+    """Compute the share of ``seconds`` in which nothing runs; 0 of no time."""
+    return max(0.0, (seconds - busy_seconds) / seconds) if seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,16 @@ class ScheduleTimeline:
     start_seconds: tuple[tuple[float, ...], ...]
     end_seconds: tuple[tuple[float, ...], ...]
 
+    @classmethod
+    def of(cls, schedule: Schedule, starts: Sequence[Sequence[float]], costs: PassCosts) -> ScheduleTimeline:
+        """Complete the starts of actions, in the shape of ``schedule.orders``, with their ends."""
+        seconds = costs.by_kind
+        ends = (
+            tuple(start + seconds[kind][chunk] for start, (kind, chunk, _) in zip(begun, order))
+            for begun, order in zip(starts, schedule.orders)
+        )
+        return cls(schedule, tuple(map(tuple, starts)), tuple(ends))
+
     @property
     def iteration_seconds(self) -> float:
         """The end of the last action."""
@@ -39,20 +58,14 @@ class ScheduleTimeline:
         return tuple(math.fsum(end - start for start, end in zip(starts, ends)) for starts, ends in stages)
 
     @property
-    def idle_seconds(self) -> tuple[float, ...]:
-        """Per stage, without a pass."""
-        return tuple(max(0.0, self.iteration_seconds - busy) for busy in self.busy_seconds)
-
-    @property
     def stage_bubble_ratios(self) -> tuple[float, ...]:
         """Per stage, the share of the iteration in which it runs no pass."""
-        whole = self.iteration_seconds
-        return tuple(idle / whole if whole else 0.0 for idle in self.idle_seconds)
+        return tuple(idle_share(busy, self.iteration_seconds) for busy in self.busy_seconds)
 
     @property
     def bubble_ratio(self) -> float:
         """The share of stages x iteration in which no pass runs."""
-        return math.fsum(self.stage_bubble_ratios) / len(self.stage_bubble_ratios)
+        return idle_share(math.fsum(self.busy_seconds), len(self.busy_seconds) * self.iteration_seconds)
 
 
 def replay(schedule: Schedule, costs: PassCosts) -> ScheduleTimeline:
@@ -68,10 +81,4 @@ def replay(schedule: Schedule, costs: PassCosts) -> ScheduleTimeline:
         raise ScheduleError(
             f"the schedule is for chunks on stages {list(schedule.owners)}, the costs for {list(costs.owners)}"
         )
-    starts = run(schedule.orders, schedule.micro_batches, costs).starts
-    seconds = costs.by_kind
-    ends = (
-        tuple(start + seconds[kind][chunk] for start, (kind, chunk, _) in zip(begun, order))
-        for begun, order in zip(starts, schedule.orders)
-    )
-    return ScheduleTimeline(schedule, tuple(map(tuple, starts)), tuple(ends))
+    return ScheduleTimeline.of(schedule, run(schedule.orders, schedule.micro_batches, costs).starts, costs)

@@ -15,8 +15,8 @@ from deepspeed.runtime.pipe.schedule import (
     TrainSchedule,
 )
 
-from ds_dynmo.partitioners import simulate
-from ds_dynmo.partitioners.simulate import Sends
+from ds_dynmo.schedules import Action, Kind, simulate
+from ds_dynmo.schedules.fast_1f1b import Sends
 
 NAMES = {
     ForwardPass: "forward",
@@ -33,18 +33,18 @@ NAMES = {
 def test_each_stage_runs_deepspeeds_order(num_stages: int, micro_batches: int) -> None:
     timeline = simulate([1.0] * num_stages, [1.0] * num_stages, micro_batches)
     for stage in range(num_stages):
-        ours = [(kind, micro_batch) for at, micro_batch, kind, _, _ in timeline.passes if at == stage]
-        assert ours == deepspeed_order(num_stages, micro_batches, stage)
+        assert list(timeline.schedule.orders[stage]) == deepspeed_order(num_stages, micro_batches, stage)
 
 
-def deepspeed_order(num_stages: int, micro_batches: int, stage: int) -> list[tuple[str, int]]:
+def deepspeed_order(num_stages: int, micro_batches: int, stage: int) -> list[Action]:
     train = TrainSchedule(micro_batches=micro_batches, stages=num_stages, stage_id=stage)
     order = []
     for step, commands in enumerate(train.steps()):
         micro_batch, _ = train._step_to_micro_batch(step)
         for command in commands:
             if isinstance(command, ForwardPass | BackwardPass):
-                order.append(("forward" if isinstance(command, ForwardPass) else "backward", micro_batch))
+                kind = Kind.FORWARD if isinstance(command, ForwardPass) else Kind.BACKWARD
+                order.append(Action(kind, stage, micro_batch))
     return order
 
 
@@ -56,9 +56,8 @@ def test_carrying_out_deepspeeds_instructions_takes_the_simulated_time(sends: Se
         forward, backward = ([rng.uniform(0.1, 2) for _ in range(num_stages)] for _ in range(2))
         links = [rng.choice([0.0, 0.2, 1.0]) for _ in range(num_stages - 1)]
         expected = carry_out(forward, backward, micro_batches, links, sends)
-        assert simulate(forward, backward, micro_batches, links, sends=sends).iteration_seconds == pytest.approx(
-            expected
-        )
+        timeline = simulate(forward, backward, micro_batches, links, sends=sends)
+        assert timeline.iteration_seconds == expected  # to the bit
 
 
 def carry_out(forward: list[float], backward: list[float], micro_batches: int, links: list[float], sends: str) -> float:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import imbalance, loads, simulate
-from ds_dynmo.schedules import Kind, PassCosts, Schedule, replay
+from ds_dynmo.schedules import Kind, PassCosts, Schedule, ScheduleTimeline, replay
 
 Record = dict[str, Any]
 
@@ -168,19 +168,17 @@ def quality(profile: Record) -> tuple[float, float]:
 def simulated(profile: Record, partition: Sequence[int], title: str) -> Rows:
     """Simulate the 1F1B timeline of a partition from a profile, without time for sending."""
     forward, backward = (loads(profile[f"{kind}_seconds"], partition) for kind in ("forward", "backward"))
-    timeline = simulate(forward, backward, profile["micro_batches"])
-    rows: dict[str, list[Bar]] = {f"stage {stage}": [] for stage in range(len(forward))}
-    for one in timeline.passes:
-        bar = Bar(one.kind, one.micro_batch, one.start_seconds, one.end_seconds - one.start_seconds)
-        rows[f"stage {one.stage}"].append(bar)
-    return Rows(title, tuple((name, tuple(bars)) for name, bars in rows.items()))
+    return _rows(simulate(forward, backward, profile["micro_batches"]), title)
 
 
 def scheduled(schedule: Schedule, title: str) -> Rows:
     """Make the timeline of a schedule where a forward pass and both parts of a backward pass take a second each."""
-    timeline = replay(schedule, PassCosts.equal(schedule.owners))
+    return _rows(replay(schedule, PassCosts.equal(schedule.owners)), title)
+
+
+def _rows(timeline: ScheduleTimeline, title: str) -> Rows:
     rows = []
-    for stage, order in enumerate(schedule.orders):
+    for stage, order in enumerate(timeline.schedule.orders):
         spans = zip(order, timeline.start_seconds[stage], timeline.end_seconds[stage])
         bars = (Bar(PASSES[one.kind], one.micro_batch, start, end - start) for one, start, end in spans)
         rows.append((f"stage {stage}", tuple(bars)))

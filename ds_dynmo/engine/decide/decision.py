@@ -14,7 +14,7 @@ from ds_dynmo.engine.decide.decision_input import DecisionInput, MoveTradeoff
 from ds_dynmo.partitioners import Overflow, PipelineModel
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile
-from ds_dynmo.schedules import FoundSchedule, PassCosts, Schedule, replay
+from ds_dynmo.schedules import FoundSchedule, PassCosts, Schedule, idle_share, replay
 
 _STANDARD_ERRORS = 3.0  # of the measurement, which a saving has to exceed
 _TIE = 1e-9  # relative difference below which two bottlenecks are equal
@@ -183,8 +183,7 @@ def _simulated(pipeline: PipelineModel, partition: Sequence[int], schedule: Sche
     seconds = pipeline.seconds_under_1f1b(partition)
     both = [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
     busy = sum(load / speed for load, speed in zip(partitioners.loads(both, partition), pipeline.speeds))
-    whole = len(pipeline.speeds) * seconds
-    return _Simulated(seconds, max(0.0, 1.0 - pipeline.micro_batches * busy / whole) if whole else 0.0)
+    return _Simulated(seconds, idle_share(pipeline.micro_batches * busy, len(pipeline.speeds) * seconds))
 
 
 def moved_bytes(profile: Profile, plan: MigrationPlan) -> int:

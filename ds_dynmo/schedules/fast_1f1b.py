@@ -1,4 +1,7 @@
-"""The timeline of one training iteration under DeepSpeed's 1F1B schedule (``TrainSchedule``).
+"""The fast case of the simulator: DeepSpeed's 1F1B (``TrainSchedule``) of many pipelines at once.
+
+:func:`iteration_seconds` computes for thousands of partitions what :func:`ds_dynmo.schedules.replay` gives for one, to
+the bit. It also knows two other ways of sending, which only DeepSpeed's schedule has, as they depend on its steps.
 
 The schedule gives each pass a step: forward ``m`` of stage ``s`` is step ``s + 2 m``, backward ``m`` is step
 ``2 N - 1 - s + 2 m``. A pass waits for what its stage did before and for its neighbour's pass of the step before:
@@ -15,58 +18,21 @@ stages cannot run ahead.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Pass", "Sends", "Timeline", "iteration_seconds", "simulate"]
+from ds_dynmo.schedules.costs import PassCosts
+from ds_dynmo.schedules.one_f_one_b import one_f_one_b
+from ds_dynmo.schedules.replay import ScheduleTimeline, replay
+
+__all__ = ["Sends", "iteration_seconds", "simulate"]
 
 Sends = Literal["overlapped", "buffered", "rendezvous"]
 Floats = npt.NDArray[np.float64]
-
-
-class Pass(NamedTuple):
-    """One forward or backward pass of one micro-batch through one stage."""
-
-    stage: int
-    micro_batch: int
-    kind: Literal["forward", "backward"]
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """The timeline of one iteration.
-
-    Attributes:
-        iteration_seconds: from the first pass's start to the end of the last one.
-        busy_seconds: per stage, in passes.
-        passes: every pass, in the order of the schedule's steps.
-    """
-
-    iteration_seconds: float
-    busy_seconds: tuple[float, ...]
-    passes: tuple[Pass, ...]
-
-    @property
-    def bubble_ratio(self) -> float:
-        """The fraction of ``num_stages`` x ``iteration_seconds`` in which no pass runs."""
-        return _idle_share(math.fsum(self.busy_seconds), len(self.busy_seconds) * self.iteration_seconds)
-
-    @property
-    def stage_bubble_ratios(self) -> tuple[float, ...]:
-        """The fraction of ``iteration_seconds`` in which each stage runs no pass."""
-        return tuple(_idle_share(busy, self.iteration_seconds) for busy in self.busy_seconds)
-
-
-def _idle_share(busy_seconds: float, seconds: float) -> float:
-    return max(0.0, (seconds - busy_seconds) / seconds) if seconds else 0.0
 
 
 class _Step(NamedTuple):
@@ -116,7 +82,7 @@ def _run(
     micro_batches: int,
     links: Floats | None,
     sends: Sends,
-    record: Callable[[int, _Step, Floats], None] | None = None,
+    record: Callable[[_Step, Floats], None] | None = None,
 ) -> Floats:
     """Compute when each stage is done. Arrays are ``[num_stages, ...]``, ``links`` one fewer (None: no time)."""
     num_stages = len(forward)
@@ -140,7 +106,7 @@ def _run(
                 arrived = left_at[source] + links[link] if links is not None else left_at[source]
                 free_at[target] = np.maximum(free_at[target], arrived)
         if record is not None:
-            record(number, step, free_at)
+            record(step, free_at)
         if full:
             free_at += everyone[number % 2]
         else:
@@ -156,7 +122,7 @@ def simulate(
     link_seconds: float | Sequence[float] = 0.0,
     *,
     sends: Sends = "overlapped",
-) -> Timeline:
+) -> ScheduleTimeline:
     """Compute the exact 1F1B timeline: a pass starts as soon as its stage is free and its input has arrived.
 
     Args:
@@ -173,25 +139,25 @@ def simulate(
     Raises:
         ValueError: different numbers of forward and backward times, a wrong number of links, no stage or no
             micro-batch.
+        ScheduleError: negative or non-finite seconds.
     """
     num_stages = len(forward)
-    seconds = [np.asarray(times, dtype=np.float64).reshape(-1, 1) for times in (forward, backward)]
-    passes = []
-
-    def record(number: int, step: _Step, starts: Floats) -> None:
-        at = starts[:, 0].tolist()
-        turns = [(stage, "forward") for stage in range(num_stages)[step.forwards]]
-        turns += [(stage, "backward") for stage in range(num_stages)[step.backwards]]
-        for stage, kind in sorted(turns):
-            ahead = kind == "forward"
-            micro_batch = (number - (stage if ahead else 2 * num_stages - 1 - stage)) // 2
-            end = at[stage] + float(forward[stage] if ahead else backward[stage])
-            passes.append(Pass(stage, micro_batch, "forward" if ahead else "backward", at[stage], end))
-
     links = _checked_links(num_stages, len(backward), micro_batches, link_seconds)
-    done = _run(seconds[0], seconds[1], micro_batches, links, sends, record)
-    busy = tuple(float(micro_batches * (f + b)) for f, b in zip(forward, backward))
-    return Timeline(float(done.max()), busy, tuple(passes))
+    schedule = one_f_one_b(num_stages, micro_batches)
+    between = 0.0 if links is None else links[:, 0].tolist()
+    costs = PassCosts.chain(forward, backward, [0.0] * num_stages, backward, between)
+    if sends == "overlapped":
+        return replay(schedule, costs)
+    starts: list[list[float]] = [[] for _ in forward]
+
+    def record(step: _Step, free_at: Floats) -> None:
+        for stages in (step.forwards, step.backwards):
+            for stage in range(num_stages)[stages]:
+                starts[stage].append(float(free_at[stage, 0]))
+
+    ahead, back = (np.array(seconds)[:, None] for seconds in (costs.forward_seconds, costs.backward_seconds))
+    _run(ahead, back, micro_batches, links, sends, record)
+    return ScheduleTimeline.of(schedule, starts, costs)
 
 
 def iteration_seconds(
