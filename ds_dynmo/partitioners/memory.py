@@ -15,14 +15,47 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.plan import check_partition
+from ds_dynmo.schedules import in_flight
 
-__all__ = ["LayerBytes", "MemoryModel", "StageMemory", "check_fits", "resident_bytes"]
+__all__ = ["LayerBytes", "MemoryModel", "StageMemory", "check_fits", "kept_bytes", "resident_bytes"]
 
 LayerBytes = tuple[int, int]  # a layer's activations, and its input
+
+
+class KeptBytes(NamedTuple):
+    """What layers keep for their backward passes, in bytes.
+
+    Attributes:
+        per_micro_batch: of each micro-batch in flight: all activations; under checkpointing the inputs of segments.
+        segments: under checkpointing, per segment, how many of the layers end with it, and its activations.
+    """
+
+    per_micro_batch: int
+    segments: list[tuple[int, int]]
+
+    @property
+    def recomputed(self) -> int:
+        """The activations of the largest segment: one is recomputed at a time."""
+        return max((size for _, size in self.segments), default=0)
+
+
+def kept_bytes(activation_bytes: Sequence[int], input_bytes: Sequence[int], checkpoint_interval: int) -> KeptBytes:
+    """Compute what these layers of one stage keep; segments are counted from the first.
+
+    >>> kept_bytes([4, 5, 6], [1, 2, 3], checkpoint_interval=2)
+    KeptBytes(per_micro_batch=4, segments=[(2, 9), (3, 6)])
+    """
+    if checkpoint_interval == 0:
+        return KeptBytes(sum(activation_bytes), [])
+    heads = range(0, len(input_bytes), checkpoint_interval)
+    ends = [*heads[1:], len(input_bytes)]
+    segments = [(end, sum(activation_bytes[head:end])) for head, end in zip(heads, ends)]
+    return KeptBytes(sum(input_bytes[head] for head in heads), segments)
 
 
 def resident_bytes(
@@ -39,11 +72,8 @@ def resident_bytes(
     >>> resident_bytes([10, 10, 10], [4, 5, 6], [1, 2, 3], in_flight=2, checkpoint_interval=2)
     47
     """
-    if checkpoint_interval == 0:
-        return sum(static_bytes) + in_flight * sum(activation_bytes)
-    heads = range(0, len(input_bytes), checkpoint_interval)
-    recomputed = max((sum(activation_bytes[head : head + checkpoint_interval]) for head in heads), default=0)
-    return sum(static_bytes) + in_flight * sum(input_bytes[head] for head in heads) + recomputed
+    kept = kept_bytes(activation_bytes, input_bytes, checkpoint_interval)
+    return sum(static_bytes) + in_flight * kept.per_micro_batch + kept.recomputed
 
 
 @dataclass(frozen=True)
@@ -163,7 +193,7 @@ class MemoryModel:
 
     def in_flight(self, stage: int) -> int:
         """Return the number of micro-batches whose activations ``stage`` holds at its peak."""
-        return min(len(self.limits) - stage, self.micro_batches)
+        return in_flight(stage, len(self.limits), self.micro_batches)
 
     def stage_bytes(self, stage: int, start: int, stop: int) -> int:
         """Compute the bytes that ``stage`` needs for layers ``[start, stop)``."""
@@ -228,19 +258,19 @@ class MemoryModel:
     def _prefixes(self) -> dict[int, list[int]]:
         layers = list(zip(self.static_bytes, self.activation_bytes))
         return {
-            in_flight: [0, *itertools.accumulate(static + in_flight * activation for static, activation in layers)]
-            for in_flight in {self.in_flight(stage) for stage in range(len(self.limits))}
+            count: [0, *itertools.accumulate(static + count * activation for static, activation in layers)]
+            for count in {self.in_flight(stage) for stage in range(len(self.limits))}
         }
 
     def _furthest_checkpointed(self, stage: int, limit: int) -> list[int]:
-        in_flight, interval, first_layers = self.in_flight(stage), self.checkpoint_interval, self._first_layers
+        count, interval, first_layers = self.in_flight(stage), self.checkpoint_interval, self._first_layers
         static_bytes, activation_bytes, input_bytes = self._by_layer
         furthest = []
         for first in first_layers:
             held, segment, recomputed, stop = 0, 0, 0, len(static_bytes)
             for layer in range(first, stop):
                 if (layer - first) % interval == 0:
-                    held += in_flight * input_bytes[layer]
+                    held += count * input_bytes[layer]
                     segment = 0
                 held += static_bytes[layer]
                 segment += activation_bytes[layer]

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_dynmo.errors import ScheduleError
+from ds_dynmo.partitioners.memory import kept_bytes
 from ds_dynmo.schedules import (
     MOST_ACTIONS,
     FoundSchedule,
@@ -22,6 +23,7 @@ from ds_dynmo.schedules import (
     Schedule,
     best_back_to_back,
     best_schedule,
+    in_flight,
     lower_bound,
     lower_bounds,
     one_f_one_b_limit,
@@ -243,16 +245,13 @@ class PassModel:
     def sizes(self, partition: Sequence[int]) -> PassBytes:
         """Add up what passes hold per stage."""
         activations, held, recomputed, split_recomputed = [], [], [], []
-        interval = self.checkpoint_interval
         for start, stop in itertools.pairwise(self._in_layers(np.asarray(partition)).tolist()):
-            heads = range(start, stop, interval) if interval else ()
-            kept = [self.input_bytes[head] for head in heads] if interval else self.activation_bytes[start:stop]
-            ends = [min(head + interval, stop) for head in heads]
-            segments = [sum(self.activation_bytes[head:end]) for head, end in zip(heads, ends)]
-            with_held = (size + sum(self.deferred_bytes[end:stop]) for size, end in zip(segments, ends))
-            activations.append(sum(kept))
-            held.append(sum(self.deferred_bytes[start:stop]))
-            recomputed.append(max(segments, default=0))
+            kept = kept_bytes(self.activation_bytes[start:stop], self.input_bytes[start:stop], self.checkpoint_interval)
+            deferred = self.deferred_bytes[start:stop]
+            with_held = (size + sum(deferred[end:]) for end, size in kept.segments)
+            activations.append(kept.per_micro_batch)
+            held.append(sum(deferred))
+            recomputed.append(kept.recomputed)
             split_recomputed.append(max(with_held, default=0))
         return PassBytes(tuple(activations), tuple(held), tuple(recomputed), tuple(split_recomputed))
 
@@ -290,7 +289,8 @@ class PassModel:
             return None
         stages = len(self.speeds)
         activations = _sums(self.activation_bytes, bounds).astype(np.int64)
-        under_1f1b = np.minimum(np.arange(stages, 0, -1), self.micro_batches)[:, None] * activations
+        counts = [in_flight(stage, stages, self.micro_batches) for stage in range(stages)]
+        under_1f1b = np.array(counts)[:, None] * activations
         limits = np.broadcast_to(np.floor(self.memory * under_1f1b.max(axis=0)), activations.shape)
         if self.limit_bytes is not None:
             limits = np.minimum(limits, self.limit_bytes - _sums(self.static_bytes, bounds))

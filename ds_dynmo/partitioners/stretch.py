@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ds_dynmo.partitioners.memory import StageMemory, resident_bytes
+from ds_dynmo.schedules import in_flight
 
 __all__ = ["RECORD_WIDTH", "LayerRecord", "Room", "Stretch"]
 
@@ -47,8 +48,8 @@ class Room(NamedTuple):
         """Build the room of a stage from its own ``memory`` and ``speed``."""
         if memory is None:
             return cls(math.inf, 1, 0, speed)
-        in_flight = min(num_stages - stage, memory.micro_batches)
-        return cls(float(memory.limit), in_flight, memory.checkpoint_interval, speed)
+        held = in_flight(stage, num_stages, memory.micro_batches)
+        return cls(float(memory.limit), held, memory.checkpoint_interval, speed)
 
 
 class Stretch:

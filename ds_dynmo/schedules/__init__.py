@@ -15,7 +15,7 @@ from ds_dynmo.schedules.costs import PassBytes, PassCosts
 from ds_dynmo.schedules.fast_1f1b import iteration_seconds, simulate
 from ds_dynmo.schedules.link_order import Message, link_orders
 from ds_dynmo.schedules.memory import peak_bytes
-from ds_dynmo.schedules.one_f_one_b import gradient_first_1f1b, one_f_one_b
+from ds_dynmo.schedules.one_f_one_b import gradient_first_1f1b, in_flight, one_f_one_b
 from ds_dynmo.schedules.portfolio import (
     MOST_ACTIONS,
     FoundSchedule,
@@ -42,6 +42,7 @@ __all__ = [
     "best_schedule",
     "gradient_first_1f1b",
     "idle_share",
+    "in_flight",
     "iteration_seconds",
     "link_orders",
     "lower_bound",

@@ -1,7 +1,7 @@
 """1F1B: after a warm-up, each stage runs a forward and a backward pass in turn (PipeDream, Narayanan et al. 2019).
 
 Stage ``s`` of ``p`` runs ``p - s`` forward passes ahead, and so holds the activations of at most that many
-micro-batches.
+micro-batches. :func:`in_flight` is the home of this rule.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from functools import lru_cache
 from ds_dynmo.schedules.actions import Action, Kind
 from ds_dynmo.schedules.schedule import Schedule
 
-__all__ = ["gradient_first_1f1b", "one_f_one_b"]
+__all__ = ["gradient_first_1f1b", "in_flight", "one_f_one_b"]
+
+
+def in_flight(stage: int, num_stages: int, micro_batches: int) -> int:
+    """Count the micro-batches whose activations ``stage`` holds at its peak under 1F1B."""
+    return min(num_stages - stage, micro_batches)
 
 
 def one_f_one_b(num_stages: int, micro_batches: int) -> Schedule:
@@ -48,7 +53,7 @@ def _chain(num_stages: int, micro_batches: int, *, split: bool) -> Schedule:
 
 
 def _order(stage: int, num_stages: int, micro_batches: int, split: bool) -> Iterator[Action]:
-    ahead = min(num_stages - stage, micro_batches)
+    ahead = in_flight(stage, num_stages, micro_batches)
     for micro_batch in range(ahead):
         yield Action(Kind.FORWARD, stage, micro_batch)
     for micro_batch in range(micro_batches):

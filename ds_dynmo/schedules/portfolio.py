@@ -22,7 +22,7 @@ from ds_dynmo.schedules.costs import PassBytes, PassCosts
 from ds_dynmo.schedules.fusing import fuse
 from ds_dynmo.schedules.greedy import Policy, greedy
 from ds_dynmo.schedules.memory import orders_peak_bytes, peak_bytes
-from ds_dynmo.schedules.one_f_one_b import gradient_first_1f1b, one_f_one_b
+from ds_dynmo.schedules.one_f_one_b import gradient_first_1f1b, in_flight, one_f_one_b
 from ds_dynmo.schedules.order import Orders, Run, run
 from ds_dynmo.schedules.repeating import PERIODS, repeated
 from ds_dynmo.schedules.schedule import Schedule
@@ -78,7 +78,7 @@ def one_f_one_b_limit(sizes: PassBytes, micro_batches: int, memory: float = 1.0)
     """Per stage of a chain, ``memory`` times the bytes that the stage which needs most holds under 1F1B."""
     stages = len(sizes.activation_bytes)
     most = max(
-        standing + min(stages - stage, micro_batches) * activations + recomputed
+        standing + in_flight(stage, stages, micro_batches) * activations + recomputed
         for stage, (standing, activations, recomputed) in enumerate(
             zip(sizes.standing_bytes, sizes.activation_bytes, sizes.recomputed_bytes)
         )

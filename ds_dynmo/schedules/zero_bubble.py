@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from ds_dynmo.schedules.actions import Action, Kind
+from ds_dynmo.schedules.one_f_one_b import in_flight
 from ds_dynmo.schedules.schedule import Schedule
 
 __all__ = ["zb_h1"]
@@ -30,7 +31,7 @@ def zb_h1(num_stages: int, micro_batches: int) -> Schedule:
 
 
 def _order(stage: int, num_stages: int, micro_batches: int) -> Iterator[Action]:
-    ahead, behind = min(num_stages - stage, micro_batches), stage
+    ahead, behind = in_flight(stage, num_stages, micro_batches), stage
     for micro_batch in range(ahead):
         yield Action(Kind.FORWARD, stage, micro_batch)
     for micro_batch in range(micro_batches):

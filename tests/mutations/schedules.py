@@ -54,8 +54,8 @@ MUTATIONS = [
     Mutation(
         "1F1B runs one forward pass more ahead",
         "ds_dynmo/schedules/one_f_one_b.py",
-        "ahead = min(num_stages - stage, micro_batches)",
-        "ahead = min(num_stages - stage + 1, micro_batches)",
+        "return min(num_stages - stage, micro_batches)",
+        "return min(num_stages - stage + 1, micro_batches)",
         "tests/pure/schedules/test_orders.py",
     ),
     Mutation(
