@@ -192,7 +192,7 @@ def shortest(instances: int) -> Iterator[Cells]:
             seconds, gains = [], []
             for _ in range(instances):
                 pipeline = random_pipeline(rng, num_layers, num_stages, micro_batches)
-                costs = [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
+                costs = list(pipeline.layer_seconds)
                 start = random_start(rng, num_layers, num_stages)
                 began = time.perf_counter()
                 found = makespan(costs, num_stages, start=start, pipeline=pipeline)

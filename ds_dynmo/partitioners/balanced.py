@@ -12,10 +12,9 @@ from itertools import accumulate
 
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners.checks import check_costs, check_num_stages
+from ds_dynmo.partitioners.checks import check_costs, check_num_stages, check_speeds
 from ds_dynmo.partitioners.limited import balanced_within
 from ds_dynmo.partitioners.memory import MemoryModel
-from ds_dynmo.partitioners.pipeline import check_speeds
 from ds_dynmo.partitioners.registry import register
 from ds_dynmo.partitioners.ties import Limits, check_layer_bytes, even_out, evenest, fewest_moved, lightest_loads
 from ds_dynmo.plan import check_partition

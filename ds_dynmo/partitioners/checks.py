@@ -1,4 +1,4 @@
-"""What every balancer refuses: invalid costs, and more stages than layers."""
+"""What every balancer refuses: invalid costs or speeds, and more stages than layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ds_dynmo.errors import PartitionError, counted
 
-__all__ = ["check_costs", "check_num_stages"]
+__all__ = ["check_costs", "check_num_stages", "check_speeds"]
 
 
 def check_costs(costs: Sequence[float]) -> list[float]:
@@ -61,3 +61,17 @@ def check_num_stages(num_layers: int, num_stages: int) -> None:
             f"{counted(num_layers, 'layer')} cannot fill {counted(num_stages, 'stage')}: every stage owns at least one "
             "layer"
         )
+
+
+def check_speeds(speeds: Sequence[float], num_stages: int) -> tuple[float, ...]:
+    """Check speeds and return them as floats.
+
+    Raises:
+        PartitionError: not one finite number > 0 per stage.
+    """
+    if len(speeds) != num_stages:
+        raise PartitionError(f"{num_stages} stages need {num_stages} speeds, got {len(speeds)}")
+    for stage, speed in enumerate(speeds):
+        if not 0 < speed < float("inf"):
+            raise PartitionError(f"stage {stage} has speed {speed!r}: a speed is a finite number > 0")
+    return tuple(map(float, speeds))

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners.balanced import uniform
-from ds_dynmo.partitioners.checks import check_costs, check_num_stages
+from ds_dynmo.partitioners.checks import check_costs, check_num_stages, check_speeds
 from ds_dynmo.partitioners.diffusion_node import DiffusionNode
 from ds_dynmo.partitioners.memory import MemoryModel, check_fits
 from ds_dynmo.partitioners.metrics import loads, potential
-from ds_dynmo.partitioners.pipeline import check_speeds
 from ds_dynmo.partitioners.registry import register
 from ds_dynmo.plan import check_partition
 
@@ -86,13 +85,13 @@ def diffusion_trace(
     checked, bounds = _checked(costs, num_stages, start, memory)
     nodes = _nodes(checked, bounds, memory, speeds)
     partitions = [bounds]
-    potentials = [_potential(checked, bounds, speeds)]
+    potentials = [potential(loads(checked, bounds, speeds))]
     floats_sent = 0
     while not nodes[0].done:
         floats_sent += _deliver(nodes)
         partition = _boundaries(nodes)
         moved = partition != partitions[-1]
-        potentials.append(_potential(checked, partition, speeds) if moved else potentials[-1])
+        potentials.append(potential(loads(checked, partition, speeds)) if moved else potentials[-1])
         partitions.append(partition)
     _check_found(nodes[0], bounds, memory)
     return DiffusionTrace(tuple(partitions), tuple(potentials), floats_sent)
@@ -119,11 +118,6 @@ def _nodes(
         own = None if memory is None else memory.of_stage(stage, start, stop)
         nodes.append(DiffusionNode(stage, num_stages, start, costs[start:stop], memory=own, speed=speed))
     return nodes
-
-
-def _potential(costs: Sequence[float], partition: Sequence[int], speeds: Sequence[float] | None) -> float:
-    of_stages = loads(costs, partition)
-    return potential(of_stages if speeds is None else [load / speed for load, speed in zip(of_stages, speeds)])
 
 
 def _deliver(nodes: list[DiffusionNode]) -> int:

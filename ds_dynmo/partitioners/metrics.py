@@ -9,25 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ds_dynmo.partitioners.checks import check_costs
+from ds_dynmo.partitioners.checks import check_costs, check_speeds
 from ds_dynmo.plan import check_partition
 from ds_dynmo.schedules import simulate
 
 __all__ = ["bottleneck", "bubble_ratio", "imbalance", "loads", "potential"]
 
 
-def loads(costs: Sequence[float], partition: Sequence[int]) -> list[float]:
+def loads(costs: Sequence[float], partition: Sequence[int], speeds: Sequence[float] | None = None) -> list[float]:
     """Compute the load of each stage.
+
+    Args:
+        speeds: per stage: its load is its layers' costs over its speed; None: all are equal.
 
     >>> loads([4, 9, 7, 5], [0, 1, 2, 4])
     [4.0, 9.0, 12.0]
 
     Raises:
-        PartitionError: invalid costs, or an invalid partition of these layers.
+        PartitionError: invalid costs or speeds, or an invalid partition of these layers.
     """
     checked = check_costs(costs)
     bounds = check_partition(partition, len(checked), len(partition) - 1)
-    return [math.fsum(checked[start:stop]) for start, stop in zip(bounds, bounds[1:])]
+    sums = [math.fsum(checked[start:stop]) for start, stop in zip(bounds, bounds[1:])]
+    return sums if speeds is None else [load / speed for load, speed in zip(sums, check_speeds(speeds, len(sums)))]
 
 
 def bottleneck(costs: Sequence[float], partition: Sequence[int]) -> float:

@@ -216,11 +216,6 @@ class PassModel:
         )
         return tuple(forward + backward for forward, backward in zip(self.forward_seconds, whole))
 
-    def seconds(self, schedule: Schedule, partition: Sequence[int]) -> float:
-        """Simulate ``schedule`` under ``partition``; infinite where a stage holds more than it may."""
-        found = self._replayed(schedule, 0.0, self._stages(partition))
-        return math.inf if found is None else found.iteration_seconds
-
     def lower_bounds(self, bounds: Bounds) -> Floats:
         """Bound the iterations of many partitions from below, whatever their orders."""
         bounds = self._in_layers(bounds)
@@ -233,7 +228,7 @@ class PassModel:
 
     def costs(self, partition: Sequence[int]) -> PassCosts:
         """Add up the seconds of passes per stage."""
-        stages = list(itertools.pairwise(self._in_layers(np.asarray(partition)).tolist()))
+        stages = self._runs(partition)
         goes_back = [stop > self.frozen_layers for _, stop in stages]
         forward, *backward = (
             [math.fsum(seconds[start:stop]) / speed for (start, stop), speed in zip(stages, self.speeds)]
@@ -245,7 +240,7 @@ class PassModel:
     def sizes(self, partition: Sequence[int]) -> PassBytes:
         """Add up what passes hold per stage."""
         activations, held, recomputed, split_recomputed = [], [], [], []
-        for start, stop in itertools.pairwise(self._in_layers(np.asarray(partition)).tolist()):
+        for start, stop in self._runs(partition):
             kept = kept_bytes(self.activation_bytes[start:stop], self.input_bytes[start:stop], self.checkpoint_interval)
             deferred = self.deferred_bytes[start:stop]
             with_held = (size + sum(deferred[end:]) for end, size in kept.segments)
@@ -264,7 +259,7 @@ class PassModel:
         Args:
             standing: messages of each boundary and direction for which there are buffers all the time.
         """
-        stages = list(itertools.pairwise(self._in_layers(np.asarray(partition)).tolist()))
+        stages = self._runs(partition)
         kept = (self.input_bytes[start] + self.output_bytes[stop - 1] for start, stop in stages)
         arriving = [0, *(self.input_bytes[start] for start, _ in stages[1:]), 0]
         bare = self.sizes(partition)
@@ -279,8 +274,7 @@ class PassModel:
         limits = one_f_one_b_limit(self.sizes(partition), self.micro_batches, self.memory)
         if self.limit_bytes is None:
             return limits
-        stages = itertools.pairwise(self._in_layers(np.asarray(partition)).tolist())
-        left = (self.limit_bytes - sum(self.static_bytes[start:stop]) for start, stop in stages)
+        left = (self.limit_bytes - sum(self.static_bytes[start:stop]) for start, stop in self._runs(partition))
         return tuple(map(min, limits, left))
 
     def _in_flight(self, bounds: Bounds) -> Bounds | None:
@@ -323,6 +317,10 @@ class PassModel:
     @cached_property
     def _known(self) -> dict[tuple[int, ...], FoundSchedule | None]:
         return {}
+
+    def _runs(self, partition: Sequence[int]) -> list[tuple[int, int]]:
+        """Per stage, its first layer and the one behind its last."""
+        return list(itertools.pairwise(self._in_layers(np.asarray(partition)).tolist()))
 
     def _in_layers(self, bounds: Bounds) -> Bounds:
         return np.asarray(self.first_layers)[bounds] if self.first_layers else bounds

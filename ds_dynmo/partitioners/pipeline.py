@@ -12,29 +12,16 @@ import numpy.typing as npt
 
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners.checks import check_costs
+from ds_dynmo.partitioners.checks import check_costs, check_speeds
+from ds_dynmo.partitioners.metrics import loads
 from ds_dynmo.partitioners.passes import PassModel
 from ds_dynmo.schedules import FoundSchedule, iteration_seconds
 from ds_dynmo.schedules.fast_1f1b import Sends
 
-__all__ = ["PipelineModel", "check_speeds"]
+__all__ = ["PipelineModel"]
 
 Floats = npt.NDArray[np.float64]
 _TIE = 1e-9  # relative difference below which two iterations take the same time
-
-
-def check_speeds(speeds: Sequence[float], num_stages: int) -> tuple[float, ...]:
-    """Check speeds and return them as floats.
-
-    Raises:
-        PartitionError: not one finite number > 0 per stage.
-    """
-    if len(speeds) != num_stages:
-        raise PartitionError(f"{num_stages} stages need {num_stages} speeds, got {len(speeds)}")
-    for stage, speed in enumerate(speeds):
-        if not 0 < speed < float("inf"):
-            raise PartitionError(f"stage {stage} has speed {speed!r}: a speed is a finite number > 0")
-    return tuple(map(float, speeds))
 
 
 @dataclass(frozen=True)
@@ -116,6 +103,15 @@ class PipelineModel:
             passes=replace(self.passes, first_layers=tuple(groups.bounds)) if self.passes is not None else None,
         )
 
+    @cached_property
+    def layer_seconds(self) -> tuple[float, ...]:
+        """Forward and backward seconds together, per layer and micro-batch, on a stage of speed 1."""
+        return tuple(f + b for f, b in zip(self.forward_seconds, self.backward_seconds))
+
+    def stage_loads(self, partition: Sequence[int]) -> list[float]:
+        """Compute the seconds per micro-batch of each stage."""
+        return loads(self.layer_seconds, partition, self.speeds)
+
     def iteration_seconds(self, partition: Sequence[int]) -> float:
         """Simulate the iteration under one partition and its shortest schedule."""
         found = self.shortest_schedule(partition)
@@ -138,10 +134,7 @@ class PipelineModel:
     @property
     def work_seconds(self) -> float:
         """Seconds below which no iteration is, under any partition and schedule: no stage ever waits."""
-        if self.passes is not None:
-            of_layers = self.passes.least_seconds
-        else:
-            of_layers = tuple(f + b for f, b in zip(self.forward_seconds, self.backward_seconds))
+        of_layers = self.layer_seconds if self.passes is None else self.passes.least_seconds
         return self.micro_batches * math.fsum(of_layers) / math.fsum(self.speeds)
 
     def seconds_under_1f1b(self, partition: Sequence[int]) -> float:

@@ -29,7 +29,7 @@ class Statics:
     @classmethod
     def known(cls, pipeline: PipelineModel, trainable: Sequence[float]) -> Statics:
         """Make them from the model before it changes; ``trainable``: parameters of each layer, in any unit."""
-        costs = [forward + backward for forward, backward in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
+        costs = list(pipeline.layer_seconds)
         stages = len(pipeline.speeds)
         partitions = {
             "static_uniform": tuple(uniform(len(costs), stages)),

@@ -101,8 +101,7 @@ def costs_and_speeds(given: DecisionInput) -> tuple[list[float], tuple[float, ..
         return given.costs(config.balance_by), None
     if not any(partitioners.takes(config.balancer, offer) for offer in ("pipeline", "speeds")):
         return given.costs("time"), given.speeds
-    pipeline = given.pipeline
-    return [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)], given.speeds
+    return list(given.pipeline.layer_seconds), given.speeds
 
 
 def accept_move(given: DecisionInput, proposed: Placement) -> Decision:
@@ -156,8 +155,8 @@ def predict(given: DecisionInput, placement: Placement, verdict: str = "") -> De
     after = _simulated(given.pipeline, placement.boundaries, found.schedule if found is not None else None)
     return Decision(
         placement,
-        tuple(_stage_seconds(given, given.placement)),
-        tuple(_stage_seconds(given, placement)),
+        tuple(given.pipeline.stage_loads(given.partition)),
+        tuple(given.pipeline.stage_loads(placement.boundaries)),
         before.seconds,
         after.seconds,
         verdict,
@@ -181,8 +180,7 @@ def _simulated(pipeline: PipelineModel, partition: Sequence[int], schedule: Sche
         timeline = replay(schedule, pipeline.passes.costs(partition))
         return _Simulated(timeline.iteration_seconds, timeline.bubble_ratio)
     seconds = pipeline.seconds_under_1f1b(partition)
-    both = [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
-    busy = sum(load / speed for load, speed in zip(partitioners.loads(both, partition), pipeline.speeds))
+    busy = sum(pipeline.stage_loads(partition))
     return _Simulated(seconds, idle_share(pipeline.micro_batches * busy, len(pipeline.speeds) * seconds))
 
 
@@ -210,19 +208,12 @@ def _objective(given: DecisionInput, placement: Placement) -> float:
         return partitioners.bottleneck(given.profile.costs(config.balance_by), placement.boundaries)
     if partitioners.takes(config.balancer, "pipeline"):
         return _iteration_seconds(given, placement)
-    return max(_stage_seconds(given, placement))
+    return max(given.pipeline.stage_loads(placement.boundaries))
 
 
 def _iteration_seconds(given: DecisionInput, placement: Placement) -> float:
     """Simulated seconds of an iteration, under the shortest schedule."""
     return given.pipeline.iteration_seconds(placement.boundaries)
-
-
-def _stage_seconds(given: DecisionInput, placement: Placement) -> list[float]:
-    """Seconds per micro-batch of each stage."""
-    pipeline = given.pipeline
-    both = [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
-    return [load / speed for load, speed in zip(partitioners.loads(both, placement.boundaries), pipeline.speeds)]
 
 
 def _exceeds_noise(saved: float, given: DecisionInput, proposed: Placement, tradeoff: MoveTradeoff) -> bool:
@@ -232,12 +223,12 @@ def _exceeds_noise(saved: float, given: DecisionInput, proposed: Placement, trad
     layers that only one of the two has, and that of the stages on which these were measured.
     """
     pipeline, here = given.pipeline, given.placement
-    seconds = pipeline.micro_batches * np.add(pipeline.forward_seconds, pipeline.backward_seconds)
+    seconds = pipeline.micro_batches * np.array(pipeline.layer_seconds)
     measured_on = np.array([here.stage_of(layer) for layer in range(len(seconds))])
-    slowest = int(np.argmax(_stage_seconds(given, here)))
+    slowest = int(np.argmax(pipeline.stage_loads(here.boundaries)))
     share = np.zeros(len(seconds))
     share[list(here.layers_of(slowest))] = 1.0 / pipeline.speeds[slowest]
-    loads = _stage_seconds(given, proposed)
+    loads = pipeline.stage_loads(proposed.boundaries)
     for stage, load in enumerate(loads):
         only_one = share.copy()
         only_one[list(proposed.layers_of(stage))] -= 1.0 / pipeline.speeds[stage]

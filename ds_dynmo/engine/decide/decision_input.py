@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -88,48 +88,44 @@ class DecisionInput:
     @cached_property
     def pipeline(self) -> PipelineModel:
         """The layers' seconds on a stage of speed 1, and what else a simulated iteration needs."""
-        layers, speeds, scale = self.profile.layers, self._speeds, self._scale
-        return PipelineModel(
-            _scaled((cost.forward_seconds for cost in layers), scale),
-            _scaled((cost.backward_seconds for cost in layers), scale),
+        layers = self.profile.layers
+        under_1f1b = PipelineModel(
+            self._scaled(cost.forward_seconds for cost in layers),
+            self._scaled(cost.backward_seconds for cost in layers),
             self.profile.micro_batches,
-            speeds,
+            self.speeds or (1.0,) * self.placement.num_stages,
             tuple(cost.static_bytes for cost in layers),
-            passes=self._passes() if self.searches else None,
         )
+        return replace(under_1f1b, passes=self._passes(under_1f1b)) if self.searches else under_1f1b
 
     def costs(self, balance_by: Literal["time", "parameters"]) -> list[float]:
         """Costs per layer for a balancer that does not know stage speeds: seconds are those on the present stage."""
         if balance_by != "time":
             return self.profile.costs(balance_by)
-        pipeline, here = self.pipeline, self.placement
-        seconds = zip(pipeline.forward_seconds, pipeline.backward_seconds)
-        return [(f + b) / pipeline.speeds[here.stage_of(layer)] for layer, (f, b) in enumerate(seconds)]
+        speeds, here = self.pipeline.speeds, self.placement
+        return [seconds / speeds[here.stage_of(layer)] for layer, seconds in enumerate(self.pipeline.layer_seconds)]
 
-    @property
-    def _speeds(self) -> tuple[float, ...]:
-        return self.speeds or (1.0,) * self.placement.num_stages
-
-    @property
-    def _scale(self) -> list[float]:
-        """Per layer, the speed of the stage that it was measured on."""
+    def _scaled(self, seconds: Iterable[float]) -> tuple[float, ...]:
+        """Convert seconds of each layer from the stage that it was measured on to a stage of speed 1."""
+        if self.speeds is None:
+            return tuple(seconds)
         measured_at = self.profile.placement
-        return [self._speeds[measured_at.stage_of(layer)] for layer in range(len(self.profile.layers))]
+        return tuple(value * self.speeds[measured_at.stage_of(layer)] for layer, value in enumerate(seconds))
 
-    def _passes(self) -> PassModel:
-        layers, scale, schedule = self.profile.layers, self._scale, self.config.schedule
+    def _passes(self, under_1f1b: PipelineModel) -> PassModel:
+        layers, schedule = self.profile.layers, self.config.schedule
         limit = None if self.limit_bytes is None else limit_without_workspace(self.limit_bytes, layers)
         return PassModel(
-            _scaled((cost.forward_seconds for cost in layers), scale),
-            _scaled((_first_part(cost) for cost in layers), scale),
-            _scaled((cost.weight_gradient_seconds for cost in layers), scale),
-            _scaled((cost.backward_seconds for cost in layers), scale),
+            under_1f1b.forward_seconds,
+            self._scaled(_first_part(cost) for cost in layers),
+            self._scaled(cost.weight_gradient_seconds for cost in layers),
+            under_1f1b.backward_seconds,
             tuple(cost.static_bytes for cost in layers),
             tuple(cost.activation_bytes for cost in layers),
             tuple(cost.input_bytes for cost in layers),
             tuple(cost.deferred_bytes for cost in layers),
             self.profile.micro_batches,
-            self._speeds,
+            under_1f1b.speeds,
             frozen_layers=next((index for index, cost in enumerate(layers) if cost.trainable_parameters), 0),
             checkpoint_interval=self.checkpoint_interval,
             memory=schedule.memory,
@@ -139,17 +135,14 @@ class DecisionInput:
             in_force=self.in_force,
             in_force_over_bound=self.in_force_over_bound,
             back_to_back=self.back_to_back,
-            search_actions=self._search_actions(),
+            search_actions=self._search_actions(under_1f1b.work_seconds),
             min_gain=self.config.min_improvement if self.config.balance_by == "time" else 0.0,
         )
 
-    def _search_actions(self) -> float:
-        """How many actions searches may simulate."""
+    def _search_actions(self, work_seconds: float) -> float:
+        """Limit the actions that searches may simulate."""
         if self.batches is None:
             return math.inf
-        layers, scale = self.profile.layers, self._scale
-        seconds = _scaled((cost.forward_seconds + cost.backward_seconds for cost in layers), scale)
-        work_seconds = self.profile.micro_batches * math.fsum(seconds) / math.fsum(self._speeds)
         return _SEARCH_SHARE * self.batches * work_seconds / _SECONDS_PER_ACTION
 
 
@@ -168,10 +161,6 @@ def memory_model(profile: Profile, limit_bytes: int | None, checkpoint_interval:
         micro_batches=profile.micro_batches,
         checkpoint_interval=checkpoint_interval,
     )
-
-
-def _scaled(seconds: Iterable[float], scale: Sequence[float]) -> tuple[float, ...]:
-    return tuple(value * by for value, by in zip(seconds, scale))
 
 
 def _first_part(cost: LayerCost) -> float:

@@ -87,10 +87,9 @@ class Planner:
         config, profile = self.given.config, self.given.profile
         by_time = config.balance_by == "time"
         pipeline = self.given.pipeline.on(count)
-        seconds = [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
         partition = partitioners.propose(
             config.balancer,
-            seconds if by_time else profile.costs("parameters"),
+            list(pipeline.layer_seconds) if by_time else profile.costs("parameters"),
             count,
             start=partitioners.uniform(len(profile.layers), count),
             memory=self.given.memory.on(count) if self.given.memory is not None else None,

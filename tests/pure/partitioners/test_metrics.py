@@ -3,12 +3,19 @@ import random
 
 import pytest
 
+from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners import bottleneck, bubble_ratio, imbalance, loads, potential
 
 
 def test_loads_are_rounded_once_whatever_the_order() -> None:
     assert loads([0.1] * 10, [0, 10]) == [1.0]
     assert loads([1e16, 1.0, 1.0], [0, 3]) == loads([1.0, 1.0, 1e16], [0, 3]) == [1e16 + 2]
+
+
+def test_a_slow_stage_has_a_larger_load() -> None:
+    assert loads([1, 2, 3], [0, 1, 3], [2.0, 0.5]) == [0.5, 10.0]
+    with pytest.raises(PartitionError, match="2 stages need 2 speeds, got 1"):
+        loads([1, 2, 3], [0, 1, 3], [2.0])
 
 
 def test_imbalance_is_equation_2() -> None:
