@@ -27,7 +27,7 @@ from ds_dynmo.partitioners.diffusion_messages import LeftSweep, Message, Offer, 
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
 from ds_dynmo.partitioners.memory import StageMemory
 from ds_dynmo.partitioners.overload import FAILED, Attempt, Bracket, choose, keep_left, keep_right
-from ds_dynmo.partitioners.stretch import LayerRecord, Room, Stretch
+from ds_dynmo.partitioners.stretch import Room, Stretch, inner_sizes
 
 __all__ = ["DiffusionNode"]
 
@@ -78,12 +78,12 @@ class DiffusionNode:
     ) -> None:
         self.stage = stage
         self.num_stages = num_stages
-        self.layers = Stretch(start, _records(costs, memory))
+        self.layers = Stretch.of(start, costs, memory)
         self.rounds = 0
-        self._room = Room.of(memory, stage, num_stages, speed)
+        self._room = Room.of(memory, speed)
         self.start_bottleneck = self.layers.load(self._room, *self.bounds)
         self.end_bottleneck = math.inf
-        self._group_sizes = _inner_sizes(memory)
+        self._group_sizes = inner_sizes(memory)
         self._last = num_stages - 1
         self._fits_now = self.layers.fits(self._room, *self.bounds)
         self._phases = self._run()
@@ -268,21 +268,3 @@ def _meet(left: Stretch, right: Stretch, left_room: Room, right_room: Room) -> t
     left_costs, right_costs = ([record.cost for record in stretch.records] for stretch in (left, right))
     speeds = left_room.speed, right_room.speed
     return both, both.start + diffusion_step(left_costs, right_costs, fits, speeds=speeds)
-
-
-def _records(costs: Sequence[float], memory: StageMemory | None) -> list[LayerRecord]:
-    if memory is None:
-        return [LayerRecord(float(cost)) for cost in costs]
-    every = zip(costs, memory.static_bytes, memory.activation_bytes, memory.input_bytes)
-    records = [LayerRecord(float(cost), float(a), float(b), float(c)) for cost, a, b, c in every]
-    if not _inner_sizes(memory):
-        return records
-    return [
-        record._replace(inner=tuple(float(value) for layer in group for value in layer)) if len(group) > 1 else record
-        for record, group in zip(records, memory.inner_bytes)
-    ]
-
-
-def _inner_sizes(memory: StageMemory | None) -> Sequence[int]:
-    """The size of each group of the model, where segments of checkpointing may begin within a group; else empty."""
-    return memory.group_sizes if memory is not None and memory.checkpoint_interval else ()

@@ -83,7 +83,8 @@ class StageMemory:
     Attributes:
         static_bytes, activation_bytes, input_bytes: per layer that the stage owns now.
         limit: bytes that the stage may use.
-        micro_batches, checkpoint_interval: the same for every stage.
+        in_flight: micro-batches whose activations it holds at its peak.
+        checkpoint_interval: the same for every stage.
         inner_bytes: as in a :class:`MemoryModel`, of the layers that the stage owns now.
         group_sizes: as in a :class:`MemoryModel`, of all layers.
     """
@@ -92,7 +93,7 @@ class StageMemory:
     activation_bytes: tuple[int, ...]
     input_bytes: tuple[int, ...]
     limit: int
-    micro_batches: int
+    in_flight: int
     checkpoint_interval: int = 0
     inner_bytes: tuple[tuple[LayerBytes, ...], ...] = ()
     group_sizes: tuple[int, ...] = ()
@@ -224,7 +225,7 @@ class MemoryModel:
             self.activation_bytes[start:stop],
             self.input_bytes[start:stop],
             self.limits[stage],
-            self.micro_batches,
+            self.in_flight(stage),
             self.checkpoint_interval,
             self.inner_bytes[start:stop],
             self.group_sizes,

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ds_dynmo.partitioners.memory import StageMemory, resident_bytes
-from ds_dynmo.schedules import in_flight
 
-__all__ = ["RECORD_WIDTH", "LayerRecord", "Room", "Stretch"]
+__all__ = ["RECORD_WIDTH", "LayerRecord", "Room", "Stretch", "inner_sizes"]
 
 
 class LayerRecord(NamedTuple):
@@ -44,12 +43,11 @@ class Room(NamedTuple):
     speed: float
 
     @classmethod
-    def of(cls, memory: StageMemory | None, stage: int, num_stages: int, speed: float) -> Room:
+    def of(cls, memory: StageMemory | None, speed: float) -> Room:
         """Build the room of a stage from its own ``memory`` and ``speed``."""
         if memory is None:
             return cls(math.inf, 1, 0, speed)
-        held = in_flight(stage, num_stages, memory.micro_batches)
-        return cls(float(memory.limit), held, memory.checkpoint_interval, speed)
+        return cls(float(memory.limit), memory.in_flight, memory.checkpoint_interval, speed)
 
 
 class Stretch:
@@ -60,6 +58,20 @@ class Stretch:
         self.stop = start + len(records)
         self.records = list(records)
         self._costs = [record.cost for record in records]
+
+    @classmethod
+    def of(cls, start: int, costs: Sequence[float], memory: StageMemory | None) -> Stretch:
+        """Build the stretch of a stage's own layers, the first of which is ``start``."""
+        if memory is None:
+            return cls(start, [LayerRecord(float(cost)) for cost in costs])
+        layers = zip(costs, memory.static_bytes, memory.activation_bytes, memory.input_bytes)
+        records = [LayerRecord(float(cost), float(a), float(b), float(c)) for cost, a, b, c in layers]
+        if inner_sizes(memory):
+            for place, group in enumerate(memory.inner_bytes):
+                if len(group) > 1:
+                    inner = tuple(float(value) for layer in group for value in layer)
+                    records[place] = records[place]._replace(inner=inner)
+        return cls(start, records)
 
     def load(self, room: Room, start: int, stop: int) -> float:
         """Compute the load of layers ``[start, stop)`` on a stage with ``room``; it never falls as layers are added."""
@@ -107,6 +119,11 @@ class Stretch:
             records.append(LayerRecord(cost, static, activation, inputs, tuple(values[inner:end])))
             at = end
         return cls(start, records), values[at:]
+
+
+def inner_sizes(memory: StageMemory | None) -> Sequence[int]:
+    """Return the size of each group of the model where segments may begin within a group; else nothing."""
+    return memory.group_sizes if memory is not None and memory.checkpoint_interval else ()
 
 
 def _bytes_of(records: Sequence[LayerRecord]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
