@@ -3,6 +3,24 @@
 A *balancer* takes costs per layer, a number of stages, the partition in force and a memory model, and returns
 boundaries. ``"partition"`` (:func:`balanced`), ``"diffusion"`` (:func:`diffusion`) and ``"makespan"``
 (:func:`makespan`) are registered here; :func:`register` adds more, which the JSON block's ``"balancer"`` can then name.
+
+Each concept has one home:
+
+=====================================  ===============================================================================
+concept                                module
+=====================================  ===============================================================================
+least bottleneck, exact                ``balanced``; ``limited`` with memory limits or unlike speeds; ``ties``
+least bottleneck, between neighbours   ``diffusion``, and for each stage ``diffusion_node``, which uses ``overload``,
+                                       ``diffusion_step``, ``diffusion_messages`` and ``stretch``
+shortest iteration                     ``makespan``
+fewer stages                           ``repack``
+load of a stage, and its measures      ``metrics``
+seconds of layers and of an iteration  ``pipeline``; ``passes`` under schedules of ours; the simulator is in
+                                       :mod:`ds_dynmo.schedules`
+memory                                 ``memory`` in training, ``move_memory`` during a migration
+what a run has learnt                  ``history``; ``speeds`` of stages
+what is refused, and names             ``checks``, ``registry``
+=====================================  ===============================================================================
 """
 
 from ds_dynmo.partitioners.balanced import balanced, balanced_groups, uniform

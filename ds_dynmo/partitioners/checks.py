@@ -1,4 +1,4 @@
-"""What every balancer refuses: invalid costs or speeds, and more stages than layers."""
+"""What all balancers refuse alike: invalid costs or speeds, and more stages than layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The paper's diffusion-based balancer, run in one process: messages between stages are delivered in memory."""
+"""The paper's diffusion-based balancer with all stages in one process: messages are delivered in memory.
+
+What a stage does is in :mod:`ds_dynmo.partitioners.diffusion_node`. Here are the run, its trace and its errors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages between stages in the decentralised balancer, and how they are encoded as flat lists of floats."""
+"""What stages of the decentralised balancer tell each other, encoded as flat lists of floats."""
 
 from __future__ import annotations
 

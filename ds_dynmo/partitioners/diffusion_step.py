@@ -1,4 +1,4 @@
-"""One step of the paper's diffusion between two neighbours, and the bound on its rounds (Lemma 2)."""
+"""The paper's diffusion step between two neighbours, and Lemma 2's bound on the rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates from all profiles and moves: smoothed layer costs with their errors, stage speeds, the cost of a move.
+"""What a run has learnt from profiles and moves: smoothed costs and their errors, stage speeds, the cost of a move.
 
 A cost that stays within the noise is averaged over the latest profiles. A cost that leaves this range, or a whole stage
 that shifts, has changed: from then on only the new value counts.

@@ -1,4 +1,4 @@
-"""The exact optimum with memory limits or stages of different speeds.
+"""The exact least bottleneck with memory limits or stages of different speeds.
 
 Filling stages greedily is not exact here: a stage's limit depends on its position (early stages hold more
 micro-batches, slow ones have less time), so layers may fit only late, and no stage may be empty. So each probe keeps,

@@ -1,8 +1,8 @@
-"""The memory that a stage needs on its device, and whether a partition fits.
+"""Memory in training: the bytes that a stage needs on its device, and whether a partition fits.
 
 A stage holds the static bytes of its layers (weights, gradients, optimizer state, buffers) and, for every
-micro-batch in flight under 1F1B, what its layers save for their backward pass. Stage ``s`` of ``N`` has
-``min(N - s, micro_batches)`` micro-batches in flight, so early stages need more for the same layers.
+micro-batch in flight under 1F1B (:func:`ds_dynmo.schedules.in_flight`), what its layers save for their backward pass.
+Early stages have more micro-batches in flight, so they need more for the same layers.
 With activation checkpointing every ``k`` layers, counted from the stage's first, a micro-batch in flight
 holds only each segment's input, and one segment's activations exist while it is recomputed. What a migration adds is in
 :mod:`ds_dynmo.partitioners.move_memory`.

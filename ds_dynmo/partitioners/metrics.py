@@ -1,4 +1,4 @@
-"""Measures of a partition, from the costs of its layers.
+"""The load of a stage, and measures of a partition from it.
 
 A stage's load is the correctly rounded sum of its layers' costs (``math.fsum``). So it does not depend on the order of
 summation, and it never falls when a layer is added. Every balancer here compares loads that way.

@@ -1,4 +1,4 @@
-"""The memory of each stage at the peak of a migration, and whether it exceeds the limit. Pure.
+"""Memory during a migration: the bytes of each stage at the peak, and whether they exceed the limit. Pure.
 
 A migration holds old and new buffers at once, in this order:
 

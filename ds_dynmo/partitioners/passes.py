@@ -1,4 +1,8 @@
-"""The passes of layers under schedules of ours, for any partition: what they take, what they hold, and their order."""
+"""The passes of layers under schedules of ours, for any partition: what they take, what they hold, and their order.
+
+Seconds and bytes per layer become those of stages, as :mod:`ds_dynmo.schedules` needs them. Orders that were found are
+remembered, and the work of searches is counted: a decision asks for many partitions.
+"""
 
 from __future__ import annotations
 

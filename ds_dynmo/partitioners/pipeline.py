@@ -1,4 +1,7 @@
-"""The model of the running pipeline that balancers and decisions simulate."""
+"""The seconds of layers, of stages and of an iteration: the model that balancers and decisions simulate.
+
+The layers' seconds are those on a stage of speed 1; what a stage takes is the sum of its layers' over its speed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry of balancers: the names that ``"balancer"`` of the JSON block takes.
+"""The names that ``"balancer"`` of the JSON block takes, and how the balancer of a name is called.
 
 Its dict is the package's only mutable global: names are added and never removed.
 """

@@ -1,4 +1,4 @@
-"""Planners of re-packing: how many stages a model whose work has shrunk needs, and which of the present ones stay.
+"""Re-packing: how many stages a model whose work has shrunk needs, and which of the present ones stay.
 
 :func:`first_fit` is the paper's algorithm 2, which packs by memory alone. :func:`fewest_stages` asks for throughput
 too. Both give boundaries for fewer stages; :func:`hosts` then chooses the stages to keep.

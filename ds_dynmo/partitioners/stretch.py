@@ -1,4 +1,4 @@
-"""A run of neighbouring layers that one stage knows, with the loads and bytes of its parts."""
+"""What a stage of the decentralised balancer knows: neighbouring layers, with their loads and bytes, and its room."""
 
 from __future__ import annotations
 

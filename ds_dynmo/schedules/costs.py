@@ -1,4 +1,4 @@
-"""What the passes of a pipeline take: seconds and bytes per chunk."""
+"""The costs of a schedule: seconds and bytes of passes per chunk."""
 
 from __future__ import annotations
 

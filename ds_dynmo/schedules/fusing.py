@@ -1,4 +1,4 @@
-"""Backward passes in one where two parts fill no gap: a split costs some per cent of the pass, and memory."""
+"""Taking splits back: backward passes in one where two parts fill no gap. A split costs some per cent, and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schedule holds at its peak."""
+"""The memory of a schedule: what its passes hold at their peak."""
 
 from __future__ import annotations
 

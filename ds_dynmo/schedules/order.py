@@ -1,4 +1,4 @@
-"""One pass over an order: which action waits for which, and when each can run.
+"""The simulation of a schedule: which action waits for which, and when each can run.
 
 An action waits for the action before it on its stage, and for its data:
 

@@ -1,4 +1,4 @@
-"""The one simulator: the timeline of any schedule under any costs.
+"""The timeline of any schedule under any costs, as the simulation in ``order`` gives it.
 
 DeepSpeed's 1F1B has a fast case, for many pipelines at once, in :mod:`ds_dynmo.schedules.fast_1f1b`.
 """
