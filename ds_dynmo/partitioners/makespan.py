@@ -27,6 +27,7 @@ import numpy.typing as npt
 from ds_dynmo.partitioners.balanced import balanced
 from ds_dynmo.partitioners.checks import check_costs, check_num_stages
 from ds_dynmo.partitioners.memory import MemoryModel
+from ds_dynmo.partitioners.metrics import prefix_sums
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.partitioners.registry import register
 from ds_dynmo.plan import check_partition
@@ -285,7 +286,7 @@ def _seeds(pipeline: PipelineModel, furthest: Bounds | None) -> Bounds:
     The load weighs forward and backward in several ways, with or without the passes through the stages before. With
     equal speeds the sum is the same everywhere; else it is minimised under several limits of a stage's load.
     """
-    forward, backward = pipeline.prefixes
+    forward, backward = prefix_sums(pipeline.forward_seconds), prefix_sums(pipeline.backward_seconds)
     shares = np.array([0.5, 0.5, 0.3, 0.7])[:, None]
     heads = np.array([0.0, 1.0, 1.0, 1.0])[:, None, None] / (pipeline.micro_batches * np.mean(pipeline.speeds))
     prefix = 2 * (shares * forward + (1 - shares) * backward)

@@ -8,12 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ds_dynmo.partitioners.checks import check_costs, check_speeds
 from ds_dynmo.plan import check_partition
 from ds_dynmo.schedules import simulate
 
-__all__ = ["bottleneck", "bubble_ratio", "imbalance", "loads", "potential"]
+__all__ = ["bottleneck", "bubble_ratio", "imbalance", "loads", "potential", "prefix_sums", "sums_of_many"]
+
+Numbers = npt.NDArray[Any]
+
+
+def prefix_sums(values: Sequence[float]) -> Numbers:
+    """Sum the first 0, 1, 2, ... of ``values``; ints exactly."""
+    return np.concatenate([[0], np.cumsum(values)])
+
+
+def sums_of_many(values: Sequence[float], bounds: npt.NDArray[np.int64]) -> Numbers:
+    """Sum values of layers over each stage under many partitions at once: :func:`loads`, but for rounding.
+
+    Args:
+        bounds: ``[num_stages + 1, how many]``: partitions are columns.
+
+    Returns:
+        ``[num_stages, how many]``.
+    """
+    return np.diff(prefix_sums(values)[bounds], axis=0)
 
 
 def loads(costs: Sequence[float], partition: Sequence[int], speeds: Sequence[float] | None = None) -> list[float]:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ds_dynmo.errors import ScheduleError
 from ds_dynmo.partitioners.memory import kept_bytes
+from ds_dynmo.partitioners.metrics import sums_of_many
 from ds_dynmo.schedules import (
     MOST_ACTIONS,
     FoundSchedule,
@@ -225,7 +226,7 @@ class PassModel:
         bounds = self._in_layers(bounds)
         goes_back = bounds[1:] > self.frozen_layers
         speeds = np.asarray(self.speeds)[:, None]
-        forward, *backward = (_sums(seconds, bounds) / speeds for seconds in self._seconds)
+        forward, *backward = (sums_of_many(seconds, bounds) / speeds for seconds in self._seconds)
         first, second, whole = (seconds * goes_back for seconds in backward)
         owners, in_flight = range(len(self.speeds)), self._in_flight(bounds)
         return lower_bounds(owners, forward, first, second, whole, self.micro_batches, in_flight=in_flight)
@@ -286,12 +287,12 @@ class PassModel:
         if self.checkpoint_interval:
             return None
         stages = len(self.speeds)
-        activations = _sums(self.activation_bytes, bounds).astype(np.int64)
+        activations = sums_of_many(self.activation_bytes, bounds)
         counts = [in_flight(stage, stages, self.micro_batches) for stage in range(stages)]
         under_1f1b = np.array(counts)[:, None] * activations
         limits = np.broadcast_to(np.floor(self.memory * under_1f1b.max(axis=0)), activations.shape)
         if self.limit_bytes is not None:
-            limits = np.minimum(limits, self.limit_bytes - _sums(self.static_bytes, bounds))
+            limits = np.minimum(limits, self.limit_bytes - sums_of_many(self.static_bytes, bounds))
         fitting = np.where(activations > 0, limits // np.maximum(activations, 1), self.micro_batches)
         return np.clip(fitting, 1, self.micro_batches).astype(np.int64)
 
@@ -328,9 +329,3 @@ class PassModel:
 
     def _in_layers(self, bounds: Bounds) -> Bounds:
         return np.asarray(self.first_layers)[bounds] if self.first_layers else bounds
-
-
-def _sums(values: Sequence[float], bounds: Bounds) -> Floats:
-    """Per stage and partition, the sum over the stage's layers."""
-    sums: Floats = np.diff(np.concatenate([[0.0], np.cumsum(values)])[bounds], axis=0)
-    return sums

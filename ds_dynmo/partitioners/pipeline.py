@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners.checks import check_costs, check_speeds
-from ds_dynmo.partitioners.metrics import loads
+from ds_dynmo.partitioners.metrics import loads, prefix_sums, sums_of_many
 from ds_dynmo.partitioners.passes import PassModel
 from ds_dynmo.schedules import FoundSchedule, iteration_seconds
 from ds_dynmo.schedules.fast_1f1b import Sends
@@ -151,21 +151,12 @@ class PipelineModel:
 
     def stages_seconds(self, bounds: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Compute the forward and backward seconds of each stage, ``[num_stages, how many]``."""
-        forward, backward = self.prefixes
         speeds = np.asarray(self.speeds)[:, None]
-        return np.diff(forward[bounds], axis=0) / speeds, np.diff(backward[bounds], axis=0) / speeds
+        return sums_of_many(self.forward_seconds, bounds) / speeds, sums_of_many(self.backward_seconds, bounds) / speeds
 
     @cached_property
     def _on(self) -> dict[int, PipelineModel]:
         return {}
-
-    @cached_property
-    def prefixes(self) -> tuple[Floats, Floats]:
-        """Prefix sums of the layers' forward and backward seconds."""
-        forward, backward = (
-            np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in (self.forward_seconds, self.backward_seconds)
-        )
-        return forward, backward
 
     def moved(self, old: Sequence[int], bounds: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
         """Compute the bytes and layers that change stage from ``old`` to each of many partitions."""
@@ -173,6 +164,6 @@ class PipelineModel:
         before = np.asarray(old)[:, None]
         low, high = np.maximum(before[:-1], bounds[:-1]), np.minimum(before[1:], bounds[1:])
         high = np.maximum(low, high)
-        sizes = np.concatenate([[0], np.cumsum(self.layer_bytes or (1,) * num_layers, dtype=np.int64)])
+        sizes = prefix_sums(self.layer_bytes or (1,) * num_layers)
         assert len(bounds) == num_stages + 1
         return sizes[-1] - (sizes[high] - sizes[low]).sum(axis=0), num_layers - (high - low).sum(axis=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners.memory import MemoryModel
@@ -146,9 +147,7 @@ def hosts(old: Sequence[int], new: Sequence[int], layer_bytes: Sequence[int]) ->
     present, wanted = len(old) - 1, len(new) - 1
     if wanted > present:
         raise PartitionError(f"{wanted} stages cannot be chosen from {present}")
-    sums = [0]
-    for size in layer_bytes:
-        sums.append(sums[-1] + size)
+    sums = [0, *accumulate(layer_bytes)]
 
     def kept(stage: int, place: int) -> int:
         low, high = max(old[stage], new[place]), min(old[stage + 1], new[place + 1])
