@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 __all__ = ["DynamicCase"]
 
 
-class DynamicCase(ABC):
+class DynamicCase:
     """One dynamic case of a model that trains. Every rank makes the same calls in the same order.
 
     Args:
@@ -23,16 +22,15 @@ class DynamicCase(ABC):
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
-    @abstractmethod
     def before_batch(self, step: int) -> None:
         """Change the model before step ``step``, counted from 0, and tell the engine (``model_changed``)."""
 
-    def after_batch(self, steps_done: int) -> None:  # noqa: B027
+    def after_batch(self, steps_done: int) -> None:
         """Look at what the batch did."""
 
     def state_dict(self) -> dict[str, Any]:
         """Give what a resumed run needs and no layer holds, as plain JSON values; the same on every rank."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from torch import nn
 
+from ds_dynmo.models.batch_counts import CountsPerBatch
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
@@ -169,7 +170,7 @@ def _checked(capacity: Any) -> float:
     return float(capacity)
 
 
-class MixtureOfDepthsBlock(Block):
+class MixtureOfDepthsBlock(CountsPerBatch, Block):
     """A block for some of the tokens: ``x + r f(x)`` on those, ``x`` on all others (Raposo et al., equation 1).
 
     ``f(x)`` is what the block adds to ``x``, so that the residual is there once; the factor ``r``, the router's
@@ -203,16 +204,8 @@ class MixtureOfDepthsBlock(Block):
         self.predictor = Predictor(config, depths, generator) if depths.sampling == "predictor" else None
         self.capacity = depths.capacity_of(layer)
         self.sequence_length = config.sequence_length
-        self._count_anew = True
         self.tokens_taken: torch.Tensor | None = None
         self.tokens = 0
-
-    def train(self, mode: bool = True) -> MixtureOfDepthsBlock:
-        """Set the mode as ``nn.Module`` does. Training mode begins a batch: the next pass counts anew."""
-        if mode:
-            self._count_anew = True
-        super().train(mode)
-        return self
 
     def load_signal(self) -> float:
         """The paper's ``r_i t_i`` (section 2, mixture of depths) over all tokens: the share that the block takes.
@@ -271,8 +264,8 @@ class MixtureOfDepthsBlock(Block):
 
     def _count(self, members: torch.Tensor) -> None:
         taken = members.sum()  # stays on the accelerator until somebody asks
-        if self._count_anew or self.tokens_taken is None:
-            self.tokens_taken, self.tokens, self._count_anew = torch.zeros_like(taken), 0, False
+        if self.begins_batch() or self.tokens_taken is None:
+            self.tokens_taken, self.tokens = torch.zeros_like(taken), 0
         self.tokens_taken = self.tokens_taken + taken
         self.tokens += members.numel()
 

@@ -405,6 +405,7 @@ def case_of(model: Model, said: list[str], start: float, total_steps: int) -> Ea
 def signal_in(case: EarlyExit, model: Model, step: int) -> float:
     """Return the last block's load signal after a batch of two micro-batches."""
     case.before_batch(step)
+    model.train()
     for _ in range(2):
         loss_of(model, text())
     return model.blocks[3].load_signal()

@@ -237,7 +237,7 @@ def test_the_bias_evens_out_the_experts() -> None:
     layer.router.bias_steps.zero_()
     largest = []
     for _ in range(150):
-        layer.start_batch()
+        layer.train()
         layer(hidden_of())
         largest.append(max(layer.choices_per_expert))
         layer.router.balance(layer.choices_per_expert)
@@ -421,10 +421,12 @@ def test_a_frozen_layer_keeps_its_bias() -> None:
     blocks[0].requires_grad_(False)
     engine = SimpleNamespace(module=module, sum_over_replicas=lambda counts: counts)
     case = ExpertBalance(config.moe, engine, num_layers=len(specs))
-    case.before_batch(0)
     for block in blocks:
         block(hidden_of())
     case.after_batch(1)
     assert [bool(block.mlp.router.bias_steps.any()) for block in blocks] == [False, True]
-    case.before_batch(1)
-    assert all(sum(block.mlp.choices_per_expert) == 0 for block in blocks)
+    counted = [sum(block.mlp.choices_per_expert) for block in blocks]
+    module.train()  # a batch begins
+    for block in blocks:
+        block(hidden_of())
+    assert counted == [sum(block.mlp.choices_per_expert) for block in blocks]

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from ds_dynmo.models.batch_counts import CountsPerBatch
 from ds_dynmo.models.early_exit.criteria import EarlyExitConfig, state_similarity
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
@@ -26,7 +27,7 @@ __all__ = ["ExitBlock", "RemainingAttention", "leave_after"]
 DENSE_ABOVE = 0.7
 
 
-class ExitBlock(Block):
+class ExitBlock(CountsPerBatch, Block):
     """A block that runs on the tokens that are still in the model.
 
     Args:
@@ -46,12 +47,7 @@ class ExitBlock(Block):
         self.depth = depth
         self.leaving = exits.start == 0
         self.decides = exits.confidence == "state" and depth in exits.exits(config.layers)
-        self._count_anew = True
         self.tokens_ran = self.tokens = 0
-
-    def begin_batch(self) -> None:
-        """Count tokens anew from the next training batch on."""
-        self._count_anew = True
 
     def load_signal(self) -> float:
         """The paper's ``t_i / t``: tokens that ran in this block over all tokens of the last training batch."""
@@ -89,8 +85,8 @@ class ExitBlock(Block):
         return hidden.flatten(0, 1).index_copy(0, index, rows).view_as(hidden)
 
     def _count(self, ran: int, tokens: int) -> None:
-        if self._count_anew:
-            self.tokens_ran, self.tokens, self._count_anew = 0, 0, False
+        if self.begins_batch():
+            self.tokens_ran = self.tokens = 0
         self.tokens_ran += ran
         self.tokens += tokens
 

@@ -174,7 +174,6 @@ class EarlyExit(DynamicCase):
         for _, layer in local_layers(self.engine.module):
             if isinstance(layer, ExitBlock):
                 layer.leaving = self._begun
-                layer.begin_batch()
             elif isinstance(layer, ExitHead):
                 layer.leaving.fill_(self._begun)
         if begins:

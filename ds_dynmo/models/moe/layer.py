@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.models.batch_counts import CountsPerBatch
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.host_numbers import counts_of
@@ -29,7 +30,7 @@ from ds_dynmo.models.transformer import INIT_STD, init_normal, residual_std
 __all__ = ["ExpertBalance", "MixtureOfExperts"]
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(CountsPerBatch):
     """``sum of gate * expert(x)`` over the experts that a token chose; an expert is two linear layers with a GELU.
 
     With a ``capacity_factor`` an expert takes at most ``ceil(capacity_factor * top_k * tokens / experts)`` choices of a
@@ -59,7 +60,7 @@ class MixtureOfExperts(nn.Module):
         init_normal(self.expand, INIT_STD, generator)
         init_normal(self.contract, residual_std(config), generator)
         self._replicas = Replicas()
-        self.start_batch()
+        self._count_from_zero()
 
     @property
     def shares_out(self) -> bool:
@@ -109,6 +110,8 @@ class MixtureOfExperts(nn.Module):
         everyone = self._replicas.gather([*taken, len(choices)], hidden.device) if shared else [[*taken, len(choices)]]
         table = [row[:-1] for row in everyone]
         if self.training and not is_recomputing():
+            if self.begins_batch():
+                self._count_from_zero()
             self._count(chosen, taken)
             self.busiest_tokens += max(loads_of_replicas(table))
             self.mean_choices += sum(row[-1] for row in everyone) / len(everyone)
@@ -134,8 +137,7 @@ class MixtureOfExperts(nn.Module):
         share = self.busiest_tokens / self.mean_choices if self.mean_choices else 1.0
         return share * self.top_k / self.num_experts
 
-    def start_batch(self) -> None:
-        """Count tokens anew from here on."""
+    def _count_from_zero(self) -> None:
         self.choices_per_expert = [0] * self.num_experts
         self.tokens_per_expert = [0] * self.num_experts
         self.busiest_tokens, self.mean_choices = 0, 0.0
@@ -150,7 +152,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class ExpertBalance(DynamicCase):
-    """Counts tokens batch by batch, and with routing "bias" updates the biases of layers that train after each."""
+    """With routing "bias", updates after each batch the biases of layers that train."""
 
     name = "moe"
 
@@ -158,11 +160,6 @@ class ExpertBalance(DynamicCase):
         super().__init__(engine)
         self._config = config
         self._num_layers = num_layers
-
-    def before_batch(self, step: int) -> None:
-        """Let the layers count anew."""
-        for _, layer in self._local_moe():
-            layer.start_batch()
 
     def after_batch(self, steps_done: int) -> None:
         """Update the biases, with routing "bias", by what all micro-batches of all replicas chose."""

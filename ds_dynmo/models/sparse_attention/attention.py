@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from torch import nn
 
+from ds_dynmo.models.batch_counts import CountsPerBatch
 from ds_dynmo.models.sparse_attention.kernels import bucket_attention, bucket_pairs, kept_attention, kept_pairs
 from ds_dynmo.models.transformer import INIT_STD, apply_rotary, init_linear, residual_std
 
@@ -70,7 +71,7 @@ def _of_kind(kind: str, value: Any, default: Any, info: ValidationInfo) -> Any:
     return None
 
 
-class SparseAttention(nn.Module, ABC):
+class SparseAttention(CountsPerBatch, ABC):
     """Causal multi-head self-attention over a pattern that is drawn in every forward pass.
 
     The pairs of the last training batch are counted for :meth:`load_signal`: a batch begins with a call of
@@ -90,7 +91,6 @@ class SparseAttention(nn.Module, ABC):
         self.output = init_linear(config.hidden_size, config.hidden_size, residual_std(config), generator)
         self.attended: torch.Tensor | None = None
         self.causal = 0
-        self._new_batch = True
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Attend: ``[batch, sequence, hidden]`` to the same shape.
@@ -114,12 +114,6 @@ class SparseAttention(nn.Module, ABC):
             positions: int64 ``[1, sequence]`` or ``[batch, 1, sequence]``.
         """
 
-    def train(self, mode: bool = True) -> SparseAttention:
-        """Set the mode as ``nn.Module`` does. Training mode begins a batch: the next pass counts anew."""
-        if mode:
-            self._new_batch = True
-        return super().train(mode)
-
     def load_signal(self) -> float:
         """The paper's ``s_i`` (section 2): the share of the causal attention matrix that is not zero.
 
@@ -128,8 +122,8 @@ class SparseAttention(nn.Module, ABC):
         return 1.0 if self.attended is None else int(self.attended) / self.causal
 
     def _count(self, attended: torch.Tensor, causal: int) -> None:
-        if self._new_batch or self.attended is None:
-            self.attended, self.causal, self._new_batch = torch.zeros_like(attended), 0, False
+        if self.begins_batch() or self.attended is None:
+            self.attended, self.causal = torch.zeros_like(attended), 0
         self.attended = self.attended + attended
         self.causal += causal
 
