@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_dynmo.config import parse_block
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers, vocabulary_of
-from ds_dynmo.models.freezing.plasticity import REFERENCE, Watched, capture_first, watch
+from ds_dynmo.models.freezing.plasticity import Watched, capture_first, watch
 from ds_dynmo.models.huggingface import adapter
 from ds_dynmo.models.local_layers import block_numbers
 from ds_dynmo.models.seeding import generator_for
@@ -582,7 +582,8 @@ def test_freezing_that_a_model_cannot_do_is_refused() -> None:
     assert block_numbers(model_layers(block)) == range(2, 5)
 
 
-def test_a_reference_keeps_the_rotary_frequencies() -> None:
+def test_a_reference_finds_its_arguments_by_itself() -> None:
+    """It runs on another thread, in bf16 weights on the CPU. Rotary frequencies are fp32 all the same."""
     block = huggingface.layers(MODELS["qwen2"])[1].build()
     block.register_forward_hook(capture_first)
     found = []
@@ -590,7 +591,7 @@ def test_a_reference_keeps_the_rotary_frequencies() -> None:
         watch(block, True)
         block(torch.randn(1, 60, 32, generator=generator_for("hidden")))
         watched = Watched(block)
-        found.append(watched.plasticity() if watched.comparable else None)
-    frequencies = {name: tensor for name, tensor in block.named_buffers() if "inv_freq" in name}
-    assert frequencies and all(torch.equal(vars(block)[REFERENCE][name], t) for name, t in frequencies.items())
-    assert found[0] is None and found[1] < 1e-4
+        if watched.comparable:
+            assert watched._model.stubbed is not block.stubbed
+            found.append(watched.plasticity())
+    assert found[0] < 1e-4

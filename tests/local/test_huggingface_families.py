@@ -13,10 +13,9 @@ import torch
 from ds_dynmo.errors import ConfigError, PackingError
 from ds_dynmo.models import huggingface
 from ds_dynmo.models.huggingface import adapter, tiny, verification
-from ds_dynmo.models.huggingface import source as source_module
 from ds_dynmo.models.huggingface.configs import families
-from ds_dynmo.models.huggingface.source import outline_of
-from ds_dynmo.models.huggingface.surroundings import Surroundings
+from ds_dynmo.models.huggingface.outline import outline_of
+from ds_dynmo.models.huggingface.stubbed_model import StubbedModel
 from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
 from tests.local.huggingface_families import OF_ALL, tables, tiny_values, try_family
 
@@ -56,8 +55,8 @@ def test_what_the_page_says_of_families_holds() -> None:
 def verify(values: dict[str, Any], **changes: Any) -> None:
     """Compare what is made of a config with the library's model; ``changes`` are to what verification found."""
     settings = {name: changes.pop(name) for name in ("inputs", "parallel") if name in changes}
-    source = verification.find_surroundings(adapter.source_of(values, 0, **settings), "a model")
-    verification._compare.cache_clear()
+    source = verification.find_entry_and_exit(adapter.source_of(values, 0, **settings), "a model")
+    verification._verdict.cache_clear()
     verification.verify(replace(source, **changes), "a model", adapter._specs_like)
 
 
@@ -71,7 +70,7 @@ def test_layers_that_leave_out_what_the_library_computes_are_refused_with_the_di
 
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
 def test_layers_can_be_made_where_gradients_are_off(without_gradients: Any) -> None:
-    verification._compare.cache_clear()
+    verification._verdict.cache_clear()
     with without_gradients():
         specs = huggingface.layers(tiny_values("olmo"))
     layers = BuiltLayers(specs).train()
@@ -79,34 +78,34 @@ def test_layers_can_be_made_where_gradients_are_off(without_gradients: Any) -> N
     assert all(parameter.grad is not None for parameter in layers.parameters())
 
 
-class Detached(Surroundings):
+class Detached(StubbedModel):
     """Calls the first layer with hidden states that nothing behind it trains."""
 
-    def call(self, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
-        args, kwargs = super().call(block, hidden, inputs)
+    def arguments(self, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
+        args, kwargs = super().arguments(block, hidden, inputs)
         return (args[0].detach() if block == 0 else args[0], *args[1:]), kwargs
 
 
-class OfTheFirstLayer(Surroundings):
+class OfTheFirstLayer(StubbedModel):
     """Takes masks and positions from the first layer's call for all others."""
 
-    def call(self, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
-        return super().call(0, hidden, inputs)
+    def arguments(self, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
+        return super().arguments(0, hidden, inputs)
 
 
-class WithoutMask(Surroundings):
+class WithoutMask(StubbedModel):
     """Forgets the mask."""
 
-    def call(self, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
-        args, kwargs = super().call(block, hidden, inputs)
+    def arguments(self, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
+        args, kwargs = super().arguments(block, hidden, inputs)
         return args, {**kwargs, "attention_mask": None}
 
 
-class WithoutDropout(Surroundings):
+class WithoutDropout(StubbedModel):
     """Is in evaluation always."""
 
-    def train(self, mode: bool = True) -> Any:
-        return super().train(False)
+    def enter(self, embedded: torch.Tensor, inputs: Any, *, training: bool) -> Any:
+        return super().enter(embedded, inputs, training=False)
 
 
 @pytest.mark.parametrize(
@@ -120,11 +119,11 @@ class WithoutDropout(Surroundings):
     ],
 )
 def test_a_broken_adapter_is_refused(
-    broken: type[Surroundings], kind: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    broken: type[StubbedModel], kind: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = tiny_values(kind, **changes)
     verify(values)
-    monkeypatch.setattr(source_module, "Surroundings", broken)
+    monkeypatch.setattr(adapter, "StubbedModel", broken)
     with pytest.raises(ConfigError, match=message):
         verify(values)
 
@@ -284,9 +283,7 @@ def test_buffers_have_the_dtypes_of_the_librarys_bf16_model(monkeypatch: pytest.
 
     assert dtypes("deepseek_v3")["e_score_correction_bias"] == torch.float32
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.__init__", with_buffers)
-    assert dtypes("llama") == {"exact": torch.float32, "rounded": torch.bfloat16, "inv_freq": torch.float32} | {
-        "original_inv_freq": torch.float32
-    }
+    assert dtypes("llama") == {"exact": torch.float32, "rounded": torch.bfloat16}
 
 
 def test_a_tied_head_with_a_bias_of_its_own_is_refused() -> None:

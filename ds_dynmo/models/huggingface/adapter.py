@@ -36,8 +36,10 @@ from ds_dynmo.models.huggingface.modules import (
     tied_logits,
 )
 from ds_dynmo.models.huggingface.moe import find_experts, find_router_loss
-from ds_dynmo.models.huggingface.source import Outline, Source, outline_of
-from ds_dynmo.models.huggingface.verification import Trial, find_surroundings, verify
+from ds_dynmo.models.huggingface.outline import Outline, outline_of
+from ds_dynmo.models.huggingface.source import Source
+from ds_dynmo.models.huggingface.stubbed_model import StubbedModel
+from ds_dynmo.models.huggingface.verification import Trial, find_entry_and_exit, verify
 from ds_dynmo.models.huggingface.weights import Folder, InMemory, Stored, Tensors, check_tensors
 
 __all__ = ["INPUTS", "PART", "layers", "source_of", "specs_of"]
@@ -101,7 +103,7 @@ def layers(
         raise ConfigError(f"sequence_length {sequence_length}: the model has {positions} positions")
     if vocab_size is not None and vocab_size > vocabulary:
         raise ConfigError(f"vocab_size {vocabulary}: should be at least {vocab_size}, the data's")
-    source = find_surroundings(source, name_of(model))
+    source = find_entry_and_exit(source, name_of(model))
     specs = specs_of(source, name_of(model))
     if verified:
         verify(source, name_of(model), _specs_like)
@@ -169,7 +171,8 @@ def source_of(
         tensors = Folder(Path(model))
     experts = find_experts(config, getattr(skeleton.base_model, outline.blocks), place, parallel=parallel)
     exact = _exact_buffers(skeleton, outline)
-    source = Source(skeleton, outline, tuple(inputs), tensors, None, tuple(experts), seed, trainable, exact)
+    stubbed = StubbedModel(skeleton, outline, seed)
+    source = Source(skeleton, outline, stubbed, tuple(inputs), tensors, None, tuple(experts), seed, trainable, exact)
     if lora is not None:
         source = replace(source, adapters=_adapters(source, lora, place, weights=weights))
     if isinstance(tensors, Folder):

@@ -1,7 +1,7 @@
 """The pipeline layers around the parts of a Hugging Face causal language model.
 
-Each holds one module of the library's as ``part``; what the library's model does around it is done by its
-:class:`~ds_dynmo.models.huggingface.surroundings.Surroundings`. Between layers there is what a
+Each holds one module of the library's as ``part``. What the library's model computes between them is computed by the
+:class:`~ds_dynmo.models.huggingface.stubbed_model.StubbedModel` that all layers share. Between layers there is what a
 :class:`~ds_dynmo.models.stream.Stream` packs, and behind it the model's inputs beside the tokens, unchanged. Where a
 model has a router loss, ``auxiliary`` is fp32 ``[2, experts]`` until the head makes the loss of it: the library's loss
 is a product of means over the tokens of all layers, no sum over layers.
@@ -9,7 +9,7 @@ is a product of means over the tokens of all layers, no sum over layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.lora import plain_name
-from ds_dynmo.models.huggingface.surroundings import Surroundings, keeping_dtypes
+from ds_dynmo.models.huggingface.stubbed_model import StubbedModel
 from ds_dynmo.models.stream import Activations, Stream
 
 __all__ = [
@@ -41,10 +41,16 @@ class Parts(Protocol):
 
     Attributes:
         inputs: of the model beside the tokens, in the order in which they follow those.
+        stubbed: the library's model around its parts.
+        has_entry, has_exit: does the library's model compute something between its embedding and its first decoder
+            layer, or around its output embedding?
         positions: tokens that a sequence may have; None: any number.
     """
 
     inputs: tuple[str, ...]
+    stubbed: StubbedModel
+    has_entry: bool
+    has_exit: bool
 
     @property
     def positions(self) -> int | None: ...
@@ -54,15 +60,6 @@ class Parts(Protocol):
 
     def exact_buffers(self, layer: int) -> list[str]:
         """List the buffers of that module, by the library's names, that are fp32 in the library's bf16 model."""
-
-    def around_embedding(self) -> Surroundings | None:
-        """Build what comes between the embedding and the first decoder layer; None: nothing."""
-
-    def around_block(self, block: int) -> Surroundings:
-        """Build what comes around decoder layer ``block``."""
-
-    def around_head(self) -> Surroundings | None:
-        """Build what comes around the output embedding; None: nothing."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +121,8 @@ class TokenEmbedding(nn.Module):
         self.inputs = parts.inputs
         self.positions = parts.positions
         self.part = parts.build(layer)
-        self.entry = parts.around_embedding()
-        self.around = parts.around_head() if tied else None
+        self.stubbed = parts.stubbed
+        self.has_entry, self.has_exit = parts.has_entry, tied and parts.has_exit
 
     def forward(self, tokens: Activations) -> Activations:
         given = 1 if isinstance(tokens, torch.Tensor) else len(tokens)
@@ -137,8 +134,8 @@ class TokenEmbedding(nn.Module):
         if self.positions is not None and ids.shape[1] > self.positions:
             raise ConfigError(f"sequences of {ids.shape[1]} tokens: the model has {self.positions} positions")
         hidden = self.part(ids)
-        if self.entry is not None:
-            hidden = self.entry.enter(hidden, inputs)
+        if self.has_entry:
+            hidden = self.stubbed.enter(hidden, inputs, training=self.training)
         auxiliary = None if self.router_loss is None else self.router_loss.start(ids.device)
         return _pack(Stream(hidden, auxiliary), inputs)
 
@@ -169,7 +166,7 @@ class DecoderLayer(nn.Module):
     """
 
     is_block: ClassVar[bool] = True
-    compiled_parts: ClassVar[tuple[str, ...]] = ("part",)  # what is around it, torch cannot trace
+    compiled_parts: ClassVar[tuple[str, ...]] = ("part",)  # how its arguments are found, torch cannot trace
 
     def __init__(self, parts: Parts, layer: int, block: int, router_loss: RouterLoss | None) -> None:
         super().__init__()
@@ -177,13 +174,13 @@ class DecoderLayer(nn.Module):
         self.router_loss = router_loss
         self.inputs = parts.inputs
         self.part = parts.build(layer)
-        self.around = parts.around_block(block)
+        self.stubbed = parts.stubbed
         exact = parts.exact_buffers(layer)
         self.exact = [name for name, _ in self.part.named_buffers() if plain_name(name) in exact]
 
     def forward(self, activations: Activations) -> Activations:
         stream, inputs = _unpack(activations, self.inputs)
-        args, kwargs = self.around.call(self.block, stream.hidden, inputs)
+        args, kwargs = self.stubbed.arguments(self.block, stream.hidden, inputs)
         loss = self.router_loss
         if loss is None or stream.auxiliary is None or not self.training:
             return _pack(replace(stream, hidden=_hidden(self.part(*args, **kwargs))), inputs)
@@ -196,7 +193,7 @@ class DecoderLayer(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DecoderLayer:
         """Convert as ``nn.Module`` does, but for dtypes of buffers that the library keeps in fp32."""
-        with keeping_dtypes(self.part, self.exact):
+        with _keeping_dtypes(self.part, self.exact):
             super()._apply(fn, recurse)
         return self
 
@@ -222,7 +219,7 @@ class OutputHead(nn.Module):
         self.router_loss = router_loss
         self.inputs = parts.inputs
         self.part = parts.build(layer)
-        self.around = parts.around_head()
+        self.stubbed, self.has_exit = parts.stubbed, parts.has_exit
 
     def forward(self, activations: Activations) -> Activations:
         return _outputs(self.part, self, activations)
@@ -247,7 +244,7 @@ def _outputs(
     head: Callable[[torch.Tensor], torch.Tensor], layer: TokenEmbedding | OutputHead, activations: Activations
 ) -> Activations:
     stream, inputs = _unpack(activations, layer.inputs)
-    logits = head(stream.hidden) if layer.around is None else layer.around.logits(stream.hidden, head)
+    logits = layer.stubbed.logits(stream.hidden, head) if layer.has_exit else head(stream.hidden)
     if layer.router_loss is None or stream.auxiliary is None:
         return logits
     batch, sequence, _ = stream.hidden.shape
@@ -290,3 +287,14 @@ def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
         yield found
     finally:
         handle.remove()
+
+
+@contextmanager
+def _keeping_dtypes(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Let buffers ``names`` of ``module`` have the values and dtypes that they have now, if they are converted."""
+    exact = {name: module.get_buffer(name) for name in names}
+    yield
+    for name, buffer in exact.items():
+        path, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(path)
+        setattr(owner, leaf, buffer.to(getattr(owner, leaf).device))

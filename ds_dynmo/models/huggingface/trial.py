@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.models.huggingface.configs import transformers
-from ds_dynmo.models.huggingface.source import outline_of
+from ds_dynmo.models.huggingface.outline import outline_of
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Activations
 
@@ -85,6 +86,15 @@ class BuiltLayers(nn.Module):
         for function in self._functions:
             activations = function(activations)
         return activations
+
+    def separate(self) -> None:
+        """Let each layer find its arguments by itself, as if it were on a stage of its own.
+
+        What one layer writes into an argument the next does not see then, though in the library's model it does.
+        """
+        for layer in self.layers:
+            if hasattr(layer, "stubbed"):
+                layer.stubbed = copy.deepcopy(layer.stubbed)
 
     def named_weights(self, model: Any) -> dict[str, nn.Parameter]:
         """Collect the parameters of all layers by their names in the library's ``model``."""

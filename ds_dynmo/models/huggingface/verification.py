@@ -9,24 +9,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 
 from ds_dynmo.errors import ConfigError, PackingError
 from ds_dynmo.models.huggingface.comparison import compare, compare_documents, compare_parameters
 from ds_dynmo.models.huggingface.configs import default_attention
 from ds_dynmo.models.huggingface.moe import can_share
-from ds_dynmo.models.huggingface.source import Source, outline_of
+from ds_dynmo.models.huggingface.outline import outline_of
+from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.huggingface.tiny import count_kinds, tiny_config
 from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
+from ds_dynmo.torch_private import default_store
 
-__all__ = ["Trial", "find_surroundings", "verify"]
+__all__ = ["Trial", "find_entry_and_exit", "verify"]
 
 ON_CPU = ("sdpa", "eager")  # implementations of attention; others are kernels of accelerators
+
+_PATIENCE = timedelta(minutes=10)  # with the rank that compares, which takes a second or a few
+_NO_TINY = "cannot be verified by a tiny model of its config"
+_REMEDY = "verified=False trusts the parts that transformers declares"
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,8 @@ class Trial:
 MakeSpecs = Callable[[Any, Trial], list[LayerSpec]]
 
 
-def find_surroundings(source: Source, place: str) -> Source:
-    """Find out what the library's model computes beside its parts, by calling it around stand-ins.
+def find_entry_and_exit(source: Source, place: str) -> Source:
+    """Find out whether the library's model computes something before its decoder layers, and around its head.
 
     Raises:
         ConfigError: it cannot be called so.
@@ -68,8 +77,8 @@ def find_surroundings(source: Source, place: str) -> Source:
 
     try:
         with torch.random.fork_rng(devices=[]):
-            around = source.around(0, trains=True).train()
-            entered, exited = around.enter(hidden, {}), around.logits(hidden, head)
+            entered = source.stubbed.enter(hidden, {}, training=True)
+            exited = source.stubbed.logits(hidden, head)
     except Exception as error:  # what the library's models raise is not known
         kind = source.config.model_type
         raise ConfigError(f"{place}: model_type {kind} cannot be run in parts: {_said(error)}") from error
@@ -99,48 +108,79 @@ def verify(source: Source, place: str, make_specs: MakeSpecs) -> None:
     )
     try:
         tiny = json.dumps(tiny_config(config, source.blocks), sort_keys=True)
-        error, said = _compare(tiny, count_kinds(source.blocks), trial, make_specs)
     except Exception as cause:  # the library raises many kinds for sizes that do not fit
-        raise ConfigError(
-            f"{place}: model_type {kind} cannot be verified by a tiny model of its config: {_said(cause)}; "
-            "verified=False trusts the parts that transformers declares"
-        ) from cause
-    if said:
-        raise error(f"{place}: model_type {kind} with {implementation} attention {said}")
+        raise ConfigError(f"{place}: model_type {kind} {_NO_TINY}: {_said(cause)}; {_REMEDY}") from cause
+    verdict = _verdict(tiny, count_kinds(source.blocks), trial, make_specs)
+    if verdict.said:
+        raise (PackingError if verdict.is_packing else ConfigError)(f"{place}: model_type {kind} {verdict.said}")
 
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """Why the layers of a model cannot be trusted.
+
+    Attributes:
+        said: goes on a message that names the model; empty: they can.
+        is_packing: do only packed documents speak against them?
+    """
+
+    said: str = ""
+    is_packing: bool = False
+
+
 @lru_cache(maxsize=32)
-def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> tuple[type[ConfigError], str]:
-    """Say why the layers of a tiny model cannot be trusted, and by which error; empty: they can."""
+def _verdict(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> Verdict:
+    """Compare on one rank of the launch; others take its verdict. Without a process group, each process compares."""
+    store = default_store() if dist.is_initialized() else None
+    if store is None:
+        return _compare(tiny, kinds, trial, make_specs)
+    key = f"ds_dynmo/verified/{sha256(repr((tiny, kinds, trial)).encode()).hexdigest()}"
+    if store.add(f"{key}/ranks", 1) == 1:
+        store.set(key, json.dumps(asdict(_compare(tiny, kinds, trial, make_specs))))
+    store.wait([key], _PATIENCE)
+    return Verdict(**json.loads(store.get(key)))
+
+
+def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> Verdict:
+    """Compare the layers of a tiny model with the library's."""
     with (
         torch.device("cpu"),
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        model = random_model(json.loads(tiny), trial.implementation)
-        blocks = getattr(model.base_model, outline_of(model, "the tiny model").blocks)
-        if count_kinds(blocks) < kinds:
-            raise ValueError(f"it has {count_kinds(blocks)} kinds of layers, the model has {kinds}")
-        for tokens, beside in trial_batches(model.config.vocab_size, trial.inputs):
-            with torch.no_grad():
-                model(tokens, use_cache=False, **beside)
         try:
-            said = compare_parameters(model, BuiltLayers(make_specs(model.config, trial))) if trial.fresh else ""
-            layers = BuiltLayers(make_specs(model, trial))
-            said = said or compare(model, layers, trial.inputs)
-            if said:
-                return ConfigError, f"is more than its declared parts: {said}"
-            if trial.inputs == ("position_ids",) and (said := compare_documents(layers, model.config.vocab_size)):
-                return PackingError, f"is more than its declared parts: {said}"
-            if trial.parallel and not can_share(model, blocks):
-                return ConfigError, (
-                    "cannot have expert_parallel: its experts give other results where replicas share them"
-                )
+            model = random_model(json.loads(tiny), trial.implementation)
+            found = count_kinds(getattr(model.base_model, outline_of(model, "the tiny model").blocks))
+            if found < kinds:
+                raise ValueError(f"it has {found} kinds of layers, the model has {kinds}")
+            for tokens, beside in trial_batches(model.config.vocab_size, trial.inputs):
+                with torch.no_grad():
+                    model(tokens, use_cache=False, **beside)
+        except Exception as error:  # the library raises many kinds for sizes that do not fit
+            return Verdict(f"{_NO_TINY}: {_said(error)}; {_REMEDY}")
+        try:
+            verdict = _compare_layers(model, trial, make_specs)
         except Exception as error:  # what the library's models raise is not known
-            return ConfigError, f"is more than its declared parts: the layers of a tiny model fail: {_said(error)}"
-    return ConfigError, ""
+            verdict = Verdict(f"is more than its declared parts: the layers of a tiny model fail: {_said(error)}")
+    return replace(verdict, said=f"with {trial.implementation} attention {verdict.said}") if verdict.said else verdict
+
+
+def _compare_layers(model: Any, trial: Trial, make_specs: MakeSpecs) -> Verdict:
+    """Compare the layers of a tiny ``model`` with it, and try what only some runs ask for."""
+    vocabulary, blocks = model.config.vocab_size, getattr(model.base_model, outline_of(model, "the tiny model").blocks)
+    said = compare_parameters(model, BuiltLayers(make_specs(model.config, trial))) if trial.fresh else ""
+    layers = BuiltLayers(make_specs(model, trial))
+    layers.separate()
+    said = said or compare(model, layers, trial.inputs)
+    if said:
+        return Verdict(f"is more than its declared parts: {said}")
+    if trial.inputs == ("position_ids",) and (said := compare_documents(layers, vocabulary)):
+        return Verdict(f"is more than its declared parts: {said}", is_packing=True)
+    if trial.parallel and not can_share(model, blocks):
+        return Verdict("cannot have expert_parallel: its experts give other results where replicas share them")
+    return Verdict()
