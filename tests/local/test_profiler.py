@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_dynmo.engine.deepspeed.module import layers_through
 from ds_dynmo.engine.measure.profiler import CpuClock, EventClock, Part, Profiler, device_clock, typical
+from ds_dynmo.stage_work import work_of_the_stage
 
 
 class Clock:
@@ -109,6 +110,24 @@ def plain(layers: list[Any], x: Any) -> Any:
 def seconds(profiler: Profiler, count: int, start: int = 4) -> list[tuple[float, float]]:
     samples = profiler.samples
     return [(samples.forward_seconds(i), samples.backward_seconds(i)) for i in range(start, start + count)]
+
+
+class MakesTable(Layer):
+    """Makes a table that all layers of its stage use."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with work_of_the_stage():
+            self.clock.time += 30.0
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_work_for_the_whole_stage_is_no_layers(recomputed: bool) -> None:
+    clock = Clock()
+    layers: list[Callable[..., Any]] = [MakesTable(clock, 1.0, 2.0), Layer(clock, 3.0, 4.0)]
+    run = (lambda layers, x: checkpoint(plain, layers, x, use_reentrant=False)) if recomputed else plain
+    profiler = measure(clock, layers, torch.ones(3, requires_grad=True), run)
+    assert seconds(profiler, 2) == ([(1.0, 3.0), (3.0, 7.0)] if recomputed else [(1.0, 2.0), (3.0, 4.0)])
 
 
 def test_each_layer_gets_its_own_seconds() -> None:

@@ -4,7 +4,8 @@ A pass (one micro-batch forward or backward) is a list of *marks*: a time, and t
 on. Marks are set before and after each layer's function, and in backward once the gradient of a layer's output, or of
 the input of the stage or of a checkpointed segment, is complete (a tensor hook at the boundary). So recomputation under
 activation checkpointing, reentrant or not, counts as its layer's backward seconds. Time between layers, such as the
-bookkeeping of checkpointing, is no layer's; the loss counts as the last layer's.
+bookkeeping of checkpointing, is no layer's, nor is what a layer does for all of its stage; the loss counts as the last
+layer's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_dynmo.engine.measure.saved_bytes import loss_through, saved_for_backward, state_of
+from ds_dynmo.stage_work import measured_by
 from ds_dynmo.torch_private import version_of
 
 Mark = tuple[Any, int | None]
@@ -205,7 +207,7 @@ class Profiler:
         self.measures = True
         began = time.perf_counter()
         try:
-            with loss_through(module, self._sized_loss) if has_loss else nullcontext():
+            with loss_through(module, self._sized_loss) if has_loss else nullcontext(), measured_by(self):
                 yield
         finally:
             self.measures = False
@@ -263,7 +265,7 @@ class Profiler:
         return marked
 
     def pause(self) -> None:
-        """Give the time from now on to no layer: torch compiles."""
+        """Give the time from now on to no layer: torch compiles, or a layer works for all of its stage."""
         if self._in_pass:
             self._paused = self._owner
             self._mark(None)

@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_dynmo.models.huggingface.initializing import check_set, drawing_from, unset
 from ds_dynmo.models.huggingface.outline import Outline
+from ds_dynmo.stage_work import work_of_the_stage
 from ds_dynmo.torch_private import children_of, version_of
 
 __all__ = ["StubbedModel"]
@@ -68,7 +69,7 @@ class StubbedModel:
         made = self._made
         if made is None or not made.has(hidden, inputs):
             nothing = hidden.new_full((), math.nan).expand(hidden.shape)
-            with torch.no_grad():
+            with work_of_the_stage(), torch.no_grad():
                 arguments = self._run(nothing, inputs, training=False)
             made = self._made = _MicroBatch.of(hidden, inputs, arguments)
         args, kwargs = made.arguments[block]
