@@ -165,6 +165,63 @@ def test_the_router_loss_equals_the_librarys_and_is_absent_in_evaluation() -> No
     assert nothing.item() == 0 and torch.equal(evaluated, logits)
 
 
+class Runs:
+    """Counts how often the library's ``forward`` is run for arguments of layers."""
+
+    def __init__(self, layers: Whole) -> None:
+        (self.stubbed,) = {layer.stubbed for layer in layers.layers if hasattr(layer, "stubbed")}
+        self.count, self._run = 0, self.stubbed._run
+        self.stubbed._run = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self._run(*args, **kwargs)
+
+
+def test_arguments_are_made_once_for_the_layers_of_a_stage() -> None:
+    ours, (tokens, _) = built(library_model("qwen2 sliding")), batch()
+    runs = Runs(ours)
+    ours(tokens), ours(tokens.flip(1))
+    assert runs.count == 1  # they depend on the batch's shape alone
+    ours(tokens[:, 1:]), ours.bfloat16()(tokens[:, 1:])
+    assert runs.count == 3
+    with torch.inference_mode():
+        ours(tokens[:, 1:])
+    ours(tokens[:, 1:]).sum().backward()  # torch could not save what it made in inference mode
+    assert runs.count == 5
+
+
+@pytest.mark.parametrize("reentrant", [True, False, None])
+def test_micro_batches_in_flight_have_their_own_arguments(reentrant: bool | None) -> None:
+    """Also where layers run again in the backward pass (None: they do not)."""
+    reference = library_model("qwen3")
+    ours = built(reference, inputs=("position_ids",))
+    tokens, labels = batch()
+    packed = [torch.cat([torch.arange(n), torch.arange(LENGTH - n)]).expand(BATCH, -1).clone() for n in (3, 5)]
+
+    def run(positions: torch.Tensor) -> torch.Tensor:
+        activations = (tokens, positions)
+        for layer in ours.layers:
+            if reentrant is None or layer is ours.layers[0]:
+                activations = layer(activations)
+            else:
+                activations = checkpoint(lambda *given, own=layer: own(given), *activations, use_reentrant=reentrant)
+        return activations
+
+    expected = [reference(tokens, position_ids=positions, use_cache=False).logits for positions in packed]
+    F.cross_entropy(expected[0].flatten(0, 1), labels.flatten()).backward()
+    runs = Runs(ours)
+    found = [run(positions) for positions in packed]
+    assert runs.count == 2 and all(map(torch.equal, found, expected))
+    F.cross_entropy(found[0].flatten(0, 1), labels.flatten()).backward()
+    assert runs.count == (2 if reentrant is None else 3)
+    gradients = ours.gradients(reference)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)
+    packed[1].copy_(packed[0])
+    assert torch.equal(run(packed[1]), expected[0])
+
+
 def test_bf16_results_equal_the_librarys() -> None:
     """DeepSpeed converts layers to bf16 as torch does. The library keeps rotary frequencies in fp32, and so do we."""
     for name in ("llama", "mixtral balanced", "gpt2"):

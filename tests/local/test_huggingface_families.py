@@ -128,6 +128,37 @@ def test_a_broken_adapter_is_refused(
         verify(values)
 
 
+def test_layers_that_hand_values_on_through_an_argument_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They could not be on different stages."""
+    values = tiny_values("llama")
+    kind = type(random_model(values, "eager").model.layers[0])
+    compute = kind.forward
+
+    def turning_on(self: Any, hidden_states: torch.Tensor, position_embeddings: Any, **kwargs: Any) -> Any:
+        hidden = compute(self, hidden_states, position_embeddings=position_embeddings, **kwargs)
+        position_embeddings[0].data.mul_(1.1)  # no change that autograd sees
+        return hidden
+
+    verify(values)
+    monkeypatch.setattr(kind, "forward", turning_on)
+    with pytest.raises(ConfigError, match="logits of a tiny model differ by"):
+        verify(values)
+
+
+def test_arguments_that_depend_on_the_values_of_hidden_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = tiny_values("llama")
+    kind = type(random_model(values, "eager").model.rotary_emb)
+    compute = kind.forward
+
+    def leaning(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        cos, sin = compute(self, x, position_ids)
+        return cos + 1e-3 * x.detach().mean(), sin
+
+    monkeypatch.setattr(kind, "forward", leaning)
+    with pytest.raises(ConfigError, match="logits of a tiny model differ by nan"):
+        verify(values)
+
+
 def test_another_router_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     values = tiny_values("mixtral", router_aux_loss_coef=0.5)
     verify(values)
