@@ -9,53 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.huggingface.modules import DecoderLayer, Parts, RouterLoss
+from ds_dynmo.models.huggingface.modules import DecoderLayer, RouterLoss
+from ds_dynmo.models.huggingface.outline import Experts
+from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.moe.expert_parallel import Dispatch, Replicas, loads_of_replicas, share_of
 from ds_dynmo.models.recomputation import is_recomputing
 from ds_dynmo.models.stream import Activations
 
-__all__ = ["Experts", "MoEDecoderLayer", "PartsWithExperts", "keep_share"]
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The experts of a decoder layer of the library's.
-
-    Attributes:
-        path: of their module in the decoder layer. It is called with tokens ``[tokens, hidden]``, and, ``[tokens,
-            top_k]`` each, the numbers and weights of the experts that they chose. Its parameters are
-            ``[experts, ...]``, and it reads how many it has from ``num_experts``.
-        count: experts of a layer.
-        top_k: experts that a token is sent to.
-        key: of the config, for ``count``.
-        parallel: do the data-parallel replicas of a stage share them?
-    """
-
-    path: str
-    count: int
-    top_k: int
-    key: str
-    parallel: bool
-
-
-class PartsWithExperts(Parts, Protocol):
-    """Where the library's modules come from, and the weights of a share of a layer's experts.
-
-    Attributes:
-        reads_later: does :meth:`build` leave experts without weights and memory, for :meth:`read_experts`?
-    """
-
-    reads_later: bool
-
-    def read_experts(self, part: nn.Module, layer: int, share: slice) -> None:
-        """Give the experts in ``part``, pipeline layer ``layer``, the weights of ``share`` of all."""
+__all__ = ["MoEDecoderLayer", "keep_share"]
 
 
 def keep_share(module: nn.Module, share: slice, count: int) -> None:
@@ -82,11 +49,11 @@ class MoEDecoderLayer(DecoderLayer):
     compiled_parts: ClassVar[tuple[str, ...]] = ()  # hooks note which experts are chosen, by the data
 
     def __init__(
-        self, parts: PartsWithExperts, layer: int, block: int, router_loss: RouterLoss | None, experts: Experts
+        self, source: Source, layer: int, block: int, router_loss: RouterLoss | None, experts: Experts
     ) -> None:
-        super().__init__(parts, layer, block, router_loss)
+        super().__init__(source, layer, block, router_loss)
         self.experts = experts
-        self._unread = (parts, layer) if parts.reads_later else None
+        self._unread = (source, layer) if source.reads_later else None
         self._replicas = Replicas()
         self._new_batch = True
         self.choices: torch.Tensor | None = None
@@ -119,8 +86,8 @@ class MoEDecoderLayer(DecoderLayer):
             )
         module, share = self._module, share_of(self._replicas.index, size, count)
         if self._unread is not None:
-            (parts, layer), self._unread = self._unread, None
-            parts.read_experts(self.part, layer, share)
+            (source, layer), self._unread = self._unread, None
+            source.read_experts(self.part, layer, share)
         keep_share(module, share, count)
         if size > 1:
             for weights in module.parameters():

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.lora import plain_name
-from ds_dynmo.models.huggingface.stubbed_model import StubbedModel
+from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.stream import Activations, Stream
 
 __all__ = [
@@ -34,32 +34,6 @@ __all__ = [
 ]
 
 Inputs = dict[str, torch.Tensor]
-
-
-class Parts(Protocol):
-    """Where the library's modules come from.
-
-    Attributes:
-        inputs: of the model beside the tokens, in the order in which they follow those.
-        stubbed: the library's model around its parts.
-        has_entry, has_exit: does the library's model compute something between its embedding and its first decoder
-            layer, or around its output embedding?
-        positions: tokens that a sequence may have; None: any number.
-    """
-
-    inputs: tuple[str, ...]
-    stubbed: StubbedModel
-    has_entry: bool
-    has_exit: bool
-
-    @property
-    def positions(self) -> int | None: ...
-
-    def build(self, layer: int) -> nn.Module:
-        """Build the module of pipeline layer ``layer`` with its weights."""
-
-    def exact_buffers(self, layer: int) -> list[str]:
-        """List the buffers of that module, by the library's names, that are fp32 in the library's bf16 model."""
 
 
 @dataclass(frozen=True)
@@ -115,14 +89,14 @@ class RouterLoss:
 class TokenEmbedding(nn.Module):
     """Token numbers int64 ``[batch, sequence]`` to ``[batch, sequence, hidden]``; the head's weights too where tied."""
 
-    def __init__(self, parts: Parts, layer: int, router_loss: RouterLoss | None, *, tied: bool = False) -> None:
+    def __init__(self, source: Source, layer: int, router_loss: RouterLoss | None, *, tied: bool = False) -> None:
         super().__init__()
         self.router_loss = router_loss
-        self.inputs = parts.inputs
-        self.positions = parts.positions
-        self.part = parts.build(layer)
-        self.stubbed = parts.stubbed
-        self.has_entry, self.has_exit = parts.has_entry, tied and parts.has_exit
+        self.inputs = source.inputs
+        self.positions = source.positions
+        self.part = source.build(layer)
+        self.stubbed = source.stubbed
+        self.has_entry, self.has_exit = source.has_entry, tied and source.has_exit
 
     def forward(self, tokens: Activations) -> Activations:
         given = 1 if isinstance(tokens, torch.Tensor) else len(tokens)
@@ -143,10 +117,10 @@ class TokenEmbedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """Adds learned positions, and drops out (GPT-2). A layer of its own: a tied embedding holds tied weights alone."""
 
-    def __init__(self, parts: Parts, layer: int, dropout: float) -> None:
+    def __init__(self, source: Source, layer: int, dropout: float) -> None:
         super().__init__()
-        self.inputs = parts.inputs
-        self.part = parts.build(layer)
+        self.inputs = source.inputs
+        self.part = source.build(layer)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, activations: Activations) -> Activations:
@@ -168,14 +142,14 @@ class DecoderLayer(nn.Module):
     is_block: ClassVar[bool] = True
     compiled_parts: ClassVar[tuple[str, ...]] = ("part",)  # how its arguments are found, torch cannot trace
 
-    def __init__(self, parts: Parts, layer: int, block: int, router_loss: RouterLoss | None) -> None:
+    def __init__(self, source: Source, layer: int, block: int, router_loss: RouterLoss | None) -> None:
         super().__init__()
         self.block = block
         self.router_loss = router_loss
-        self.inputs = parts.inputs
-        self.part = parts.build(layer)
-        self.stubbed = parts.stubbed
-        exact = parts.exact_buffers(layer)
+        self.inputs = source.inputs
+        self.part = source.build(layer)
+        self.stubbed = source.stubbed
+        exact = source.exact_buffers(layer)
         self.exact = [name for name, _ in self.part.named_buffers() if plain_name(name) in exact]
 
     def forward(self, activations: Activations) -> Activations:
@@ -201,10 +175,10 @@ class DecoderLayer(nn.Module):
 class FinalNorm(nn.Module):
     """The norm before the head."""
 
-    def __init__(self, parts: Parts, layer: int) -> None:
+    def __init__(self, source: Source, layer: int) -> None:
         super().__init__()
-        self.inputs = parts.inputs
-        self.part = parts.build(layer)
+        self.inputs = source.inputs
+        self.part = source.build(layer)
 
     def forward(self, activations: Activations) -> Activations:
         stream, inputs = _unpack(activations, self.inputs)
@@ -214,12 +188,12 @@ class FinalNorm(nn.Module):
 class OutputHead(nn.Module):
     """``[batch, sequence, hidden]`` to logits ``[batch, sequence, vocabulary]``, and the router loss if any."""
 
-    def __init__(self, parts: Parts, layer: int, router_loss: RouterLoss | None) -> None:
+    def __init__(self, source: Source, layer: int, router_loss: RouterLoss | None) -> None:
         super().__init__()
         self.router_loss = router_loss
-        self.inputs = parts.inputs
-        self.part = parts.build(layer)
-        self.stubbed, self.has_exit = parts.stubbed, parts.has_exit
+        self.inputs = source.inputs
+        self.part = source.build(layer)
+        self.stubbed, self.has_exit = source.stubbed, source.has_exit
 
     def forward(self, activations: Activations) -> Activations:
         return _outputs(self.part, self, activations)

@@ -12,8 +12,9 @@ from torch import nn
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.configs import TOP_K, experts_key
-from ds_dynmo.models.huggingface.experts import Experts, keep_share
+from ds_dynmo.models.huggingface.experts import keep_share
 from ds_dynmo.models.huggingface.modules import RouterLoss
+from ds_dynmo.models.huggingface.outline import Experts
 
 __all__ = ["can_share", "find_experts", "find_router_loss"]
 

@@ -10,7 +10,28 @@ from torch import nn
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.configs import plan_of
 
-__all__ = ["Outline", "outline_of"]
+__all__ = ["Experts", "Outline", "outline_of"]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a decoder layer of the library's.
+
+    Attributes:
+        path: of their module in the decoder layer. It is called with tokens ``[tokens, hidden]``, and, ``[tokens,
+            top_k]`` each, the numbers and weights of the experts that they chose. Its parameters are
+            ``[experts, ...]``, and it reads how many it has from ``num_experts``.
+        count: experts of a layer.
+        top_k: experts that a token is sent to.
+        key: of the config, for ``count``.
+        parallel: do the data-parallel replicas of a stage share them?
+    """
+
+    path: str
+    count: int
+    top_k: int
+    key: str
+    parallel: bool
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.models.huggingface.experts import Experts
 from ds_dynmo.models.huggingface.initializing import check_set, drawing_from, unset
 from ds_dynmo.models.huggingface.lora import Adapters
-from ds_dynmo.models.huggingface.outline import Outline
+from ds_dynmo.models.huggingface.outline import Experts, Outline
 from ds_dynmo.models.huggingface.stubbed_model import StubbedModel
 from ds_dynmo.models.huggingface.weights import Stored, Tensors
 
@@ -31,7 +30,7 @@ class Source:
         skeleton: the library's model on the "meta" device.
         outline: where its parts are.
         stubbed: the library's model around its parts.
-        inputs: of the model beside the tokens.
+        inputs: of the model beside the tokens, in the order in which they follow those.
         tensors: None for fresh weights.
         places: where a tensor of the model is among ``tensors``; None: under its own name.
         experts: per decoder layer, if it has any.
@@ -73,13 +72,13 @@ class Source:
 
     @property
     def positions(self) -> int | None:
-        """See :class:`~ds_dynmo.models.huggingface.modules.Parts`."""
+        """Tokens that a sequence may have; None: any number."""
         found = getattr(self.config, "max_position_embeddings", None)
         return found if isinstance(found, int) else None
 
     @property
     def reads_later(self) -> bool:
-        """See :class:`~ds_dynmo.models.huggingface.experts.PartsWithExperts`; fresh weights are drawn together."""
+        """Does :meth:`build` leave experts without weights and memory, for :meth:`read_experts`? Not fresh weights."""
         return self.tensors is not None and any(one is not None and one.parallel for one in self.experts)
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
@@ -125,7 +124,7 @@ class Source:
         return part
 
     def read_experts(self, part: nn.Module, layer: int, share: slice) -> None:
-        """See :class:`~ds_dynmo.models.huggingface.experts.PartsWithExperts`."""
+        """Give the experts in ``part``, pipeline layer ``layer``, the weights of ``share`` of all."""
         experts = self._experts_of(layer)
         assert self.tensors is not None and experts is not None
         for name, parameter in part.get_submodule(experts.path).named_parameters():
@@ -137,7 +136,7 @@ class Source:
             parameter.data = own.copy_(value)
 
     def exact_buffers(self, layer: int) -> list[str]:
-        """See :class:`~ds_dynmo.models.huggingface.modules.Parts`."""
+        """List the buffers of pipeline layer ``layer``, by the library's names, that are fp32 in its bf16 model."""
         prefix = f"{self.outline.paths[layer]}."
         return [name.removeprefix(prefix) for name in self.exact if name.startswith(prefix)]
 

@@ -46,7 +46,7 @@ class StubbedModel:
         self._skeleton, self._outline, self._seed = skeleton, outline, seed
         self._model: Any = None  # built when it is first needed
         self._device = _CPU
-        self._made: _MicroBatch | None = None
+        self._latest: _MicroBatch | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._skeleton, self._outline, self._seed)
@@ -60,20 +60,19 @@ class StubbedModel:
     def arguments(self, block: int, hidden: torch.Tensor, inputs: Inputs) -> Arguments:
         """Return what the library calls decoder layer ``block`` with.
 
-        The arguments of all decoder layers are made at once, and kept until another micro-batch comes. They do not
-        depend on the values of hidden states: NaN stands for these.
+        The arguments of all decoder layers are made at once, and kept until a micro-batch comes for which they would
+        be others. They do not depend on the values of hidden states: NaN stands for these.
 
         Args:
             hidden: the layer's input, one of its arguments.
         """
-        made = self._made
-        if made is None or not made.has(hidden, inputs):
+        latest = self._latest
+        if latest is None or not latest.has(hidden, inputs):
             nothing = hidden.new_full((), math.nan).expand(hidden.shape)
             with work_of_the_stage(), torch.no_grad():
                 arguments = self._run(nothing, inputs, training=False)
-            made = self._made = _MicroBatch.of(hidden, inputs, arguments)
-        args, kwargs = made.arguments[block]
-        return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
+            latest = self._latest = _MicroBatch.of(hidden, inputs, arguments)
+        return _with_hidden(latest.arguments[block], hidden)
 
     def enter(self, embedded: torch.Tensor, inputs: Inputs, *, training: bool) -> torch.Tensor:
         """Compute the first decoder layer's input from embedded tokens; in training there may be dropout."""
@@ -138,7 +137,7 @@ class _MicroBatch:
     Attributes:
         about: of hidden states, and torch's modes.
         inputs: with their versions. While they are kept, their memory is not given to others.
-        arguments: by decoder layer.
+        arguments: by decoder layer, without hidden states.
     """
 
     about: tuple[Any, ...]
@@ -148,7 +147,7 @@ class _MicroBatch:
     @classmethod
     def of(cls, hidden: torch.Tensor, inputs: Inputs, arguments: list[Arguments]) -> _MicroBatch:
         kept = tuple((tensor.detach(), _version(tensor)) for tensor in inputs.values())
-        return cls(_about(hidden), kept, arguments)
+        return cls(_about(hidden), kept, [_with_hidden(each, None) for each in arguments])
 
     def has(self, hidden: torch.Tensor, inputs: Inputs) -> bool:
         """Say whether these are the arguments for ``hidden`` and ``inputs``.
@@ -159,6 +158,12 @@ class _MicroBatch:
             version is not None and tensor.is_set_to(kept) and _version(tensor) == version
             for tensor, (kept, version) in zip(inputs.values(), self.inputs, strict=True)
         )
+
+
+def _with_hidden(arguments: Arguments, hidden: torch.Tensor | None) -> Arguments:
+    """Replace the hidden states among the arguments of a decoder layer."""
+    args, kwargs = arguments
+    return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
 
 
 def _about(hidden: torch.Tensor) -> tuple[Any, ...]:
