@@ -134,13 +134,15 @@ def test_layers_that_hand_values_on_through_an_argument_are_refused(monkeypatch:
     kind = type(random_model(values, "eager").model.layers[0])
     compute = kind.forward
 
-    def turning_on(self: Any, hidden_states: torch.Tensor, position_embeddings: Any, **kwargs: Any) -> Any:
+    def handing_on(self: Any, hidden_states: torch.Tensor, position_embeddings: Any, **kwargs: Any) -> Any:
         hidden = compute(self, hidden_states, position_embeddings=position_embeddings, **kwargs)
-        position_embeddings[0].data.mul_(1.1)  # no change that autograd sees
+        if self.self_attn.layer_idx:
+            hidden = hidden + getattr(position_embeddings[0], "handed_on", 0.0)
+        position_embeddings[0].handed_on = hidden.detach()
         return hidden
 
     verify(values)
-    monkeypatch.setattr(kind, "forward", turning_on)
+    monkeypatch.setattr(kind, "forward", handing_on)
     with pytest.raises(ConfigError, match="logits of a tiny model differ by"):
         verify(values)
 

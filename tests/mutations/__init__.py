@@ -6,7 +6,7 @@ breaks the same behaviour at the new place, and keeps the tests.
 
 from __future__ import annotations
 
-from tests.mutations import checkpoints, decisions, device, moves, repack, schedules, state
+from tests.mutations import checkpoints, decisions, device, huggingface, moves, repack, schedules, state
 from tests.mutations.mutation import Mutation
 
 TOPICS: dict[str, list[Mutation]] = {
@@ -17,5 +17,6 @@ TOPICS: dict[str, list[Mutation]] = {
     "decisions": decisions.MUTATIONS,
     "schedules": schedules.MUTATIONS,
     "device": device.MUTATIONS,
+    "huggingface": huggingface.MUTATIONS,
 }
 MUTATIONS = [mutation for topic in TOPICS.values() for mutation in topic]
