@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.models.batch_counts import CountsPerBatch
 from ds_dynmo.models.huggingface.modules import DecoderLayer, RouterLoss
 from ds_dynmo.models.huggingface.outline import Experts
 from ds_dynmo.models.huggingface.source import Source
@@ -34,7 +35,7 @@ def keep_share(module: nn.Module, share: slice, count: int) -> None:
     module.num_experts = kept  # type: ignore[assignment]
 
 
-class MoEDecoderLayer(DecoderLayer):
+class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
     """A decoder layer with experts.
 
     A batch begins with a call of ``train()``, as DeepSpeed's ``train_batch`` does; what is recomputed for the backward
@@ -55,7 +56,6 @@ class MoEDecoderLayer(DecoderLayer):
         self.experts = experts
         self._unread = (source, layer) if source.reads_later else None
         self._replicas = Replicas()
-        self._new_batch = True
         self.choices: torch.Tensor | None = None
         self.busiest, self.mean = 0, 0.0
 
@@ -98,13 +98,6 @@ class MoEDecoderLayer(DecoderLayer):
         with self._hooked(_Pass(self, self._replicas if self._shared else None)):
             return super().forward(activations)
 
-    def train(self, mode: bool = True) -> MoEDecoderLayer:
-        """Set the mode as ``nn.Module`` does. Training mode begins a batch: the next pass counts anew."""
-        if mode:
-            self._new_batch = True
-        super().train(mode)
-        return self
-
     def load_signal(self) -> float:
         """The paper's load of a worker, as :meth:`ds_dynmo.models.moe.layer.MixtureOfExperts.load_signal` gives it.
 
@@ -117,8 +110,8 @@ class MoEDecoderLayer(DecoderLayer):
 
     def count(self, choices: torch.Tensor, busiest: int, mean: float) -> None:
         """Count a micro-batch of training."""
-        if self._new_batch or self.choices is None:
-            self.choices, self.busiest, self.mean, self._new_batch = torch.zeros_like(choices), 0, 0.0, False
+        if self.begins_batch() or self.choices is None:
+            self.choices, self.busiest, self.mean = torch.zeros_like(choices), 0, 0.0
         self.choices = self.choices + choices
         self.busiest += busiest
         self.mean += mean
