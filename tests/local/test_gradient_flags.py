@@ -14,6 +14,7 @@ from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ds_dynmo.engine.deepspeed.buffers import sent_as_they_are
 from ds_dynmo.engine.deepspeed.checkpointing import any_input
 from ds_dynmo.engine.run.gradient_flags import GradientFlags
 from ds_dynmo.errors import ConfigError
@@ -34,8 +35,6 @@ class Stage:
             prev_stage=0,
             grad_layer=None,
             is_pipe_partitioned=False,
-            has_attention_mask=False,
-            has_bool_tensors=False,
         )
         self.around = self.flags.changes(present, last_layer=3, own_kinds=own_kinds)
 
@@ -157,12 +156,10 @@ def test_a_complex_tensor_is_sent_without_a_gradient_alone() -> None:
 
 
 def test_deepspeed_casts_no_mask() -> None:
-    stage, seen = Stage(), []
-    stage.engine.has_attention_mask = True
-    stage.engine.pipe_buffers = {"inputs": [with_graph()], "outputs": [with_graph()]}
-    for kind in (schedule.SendActivation, schedule.RecvActivation):
-        stage.around[kind](lambda engine, buffer_id: seen.append(engine.has_attention_mask))(stage.engine, buffer_id=0)
-    assert seen == [False, False] and stage.engine.has_attention_mask
+    engine = SimpleNamespace(has_attention_mask=True, has_bool_tensors=False)
+    with sent_as_they_are(engine):
+        assert not engine.has_attention_mask and not engine.has_bool_tensors
+    assert engine.has_attention_mask and not engine.has_bool_tensors
 
 
 @pytest.mark.parametrize(

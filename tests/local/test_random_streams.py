@@ -14,7 +14,13 @@ import torch
 from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.engine.deepspeed.module import layers_through
-from ds_dynmo.engine.run.random_streams import LayerStreams, PythonGenerators, TorchGenerators, stream_seed
+from ds_dynmo.engine.run.random_streams import (
+    LayerStreams,
+    NumpyGenerator,
+    PythonGenerators,
+    TorchGenerators,
+    stream_seed,
+)
 from ds_dynmo.engine.run.rng_trackers import find_trackers
 
 Pass = tuple[str, int]  # "F" or "B", and the pipeline buffer
@@ -155,6 +161,37 @@ def test_the_global_generators_are_restored_after_a_layer_fails() -> None:
     with pytest.raises(OSError, match="out of order"):
         run_batch(LayerStreams(7, 0), layers=[fails])
     assert next_draws() == expected
+
+
+def test_numpys_state_is_what_numpy_returns() -> None:
+    """It is read again where another generator took its place, a number was drawn, or a normal number waits."""
+    generator, own = NumpyGenerator(), numpy.random.get_bit_generator()
+
+    def draw_bytes() -> None:
+        numpy.random.bytes(4)
+
+    def draw_normal() -> None:
+        numpy.random.normal()
+
+    def replace() -> None:
+        numpy.random.set_bit_generator(numpy.random.MT19937(5))
+
+    def change_nothing() -> None:
+        pass
+
+    numpy.random.seed(3)
+    try:
+        for change in (change_nothing, draw_bytes, draw_normal, draw_normal, draw_normal, draw_normal, replace):
+            for _ in range(2):
+                change()
+                state, expected = generator.state(), numpy.random.get_state(legacy=False)
+                assert (state["has_gauss"], state["gauss"]) == (expected["has_gauss"], expected["gauss"])
+                assert state["state"]["key"] == expected["state"]["key"].tolist()
+                assert state["state"]["pos"] == expected["state"]["pos"]
+                generator.seed(8)
+                generator.restore(state)
+    finally:
+        numpy.random.set_bit_generator(own)
 
 
 def test_the_ranks_generators_continue_around_the_layers_of_a_pass() -> None:

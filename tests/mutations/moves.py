@@ -152,8 +152,8 @@ MUTATIONS = [
     Mutation(
         "a layer that is recomputed draws other numbers",
         STREAMS,
-        "            draws = self._in_buffer.get(self._pass.buffer_id, self._pass.draws)\n",
-        "            draws = self._pass.draws._replace(micro_batch=self._begun.total())\n",
+        "            draws = self._in_buffer.get(begun.buffer_id, begun.draws)\n",
+        "            draws = begun.draws._replace(micro_batch=self._begun.total())\n",
         f"{RANDOM}::test_moves_and_recomputation_change_nothing[1-True]",
     ),
     Mutation(
@@ -162,6 +162,13 @@ MUTATIONS = [
         "                self._restore(self._outer)\n",
         "                pass\n",
         "tests/local/test_random_streams.py::test_the_global_generators_are_restored",
+    ),
+    Mutation(
+        "a normal number of the rank's that waits in numpy is drawn again",
+        STREAMS,
+        '        self._known = None if self._state["has_gauss"] else generator\n',
+        "        self._known = generator\n",
+        "tests/local/test_random_streams.py::test_numpys_state_is_what_numpy_returns",
     ),
     Mutation(
         "ranks do not compare where layers go",

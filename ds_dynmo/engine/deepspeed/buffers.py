@@ -93,7 +93,7 @@ def forget_total_loss(engine: Any) -> None:
 
 @contextmanager
 def sent_as_they_are(engine: Any) -> Iterator[None]:
-    """Let no instruction inside treat the last tensor of a message as a mask.
+    """Let no instruction of a batch that runs inside treat the last tensor of a message as a mask.
 
     DeepSpeed sends that as fp16 and receives it as bool after ``set_has_attention_mask(True)``, with
     ``has_bool_tensors``, and where the class of the model is called GPT2ModelPipe: also hidden states, where a boundary

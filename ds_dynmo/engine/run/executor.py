@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from ds_dynmo.engine.deepspeed.buffers import sent_as_they_are
 from ds_dynmo.engine.deepspeed.instruction_map import Instructions, instructions_in_force, present_instructions
 from ds_dynmo.engine.deepspeed.module import LayerWrapper, layers_through
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
@@ -77,6 +78,7 @@ class Executor:
         with (
             self._stage.compiled.batch(self._stage.layers.modules_that_run()),
             layers_through(self._engine.module, self._wrappers(training)),
+            sent_as_they_are(self._engine),
             self._scheduled.batch(steps, present) if steps is not None else nullcontext(),
             instructions_in_force(self._engine, self._instructions(training, steps is not None)),
         ):

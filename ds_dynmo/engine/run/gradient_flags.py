@@ -95,26 +95,25 @@ class GradientFlags:
     def _send(self, send: Instruction, last_layer: int, engine: Any, buffer_id: int) -> None:
         """Send, and keep of the outputs only those that a gradient comes back for."""
         outputs = _sendable(buffers.outputs_of(engine, buffer_id), last_layer)
-        if shapes_are_known(engine):
-            self._check_layout(last_layer, _in_tuple(outputs))
+        tensors, are_known = _in_tuple(outputs), shapes_are_known(engine)
+        if are_known:
+            self._check_layout(last_layer, tensors)
         buffers.set_outputs(engine, buffer_id, outputs)
-        with buffers.sent_as_they_are(engine):
-            send(engine, buffer_id=buffer_id)
+        send(engine, buffer_id=buffer_id)
         if not torch.is_grad_enabled():  # an evaluation
             return
-        flags = [tensor.requires_grad for tensor in _in_tuple(outputs)]
+        flags = [tensor.requires_grad for tensor in tensors]
         if engine.is_pipe_partitioned:
             flags[1] = True  # a slice of the first output, whose graph DeepSpeed keeps elsewhere
-        if self._sent is None or not shapes_are_known(engine):
+        if self._sent is None or not are_known:
             self._announce(engine, flags)
-        else:
+        elif flags != self._sent:
             _check_flags(last_layer, flags, self._sent)
         buffers.set_outputs(engine, buffer_id, self._that_go_back(outputs, kept=2 * engine.is_pipe_partitioned))
 
     def _send_for_all(self, send: Instruction, engine: Any, buffer_id: int) -> None:
         """Send, and let a gradient come back for every floating tensor."""
-        with buffers.sent_as_they_are(engine):
-            send(engine, buffer_id=buffer_id)
+        send(engine, buffer_id=buffer_id)
         if torch.is_grad_enabled() and (self._sent is None or not shapes_are_known(engine)):
             self._announce(engine, [True] * _MOST)
 
@@ -152,8 +151,7 @@ class GradientFlags:
 
     def _receive(self, receive: Instruction, engine: Any, buffer_id: int) -> None:
         """Receive, and let those tensors require a gradient that get one."""
-        with buffers.sent_as_they_are(engine):
-            receive(engine, buffer_id=buffer_id)
+        receive(engine, buffer_id=buffer_id)
         if not torch.is_grad_enabled():
             return
         if self._received is None or not shapes_are_known(engine):
@@ -181,8 +179,7 @@ class GradientFlags:
                     tensor.grad = torch.zeros_like(tensor)
             if isinstance(inputs, tuple) or not differentiated:
                 buffers.set_inputs(engine, buffer_id, tuple(differentiated))
-        with buffers.sent_as_they_are(engine):
-            send(engine, buffer_id=buffer_id)
+        send(engine, buffer_id=buffer_id)
 
 
 def _sendable(outputs: Any, last_layer: int) -> Any:
@@ -191,18 +188,16 @@ def _sendable(outputs: Any, last_layer: int) -> Any:
     Raises:
         ConfigError: they are no tensor and no tuple of tensors, or one is complex and requires a gradient.
     """
-    if isinstance(outputs, torch.Tensor | tuple) and all(isinstance(one, torch.Tensor) for one in _in_tuple(outputs)):
-        complex_ones = [
-            number for number, one in enumerate(_in_tuple(outputs)) if one.is_complex() and one.requires_grad
-        ]
+    tensors = _in_tuple(outputs)
+    if all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        complex_ones = [number for number, one in enumerate(tensors) if one.is_complex() and one.requires_grad]
         if complex_ones:
             raise ConfigError(
                 f"layer {last_layer}, the last one of a stage: its outputs {complex_ones} are complex and require a "
                 "gradient, and pipelines send gradients of floating tensors alone: return torch.view_as_real of them"
             )
-        if isinstance(outputs, torch.Tensor):
-            return outputs.contiguous()
-        return tuple(output.contiguous() for output in outputs)
+        contiguous = tuple(tensor.contiguous() for tensor in tensors)
+        return contiguous if isinstance(outputs, tuple) else contiguous[0]
     found = type(outputs).__name__
     if isinstance(outputs, tuple | list):
         found += f" of {', '.join(type(output).__name__ for output in outputs)}"

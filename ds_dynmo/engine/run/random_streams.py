@@ -13,13 +13,12 @@ uses random numbers has no stream; dropout's keeps its mask and needs none.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
+from numpy.random.mtrand import get_bit_generator
 
 from ds_dynmo.engine.run.rng_trackers import TrackedStates
 from ds_dynmo.engine.split.steps import InputGradientPass
@@ -36,6 +36,7 @@ Layer = Callable[[Any], Any]
 Instruction = Callable[..., None]
 
 _KEY = struct.Struct("<Q4q?")
+_POSITION = struct.Struct("i")
 
 
 def stream_seed(seed: int, *, step: int, micro_batch: int, layer: int, replica: int, training: bool) -> int:
@@ -51,8 +52,7 @@ class Draws(NamedTuple):
     micro_batch: int
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """A pipeline instruction that may run layers.
 
     Attributes:
@@ -87,21 +87,55 @@ class TorchGenerators:
             generator.set_state(state)
 
 
+class NumpyGenerator:
+    """numpy's legacy global generator.
+
+    numpy takes 40 microseconds to return its state, as it copies 624 numbers one by one. So the state is read again
+    only if the generator's memory, which is these numbers and a position, is no longer that of the last one read. A
+    normal number that waits to be drawn is kept elsewhere: while there is one, the state is read every time.
+    """
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] = {}
+        self._memory = b""  # of the generator in that state
+        self._known: Any = None  # the generator, if its memory tells its state
+
+    def seed(self, seed: int) -> None:
+        numpy.random.seed(seed)
+
+    def state(self) -> dict[str, Any]:
+        generator = get_bit_generator()
+        if generator is self._known:
+            address = generator.ctypes.state_address
+            if ctypes.string_at(address, len(self._memory)) == self._memory:
+                return self._state
+        self._state = numpy.random.get_state(legacy=False)
+        numbers = self._state["state"]
+        self._memory = numbers["key"].tobytes() + _POSITION.pack(numbers["pos"])
+        self._known = None if self._state["has_gauss"] else generator
+        numbers["key"] = numbers["key"].tolist()  # restored 20 times as fast as numpy's own array
+        return self._state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        numpy.random.set_state(state)
+
+
 class PythonGenerators:
     """Python's ``random`` and numpy's legacy global generator."""
 
+    def __init__(self) -> None:
+        self._numpy = NumpyGenerator()
+
     def seed(self, seed: int) -> None:
         random.seed(seed)
-        numpy.random.seed(seed >> 32)  # torch on the CPU has the same algorithm, and takes the low half
+        self._numpy.seed(seed >> 32)  # torch on the CPU has the same algorithm, and takes the low half
 
     def state(self) -> tuple[Any, Any]:
-        of_numpy = numpy.random.get_state(legacy=False)
-        of_numpy["state"]["key"] = of_numpy["state"]["key"].tolist()  # restored 20 times as fast as numpy's own array
-        return random.getstate(), of_numpy
+        return random.getstate(), self._numpy.state()
 
     def restore(self, state: tuple[Any, Any]) -> None:
         random.setstate(state[0])
-        numpy.random.set_state(state[1])
+        self._numpy.restore(state[1])
 
 
 class LayerStreams:
@@ -166,16 +200,14 @@ class LayerStreams:
         def forward_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
             buffer_id = _buffer_id(args, kwargs)
             self._in_buffer[buffer_id] = self._next("", self._seed)
-            with self._one_pass(Pass(buffer_id, self._in_buffer[buffer_id], recomputes=False)):
-                forward(engine, *args, **kwargs)
+            self._run(Pass(buffer_id, self._in_buffer[buffer_id], recomputes=False), forward, engine, args, kwargs)
 
         return forward_pass
 
     def _backward_pass(self, backward: Instruction) -> Instruction:
         def backward_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
             buffer_id = _buffer_id(args, kwargs)
-            with self._one_pass(Pass(buffer_id, self._in_buffer[buffer_id], recomputes=True)):
-                backward(engine, *args, **kwargs)
+            self._run(Pass(buffer_id, self._in_buffer[buffer_id], recomputes=True), backward, engine, args, kwargs)
 
         return backward_pass
 
@@ -183,8 +215,8 @@ class LayerStreams:
         seed = _seed_of_kind(self._seed, kind)
 
         def own_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
-            with self._one_pass(Pass(_buffer_id(args, kwargs), self._next(kind, seed), recomputes=None)):
-                instruction(engine, *args, **kwargs)
+            begun = Pass(_buffer_id(args, kwargs), self._next(kind, seed), recomputes=None)
+            self._run(begun, instruction, engine, args, kwargs)
 
         return own_pass
 
@@ -193,11 +225,12 @@ class LayerStreams:
         self._begun[kind] += 1
         return Draws(seed, micro_batch)
 
-    @contextmanager
-    def _one_pass(self, begun: Pass) -> Iterator[None]:
+    def _run(
+        self, begun: Pass, instruction: Instruction, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._pass = begun
         try:
-            yield
+            instruction(engine, *args, **kwargs)
         finally:
             self._pass = None
             if self._outer_of_python is not None:
@@ -212,18 +245,19 @@ class LayerStreams:
         number = self._numbers[place]
 
         def drawing(inputs: Any) -> Any:
-            if self._pass is None:  # the user's engine runs it outside instructions
+            begun = self._pass
+            if begun is None:  # the user's engine runs it outside instructions
                 return layer(inputs)
-            recomputes = self._pass.recomputes
+            recomputes = begun.recomputes
             if recomputes is None:
                 recomputes = backward_pass_number() != -1  # within autograd's backward pass
-            states = self._torch.state(), self._trackers.state()
+            swapped = self._state() if recomputes else None
             if self._outer_of_python is None:
                 self._outer_of_python = self._python.state()
             if not recomputes:
-                self._outer = self._outer or states
-                self._in_buffer[self._pass.buffer_id] = self._pass.draws
-            draws = self._in_buffer.get(self._pass.buffer_id, self._pass.draws)
+                self._outer = self._outer or self._state()
+                self._in_buffer[begun.buffer_id] = begun.draws
+            draws = self._in_buffer.get(begun.buffer_id, begun.draws)
             seed = stream_seed(
                 draws.seed, layer=number, replica=self._replica, micro_batch=draws.micro_batch, **self._now
             )
@@ -233,10 +267,13 @@ class LayerStreams:
             try:
                 return layer(inputs)
             finally:
-                if recomputes:
-                    self._restore(states)
+                if swapped is not None:
+                    self._restore(swapped)
 
         return drawing
+
+    def _state(self) -> tuple[Any, Any]:
+        return self._torch.state(), self._trackers.state()
 
     def _restore(self, states: tuple[Any, Any]) -> None:
         of_torch, of_trackers = states
