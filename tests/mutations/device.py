@@ -53,13 +53,6 @@ MUTATIONS = [
         LOSSES,
     ),
     on_device(
-        "the loss arrives in a buffer that DeepSpeed copies meanwhile",
-        "ds_dynmo/engine/deepspeed/losses.py",
-        "tensor if engine.is_last_stage() else torch.empty_like(tensor)",
-        "tensor",
-        LOSSES,
-    ),
-    on_device(
         "two neighbours use different groups",
         f"{COMM}/neighbour_links.py",
         "group, rank = self._groups[min(stage, self._stage) % 2]",

@@ -107,4 +107,11 @@ MUTATIONS = [
         "                    pass\n",
         "tests/distributed/test_masks.py::test_what_travels_beside_hidden_states_trains_as_on_one_stage",
     ),
+    Mutation(
+        "stages before the last return the loss of their replica",
+        "ds_dynmo/engine/deepspeed/losses.py",
+        "    return received.element(1)\n",
+        "    return received.element(0)\n",
+        "tests/distributed/test_batch_ends.py::test_any_rank_or_none_may_read_the_loss[bf16-2-1.0]",
+    ),
 ]

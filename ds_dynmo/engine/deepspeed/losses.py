@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe import engine as deepspeeds
 
 from ds_dynmo.engine.comm.posted import Posted
 
@@ -15,30 +15,35 @@ from ds_dynmo.engine.comm.posted import Posted
 def share_loss(
     engine: Any, aggregate: Callable[[], Any], post: Callable[[torch.Tensor, int, Any], Posted]
 ) -> torch.Tensor:
-    """Run DeepSpeed's ``_aggregate_total_loss`` without waiting for its broadcast. Collective.
+    """Share the loss as DeepSpeed's ``_aggregate_total_loss`` does, without waiting for its broadcast. Collective.
 
-    Stages before the last get tensors that wait where they are read, in place of DeepSpeed's copies of its own buffer,
-    which it makes while the broadcast is under way. So what arrives has another buffer.
+    Stages before the last get tensors that wait where they are read.
 
     Args:
-        aggregate: that method.
+        aggregate: that method; the last stage sums by it.
         post: posts a broadcast of a tensor from a rank in a group.
     """
-    posted: list[Posted] = []
-
-    def broadcast(tensor: torch.Tensor, src: int, group: Any) -> None:
-        posted.append(post(tensor if engine.is_last_stage() else torch.empty_like(tensor), src, group))
-
-    waiting, deepspeeds.dist.broadcast = deepspeeds.dist.broadcast, broadcast
-    try:
-        loss: torch.Tensor = aggregate()
-    finally:
-        deepspeeds.dist.broadcast = waiting
+    last, group = engine.grid.stage_to_global(engine.num_stages - 1), engine.grid.get_pipe_parallel_group()
     if engine.is_last_stage():
+        with _without_broadcast(engine):
+            loss: torch.Tensor = aggregate()
+        additional = engine.agg_additional_losses or {}
+        post(torch.stack([engine.dp_group_loss, loss, *additional.values()]).float(), last, group)
         return loss
-    (received,) = posted
+    names = engine.module.get_additional_losses()
+    received = post(torch.empty(2 + len(names or ()), dtype=torch.float32, device=engine.device), last, group)
     engine.dp_group_loss = received.element(0)
-    if engine.agg_additional_losses is not None:
-        names = enumerate(engine.agg_additional_losses, start=2)
-        engine.agg_additional_losses = OrderedDict((name, received.element(index)) for index, name in names)
+    if names is not None:
+        numbered = enumerate(names, start=2)
+        engine.agg_additional_losses = OrderedDict((name, received.element(index)) for index, name in numbered)
     return received.element(1)
+
+
+@contextmanager
+def _without_broadcast(engine: Any) -> Iterator[None]:
+    """Inside, DeepSpeed sums losses as where there is one stage: nobody is sent any."""
+    before, engine.is_pipe_parallel = engine.is_pipe_parallel, False
+    try:
+        yield
+    finally:
+        engine.is_pipe_parallel = before
