@@ -33,7 +33,6 @@ class Stage:
             device="cpu",
             next_stage=1,
             prev_stage=0,
-            grad_layer=None,
             is_pipe_partitioned=False,
         )
         self.around = self.flags.changes(present, last_layer=3, own_kinds=own_kinds)

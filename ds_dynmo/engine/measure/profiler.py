@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -217,18 +217,14 @@ class Profiler:
         self.samples.batches += 1
         self._recent_seconds.append(seconds)
 
-    @contextmanager
-    def one_pass(self, part: Part) -> Iterator[None]:
+    def one_pass(self, part: Part) -> AbstractContextManager[None]:
         """Measure one micro-batch's pass through the stage, which runs inside."""
         goes_back = part in (Part.BACKWARD, Part.INPUT_GRADIENT)
-        with self._one_pass(part, self._last if goes_back else None):
-            yield
+        return self._one_pass(part, self._last if goes_back else None)
 
-    @contextmanager
-    def another_pass(self) -> Iterator[None]:
+    def another_pass(self) -> AbstractContextManager[None]:
         """Measure an instruction of the user's, which may run layers; it counts with the next pass."""
-        with self._one_pass(None, None):
-            yield
+        return self._one_pass(None, None)
 
     @contextmanager
     def _one_pass(self, part: Part | None, owner: int | None) -> Iterator[None]:

@@ -48,9 +48,7 @@ class Executor:
         self._profiler, self._tracer, self._streams = profiler, tracer, streams
         self._first_micro_batch = first_micro_batch
         self._callbacks: list[Callable[[], None]] = []
-        self._composed_of: dict[type, Any] | None = None
-        self._composed_prefix = 0
-        self._composed_for_ours = False
+        self._composed_for: tuple[dict[type, Any], int, bool] | None = None
         self._composition: Instructions = {}
         self._scheduled = ScheduledBatches(engine, stage)
         stage.schedule.is_profiled = lambda: profiler.measures
@@ -108,8 +106,7 @@ class Executor:
     def _composed(self, ours: bool) -> Instructions:
         """Compose the instructions of a batch, anew only if something has changed."""
         present, prefix = dict(present_instructions(self._engine)), self._trainable.prefix
-        asked = ours != self._composed_for_ours
-        if asked or present != self._composed_of or prefix != self._composed_prefix:
+        if (present, prefix, ours) != self._composed_for:
             self._composition = instructions.compose(
                 present,
                 self._stage.layers,
@@ -120,9 +117,9 @@ class Executor:
                 flags=self._stage.gradient_flags,
                 scheduled=self._scheduled if ours else None,
             )
-            self._composed_of, self._composed_prefix, self._composed_for_ours = present, prefix, ours
+            self._composed_for = present, prefix, ours
         return self._composition
 
     def _compose_anew(self, _: LayersMoved | None = None) -> None:
-        self._composed_of = None
+        self._composed_for = None
         self._scheduled.forget_shapes()

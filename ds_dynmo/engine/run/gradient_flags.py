@@ -138,8 +138,6 @@ class GradientFlags:
         announced[: len(flags)] = torch.tensor(flags, dtype=torch.uint8)
         send_to_next(engine, announced)
         self._sent = flags
-        if shapes_are_known(engine):  # else gradients come into tensors of their own anyway, and may be there by now
-            buffers.forget_gradient_buffer(engine)
 
     def _that_go_back(self, outputs: Any, kept: int) -> Any:
         """Leave out of ``outputs`` what gets no gradient, but for the first ``kept``."""

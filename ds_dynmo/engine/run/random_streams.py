@@ -155,14 +155,15 @@ class LayerStreams:
         self._seed = seed
         self._replica = replica
         self._torch = TorchGenerators()
-        self._trackers = trackers or TrackedStates(lambda mine: [mine])
+        self._trackers = TrackedStates(lambda mine: [mine]) if trackers is None else trackers
         self._python = PythonGenerators()
         self._begun: Counter[str] = Counter()  # passes in this batch, which come in the order of the micro-batches
         self._in_buffer: dict[int | None, Draws] = {}  # by DeepSpeed's pipeline buffer
         self._numbers: list[int] = []  # of the stage's layers
         self._now: dict[str, Any] = {}  # step and training; with the draws they distinguish a layer's streams
+        self._swapped: tuple[Any, ...] = (self._torch,)  # what activation checkpointing restores, too
         self._pass: Pass | None = None
-        self._outer: tuple[Any, Any] | None = None
+        self._outer: list[Any] | None = None
         self._outer_of_python: Any = None
 
     def begin(self, numbers: Sequence[int], *, step: int, training: bool, first_micro_batch: int = 0) -> None:
@@ -174,6 +175,7 @@ class LayerStreams:
             first_micro_batch: this rank's first in the batch; other ranks may train on those before it.
         """
         self._trackers.find()
+        self._swapped = (self._torch, self._trackers) if self._trackers.are_there else (self._torch,)
         self._numbers = list(numbers)
         self._now, self._first, self._begun = {"step": step, "training": training}, first_micro_batch, Counter()
 
@@ -261,8 +263,8 @@ class LayerStreams:
             seed = stream_seed(
                 draws.seed, layer=number, replica=self._replica, micro_batch=draws.micro_batch, **self._now
             )
-            self._torch.seed(seed)
-            self._trackers.seed(seed)
+            for generators in self._swapped:
+                generators.seed(seed)
             self._python.seed(seed)
             try:
                 return layer(inputs)
@@ -272,13 +274,12 @@ class LayerStreams:
 
         return drawing
 
-    def _state(self) -> tuple[Any, Any]:
-        return self._torch.state(), self._trackers.state()
+    def _state(self) -> list[Any]:
+        return [generators.state() for generators in self._swapped]
 
-    def _restore(self, states: tuple[Any, Any]) -> None:
-        of_torch, of_trackers = states
-        self._torch.restore(of_torch)
-        self._trackers.restore(of_trackers)
+    def _restore(self, states: list[Any]) -> None:
+        for generators, state in zip(self._swapped, states, strict=True):
+            generators.restore(state)
 
 
 def _buffer_id(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

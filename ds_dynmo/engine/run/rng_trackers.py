@@ -107,6 +107,11 @@ class TrackedStates:
         if get_accelerator().device_name() != "cpu":
             self._generators.append(torch.Generator(get_accelerator().current_device_name()))
 
+    @property
+    def are_there(self) -> bool:
+        """Did :meth:`find` find any?"""
+        return bool(self._trackers)
+
     def add(self, name: str, tracker: Any) -> None:
         """Add a tracker of the user's.
 
