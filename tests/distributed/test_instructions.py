@@ -25,6 +25,8 @@ from tests.distributed.support.models import Block, Embedding, Head, layers
 from tests.distributed.support.training import batches, build, drop_decision, freeze, state, train_and_move, whole
 
 UNCLIPPED = Case(clip=0.0)  # because DeepSpeed clips by another norm
+OURS = Case(clip=0.0, dynmo={"interval": 0, "schedule": {"kind": "zero_bubble"}})
+MESSAGES = (schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad, schedule.RecvGrad)
 
 
 def counted(counts: Counts, kind: type, instruction: Callable[..., None]) -> Callable[..., None]:
@@ -45,19 +47,24 @@ def reduce_nothing(counts: Counts) -> Callable[[Any], None]:
     return reduce
 
 
-def own_map(counts: Counts, present: Any) -> dict[type, Any]:
-    """Return a map whose instructions count their calls, with a user's own reduction of gradients."""
-    own = {kind: counted(counts, kind, instruction) for kind, instruction in present.items()}
-    return {**own, schedule.ReduceGrads: reduce_nothing(counts)}
+def own_map(counts: Counts, present: Any, messages: bool = True) -> dict[type, Any]:
+    """Return a map whose instructions count their calls, with a user's own reduction of gradients.
+
+    Args:
+        messages: those that send and receive do so too.
+    """
+    kinds = [kind for kind in present if messages or kind not in MESSAGES]
+    own = {kind: counted(counts, kind, present[kind]) for kind in kinds}
+    return {**present, **own, schedule.ReduceGrads: reduce_nothing(counts)}
 
 
-def patch(how: str, engine: Any, counts: Counts) -> None:
+def patch(how: str, engine: Any, counts: Counts, messages: bool = True) -> None:
     if how == "entries":
-        PipelineEngine._INSTRUCTION_MAP.update(own_map(counts, PipelineEngine._INSTRUCTION_MAP))
+        PipelineEngine._INSTRUCTION_MAP.update(own_map(counts, PipelineEngine._INSTRUCTION_MAP, messages))
     elif how == "map":
-        PipelineEngine._INSTRUCTION_MAP = own_map(counts, PipelineEngine._INSTRUCTION_MAP)
+        PipelineEngine._INSTRUCTION_MAP = own_map(counts, PipelineEngine._INSTRUCTION_MAP, messages)
     elif how == "engine":
-        engine._INSTRUCTION_MAP = own_map(counts, engine._INSTRUCTION_MAP)
+        engine._INSTRUCTION_MAP = own_map(counts, engine._INSTRUCTION_MAP, messages)
 
 
 def train_patched(
@@ -68,10 +75,12 @@ def train_patched(
     moves: Sequence[Sequence[int]] = (),
     save_to: str | None = None,
     resume_from: str | None = None,
+    messages: bool = True,
 ) -> dict[str, Any]:
     """Train, and count instructions.
 
     Args:
+        messages: count those that send and receive, too.
         early: patch them before the engine is built, otherwise after two batches.
         save_to: a folder to save to after the second batch.
         resume_from: a folder to load; only the last three batches are trained then.
@@ -79,10 +88,10 @@ def train_patched(
     counts: Counts = Counter()
     engine_class = None
     if early:
-        patch(how, None, counts)
+        patch(how, None, counts, messages)
     if how == "subclass":
         present = PipelineEngine._INSTRUCTION_MAP
-        engine_class = type("TheirEngine", (PipelineEngine,), {"_INSTRUCTION_MAP": own_map(counts, present)})
+        engine_class = type("TheirEngine", (PipelineEngine,), {"_INSTRUCTION_MAP": own_map(counts, present, messages)})
     engine = initialize(which, case, layers, engine_class)
     if resume_from is not None:
         engine.load_checkpoint(resume_from)
@@ -90,7 +99,7 @@ def train_patched(
     losses, waiting = [], list(moves)
     for step in range(engine.global_steps, STEPS):
         if step == 2 and not early:
-            patch(how, engine, counts)
+            patch(how, engine, counts, messages)
         losses.append(engine.train_batch(data).item())
         if waiting:
             engine.rebalance(waiting.pop(0))
@@ -99,6 +108,11 @@ def train_patched(
     losses.append(engine.eval_batch(batches(engine, seed=7)).item())
     found = {"losses": losses, "counts": counts, "replica": 0}
     return found if which == "deepspeed" else {**found, "state": state(engine)}
+
+
+def train_patched_but_messages(case: Case, how: str, early: bool) -> dict[str, Any]:
+    """Train with own instructions in place of those that neither send nor receive: these a schedule of ours refuses."""
+    return train_patched("ds_dynmo", case, how, early, messages=False)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +278,25 @@ def a_schedule_of_its_own(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
 def test_a_batch_that_bypasses_the_engine_is_refused(kind: str) -> None:
     assert all("_exec_schedule was replaced" in message for message in run(2, a_schedule_of_its_own, kind))
+
+
+def own_messages_under_a_schedule_of_ours(own: bool) -> tuple[list[str], float]:
+    """Return the error for each kind of message, and the loss of the first batch that trains."""
+    engine = build(OURS)
+    data, stock, errors = batches(engine), PipelineEngine._INSTRUCTION_MAP, []
+    for kind in MESSAGES if own else ():
+        engine._INSTRUCTION_MAP = {**stock, kind: counted(Counter(), kind, stock[kind])}
+        errors.append(error_of(lambda: engine.train_batch(data)))
+    engine._INSTRUCTION_MAP = stock
+    return errors, engine.train_batch(data).item()
+
+
+def test_own_messages_are_refused_before_a_batch_of_a_schedule_of_ours() -> None:
+    (_, expected), _ = run(2, own_messages_under_a_schedule_of_ours, False)
+    for errors, loss in run(2, own_messages_under_a_schedule_of_ours, True):
+        for kind, error in zip(MESSAGES, errors, strict=True):
+            assert f"_INSTRUCTION_MAP[{kind.__name__}] = tests.distributed.test_instructions.counted" in error
+        assert loss == expected
 
 
 def a_map_set_in_a_batch() -> str:

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe import p2p
-from deepspeed.runtime.pipe import schedule as deepspeeds
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +33,6 @@ from tests.distributed.harness import RankError, run
 from tests.distributed.support import case_runs, elastic
 from tests.distributed.support.case_runs import CaseRun, moved
 from tests.distributed.support.configs import BLOCK, Case
-from tests.distributed.support.instructions import error_of
 from tests.distributed.support.models import WIDTH, Block, Embedding, Head, scale, seeded
 from tests.distributed.support.training import batches, build, outcome_of, raw, train, train_frozen
 
@@ -232,9 +230,9 @@ FEATURES = {
     ),
     "a decision": Feature(4, decided),
     "dynamic shapes": Feature(2, test_topologies.train_feature, ({}, {"dynamic_shape": True}, MOVES, True)),
-    "patched instructions": Feature(2, test_instructions.train_patched, ("ds_dynmo", Case(clip=0.0), "entries", True)),
+    "patched instructions": Feature(2, test_instructions.train_patched_but_messages, (Case(clip=0.0), "entries", True)),
     "instructions patched later": Feature(
-        2, test_instructions.train_patched, ("ds_dynmo", Case(clip=0.0), "engine", False), fuzz=True
+        2, test_instructions.train_patched_but_messages, (Case(clip=0.0), "engine", False), fuzz=True
     ),
     "own backward pass": Feature(
         3,
@@ -373,27 +371,6 @@ def test_layers_that_cannot_be_split_are_named_once() -> None:
     assert message.startswith("schedule: backward passes of layer 6 (Embedding) always run in one: see docs/schedules")
     assert of_ranks[2] == [message]  # the last stage's first replica
     assert not any(run(4, names_layers, False))
-
-
-def sends_by_itself(self: Any, buffer_id: int) -> None:
-    torch.distributed.send(self.pipe_buffers["outputs"][buffer_id], 1)
-
-
-def with_sends_of_its_own() -> str:
-    engine = build(Case(dynmo={"interval": 0, "schedule": {"kind": "zero_bubble"}}))
-    data = batches(engine)
-    engine.train_batch(data)
-    if engine.is_last_stage():
-        torch.distributed.recv(torch.empty(2, 4, 8, device=engine.device), 0)
-        return ""
-    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, deepspeeds.SendActivation: sends_by_itself}
-    return error_of(lambda: engine.train_batch(data))
-
-
-def test_own_sends_are_refused() -> None:
-    message = run(2, with_sends_of_its_own)[0]
-    assert "_INSTRUCTION_MAP[SendActivation] = tests.distributed.test_schedule_features.sends_by_itself" in message
-    assert 'dynmo.schedule.kind to "1f1b"' in message
 
 
 class Failing(Block):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,8 +122,8 @@ class Stage:
         self.channels = Channels(lambda stage: stage, lambda: lambda *args: backend.post(number, *args))
         self._number = number
 
-    def batch(self, schedule: Schedule, plan: LinkPlan, sizes: Sizes, alike: Collection[Lane]) -> None:
-        with self.channels.batch(plan, alike):
+    def batch(self, schedule: Schedule, plan: LinkPlan, sizes: Sizes, alike: bool) -> None:
+        with self.channels.batch(plan, alike=alike):
             for action in schedule.orders[self._number]:
                 source, target = receives(action, schedule), sends(action, schedule)
                 if source is not None:
@@ -146,9 +146,7 @@ class Stage:
                 self.channels.send(tensor, stage)
 
 
-def run(
-    *batches: tuple[Schedule, Sizes, Sequence[LinkPlan]], alike: Collection[Lane] = frozenset(Lane)
-) -> StrictBackend:
+def run(*batches: tuple[Schedule, Sizes, Sequence[LinkPlan]], alike: bool = True) -> StrictBackend:
     """Run batches in turn, on a thread per stage; each with the sizes of its messages, and a plan for each stage."""
     backend = StrictBackend(batches[0][0].num_stages)
     stages = [Stage(number, backend) for number in range(batches[0][0].num_stages)]
@@ -213,8 +211,7 @@ def test_messages_come_to_the_right_micro_batch(name: str) -> None:
     schedule, costs = SCHEDULES[name]
     planned, sizes = plans(schedule, costs), (announced, same, same, announced, without_gradients, same)
     run(*[(schedule, each, planned) for each in sizes])
-    run(*[(schedule, changing, planned)] * 2, alike=())
-    run((schedule, same, planned), (schedule, announced, planned), alike={Lane.GRADIENT})
+    run(*[(schedule, changing, planned)] * 2, alike=False)
 
 
 def test_one_micro_batch_after_the_other() -> None:
@@ -226,12 +223,12 @@ def test_one_micro_batch_after_the_other() -> None:
 def test_simultaneous_messages_travel_together_once_they_are_known_to_look_alike() -> None:
     schedule = gradient_first_1f1b(4, 12)
     batch = schedule, same, plans(schedule)
-    known, unknown = run(batch, batch), run(batch, batch, alike=())
+    known, unknown = run(batch, batch), run(batch, batch, alike=False)
     assert known.both_ways > 40 and unknown.both_ways == 0
 
 
-@pytest.mark.parametrize("alike", [set(Lane), set()])
-def test_what_was_sent_is_kept_no_longer_than_the_order_tells(alike: set[Lane]) -> None:
+@pytest.mark.parametrize("alike", [True, False])
+def test_what_was_sent_is_kept_no_longer_than_the_order_tells(alike: bool) -> None:
     schedule = gradient_first_1f1b(4, 12)
     backend = run((schedule, same, plans(schedule)), alike=alike)
     assert not any(backend.kept.values())
@@ -278,18 +275,18 @@ RECEIVE, SEND = PlannedMessage(Lane.ACTIVATION, False), PlannedMessage(Lane.GRAD
 
 def test_two_receives_are_posted_ahead_once_two_messages_looked_alike() -> None:
     stage = Noted()
-    with stage.channels.batch({1: [(RECEIVE,)] * 6}, set(Lane)):
+    with stage.channels.batch({1: [(RECEIVE,)] * 6}, alike=True):
         assert [stage.receive() for _ in range(6)] == ["r r", "r r rr rr", "rr", "rr", "", ""]
-    with stage.channels.batch({1: [(RECEIVE,)] * 6}, set(Lane)):
+    with stage.channels.batch({1: [(RECEIVE,)] * 6}, alike=True):
         assert [stage.receive() for _ in range(6)] == ["r r rr rr", "rr", "rr", "rr", "", ""]
     stage.channels.forget_shapes()
-    with stage.channels.batch({1: [(RECEIVE,)] * 3}, set(Lane)):
+    with stage.channels.batch({1: [(RECEIVE,)] * 3}, alike=True):
         assert [stage.receive() for _ in range(3)] == ["r r", "r r rr", ""]
 
 
 def test_receives_are_out_of_the_way_of_a_message_that_is_made() -> None:
     stage = Noted()
-    with stage.channels.batch({1: [*[(RECEIVE,)] * 7, (SEND,)]}, set(Lane)):
+    with stage.channels.batch({1: [*[(RECEIVE,)] * 7, (SEND,)]}, alike=True):
         assert [stage.receive() for _ in range(2)] == ["r r", "r r rr rr"]
         assert stage.send() == "rr rr rr s s"
         assert [stage.receive() for _ in range(5)] == [""] * 5
@@ -298,7 +295,7 @@ def test_receives_are_out_of_the_way_of_a_message_that_is_made() -> None:
 def test_messages_wait_for_a_receive_that_cannot_be_posted_and_go_as_they_were_made() -> None:
     """The first two tensor by tensor, alone: when they were made, nothing was known of what follows."""
     stage = Noted()
-    with stage.channels.batch({1: [(RECEIVE,)] * 2 + [(SEND, RECEIVE)] * 3}, set(Lane)):
+    with stage.channels.batch({1: [(RECEIVE,)] * 2 + [(SEND, RECEIVE)] * 3}, alike=True):
         assert [stage.send() for _ in range(3)] == [""] * 3
         assert stage.receive() == "r r"
         assert stage.receive() == "r r s s rr s s rr ssrr"
@@ -307,9 +304,9 @@ def test_messages_wait_for_a_receive_that_cannot_be_posted_and_go_as_they_were_m
 
 def test_a_group_is_posted_at_once_where_both_messages_are_known() -> None:
     stage = Noted()
-    with stage.channels.batch({1: [(RECEIVE, SEND)] * 4}, set(Lane)):
+    with stage.channels.batch({1: [(RECEIVE, SEND)] * 4}, alike=True):
         assert [(stage.send(), stage.receive()) for _ in range(4)] == [("", "r r s s")] * 2 + [("rrss", "")] * 2
-    with stage.channels.batch({1: [(SEND, RECEIVE)] * 4}, set(Lane)):
+    with stage.channels.batch({1: [(SEND, RECEIVE)] * 4}, alike=True):
         assert [(stage.send(), stage.receive()) for _ in range(4)] == [("s s", "r r")] + [("ssrr", "")] * 3
 
 

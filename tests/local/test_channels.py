@@ -22,7 +22,7 @@ def channels() -> Channels:
 def test_a_change_in_place_of_what_was_sent_is_an_error(channels: Channels) -> None:
     output = torch.ones(2, 3, requires_grad=True) * 2
     changed = r"shape \[2, 3\] was changed in place .*to another stage"
-    with pytest.raises(ConfigError, match=changed), channels.batch(PLAN, ()):
+    with pytest.raises(ConfigError, match=changed), channels.batch(PLAN, alike=False):
         with channels.sending(Lane.ACTIVATION, 1):
             channels.send(output, 1)
         output.detach().zero_()
@@ -30,7 +30,7 @@ def test_a_change_in_place_of_what_was_sent_is_an_error(channels: Channels) -> N
 
 def test_what_needs_no_gradient_may_be_changed(channels: Channels) -> None:
     mask = torch.ones(2, 3)
-    with channels.batch(PLAN, ()):
+    with channels.batch(PLAN, alike=False):
         with channels.sending(Lane.ACTIVATION, 1):
             channels.send(mask, 1)
         mask.zero_()

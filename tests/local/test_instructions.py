@@ -46,12 +46,24 @@ def test_a_frozen_prefix_refuses_own_instructions_that_skip_its_work(
 ) -> None:
     def own(self: Any, buffer_id: int) -> None: ...
 
-    check(STOCK, prefix, partitioned=partitioned)
+    check(STOCK, prefix, partitioned=partitioned, ours=False)
     if not refused:
-        check({**STOCK, kind: own}, prefix, partitioned=partitioned)
+        check({**STOCK, kind: own}, prefix, partitioned=partitioned, ours=False)
         return
     with pytest.raises(ConfigError, match=rf"_INSTRUCTION_MAP\[{kind.__name__}\] = .*own: the first {prefix} layers"):
-        check({**STOCK, kind: own}, prefix, partitioned=partitioned)
+        check({**STOCK, kind: own}, prefix, partitioned=partitioned, ours=False)
+
+
+@pytest.mark.parametrize(
+    "kind", [schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad, schedule.RecvGrad]
+)
+def test_a_schedule_of_ours_refuses_own_messages(kind: type) -> None:
+    def own(self: Any, buffer_id: int) -> None: ...
+
+    check(STOCK, 0, partitioned=False, ours=True)
+    check({**STOCK, kind: own}, 0, partitioned=False, ours=False)
+    with pytest.raises(ConfigError, match=rf"_INSTRUCTION_MAP\[{kind.__name__}\] = .*own: .*schedule.kind to \"1f1b"):
+        check({**STOCK, kind: own}, 0, partitioned=False, ours=True)
 
 
 def composed(present: dict[type, Any]) -> Any:

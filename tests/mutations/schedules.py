@@ -114,4 +114,11 @@ MUTATIONS = [
         "    return received.element(0)\n",
         "tests/distributed/test_batch_ends.py::test_any_rank_or_none_may_read_the_loss[bf16-2-1.0]",
     ),
+    Mutation(
+        "an instruction of the user's that sends runs under a schedule of ours",
+        "ds_dynmo/engine/run/trainable.py",
+        "        ours = self._stage.schedule.is_ours and engine.num_stages > 1\n",
+        "        ours = False\n",
+        "tests/distributed/test_instructions.py::test_own_messages_are_refused_before_a_batch_of_a_schedule_of_ours",
+    ),
 ]

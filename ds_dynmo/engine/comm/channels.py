@@ -14,10 +14,10 @@ before it are posted, and
 - two messages of one group: together, by ``batch_isend_irecv``.
 
 **Sizes.** Only a message whose tensors are known can be posted before it is needed. DeepSpeed announces shapes by a
-tensor of numbers in the first message, or in each, and an instruction of the user's may do anything. So a message is
-taken to look like the one before it only if that looked like the one before that, and from then on for the batch. Both
-stages have seen the same messages, so they know this of the same ones. Any other message is sent and received tensor by
-tensor, when its instruction runs, and not in a group. A message may have no tensor, where the receiver is frozen.
+tensor of numbers in the first message, or in each. So a message is taken to look like the one before it only if that
+looked like the one before that, and from then on for the batch. Both stages have seen the same messages, so they know
+this of the same ones. Any other message is sent and received tensor by tensor, when its instruction runs, and not in a
+group. A message may have no tensor, where the receiver is frozen.
 
 **Streams.** NCCL queues an operation behind what the compute stream holds when it is posted. So what is sent has been
 made by then, and what used the memory of a receive's tensors before is over. Waiting for an operation makes the compute
@@ -33,7 +33,7 @@ itself, and neither can be asked whether it has ended (``is_completed`` is False
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -153,19 +153,19 @@ class Channels:
         self._device: Any = torch.device("cpu")
         self._layouts: dict[tuple[int, PlannedMessage], Layout] = {}  # of the last batch
         self._links: dict[int, _Link] = {}
-        self._alike: Collection[Lane] = ()
+        self._alike = False
         self._now: PlannedMessage | None = None
         self._sending: list[_Sent] = []
         self._taking: deque[torch.Tensor] | None = None  # None: they are not posted
         self._taken: Layout = []
 
     @contextmanager
-    def batch(self, plan: LinkPlan, alike: Collection[Lane]) -> Iterator[None]:
+    def batch(self, plan: LinkPlan, *, alike: bool) -> Iterator[None]:
         """One batch: what was sent in it has arrived when it ends.
 
         Args:
             plan: per neighbour, the groups of messages in their order.
-            alike: lanes whose messages may be taken to look alike.
+            alike: may the messages of a lane be taken to look alike?
         """
         self._post = self._connect()
         self._alike = alike
@@ -194,25 +194,25 @@ class Channels:
     # -- one instruction ------------------------------------------------------------------------------
 
     @contextmanager
-    def sending(self, lane: Lane, dest_stage: int) -> Iterator[Sequence[Any]]:
-        """Inside, what is sent to ``dest_stage`` is one message of ``lane``. Gives what is in it, as it grows."""
+    def sending(self, lane: Lane, dest_stage: int) -> Iterator[None]:
+        """Inside, what is sent to ``dest_stage`` is one message of ``lane``."""
         link, message = self._links[dest_stage], PlannedMessage(lane, is_sent=True)
         state = link.lanes[message]
         self._now, self._sending = message, []
         try:
-            yield self._sending
+            yield
         finally:
             self._now = None
         layout: Layout = [(sent.tensor.shape, sent.tensor.dtype) for sent in self._sending]
         if state.is_settled and layout != state.layout:
             raise ConfigError(_unlike(lane, dest_stage, layout, state.layout))
         state.made.append((self._sending, state.is_settled))
-        self._note(state, lane, layout)
+        self._note(state, layout)
         self._advance(link)
 
     @contextmanager
-    def receiving(self, lane: Lane, src_stage: int) -> Iterator[Sequence[Any]]:
-        """Inside, what comes from ``src_stage`` is the next message of ``lane``. Gives its layout, as it grows."""
+    def receiving(self, lane: Lane, src_stage: int) -> Iterator[None]:
+        """Inside, what comes from ``src_stage`` is the next message of ``lane``."""
         link, message = self._links[src_stage], PlannedMessage(lane, is_sent=False)
         state = link.lanes[message]
         if not state.arriving:
@@ -227,15 +227,15 @@ class Channels:
             link.groups.popleft()
             self._taking = None
         try:
-            yield self._taken
+            yield
         finally:
             self._now = None
-        self._note(state, lane, self._taken)
+        self._note(state, self._taken)
         self._advance(link)
 
-    def _note(self, state: _LaneState, lane: Lane, layout: Layout) -> None:
+    def _note(self, state: _LaneState, layout: Layout) -> None:
         """Note how a message looked."""
-        state.is_settled = state.is_settled or (lane in self._alike and layout == state.layout)
+        state.is_settled = state.is_settled or (self._alike and layout == state.layout)
         state.layout = list(layout)
         state.messages += 1
 

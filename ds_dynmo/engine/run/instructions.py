@@ -9,7 +9,7 @@ engine as DeepSpeed's do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -33,33 +33,42 @@ from ds_dynmo.torch_private import no_torch_function
 
 Around = Callable[[Instruction], Instruction]
 
+_MESSAGES = (schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad, schedule.RecvGrad)
+
 
 def is_own_kind(kind: type) -> bool:
     """Is it an instruction class of the user's, which neither DeepSpeed's schedules nor ours have?"""
     return kind.__module__ != schedule.__name__ and kind not in (InputGradientPass, WeightGradientPass)
 
 
-def check(present: Instructions, prefix: int, *, partitioned: bool) -> None:
-    """Refuse instructions of the user's that do not work with a frozen prefix.
+def check(present: Instructions, prefix: int, *, partitioned: bool, ours: bool) -> None:
+    """Refuse instructions of the user's that would not be called as DeepSpeed calls them.
 
     Args:
         prefix: how many leading layers of the model are frozen.
         partitioned: messages are split over tensor-parallel slices.
+        ours: batches are trained by a schedule of ours, or may be.
 
     Raises:
         ConfigError: naming the first.
     """
-    if prefix == 0:
-        return
-    kinds = (schedule.SendGrad, schedule.RecvGrad, *((schedule.BackwardPass,) if partitioned else ()))
+    if ours:
+        reason = "under a schedule of ds_dynmo no message may wait for its receiver, as one of yours may"
+        _refuse_own(present, _MESSAGES, reason, 'set dynmo.schedule.kind to "1f1b"')
+    if prefix:
+        kinds = (schedule.SendGrad, schedule.RecvGrad, *((schedule.BackwardPass,) if partitioned else ()))
+        reason = (
+            f"the first {prefix} layers have nothing to train, so a stage that holds no others is sent no gradients, "
+            "and an instruction of yours cannot know that"
+        )
+        _refuse_own(present, kinds, reason, "train a parameter of layer 0")
+
+
+def _refuse_own(present: Instructions, kinds: Iterable[type], reason: str, instead: str) -> None:
     for kind in kinds:
         instruction = present.get(kind)
         if instruction is not None and not is_deepspeeds(instruction):
-            raise ConfigError(
-                f"{entry(kind, instruction)}: the first {prefix} layers have nothing to train, so a "
-                "stage that holds no others is sent no gradients, and an instruction of yours cannot know that; leave "
-                f"{kind.__name__} to DeepSpeed, or train a parameter of layer 0"
-            )
+            raise ConfigError(f"{entry(kind, instruction)}: {reason}; leave {kind.__name__} to DeepSpeed, or {instead}")
 
 
 def compose(
@@ -106,7 +115,7 @@ def compose(
     if callbacks:
         put_around(schedule.OptimizerStep, partial(_after_callbacks, callbacks))
     if scheduled is not None:
-        composed = scheduled.compose(present, composed)
+        composed = scheduled.compose(composed)
     if streams is not None:
         composed.update(streams.instructions(composed, own_kinds=filter(is_own_kind, composed)))
     return MappingProxyType(composed)

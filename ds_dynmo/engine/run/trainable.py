@@ -35,8 +35,7 @@ class TrainableLayers:
             what: the engine's method that the user called, for messages.
 
         Raises:
-            ConfigError: on every rank; a tie is frozen in part, or an instruction of the user's does not work with
-                frozen layers.
+            ConfigError: on every rank; a tie is frozen in part, or an instruction of the user's cannot be honoured.
         """
         stage, layers = self._stage, self._stage.layers
         stage.comm.enter(what)
@@ -56,7 +55,7 @@ class TrainableLayers:
         self._layers, self._tied_weights, self.prefix = trainable, tied.tolist(), prefix
 
     def check(self) -> None:
-        """Refuse a batch if anything was frozen or unfrozen since :meth:`agree`.
+        """Refuse a batch if anything was frozen or unfrozen since :meth:`agree`, or an instruction cannot be honoured.
 
         Raises:
             ConfigError: on this rank; nothing was trained.
@@ -70,8 +69,9 @@ class TrainableLayers:
         self._check_instructions(self.prefix)
 
     def _check_instructions(self, prefix: int) -> None:
-        present, partitioned = present_instructions(self._engine), self._engine.is_pipe_partitioned
-        instructions.check(present, prefix, partitioned=partitioned)
+        engine = self._engine
+        ours = self._stage.schedule.is_ours and engine.num_stages > 1
+        instructions.check(present_instructions(engine), prefix, partitioned=engine.is_pipe_partitioned, ours=ours)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a rank that was away while the others agreed."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,23 +14,25 @@ from ds_dynmo.engine.comm.channels import Channels, Lane, LinkPlan
 from ds_dynmo.engine.deepspeed import buffers
 from ds_dynmo.engine.deepspeed.backward import backward_from_own
 from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
-from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions, entry
+from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.deepspeed.point_to_point import messages_through, shapes_are_known
 from ds_dynmo.engine.split.messages import link_plan
 from ds_dynmo.engine.split.steps import InputGradientPass, ScheduleSteps, WeightGradientPass
 from ds_dynmo.engine.split.weight_gradients import WeightGradients
 from ds_dynmo.engine.stage import StageContext
-from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import Kind, PassCosts, Schedule
 
 _logger = logging.getLogger("DynMo")
-_MESSAGES = {  # kind of instruction: lane, and the attribute of the engine that names the other stage
+_MESSAGES = {  # kind of instruction: lane, and the attribute of the engine that names the neighbour
     deepspeeds.SendActivation: (Lane.ACTIVATION, "next_stage"),
     deepspeeds.RecvActivation: (Lane.ACTIVATION, "prev_stage"),
     deepspeeds.SendGrad: (Lane.GRADIENT, "prev_stage"),
     deepspeeds.RecvGrad: (Lane.GRADIENT, "next_stage"),
 }
+_SENDS = (deepspeeds.SendActivation, deepspeeds.SendGrad)
+
+Through = Callable[[Lane, int], AbstractContextManager[None]]  # of a message with a stage
 
 
 class ScheduledBatches:
@@ -63,7 +65,7 @@ class ScheduledBatches:
         self._forward_passes = 0
         self._losses = {}
         with (
-            self._channels.batch(self._message_plan(steps), _lanes_alike(engine, present)),
+            self._channels.batch(self._message_plan(steps), alike=shapes_are_known(engine)),
             messages_through(self._channels),
             self.gradients.splitting(self._modules(), splits=any(self._splits)),
         ):
@@ -108,19 +110,18 @@ class ScheduledBatches:
         """Discard how messages looked: they may look other than before from now on."""
         self._channels.forget_shapes()
 
-    def compose(self, present: Instructions, composed: dict[type, Instruction]) -> dict[type, Instruction]:
-        """Those of ``composed`` that stand in a step of ours, around what carries out an instruction of a step."""
+    def compose(self, composed: dict[type, Instruction]) -> dict[type, Instruction]:
+        """Put around ``composed`` what the steps of a schedule of ours need."""
         done = dict(composed)
         backward = composed[deepspeeds.BackwardPass]
         done[deepspeeds.ForwardPass] = partial(self._forward, composed[deepspeeds.ForwardPass])
         done[deepspeeds.BackwardPass] = partial(self._backward, backward)
         done[InputGradientPass] = partial(self._first_part, backward)
-        done[WeightGradientPass] = partial(self._second_part)
+        done[WeightGradientPass] = self._second_part
         for kind, (lane, neighbour) in _MESSAGES.items():
-            own = None if is_deepspeeds(present[kind]) else entry(kind, present[kind])
-            around = self._send if kind in (deepspeeds.SendActivation, deepspeeds.SendGrad) else self._receive
-            done[kind] = partial(around, composed[kind], lane, neighbour, own)
-        return {kind: _as_function(instruction) for kind, instruction in done.items()}
+            through = self._channels.sending if kind in _SENDS else self._channels.receiving
+            done[kind] = partial(_message, composed[kind], through, lane, neighbour)
+        return done
 
     # -- passes ---------------------------------------------------------------------------------------
 
@@ -147,50 +148,9 @@ class ScheduledBatches:
         if deferred:
             backward_from_own(engine, deferred.roots())
 
-    # -- messages -------------------------------------------------------------------------------------
 
-    # ``own``: names an instruction of the user's; None: it is DeepSpeed's
-
-    def _send(
-        self, send: Instruction, lane: Lane, neighbour: str, own: str | None, engine: Any, buffer_id: int
-    ) -> None:
-        with self._channels.sending(lane, getattr(engine, neighbour)) as tensors:
-            send(engine, buffer_id=buffer_id)
-        _check_carried(tensors, own)
-
-    def _receive(
-        self, receive: Instruction, lane: Lane, neighbour: str, own: str | None, engine: Any, buffer_id: int
-    ) -> None:
-        with self._channels.receiving(lane, getattr(engine, neighbour)) as tensors:
-            receive(engine, buffer_id=buffer_id)
-        _check_carried(tensors, own)
-
-
-def _lanes_alike(engine: Any, present: Instructions) -> set[Lane]:
-    """Of which lanes do messages look alike? Those of which no instruction is the user's, on either side."""
-    own = {lane for kind, (lane, _) in _MESSAGES.items() if not is_deepspeeds(present[kind])}
-    return set(Lane) - own if shapes_are_known(engine) else set()
-
-
-def _check_carried(tensors: Sequence[Any], own: str | None) -> None:
-    """Refuse an instruction of the user's whose message did not go through the channels.
-
-    A send of its own would wait for its receiver, for which our orders are not made: stages would wait in a circle.
-    """
-    if own is not None and not tensors:
-        raise ConfigError(
-            f"{own}: its message did not go through deepspeed.runtime.pipe.p2p.send and recv, which a schedule of "
-            'ds_dynmo needs; call these (by that name, as they are replaced), or set dynmo.schedule.kind to "1f1b"'
-        )
-
-
-def _as_function(instruction: Any) -> Instruction:
-    """DeepSpeed binds an instruction to its engine as a method."""
-    if not isinstance(instruction, partial):
-        as_it_is: Instruction = instruction
-        return as_it_is
-
-    def run(engine: Any, *args: Any, **kwargs: Any) -> None:
-        instruction(engine, *args, **kwargs)
-
-    return run
+def _message(
+    instruction: Instruction, through: Through, lane: Lane, neighbour: str, engine: Any, buffer_id: int
+) -> None:
+    with through(lane, getattr(engine, neighbour)):
+        instruction(engine, buffer_id=buffer_id)
