@@ -185,16 +185,17 @@ class PatchedPipelineEngine(PipelineEngine):
     # -- timers ---------------------------------------------------------------------------------------
 
     # With wall_clock_breakdown DeepSpeed starts and stops its backward timers twice in a pipeline, once in the
-    # pipeline's instruction and once in a hook, and fails on the second: the outer one counts.
+    # pipeline's instruction and once in a hook, and fails on the second: the outer one counts. Without it no timer has
+    # a name here.
 
     def _start_timers(self, timer_names: list[str]) -> None:
-        if self.dynmo is not None:
+        if timer_names and self.dynmo is not None:
             timer_names = [name for name in timer_names if not self.timers(name).started_]
             self._timers_started.update(timer_names)
         super()._start_timers(timer_names)
 
     def _stop_timers(self, timer_names: list[str]) -> None:
-        if self.dynmo is not None:
+        if timer_names and self.dynmo is not None:
             timer_names = [name for name in timer_names if name in self._timers_started]
             self._timers_started.difference_update(timer_names)
         super()._stop_timers(timer_names)
