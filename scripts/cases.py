@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from benchmarks.arms import engines_end_here, say, turns
-from benchmarks.trained import CONFIGS, Trained, configuration, statics_of
+from benchmarks.trained import Trained, configuration, statics_of
 from ds_dynmo.cli.command_line import CommandParser, num_processes, print_table, refusals_of, write_json
+from ds_dynmo.cli.simulation.loads import CASES
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.cli.train import VALIDATIONS, batches, ends_part, validate
 from ds_dynmo.errors import ConfigError
@@ -98,15 +99,14 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main(given: list[str]) -> None:
     parser = CommandParser(__doc__)
-    found = sorted(path.stem for path in CONFIGS.glob("*.json") if path.stem not in ("gpt", "repack"))
-    parser.add_argument("cases", nargs="+", choices=found)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
     parser.add_argument("--steps", type=int, default=200, help="steps of each run, default %(default)s")
     arguments = parser.parse_args(given)
     with refusals_of("cases.py"):
         num_processes("2 scripts/cases.py")
         begin_rank()
         rows: list[dict[str, Any]] = []
-        for case in arguments.cases:
+        for case in arguments.cases or CASES:
             with engines_end_here():
                 new = measure(case, arguments.steps)
             rows += new

@@ -41,16 +41,23 @@ from torch import nn
 
 from benchmarks.arms import say, timed
 from benchmarks.emulation import data, make_engine, pipeline_engine, set_loads
-from benchmarks.packing import prepare_runs, show_memory, train_within_limit
-from ds_dynmo.cli.command_line import CommandParser, print_table, refusals_of, write_json
+from benchmarks.packing import prepare_without_limit, show_memory, train_within_limit
+from ds_dynmo.cli.command_line import CommandParser, add_changes, print_table, refusals_of, write_json
 from ds_dynmo.cli.simulation.loads import CASES, Phase
 from ds_dynmo.cli.startup import begin_rank
+from ds_dynmo.config import load_settings
 from guard import guarded_group, scratch_folder
 
 FREEZES = ((0, 0), (0.25, 0.25), (0.5, 0.5), (0.75, 0.75))  # from this part of the run on, this part of the layers
 LAYERS, WIDTH = 16, 1024  # of the restarted job: linear layers, WIDTH x WIDTH
 STAGES, FEWER = 4, 2
-MEMORY_CONFIG = "ds_configs/repack_memory.json"
+PRUNED = "ds_configs/pruning.json"
+IN_LITTLE_MEMORY = (  # changes of PRUNED: many layers whose weights, not activations, take the memory
+    *("model.layers=24", "model.sequence_length=32", 'model.pruning={"final_sparsity": 0.9, "probe": false}'),
+    *("optimizer.params.lr=5e-4", "scheduler.params.warmup_max_lr=5e-4", "scheduler.params.warmup_num_steps=15"),
+    *("dynmo.balancer=null", "dynmo.profile=null", "dynmo.balance_by=parameters"),
+    *("dynmo.initial_partition=parameters", 'dynmo.repack={"enabled": true, "planner": "first_fit"}'),
+)
 
 
 def parse(given: list[str]) -> argparse.Namespace:
@@ -72,7 +79,8 @@ def parse(given: list[str]) -> argparse.Namespace:
     freezing.add_argument("--forward-ms", type=float, default=8.0, help="of a layer, default %(default)s")
     freezing.add_argument("--steps", type=int, default=60, help="default %(default)s")
     memory = kinds.add_parser("memory", description="ranks of a real run under a memory limit; start with deepspeed")
-    memory.add_argument("--deepspeed_config", default=MEMORY_CONFIG, metavar="JSON", help="default %(default)s")
+    memory.add_argument("--deepspeed_config", metavar="JSON", help="default: a change of ds_configs/pruning.json")
+    add_changes(memory)
     memory.add_argument("--data", metavar="FILE_OR_FOLDER", help="text (default: Python's standard library)")
     memory.add_argument("--steps", type=int, default=100, help="default %(default)s")
     kinds.add_parser("restart", description="re-packing beside a checkpoint and a new launch")
@@ -175,11 +183,15 @@ def freezing(arguments: argparse.Namespace) -> None:
 
 def memory(arguments: argparse.Namespace) -> None:
     """Train within the memory that the dense model needs, and show the ranks at work."""
-    flags = ["--deepspeed_config", arguments.deepspeed_config, "--steps", str(arguments.steps)]
+    config, changes = arguments.deepspeed_config, arguments.changes
+    if config is None:
+        config, changes = PRUNED, [*IN_LITTLE_MEMORY, *changes]
+    flags = ["--deepspeed_config", config, "--steps", str(arguments.steps)]
     if arguments.data is not None:
         flags += ["--data", arguments.data]
     with refusals_of("repack.py memory"):
-        unlimited, settings = prepare_runs(flags, arguments.deepspeed_config)
+        settings = load_settings(Path(config), changes)
+        unlimited = prepare_without_limit(flags, settings)
     begin_rank()
     found = train_within_limit(flags, unlimited, settings)
     if found is not None:

@@ -33,6 +33,18 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
 
 
+def add_changes(parser: argparse.ArgumentParser) -> None:
+    """Accept ``--set KEY=VALUE``, which :func:`ds_dynmo.config.load_settings` takes as changes."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="changes",
+        metavar="KEY=VALUE",
+        help="change the JSON, as dynmo.interval=10 does; VALUE is JSON or a word, null removes the key; repeatable",
+    )
+
+
 @contextmanager
 def refusals_of(command: str) -> Iterator[None]:
     """End ``command`` with a message, and no traceback, where it is given what it cannot run with."""

@@ -9,7 +9,7 @@ import argparse
 import sys
 from contextlib import suppress
 
-from ds_dynmo.cli.command_line import refuse
+from ds_dynmo.cli.command_line import add_changes, refuse
 from ds_dynmo.config import check_deepspeed_keys, load_settings, read_dynmo_config
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.launch import set_rank_variables
@@ -31,16 +31,18 @@ def check_configuration(arguments: list[str]) -> None:
     """Check the JSON, its "dynmo" block and DeepSpeed's keys. Other errors, and those of options, are found later.
 
     Raises:
-        ConfigError: the file cannot be read, its block is invalid, or a key that training needs is.
+        ConfigError: the file cannot be read, a change cannot be made, the block is invalid, or a key that training
+            needs is.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--deepspeed_config")
+    add_changes(parser)
     try:
-        config = parser.parse_known_args(arguments)[0].deepspeed_config
+        given = parser.parse_known_args(arguments)[0]
     except argparse.ArgumentError:
         return
-    if config is not None:
-        settings = load_settings(config)
+    if given.deepspeed_config is not None:
+        settings = load_settings(given.deepspeed_config, given.changes)
         read_dynmo_config(settings)
         check_deepspeed_keys(settings)
 

@@ -8,8 +8,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -41,15 +41,83 @@ def read_dynmo_config(config: str | os.PathLike[str] | dict[str, Any]) -> DynMoC
     return parse_block(DynMoConfig, settings[BLOCK], BLOCK)
 
 
-def load_settings(config: Any) -> dict[str, Any]:
+def load_settings(config: Any, changes: Iterable[str] = ()) -> dict[str, Any]:
     """Read a DeepSpeed configuration with the library that DeepSpeed reads it with: it may have comments.
 
     Args:
         config: as for ``deepspeed.initialize``: a path, a dict, or the text in URL-safe base64.
+        changes: what ``--set`` gave: see :func:`with_changes`.
 
     Raises:
-        ConfigError: it cannot be read, is no object, or has a key twice in one object.
+        ConfigError: it cannot be read, is no object, or has a key twice in one object; or a change cannot be made.
     """
+    return with_changes(_load(config), changes)
+
+
+def with_changes(settings: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
+    """Change a configuration as if its file said so, one change after the other.
+
+    Args:
+        changes: each ``KEY=VALUE``. KEY is a path such as ``model.mod.threshold``; objects on it that are missing are
+            made. VALUE is JSON, or a word, which is a string; ``null`` removes the key.
+
+    >>> with_changes({"model": {"layers": 12, "moe": {}}}, ["model.moe=null", "model.layers=4", "dynmo.report=a.jsonl"])
+    {'model': {'layers': 4}, 'dynmo': {'report': 'a.jsonl'}}
+
+    Raises:
+        ConfigError: naming ``--set``, and the part of the change that is wrong.
+    """
+    changed = settings
+    for change in changes:
+        changed = _with_change(changed, change)
+    return changed
+
+
+def _with_change(settings: dict[str, Any], change: str) -> dict[str, Any]:
+    def refuse(why: str) -> NoReturn:
+        raise ConfigError(f"--set {change}: {why}")
+
+    path, equals, text = change.partition("=")
+    *outer, key = keys = path.split(".")
+    if not equals or not all(keys):
+        refuse("should be KEY=VALUE, such as dynmo.interval=10 or 'model.mod={\"threshold\": 0.0}'")
+    value = _word_or_json(text, f"--set {change}")
+    changed = block = dict(settings)
+    for depth, name in enumerate(outer, start=1):
+        inner = {} if block.get(name) is None else block[name]
+        if not isinstance(inner, dict):
+            refuse(f"{'.'.join(keys[:depth])} is {show(inner)}, and has no keys; give it whole")
+        block[name] = dict(inner)
+        block = block[name]
+    if value is not None:
+        block[key] = value
+    elif key in block:
+        del block[key]
+    else:
+        refuse("there is no such key to remove")
+    return changed
+
+
+def _word_or_json(text: str, source: str) -> Any:
+    """Read the value of a change: what begins like JSON's objects, lists and strings has to be one."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates(source), parse_constant=_no_constant)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        if not text.strip():
+            raise ConfigError(f'{source}: has no value; "" is the empty string, null removes the key') from error
+        if text.lstrip()[0] in '{["':
+            raise ConfigError(f"{source}: is no JSON: {error}") from error
+    return text
+
+
+def _no_constant(name: str) -> NoReturn:
+    """Take NaN and Infinity, which Python's json accepts, for words: a file cannot have them either."""
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _load(config: Any) -> dict[str, Any]:
     if isinstance(config, dict):
         return config
     import hjson  # comes with DeepSpeed, which the partitioners alone do not need
@@ -103,16 +171,10 @@ def _text_of(path: str | os.PathLike[str]) -> str:
 
 
 def _parse_object(text: str, source: str, loads: Callable[..., Any]) -> dict[str, Any]:
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        duplicates = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-        if duplicates:
-            raise ConfigError(f"{source}: keys given more than once in one object: {', '.join(duplicates)}")
-        return dict(pairs)
-
     if not text.strip():  # which hjson takes for an empty object
         raise ConfigError(f"{source}: is empty")
     try:
-        value = loads(text, object_pairs_hook=without_duplicates)
+        value = loads(text, object_pairs_hook=_without_duplicates(source))
     except ConfigError:
         raise
     except ValueError as error:  # of json or hjson
@@ -120,6 +182,16 @@ def _parse_object(text: str, source: str, loads: Callable[..., Any]) -> dict[str
     if not isinstance(value, dict):
         raise ConfigError(f"{source}: should hold a JSON object, got {show(value)}")
     return value
+
+
+def _without_duplicates(source: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        duplicates = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        if duplicates:
+            raise ConfigError(f"{source}: keys given more than once in one object: {', '.join(duplicates)}")
+        return dict(pairs)
+
+    return unique
 
 
 def _is_misspelt(key: str) -> bool:

@@ -8,7 +8,7 @@ from benchmarks.arms import engines_end_here, say
 from ds_dynmo.cli.command_line import print_table
 from ds_dynmo.cli.train import batches, build_cases, build_engine, train
 from ds_dynmo.cli.training.options import Run, prepare
-from ds_dynmo.config import load_settings, read_dynmo_config
+from ds_dynmo.config import read_dynmo_config
 from ds_dynmo.engine.decide.decision_input import memory_model
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import MemoryModel
@@ -16,17 +16,16 @@ from ds_dynmo.partitioners import MemoryModel
 MIB = 2**20
 
 
-def prepare_runs(flags: list[str], config: str) -> tuple[Run, dict[str, Any]]:
-    """Check a configuration, and give the run of it without a limit, and its settings.
+def prepare_without_limit(flags: list[str], settings: dict[str, Any]) -> Run:
+    """Check a configuration, and give the run of it without a limit.
 
     Raises:
         ConfigError: naming the option, key or path, its value and what is allowed.
     """
-    settings = load_settings(config)
     dynmo = read_dynmo_config(settings)
     if dynmo is None or not dynmo.repack.enabled:
-        raise ConfigError(f"{config}: dynmo.repack.enabled = false: should be true, so that ranks can be given back")
-    return prepare(flags, with_block(settings, memory_limit=None, repack={}, interval=0)), settings
+        raise ConfigError("dynmo.repack.enabled = false: should be true, so that ranks can be given back")
+    return prepare(flags, with_block(settings, memory_limit=None, repack={}, interval=0))
 
 
 def with_block(settings: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -109,7 +108,7 @@ def train_within_limit(flags: list[str], unlimited: Run, settings: dict[str, Any
 
     Args:
         flags: of ds-dynmo-train.
-        unlimited, settings: what :func:`prepare_runs` gave.
+        unlimited: what :func:`prepare_without_limit` gave for ``settings``.
     """
     with engines_end_here():
         limit = least_limit(unlimited)

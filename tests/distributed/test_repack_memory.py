@@ -9,8 +9,9 @@ from unittest.mock import patch
 
 import pytest
 
-from benchmarks.packing import prepare_runs, train_within_limit
+from benchmarks.packing import prepare_without_limit, train_within_limit
 from ds_dynmo import DynMoPipelineEngine
+from ds_dynmo.config import load_settings
 from ds_dynmo.errors import ConfigError
 from tests.distributed.harness import run
 
@@ -43,7 +44,8 @@ def flags(folder: Path, model: dict[str, Any], **block: Any) -> list[str]:
 
 def within_limit(given: list[str], stay_dense: bool) -> dict[str, Any] | None:
     """Train under the limit that the model meets as it is built; pruned weights may stay dense, with zeros."""
-    unlimited, settings = prepare_runs(given, given[1])
+    settings = load_settings(given[1])
+    unlimited = prepare_without_limit(given, settings)
     if not stay_dense:
         return train_within_limit(given, unlimited, settings)
     with patch.object(DynMoPipelineEngine, "keep_elements_refusal", lambda engine: "asked for"):
@@ -77,4 +79,4 @@ def test_a_dense_run_gives_none_back(tmp_path: Path) -> None:
 def test_a_configuration_that_never_re_packs_is_refused(tmp_path: Path) -> None:
     given = flags(tmp_path, PRUNED, repack={**REPACK, "enabled": False})
     with pytest.raises(ConfigError, match=r"dynmo\.repack\.enabled = false: should be true"):
-        prepare_runs(given, given[1])
+        prepare_without_limit(given, load_settings(given[1]))

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from ds_dynmo import DynMoPipelineEngine
+from ds_dynmo.config import load_settings, read_dynmo_config
 from ds_dynmo.data import DataConfig, TokenFile
 from ds_dynmo.launch import OF_MEETING, OF_RANK
+from ds_dynmo.models import model_layers, read_model_config
 from ds_dynmo.models.config import ModelConfig
 from tests.pure.test_docs import PAGES, ROOT, as_json, keys
 
@@ -29,6 +31,27 @@ def test_the_page_of_data_lists_the_keys_of_its_blocks() -> None:
     assert re.findall(r'^\| `"(\w+)"` \| ', page.partition("## Token files")[2], re.MULTILINE) == [
         *TokenFile.model_fields
     ]
+
+
+def test_every_variant_that_a_command_makes_is_a_valid_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files beside it are those that its page shows."""
+    variants = 0
+    for page in PAGES:
+        saved = re.findall(r"With this as `(\w+\.json)`.*?```json\n(.*?)```", page.read_text(), re.DOTALL)
+        for name, content in saved:
+            (tmp_path / name).write_text(content)
+        for words in commands(page):
+            changes = [given for option, given in zip(words, words[1:]) if option == "--set"]
+            if changes and "--deepspeed_config" in words:
+                settings = load_settings(ROOT / words[words.index("--deepspeed_config") + 1], changes)
+                read_dynmo_config(settings)
+                with monkeypatch.context() as there:
+                    there.chdir(tmp_path)
+                    model_layers(read_model_config(settings))
+                variants += 1
+    assert variants >= 8
 
 
 INSTANCE = {

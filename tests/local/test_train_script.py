@@ -18,7 +18,7 @@ import torch
 
 from ds_dynmo.cli import train
 from ds_dynmo.cli.training.options import RECORDING, Run, prepare
-from ds_dynmo.cli.training.resuming import FACTS_FILE, write_facts
+from ds_dynmo.cli.training.resuming import FACTS_FILE, find_checkpoint, write_facts
 from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.models import read_model_config
@@ -100,6 +100,34 @@ def test_wrong_configs_and_flags_are_refused(
     with pytest.raises((ConfigError, PartitionError), match=message) as error:
         prepare(["--deepspeed_config", str(path), *flags])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("dynmo.intervall=5", "dynmo.intervall.*interval"),
+        ("model.head=2", "model.head.*heads"),
+        ("model.layers=four", '^model.layers = "four"'),
+        ("gradient_accumulation_steps=0", "^gradient_accumulation_steps = 0: should be an int of at least 1"),
+        ("model.layers.count=4", "^--set model.layers.count=4: model.layers is 4"),
+    ],
+)
+def test_a_change_is_checked_as_the_file_is(tmp_path: Path, change: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(["--deepspeed_config", str(write(tmp_path)), "--set", change])
+
+
+def test_a_changed_run_is_the_one_whose_file_says_so(tmp_path: Path) -> None:
+    changes = ["--set", "dynmo.interval=7", "--set", "model.mod.every=1", "--set", "scheduler=null"]
+    changed = prepare([*on_a_small_text(write(tmp_path)), *changes])
+    path = write(tmp_path, dynmo={**json.loads((ROOT / "ds_configs" / "freezing.json").read_text())["dynmo"]})
+    settings = json.loads(path.read_text())
+    settings["dynmo"]["interval"] = 7
+    settings["model"]["mod"] = {"every": 1}
+    del settings["scheduler"]
+    path.write_text(json.dumps(settings))
+    said = prepare(on_a_small_text(path))
+    assert (changed.settings, changed.model, changed.interval) == (said.settings, said.model, said.interval)
 
 
 def test_a_configuration_may_have_comments_as_deepspeeds_may(tmp_path: Path) -> None:
@@ -225,6 +253,13 @@ def test_a_run_saved_without_the_key_tokens_can_be_resumed(tmp_path: Path) -> No
     assert resumed(tmp_path, {"tokens": "bytes"}, model=said).model.tokens == "bytes"
 
 
+def test_a_changed_run_is_resumed_with_its_changes(tmp_path: Path) -> None:
+    run = resumed(tmp_path, {"mod": {}}, "--set", "dynmo.interval=3")
+    assert (run.first_step, run.interval) == (5, 3)
+    with pytest.raises(ConfigError, match=r"^--resume .*: was trained with model\.mod = .*, this run has None"):
+        resumed(tmp_path, {"mod": {}}, "--set", "model.mod=null")
+
+
 def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     for flags, changes, message in (
         ([], {"step": 8}, "is at step 8, --steps 8 leaves nothing to do"),
@@ -344,6 +379,14 @@ def output_of(command: list[str]) -> str:
     return done.stdout
 
 
+def without_torch(folder: Path, config: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run the script where torch cannot be imported."""
+    (folder / "torch.py").write_text("raise SystemExit('torch is imported')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    command = [sys.executable, "scripts/train.py", "--local_rank=0", "--deepspeed_config", str(config), *flags]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
@@ -356,10 +399,22 @@ def output_of(command: list[str]) -> str:
 def test_a_typo_is_reported_before_torch_is_imported(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
     config = tmp_path / "config.json"
     config.write_text("// why\n" + json.dumps(changes))
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    command = [sys.executable, "scripts/train.py", "--local_rank=0", "--deepspeed_config", str(config)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400.0)
+    done = without_torch(tmp_path, config)
+    assert done.returncode == 2 and done.stderr.startswith(f"ds-dynmo-train: error: {line}"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("dynmo.intervall=3", 'dynmo.intervall = 3: unknown key; did you mean "interval"?'),
+        (
+            "dynmo.interval.steps=3",
+            "--set dynmo.interval.steps=3: dynmo.interval is 25, and has no keys; give it whole",
+        ),
+    ],
+)
+def test_a_wrong_change_is_reported_before_torch_is_imported(tmp_path: Path, change: str, line: str) -> None:
+    done = without_torch(tmp_path, ROOT / "ds_configs" / "freezing.json", "--set", change)
     assert done.returncode == 2 and done.stderr.startswith(f"ds-dynmo-train: error: {line}"), done.stderr
 
 
@@ -379,13 +434,25 @@ def test_a_rank_ends_with_its_launcher_while_it_reads_data(monkeypatch: pytest.M
 
 def test_a_run_with_a_thread_beside_it_ends(tmp_path: Path) -> None:
     """Egeria's last verdict, due after the last step, is still being computed then."""
-    settings = json.loads((ROOT / "ds_configs" / "freezing_egeria.json").read_text())
-    settings["gradient_accumulation_steps"] = 2
-    settings["model"]["freezing"]["egeria"]["start"] = 0.0
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    printed = train_alone(tmp_path / "config.json", "--steps", "3")
+    egeria = 'model.freezing={"egeria": {"interval": 0.04, "delay": 0.02, "window": 3, "start": 0.0}}'
+    changes = ["--set", egeria, "--set", "gradient_accumulation_steps=2"]
+    printed = train_alone(ROOT / "ds_configs" / "freezing.json", *changes, "--steps", "3")
     assert "step 3/3" in printed
     assert printed.startswith("One process, so one stage: no layer can move.")
+
+
+def test_the_configuration_to_begin_with_trains(tmp_path: Path) -> None:
+    """As it is but for its report's place, and an interval that is over by then."""
+    report = tmp_path / "report.jsonl"
+    changes = ["--set", f"dynmo.report={report}", "--set", "dynmo.interval=2"]
+    printed = launch(ROOT / "ds_configs" / "starter.json", *changes, "--steps", "6", "--save", str(tmp_path / "saved"))
+    records = [json.loads(line) for line in report.read_text().splitlines()]
+    block = {"interval": 2, "memory_limit": "80%", "schedule": "auto", "report": str(report)}
+    assert records[0]["config"]["dynmo"] == block and records[0]["config"]["bf16"] == {"enabled": True}
+    assert [record["step"] for record in records if record["kind"] == "rebalance"] == [2, 4, 6]
+    losses = [record["train_loss"] for record in records if record["kind"] == "step"]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert "step 6/6" in printed and find_checkpoint(tmp_path / "saved") == "global_step6"
 
 
 def test_a_short_run(tmp_path: Path) -> None:

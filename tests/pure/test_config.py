@@ -1,5 +1,6 @@
 import base64
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from ds_dynmo.config import (
     RandomnessConfig,
     TraceConfig,
     load_json,
+    load_settings,
     parse_block,
     parse_type_partition,
     read_dynmo_config,
@@ -295,6 +297,54 @@ def test_a_file_without_a_json_object_is_refused(tmp_path: Path, text: str, mess
     with pytest.raises(ConfigError, match=message) as error:
         load_json(path)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [
+        ("dynmo.interval=5", {"dynmo": {"interval": 5}, "bf16": None}),
+        ("dynmo.memory_limit=30GiB", {"dynmo": {"interval": 1, "memory_limit": "30GiB"}, "bf16": None}),
+        ('dynmo.report="a=b"', {"dynmo": {"interval": 1, "report": "a=b"}, "bf16": None}),
+        ("dynmo.report=a=b", {"dynmo": {"interval": 1, "report": "a=b"}, "bf16": None}),
+        ("dynmo.profile.batches=2", {"dynmo": {"interval": 1, "profile": {"batches": 2}}, "bf16": None}),
+        ('model={"moe": {"experts": 2}}', {"dynmo": {"interval": 1}, "bf16": None, "model": {"moe": {"experts": 2}}}),
+        ("dynmo.keep_together=[[6, 7]]", {"dynmo": {"interval": 1, "keep_together": [[6, 7]]}, "bf16": None}),
+        ("bf16.enabled=true", {"dynmo": {"interval": 1}, "bf16": {"enabled": True}}),
+        ("dynmo.interval=null", {"dynmo": {}, "bf16": None}),
+        ("dynmo=null", {"bf16": None}),
+        ("dynmo.min_improvement=NaN", {"dynmo": {"interval": 1, "min_improvement": "NaN"}, "bf16": None}),
+    ],
+)
+def test_a_change_is_made_as_if_the_file_said_so(change: str, changed: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"dynmo": {"interval": 1}, "bf16": None}
+    assert load_settings(settings, [change]) == changed
+    assert settings == {"dynmo": {"interval": 1}, "bf16": None}
+
+
+def test_changes_are_made_in_their_order() -> None:
+    changes = ["a.b=1", "a.c=2", "a.b=3", "a.c=null", "a.c=4"]
+    assert load_settings({}, changes) == {"a": {"b": 3, "c": 4}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("dynmo.interval", "should be KEY=VALUE, such as dynmo.interval=10"),
+        ("=5", "should be KEY=VALUE"),
+        ("dynmo..interval=5", "should be KEY=VALUE"),
+        ("dynmo.interval=", 'has no value; "" is the empty string, null removes the key'),
+        ('model.mod={"threshold": 0.0', "is no JSON: "),
+        ("dynmo.keep_together=[6, 7", "is no JSON: "),
+        ('model.mod={"capacity": NaN}', "is no JSON: NaN is no number of JSON"),
+        ('model.mod={"every": 1, "every": 2}', "keys given more than once in one object: every"),
+        ("dynmo.interval.steps=5", "dynmo.interval is 1, and has no keys; give it whole"),
+        ("dynmo.trace=null", "there is no such key to remove"),
+        ("model.moe=null", "there is no such key to remove"),
+    ],
+)
+def test_a_change_that_cannot_be_made_is_refused(change: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--set {re.escape(change)}: {re.escape(message)}"):
+        load_settings({"dynmo": {"interval": 1}}, [change])
 
 
 def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:

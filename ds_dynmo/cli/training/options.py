@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ds_dynmo.cli.command_line import check_at_least_1, path_of
+from ds_dynmo.cli.command_line import add_changes, check_at_least_1, path_of
 from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data, say
 from ds_dynmo.cli.training.resuming import has_saved, read_resumed, total_steps
 from ds_dynmo.config import check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
@@ -103,6 +103,7 @@ class _Parser(argparse.ArgumentParser):
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = _Parser(description="Train a GPT in a pipeline that re-balances itself.", epilog=START, allow_abbrev=False)
     parser.add_argument("--deepspeed_config", required=True, metavar="JSON", help='with "model" and "dynmo" blocks')
+    add_changes(parser)
     parser.add_argument(
         "--data", metavar="FILE_OR_FOLDER", help="text or token ids (default: Python's standard library)"
     )
@@ -145,8 +146,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
     """
     args = parse_arguments(arguments)
     world_size = int(os.environ["WORLD_SIZE"])
-    if settings is None:
-        settings = load_settings(Path(args.deepspeed_config))
+    settings = load_settings(Path(args.deepspeed_config) if settings is None else settings, args.changes)
     settings = with_model(args, settings)
     dynmo = read_dynmo_config(settings)
     check_deepspeed_keys(settings)
