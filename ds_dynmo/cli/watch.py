@@ -1,11 +1,11 @@
 """Watch a run: the loads of its stages, its partition, moves, tokens/s and losses, from its report, as it is written.
 
-    ds-dynmo-watch report.jsonl                    # in a terminal: bars; elsewhere, or with --plain: lines
+    ds-dynmo-watch report.jsonl                    # in a terminal: a table; elsewhere, or with --plain: lines
     ds-dynmo-watch report.jsonl --once             # how the run stands now
     ds-dynmo-watch report.jsonl --svg view.svg     # the same as a picture
 
 ``report.jsonl`` is written with ``--report`` of ds-dynmo-train or ``dynmo.report``. It need not exist yet. The command
-ends when the report does, with code 0, or with Ctrl-C, with code 130. Bars need rich: the extra "watch".
+ends when the report does, with code 0, or with Ctrl-C, with code 130. The table needs rich: the extra "watch".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_dynmo.cli.watching.follower import Follower
-from ds_dynmo.cli.watching.plain import PlainLines
+from ds_dynmo.cli.watching.lines import status_line
 from ds_dynmo.cli.watching.run_state import Report
 from ds_dynmo.files import write_text
 
@@ -62,6 +62,8 @@ class Watch:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.report = Report()
+        self._told = 0  # events
+        self._status = ""
         self.file = Follower(path, self.report.add, self.report.restart)
 
     @property
@@ -76,38 +78,46 @@ class Watch:
 
     def view(self, height: int | None = None) -> Any:
         """Return what rich draws now, in ``height`` lines; None: in as many as it takes."""
-        from ds_dynmo.cli.watching.view import View
+        from ds_dynmo.cli.watching.view import view
 
-        return View(self.report, self.path.name, self.note, height)
+        return view(self.report, self.path.name, self.note, height)
 
     def live(self, console: Console, interval: float) -> None:
         """Draw the view again and again until the run ends, and leave the last one in the terminal."""
         from rich.live import Live
 
-        try:
-            with _ends_at_sigterm(), Live(console=console, screen=True, auto_refresh=False) as live:
-                while True:
+        with _ends_at_sigterm(), Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+            try:
+                while not self.report.run.ended:
                     live.update(self.view(console.height), refresh=True)
-                    if self.report.run.ended:
-                        return
                     time.sleep(interval)
                     self.file.look()
-        finally:
-            console.print(self.view())
+            finally:
+                live.update(self.view())
 
     def plain(self, interval: float) -> None:
         """Print what is new until the run ends; what is to be said of the file only where it waits for it."""
-        lines, waits = PlainLines(_say), ""
+        waits = ""
         while True:
             note = self.note
             if note != waits and note.endswith("waiting"):
                 _say(f"{self.path.name} {note}")
             waits = note
-            lines.show(self.report)
+            self.say_what_is_new()
             if self.report.run.ended:
                 return
             time.sleep(interval)
             self.file.look()
+
+    def say_what_is_new(self) -> None:
+        """Print events since the last call, and where the run stands if that has changed and it goes on."""
+        for line in self.report.history[self._told :]:
+            _say(line)
+        self._told = len(self.report.history)
+        status = status_line(self.report.run)
+        if status and status != self._status and not self.report.run.ended:
+            _say(status)
+        self._status = status
 
 
 def picture(view: Any) -> str:
@@ -127,7 +137,7 @@ def terminal() -> Console | None:
     try:
         from rich.console import Console
     except ModuleNotFoundError:
-        print(f"ds-dynmo-watch: bars need rich, {INSTALL}", file=sys.stderr)
+        print(f"ds-dynmo-watch: the table needs rich, {INSTALL}", file=sys.stderr)
         return None
     console = Console()
     return None if console.is_dumb_terminal else console
@@ -172,7 +182,7 @@ def show(watch: Watch, args: argparse.Namespace) -> int:
         if console is not None:
             console.print(watch.view())
         else:
-            PlainLines(_say).show(watch.report)
+            watch.say_what_is_new()
     elif console is not None:
         watch.live(console, args.interval or LIVE_SECONDS)
     else:

@@ -106,9 +106,9 @@ def test_a_repacking_changes_the_number_of_stages() -> None:
 
 def test_another_run_in_the_same_file_begins_anew() -> None:
     report = report_of(*A_MOVE, START, step(1, loss=7.0))
-    assert list(report.run.losses) == [7.0] and report.run.placement is None
+    assert report.run.loss == 7.0 and report.run.placement is None
     back = report_of(step(8), profile(8, EVEN), decision(3, EVEN, EVEN))  # the engine appends to a report
-    assert back.run.step == 3 and not back.run.losses and back.run.measurement is None
+    assert back.run.step == 3 and back.run.loss is None and back.run.measurement is None
     assert back.history == ["step 3 follows step 8: another run, or an earlier checkpoint"]
 
 
@@ -129,10 +129,10 @@ def test_another_run_in_the_same_file_begins_anew() -> None:
 )
 def test_a_line_that_is_no_record_is_counted_and_changes_nothing_that_is_shown(line: bytes) -> None:
     report = report_of(*A_MOVE)
-    before = (report.run.placement, report.run.loads, list(report.run.losses), list(report.history))
+    before = (report.run.placement, report.run.loads, report.run.loss, list(report.history))
     report.add(line)
     assert report.skipped == 1
-    assert (report.run.placement, report.run.loads, list(report.run.losses), list(report.history)) == before
+    assert (report.run.placement, report.run.loads, report.run.loss, list(report.history)) == before
 
 
 def test_kinds_of_a_later_version_are_passed_over() -> None:
@@ -196,7 +196,7 @@ def test_lines_are_printed_as_the_run_goes(
         "step 0: a run to step 6 in 2 stages begins",
         "step 2: [0, 2, 4] -> [0, 3, 4], interval: 1 layer, 3.0 MiB in 15.4 ms, predicted bottleneck 12.0 ms -> 9.0 ms",
         "step 3/6: loss 3.000, 2,000 tokens/s; partition [0, 3, 4]; loads 9.0 ms, 9.0 ms "
-        "(layers measured in step 2, before they moved); imbalance 0.00",
+        "(measured in step 2, before layers moved); imbalance 0.00",
         "step 6: the run has ended: 1,234 tokens/s, training loss 2.500, validation loss 2.400, partition [0, 3, 4]",
     ]
     assert sleeps.seconds == [10.0] * 4

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import statistics
+from typing import TYPE_CHECKING, Any
 
 from ds_dynmo.errors import counted
 
+if TYPE_CHECKING:
+    from ds_dynmo.cli.watching.run_state import RunState
+
 Record = dict[str, Any]
+
+MOST_LOADS = 8
 
 
 def start_line(record: Record) -> str:
@@ -50,6 +56,39 @@ def decision_line(record: Record) -> str:
     return f"step {record['step']}, {record['reason']}: {outcome}" + (f": {verdict}" if verdict else "")
 
 
+def status_line(run: RunState) -> str:
+    """Write where the run stands; "" if no record says so."""
+    parts = []
+    if run.loss is not None:
+        parts.append(pace_text(run))
+    if run.placement is not None:
+        parts.append(f"partition {run.placement}")
+    if loads := run.loads:
+        of_stages = ", ".join(map(duration, loads)) if len(loads) <= MOST_LOADS else _between(loads)
+        parts.append(f"loads {of_stages} ({measured_text(run)})")
+    if run.imbalance is not None:
+        parts.append(f"imbalance {run.imbalance:.2f}")
+    return f"{step_text(run)}: " + "; ".join(parts) if parts else ""
+
+
+def step_text(run: RunState) -> str:
+    return f"step {run.step}" if run.steps is None else f"step {run.step}/{run.steps}"
+
+
+def pace_text(run: RunState) -> str:
+    """Write losses and tokens/s, a median: a step in which layers moved does not count more than others."""
+    auxiliary = f" + auxiliary {run.auxiliary_loss:.3f}" if run.auxiliary_loss else ""
+    validation = f", validation {run.validation_loss:.3f}" if run.validation_loss is not None else ""
+    return f"loss {run.loss:.3f}{auxiliary}{validation}, {statistics.median(run.speeds):,.0f} tokens/s"
+
+
+def measured_text(run: RunState) -> str:
+    """Write when layers were measured, and whether that was where they are now."""
+    assert run.measurement is not None
+    text = f"measured in step {run.measurement.step}"
+    return text if run.loads_are_measured else f"{text}, before layers moved"
+
+
 def duration(seconds: float) -> str:
     """Write seconds with three digits and a unit.
 
@@ -68,5 +107,8 @@ def printable(text: str) -> str:
 
 
 def _moved(record: Record) -> str:
-    layers = record["layers_moved"]
-    return f"{layers} layer{'s' if layers != 1 else ''}, {record['bytes_moved'] / 2**20:.1f} MiB"
+    return f"{counted(record['layers_moved'], 'layer')}, {record['bytes_moved'] / 2**20:.1f} MiB"
+
+
+def _between(loads: tuple[float, ...]) -> str:
+    return f"of {len(loads)} stages {duration(min(loads))} to {duration(max(loads))}"

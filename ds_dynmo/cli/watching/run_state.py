@@ -11,11 +11,7 @@ from dataclasses import dataclass, field
 from ds_dynmo.cli.watching.lines import Record, decision_line, end_line, move_line, printable, repack_line, start_line
 from ds_dynmo.placement import Placement
 
-KEPT_STEPS = 500  # more than a terminal has columns
-
-
-def _latest() -> deque[float]:
-    return deque(maxlen=KEPT_STEPS)
+WINDOW = 5  # tokens/s are the median of so many latest steps
 
 
 @dataclass(frozen=True)
@@ -55,8 +51,8 @@ class RunState:
     Attributes:
         steps: the step that the run ends with; None: the report does not say.
         step: the latest that a record names; None: none did.
-        speeds, losses: tokens/s and training loss of the latest steps.
-        auxiliary_loss, validation_loss: the latest.
+        speeds: tokens/s of the latest steps.
+        loss, auxiliary_loss, validation_loss: the latest, in training but for the last.
         placement: where layers are now; None: not known yet.
         placed_step: the step of the record that says so.
         measurement: the latest profile.
@@ -68,8 +64,8 @@ class RunState:
 
     steps: int | None = None
     step: int | None = None
-    speeds: deque[float] = field(default_factory=_latest)
-    losses: deque[float] = field(default_factory=_latest)
+    speeds: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    loss: float | None = None
     auxiliary_loss: float = 0.0
     validation_loss: float | None = None
     placement: Placement | None = None
@@ -110,9 +106,8 @@ class RunState:
 
     def take_step(self, record: Record) -> None:
         speed, loss = float(record["tokens_per_second"]), float(record["train_loss"])
-        self.auxiliary_loss = float(record["auxiliary_loss"])
+        self.loss, self.auxiliary_loss = loss, float(record["auxiliary_loss"])
         self.speeds.append(speed)
-        self.losses.append(loss)
 
     def take_validation(self, record: Record) -> None:
         self.validation_loss = float(record["validation_loss"])
