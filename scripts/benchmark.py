@@ -39,10 +39,10 @@ from ds_dynmo.cli.command_line import (
     settings_of,
     write_json,
 )
-from ds_dynmo.cli.simulation.loads import CASE_HELP, RECORDED_HELP, Case, Recorded, chosen_cases
-from ds_dynmo.cli.simulation.runs import ARMS
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.simulation import CASE_HELP, RECORDED_HELP, Case, Recorded, chosen_cases
+from ds_dynmo.simulation.runs import ARMS
 
 
 def parse(given: list[str]) -> argparse.Namespace:

@@ -22,11 +22,11 @@ import torch
 from benchmarks.arms import engines_end_here, say, turns
 from benchmarks.trained import Trained, configuration, statics_of
 from ds_dynmo.cli.command_line import CommandParser, num_processes, print_table, refusals_of, write_json
-from ds_dynmo.cli.simulation.loads import CASES
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.cli.train import VALIDATIONS, batches, ends_part, validate
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import LANGUAGE_MODEL_LOSS
+from ds_dynmo.simulation import CASES
 
 WAYS = ("on", "off", "dense")
 SAID = 10  # progress lines per case

@@ -20,10 +20,10 @@ from pathlib import Path
 from benchmarks.arms import engines_end_here, say
 from benchmarks.trained import CONFIGS
 from ds_dynmo.cli.command_line import CommandParser, num_processes, refusals_of
-from ds_dynmo.cli.simulation.loads import CASES
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.cli.train import build_cases, build_engine, train
 from ds_dynmo.cli.training.options import Run, prepare
+from ds_dynmo.simulation import CASES
 
 FOLDER = Path(__file__).resolve().parent / "recordings"
 CHANGES = ("gradient_accumulation_steps=8", "model.layers=16")  # of the files in ds_configs

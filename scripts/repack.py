@@ -43,9 +43,9 @@ from benchmarks.arms import say, timed
 from benchmarks.emulation import data, make_engine, pipeline_engine, set_loads
 from benchmarks.packing import prepare_without_limit, show_memory, train_within_limit
 from ds_dynmo.cli.command_line import CommandParser, add_changes, print_table, refusals_of, write_json
-from ds_dynmo.cli.simulation.loads import CASES, Phase
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.config import load_settings
+from ds_dynmo.simulation import CASES, Phase
 from guard import guarded_group, scratch_folder
 
 FREEZES = ((0, 0), (0.25, 0.25), (0.5, 0.5), (0.75, 0.75))  # from this part of the run on, this part of the layers

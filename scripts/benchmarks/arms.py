@@ -16,8 +16,8 @@ from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
 
 from benchmarks.rows import Costs, Slice
-from ds_dynmo.cli.simulation.runs import ARMS, BALANCERS, DYNAMIC
-from ds_dynmo.cli.simulation.statics import STATICS, Statics
+from ds_dynmo.simulation.runs import ARMS, BALANCERS, DYNAMIC
+from ds_dynmo.simulation.statics import STATICS, Statics
 
 ALWAYS = (*STATICS, "dense")  # what others are compared with
 NEVER = 1_000_000  # batches

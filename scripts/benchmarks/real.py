@@ -18,11 +18,11 @@ import torch
 from benchmarks.arms import Arm, arm_block, chosen, profiling_seconds, say, turns
 from benchmarks.rows import Costs, Measured, Slice, passes_of, rows
 from benchmarks.trained import Trained, configuration, statics_of
-from ds_dynmo.cli.simulation.loads import Case
-from ds_dynmo.cli.simulation.statics import Statics
 from ds_dynmo.cli.train import ends_part
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.plan import Profile
+from ds_dynmo.simulation import Case
+from ds_dynmo.simulation.statics import Statics
 
 REFERENCE = "partition_time"  # its engine profiles the layers
 DEFAULTS = (REFERENCE, "makespan")  # balancers, where none is asked for

@@ -13,10 +13,10 @@ import torch
 from benchmarks.arms import Arm, say, timed, turns
 from benchmarks.emulation import data, make_engine, set_loads, slow_down, told_seconds
 from ds_dynmo.cli.command_line import print_table
-from ds_dynmo.cli.simulation.loads import Phase
-from ds_dynmo.cli.simulation.runs import DYNAMIC
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import PipelineModel, makespan, uniform
+from ds_dynmo.simulation import Phase
+from ds_dynmo.simulation.runs import DYNAMIC
 
 OPTIONS = {"rank": 1, "factor": 2.0, "layers": 32, "micro_batches": 16, "forward_ms": 8.0, "interval": 4, "rounds": 5}
 ARMS = {

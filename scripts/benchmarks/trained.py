@@ -12,12 +12,12 @@ from typing import Any
 
 from benchmarks.arms import Arm, say, timed
 from benchmarks.rows import passes_of
-from ds_dynmo.cli.simulation.loads import CASES
-from ds_dynmo.cli.simulation.statics import Statics
 from ds_dynmo.cli.train import batches, build_engine
 from ds_dynmo.cli.training.options import Run, prepare
 from ds_dynmo.models import dynamic_cases
 from ds_dynmo.partitioners import PipelineModel
+from ds_dynmo.simulation import CASES
+from ds_dynmo.simulation.statics import Statics
 
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 FIRST_PROFILE = 3  # batches of the profile that static partitions are taken from

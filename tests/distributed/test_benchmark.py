@@ -13,8 +13,8 @@ from benchmarks.arms import engines_end_here
 from benchmarks.emulated import emulated_rows
 from benchmarks.real import real_rows
 from benchmarks.trained import configuration
-from ds_dynmo.cli.simulation.loads import CASES, Recorded
-from ds_dynmo.cli.simulation.runs import ARMS, DYNAMIC
+from ds_dynmo.simulation import CASES, Recorded
+from ds_dynmo.simulation.runs import ARMS, DYNAMIC
 from tests.distributed.harness import run
 from tests.recordings import write_recording
 

@@ -17,13 +17,13 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 
 import ds_dynmo
 from ds_dynmo.cli import command_line
-from ds_dynmo.cli.simulation.loads import Recorded
 from ds_dynmo.cli.train import batches, build_cases, build_engine, main, save, train
 from ds_dynmo.cli.training.options import prepare
 from ds_dynmo.cli.training.report import begin_report, continue_report, record_nothing
 from ds_dynmo.cli.training.resuming import FACTS_FILE, find_checkpoint
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models import DynamicCase, language_model_loss, model_layers
+from ds_dynmo.simulation import Recorded
 from tests.distributed.harness import run
 from tests.distributed.support.script import flags, run_script
 from tests.distributed.support.training import Warnings, state, whole

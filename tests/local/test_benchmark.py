@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,14 @@ from benchmarks.emulated import Benchmark, until_settled
 from benchmarks.emulation import EmulatedBlock
 from benchmarks.machine import Machine
 from benchmarks.trained import configuration, without_cases
-from ds_dynmo.cli.simulation.loads import CASES, Phase, Recorded
-from ds_dynmo.cli.simulation.runs import ARMS
-from ds_dynmo.cli.simulation.statics import Statics
 from ds_dynmo.config import parse_block
 from ds_dynmo.engine.split.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ModelConfig
 from ds_dynmo.partitioners import PipelineModel
+from ds_dynmo.simulation import CASES, Phase, Recorded
+from ds_dynmo.simulation.runs import ARMS
+from ds_dynmo.simulation.statics import Statics
 from tests.recordings import write_recording
 
 
@@ -67,9 +68,19 @@ def test_real_models_run_on_a_core_for_each_stage_or_on_request(monkeypatch: pyt
     assert checked_cases(parse([*real, "--few-cores"])) == [CASES["moe"]]
 
 
-@pytest.mark.parametrize("name", ["huggingface", "split_blocks", *CASES])
-def test_the_dense_model_is_the_same_one_without_what_changes_it(name: str) -> None:
-    block = configuration(name)["model"]
+MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 12}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"huggingface": MIXTRAL, "tokens": "bytes", "freezing": {"schedule": [[0.5, 4]]}},
+        {**configuration("freezing")["model"], "split_blocks": True},
+        *(configuration(name)["model"] for name in CASES),
+    ],
+    ids=["huggingface", "split_blocks", *CASES],
+)
+def test_the_dense_model_is_the_same_one_without_what_changes_it(block: dict[str, Any]) -> None:
     dense, whole = (parse_block(ModelConfig, one, "model") for one in (without_cases(block), block))
     for key in ModelConfig.model_fields:
         assert getattr(dense, key) == (None if key in CASES else getattr(whole, key)), key

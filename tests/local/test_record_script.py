@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_dynmo.cli.simulation.loads import CASES
 from ds_dynmo.models import model_layers
+from ds_dynmo.simulation import CASES
 from record import FILES, OWN_CHANGES, prepared
 
 

@@ -35,8 +35,8 @@ def forbidden(folder: str, *prefixes: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("folder", ["partitioners", "schedules"])
-def test_packages_that_decide_are_pure(folder: str) -> None:
+@pytest.mark.parametrize("folder", ["partitioners", "schedules", "simulation"])
+def test_packages_without_processes_are_pure(folder: str) -> None:
     allowed = {"numpy", "ds_dynmo", *sys.stdlib_module_names}
     for path in (PACKAGE / folder).rglob("*.py"):
         assert {name.split(".")[0] for name in imports(path)} <= allowed, path

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_dynmo.cli.simulation.loads import CASES, Phase, Recorded, chosen_cases, mean_over
-from ds_dynmo.cli.simulation.loads.cases import (
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.simulation import CASES, Phase, Recorded, chosen_cases, mean_over
+from ds_dynmo.simulation.cases import (
     EarlyExit,
     Fluctuating,
     Freezing,
@@ -20,9 +21,8 @@ from ds_dynmo.cli.simulation.loads.cases import (
     SparseAttention,
     retained,
 )
-from ds_dynmo.cli.simulation.loads.recorded import FIRST
-from ds_dynmo.cli.simulation.runs import STATIC, Setting, compare, steps_of
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.simulation.recorded import FIRST
+from ds_dynmo.simulation.runs import STATIC, Setting, compare, steps_of
 from tests.recordings import write_recording
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ds_dynmo.cli import simulate
-from ds_dynmo.cli.simulation.loads import CASES, Phase, Recorded
-from ds_dynmo.cli.simulation.repacking import repack_rows, sustained_stages
-from ds_dynmo.cli.simulation.runs import (
+from ds_dynmo.simulation import CASES, Phase, Recorded
+from ds_dynmo.simulation.repacking import repack_rows, sustained_stages
+from ds_dynmo.simulation.runs import (
     DYNAMIC,
     STATIC,
     STATICS,
@@ -26,7 +26,7 @@ from ds_dynmo.cli.simulation.runs import (
     timed_iteration,
     worth_it,
 )
-from ds_dynmo.cli.simulation.statics import label
+from ds_dynmo.simulation.statics import label
 from tests.recordings import write_recording
 
 LAST_HALF = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Record what each layer costs in each batch: ``--record``. :mod:`ds_dynmo.cli.simulation.loads.recorded` reads it."""
+"""Record what each layer costs in each batch: ``--record``. :mod:`ds_dynmo.simulation.recorded` reads it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynmo.cli.hardware import hardware
-from ds_dynmo.cli.simulation.loads.recorded import BACKWARD, FORWARD, KIND, TRAINABLE
 from ds_dynmo.cli.training.options import Run
 from ds_dynmo.engine.decide.report_files import WarnsOnce
 from ds_dynmo.files import append_line
+from ds_dynmo.simulation.recorded import BACKWARD, FORWARD, KIND, TRAINABLE
 
 
 class Recording:

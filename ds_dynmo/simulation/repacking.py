@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ds_dynmo.cli.simulation.loads.cases import Pruning
-from ds_dynmo.cli.simulation.runs import Setting, Step, iteration
 from ds_dynmo.partitioners import balanced
+from ds_dynmo.simulation.cases import Pruning
+from ds_dynmo.simulation.runs import Setting, Step, iteration
 
 
 def repack_rows(num_layers: int, stages: Sequence[int], *, seeds: int) -> list[dict[str, Any]]:

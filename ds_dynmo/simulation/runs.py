@@ -19,12 +19,12 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from ds_dynmo.cli.simulation.loads import Case, Phase
-from ds_dynmo.cli.simulation.statics import STATIC, STATICS, Statics
-from ds_dynmo.cli.simulation.zero_bubble import zero_bubble_seconds
 from ds_dynmo.partitioners import PipelineModel, balanced, iteration_seconds, uniform
 from ds_dynmo.partitioners.registry import propose
 from ds_dynmo.placement import Placement
+from ds_dynmo.simulation import Case, Phase
+from ds_dynmo.simulation.statics import STATIC, STATICS, Statics
+from ds_dynmo.simulation.zero_bubble import zero_bubble_seconds
 
 Floats = npt.NDArray[np.float64]
 Partition = Sequence[int]

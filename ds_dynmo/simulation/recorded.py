@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ds_dynmo.cli.simulation.loads.cases import CASES, Case
-from ds_dynmo.cli.simulation.loads.phases import Phase
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.simulation.cases import CASES, Case
+from ds_dynmo.simulation.phases import Phase
 
 CASE_HELP = f"one of {', '.join(CASES)}, or with --recorded of its cases; default: all; may be repeated"
 RECORDED_HELP = "what ds-dynmo-train --record wrote, in place of the load models; may be repeated"
