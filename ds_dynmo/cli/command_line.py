@@ -54,8 +54,14 @@ def refusals_of(command: str) -> Iterator[None]:
         raise SystemExit(f"{command}: error: {error}") from error
 
 
-def refuse(error: Exception) -> int:
-    """Print an error, and return the exit code, 2.
+def refuse(command: str, reason: object) -> int:
+    """Print why ``command`` does nothing, and return the exit code, 2."""
+    print(f"{command}: error: {reason}", file=sys.stderr, flush=True)
+    return 2
+
+
+def refuse_on_ranks(error: Exception) -> int:
+    """Print an error of ds-dynmo-train, and return the exit code, 2.
 
     The launcher ends all ranks when one has exited. So other ranks wait, and only rank 0 prints an error that all
     have. A rank that still runs after that has another error and prints it.
@@ -114,12 +120,15 @@ def num_processes(command: str) -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print columns as wide as their widest cell."""
+def table_lines(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Make a line of each row, with columns as wide as their widest cell."""
     lines = [head, *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    print("\n".join(table_lines(head, rows)))
 
 
 def write_json(path: Path | None, figures: Any) -> None:

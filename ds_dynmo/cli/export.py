@@ -14,6 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from ds_dynmo.cli.command_line import refuse
 from ds_dynmo.cli.training.resuming import find_checkpoint, read_facts
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import huggingface, model_layers, pruning, read_model_config
@@ -64,8 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         export(args.checkpoint, args.folder, tag=args.tag, merge=args.merge)
     except (CheckpointError, ConfigError) as error:
-        print(f"ds-dynmo-export: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("ds-dynmo-export", error)
     return 0
 
 

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ds_dynmo.cli.command_line import refuse
 from ds_dynmo.cli.plotting.data import (
     Report,
     Rows,
@@ -113,19 +114,13 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{option} {file}: needs the report of the same run")
 
 
-def refuse(reason: object) -> int:
-    """Print why nothing is drawn, and return the exit code, 2."""
-    print(f"ds-dynmo-plot: error: {reason}", file=sys.stderr)
-    return 2
-
-
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
         from ds_dynmo.cli.plotting import html, pictures
     except ModuleNotFoundError as error:
         missing = str(error.name).split(".")[0]
-        return refuse(f'no {missing}: install the extra "plots" (pip install matplotlib)')
+        return refuse("ds-dynmo-plot", f'no {missing}: install the extra "plots" (pip install matplotlib)')
     try:
         check(args)
         report = read_report(args.report) if args.report is not None else None
@@ -135,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
         if report is not None and never is not None and bool(never.steps) != bool(report.steps):
             raise ConfigError(f"--never {args.never}: only one of the two reports has tokens/s")
     except ConfigError as error:
-        return refuse(error)
+        return refuse("ds-dynmo-plot", error)
     figures: dict[str, tuple[str, Any]] = {}
     if rows:
         figures["Speed of each case"] = ("cases", pictures.cases(rows))
@@ -165,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
             written.append("report.html")
             write_text(args.out / written[-1], html.page(report, drawn))
     except OSError as error:
-        return refuse(f"--out {args.out}: cannot be written: {error}")
+        return refuse("ds-dynmo-plot", f"--out {args.out}: cannot be written: {error}")
     print(f"{args.out}: {', '.join(sorted(written))}")
     return 0
 

@@ -9,7 +9,7 @@ import argparse
 import sys
 from contextlib import suppress
 
-from ds_dynmo.cli.command_line import add_changes, refuse
+from ds_dynmo.cli.command_line import add_changes, refuse_on_ranks
 from ds_dynmo.config import check_deepspeed_keys, load_settings, read_dynmo_config
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.launch import set_rank_variables
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         with suppress(ConfigError):  # the first error is said
             set_rank_variables()
-        return refuse(error)
+        return refuse_on_ranks(error)
     from ds_dynmo.cli.train import main as train
 
     return train(arguments)

@@ -22,7 +22,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_dynmo
-from ds_dynmo.cli.command_line import refuse
+from ds_dynmo.cli.command_line import refuse_on_ranks
 from ds_dynmo.cli.export import export
 from ds_dynmo.cli.startup import init_distributed, take_device
 from ds_dynmo.cli.training.data import identity_of
@@ -236,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
         launched = ds_dynmo.set_rank_variables()
         run = prepare(sys.argv[1:] if arguments is None else arguments)
     except (ConfigError, PartitionError) as error:
-        return refuse(error)
+        return refuse_on_ranks(error)
 
     first_rank = int(os.environ["RANK"]) == 0
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
         record = continue_report(run, engine, unwritten) if first_rank else record_nothing
         history = train(run, engine, cases, record)
     except (CheckpointError, ConfigError, PartitionError) as error:
-        return refuse(error)
+        return refuse_on_ranks(error)
     if first_rank and not history.stopped:
         numbers = summary(run, engine, history)
         record(numbers)
@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             export(run.save, run.export)
         except (CheckpointError, ConfigError) as error:
-            return refuse(error)
+            return refuse_on_ranks(error)
         print(f"exported to {run.export}", flush=True)
     return 0
 

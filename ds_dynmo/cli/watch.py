@@ -22,6 +22,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_dynmo.cli.command_line import refuse
 from ds_dynmo.cli.watching.follower import Follower
 from ds_dynmo.cli.watching.lines import status_line
 from ds_dynmo.cli.watching.run_state import Report
@@ -143,11 +144,6 @@ def terminal() -> Console | None:
     return None if console.is_dumb_terminal else console
 
 
-def refuse(reason: str) -> int:
-    print(f"ds-dynmo-watch: error: {reason}", file=sys.stderr)
-    return 2
-
-
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if hasattr(sys.stdout, "reconfigure"):
@@ -166,16 +162,16 @@ def show(watch: Watch, args: argparse.Namespace) -> int:
     watch.file.look()
     looks_once = args.once or args.svg is not None
     if watch.file.problem is not None and (looks_once or not watch.file.waits):
-        return refuse(f"{args.report}: {watch.file.problem}")
+        return refuse("ds-dynmo-watch", f"{args.report}: {watch.file.problem}")
     if looks_once and watch.report.run.step is None:
-        return refuse(f"{args.report}: has no record of a run")
+        return refuse("ds-dynmo-watch", f"{args.report}: has no record of a run")
     if args.svg is not None:
         try:
             write_text(args.svg, picture(watch.view()))
         except ModuleNotFoundError:
-            return refuse(f"--svg needs rich: {INSTALL}")
+            return refuse("ds-dynmo-watch", f"--svg needs rich: {INSTALL}")
         except OSError as error:
-            return refuse(f"--svg {args.svg}: cannot be written: {error.strerror}")
+            return refuse("ds-dynmo-watch", f"--svg {args.svg}: cannot be written: {error.strerror}")
         return 0
     console = None if args.plain else terminal()
     if args.once:

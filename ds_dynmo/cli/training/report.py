@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_dynmo.cli.command_line import table_lines
 from ds_dynmo.cli.training.options import Run
 from ds_dynmo.engine.decide.report_files import record_writer
 from ds_dynmo.errors import counted
@@ -78,7 +79,7 @@ def closing_table(run: Run, engine: Any, history: History) -> list[str]:
     if not engine.reports:
         return []
     tokens = tokens_per_step(run, engine)
-    rows = [("step", "reason", "partition", "tokens/s", "bubble ratio", "imbalance")]
+    rows = []
     for report, profile in zip(engine.reports, history.profiles):
         measured = [m for m in engine.measurements if report.moved and m.rebalance_step == report.step]
         before = batch_numbers(report, profile, tokens)
@@ -92,8 +93,7 @@ def closing_table(run: Run, engine: Any, history: History) -> list[str]:
             partition = f"{list(report.old_partition)} kept"
         changes = [f"{old} -> {new}" if report.moved else old for old, new in zip(before, after)]
         rows.append((str(report.step), report.reason, partition, *changes))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return table_lines(("step", "reason", "partition", "tokens/s", "bubble ratio", "imbalance"), rows)
 
 
 def repack_lines(engine: Any) -> list[str]:
