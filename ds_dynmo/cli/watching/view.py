@@ -65,12 +65,11 @@ def _stages(run: RunState, most: int) -> Table:
     table.add_column("layers", no_wrap=True, overflow="crop")
     table.add_column("load per micro-batch", no_wrap=True, overflow="crop", ratio=1)
     table.add_column(justify="right", no_wrap=True, overflow="crop")
-    shown = _most_loaded(loads, most)
+    shown, largest = _most_loaded(loads, most), max(loads)
     for stage in shown:
-        load, largest = loads[stage], max(loads)
-        bar = ProgressBar(largest or 1.0, load, complete_style="yellow" if load == largest else "cyan")
+        bar = ProgressBar(largest or 1.0, loads[stage], complete_style="cyan", finished_style="yellow")
         layers = ", ".join(_range(chunk) for chunk in placement.chunks_of(stage))
-        table.add_row(str(stage), layers, bar, duration(load))
+        table.add_row(str(stage), layers, bar, duration(loads[stage]))
     if len(shown) < len(loads):
         table.add_row("...", "", f"{len(loads) - len(shown)} stages with smaller loads", "", style="dim")
     return table
