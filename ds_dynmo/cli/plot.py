@@ -28,6 +28,7 @@ from ds_dynmo.cli.plotting.data import (
     traced,
     traced_steps,
 )
+from ds_dynmo.config.withdrawn import check_withdrawn
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.files import whole, write_text
 from ds_dynmo.schedules import one_f_one_b, schedule_for_equal_costs
@@ -71,7 +72,7 @@ def orders(stages: int, micro_batches: int) -> list[Rows]:
     ]
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, nargs="?", help="JSON lines of a run")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the measured timeline of some of its batches")
@@ -87,9 +88,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar=("STAGES", "MICRO_BATCHES"),
         help="1F1B beside zero bubble, where all passes take the same",
     )
-    parser.add_argument("--routers", nargs="+", help=argparse.SUPPRESS)  # withdrawn
     parser.add_argument("--format", choices=["png", "svg"], default="png", help="of the pictures, default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("pictures"), metavar="FOLDER", help="default: %(default)s")
+    check_withdrawn(arguments)
     return parser.parse_args(arguments)
 
 
@@ -99,10 +100,6 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: naming the option.
     """
-    if args.routers is not None:
-        raise ConfigError(
-            "--routers: is withdrawn, and scripts/routers.py, which wrote such files; commit 66bdfef has both"
-        )
     if args.report is None and args.rows is None and args.schedules is None:
         raise ConfigError("give the report of a run, or --rows FILE of a benchmark, or --schedules")
     if args.schedules is not None and min(args.schedules) < 1:
@@ -115,13 +112,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
     try:
+        args = parse(sys.argv[1:] if arguments is None else arguments)
         from ds_dynmo.cli.plotting import html, pictures
-    except ModuleNotFoundError as error:
-        missing = str(error.name).split(".")[0]
-        return refuse("ds-dynmo-plot", f'no {missing}: install the extra "plots" (pip install matplotlib)')
-    try:
+
         check(args)
         report = read_report(args.report) if args.report is not None else None
         never = read_report(args.never) if args.never is not None else None
@@ -129,6 +123,9 @@ def main(arguments: list[str] | None = None) -> int:
         rows = read_rows(args.rows) if args.rows is not None else []
         if report is not None and never is not None and bool(never.steps) != bool(report.steps):
             raise ConfigError(f"--never {args.never}: only one of the two reports has tokens/s")
+    except ModuleNotFoundError as error:
+        missing = str(error.name).split(".")[0]
+        return refuse("ds-dynmo-plot", f'no {missing}: install the extra "plots" (pip install matplotlib)')
     except ConfigError as error:
         return refuse("ds-dynmo-plot", error)
     figures: dict[str, tuple[str, Any]] = {}

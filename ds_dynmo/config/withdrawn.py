@@ -5,6 +5,10 @@ Whoever reads such a name refuses it: :func:`refusal` says so.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from ds_dynmo.errors import ConfigError
+
 _ELASTIC_LAUNCH = "launch by torchrun --nnodes MIN:MAX with --resume, see docs/elastic.md"
 
 WITHDRAWN = {
@@ -12,6 +16,7 @@ WITHDRAWN = {
     "dynmo.repack.release_attempts": "each re-packing releases what earlier ones could not; a program can try longer",
     'dynmo.repack.release = "slurm"': '"release": "command" with a program that calls scontrol, see docs/elastic.md',
     "--join": _ELASTIC_LAUNCH,
+    "--routers": "commit 66bdfef has it, and scripts/routers.py, which wrote such files",
     "engine.join": _ELASTIC_LAUNCH,
 }
 """Keys of the configuration, keys with a value as in JSON, flags and calls."""
@@ -20,3 +25,14 @@ WITHDRAWN = {
 def refusal(name: str) -> str | None:
     """Return why ``name`` is refused; None: it was not withdrawn."""
     return f"{name}: withdrawn; {WITHDRAWN[name]}" if name in WITHDRAWN else None
+
+
+def check_withdrawn(given: Iterable[str]) -> None:
+    """Refuse flags that commands no longer have.
+
+    Raises:
+        ConfigError: naming the flag, and what to do instead.
+    """
+    for word in given:
+        if said := refusal(word.partition("=")[0]):
+            raise ConfigError(said)

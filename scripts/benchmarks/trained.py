@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from benchmarks.arms import Arm, say, timed
 from benchmarks.rows import passes_of
 from ds_dynmo.cli.train import batches, build_engine
 from ds_dynmo.cli.training.options import Run, prepare
+from ds_dynmo.config import load_settings
 from ds_dynmo.models import dynamic_cases
 from ds_dynmo.partitioners import PipelineModel
 from ds_dynmo.simulation import CASES
@@ -63,8 +63,7 @@ class Trained:
 
 
 def configuration(case: str) -> dict[str, Any]:
-    settings: dict[str, Any] = json.loads((CONFIGS / f"{case}.json").read_text())
-    return settings
+    return load_settings(CONFIGS / f"{case}.json")
 
 
 def without_cases(model: dict[str, Any]) -> dict[str, Any]:

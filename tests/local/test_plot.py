@@ -372,7 +372,7 @@ def test_arguments_that_cannot_be_drawn_are_named(
     assert plot.main(["--trace", "trace.json", "--rows", "rows.json"]) == 2
     assert "--trace trace.json: needs the report of the same run" in capsys.readouterr().err
     assert plot.main(["--routers", "none.json"]) == 2
-    assert "--routers: is withdrawn" in capsys.readouterr().err
+    assert "--routers: withdrawn; commit 66bdfef has it" in capsys.readouterr().err
     draws = "ds_dynmo.cli.plotting.pictures"
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == draws]:
         monkeypatch.delitem(sys.modules, name)

@@ -15,7 +15,7 @@ from ds_dynmo.cli.command_line import add_changes, check_at_least_1, path_of
 from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data, say
 from ds_dynmo.cli.training.resuming import has_saved, read_resumed, total_steps
 from ds_dynmo.config import check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
-from ds_dynmo.config.withdrawn import refusal
+from ds_dynmo.config.withdrawn import check_withdrawn
 from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.engine.deepspeed.settings import check_settings
 from ds_dynmo.errors import ConfigError, PackingError
@@ -129,9 +129,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--tag", help="continue from this checkpoint in the folder of --resume, not the latest")
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help=argparse.SUPPRESS)
-    for word in arguments:
-        if said := refusal(word.partition("=")[0]):
-            raise ConfigError(said)
+    check_withdrawn(arguments)
     return parser.parse_args(arguments)
 
 
