@@ -40,13 +40,13 @@ def expected(report: Report) -> list[Rows]:
         return []
     if not report.moves:
         profile = report.profiles[-1]
-        title = f"simulated from the profile of step {profile['step']}: partition {profile['partition']}"
-        return [simulated(profile, profile["partition"], title)]
+        title = f"simulated from the profile of step {profile.step}: partition {list(profile.partition)}"
+        return [simulated(profile, profile.partition, title)]
     move = report.moves[-1]
-    known = [profile for profile in report.profiles if profile["step"] <= move["step"]]
+    known = [profile for profile in report.profiles if profile.step <= move["step"]]
     if not known:
         return []
-    source = f"simulated from the profile of step {known[-1]['step']}"
+    source = f"simulated from the profile of step {known[-1].step}"
     partitions = (move["old_partition"], move["new_partition"])
     return [simulated(known[-1], partition, f"{source}: partition {partition}") for partition in partitions]
 

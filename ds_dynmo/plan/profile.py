@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -130,6 +131,12 @@ class Profile:
             return [layer.seconds for layer in self.layers]
         return [float(layer.trainable_parameters) for layer in self.layers]
 
+    @property
+    def bubble_ratio(self) -> float:
+        """The fraction of ``num_stages`` x ``batch_seconds`` in which no layer computed."""
+        busy_seconds = self.micro_batches * math.fsum(self.costs("time")) / self.placement.num_stages
+        return max(0.0, 1.0 - busy_seconds / self.batch_seconds) if self.batch_seconds else 0.0
+
     def as_record(self) -> dict[str, Any]:
         """Return a dict for one JSON line, with the seconds of the layers."""
         return {
@@ -142,3 +149,21 @@ class Profile:
             "backward_seconds": [layer.backward_seconds for layer in self.layers],
             "weight_gradient_seconds": [layer.weight_gradient_seconds for layer in self.layers],
         }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Profile:
+        """Read what :meth:`as_record` wrote. Of each layer it has forward and backward seconds alone.
+
+        Raises:
+            ValueError, TypeError, LookupError: it is no such record.
+        """
+        placement = Placement.of(record["partition"], record.get("partition_owners"))
+        passes = zip(record["forward_seconds"], record["backward_seconds"], strict=True)
+        layers = tuple(LayerCost(float(forward), float(backward), 0, 0, 0, 0, 0) for forward, backward in passes)
+        if len(layers) != placement.num_layers:
+            raise ValueError(f"{len(layers)} layers were measured, the partition {placement} has another number")
+        seconds = [layer.seconds for layer in layers]
+        if not all(one >= 0.0 for one in seconds) or sum(seconds) == math.inf:
+            raise ValueError(f"layers were measured to take {seconds} seconds")
+        micro_batches, batch_seconds = int(record["micro_batches"]), float(record["batch_seconds"])
+        return cls(int(record["step"]), placement, layers, micro_batches, batch_seconds)

@@ -26,6 +26,15 @@ CHAINS = Placement.chain([0, 2, 4, 6]), Placement.chain([0, 3, 5, 6])
 VS = Placement.v([0, 1, 3, 5, 6]), Placement.v([0, 2, 3, 4, 6])  # stage 0 owns 0 and 5, then 0, 1, 4 and 5
 
 
+@pytest.mark.parametrize("placement", [CHAINS[0], VS[0]], ids=["chain", "v"])
+def test_a_profile_is_read_from_its_record(placement: Placement) -> None:
+    layers = tuple(LayerCost(1.0 + number, 2.0, 1, 1, 1, 1, 1) for number in range(6))
+    written = Profile(3, placement, layers, micro_batches=4, batch_seconds=80.0)
+    read = Profile.from_record(json.loads(json.dumps(written.as_record())))
+    assert (read.step, read.placement, read.costs("time")) == (3, placement, written.costs("time"))
+    assert read.bubble_ratio == written.bubble_ratio == pytest.approx(1 - 4 * 33 / (placement.num_stages * 80))
+
+
 def test_moves_of_a_chain() -> None:
     plan = MigrationPlan.between(*CHAINS)
     assert plan.moves == (LayerMove(2, 1, 0), LayerMove(4, 2, 1))

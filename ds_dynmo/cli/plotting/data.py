@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.partitioners import imbalance, loads, simulate
+from ds_dynmo.partitioners import loads, simulate
+from ds_dynmo.plan import Profile
 from ds_dynmo.schedules import Kind, PassCosts, Schedule, ScheduleTimeline, replay
 
 Record = dict[str, Any]
@@ -25,7 +26,7 @@ class Report:
     start: Record | None
     end: Record | None
     steps: tuple[Record, ...]
-    profiles: tuple[Record, ...]
+    profiles: tuple[Profile, ...]
     rebalances: tuple[Record, ...]
     repacks: tuple[Record, ...] = ()
 
@@ -89,7 +90,8 @@ def read_report(path: Path) -> Report:
     Raises:
         ConfigError: no such file, a line that is no record, or nothing in it.
     """
-    kinds: dict[str, list[Record]] = {kind: [] for kind in ("start", "step", "profile", "rebalance", "repack", "end")}
+    kinds: dict[str, list[Record]] = {kind: [] for kind in ("start", "step", "rebalance", "repack", "end")}
+    profiles: list[Profile] = []
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -98,13 +100,15 @@ def read_report(path: Path) -> Report:
         try:
             record = json.loads(line)
             kinds.setdefault(record["kind"], []).append(record)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ConfigError(f'{path}: line {number} is no JSON object with a "kind"') from error
-    if not kinds["step"] and not kinds["profile"]:
+            if record["kind"] == "profile":
+                profiles.append(Profile.from_record(record))
+        except (ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"{path}: line {number} is no record of a report: {error!r}") from error
+    if not kinds["step"] and not profiles:
         raise ConfigError(f'{path}: has no record of kind "step" or "profile", there is nothing to draw')
     start, end = ([None, *kinds[kind]][-1] for kind in ("start", "end"))
-    records = (tuple(kinds[kind]) for kind in ("step", "profile", "rebalance", "repack"))
-    return Report(start, end, *records)
+    steps, rebalances, repacks = (tuple(kinds[kind]) for kind in ("step", "rebalance", "repack"))
+    return Report(start, end, steps, tuple(profiles), rebalances, repacks)
 
 
 def read_rows(path: Path) -> list[Record]:
@@ -140,11 +144,6 @@ def _by_schedule(of_case: Sequence[Record]) -> Iterator[Record]:
             yield {**same, "speedup_over_static": per_second / best["1f1b"]}
 
 
-def costs(profile: Record) -> list[float]:
-    """Add up forward and backward seconds of each layer, per micro-batch."""
-    return [forward + backward for forward, backward in zip(profile["forward_seconds"], profile["backward_seconds"])]
-
-
 def loads_around(report: Report) -> list[Loads]:
     """Return the stage loads before and after each move that a profile led to."""
     found = []
@@ -152,23 +151,17 @@ def loads_around(report: Report) -> list[Loads]:
     for move, end in zip(report.moves, ends):
         if move["stage_seconds_before"] is None:
             continue
-        later = [profile for profile in report.profiles if move["step"] < profile["step"] <= end]
-        measured = loads(costs(later[0]), move["new_partition"]) if later else None
+        later = [profile for profile in report.profiles if move["step"] < profile.step <= end]
+        measured = loads(later[0].costs("time"), move["new_partition"]) if later else None
         found.append(Loads(move, move["stage_seconds_before"], move["stage_seconds_after"], measured))
     return found
 
 
-def quality(profile: Record) -> tuple[float, float]:
-    """Give the measured imbalance (the paper's equation 2) and bubble ratio."""
-    seconds, stages = costs(profile), len(profile["partition"]) - 1
-    busy = profile["micro_batches"] * sum(seconds) / stages
-    return imbalance(seconds, profile["partition"]), max(0.0, 1 - busy / profile["batch_seconds"])
-
-
-def simulated(profile: Record, partition: Sequence[int], title: str) -> Rows:
+def simulated(profile: Profile, partition: Sequence[int], title: str) -> Rows:
     """Simulate the 1F1B timeline of a partition from a profile, without time for sending."""
-    forward, backward = (loads(profile[f"{kind}_seconds"], partition) for kind in ("forward", "backward"))
-    return _rows(simulate(forward, backward, profile["micro_batches"]), title)
+    forward = loads([layer.forward_seconds for layer in profile.layers], partition)
+    backward = loads([layer.backward_seconds for layer in profile.layers], partition)
+    return _rows(simulate(forward, backward, profile.micro_batches), title)
 
 
 def scheduled(schedule: Schedule, title: str) -> Rows:

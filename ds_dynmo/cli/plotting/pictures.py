@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ds_dynmo.cli.plotting.data import PASSES, Loads, Record, Report, Rows, loads_around, quality
+from ds_dynmo.cli.plotting.data import PASSES, Loads, Record, Report, Rows, loads_around
 from ds_dynmo.errors import counted
+from ds_dynmo.partitioners import imbalance
 
 COLUMNS, MOST_MOVES = 3, 12
 MOST_TALL_ROWS = 8
@@ -115,8 +116,9 @@ def speed(report: Report) -> Figure:
     upper, *lower = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
     _pace(upper, report)
     for axes in lower:
-        steps = [profile["step"] for profile in report.profiles]
-        imbalances, bubbles = zip(*(quality(profile) for profile in report.profiles))
+        steps = [profile.step for profile in report.profiles]
+        imbalances = [imbalance(profile.costs("time"), profile.partition) for profile in report.profiles]
+        bubbles = [profile.bubble_ratio for profile in report.profiles]
         axes.plot(steps, imbalances, "o-", color=COLORS["receive"], markersize=4, label="imbalance of loads")
         axes.plot(steps, bubbles, "s-", color=COLORS["load"], markersize=4, label="bubble ratio")
         axes.set_ylim(bottom=0)
@@ -180,7 +182,7 @@ def _pace(axes: Any, report: Report) -> None:
 def _points(report: Report) -> tuple[list[int], list[float]]:
     """Return steps and the running median of tokens per second, or profiled steps and the seconds of a batch."""
     if not report.steps:
-        return [one["step"] for one in report.profiles], [one["batch_seconds"] for one in report.profiles]
+        return [one.step for one in report.profiles], [one.batch_seconds for one in report.profiles]
     tokens, half = [record["tokens_per_second"] for record in report.steps], WINDOW // 2
     smooth = [statistics.median(tokens[max(0, at - half) : at + half + 1]) for at in range(len(tokens))]
     return [record["step"] for record in report.steps], smooth

@@ -110,9 +110,8 @@ def batch_numbers(report: RebalanceReport, profile: Profile | None, tokens: int)
     """Return tokens per second, bubble ratio and imbalance at the decision of ``report``."""
     if profile is None or report.imbalance_before is None:
         return ("-", "-", "-")
-    busy_seconds = profile.micro_batches * sum(profile.costs("time")) / profile.placement.num_stages
-    bubble_ratio = max(0.0, 1 - busy_seconds / profile.batch_seconds)
-    return (f"{tokens / profile.batch_seconds:,.0f}", f"{bubble_ratio:.2f}", f"{report.imbalance_before:.2f}")
+    speed = f"{tokens / profile.batch_seconds:,.0f}"
+    return (speed, f"{profile.bubble_ratio:.2f}", f"{report.imbalance_before:.2f}")
 
 
 def step_record(run: Run, engine: Any, history: History) -> dict[str, Any]:

@@ -10,38 +10,9 @@ from dataclasses import dataclass, field
 
 from ds_dynmo.cli.watching.lines import Record, decision_line, end_line, move_line, printable, repack_line, start_line
 from ds_dynmo.placement import Placement
+from ds_dynmo.plan import Profile
 
 WINDOW = 5  # tokens/s are the median of so many latest steps
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A profile.
-
-    Attributes:
-        placement: under which layers were measured.
-        layer_seconds: forward and backward of each layer, per micro-batch.
-        bubble_ratio: share of stages x ``batch_seconds`` in which no layer worked.
-    """
-
-    step: int
-    placement: Placement
-    layer_seconds: tuple[float, ...]
-    batch_seconds: float
-    bubble_ratio: float
-
-    @classmethod
-    def of(cls, record: Record) -> Measurement:
-        placement, batch_seconds = _placement(record, "partition"), float(record["batch_seconds"])
-        both = zip(record["forward_seconds"], record["backward_seconds"], strict=True)
-        seconds = tuple(float(forward) + float(backward) for forward, backward in both)
-        if len(seconds) != placement.num_layers:
-            raise ValueError(f"{len(seconds)} layers were measured, the partition {placement} has another number")
-        if not all(0.0 <= one < math.inf for one in seconds):
-            raise ValueError(f"layers were measured to take {seconds} seconds")
-        busy = int(record["micro_batches"]) * math.fsum(seconds) / placement.num_stages
-        bubble_ratio = max(0.0, 1.0 - busy / batch_seconds) if batch_seconds else 0.0
-        return cls(int(record["step"]), placement, seconds, batch_seconds, bubble_ratio)
 
 
 @dataclass
@@ -70,7 +41,7 @@ class RunState:
     validation_loss: float | None = None
     placement: Placement | None = None
     placed_step: int = -1
-    measurement: Measurement | None = None
+    measurement: Profile | None = None
     decisions: int = 0
     moves: int = 0
     decision: str = ""
@@ -82,7 +53,7 @@ class RunState:
         """Seconds per micro-batch of each stage, summed over its layers; empty: nothing was measured yet."""
         if self.measurement is None or self.placement is None:
             return ()
-        seconds = self.measurement.layer_seconds
+        seconds = self.measurement.costs("time")
         if self.placement.num_layers != len(seconds):
             return ()
         of_stages = (self.placement.layers_of(stage) for stage in self.placement.stages)
@@ -114,7 +85,7 @@ class RunState:
 
     def take_profile(self, record: Record) -> None:
         """Take a profile, which is written after the decision that it led to: layers may have moved since."""
-        self.measurement = Measurement.of(record)
+        self.measurement = Profile.from_record(record)
         if self.measurement.step > self.placed_step:
             self.placement = self.measurement.placement
 
