@@ -57,6 +57,7 @@ IN_LITTLE_MEMORY = (  # changes of PRUNED: many layers whose weights, not activa
     *("optimizer.params.lr=5e-4", "scheduler.params.warmup_max_lr=5e-4", "scheduler.params.warmup_num_steps=15"),
     *("dynmo.balancer=null", "dynmo.profile=null", "dynmo.balance_by=parameters"),
     *("dynmo.initial_partition=parameters", 'dynmo.repack={"enabled": true, "planner": "first_fit"}'),
+    "dynmo.memory_limit=109420644",  # replaced by what is measured
 )
 
 
@@ -181,16 +182,21 @@ def freezing(arguments: argparse.Namespace) -> None:
 # -- memory -------------------------------------------------------------------------------------------
 
 
-def memory(arguments: argparse.Namespace) -> None:
-    """Train within the memory that the dense model needs, and show the ranks at work."""
+def prepared(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
+    """Return flags of scripts/train.py, and the configuration that they name with its changes."""
     config, changes = arguments.deepspeed_config, arguments.changes
     if config is None:
         config, changes = PRUNED, [*IN_LITTLE_MEMORY, *changes]
     flags = ["--deepspeed_config", config, "--steps", str(arguments.steps)]
     if arguments.data is not None:
         flags += ["--data", arguments.data]
+    return flags, load_settings(Path(config), changes)
+
+
+def memory(arguments: argparse.Namespace) -> None:
+    """Train within the memory that the dense model needs, and show the ranks at work."""
     with refusals_of("repack.py memory"):
-        settings = load_settings(Path(config), changes)
+        flags, settings = prepared(arguments)
         unlimited = prepare_without_limit(flags, settings)
     begin_rank()
     found = train_within_limit(flags, unlimited, settings)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+import repack
 from benchmarks.packing import prepare_without_limit, train_within_limit
 from ds_dynmo import DynMoPipelineEngine
 from ds_dynmo.config import load_settings
@@ -74,6 +75,15 @@ def test_a_dense_run_gives_none_back(tmp_path: Path) -> None:
     found, *_ = run(RANKS, within_limit, flags(tmp_path, {}, interval=1), False)
     assert found is not None
     assert [(row["ranks"], row["fewest_ranks"], row["steps"]) for row in found["rows"]] == [(RANKS, RANKS, STEPS)]
+
+
+def test_the_scripts_own_configuration_is_pruned_to_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.chdir(Path(__file__).parents[2])
+    given, settings = repack.prepared(repack.parse(["memory", "--set", "model.seed=3", "--data", __file__]))
+    run = prepare_without_limit(given, settings)
+    assert (run.model.layers, run.model.seed, run.settings["dynmo"]["memory_limit"]) == (24, 3, None)
+    assert run.model.pruning is not None and run.model.pruning.final_sparsity == 0.9
 
 
 def test_a_configuration_that_never_re_packs_is_refused(tmp_path: Path) -> None:
