@@ -164,7 +164,7 @@ def uneven() -> str:
 
 def test_replicas_with_other_shapes_are_refused() -> None:
     for said in run(2, uneven):
-        assert "[[2, 3]] on one data-parallel replica and [[1, 3]] on another" in said and "bf16 or ZeRO" in said
+        assert "[[2, 3]] on ranks [0], [[1, 3]] on ranks [1]" in said and "bf16 or ZeRO" in said
 
 
 def switched_off(key: str) -> str:
