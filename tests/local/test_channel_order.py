@@ -215,7 +215,10 @@ def test_messages_come_to_the_right_micro_batch(name: str) -> None:
 
 
 def test_one_micro_batch_after_the_other() -> None:
-    """The first message of each batch is announced: that two look alike says nothing of the next."""
+    """The first message of each batch is announced: that two look alike says nothing of the next.
+
+    Each stage asserts what it receives (``Stage._receive``).
+    """
     batches = [(zb_h1(3, count), announced, plans(zb_h1(3, count))) for count in (1, 1, 6, 1, 6)]
     run(*batches)
 

@@ -41,11 +41,6 @@ class RankCoordinates:
         )
 
     @property
-    def is_at_edge(self) -> bool:
-        """True on the first and on the last stage, which read data."""
-        return self.stage in (0, self.num_stages - 1)
-
-    @property
     def slice_of_stage(self) -> tuple[int, int]:
         """Number this rank's stage and slice, which every replica has, and count all."""
         return self.stage * self.tp_size + self.tp_rank, self.num_stages * self.tp_size

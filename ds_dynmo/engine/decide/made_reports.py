@@ -16,7 +16,6 @@ def measured_report(profile: Profile, rebalance_step: int | None) -> MeasuredRep
     """
     seconds = profile.costs("time")
     loads = partitioners.loads(seconds, profile.partition)
-    busy = profile.micro_batches * sum(loads) / len(loads)
     return MeasuredReport(
         step=profile.step,
         rebalance_step=rebalance_step,
@@ -24,7 +23,7 @@ def measured_report(profile: Profile, rebalance_step: int | None) -> MeasuredRep
         bottleneck_seconds=max(loads),
         imbalance=partitioners.imbalance(seconds, profile.partition),
         batch_seconds=profile.batch_seconds,
-        bubble_ratio=max(0.0, 1.0 - busy / profile.batch_seconds) if profile.batch_seconds else 0.0,
+        bubble_ratio=profile.bubble_ratio,
     )
 
 

@@ -15,8 +15,7 @@ class DeepSpeedPipeline(Protocol):
         grid: the ``PipelineParallelGrid``.
         global_steps, global_samples: batches and samples trained on.
         micro_batches: of a batch, on each rank.
-        num_stages, stage_id: stages of the pipeline, and the number of this rank's.
-        global_rank, world_size: this rank's number in the present world, and the size of that.
+        num_stages: stages of the pipeline.
         optimizer: the optimizer, or DeepSpeed's wrapper around it.
         basic_optimizer: the optimizer inside the wrapper.
         data_iterator: where this rank reads its data; None: it reads none.
@@ -30,9 +29,6 @@ class DeepSpeedPipeline(Protocol):
     global_samples: int
     micro_batches: int
     num_stages: int
-    stage_id: int
-    global_rank: int
-    world_size: int
     optimizer: Any
     basic_optimizer: Any
     lr_scheduler: Any
