@@ -22,7 +22,10 @@ from ds_dynmo.engine.deepspeed.module import HOLDS_LAYERS, layer_specs
 from ds_dynmo.engine.move.object_graph import MODULE_MACHINERY, Path, children, follow, text, walk
 
 _LAYER, _PIPELINE, _GLOBALS = "layer", "pipeline", "globals"
-_NO_GLOBALS_OF_A_MODEL = frozenset({*sys.stdlib_module_names, "torch", "numpy", "deepspeed", "ds_dynmo"} - {"__main__"})
+_TORCH_NEEDS = {"sympy", "mpmath", "networkx"}  # a third of all global variables, and none of a model
+_NO_GLOBALS_OF_A_MODEL = frozenset(
+    {*sys.stdlib_module_names, *_TORCH_NEEDS, "torch", "numpy", "deepspeed", "ds_dynmo"} - {"__main__"}
+)
 _MOST_ENTRIES = 10_000  # larger containers are not searched for names: a loss function may hold a whole data set
 
 

@@ -64,14 +64,18 @@ _CONSTANTS = (
     OpOverload,
     OpOverloadPacket,
 )
-_COMMON_CONSTANTS = frozenset({type(None), bool, int, float, str})  # found without walking their classes
 _HELD_BY_NAME = ("_parameters", "_buffers", "_modules")  # an nn.Module's, private in torch; read in 2.13.0
 MODULE_MACHINERY = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 def is_constant(value: Any) -> bool:
     """Tell whether ``value`` cannot change and holds nothing that can, or is pickled as a name."""
-    return type(value) in _COMMON_CONSTANTS or isinstance(value, _CONSTANTS) or _is_importable(value)
+    return _is_kind_of_constants(type(value)) or _is_importable(value)
+
+
+@functools.cache  # of some forty types, asked for every object of a layer
+def _is_kind_of_constants(kind: type) -> bool:
+    return issubclass(kind, _CONSTANTS)
 
 
 def is_frozen(value: Any) -> bool:
