@@ -29,11 +29,11 @@ FOLDER = Path(__file__).resolve().parent / "recordings"
 CHANGES = ("gradient_accumulation_steps=8", "model.layers=16")  # of the files in ds_configs
 OWN_CHANGES = {  # further ones, by case
     "pruning": ("gradient_accumulation_steps=4", "model.hidden_size=256", "model.heads=4"),
-    "freezing": ("model.freezing.schedule=[[0.2, 3], [0.4, 5], [0.6, 8]]",),
+    "freezing": ("model.case.schedule=[[0.2, 3], [0.4, 5], [0.6, 8]]",),
     "moe": ("gradient_accumulation_steps=4",),
     "sparse_attention": ("gradient_accumulation_steps=2",),
-    "early_exit": ("model.early_exit.depths=[4, 8, 12]",),
-    "mod_threshold": ("model.mod.capacity=null", "model.mod.threshold=0.0"),
+    "early_exit": ("model.case.depths=[4, 8, 12]",),
+    "mod_threshold": ("model.case.capacity=null", "model.case.threshold=0.0"),
 }
 FILES = {"mod_threshold": "mod"}  # of cases that are not called like their configuration
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from ds_dynmo.cli.command_line import refuse
 from ds_dynmo.cli.training.resuming import find_checkpoint, read_facts
 from ds_dynmo.errors import CheckpointError, ConfigError
-from ds_dynmo.models import huggingface, model_layers, pruning, read_model_config
+from ds_dynmo.models import PruningConfig, huggingface, model_layers, read_model_config
+from ds_dynmo.models.pruning.exporting import export as export_pruned
 
 __all__ = ["export"]
 
@@ -42,10 +43,10 @@ def export(checkpoint: Path, folder: Path, *, tag: str | None = None, merge: boo
         huggingface.export(model.huggingface, weights, folder, peft=model.peft, merge=merge)
         if isinstance(model.huggingface, str):
             copy_tokenizer(Path(model.huggingface), folder)
-    elif model.pruning is not None:
-        pruning.export(model_layers(model), weights, folder)
+    elif model.find_case(PruningConfig) is not None:
+        export_pruned(model_layers(model), weights, folder)
     else:
-        raise ConfigError(f"{checkpoint}: model.pruning = null: its weights are dense already")
+        raise ConfigError(f'{checkpoint}: model.case has no kind "pruning": its weights are dense already')
 
 
 def copy_tokenizer(model: Path, folder: Path) -> None:

@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ds_dynmo.config.block import Block
 from ds_dynmo.config.explain import suggest
 from ds_dynmo.config.keep_together import parse_keep_together
 from ds_dynmo.config.memory_limit import parse_memory_limit
 from ds_dynmo.config.repack import RepackConfig
+from ds_dynmo.config.section import Section
 from ds_dynmo.config.type_partition import TYPE_PREFIX, parse_type_partition
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import KeepRule
@@ -19,7 +19,7 @@ from ds_dynmo.placement import Placement
 NAMED_PARTITIONS = ("uniform", "parameters", "profile")
 
 
-class ProfileConfig(Block):
+class ProfileConfig(Section):
     """How per-layer costs are measured: the "profile" object in the "dynmo" block."""
 
     batches: int = Field(default=1, ge=1, description="how many batches a profile takes")
@@ -28,7 +28,7 @@ class ProfileConfig(Block):
     )
 
 
-class RandomnessConfig(Block):
+class RandomnessConfig(Section):
     """What random draws in a layer, such as dropout, depend on: the "randomness" object in the "dynmo" block."""
 
     per_layer: bool = Field(
@@ -39,7 +39,7 @@ class RandomnessConfig(Block):
     seed: int | None = Field(default=None, ge=0, lt=2**64, description="null: the PipelineModule's base_seed")
 
 
-class ScheduleConfig(Block):
+class ScheduleConfig(Section):
     """In which order a stage runs its passes: the "schedule" object in the "dynmo" block."""
 
     kind: Literal["auto", "1f1b", "zero_bubble"] = Field(
@@ -55,7 +55,7 @@ class ScheduleConfig(Block):
     )
 
 
-class TraceConfig(Block):
+class TraceConfig(Section):
     """Which batches are traced, for Perfetto: the "trace" object in the "dynmo" block."""
 
     path: str = Field(min_length=1, description="file that rank 0 writes, in Chrome's trace format")
@@ -71,7 +71,7 @@ class TraceConfig(Block):
         raise ValueError("should be [first, last], two ints with 1 <= first <= last")
 
 
-class DynMoConfig(Block):
+class DynMoConfig(Section):
     """The "dynmo" block. Every key has a default and a ``description``.
 
     Build it with :func:`read_dynmo_config` or :func:`parse_block`, which raise :class:`ConfigError`. The constructor

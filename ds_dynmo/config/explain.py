@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -16,18 +16,24 @@ def explain(error: ValidationError, model_class: type[BaseModel], data: Any, nam
     """Write one line per key that is wrong; the complaints of a union's branches share one line."""
     complaints: dict[tuple[int | str, ...], list[Any]] = {}
     for detail in error.errors(include_url=False):
-        complaints.setdefault(_key_path(detail["loc"], data, detail["type"]), []).append(detail)
+        complaints.setdefault(_key_path(detail, data), []).append(detail)
     for path, details in complaints.items():
         dotted = name + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
-        owners = _models_at(model_class, path[:-1])
+        owners = _models_at(model_class, path[:-1], data)
         fields = {key: field for owner in owners for key, field in owner.model_fields.items()}
         description = fields[str(path[-1])].description if path and path[-1] in fields else None
-        if said := refusal(dotted) or refusal(f"{dotted} = {show(details[0]['input'])}"):
+        without_numbers = name + "".join(f".{key}" for key in path if isinstance(key, str))
+        if said := refusal(without_numbers) or refusal(f"{dotted} = {show(details[0]['input'])}"):
             yield said
             continue
         own_words = details[0]["type"] == "value_error"  # our own validators say what is allowed
         suffix = f" ({description})" if description and not own_words else ""
-        if details[0]["type"] == "missing":
+        if details[0]["type"].startswith("union_tag"):
+            key, tagged = str(path[-1]), details[0]["input"]
+            tags = [tag for owner in owners for tag in get_args(owner.model_fields[key].annotation)]
+            found = f"{dotted} = {show(tagged[key])}" if key in tagged else f"{dotted}: is required"
+            yield f"{found}; {suggest(str(tagged.get(key)), tags)}"
+        elif details[0]["type"] == "missing":
             yield f"{dotted}: is required{suffix}"
         elif details[0]["type"] == "extra_forbidden":
             yield f"{dotted} = {show(details[0]['input'])}: unknown key; {suggest(str(path[-1]), fields)}"
@@ -44,9 +50,10 @@ def _problem(detail: Mapping[str, Any]) -> str:
     return str(detail["msg"]).removeprefix("Input ")
 
 
-def _key_path(loc: tuple[int | str, ...], data: Any, kind: str) -> tuple[int | str, ...]:
-    """Drop from ``loc`` the names of union branches, which pydantic adds and which are not keys of ``data``."""
+def _key_path(detail: Mapping[str, Any], data: Any) -> tuple[int | str, ...]:
+    """Drop from a location the names of union branches, which pydantic adds and which are not keys of ``data``."""
     path: list[int | str] = []
+    loc, kind = detail["loc"], detail["type"]
     for part in loc:
         in_list = isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
         known = in_list or (isinstance(data, dict) and part in data)
@@ -54,17 +61,29 @@ def _key_path(loc: tuple[int | str, ...], data: Any, kind: str) -> tuple[int | s
             data = data[part]
         if known or (kind == "missing" and part == loc[-1]):
             path.append(part)
+    if kind.startswith("union_tag"):  # the key that selects the branch is missing or wrong
+        path.append(detail["ctx"]["discriminator"].strip("'"))
     return tuple(path)
 
 
-def _models_at(model_class: type[BaseModel], path: Iterable[int | str]) -> list[type[BaseModel]]:
-    """List the models that the object at ``path`` may be."""
+def _models_at(model_class: type[BaseModel], path: Iterable[int | str], data: Any) -> list[type[BaseModel]]:
+    """List the models that the object at ``path`` of ``data`` may be: of tagged ones that of its tag, if it has one."""
     models = [model_class]
     for key in path:
+        data = data[key]
         if isinstance(key, str):
             fields = [field for model in models for name, field in model.model_fields.items() if key == name]
             models = [model for field in fields for model in _models_in(field.annotation)]
-    return models
+    return [model for model in models if _has_tag_of(model, data)] or models
+
+
+def _has_tag_of(model: type[BaseModel], data: Any) -> bool:
+    """Return whether the keys of ``model`` that allow one value have it in ``data``."""
+    for name, field in model.model_fields.items():
+        allowed = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+        if len(allowed) == 1 and not (isinstance(data, dict) and data.get(name) == allowed[0]):
+            return False
+    return True
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

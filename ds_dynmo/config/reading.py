@@ -58,11 +58,11 @@ def with_changes(settings: dict[str, Any], changes: Iterable[str]) -> dict[str, 
     """Change a configuration as if its file said so, one change after the other.
 
     Args:
-        changes: each ``KEY=VALUE``. KEY is a path such as ``model.mod.threshold``; objects on it that are missing are
+        changes: each ``KEY=VALUE``. KEY is a path such as ``model.case.threshold``; objects on it that are missing are
             made. VALUE is JSON, or a word, which is a string; ``null`` removes the key.
 
-    >>> with_changes({"model": {"layers": 12, "moe": {}}}, ["model.moe=null", "model.layers=4", "dynmo.report=a.jsonl"])
-    {'model': {'layers': 4}, 'dynmo': {'report': 'a.jsonl'}}
+    >>> with_changes({"model": {"layers": 12, "case": {}}}, ["model.case=null", "model.layers=4", "dynmo.log=false"])
+    {'model': {'layers': 4}, 'dynmo': {'log': False}}
 
     Raises:
         ConfigError: naming ``--set``, and the part of the change that is wrong.
@@ -80,7 +80,7 @@ def _with_change(settings: dict[str, Any], change: str) -> dict[str, Any]:
     path, equals, text = change.partition("=")
     *outer, key = keys = path.split(".")
     if not equals or not all(keys):
-        refuse("should be KEY=VALUE, such as dynmo.interval=10 or 'model.mod={\"threshold\": 0.0}'")
+        refuse('should be KEY=VALUE, such as dynmo.interval=10 or \'model.case={"kind": "moe"}\'')
     value = _word_or_json(text, f"--set {change}")
     changed = block = dict(settings)
     for depth, name in enumerate(outer, start=1):

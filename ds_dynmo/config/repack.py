@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ds_dynmo.config.block import Block
+from ds_dynmo.config.section import Section
 
 
-class KubernetesConfig(Block):
+class KubernetesConfig(Section):
     """How pods are released: the "kubernetes" object in the "repack" object.
 
     Credentials are those that Kubernetes gives the pod; none are configured.
@@ -35,7 +35,7 @@ class KubernetesConfig(Block):
         return self
 
 
-class RepackConfig(Block):
+class RepackConfig(Section):
     """Re-packing a model whose work has shrunk onto fewer ranks: the "repack" object in the "dynmo" block."""
 
     enabled: bool = Field(default=False, description="true: re-pack at decisions; false: only by engine.repack")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.config.block import Block
+from ds_dynmo.config.section import Section
 
 __all__ = ["BLOCK", "DataConfig", "Documents", "TokenType", "read_data_config"]
 
@@ -17,7 +17,7 @@ Documents = Literal["joined", "packed", "padded"]
 TokenType = Literal["uint8", "uint16", "uint32", "int32"]
 
 
-class DataConfig(Block):
+class DataConfig(Section):
     """The "data" block."""
 
     documents: Documents | Literal["separate"] = Field(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from ds_dynmo.config import load_json, parse_block
-from ds_dynmo.config.block import Block
+from ds_dynmo.config.section import Section
 from ds_dynmo.data.config import BLOCK, DataConfig, TokenType
 from ds_dynmo.data.tokens import Ids, Tokens
 from ds_dynmo.errors import ConfigError
@@ -27,7 +27,7 @@ from ds_dynmo.files import whole, write_text
 __all__ = ["TokenFile", "little_endian", "map_ids", "read_tokens", "smallest_type", "write_tokens"]
 
 
-class TokenFile(Block):
+class TokenFile(Section):
     """The JSON beside a ``.bin`` file."""
 
     dtype: TokenType = Field(description="of the ids")

@@ -1,8 +1,8 @@
-"""Build the model that a "model" block describes, and the dynamic cases that change it."""
+"""Build the model that a "model" section describes, and the dynamic cases that change it."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +11,47 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.errors import ConfigError, PackingError
 from ds_dynmo.models import huggingface
-from ds_dynmo.models.case import DynamicCase
+from ds_dynmo.models.case import DynamicCase, RunSizes
 from ds_dynmo.models.config import BLOCK, BYTES, ModelConfig
 from ds_dynmo.models.early_exit.exits import EarlyExit, exit_layers
-from ds_dynmo.models.freezing.egeria import Egeria
-from ds_dynmo.models.freezing.prefix import Freezing
-from ds_dynmo.models.gpt import AttentionHalf, Block, FeedForwardHalf, gpt_layers
+from ds_dynmo.models.freezing.config import FreezingConfig
+from ds_dynmo.models.freezing.prefix import freezing_case
+from ds_dynmo.models.gpt import block_layers, gpt_layers
 from ds_dynmo.models.huggingface.configs import config_of
-from ds_dynmo.models.local_layers import block_numbers
-from ds_dynmo.models.mixture_of_depths import MixtureOfDepths, MixtureOfDepthsBlock
-from ds_dynmo.models.moe.layer import ExpertBalance, MixtureOfExperts
-from ds_dynmo.models.moe.routing import moe_blocks
-from ds_dynmo.models.pruning.gradual import (
-    PrunableAttentionHalf,
-    PrunableBlock,
-    PrunableFeedForwardHalf,
-    Pruning,
-)
-from ds_dynmo.models.sparse_attention.attention import HashSparseAttention, QKSparseAttention
+from ds_dynmo.models.layer_numbers import block_numbers
+from ds_dynmo.models.mixture_of_depths.block import capacity_schedule, routed_block
+from ds_dynmo.models.moe.layer import ExpertBalance, expert_parts
+from ds_dynmo.models.pruning.gradual import Pruning, prunable_block
+from ds_dynmo.models.sparse_attention.attention import attention_parts
 from ds_dynmo.models.transformer import DocumentAttention
 
 __all__ = ["dynamic_cases", "model_layers", "vocabulary_of"]
 
-NOT_PACKED = ("sparse_attention", "mod", "early_exit")
-SPARSE_ATTENTION = {"hash": HashSparseAttention, "qk": QKSparseAttention}
+# What each kind of case contributes. A kind that is not in a table leaves that part of the model as it is.
+
+# The whole layer list, from the model and the case.
+LAYERS: dict[str, Callable[[ModelConfig, Any], list[LayerSpec]]] = {"early_exit": exit_layers}
+
+# Parts of block n, counted from 1, from the model, the case and n: "attention" and "mlp", arguments of Block.
+PARTS: dict[str, Callable[[ModelConfig, Any, int], dict[str, Any]]] = {
+    "moe": expert_parts,
+    "sparse_attention": attention_parts,
+}
+
+# The layers of block n, from the model, the case, n and the block's parts; None: those of the plain GPT.
+BLOCKS: dict[str, Callable[[ModelConfig, Any, int, dict[str, Any]], list[LayerSpec] | None]] = {
+    "mod": routed_block,
+    "pruning": prunable_block,
+}
+
+# What is called between batches, in this order, from the case, the engine and numbers of the run; None: nothing.
+DYNAMIC: dict[str, Callable[[Any, Any, RunSizes], DynamicCase | None]] = {
+    "pruning": Pruning,  # first, so that the others see no gradients of pruned weights
+    "freezing": freezing_case,
+    "moe": ExpertBalance,
+    "mod": capacity_schedule,
+    "early_exit": EarlyExit,
+}
 
 
 def model_layers(config: ModelConfig, *, packed: bool = False) -> list[LayerSpec]:
@@ -49,16 +66,52 @@ def model_layers(config: ModelConfig, *, packed: bool = False) -> list[LayerSpec
     """
     if config.huggingface is not None:
         return _huggingface_layers(config, packed=packed)
-    for key in NOT_PACKED:
-        if packed and getattr(config, key) is not None:
-            raise PackingError(f"{BLOCK}.{key}: cannot be combined with packed documents: it attends across them")
-    if config.early_exit is not None:
-        return exit_layers(config, config.early_exit)
-    return gpt_layers(config, [spec for layer in range(1, config.layers + 1) for spec in _block(config, layer, packed)])
+    for case in config.case:
+        if packed and case.crosses_documents:
+            raise PackingError(
+                f"{BLOCK}.case: {case.kind} cannot be combined with packed documents: it attends across them"
+            )
+    for case in config.case:
+        if case.kind in LAYERS:
+            return LAYERS[case.kind](config, case)
+    numbers = range(1, config.layers + 1)
+    return gpt_layers(config, [layer for number in numbers for layer in _block(config, number, packed)])
+
+
+def _block(config: ModelConfig, number: int, packed: bool) -> list[LayerSpec]:
+    """Specify block ``number``, counted from 1: one layer of the list, or one for each half."""
+    parts: dict[str, Any] = {"attention": DocumentAttention} if packed else {}
+    for case in config.case:
+        if case.kind in PARTS:
+            parts |= PARTS[case.kind](config, case, number)
+    for case in config.case:
+        layers = BLOCKS[case.kind](config, case, number, parts) if case.kind in BLOCKS else None
+        if layers is not None:
+            return layers
+    return block_layers(config, number, **parts)
+
+
+def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list[DynamicCase]:
+    """Build what is called between batches; empty for a model that changes by itself or not at all.
+
+    Args:
+        engine: returned by :func:`ds_dynmo.initialize` for :func:`model_layers` of the same ``config``.
+        total_steps: of the run: schedules are fractions of it.
+    """
+    layers = layer_specs(engine.module)
+    sizes = RunSizes(
+        total_steps=total_steps,
+        num_layers=len(layers),
+        blocks=block_numbers(layers),
+        layers_per_block=config.layers_per_block,
+    )
+    by_kind = {case.kind: case for case in config.case}
+    cases = [build(by_kind[kind], engine, sizes) for kind, build in DYNAMIC.items() if kind in by_kind]
+    return [case for case in cases if case is not None]
 
 
 def vocabulary_of(config: ModelConfig) -> int:
-    """Give the number of different tokens that the model knows.
+    """Return the number of different tokens that the model knows.
 
     Raises:
         ConfigError: the model that "huggingface" names cannot be loaded.
@@ -74,6 +127,7 @@ def vocabulary_of(config: ModelConfig) -> int:
 def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]:
     assert config.huggingface is not None
     is_folder = isinstance(config.huggingface, str) and Path(config.huggingface).is_dir()
+    freezing = config.find_case(FreezingConfig)
     try:
         layers = huggingface.layers(
             config.huggingface,
@@ -85,73 +139,22 @@ def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]
             verified=config.verified,
             peft=config.peft,
         )
-        if config.freezing is not None and config.freezing.egeria is not None:
-            huggingface.check_blocks_draw_nothing(config.huggingface, "freezing.egeria runs blocks beside the training")
+        if freezing is not None and freezing.egeria is not None:
+            huggingface.check_blocks_draw_nothing(config.huggingface, "egeria runs blocks beside the training")
     except ConfigError as error:
         raise type(error)(f"{BLOCK}.huggingface: {error}") from error
-    if config.freezing is not None:
-        if any(isinstance(spec, TiedLayerSpec) for spec in layers):
-            raise ConfigError(
-                f"{BLOCK}.freezing: would freeze the head with the embedding: needs tie_word_embeddings = false in "
-                f"{BLOCK}.huggingface"
-            )
-        most, blocks = config.freezing.most_blocks, len(block_numbers(layers))
-        if most > blocks:
-            raise ConfigError(f"{BLOCK}.freezing: schedule freezes {most} blocks, {BLOCK}.huggingface has {blocks}")
+    if freezing is not None:
+        _check_freezing(freezing, layers)
     return layers
 
 
-def _block(config: ModelConfig, layer: int, packed: bool) -> list[LayerSpec]:
-    """Specify block ``layer``, counted from 1: one layer of the list, or one for each half."""
-    attention: Any = DocumentAttention if packed else None
-    if config.sparse_attention is not None:
-        attention = SPARSE_ATTENTION[config.sparse_attention.kind]
-    mlp = None
-    if config.moe is not None and layer - 1 in moe_blocks(config.moe, config.layers):
-        mlp = partial(MixtureOfExperts, moe=config.moe)
-    both: dict[str, Any] = {"attention": attention, "mlp": mlp}
-    if config.mod is not None and config.mod.routes(layer):
-        return [LayerSpec(MixtureOfDepthsBlock, config, layer, config.mod, **both)]
-    prunable: dict[str, Any] = {}
-    if config.pruning is not None:
-        prunable = {"csr_from": config.pruning.csr_from}
-    if not config.split_blocks:
-        return [LayerSpec(PrunableBlock if prunable else Block, config, layer, **both, **prunable)]
-    return [
-        LayerSpec(PrunableAttentionHalf if prunable else AttentionHalf, config, layer, attention=attention, **prunable),
-        LayerSpec(PrunableFeedForwardHalf if prunable else FeedForwardHalf, config, layer, **both, **prunable),
-    ]
-
-
-def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list[DynamicCase]:
-    """Build what is called between batches; empty for a model that changes by itself or not at all.
-
-    Args:
-        engine: what :func:`ds_dynmo.initialize` gave for :func:`model_layers` of the same ``config``.
-        total_steps: of the run: schedules are fractions of it.
-    """
-    cases: list[DynamicCase] = []
-    layers = layer_specs(engine.module)
-    num_layers, blocks = len(layers), block_numbers(layers)
-    if config.pruning is not None:  # first, so that the others see no gradients of what is pruned
-        cases.append(Pruning(config.pruning, engine, num_layers=num_layers, total_steps=total_steps))
-    if config.freezing is not None and config.freezing.egeria is not None:
-        cases.append(Egeria(config.freezing.egeria, engine, blocks=blocks, total_steps=total_steps))
-    elif config.freezing is not None:
-        cases.append(
-            Freezing(
-                config.freezing,
-                engine,
-                blocks=blocks,
-                num_layers=num_layers,
-                layers_per_block=config.layers_per_block,
-                total_steps=total_steps,
-            )
+def _check_freezing(freezing: FreezingConfig, layers: list[LayerSpec]) -> None:
+    """Check that layers of a Hugging Face model can be frozen, as ``FreezingConfig.check`` does for the GPT's."""
+    if any(isinstance(spec, TiedLayerSpec) for spec in layers):
+        raise ConfigError(
+            f"{BLOCK}.case: would freeze the head with the embedding: needs tie_word_embeddings = false in "
+            f"{BLOCK}.huggingface"
         )
-    if config.moe is not None:
-        cases.append(ExpertBalance(config.moe, engine, num_layers=num_layers))
-    if config.mod is not None and config.mod.schedule is not None:
-        cases.append(MixtureOfDepths(config.mod, engine, total_steps=total_steps))
-    if config.early_exit is not None:
-        cases.append(EarlyExit(config.early_exit, engine, total_steps=total_steps))
-    return cases
+    most, blocks = freezing.most_blocks, len(block_numbers(layers))
+    if most > blocks:
+        raise ConfigError(f"{BLOCK}.case: schedule freezes {most} blocks, {BLOCK}.huggingface has {blocks}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +25,12 @@ __all__ = [
     "AttentionHalf",
     "Block",
     "BlockPart",
+    "BlockTypes",
     "FeedForwardHalf",
     "FinalNorm",
     "OutputHead",
     "TokenEmbedding",
+    "block_layers",
     "embed",
     "gpt_layers",
     "language_model_loss",
@@ -212,6 +214,32 @@ class OutputHead(_Layer):
         return _logits(self.weight, activations)
 
 
+class BlockTypes(NamedTuple):
+    """The classes of a block: of a whole one, and of its halves where they are layers (``split_blocks``)."""
+
+    whole: type[BlockPart]
+    attention_half: type[BlockPart]
+    feed_forward_half: type[BlockPart]
+
+
+PLAIN = BlockTypes(Block, AttentionHalf, FeedForwardHalf)
+
+
+def block_layers(config: GPTConfig, number: int, types: BlockTypes = PLAIN, **parts: Any) -> list[LayerSpec]:
+    """Specify block ``number``, counted from 1: one layer of the list, or one for each half.
+
+    Args:
+        parts: arguments of :class:`Block`, "attention" and "mlp", and of the classes in ``types``.
+    """
+    if not config.split_blocks:
+        return [LayerSpec(types.whole, config, number, **parts)]
+    of_attention = {name: part for name, part in parts.items() if name != "mlp"}
+    return [
+        LayerSpec(types.attention_half, config, number, **of_attention),
+        LayerSpec(types.feed_forward_half, config, number, **parts),
+    ]
+
+
 def gpt_layers(config: GPTConfig, blocks: Sequence[LayerSpec] | None = None) -> list[LayerSpec]:
     """Build the layer list for a ``PipelineModule``: embedding, blocks or their halves, final norm, head.
 
@@ -221,8 +249,7 @@ def gpt_layers(config: GPTConfig, blocks: Sequence[LayerSpec] | None = None) -> 
         blocks: what is between embedding and final norm; None: plain blocks, or their halves.
     """
     if blocks is None:
-        types = (AttentionHalf, FeedForwardHalf) if config.split_blocks else (Block,)
-        blocks = [LayerSpec(typename, config, layer) for layer in range(1, config.layers + 1) for typename in types]
+        blocks = [layer for number in range(1, config.layers + 1) for layer in block_layers(config, number)]
     if config.tied_embedding:
         # The head has the forward_fn: checkpoints hold the state of the tied layer that has none.
         embedding = TiedLayerSpec("embedding", TokenEmbedding, config, 0, tied_weight_attr="weight")

@@ -23,7 +23,7 @@ from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.engine.split.steps import ScheduleSteps
 from ds_dynmo.models.gpt import gpt_layers, language_model_loss
 from ds_dynmo.models.gpt_config import GPTConfig
-from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.layer_numbers import local_layers
 from ds_dynmo.schedules import one_f_one_b, peak_bytes, schedule_for_equal_costs
 
 OPTIONS = {"micro_batches": 8, "hidden_size": 64, "sequence_length": 64}

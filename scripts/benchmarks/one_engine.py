@@ -17,7 +17,7 @@ from benchmarks.arms import Arm, profiling_seconds, timed
 from benchmarks.emulation import MICRO_BATCH, EmulatedBlock, pipeline_engine
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
-from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.layer_numbers import local_layers
 from ds_dynmo.partitioners import bottleneck
 
 BLOCKS, FROZEN = 12, 6

@@ -16,7 +16,6 @@ from ds_dynmo.cli.training.options import Run, prepare
 from ds_dynmo.config import load_settings
 from ds_dynmo.models import dynamic_cases
 from ds_dynmo.partitioners import PipelineModel
-from ds_dynmo.simulation import CASES
 from ds_dynmo.simulation.statics import Statics
 
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -38,7 +37,7 @@ class Trained:
         """Build the case's model with this "dynmo" block. "dense" is the same one without what changes it."""
         settings = {**configuration(case), "dynmo": block}
         if name == "dense":
-            settings["model"] = without_cases(settings["model"])
+            settings["model"] = without_case(settings["model"])
         run = prepare(["--deepspeed_config", name, "--steps", str(steps)], settings)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints lines about each layer
             engine = build_engine(run)
@@ -66,9 +65,9 @@ def configuration(case: str) -> dict[str, Any]:
     return load_settings(CONFIGS / f"{case}.json")
 
 
-def without_cases(model: dict[str, Any]) -> dict[str, Any]:
-    """Leave the dynamic cases out of a "model" block."""
-    return {key: value for key, value in model.items() if key not in CASES}
+def without_case(model: dict[str, Any]) -> dict[str, Any]:
+    """Leave the dynamic case out of a "model" block."""
+    return {key: value for key, value in model.items() if key != "case"}
 
 
 def statics_of(case: str, steps: int) -> Statics:

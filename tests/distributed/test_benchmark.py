@@ -105,7 +105,10 @@ def trained(steps: int) -> list[list[dict[str, Any]]]:
     """Train a small model under each balancer, and return the rows that are kept after each round."""
     small = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}
     settings = configuration("freezing")
-    settings |= {"gradient_accumulation_steps": 2, "model": {**small, "freezing": {"schedule": [[0.2, 2]]}}}
+    settings |= {
+        "gradient_accumulation_steps": 2,
+        "model": {**small, "case": {"kind": "freezing", "schedule": [[0.2, 2]]}},
+    }
     settings["dynmo"] |= {"interval": 1}
     kept: list[list[dict[str, Any]]] = []
     with pytest.MonkeyPatch.context() as patch, engines_end_here():

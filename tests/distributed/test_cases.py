@@ -155,7 +155,7 @@ def gradient_magnitudes(run: CaseRun) -> dict[str, Any]:
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.fuzz), "bf16 zero1"])
 def test_automatic_freezing_sees_the_gradients_of_the_whole_batch(precision: str) -> None:
     """They are averaged over micro-batches and replicas, wherever layers and gradients are."""
-    plain = CaseRun({"freezing": {"automatic": {"interval": 0.1, "start": 0.0}}}, 2, 2, steps=12)
+    plain = CaseRun({"case": {"kind": "freezing", "automatic": {"interval": 0.1, "start": 0.0}}}, 2, 2, steps=12)
     wanted, still = (run(4, gradient_magnitudes, case) for case in (plain, replace(plain, precision=precision)))
     elsewhere = run(4, gradient_magnitudes, moved(replace(plain, precision=precision)))
     for result in (*still, *elsewhere):

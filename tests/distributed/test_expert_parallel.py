@@ -25,6 +25,7 @@ from tests.distributed.support.case_runs import (
     EVERY,
     SIZES,
     CaseRun,
+    cases_of,
     check_moves_change_nothing,
     experts,
     moved,
@@ -34,15 +35,36 @@ from tests.distributed.support.training import whole
 
 WIDTH = 3
 MODELS: dict[str, dict[str, Any]] = {
-    "auxiliary loss": {"moe": {"experts": 4, "expert_parallel": True}},
+    "auxiliary loss": {"case": {"kind": "moe", "experts": 4, "expert_parallel": True}},
     "sbase with capacity": {
-        "moe": {"experts": 4, "expert_parallel": True, "routing": "sbase", "capacity_factor": 0.8, "every": 2}
+        "case": {
+            "kind": "moe",
+            "experts": 4,
+            "expert_parallel": True,
+            "routing": "sbase",
+            "capacity_factor": 0.8,
+            "every": 2,
+        }
     },
     "bias and freezing": {
-        "freezing": {"schedule": [[0.3, 1], [0.6, 3]]},
-        "moe": {"experts": 6, "expert_parallel": True, "routing": "bias", "bias_rate": 0.02, "dense_blocks": 1},
+        "case": [
+            {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 3]]},
+            {
+                "kind": "moe",
+                "experts": 6,
+                "expert_parallel": True,
+                "routing": "bias",
+                "bias_rate": 0.02,
+                "dense_blocks": 1,
+            },
+        ]
     },
-    "mod": {"mod": {"capacity": 0.4, "sampling": "topk"}, "moe": {"experts": 2, "expert_parallel": True, "top_k": 1}},
+    "mod": {
+        "case": [
+            {"kind": "mod", "capacity": 0.4, "sampling": "topk"},
+            {"kind": "moe", "experts": 2, "expert_parallel": True, "top_k": 1},
+        ]
+    },
 }
 TABLES = [
     [[2, 1, 3, 0, 1, 4], [1, 1, 1, 1, 1, 1], [0, 5, 0, 2, 0, 0]],
@@ -123,7 +145,8 @@ def train(run: CaseRun) -> dict[str, Any]:
 
 def unsharded(run: CaseRun) -> CaseRun:
     """Return the same model with all experts on every replica."""
-    return replace(run, model={**run.model, "moe": {**run.model["moe"], "expert_parallel": False}})
+    cases = [{**case, "expert_parallel": False} if case["kind"] == "moe" else case for case in cases_of(run)]
+    return replace(run, model={**run.model, "case": cases})
 
 
 @pytest.mark.parametrize(
@@ -217,7 +240,7 @@ def watch(run: CaseRun, favourites: bool) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("favourites", [False, True])
 def test_the_load_signal_is_that_of_the_busiest_replica(favourites: bool) -> None:
     """It is a share of the work of every token going to every expert. All micro-batches and replicas count."""
-    model = {"moe": {"experts": 4, "expert_parallel": True, "routing": "bias"}}
+    model = {"case": {"kind": "moe", "experts": 4, "expert_parallel": True, "routing": "bias"}}
     case = CaseRun(model, replicas=2)
     layers: dict[int, list[dict[str, Any]]] = {}
     for found in run(4, watch, case, favourites):
@@ -298,7 +321,7 @@ def refused(runs: Sequence[CaseRun]) -> list[str]:
 
 def test_experts_that_cannot_be_shared_out_are_refused_on_every_rank() -> None:
     """Also on the first of three stages, which has no such layer."""
-    odd = {"moe": {"experts": 3, "expert_parallel": True, "dense_blocks": 2}}
+    odd = {"case": {"kind": "moe", "experts": 3, "expert_parallel": True, "dense_blocks": 2}}
     ranks = run(6, refused, [CaseRun(odd, stages=3, replicas=2)])
     assert all(said == ranks[0] for said in ranks)
-    assert "3 experts (model.moe.experts) cannot be shared out evenly over 2 data-parallel replicas" in ranks[0][0]
+    assert "3 experts (model.case.experts) cannot be shared out evenly over 2 data-parallel replicas" in ranks[0][0]

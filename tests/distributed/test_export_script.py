@@ -30,7 +30,7 @@ def test_exported_weights_are_dense_and_compute_the_same(tmp_path: Path, capsys:
         if 0 < number <= SIZES["layers"]:
             pruned += sum(int((value == 0).sum()) for value in state.values() if value.dim() == 2)
             weights += sum(value.numel() for value in state.values() if value.dim() == 2)
-    assert pruned == round(weights * CASES["pruning"]["pruning"]["final_sparsity"])
+    assert pruned == round(weights * CASES["pruning"]["case"]["final_sparsity"])
     data = load_text(given[given.index("--data") + 1]).batches(
         "validation", micro_batch_size=2, sequence_length=12, seed=0
     )
@@ -46,8 +46,8 @@ def test_exported_weights_are_dense_and_compute_the_same(tmp_path: Path, capsys:
     assert main([str(saved), str(tmp_path / "again")]) == 2
     assert "layer_02-model_states.pt: there is no such file" in capsys.readouterr().err
     facts = json.loads((saved / "global_step8" / FACTS_FILE).read_text())
-    facts["model"]["pruning"] = None
+    facts["model"]["case"] = None
     (saved / "global_step8" / FACTS_FILE).write_text(json.dumps(facts))
     assert main([str(saved), str(tmp_path / "again")]) == 2
-    assert "model.pruning = null: its weights are dense already" in capsys.readouterr().err
+    assert 'model.case has no kind "pruning": its weights are dense already' in capsys.readouterr().err
     assert not (tmp_path / "again").exists()

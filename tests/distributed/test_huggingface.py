@@ -65,12 +65,16 @@ def test_moves_change_nothing(name: str) -> None:
 
 
 FREEZING: dict[str, dict[str, Any]] = {
-    "gpt2": {"huggingface": UNTIED_GPT2, "verified": False, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
+    "gpt2": {
+        "huggingface": UNTIED_GPT2,
+        "verified": False,
+        "case": {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]},
+    },
     "mixtral automatic": {
         **{"huggingface": MIXTRAL, "verified": False},
-        "freezing": {"automatic": {"interval": 0.2, "start": 0.2}},
+        "case": {"kind": "freezing", "automatic": {"interval": 0.2, "start": 0.2}},
     },
-    "qwen3 egeria": {"huggingface": MODELS["qwen3"], "verified": False, "freezing": {"egeria": EGERIA}},
+    "qwen3 egeria": {"huggingface": MODELS["qwen3"], "verified": False, "case": {"kind": "freezing", "egeria": EGERIA}},
 }
 
 

@@ -97,7 +97,7 @@ def test_a_refused_launch_leaves_nothing(launcher: list[str], tmp_path: Path) ->
 def test_a_released_rank_ends_with_the_job_at_the_latest(release: str, launcher: list[str], tmp_path: Path) -> None:
     """The launcher succeeds. A parked rank is not called back: the end of the job ends it."""
     repack = {"enabled": True, "max_slowdown": 0.99, "release": release}
-    frozen = {**SIZES, "freezing": {"schedule": [[0.3, 3]]}}
+    frozen = {**SIZES, "case": {"kind": "freezing", "schedule": [[0.3, 3]]}}
     flags = [*configuration(tmp_path, model=frozen, dynmo={"interval": 0, "repack": repack}), "--steps", "10"]
     with WatchedCommand(tmp_path, [*launcher, *TRAIN, *flags]) as command:
         assert not command.left(*OF_LAUNCHERS), command.output()

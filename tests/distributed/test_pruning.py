@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_dynmo.models import Pruning, PruningConfig, dynamic_cases, local_layers
+from ds_dynmo.models import ModelConfig, Pruning, PruningConfig, RunSizes, dynamic_cases, local_layers
 from ds_dynmo.models.pruning.gradual import prunable_linears
 from ds_dynmo.models.pruning.kernels import can_csr
 from ds_dynmo.models.pruning.probe import SPARSITIES
@@ -22,6 +22,10 @@ from tests.distributed.support.case_runs import CASES, CaseRun
 from tests.distributed.support.training import drop_decision
 
 PRUNING = CASES["pruning"]
+
+
+def run_sizes(model: ModelConfig, total_steps: int) -> RunSizes:
+    return RunSizes(total_steps=total_steps, num_layers=model.layers + 3, blocks=range(1, model.layers + 1))
 
 
 def merged(results: list[dict[str, Any]], what: str, number: int, replica: int = 0) -> dict[int, list[Any]]:
@@ -98,7 +102,7 @@ def prune_twice(run: CaseRun, sparsities: tuple[float, float]) -> dict[str, Any]
     """Train and prune twice. Return weights before each pruning, masks after it, and counts of nonzero elements."""
     engine, model = case_runs.build(run)
     data = case_runs.batches(engine, model)
-    case = Pruning(PruningConfig(probe=False), engine, num_layers=model.layers + 3, total_steps=run.steps)
+    case = Pruning(PruningConfig(probe=False), engine, run_sizes(model, run.steps))
     before, after = [], []
     for sparsity in sparsities:
         engine.train_batch(data)
@@ -161,13 +165,13 @@ def load_weights_alone(run: CaseRun, folder: str) -> list[dict[str, tuple[int, i
     engine, model = case_runs.build(run)
     data = case_runs.batches(engine, model)
     engine.train_batch(data)
-    Pruning(PruningConfig(probe=False), engine, num_layers=model.layers + 3, total_steps=run.steps).prune(0.4)
+    Pruning(PruningConfig(probe=False), engine, run_sizes(model, run.steps)).prune(0.4)
     engine.save_checkpoint(folder)
     again, _ = case_runs.build(run)
     for _ in range(2):
         again.train_batch(data)
     again.load_checkpoint(folder, load_module_only=True)
-    case = Pruning(PruningConfig(start=0.9, end=0.95, probe=False), again, num_layers=model.layers + 3, total_steps=100)
+    case = Pruning(PruningConfig(start=0.9, end=0.95, probe=False), again, run_sizes(model, 100))
     found = [nonzero(again)]
     for step in range(2):
         case.before_batch(step)
@@ -225,7 +229,7 @@ def test_vectors_train_in_a_pipeline_as_masked_weights_do(name: str, precision: 
 def probe_in_a_pipeline(run: CaseRun) -> dict[tuple[int, int], float | None]:
     """Prune with the probe on; return from where CSR was found to be faster, by shape."""
     engine, model = case_runs.build(run)
-    Pruning(PruningConfig(), engine, num_layers=model.layers + 3, total_steps=run.steps).prune(0.8)
+    Pruning(PruningConfig(), engine, run_sizes(model, run.steps)).prune(0.8)
     engine.train_batch(case_runs.batches(engine, model))
     linears = [linear for _, layer in local_layers(engine.module) for linear in prunable_linears(layer)]
     return {linear.shape: linear.measured_csr_from for linear in linears}

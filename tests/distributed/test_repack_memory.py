@@ -17,7 +17,7 @@ from ds_dynmo.errors import ConfigError
 from tests.distributed.harness import run
 
 RANKS, STEPS = 2, 10
-PRUNED = {"pruning": {"final_sparsity": 0.9, "probe": False}}
+PRUNED = {"case": {"kind": "pruning", "final_sparsity": 0.9, "probe": False}}
 REPACK = {"enabled": True, "planner": "first_fit"}
 
 
@@ -83,7 +83,7 @@ def test_the_scripts_own_configuration_is_pruned_to_a_tenth(monkeypatch: pytest.
     given, settings = repack.prepared(repack.parse(["memory", "--set", "model.seed=3", "--data", __file__]))
     run = prepare_without_limit(given, settings)
     assert (run.model.layers, run.model.seed, run.settings["dynmo"]["memory_limit"]) == (24, 3, None)
-    assert run.model.pruning is not None and run.model.pruning.final_sparsity == 0.9
+    assert [getattr(case, "final_sparsity", None) for case in run.model.case] == [0.9]
 
 
 def test_a_configuration_that_never_re_packs_is_refused(tmp_path: Path) -> None:

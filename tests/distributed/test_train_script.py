@@ -302,7 +302,7 @@ def test_freed_ranks_are_released_if_experts_are_split_over_replicas(tmp_path: P
     arguments = flags(tmp_path, "moe auxiliary loss", 3)
     path = tmp_path / "config.json"
     settings = json.loads(path.read_text())
-    settings["model"]["moe"]["expert_parallel"] = True
+    settings["model"]["case"]["expert_parallel"] = True
     settings["dynmo"]["repack"] = {"freed_ranks": "replicas"}
     path.write_text(json.dumps(settings))
     stays, leaves = run(2, run_script, arguments, None, 1)

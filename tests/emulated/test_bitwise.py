@@ -45,7 +45,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "zero bubble, bf16 zero1": partial(of_case, dynmo=ZERO_BUBBLE, precision="bf16 zero1"),
     "recomputed activations": partial(of_case, checkpoint_interval=1),
     "tensor parallel": lambda: (4, train_sliced, (SLICED, []), (SLICED, [[0, 2, 6], [0, 5, 6]])),
-    "expert parallel": partial(of_model, {"moe": {"experts": 4, "expert_parallel": True}}, replicas=2),
+    "expert parallel": partial(of_model, {"case": {"kind": "moe", "experts": 4, "expert_parallel": True}}, replicas=2),
     "pruning": partial(of_model, CASES["pruning"], precision="bf16 zero1"),
     "automatic freezing": partial(of_model, CASES["automatic freezing"]),
     "mixture of depths": partial(of_model, CASES["mod"]),

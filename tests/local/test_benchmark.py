@@ -16,7 +16,7 @@ from benchmarks.arms import chosen
 from benchmarks.emulated import Benchmark, until_settled
 from benchmarks.emulation import EmulatedBlock
 from benchmarks.machine import Machine
-from benchmarks.trained import configuration, without_cases
+from benchmarks.trained import configuration, without_case
 from ds_dynmo.config import parse_block
 from ds_dynmo.engine.split.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
@@ -74,16 +74,16 @@ MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 12}
 @pytest.mark.parametrize(
     "block",
     [
-        {"huggingface": MIXTRAL, "tokens": "bytes", "freezing": {"schedule": [[0.5, 4]]}},
+        {"huggingface": MIXTRAL, "tokens": "bytes", "case": {"kind": "freezing", "schedule": [[0.5, 4]]}},
         {**configuration("freezing")["model"], "split_blocks": True},
         *(configuration(name)["model"] for name in CASES),
     ],
     ids=["huggingface", "split_blocks", *CASES],
 )
 def test_the_dense_model_is_the_same_one_without_what_changes_it(block: dict[str, Any]) -> None:
-    dense, whole = (parse_block(ModelConfig, one, "model") for one in (without_cases(block), block))
+    dense, whole = (parse_block(ModelConfig, one, "model") for one in (without_case(block), block))
     for key in ModelConfig.model_fields:
-        assert getattr(dense, key) == (None if key in CASES else getattr(whole, key)), key
+        assert getattr(dense, key) == (() if key == "case" else getattr(whole, key)), key
 
 
 def test_engines_are_the_requested_ones_and_their_baselines() -> None:

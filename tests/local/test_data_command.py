@@ -142,7 +142,7 @@ def test_separate_documents_are_padded_where_packed_ones_would_see_each_other(
     assert all(': "padded", one document' in line and "gpt_oss" in line for line in said)
     with pytest.raises(ConfigError, match=r'packed documents see each other.*should be "padded".* or "joined"'):
         prepared(tmp_path, model, *given, documents="packed")
-    own = {**OURS, "early_exit": {"method": "calm", "depths": [1]}}
+    own = {**OURS, "case": {"kind": "early_exit", "method": "calm", "depths": [1]}}
     data = {"tokenizer": str(tmp_path / "model")}
     assert prepared(tmp_path, own, *given, **SHIPPED, **data).text.documents == "padded"
     with pytest.raises(ConfigError, match=r'early_exit: cannot be combined with packed .*should be "padded"'):

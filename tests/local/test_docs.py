@@ -8,20 +8,42 @@ import shlex
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from ds_dynmo import DynMoPipelineEngine
 from ds_dynmo.config import load_settings, read_dynmo_config
 from ds_dynmo.data import DataConfig, TokenFile
 from ds_dynmo.launch import OF_MEETING, OF_RANK
-from ds_dynmo.models import model_layers, read_model_config
+from ds_dynmo.models import (
+    EarlyExitConfig,
+    FreezingConfig,
+    MixtureOfDepthsConfig,
+    MoEConfig,
+    PruningConfig,
+    SparseAttentionConfig,
+    model_layers,
+    read_model_config,
+)
 from ds_dynmo.models.config import ModelConfig
 from tests.pure.test_docs import PAGES, ROOT, as_json, keys
 
 
-def test_the_page_of_cases_lists_the_keys_of_the_block() -> None:
-    page = (ROOT / "docs" / "cases.md").read_text()
+@pytest.mark.parametrize(
+    ("heading", "section"),
+    [
+        ("The model", ModelConfig),
+        ("Mixture of experts", MoEConfig),
+        ("Gradual pruning", PruningConfig),
+        ("Layer freezing", FreezingConfig),
+        ("Sparse attention", SparseAttentionConfig),
+        ("Early exit", EarlyExitConfig),
+        ("Mixture of depths", MixtureOfDepthsConfig),
+    ],
+)
+def test_the_page_of_cases_lists_the_keys_of_each_section(heading: str, section: type[BaseModel]) -> None:
+    page = (ROOT / "docs" / "cases.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     listed = re.findall(r"^\| `([\w.]+)` \| (?:required|`)", page, re.MULTILINE)
-    assert sorted(listed) == sorted(keys(ModelConfig))
+    assert sorted(listed) == sorted(key for key in keys(section) if key != "kind")
 
 
 def test_the_page_of_data_lists_the_keys_of_its_blocks() -> None:

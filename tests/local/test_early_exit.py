@@ -16,12 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.models import ModelConfig, language_model_loss, model_layers
+from ds_dynmo.models import ModelConfig, RunSizes, language_model_loss, model_layers
 from ds_dynmo.models.early_exit import blocks as blocks_module
 from ds_dynmo.models.early_exit.blocks import ExitBlock
 from ds_dynmo.models.early_exit.criteria import (
     EarlyExitConfig,
     calm_threshold,
+    confident,
     largest_probability,
     softmax_margin,
     state_similarity,
@@ -36,7 +37,7 @@ SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 9, "mlp_
 
 
 def config(tied: bool = False, **exits: Any) -> ModelConfig:
-    return parse_block(ModelConfig, {**SIZES, "tied_embedding": tied, "early_exit": exits}, "model")
+    return parse_block(ModelConfig, {**SIZES, "tied_embedding": tied, "case": {"kind": "early_exit", **exits}}, "model")
 
 
 class Model(nn.Module):
@@ -209,7 +210,7 @@ def test_calms_threshold_decays_with_the_position() -> None:
 def test_adpc_is_over_0_998() -> None:
     adpc = EarlyExitConfig(method="adpc", depths=[1])
     confidence = torch.tensor([0.99, 0.998, 0.9981], dtype=torch.float64)
-    assert adpc.confident(confidence, torch.arange(3), 3).tolist() == [False, False, True]
+    assert confident(adpc, confidence, torch.arange(3), 3).tolist() == [False, False, True]
 
 
 def test_calm_weighs_losses_by_depth_and_all_are_one_loss() -> None:
@@ -399,7 +400,8 @@ def test_weights_equal_the_model_without_exits() -> None:
 
 def case_of(model: Model, said: list[str], start: float, total_steps: int) -> EarlyExit:
     exits = EarlyExitConfig(method="calm", start=start)
-    return EarlyExit(exits, SimpleNamespace(module=model, model_changed=said.append), total_steps=total_steps)
+    engine = SimpleNamespace(module=model, model_changed=said.append)
+    return EarlyExit(exits, engine, RunSizes(total_steps=total_steps, num_layers=7, blocks=range(1, 5)))
 
 
 def signal_in(case: EarlyExit, model: Model, step: int) -> float:

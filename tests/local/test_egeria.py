@@ -8,16 +8,18 @@ import torch
 from torch import nn
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.models import ModelConfig, model_layers
+from ds_dynmo.models import ModelConfig, RunSizes, model_layers
 from ds_dynmo.models.freezing import egeria as egeria_module
+from ds_dynmo.models.freezing.config import EgeriaConfig
 from ds_dynmo.models.freezing.egeria import Egeria, EgeriaController, moving_averages, slope
 from ds_dynmo.models.freezing.plasticity import CAPTURED, REFERENCE, Watched, capture_first, similarity_loss, watch
-from ds_dynmo.models.freezing.prefix import EgeriaConfig
 from ds_dynmo.models.gpt import language_model_loss
 from ds_dynmo.models.pruning.gradual import prunable_linears
 from ds_dynmo.models.seeding import generator_for
 
 SIZES = {"layers": 3, "hidden_size": 16, "heads": 2, "sequence_length": 8, "tied_embedding": False}
+
+RUN = RunSizes(total_steps=10, num_layers=6, blocks=range(1, 4))
 
 
 def config(**block: Any) -> EgeriaConfig:
@@ -143,7 +145,7 @@ def blocks(**case: Any) -> list[nn.Module]:
     return [spec.build() for spec in model_layers(model)]
 
 
-@pytest.mark.parametrize("case", [{}, {"mod": {"every": 1, "capacity": 0.5}}])
+@pytest.mark.parametrize("case", [{}, {"case": {"kind": "mod", "every": 1, "capacity": 0.5}}])
 def test_a_block_is_compared_with_its_earlier_self(case: dict[str, Any]) -> None:
     embedding, block, *_ = blocks(**case)
     block.register_forward_hook(capture_first)
@@ -178,7 +180,7 @@ def test_a_block_is_compared_with_its_earlier_self(case: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("csr_from", [0.0, 1.0])
 def test_a_pruned_block_is_compared_once_its_reference_is_pruned(csr_from: float) -> None:
-    embedding, block, *_ = blocks(pruning={"csr_from": csr_from})
+    embedding, block, *_ = blocks(case={"kind": "pruning", "csr_from": csr_from})
     block.register_forward_hook(capture_first)
 
     def batch() -> Watched:
@@ -270,7 +272,7 @@ def run(engine: Engine, steps: range, case: Egeria) -> list[int]:
 
 def test_verdicts_take_effect_at_their_step() -> None:
     engine = Engine()
-    case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
+    case = Egeria(config(**SOON), engine, RUN)
     # The reference is made in step 0. Plasticities come from step 2 on, a slope of two averages in step 4, and the
     # verdict in step 5. The reference of the next block is made in step 6, and so on.
     assert run(engine, range(12), case) == [0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 3]
@@ -282,7 +284,7 @@ def test_verdicts_take_effect_at_their_step() -> None:
 
 def test_only_the_front_block_is_watched_on_inputs_of_the_reference() -> None:
     engine = Engine()
-    case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
+    case = Egeria(config(**SOON), engine, RUN)
     assert run(engine, range(7), case)[-1] == 2
     assert [vars(layer).get(REFERENCE) is not None for layer in engine.module.children()] == [0, 0, 1, 0, 0, 0]
     assert all(vars(layer).get(CAPTURED) is None for layer in engine.module.children())
@@ -304,7 +306,7 @@ def test_training_waits_for_a_verdict_only_when_it_is_due(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(egeria_module, "_plasticity", slowly)
     engine = Engine()
-    case = Egeria(config(**{**SOON, "delay": 0.2}), engine, blocks=range(1, 4), total_steps=10)
+    case = Egeria(config(**{**SOON, "delay": 0.2}), engine, RUN)
     run(engine, range(2), case)  # does not wait
     thread = threading.Timer(0.2, may_go.set)
     thread.start()
@@ -314,7 +316,7 @@ def test_training_waits_for_a_verdict_only_when_it_is_due(monkeypatch: pytest.Mo
 
 def test_a_fallen_learning_rate_thaws_all_blocks() -> None:
     engine = Engine()
-    case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
+    case = Egeria(config(**SOON), engine, RUN)
     assert run(engine, range(6), case)[-1] == 2
     engine.learning_rate = 0.1
     assert run(engine, range(6, 8), case) == [0, 0]
@@ -323,11 +325,11 @@ def test_a_fallen_learning_rate_thaws_all_blocks() -> None:
 
 def test_a_run_resumes_between_an_evaluation_and_its_verdict() -> None:
     one, other = Engine(), Engine()
-    first = Egeria(config(**SOON), one, blocks=range(1, 4), total_steps=10)
+    first = Egeria(config(**SOON), one, RUN)
     whole = run(one, range(5), first)
     state = first.state_dict()  # between an evaluation and its verdict
     assert state["under_way"]["due"] == 5
-    second = Egeria(config(**SOON), other, blocks=range(1, 4), total_steps=10)
+    second = Egeria(config(**SOON), other, RUN)
     other.module.load_state_dict(one.module.state_dict())
     for mine, theirs in zip(other.module.children(), one.module.children(), strict=True):
         vars(mine)[REFERENCE] = vars(theirs).get(REFERENCE)
@@ -340,7 +342,7 @@ def test_a_resumed_run_thaws_layers_that_were_built_frozen() -> None:
     engine = Engine()
     for number, layer in enumerate(engine.module.children()):
         layer.requires_grad_(number > 1)
-    case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
+    case = Egeria(config(**SOON), engine, RUN)
     assert run(engine, range(1), case) == [0] and engine.changes == ["freezing: first 0 layers"]
 
 
@@ -351,7 +353,7 @@ def test_a_failure_on_the_thread_or_before_it_is_raised(where: str, monkeypatch:
 
     monkeypatch.setattr(egeria_module, where, fails)
     engine = Engine()
-    case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
+    case = Egeria(config(**SOON), engine, RUN)
     with pytest.raises(RuntimeError, match="plasticity of a block could not be computed") as caught:
         run(engine, range(3), case)
     assert isinstance(caught.value.__cause__, MemoryError)

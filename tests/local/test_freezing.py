@@ -11,10 +11,11 @@ from torch import nn
 from ds_dynmo.config import parse_block
 from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.state.clipping import gradient_magnitudes
+from ds_dynmo.models.case import RunSizes
+from ds_dynmo.models.freezing.config import FreezingConfig
 from ds_dynmo.models.freezing.front import set_frozen_prefix
 from ds_dynmo.models.freezing.prefix import (
     Freezing,
-    FreezingConfig,
     FreezingController,
     auto_freeze,
     gradient_change,
@@ -22,7 +23,7 @@ from ds_dynmo.models.freezing.prefix import (
 )
 from ds_dynmo.models.gpt import gpt_layers, language_model_loss
 from ds_dynmo.models.gpt_config import GPTConfig
-from ds_dynmo.models.local_layers import block_numbers, local_layers
+from ds_dynmo.models.layer_numbers import block_numbers, local_layers
 
 UNTIED = GPTConfig(vocab_size=20, sequence_length=4, layers=3, hidden_size=8, heads=2, tied_embedding=False)
 TIED = UNTIED.model_copy(update={"tied_embedding": True})
@@ -59,7 +60,7 @@ class Stage(nn.Module):
 
 def controller(block: dict[str, Any], *, blocks: range = range(1, 4), total_steps: int = 100) -> FreezingController:
     config = parse_block(FreezingConfig, block, "freezing")
-    return FreezingController(config, blocks=blocks, num_layers=blocks.stop + 2, total_steps=total_steps)
+    return FreezingController(config, RunSizes(total_steps=total_steps, num_layers=blocks.stop + 2, blocks=blocks))
 
 
 def magnitudes(stage: Stage) -> torch.Tensor:
@@ -244,7 +245,7 @@ def test_a_batch_whose_step_was_skipped_does_not_count() -> None:
         sum_over_world=lambda sums: sums,
     )
     config = parse_block(FreezingConfig, {"automatic": {"interval": 1.0}}, "freezing")
-    case = Freezing(config, engine, blocks=range(1, 4), num_layers=4, total_steps=10)
+    case = Freezing(config, engine, RunSizes(total_steps=10, num_layers=4, blocks=range(1, 4)))
     sums = []
     for step in range(3):
         callbacks[0]()

@@ -20,7 +20,7 @@ from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers, vocabulary_of
 from ds_dynmo.models.freezing.plasticity import Watched, capture_first, watch
 from ds_dynmo.models.huggingface import adapter
-from ds_dynmo.models.local_layers import block_numbers
+from ds_dynmo.models.layer_numbers import block_numbers
 from ds_dynmo.models.seeding import generator_for
 
 transformers = pytest.importorskip("transformers")
@@ -462,9 +462,12 @@ def test_expert_parallelism_that_a_model_cannot_have_is_refused() -> None:
             model_layers(parse_block(ModelConfig, {"expert_parallel": True, **block}, "model"))
 
     refused({"huggingface": MODELS["llama"], "sequence_length": 64}, "model_type llama, has no experts to share out")
-    refused({"moe": {}}, r"is for a Hugging Face model; for moe there is moe\.expert_parallel")
+    refused({"case": {"kind": "moe"}}, '"case" of kind "moe" has one of its own')
     block = {"huggingface": MIXTRAL, "sequence_length": 64}
-    refused({**block, "freezing": {"automatic": {}}}, r"expert_parallel can be combined with freezing\.schedule only")
+    refused(
+        {**block, "case": {"kind": "freezing", "automatic": {}}},
+        r"freezing: only schedule can be combined with expert_parallel",
+    )
     specs = model_layers(parse_block(ModelConfig, {"expert_parallel": True, **block}, "model"))
     assert specs[1].build().shares_out and not huggingface.layers(MIXTRAL)[1].build().shares_out
 
@@ -623,7 +626,11 @@ def test_bytes_need_a_vocabulary_of_256_and_the_tokens_of_a_folder_do_not(tmp_pa
 
 def test_freezing_that_a_model_cannot_do_is_refused() -> None:
     def refused(model: dict[str, Any], freezing: dict[str, Any], message: str) -> None:
-        block = parse_block(ModelConfig, {"huggingface": model, "sequence_length": 64, "freezing": freezing}, "model")
+        block = parse_block(
+            ModelConfig,
+            {"huggingface": model, "sequence_length": 64, "case": {"kind": "freezing", **freezing}},
+            "model",
+        )
         with pytest.raises(ConfigError, match=message):
             model_layers(block)
 
@@ -632,10 +639,12 @@ def test_freezing_that_a_model_cannot_do_is_refused() -> None:
     refused(MODELS["llama tied"], schedule, r"needs tie_word_embeddings = false in model\.huggingface")
     refused(GPT2, {"automatic": {}}, "needs tie_word_embeddings = false")
     refused(untied, {"schedule": [[0.5, 4]]}, r"schedule freezes 4 blocks, model\.huggingface has 3")
-    refused(untied, {"egeria": {}}, r"model\.huggingface: resid_pdrop 0\.1: should be 0: freezing\.egeria")
+    refused(untied, {"egeria": {}}, r"model\.huggingface: resid_pdrop 0\.1: should be 0: egeria")
     neox = {"model_type": "gpt_neox", "hidden_dropout": 0.1, "vocab_size": 300}
-    refused(neox, {"egeria": {}}, r"model\.huggingface: hidden_dropout 0\.1: should be 0: freezing\.egeria")
-    block = parse_block(ModelConfig, {"huggingface": untied, "sequence_length": 64, "freezing": schedule}, "model")
+    refused(neox, {"egeria": {}}, r"model\.huggingface: hidden_dropout 0\.1: should be 0: egeria")
+    block = parse_block(
+        ModelConfig, {"huggingface": untied, "sequence_length": 64, "case": {"kind": "freezing", **schedule}}, "model"
+    )
     assert block_numbers(model_layers(block)) == range(2, 5)
 
 

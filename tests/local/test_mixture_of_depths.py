@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.models import ModelConfig, language_model_loss, model_layers
+from ds_dynmo.models import ModelConfig, RunSizes, language_model_loss, model_layers
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
-from ds_dynmo.models.mixture_of_depths import (
+from ds_dynmo.models.mixture_of_depths.block import (
     MixtureOfDepths,
     MixtureOfDepthsBlock,
     tokens_of,
@@ -29,14 +29,13 @@ SEQUENCE, BATCH = 12, 3
 
 
 def model_config(**mod: Any) -> ModelConfig:
-    return parse_block(ModelConfig, {**SIZES, "mod": {"capacity": 0.25, **mod}}, "model")
+    return parse_block(ModelConfig, {**SIZES, "case": {"kind": "mod", "capacity": 0.25, **mod}}, "model")
 
 
 def block_of(attention: Any = None, **mod: Any) -> MixtureOfDepthsBlock:
     """Build a block with weights larger than initial ones, so that all its parts matter."""
     config = model_config(**mod)
-    assert config.mod is not None
-    block = MixtureOfDepthsBlock(config, 2, config.mod, attention)
+    block = MixtureOfDepthsBlock(config, 2, *config.case, attention)
     with torch.no_grad():
         for name, parameter in sorted(block.named_parameters()):
             parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator_for(name)))
@@ -258,10 +257,10 @@ def test_a_schedule_changes_the_capacity_and_says_so() -> None:
     stage = nn.Module()
     stage._layer_specs = model_layers(config)  # type: ignore[assignment]
     stage._local_start, stage._local_stop = 0, len(stage._layer_specs)  # type: ignore[assignment]
-    block = MixtureOfDepthsBlock(config, 4, config.mod)  # type: ignore[arg-type]
+    block = MixtureOfDepthsBlock(config, 4, *config.case)
     stage.add_module("4", block)
     engine = SimpleNamespace(module=stage, model_changed=said.append)
-    case = MixtureOfDepths(config.mod, engine, total_steps=4)  # type: ignore[arg-type]
+    case = MixtureOfDepths(*config.case, engine, RunSizes(total_steps=4, num_layers=7, blocks=range(1, 5)))
     signals = []
     for step in range(4):
         case.before_batch(step)
@@ -269,7 +268,7 @@ def test_a_schedule_changes_the_capacity_and_says_so() -> None:
         run(block, hidden_states(step))
         signals.append((block.load_signal(), len(said)))
     assert signals == [(1.0, 0), (0.5, 1), (0.5, 1), (0.25, 2)]
-    resumed = MixtureOfDepths(config.mod, engine, total_steps=4)  # type: ignore[arg-type]
+    resumed = MixtureOfDepths(*config.case, engine, RunSizes(total_steps=4, num_layers=7, blocks=range(1, 5)))
     resumed.before_batch(2)
     assert block.capacity == 0.5 and len(said) == 2
 
@@ -420,7 +419,7 @@ def test_only_predictor_sampling_builds_a_predictor() -> None:
 
 def test_the_predictor_learns_what_the_router_does() -> None:
     config = model_config(predictor_coefficient=1.0)
-    block = MixtureOfDepthsBlock(config, 2, config.mod)  # type: ignore[arg-type]
+    block = MixtureOfDepthsBlock(config, 2, *config.case)
     optimizer = torch.optim.AdamW(block.predictor.parameters(), lr=1e-2)
     for step in range(150):
         loss = run(block, hidden_states(step)).auxiliary

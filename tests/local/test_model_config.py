@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models import ModelConfig, gpt_layers, model_layers, read_model_config
+from ds_dynmo.models import (
+    FreezingConfig,
+    ModelConfig,
+    PruningConfig,
+    SparseAttentionConfig,
+    gpt_layers,
+    model_layers,
+    read_model_config,
+)
 
 CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 
@@ -27,20 +35,25 @@ def test_every_default_may_be_written_in_the_block() -> None:
 
 def test_a_dumped_block_reads_as_it_was() -> None:
     for freezing in ({"schedule": [[0, 1], [0.5, 3]]}, {"automatic": {"interval": 0.5}}, {"egeria": {}}):
-        config = read(layers=3, tied_embedding=False, freezing=freezing)
+        config = read(layers=3, tied_embedding=False, case={"kind": "freezing", **freezing})
         assert read(**config.model_dump(mode="json")) == config
     for model in ("folder", {"model_type": "llama", "bos_token_id": None}):
-        config = read(huggingface=model, sequence_length=32, freezing={"schedule": [[0.5, 40]]}, tokens="bytes")
+        config = read(
+            huggingface=model, sequence_length=32, case={"kind": "freezing", "schedule": [[0.5, 40]]}, tokens="bytes"
+        )
         assert read(**config.model_dump(mode="json")) == config
-    config = read(moe={"routing": "bias", "bias_rate": 0.01})
+    config = read(case={"kind": "moe", "routing": "bias", "bias_rate": 0.01})
     assert read(**config.model_dump(mode="json")) == config
     for kind in ("hash", "qk"):
-        config = read(sparse_attention={"kind": kind})
+        config = read(case={"kind": "sparse_attention", "pattern": kind})
         assert read(**config.model_dump(mode="json")) == config
 
 
 def test_each_kind_of_sparse_attention_has_its_own_defaults() -> None:
-    hashed, kept = (read(sparse_attention={"kind": kind}).sparse_attention for kind in ("hash", "qk"))
+    hashed, kept = (
+        read(case={"kind": "sparse_attention", "pattern": pattern}).find_case(SparseAttentionConfig)
+        for pattern in ("hash", "qk")
+    )
     assert hashed is not None and kept is not None
     assert (hashed.buckets, hashed.keep_queries, hashed.keep_keys) == (16, None, None)
     assert (kept.buckets, kept.keep_queries, kept.keep_keys) == (None, 0.5, 0.5)
@@ -55,26 +68,42 @@ def test_it_is_read_from_a_file(tmp_path: Path) -> None:
 
 
 def test_pruning_defaults_are_the_papers() -> None:
-    pruning = read(pruning={}).pruning
+    pruning = read(case={"kind": "pruning"}).find_case(PruningConfig)
     assert pruning is not None
     assert (pruning.start, pruning.end, pruning.times, pruning.final_sparsity) == (0.3, 0.7, 4, 0.9)
-    dumped = read(pruning={"csr_from": 0.5, "final_sparsity": 0.8})
+    dumped = read(case={"kind": "pruning", "csr_from": 0.5, "final_sparsity": 0.8})
     assert read(**dumped.model_dump(mode="json")) == dumped
 
 
 def test_whole_blocks_may_be_requested_explicitly() -> None:
-    assert read(split_blocks=False, mod={}) == read(mod={})
+    assert read(split_blocks=False, case={"kind": "mod"}) == read(case={"kind": "mod"})
 
 
 def test_dumped_exits_read_as_they_were() -> None:
     for exits in ({"method": "calm", "confidence": "state"}, {"method": "adpc", "depths": [3, 6], "start": 0.1}):
-        config = read(early_exit=exits)
+        config = read(case={"kind": "early_exit", **exits})
         assert read(**config.model_dump(mode="json")) == config
         assert config.carries == "exits"
 
 
+def test_cases_combine_in_any_order() -> None:
+    one, other = {"kind": "moe", "experts": 4}, {"kind": "freezing", "schedule": [[0.5, 1]]}
+    config = read(tied_embedding=False, case=[one, other])
+    assert config == read(tied_embedding=False, case=[other, one])
+    assert read(**config.model_dump(mode="json")) == config
+    assert read(case=[one]) == read(case=one) and read(case=[]) == read(case=None) == read()
+
+
+def test_the_kinds_of_the_paper_s_cases_are_those_of_the_files() -> None:
+    kinds = {path.stem: [case.kind for case in read_model_config(path).case] for path in CONFIGS}
+    assert {name: cases for name, cases in kinds.items() if cases} == {
+        kind: [kind] for kind in ("early_exit", "freezing", "mod", "moe", "pruning", "sparse_attention")
+    }
+
+
 def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
-    freezing = read(tied_embedding=False, freezing={"schedule": [[0.2, 2], [0.4, 0]]}).freezing
+    case = {"kind": "freezing", "schedule": [[0.2, 2], [0.4, 0]]}
+    freezing = read(tied_embedding=False, case=case).find_case(FreezingConfig)
     assert freezing is not None
     assert freezing.schedule == ((0.2, 2), (0.4, 0))
 
@@ -89,224 +118,358 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"heads": 3}, "model.heads = 3", "should divide hidden_size, 128"),
         ({"vocab_size": 255}, "model.vocab_size = 255", "greater than or equal to 256"),
         ({"tied_embedding": 1}, "model.tied_embedding = 1", "valid boolean"),
-        ({"freezing": 3}, "model.freezing = 3", "an object"),
+        ({"case": 3}, "model.case = 3", "an object"),
+        ({"case": [3]}, "model.case[0] = 3", "an object"),
+        ({"case": {}}, "model.case.kind", "is required; should be one of moe, pruning, freezing"),
+        ({"case": {"kind": "mo"}}, 'model.case.kind = "mo"', 'did you mean "moe"'),
+        ({"case": [{"kind": "mod"}, {"kind": "x"}]}, 'model.case[1].kind = "x"', "should be one of moe, pruning"),
+        ({"case": [{"kind": "mod"}, {"kind": "moe", "expert": 4}]}, "model.case[1].expert = 4", '"experts"'),
+        ({"case": [{"kind": "mod"}, {"kind": "mod"}]}, "model.case = [", "mod: is given 2 times"),
+        ({"case": {"kind": "moe", "unknown": 1}}, "model.case.unknown", "one of kind, experts, top_k"),
+        ({"moe": {"experts": 8}}, "model.moe: withdrawn", 'write "case": {"kind": "moe", ...}'),
+        ({"pruning": None}, "model.pruning: withdrawn", 'write "case": {"kind": "pruning", ...}'),
+        ({"freezing": {}}, "model.freezing: withdrawn", 'write "case": {"kind": "freezing", ...}'),
+        ({"mod": {}}, "model.mod: withdrawn", 'write "case": {"kind": "mod", ...}'),
+        ({"early_exit": {}}, "model.early_exit: withdrawn", 'write "case": {"kind": "early_exit", ...}'),
         (
-            {"freezing": {"schedule": [[0.5, 1]]}, "tied_embedding": True},
-            "model.freezing",
+            {"sparse_attention": {"kind": "qk"}},
+            "model.sparse_attention: withdrawn",
+            'write "case": {"kind": "sparse_attention", "pattern": ...}',
+        ),
+        (
+            {"case": {"kind": "freezing", "schedule": [[0.5, 1]]}, "tied_embedding": True},
+            "model.case",
             "would freeze the head with the embedding: needs tied_embedding = false",
         ),
-        ({"freezing": {"automatic": {}}}, "model.freezing", "needs tied_embedding = false"),
-        ({"freezing": {}}, "model.freezing", 'exactly one of "schedule", "automatic" and "egeria"'),
-        ({"freezing": {"schedule": [[0.1, 1]], "automatic": {}}}, "model.freezing", "exactly one"),
-        ({"freezing": {"egeria": {}, "automatic": {}}}, "model.freezing.egeria", "exactly one"),
-        ({"freezing": {"egeria": {"window": 1}}}, "model.freezing.egeria.window = 1", "greater than or equal to 2"),
+        ({"case": {"kind": "freezing", "automatic": {}}}, "model.case", "needs tied_embedding = false"),
+        ({"case": {"kind": "freezing"}}, "model.case", 'exactly one of "schedule", "automatic" and "egeria"'),
+        ({"case": {"kind": "freezing", "schedule": [[0.1, 1]], "automatic": {}}}, "model.case", "exactly one"),
+        ({"case": {"kind": "freezing", "egeria": {}, "automatic": {}}}, "model.case.egeria", "exactly one"),
         (
-            {"freezing": {"egeria": {"interval": 0.1, "delay": 0.2}}},
-            "model.freezing.egeria.delay = 0.2",
+            {"case": {"kind": "freezing", "egeria": {"window": 1}}},
+            "model.case.egeria.window = 1",
+            "greater than or equal to 2",
+        ),
+        (
+            {"case": {"kind": "freezing", "egeria": {"interval": 0.1, "delay": 0.2}}},
+            "model.case.egeria.delay = 0.2",
             "interval, 0.1",
         ),
         (
-            {"freezing": {"automatic": {}, "cache_bytes": 9}},
-            "model.freezing.cache_bytes = 9: is withdrawn",
+            {"case": {"kind": "freezing", "automatic": {}, "cache_bytes": 9}},
+            "model.case.cache_bytes: withdrawn",
             "remove it",
         ),
-        ({"pruning": {"block_size": 4}}, "model.pruning.block_size = 4: is withdrawn", "remove it"),
-        ({"early_exit": {"loss_tokens": "all"}}, 'model.early_exit.loss_tokens = "all": is withdrawn', "remove it"),
-        ({"freezing": {"schedules": [], "automatic": {}}}, "model.freezing.schedules", 'did you mean "schedule"'),
-        ({"freezing": {"schedule": []}}, "model.freezing.schedule", "one or more"),
-        ({"freezing": {"schedule": 0.5}}, "model.freezing.schedule", "should be null or a list"),
-        ({"freezing": {"schedule": [[0.5, 1], [0.5, 2]]}}, "model.freezing.schedule", "increasing fractions"),
-        ({"freezing": {"schedule": [[1.0, 1]]}}, "model.freezing.schedule", "in [0, 1), not 1.0"),
-        ({"freezing": {"schedule": [["0.1", 1]]}}, "model.freezing.schedule", "in [0, 1), not 0.1"),
-        ({"freezing": {"schedule": [[0.1, -1]]}}, "model.freezing.schedule", "0 or more, not -1"),
-        ({"freezing": {"schedule": [[0.1, 1.5]]}}, "model.freezing.schedule", "0 or more, not 1.5"),
-        ({"freezing": {"schedule": [[0.1]]}}, "model.freezing.schedule", "should hold pairs"),
+        ({"case": {"kind": "pruning", "block_size": 4}}, "model.case.block_size: withdrawn", "remove it"),
         (
-            {"layers": 4, "tied_embedding": False, "freezing": {"schedule": [[0.1, 5]]}},
-            "model.freezing",
+            {"case": {"kind": "early_exit", "method": "calm", "loss_tokens": "all"}},
+            "model.case.loss_tokens: withdrawn",
+            "remove it",
+        ),
+        (
+            {"case": {"kind": "freezing", "schedules": [], "automatic": {}}},
+            "model.case.schedules",
+            'did you mean "schedule"',
+        ),
+        ({"case": {"kind": "freezing", "schedule": []}}, "model.case.schedule", "one or more"),
+        ({"case": {"kind": "freezing", "schedule": 0.5}}, "model.case.schedule", "should be null or a list"),
+        (
+            {"case": {"kind": "freezing", "schedule": [[0.5, 1], [0.5, 2]]}},
+            "model.case.schedule",
+            "increasing fractions",
+        ),
+        ({"case": {"kind": "freezing", "schedule": [[1.0, 1]]}}, "model.case.schedule", "in [0, 1), not 1.0"),
+        ({"case": {"kind": "freezing", "schedule": [["0.1", 1]]}}, "model.case.schedule", "in [0, 1), not 0.1"),
+        ({"case": {"kind": "freezing", "schedule": [[0.1, -1]]}}, "model.case.schedule", "0 or more, not -1"),
+        ({"case": {"kind": "freezing", "schedule": [[0.1, 1.5]]}}, "model.case.schedule", "0 or more, not 1.5"),
+        ({"case": {"kind": "freezing", "schedule": [[0.1]]}}, "model.case.schedule", "should hold pairs"),
+        (
+            {"layers": 4, "tied_embedding": False, "case": {"kind": "freezing", "schedule": [[0.1, 5]]}},
+            "model.case",
             "freezes 5 blocks, the model has 4",
         ),
-        ({"moe": {"expert": 4}}, "model.moe.expert = 4", 'did you mean "experts"'),
-        ({"moe": {"top_k": 9}}, "model.moe.top_k = 9", "at most the number of experts, 8"),
-        ({"moe": {"experts": 4, "top_k": 0}}, "model.moe.top_k = 0", "greater than or equal to 1"),
-        ({"moe": {"routing": "hash"}}, 'model.moe.routing = "hash"', "'aux_loss', 'sbase' or 'bias'"),
-        ({"moe": {"capacity_factor": 0}}, "model.moe.capacity_factor = 0", "greater than 0"),
-        ({"moe": {"bias_rate": 0.01}}, "model.moe.bias_rate = 0.01", 'routing "bias" only, this is "aux_loss"'),
+        ({"case": {"kind": "moe", "expert": 4}}, "model.case.expert = 4", 'did you mean "experts"'),
+        ({"case": {"kind": "moe", "top_k": 9}}, "model.case.top_k = 9", "at most the number of experts, 8"),
+        ({"case": {"kind": "moe", "experts": 4, "top_k": 0}}, "model.case.top_k = 0", "greater than or equal to 1"),
+        ({"case": {"kind": "moe", "routing": "hash"}}, 'model.case.routing = "hash"', "'aux_loss', 'sbase' or 'bias'"),
+        ({"case": {"kind": "moe", "capacity_factor": 0}}, "model.case.capacity_factor = 0", "greater than 0"),
         (
-            {"moe": {"routing": "bias", "auxiliary_coefficient": 0.01}},
-            "model.moe.auxiliary_coefficient = 0.01",
+            {"case": {"kind": "moe", "bias_rate": 0.01}},
+            "model.case.bias_rate = 0.01",
+            'routing "bias" only, this is "aux_loss"',
+        ),
+        (
+            {"case": {"kind": "moe", "routing": "bias", "auxiliary_coefficient": 0.01}},
+            "model.case.auxiliary_coefficient = 0.01",
             'routing "aux_loss" only, this is "bias"',
         ),
-        ({"layers": 4, "moe": {"dense_blocks": 4}}, "model.moe", "no block with experts: dense_blocks 4, every 1"),
-        ({"layers": 4, "moe": {"dense_blocks": 3, "every": 2}}, "model.moe", "the model has 4 (layers)"),
-        ({"pruning": True}, "model.pruning = true", "an object"),
-        ({"pruning": {"sparsity": 0.9}}, "model.pruning.sparsity", "final_sparsity"),
-        ({"pruning": {"final_sparsity": 1.0}}, "model.pruning.final_sparsity = 1.0", "less than 1"),
-        ({"pruning": {"initial_sparsity": -0.1}}, "model.pruning.initial_sparsity = -0.1", "or equal to 0"),
         (
-            {"pruning": {"initial_sparsity": 0.5, "final_sparsity": 0.4}},
-            "model.pruning.final_sparsity = 0.4",
+            {"layers": 4, "case": {"kind": "moe", "dense_blocks": 4}},
+            "model.case",
+            "no block with experts: dense_blocks 4, every 1",
+        ),
+        (
+            {"layers": 4, "case": {"kind": "moe", "dense_blocks": 3, "every": 2}},
+            "model.case",
+            "the model has 4 (layers)",
+        ),
+        ({"case": True}, "model.case = true", "an object"),
+        ({"case": {"kind": "pruning", "sparsity": 0.9}}, "model.case.sparsity", "final_sparsity"),
+        ({"case": {"kind": "pruning", "final_sparsity": 1.0}}, "model.case.final_sparsity = 1.0", "less than 1"),
+        (
+            {"case": {"kind": "pruning", "initial_sparsity": -0.1}},
+            "model.case.initial_sparsity = -0.1",
+            "or equal to 0",
+        ),
+        (
+            {"case": {"kind": "pruning", "initial_sparsity": 0.5, "final_sparsity": 0.4}},
+            "model.case.final_sparsity = 0.4",
             "at least initial_sparsity, 0.5",
         ),
-        ({"pruning": {"start": 0.5, "end": 0.5}}, "model.pruning.end = 0.5", "greater than start, 0.5"),
-        ({"pruning": {"end": 1.0}}, "model.pruning.end = 1.0", "less than 1"),
-        ({"pruning": {"times": 0}}, "model.pruning.times = 0", "greater than or equal to 1"),
-        ({"pruning": {"times": 2.5}}, "model.pruning.times = 2.5", "valid integer"),
-        ({"pruning": {"csr_from": 1.5}}, "model.pruning.csr_from = 1.5", "less than or equal to 1"),
-        ({"early_exit": {}}, "model.early_exit.method", "required"),
-        ({"early_exit": {"method": "adp"}}, 'model.early_exit.method = "adp"', "'calm' or 'adpc'"),
-        ({"early_exit": {"method": "adpc"}}, "model.early_exit", "adpc needs depths"),
-        ({"early_exit": {"method": "calm", "depths": []}}, "model.early_exit.depths", "null or a list"),
-        ({"early_exit": {"method": "calm", "depths": [0, 1]}}, "model.early_exit.depths", "each 1 or more"),
-        ({"early_exit": {"method": "calm", "depths": [2, 2]}}, "model.early_exit.depths", "should increase"),
+        ({"case": {"kind": "pruning", "start": 0.5, "end": 0.5}}, "model.case.end = 0.5", "greater than start, 0.5"),
+        ({"case": {"kind": "pruning", "end": 1.0}}, "model.case.end = 1.0", "less than 1"),
+        ({"case": {"kind": "pruning", "times": 0}}, "model.case.times = 0", "greater than or equal to 1"),
+        ({"case": {"kind": "pruning", "times": 2.5}}, "model.case.times = 2.5", "valid integer"),
+        ({"case": {"kind": "pruning", "csr_from": 1.5}}, "model.case.csr_from = 1.5", "less than or equal to 1"),
+        ({"case": {"kind": "early_exit"}}, "model.case.method", "required"),
+        ({"case": {"kind": "early_exit", "method": "adp"}}, 'model.case.method = "adp"', "'calm' or 'adpc'"),
+        ({"case": {"kind": "early_exit", "method": "adpc"}}, "model.case", "adpc needs depths"),
+        ({"case": {"kind": "early_exit", "method": "calm", "depths": []}}, "model.case.depths", "null or a list"),
         (
-            {"early_exit": {"method": "adpc", "depths": [1], "confidence": "state"}},
-            'model.early_exit.confidence = "state"',
+            {"case": {"kind": "early_exit", "method": "calm", "depths": [0, 1]}},
+            "model.case.depths",
+            "each 1 or more",
+        ),
+        (
+            {"case": {"kind": "early_exit", "method": "calm", "depths": [2, 2]}},
+            "model.case.depths",
+            "should increase",
+        ),
+        (
+            {"case": {"kind": "early_exit", "method": "adpc", "depths": [1], "confidence": "state"}},
+            'model.case.confidence = "state"',
             "adpc has one of its own",
         ),
         (
-            {"early_exit": {"method": "calm", "threshold": 1.1}},
-            "model.early_exit.threshold = 1.1",
+            {"case": {"kind": "early_exit", "method": "calm", "threshold": 1.1}},
+            "model.case.threshold = 1.1",
             "less than or equal",
         ),
-        ({"early_exit": {"method": "calm", "start": 1}}, "model.early_exit.start = 1", "less than 1"),
-        ({"early_exit": {"method": "calm", "startt": 0}}, "model.early_exit.startt", 'did you mean "start"'),
+        ({"case": {"kind": "early_exit", "method": "calm", "start": 1}}, "model.case.start = 1", "less than 1"),
         (
-            {"layers": 4, "early_exit": {"method": "calm", "depths": [1, 4]}},
-            "model.early_exit",
+            {"case": {"kind": "early_exit", "method": "calm", "startt": 0}},
+            "model.case.startt",
+            'did you mean "start"',
+        ),
+        (
+            {"layers": 4, "case": {"kind": "early_exit", "method": "calm", "depths": [1, 4]}},
+            "model.case",
             "has an exit after block 4, exits lie before the last of 4 (layers)",
         ),
-        ({"layers": 1, "early_exit": {"method": "calm"}}, "model.early_exit", "before the last of 1 (layers)"),
         (
-            {"tied_embedding": False, "freezing": {"automatic": {}}, "early_exit": {"method": "calm"}},
-            "model.early_exit",
+            {"layers": 1, "case": {"kind": "early_exit", "method": "calm"}},
+            "model.case",
+            "before the last of 1 (layers)",
+        ),
+        (
+            {
+                "tied_embedding": False,
+                "case": [{"kind": "freezing", "automatic": {}}, {"kind": "early_exit", "method": "calm"}],
+            },
+            "model.case",
             "cannot be combined with freezing",
         ),
-        ({"moe": {}, "early_exit": {"method": "calm"}}, "model.early_exit", "cannot be combined with moe"),
-        ({"moe": {"expert_parallel": 1}}, "model.moe.expert_parallel = 1", "valid boolean"),
         (
-            {"tied_embedding": False, "moe": {"expert_parallel": True}, "freezing": {"automatic": {}}},
-            "model.moe",
-            "expert_parallel can be combined with freezing.schedule only",
+            {"case": [{"kind": "moe"}, {"kind": "early_exit", "method": "calm"}]},
+            "model.case",
+            "cannot be combined with moe",
+        ),
+        ({"case": {"kind": "moe", "expert_parallel": 1}}, "model.case.expert_parallel = 1", "valid boolean"),
+        (
+            {
+                "tied_embedding": False,
+                "case": [{"kind": "moe", "expert_parallel": True}, {"kind": "freezing", "automatic": {}}],
+            },
+            "model.case",
+            "freezing: only schedule can be combined with expert_parallel",
         ),
         (
-            {"tied_embedding": False, "moe": {"expert_parallel": True}, "freezing": {"egeria": {}}},
-            "model.moe",
-            "expert_parallel can be combined with freezing.schedule only",
+            {
+                "tied_embedding": False,
+                "case": [{"kind": "moe", "expert_parallel": True}, {"kind": "freezing", "egeria": {}}],
+            },
+            "model.case",
+            "freezing: only schedule can be combined with expert_parallel",
         ),
         (
-            {"moe": {"expert_parallel": True}, "mod": {}},
-            "model.mod",
-            'sampling "predictor" cannot be combined with moe.expert_parallel',
+            {"case": [{"kind": "moe", "expert_parallel": True}, {"kind": "mod"}]},
+            "model.case",
+            'mod: sampling "predictor" cannot be combined with expert_parallel of moe',
         ),
-        ({"moe": {}, "pruning": {}}, "model.pruning", "cannot be combined with moe: experts are not pruned"),
-        ({"pruning": {}, "mod": {}}, "model.mod", "cannot be combined with pruning"),
+        (
+            {"case": [{"kind": "moe"}, {"kind": "pruning"}]},
+            "model.case",
+            "cannot be combined with moe: experts are not pruned",
+        ),
+        ({"case": [{"kind": "pruning"}, {"kind": "mod"}]}, "model.case", "cannot be combined with pruning"),
         ({"split_blocks": 1}, "model.split_blocks = 1", "valid boolean"),
-        ({"split_blocks": True, "mod": {}}, "model.mod", "cannot be combined with split_blocks"),
+        ({"split_blocks": True, "case": {"kind": "mod"}}, "model.case", "cannot be combined with split_blocks"),
         (
-            {"split_blocks": True, "early_exit": {"method": "calm"}},
-            "model.early_exit",
+            {"split_blocks": True, "case": {"kind": "early_exit", "method": "calm"}},
+            "model.case",
             "cannot be combined with split_blocks",
         ),
         (
-            {"split_blocks": True, "tied_embedding": False, "freezing": {"egeria": {}}},
-            "model.freezing",
+            {"split_blocks": True, "tied_embedding": False, "case": {"kind": "freezing", "egeria": {}}},
+            "model.case",
             "egeria cannot be combined with split_blocks",
         ),
         ({"huggingface": "folder", "split_blocks": True}, "model = ", "split_blocks: cannot be given beside"),
         (
-            {"tied_embedding": False, "freezing": {"egeria": {}}, "sparse_attention": {"kind": "hash"}},
-            "model.sparse_attention",
-            "cannot be combined with freezing.egeria",
+            {
+                "tied_embedding": False,
+                "case": [{"kind": "freezing", "egeria": {}}, {"kind": "sparse_attention", "pattern": "hash"}],
+            },
+            "model.case",
+            "cannot be combined with egeria",
         ),
         ({"huggingface": 3}, "model.huggingface = 3", "valid string"),
         ({"huggingface": "folder", "layers": 2, "heads": 4}, "model = ", "heads, layers: cannot be given beside"),
         ({"huggingface": "folder", "tokens": "words"}, 'model.tokens = "words"', "'bytes'"),
-        ({"huggingface": {}, "pruning": None}, "model = ", "pruning: cannot be given beside huggingface"),
-        ({"freezing": {"automatic": {"interval": 0}}}, "model.freezing.automatic.interval = 0", "greater than 0"),
-        ({"sparse_attention": True}, "model.sparse_attention = true", "an object"),
-        ({"sparse_attention": {}}, "model.sparse_attention.kind", "is required"),
-        ({"sparse_attention": {"kind": "lsh"}}, 'model.sparse_attention.kind = "lsh"', "'hash' or 'qk'"),
-        ({"sparse_attention": {"kind": "hash", "bucket": 8}}, "model.sparse_attention.bucket = 8", '"buckets"'),
-        ({"sparse_attention": {"kind": "hash", "buckets": 7}}, "model.sparse_attention.buckets = 7", "should be even"),
-        ({"sparse_attention": {"kind": "hash", "buckets": 0}}, "model.sparse_attention.buckets = 0", "equal to 2"),
         (
-            {"sparse_attention": {"kind": "qk", "buckets": 8}},
-            "model.sparse_attention.buckets = 8",
-            'is for kind "hash"',
+            {"huggingface": {}, "case": {"kind": "pruning"}},
+            "model.case = ",
+            "pruning: cannot be given beside huggingface",
         ),
         (
-            {"sparse_attention": {"kind": "hash", "keep_keys": 0.5}},
-            "model.sparse_attention.keep_keys = 0.5",
-            'is for kind "qk", this is "hash"',
+            {"case": {"kind": "freezing", "automatic": {"interval": 0}}},
+            "model.case.automatic.interval = 0",
+            "greater than 0",
+        ),
+        ({"case": True}, "model.case = true", "an object"),
+        ({"case": {"kind": "sparse_attention"}}, "model.case.pattern", "is required"),
+        (
+            {"case": {"kind": "sparse_attention", "pattern": "lsh"}},
+            'model.case.pattern = "lsh"',
+            "'hash' or 'qk'",
         ),
         (
-            {"sparse_attention": {"kind": "qk", "keep_queries": 0.0}},
-            "model.sparse_attention.keep_queries = 0.0",
+            {"case": {"kind": "sparse_attention", "pattern": "hash", "bucket": 8}},
+            "model.case.bucket = 8",
+            '"buckets"',
+        ),
+        (
+            {"case": {"kind": "sparse_attention", "pattern": "hash", "buckets": 7}},
+            "model.case.buckets = 7",
+            "should be even",
+        ),
+        (
+            {"case": {"kind": "sparse_attention", "pattern": "hash", "buckets": 0}},
+            "model.case.buckets = 0",
+            "equal to 2",
+        ),
+        (
+            {"case": {"kind": "sparse_attention", "pattern": "qk", "buckets": 8}},
+            "model.case.buckets = 8",
+            'is for pattern "hash"',
+        ),
+        (
+            {"case": {"kind": "sparse_attention", "pattern": "hash", "keep_keys": 0.5}},
+            "model.case.keep_keys = 0.5",
+            'is for pattern "qk", this is "hash"',
+        ),
+        (
+            {"case": {"kind": "sparse_attention", "pattern": "qk", "keep_queries": 0.0}},
+            "model.case.keep_queries = 0.0",
             "greater than 0",
         ),
         (
-            {"sparse_attention": {"kind": "qk", "keep_keys": 1.5}},
-            "model.sparse_attention.keep_keys = 1.5",
+            {"case": {"kind": "sparse_attention", "pattern": "qk", "keep_keys": 1.5}},
+            "model.case.keep_keys = 1.5",
             "less than or equal to 1",
         ),
         (
-            {"sequence_length": 8, "sparse_attention": {"kind": "hash"}},
-            "model.sparse_attention",
+            {"sequence_length": 8, "case": {"kind": "sparse_attention", "pattern": "hash"}},
+            "model.case",
             "hashes into 16 buckets, a sequence has 8 tokens",
         ),
-        ({"mod": {"capacity": 0}}, "model.mod.capacity = 0", "greater than 0"),
-        ({"mod": {"capacity": 1.5}}, "model.mod.capacity = 1.5", "less than or equal to 1"),
-        ({"mod": {"every": 0}}, "model.mod.every = 0", "greater than or equal to 1"),
-        ({"mod": {"sampling": "router"}}, 'model.mod.sampling = "router"', "'topk', 'predictor' or 'threshold'"),
-        ({"mod": {"capacity": []}}, "model.mod.capacity", "one for each routed block"),
-        ({"mod": {"capacity": [0.5, 2]}}, "model.mod.capacity", "less than or equal to 1, not 2"),
+        ({"case": {"kind": "mod", "capacity": 0}}, "model.case.capacity = 0", "greater than 0"),
+        ({"case": {"kind": "mod", "capacity": 1.5}}, "model.case.capacity = 1.5", "less than or equal to 1"),
+        ({"case": {"kind": "mod", "every": 0}}, "model.case.every = 0", "greater than or equal to 1"),
         (
-            {"layers": 4, "mod": {"capacity": [0.5, 0.25, 0.1]}},
-            "model.mod",
+            {"case": {"kind": "mod", "sampling": "router"}},
+            'model.case.sampling = "router"',
+            "'topk', 'predictor' or 'threshold'",
+        ),
+        ({"case": {"kind": "mod", "capacity": []}}, "model.case.capacity", "one for each routed block"),
+        ({"case": {"kind": "mod", "capacity": [0.5, 2]}}, "model.case.capacity", "less than or equal to 1, not 2"),
+        (
+            {"layers": 4, "case": {"kind": "mod", "capacity": [0.5, 0.25, 0.1]}},
+            "model.case",
             "capacity lists 3 capacities, the model has 2 routed blocks (layers 4, every 2)",
         ),
-        ({"mod": {"schedule": [0.5]}}, "model.mod.schedule", "pairs [fraction of the steps, capacity], not 0.5"),
-        ({"mod": {"schedule": [[1, 0.5]]}}, "model.mod.schedule", "in [0, 1), not 1"),
-        ({"mod": {"schedule": [[0, 0]]}}, "model.mod.schedule", "greater than 0"),
-        ({"mod": {"schedule": [[0.5, 1], [0.5, 0.5]]}}, "model.mod.schedule", "increasing fractions"),
         (
-            {"layers": 2, "mod": {"capacity": [0.5], "schedule": [[0, 1]]}},
-            "model.mod.schedule",
+            {"case": {"kind": "mod", "schedule": [0.5]}},
+            "model.case.schedule",
+            "pairs [fraction of the steps, capacity], not 0.5",
+        ),
+        ({"case": {"kind": "mod", "schedule": [[1, 0.5]]}}, "model.case.schedule", "in [0, 1), not 1"),
+        ({"case": {"kind": "mod", "schedule": [[0, 0]]}}, "model.case.schedule", "greater than 0"),
+        ({"case": {"kind": "mod", "schedule": [[0.5, 1], [0.5, 0.5]]}}, "model.case.schedule", "increasing fractions"),
+        (
+            {"layers": 2, "case": {"kind": "mod", "capacity": [0.5], "schedule": [[0, 1]]}},
+            "model.case.schedule",
             "cannot be combined with a list of capacities",
         ),
-        ({"mod": {"capacity": 0.5, "threshold": 0}}, "model.mod.threshold = 0", "cannot be combined with capacity"),
-        ({"mod": {"threshold": 0, "schedule": [[0, 1]]}}, "model.mod.threshold = 0", "or schedule"),
-        ({"mod": {"min_capacity": 0.1}}, "model.mod.min_capacity = 0.1", "with threshold only"),
         (
-            {"mod": {"threshold": 0, "min_capacity": 0.5, "max_capacity": 0.25}},
-            "model.mod.max_capacity = 0.25",
+            {"case": {"kind": "mod", "capacity": 0.5, "threshold": 0}},
+            "model.case.threshold = 0",
+            "cannot be combined with capacity",
+        ),
+        ({"case": {"kind": "mod", "threshold": 0, "schedule": [[0, 1]]}}, "model.case.threshold = 0", "or schedule"),
+        ({"case": {"kind": "mod", "min_capacity": 0.1}}, "model.case.min_capacity = 0.1", "with threshold only"),
+        (
+            {"case": {"kind": "mod", "threshold": 0, "min_capacity": 0.5, "max_capacity": 0.25}},
+            "model.case.max_capacity = 0.25",
             "at least min_capacity, 0.5",
         ),
-        ({"mod": {"sampling": "threshold"}}, 'model.mod.sampling = "threshold"', "needs a threshold"),
+        ({"case": {"kind": "mod", "sampling": "threshold"}}, 'model.case.sampling = "threshold"', "needs a threshold"),
         (
-            {"moe": {"expert_parallel": True}, "mod": {"threshold": 0, "sampling": "threshold"}},
-            "model.mod",
-            "threshold cannot be combined with moe.expert_parallel",
+            {
+                "case": [
+                    {"kind": "moe", "expert_parallel": True},
+                    {"kind": "mod", "threshold": 0, "sampling": "threshold"},
+                ]
+            },
+            "model.case",
+            "mod: threshold cannot be combined with expert_parallel of moe",
         ),
         (
-            {"early_exit": {"method": "calm", "confidence": "classifier"}},
-            'model.early_exit.confidence = "classifier"',
+            {"case": {"kind": "early_exit", "method": "calm", "confidence": "classifier"}},
+            'model.case.confidence = "classifier"',
             "'softmax' or 'state'",
         ),
-        ({"mod": {"predictor_coefficient": 0}}, "model.mod.predictor_coefficient = 0", "greater than 0"),
         (
-            {"mod": {"sampling": "topk", "predictor_size": 8}},
-            "model.mod.predictor_size = 8",
+            {"case": {"kind": "mod", "predictor_coefficient": 0}},
+            "model.case.predictor_coefficient = 0",
+            "greater than 0",
+        ),
+        (
+            {"case": {"kind": "mod", "sampling": "topk", "predictor_size": 8}},
+            "model.case.predictor_size = 8",
             'sampling "predictor" only, this is "topk"',
         ),
         (
-            {"mod": {"predictor_coefficient": 0.1, "sampling": "topk"}},
-            "model.mod.predictor_coefficient = 0.1",
+            {"case": {"kind": "mod", "predictor_coefficient": 0.1, "sampling": "topk"}},
+            "model.case.predictor_coefficient = 0.1",
             'sampling "predictor" only, this is "topk"',
         ),
-        ({"mod": {"capacities": 1}}, "model.mod.capacities", 'did you mean "capacity"'),
-        ({"layers": 2, "mod": {"every": 3}}, "model.mod", "every 3 blocks one is routed (every), the model has 2"),
+        ({"case": {"kind": "mod", "capacities": 1}}, "model.case.capacities", 'did you mean "capacity"'),
+        (
+            {"layers": 2, "case": {"kind": "mod", "every": 3}},
+            "model.case",
+            "every 3 blocks one is routed (every), the model has 2",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_with_key_and_what_is_allowed(block: dict[str, Any], key: str, allowed: str) -> None:
@@ -333,5 +496,5 @@ def test_a_missing_block_is_named() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_configs_in_the_tree_are_valid(path: Path) -> None:
     config = read_model_config(path)
-    if config.freezing is not None:
+    if any(case.kind == "freezing" for case in config.case):
         assert not config.tied_embedding  # a tied head would freeze with the embedding

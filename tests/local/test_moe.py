@@ -10,10 +10,11 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as deepspee
 from torch.utils.checkpoint import checkpoint
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.models import ExpertBalance, MixtureOfExperts, ModelConfig, language_model_loss, model_layers
+from ds_dynmo.models import ExpertBalance, MixtureOfExperts, ModelConfig, RunSizes, language_model_loss, model_layers
 from ds_dynmo.models.gpt import Block
+from ds_dynmo.models.moe.config import MoEConfig
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
-from ds_dynmo.models.moe.routing import MoEConfig, Router, load_balancing_loss, sinkhorn
+from ds_dynmo.models.moe.routing import Router, load_balancing_loss, sinkhorn
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.transformer import FeedForward
 
@@ -23,20 +24,19 @@ BATCH = 2
 
 
 def model_of(**moe: Any) -> ModelConfig:
-    return parse_block(ModelConfig, {**SIZES, "moe": moe}, "model")
+    return parse_block(ModelConfig, {**SIZES, "case": {"kind": "moe", **moe}}, "model")
 
 
 def experts_of(**moe: Any) -> MixtureOfExperts:
     """Build a layer whose router tells tokens apart clearly."""
-    config = model_of(**moe)
-    assert config.moe is not None
-    layer = MixtureOfExperts(config, generator_for("layer"), moe=config.moe)
+    config, section = model_of(**moe), MoEConfig(**moe)
+    layer = MixtureOfExperts(config, generator_for("layer"), moe=section)
     with torch.no_grad():
         layer.router.affinity.weight.mul_(50)
         layer.expand.mul_(20)
         layer.contract.mul_(20)
-    if config.moe.routing == "bias":
-        layer.router.bias_steps.copy_(torch.randint(-300, 300, (config.moe.experts,), generator=generator_for("bias")))
+    if section.routing == "bias":
+        layer.router.bias_steps.copy_(torch.randint(-300, 300, (section.experts,), generator=generator_for("bias")))
     return layer
 
 
@@ -112,8 +112,7 @@ def test_outputs_and_gradients_equal_the_reference(routing: str, top_k: int, cap
     settings = {"routing": routing, "top_k": top_k, "experts": 5, "capacity_factor": capacity_factor}
     if routing == "sbase":
         settings |= {"sinkhorn_tolerance": 1e-9, "sinkhorn_iterations": 5000}
-    layer, hidden, moe = experts_of(**settings), hidden_of(), model_of(**settings).moe
-    assert moe is not None
+    layer, hidden, moe = experts_of(**settings), hidden_of(), MoEConfig(**settings)
     wanted = [hidden, *layer.parameters()]
     weights = torch.randn(hidden.shape, generator=generator_for("weights"))
     found = []
@@ -369,7 +368,10 @@ def test_recomputing_gives_the_same_numbers_and_counts_once(routing: str, kind: 
     [({}, [0, 1, 2, 3, 4, 5]), ({"every": 2}, [1, 3, 5]), ({"dense_blocks": 2}, [2, 3, 4, 5])],
 )
 def test_blocks_with_experts(keys: dict[str, int], blocks: list[int]) -> None:
-    layers = [spec.build() for spec in model_layers(parse_block(ModelConfig, {"layers": 6, "moe": keys}, "m"))[1:-2]]
+    layers = [
+        spec.build()
+        for spec in model_layers(parse_block(ModelConfig, {"layers": 6, "case": {"kind": "moe", **keys}}, "m"))[1:-2]
+    ]
     assert [number for number, layer in enumerate(layers) if isinstance(layer.mlp, MixtureOfExperts)] == blocks
     assert all(isinstance(layer, Block) for layer in layers)
 
@@ -411,7 +413,6 @@ def test_training_reduces_the_loss(routing: str) -> None:
 
 def test_a_frozen_layer_keeps_its_bias() -> None:
     config = model_of(routing="bias")
-    assert config.moe is not None
     specs = model_layers(config)
     module = torch.nn.Module()
     module._layer_specs, module._local_start, module._local_stop = specs, 1, 3  # type: ignore[assignment]
@@ -420,7 +421,7 @@ def test_a_frozen_layer_keeps_its_bias() -> None:
         module.add_module(str(number), block)
     blocks[0].requires_grad_(False)
     engine = SimpleNamespace(module=module, sum_over_replicas=lambda counts: counts)
-    case = ExpertBalance(config.moe, engine, num_layers=len(specs))
+    case = ExpertBalance(config.case[0], engine, RunSizes(total_steps=1, num_layers=len(specs), blocks=range(1, 3)))
     for block in blocks:
         block(hidden_of())
     case.after_batch(1)

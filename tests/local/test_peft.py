@@ -386,7 +386,10 @@ def test_adapters_are_given_once() -> None:
     ("block", "said"),
     [
         ({"peft": ALL}, "peft: is for a Hugging Face model"),
-        ({"huggingface": LLAMA, "peft": ALL, "freezing": {"schedule": [[0.5, 1]]}}, "cannot be combined with freezing"),
+        (
+            {"huggingface": LLAMA, "peft": ALL, "case": {"kind": "freezing", "schedule": [[0.5, 1]]}},
+            "freezing: cannot be combined with peft",
+        ),
         ({"huggingface": LLAMA, "save_base": False}, "save_base = false: without peft"),
     ],
 )

@@ -9,14 +9,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_dynmo.config import parse_block
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.models.case import RunSizes
 from ds_dynmo.models.gpt import Block, gpt_layers, language_model_loss
 from ds_dynmo.models.gpt_config import GPTConfig
-from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.layer_numbers import local_layers
 from ds_dynmo.models.pruning import gradual, magnitude
+from ds_dynmo.models.pruning.config import PruningConfig
 from ds_dynmo.models.pruning.gradual import (
     PrunableBlock,
     Pruning,
-    PruningConfig,
     prunable_linears,
     pruning_steps,
     scheduled_sparsity,
@@ -26,6 +27,11 @@ from ds_dynmo.models.pruning.sparse_linear import PrunableLinear, dense_state_di
 from tests.local.test_sparse_linear import compress
 
 SIZES = GPTConfig(vocab_size=20, sequence_length=6, layers=3, hidden_size=8, heads=2, tied_embedding=False)
+
+
+def run_of(total_steps: int) -> RunSizes:
+    return RunSizes(total_steps=total_steps, num_layers=SIZES.layers + 3, blocks=range(1, SIZES.layers + 1))
+
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 
@@ -327,7 +333,7 @@ def test_a_run_prunes_on_schedule_and_keeps_zeros(csr_from: float | None, refusa
     engine = Engine(csr_from)
     engine.refusal = refusal
     config = parse_block(PruningConfig, SCHEDULE, "pruning")
-    case = Pruning(config, engine, num_layers=6, total_steps=40)
+    case = Pruning(config, engine, run_of(40))
     linears = linears_of(engine)
     total = sum(linear.weight.numel() for linear in linears)
     losses, kept, gone = [], [], [torch.zeros_like(linear.weight, dtype=torch.bool) for linear in linears]
@@ -360,7 +366,7 @@ def test_vectors_train_as_dense_weights_with_masks_to_the_bit(csr_from: float | 
     for refusal in ("stays dense", None):
         engine = Engine(csr_from, dtype)
         engine.refusal = refusal
-        case = Pruning(parse_block(PruningConfig, SCHEDULE, "pruning"), engine, num_layers=6, total_steps=16)
+        case = Pruning(parse_block(PruningConfig, SCHEDULE, "pruning"), engine, run_of(16))
         losses, weights = [], []
         for step in range(16):
             case.before_batch(step)
@@ -386,7 +392,7 @@ def test_an_optimizer_that_cannot_keep_elements_is_named_once(monkeypatch: pytes
     monkeypatch.setattr(gradual.logger, "warning", said.append)
     engine = Engine()
     engine.refusal = "Lamb scales by the norm of a whole weight"
-    case = Pruning(PruningConfig(probe=False), engine, num_layers=6, total_steps=40)
+    case = Pruning(PruningConfig(probe=False), engine, run_of(40))
     for sparsity in (0.7, 0.9):
         case.prune(sparsity)
     assert len(said) == 1 and "Lamb scales" in said[0]
@@ -395,7 +401,7 @@ def test_an_optimizer_that_cannot_keep_elements_is_named_once(monkeypatch: pytes
 def test_vectors_whose_optimizer_cannot_shrink_them_any_more_get_masks() -> None:
     """As after loading weights alone into another optimizer."""
     engine = Engine()
-    case = Pruning(PruningConfig(probe=False), engine, num_layers=6, total_steps=40)
+    case = Pruning(PruningConfig(probe=False), engine, run_of(40))
     case.prune(0.7)
     sizes = [linear.weight.numel() for linear in linears_of(engine)]
     engine.refusal = "cannot"
@@ -413,7 +419,7 @@ def test_vectors_whose_optimizer_cannot_shrink_them_any_more_get_masks() -> None
 
 def test_dense_weights_of_an_earlier_checkpoint_shrink_before_the_next_batch() -> None:
     engine = Engine()
-    case = Pruning(PruningConfig(probe=False, start=0.9, end=0.95), engine, num_layers=6, total_steps=100)
+    case = Pruning(PruningConfig(probe=False, start=0.9, end=0.95), engine, run_of(100))
     for linear in linears_of(engine):
         linear.prune(linear.weight.detach().abs() > linear.weight.detach().abs().quantile(0.9))
         linear.register_buffer("crow", torch.zeros(3, dtype=torch.int32))
@@ -439,13 +445,13 @@ def test_a_plain_layer_loads_what_is_left() -> None:
 def test_a_setting_that_the_dtype_cannot_do_is_named() -> None:
     engine = Engine(dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=r"csr_from = 0.5.*bfloat16.*'cpu'.*allowed is null"):
-        Pruning(PruningConfig(csr_from=0.5), engine, num_layers=6, total_steps=40)
+        Pruning(PruningConfig(csr_from=0.5), engine, run_of(40))
 
 
 def test_a_second_pruning_to_the_same_sparsity_changes_nothing() -> None:
     """A run that resumes at a pruning step prunes again."""
     engine = Engine()
-    case = Pruning(PruningConfig(probe=False), engine, num_layers=6, total_steps=40)
+    case = Pruning(PruningConfig(probe=False), engine, run_of(40))
     engine.train(0)
     case.prune(0.7)
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
@@ -456,7 +462,7 @@ def test_a_second_pruning_to_the_same_sparsity_changes_nothing() -> None:
 
 def test_a_lower_sparsity_restores_no_weight() -> None:
     engine = Engine()
-    case = Pruning(PruningConfig(probe=False), engine, num_layers=6, total_steps=40)
+    case = Pruning(PruningConfig(probe=False), engine, run_of(40))
     case.prune(0.7)
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
     case.prune(0.3)
@@ -466,7 +472,7 @@ def test_a_lower_sparsity_restores_no_weight() -> None:
 def test_a_fully_pruned_block_gives_finite_numbers() -> None:
     for csr_from in (None, 0.0):
         engine = Engine(csr_from)
-        case = Pruning(PruningConfig(probe=False), engine, num_layers=6, total_steps=40)
+        case = Pruning(PruningConfig(probe=False), engine, run_of(40))
         case.prune(1 - 1e-9)
         assert all(layer.load_signal() == 0.0 for _, layer in list(local_layers(engine.module))[1:4])
         assert all(math.isfinite(engine.train(step)) for step in range(3))

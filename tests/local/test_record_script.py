@@ -16,7 +16,7 @@ def test_every_case_is_trained_with_16_blocks(case: str, tmp_path: Path, monkeyp
     monkeypatch.setenv("WORLD_SIZE", "2")
     run = prepared(case, 30, tmp_path)
     assert (run.name, run.model.layers, run.steps) == (case, 16, 30) and run.record == tmp_path / f"{case}.jsonl"
-    assert len(model_layers(run.model)) >= 19 and getattr(run.model, FILES.get(case, case)) is not None
+    assert len(model_layers(run.model)) >= 19 and [own.kind for own in run.model.case] == [FILES.get(case, case)]
 
 
 def test_changes_are_of_known_cases() -> None:

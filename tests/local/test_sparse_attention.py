@@ -13,8 +13,8 @@ from ds_dynmo.models.sparse_attention.attention import SparseAttention, hash_buc
 from ds_dynmo.models.sparse_attention.kernels import bucket_attention, bucket_pairs, kept_attention, kept_pairs
 from ds_dynmo.models.transformer import apply_rotary
 
-HASH = {"kind": "hash", "buckets": 8}
-QK = {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.3}
+HASH = {"pattern": "hash", "buckets": 8}
+QK = {"pattern": "qk", "keep_queries": 0.6, "keep_keys": 0.3}
 BUCKETS = 6
 SHAPE = (2, 3, 150, 16)  # batch, heads, sequence, width
 
@@ -170,7 +170,7 @@ def test_a_query_of_zeros_has_a_finite_gradient() -> None:
 def block(sparse: dict[str, Any], **sizes: int) -> torch.nn.Module:
     config = ModelConfig(
         **{"layers": 2, "hidden_size": 32, "heads": 4, "sequence_length": 80, "tied_embedding": False, **sizes},
-        sparse_attention=sparse,
+        case={"kind": "sparse_attention", **sparse},
     )
     return model_layers(config)[1].build()
 
@@ -266,15 +266,15 @@ def test_the_load_signal_is_measured_in_the_last_training_batch(sparse: dict[str
 
 
 def test_everything_kept_is_a_load_of_1() -> None:
-    layer = block({"kind": "qk", "keep_queries": 1.0, "keep_keys": 1.0})
+    layer = block({"pattern": "qk", "keep_queries": 1.0, "keep_keys": 1.0})
     layer(torch.randn(2, 80, 32))
     assert layer.load_signal() == 1.0
 
 
 def test_the_load_falls_with_what_is_kept() -> None:
     signals = []
-    for sparse in [{"kind": "hash", "buckets": n} for n in (2, 8, 32)] + [
-        {"kind": "qk", "keep_queries": p, "keep_keys": p} for p in (0.9, 0.5, 0.1)
+    for sparse in [{"pattern": "hash", "buckets": n} for n in (2, 8, 32)] + [
+        {"pattern": "qk", "keep_queries": p, "keep_keys": p} for p in (0.9, 0.5, 0.1)
     ]:
         layer = block(sparse)
         torch.manual_seed(0)

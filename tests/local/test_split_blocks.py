@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.models import ModelConfig, gpt_layers, language_model_loss, model_layers
-from ds_dynmo.models.freezing.prefix import FreezingConfig, FreezingController
+from ds_dynmo.models import ModelConfig, RunSizes, gpt_layers, language_model_loss, model_layers
+from ds_dynmo.models.freezing.config import FreezingConfig
+from ds_dynmo.models.freezing.prefix import FreezingController
 from ds_dynmo.models.gpt import AttentionHalf, FeedForwardHalf, FinalNorm, OutputHead, TokenEmbedding
 from ds_dynmo.models.moe.layer import MixtureOfExperts
 from ds_dynmo.models.pruning.gradual import prunable_linears
@@ -22,12 +23,14 @@ from ds_dynmo.models.sparse_attention.attention import SparseAttention
 SIZES = {"layers": 3, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "tied_embedding": False}
 CASES: dict[str, dict[str, Any]] = {
     "dense": {},
-    "experts, auxiliary loss": {"moe": {"experts": 4}},
-    "experts in the second block": {"moe": {"experts": 4, "routing": "bias", "every": 2}},
-    "pruning": {"pruning": {}},
-    "hash": {"sparse_attention": {"kind": "hash", "buckets": 4}},
-    "qk and pruning": {"sparse_attention": {"kind": "qk"}, "pruning": {"csr_from": 0.5}},
-    "qk and experts": {"sparse_attention": {"kind": "qk"}, "moe": {"experts": 4, "capacity_factor": 0.8}},
+    "experts, auxiliary loss": {"case": {"kind": "moe", "experts": 4}},
+    "experts in the second block": {"case": {"kind": "moe", "experts": 4, "routing": "bias", "every": 2}},
+    "pruning": {"case": {"kind": "pruning"}},
+    "hash": {"case": {"kind": "sparse_attention", "pattern": "hash", "buckets": 4}},
+    "qk and pruning": {"case": [{"kind": "sparse_attention", "pattern": "qk"}, {"kind": "pruning", "csr_from": 0.5}]},
+    "qk and experts": {
+        "case": [{"kind": "sparse_attention", "pattern": "qk"}, {"kind": "moe", "experts": 4, "capacity_factor": 0.8}]
+    },
 }
 
 
@@ -108,7 +111,7 @@ def test_outputs_and_gradients_equal_those_of_whole_blocks(case: str, dtype: tor
 
 
 def test_equal_magnitudes_are_pruned_in_the_order_of_whole_blocks() -> None:
-    whole, halves = pair(pruning={})
+    whole, halves = pair(case={"kind": "pruning"})
     for model in (whole, halves):
         for linear in prunable_linears(model):
             linear.weight.data.fill_(1.0)
@@ -125,7 +128,7 @@ def test_no_two_layers_share_a_random_stream() -> None:
 
 
 def test_each_half_has_its_own_load_signal() -> None:
-    halves = build(True, sparse_attention={"kind": "qk"}, moe={"experts": 4})
+    halves = build(True, case=[{"kind": "sparse_attention", "pattern": "qk"}, {"kind": "moe", "experts": 4}])
     step(halves, recomputed=False)
     attention, mlp = halves[1].attention, halves[2].mlp
     assert isinstance(attention, SparseAttention) and isinstance(mlp, MixtureOfExperts)
@@ -136,7 +139,7 @@ def test_each_half_has_its_own_load_signal() -> None:
 
 
 def test_the_load_signal_of_a_pruned_half_is_its_own_retained_fraction() -> None:
-    halves = build(True, pruning={})
+    halves = build(True, case={"kind": "pruning"})
     query_key_value = prunable_linears(halves[1])[0]
     query_key_value.prune(torch.zeros_like(query_key_value.weight, dtype=torch.bool))  # 3 of the 4 h^2 of attention
     assert [halves[layer].load_signal() for layer in (1, 2)] == [pytest.approx(1 / 4), 1.0]
@@ -146,10 +149,12 @@ def freezing(block: dict[str, Any], layers_per_block: int) -> FreezingController
     config = parse_block(FreezingConfig, block, "freezing")
     return FreezingController(
         config,
-        blocks=range(1, 1 + 3 * layers_per_block),
-        num_layers=3 + 3 * layers_per_block,
-        layers_per_block=layers_per_block,
-        total_steps=10,
+        RunSizes(
+            total_steps=10,
+            num_layers=3 + 3 * layers_per_block,
+            blocks=range(1, 1 + 3 * layers_per_block),
+            layers_per_block=layers_per_block,
+        ),
     )
 
 

@@ -60,9 +60,9 @@ class FirstOutput(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("routing", ["aux_loss", "sbase", "bias"])
 def test_our_mixture_of_experts(routing: str, dtype: torch.dtype) -> None:
-    config = parse_block(ModelConfig, {**SIZES, "moe": {"experts": 6, "routing": routing}}, "model")
-    assert config.moe is not None
-    layer = FirstOutput(MixtureOfExperts(config, generator_for("layer"), moe=config.moe).to(dtype))
+    config = parse_block(ModelConfig, {**SIZES, "case": {"kind": "moe", "experts": 6, "routing": routing}}, "model")
+    (moe,) = config.case
+    layer = FirstOutput(MixtureOfExperts(config, generator_for("layer"), moe=moe).to(dtype))
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.mul_(20)

@@ -118,12 +118,13 @@ def test_a_change_is_checked_as_the_file_is(tmp_path: Path, change: str, message
 
 
 def test_a_changed_run_is_the_one_whose_file_says_so(tmp_path: Path) -> None:
-    changes = ["--set", "dynmo.interval=7", "--set", "model.mod.every=1", "--set", "scheduler=null"]
+    changes = ["--set", "dynmo.interval=7", "--set", "scheduler=null"]
+    changes += ["--set", "model.case.kind=mod", "--set", "model.case.every=1"]
     changed = prepare([*on_a_small_text(write(tmp_path)), *changes])
     path = write(tmp_path, dynmo={**json.loads((ROOT / "ds_configs" / "freezing.json").read_text())["dynmo"]})
     settings = json.loads(path.read_text())
     settings["dynmo"]["interval"] = 7
-    settings["model"]["mod"] = {"every": 1}
+    settings["model"]["case"] = {"kind": "mod", "every": 1}
     del settings["scheduler"]
     path.write_text(json.dumps(settings))
     said = prepare(on_a_small_text(path))
@@ -169,12 +170,12 @@ def test_the_flag_trace_sets_the_key_of_the_block(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("moe", "named"),
     [
-        ({"routing": "bias"}, r'model\.moe\.routing = "bias": needs a "dynmo" block'),
-        ({"expert_parallel": True}, r'model\.moe\.expert_parallel: needs a "dynmo" block'),
+        ({"routing": "bias"}, r'model\.case\.routing = "bias": needs a "dynmo" block'),
+        ({"expert_parallel": True}, r'model\.case\.expert_parallel: needs a "dynmo" block'),
     ],
 )
 def test_features_over_all_replicas_need_the_block(tmp_path: Path, moe: dict[str, Any], named: str) -> None:
-    path = write(tmp_path, model={"layers": 4, "moe": moe})
+    path = write(tmp_path, model={"layers": 4, "case": {"kind": "moe", **moe}})
     prepare(["--deepspeed_config", str(path)])
     settings = json.loads(path.read_text())
     del settings["dynmo"]
@@ -193,16 +194,16 @@ def test_an_empty_data_file_is_refused(tmp_path: Path) -> None:
 
 
 CHANGING = {
-    "freezing": {"freezing": {"schedule": [[0.5, 2]]}},
-    "pruning": {"pruning": {}},
-    "early_exit": {"early_exit": {"method": "calm", "start": 0.5}},
-    "mod": {"mod": {"schedule": [[0.5, 0.25]]}},
+    "freezing": {"case": {"kind": "freezing", "schedule": [[0.5, 2]]}},
+    "pruning": {"case": {"kind": "pruning"}},
+    "early_exit": {"case": {"kind": "early_exit", "method": "calm", "start": 0.5}},
+    "mod": {"case": {"kind": "mod", "schedule": [[0.5, 0.25]]}},
 }
 CONSTANT = {
     "nothing": {},
-    "experts": {"moe": {}},
-    "one capacity": {"mod": {}},
-    "exits from the start": {"early_exit": {"method": "calm", "start": 0.0}},
+    "experts": {"case": {"kind": "moe"}},
+    "one capacity": {"case": {"kind": "mod"}},
+    "exits from the start": {"case": {"kind": "early_exit", "method": "calm", "start": 0.0}},
 }
 
 
@@ -238,7 +239,9 @@ def test_a_resumed_run_keeps_its_number_of_steps(tmp_path: Path, case: dict[str,
 
 @pytest.mark.parametrize("key", CHANGING)
 def test_other_steps_are_refused_if_they_would_shift_a_schedule(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--steps 16: the run in .* has 8 steps in total, and model\.{key} would"):
+    with pytest.raises(
+        ConfigError, match=rf"--steps 16: the run in .* has 8 steps in total, and model\.case \({key}\) would"
+    ):
         resumed(tmp_path, CHANGING[key], "--steps", "16")
 
 
@@ -254,10 +257,10 @@ def test_a_run_saved_without_the_key_tokens_can_be_resumed(tmp_path: Path) -> No
 
 
 def test_a_changed_run_is_resumed_with_its_changes(tmp_path: Path) -> None:
-    run = resumed(tmp_path, {"mod": {}}, "--set", "dynmo.interval=3")
+    run = resumed(tmp_path, {"case": {"kind": "mod"}}, "--set", "dynmo.interval=3")
     assert (run.first_step, run.interval) == (5, 3)
-    with pytest.raises(ConfigError, match=r"^--resume .*: was trained with model\.mod = .*, this run has None"):
-        resumed(tmp_path, {"mod": {}}, "--set", "model.mod=null")
+    with pytest.raises(ConfigError, match=r"^--resume .*: was trained with model\.case = .*, this run has null"):
+        resumed(tmp_path, {"case": {"kind": "mod"}}, "--set", "model.case=null")
 
 
 def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
@@ -434,7 +437,7 @@ def test_a_rank_ends_with_its_launcher_while_it_reads_data(monkeypatch: pytest.M
 
 def test_a_run_with_a_thread_beside_it_ends(tmp_path: Path) -> None:
     """Egeria's last verdict, due after the last step, is still being computed then."""
-    egeria = 'model.freezing={"egeria": {"interval": 0.04, "delay": 0.02, "window": 3, "start": 0.0}}'
+    egeria = 'model.case={"kind": "freezing", "egeria": {"interval": 0.04, "delay": 0.02, "window": 3, "start": 0.0}}'
     changes = ["--set", egeria, "--set", "gradient_accumulation_steps=2"]
     printed = train_alone(ROOT / "ds_configs" / "freezing.json", *changes, "--steps", "3")
     assert "step 3/3" in printed
@@ -457,7 +460,7 @@ def test_the_configuration_to_begin_with_trains(tmp_path: Path) -> None:
 
 def test_a_short_run(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(random.Random(0).randbytes(512))  # 30 sequences for training
-    model = {**SIZES, "sampling": "epochs", "freezing": {"schedule": [[0.25, 2]]}}
+    model = {**SIZES, "sampling": "epochs", "case": {"kind": "freezing", "schedule": [[0.25, 2]]}}
     dynmo = {"interval": 3, "min_improvement": 0.0, "profile": {"batches": 1}}
     config = write(tmp_path, model=model, dynmo=dynmo, gradient_accumulation_steps=8)
     report = tmp_path / "report.jsonl"

@@ -139,7 +139,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an unknown key of the block is accepted",
-        "ds_dynmo/config/block.py",
+        "ds_dynmo/config/section.py",
         'extra="forbid"',
         'extra="ignore"',
         "tests/pure/test_config.py",

@@ -160,7 +160,7 @@ MUTATIONS = [
     ),
     on_device(
         "the host waits in every block and micro-batch of mixture of depths",
-        "ds_dynmo/models/mixture_of_depths.py",
+        "ds_dynmo/models/mixture_of_depths/block.py",
         "        taken = members.sum()",
         "        taken = torch.tensor(int(members.sum()), device=members.device)",
         WAITS,

@@ -6,10 +6,12 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import ds_dynmo
+import ds_dynmo.models
 
 PACKAGE = Path(__file__).parents[2] / "ds_dynmo"
 
@@ -153,6 +155,7 @@ def test_one_module_imports_a_package_of_an_extra_and_only_when_it_is_used() -> 
     [
         *("ds_dynmo", "ds_dynmo.config", "ds_dynmo.partitioners", "ds_dynmo.schedules"),
         "ds_dynmo.engine.decide.decision",  # decisions are pure
+        *("ds_dynmo.models", "ds_dynmo.models.config"),
         *("ds_dynmo.cli.plot", "ds_dynmo.cli.simulate"),
         "ds_dynmo.cli.watch",  # which may run where torch is not
     ],
@@ -160,6 +163,23 @@ def test_one_module_imports_a_package_of_an_extra_and_only_when_it_is_used() -> 
 def test_light_modules_load_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
+
+
+@pytest.mark.parametrize("package", [ds_dynmo, ds_dynmo.models], ids=lambda package: package.__name__)
+def test_no_lazy_name_is_a_module_s(package: ModuleType) -> None:
+    """Importing a module sets its name in the package, where a name of the same spelling would not be looked up."""
+    folder = Path(str(package.__file__)).parent
+    assert not {name for name in package.__all__ if (folder / name).is_dir() or (folder / f"{name}.py").is_file()}
+
+
+def test_reading_a_model_loads_no_torch() -> None:
+    case = [{"kind": kind} for kind in ("moe", "mod")] + [{"kind": "sparse_attention", "pattern": "hash"}]
+    code = (
+        "import sys; from ds_dynmo.models import read_model_config; "
+        f"print(len(read_model_config({{'model': {{'case': {case}}}}}).case), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.stdout == "3 False\n", done.stderr
 
 
 @pytest.mark.parametrize("module", ["ds_dynmo", "ds_dynmo.partitioners", "ds_dynmo.plan", "ds_dynmo.schedules"])

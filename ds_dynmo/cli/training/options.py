@@ -19,7 +19,15 @@ from ds_dynmo.config.withdrawn import check_withdrawn
 from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.engine.deepspeed.settings import check_settings
 from ds_dynmo.errors import ConfigError, PackingError
-from ds_dynmo.models import ByteText, ModelConfig, model_layers, read_model_config
+from ds_dynmo.models import (
+    ByteText,
+    FreezingConfig,
+    ModelConfig,
+    MoEConfig,
+    PruningConfig,
+    model_layers,
+    read_model_config,
+)
 from ds_dynmo.models.exporting import check_is_new
 
 STEPS = 150
@@ -298,13 +306,14 @@ def check_without_block(args: argparse.Namespace, model: ModelConfig) -> None:
     Raises:
         ConfigError: naming the option or key.
     """
-    moe = model.moe
+    freezing, pruning = model.find_case(FreezingConfig), model.find_case(PruningConfig)
+    moe = model.find_case(MoEConfig)
     for asked, name, why in (
-        (model.freezing, "model.freezing", "stock DeepSpeed cannot train a frozen front"),
+        (freezing, 'model.case.kind = "freezing"', "stock DeepSpeed cannot train a frozen front"),
         (model.peft, "model.peft", "stock DeepSpeed cannot train a frozen front"),
-        (moe and moe.routing == "bias", 'model.moe.routing = "bias"', "its counts are summed over replicas"),
-        (moe and moe.expert_parallel, "model.moe.expert_parallel", "stock DeepSpeed would average the experts"),
-        (model.pruning, "model.pruning", "stock DeepSpeed cannot sum over its stages"),
+        (moe and moe.routing == "bias", 'model.case.routing = "bias"', "its counts are summed over replicas"),
+        (moe and moe.expert_parallel, "model.case.expert_parallel", "stock DeepSpeed would average the experts"),
+        (pruning, 'model.case.kind = "pruning"', "stock DeepSpeed cannot sum over its stages"),
         (args.trace, f"--trace {args.trace and args.trace[0]}", "stock DeepSpeed records none"),
         (args.record, f"--record {args.record}", "stock DeepSpeed profiles no layer"),
     ):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynmo.config import load_json
+from ds_dynmo.config.explain import show
 from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.files import write_text
@@ -96,15 +97,16 @@ def read_resumed(folder: Path, tag: str | None, model: ModelConfig) -> dict[str,
         resumed = read_facts(folder, find_checkpoint(folder, tag))
     except ConfigError as error:
         raise ConfigError(f"--resume {error}") from error
-    saved_model = read_model_config(resumed)
+    try:
+        saved_model = read_model_config(resumed)
+    except ConfigError as error:
+        raise ConfigError(f"--resume {folder}: {error}") from error
     for key in ModelConfig.model_fields:
         if key in ("tokens", "verified"):  # the data that the one leads to are compared; the other changes nothing
             continue
         if getattr(model, key) != getattr(saved_model, key):
-            raise ConfigError(
-                f"--resume {folder}: was trained with model.{key} = {getattr(saved_model, key)}, "
-                f"this run has {getattr(model, key)}"
-            )
+            saved, given = (show(one.model_dump(mode="json").get(key)) for one in (saved_model, model))
+            raise ConfigError(f"--resume {folder}: was trained with model.{key} = {saved}, this run has {given}")
     return resumed
 
 
@@ -118,11 +120,12 @@ def total_steps(given: int | None, folder: Path, resumed: dict[str, Any], model:
         ConfigError: naming ``--steps``, with both numbers.
     """
     steps: int = resumed["steps"] if given is None else given
-    if steps != resumed["steps"] and model.scheduled:
+    scheduled = [case.kind for case in model.case if case.follows_steps]
+    if steps != resumed["steps"] and scheduled:
         raise ConfigError(
             f"--steps {steps}: the run in {folder} has {resumed['steps']} steps in total, and "
-            f"model.{', model.'.join(model.scheduled)} would change at others than it did, at fractions of {steps}; "
-            f"leave --steps out, --stop-at ends a run earlier"
+            f"model.case ({', '.join(scheduled)}) would change the model at others than it did, at fractions "
+            f"of {steps}; leave --steps out, --stop-at ends a run earlier"
         )
     if resumed["step"] >= steps:
         raise ConfigError(f"--resume {folder}: is at step {resumed['step']}, --steps {steps} leaves nothing to do")

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from ds_dynmo.models.batch_counts import CountsPerBatch
-from ds_dynmo.models.early_exit.criteria import EarlyExitConfig, state_similarity
+from ds_dynmo.models.early_exit.config import EarlyExitConfig
+from ds_dynmo.models.early_exit.criteria import confident, state_similarity
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.recomputation import is_recomputing
@@ -70,7 +71,7 @@ class ExitBlock(CountsPerBatch, Block):
             before, after = (
                 states.detach().reshape(-1, width).index_select(0, index) for states in (stream.hidden, hidden)
             )
-            leave = self.exits.confident(state_similarity(before, after), index % sequence, sequence)
+            leave = confident(self.exits, state_similarity(before, after), index % sequence, sequence)
             exited = leave_after(exited, index, leave, self.depth)
         return replace(stream, hidden=hidden, exited=exited).pack()
 

@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.models.case import DynamicCase
+from ds_dynmo.models.case import DynamicCase, RunSizes
 from ds_dynmo.models.early_exit.blocks import ExitBlock, leave_after
-from ds_dynmo.models.early_exit.criteria import EarlyExitConfig, largest_probability, softmax_margin
+from ds_dynmo.models.early_exit.config import EarlyExitConfig
+from ds_dynmo.models.early_exit.criteria import confident, largest_probability, softmax_margin
 from ds_dynmo.models.gpt import TokenEmbedding, embed
 from ds_dynmo.models.gpt_config import GPTConfig
-from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.layer_numbers import local_layers
 from ds_dynmo.models.stream import Activations, Stream
 
 __all__ = ["EarlyExit", "ExitHead", "exit_layers"]
@@ -93,7 +94,7 @@ class ExitHead(TokenEmbedding):
         rows = hidden.flatten(0, 1).index_select(0, index)
         predicted = self._predict(rows)
         if leaves:
-            leave = self.exits.confident(self._confidence(predicted), index % sequence, sequence)
+            leave = confident(self.exits, self._confidence(predicted), index % sequence, sequence)
             exited = leave_after(exited, index, leave & self.leaving, depth)
         if self.training:
             left = exited.flatten().index_select(0, index) > 0
@@ -162,9 +163,9 @@ class EarlyExit(DynamicCase):
 
     name = "early_exit"
 
-    def __init__(self, config: EarlyExitConfig, engine: Any, *, total_steps: int) -> None:
+    def __init__(self, config: EarlyExitConfig, engine: Any, sizes: RunSizes) -> None:
         super().__init__(engine)
-        self._first_step = min(round(config.start * total_steps), total_steps - 1)
+        self._first_step = min(round(config.start * sizes.total_steps), sizes.total_steps - 1)
         self._begun = config.start == 0
 
     def before_batch(self, step: int) -> None:

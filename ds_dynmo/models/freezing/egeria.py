@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 
+from ds_dynmo.models.case import RunSizes
+from ds_dynmo.models.freezing.config import EgeriaConfig
 from ds_dynmo.models.freezing.front import FreezingCase
 from ds_dynmo.models.freezing.plasticity import Watched, capture_first, watch
-from ds_dynmo.models.freezing.prefix import EgeriaConfig
-from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.layer_numbers import local_layers
 
 __all__ = ["Egeria", "EgeriaController", "moving_averages", "slope"]
 
@@ -128,12 +129,12 @@ class Egeria(FreezingCase):
     reference that it has carried since the last interval, and gets a new one.
     """
 
-    def __init__(self, config: EgeriaConfig, engine: Any, *, blocks: range, total_steps: int) -> None:
-        super().__init__(engine, blocks=blocks)
-        self._interval = max(1, round(config.interval * total_steps))
-        self._delay = min(self._interval, max(1, round(config.delay * total_steps)))
-        self._start = round(config.start * total_steps)
-        self._controller = EgeriaController(config, num_blocks=len(blocks))
+    def __init__(self, config: EgeriaConfig, engine: Any, sizes: RunSizes) -> None:
+        super().__init__(engine, sizes)
+        self._interval = max(1, round(config.interval * sizes.total_steps))
+        self._delay = min(self._interval, max(1, round(config.delay * sizes.total_steps)))
+        self._start = round(config.start * sizes.total_steps)
+        self._controller = EgeriaController(config, num_blocks=len(sizes.blocks))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="egeria")
         self._verdict: _Verdict | None = None
         self._watching: int | None = None  # the step in which a block is watched

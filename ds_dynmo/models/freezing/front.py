@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from deepspeed.pipe import PipelineModule
 
-from ds_dynmo.models.case import DynamicCase
-from ds_dynmo.models.local_layers import local_layers, tie_of
+from ds_dynmo.models.case import DynamicCase, RunSizes
+from ds_dynmo.models.layer_numbers import local_layers, tie_of
 
 __all__ = ["FreezingCase", "freeze_prefix", "set_frozen_prefix"]
 
@@ -41,17 +41,13 @@ def freeze_prefix(engine: Any, num_frozen: int) -> None:
 
 
 class FreezingCase(DynamicCase):
-    """Freezes before each batch what a subclass decides.
-
-    Args:
-        blocks: the numbers of the blocks in the layer list.
-    """
+    """Freezes before each batch what a subclass decides."""
 
     name = "freezing"
 
-    def __init__(self, engine: Any, *, blocks: range) -> None:
+    def __init__(self, engine: Any, sizes: RunSizes) -> None:
         super().__init__(engine)
-        self._block_numbers = blocks
+        self._block_numbers = sizes.blocks
         self._frozen: int | None = None  # layers that were loaded may be frozen or not
 
     def _freeze(self, num_frozen: int) -> None:

@@ -16,114 +16,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from ds_dynmo.models.case import RunSizes
+from ds_dynmo.models.freezing.config import FreezingConfig
+from ds_dynmo.models.freezing.egeria import Egeria
 from ds_dynmo.models.freezing.front import FreezingCase
 
 __all__ = [
-    "AutoFreezeConfig",
-    "EgeriaConfig",
     "Freezing",
-    "FreezingConfig",
     "FreezingController",
     "auto_freeze",
+    "freezing_case",
     "gradient_change",
     "scheduled_blocks",
 ]
-
-Schedule = tuple[tuple[float, int], ...]
-
-
-class _Block(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class AutoFreezeConfig(_Block):
-    """When gradients are compared: the "automatic" object in the "freezing" block."""
-
-    interval: float = Field(default=0.1, gt=0, le=1, description="between two decisions, as a fraction of the steps")
-    start: float = Field(default=0.2, ge=0, lt=1, description="before the first decision, as a fraction of the steps")
-
-
-class EgeriaConfig(_Block):
-    """Egeria's criterion: the "egeria" object in the "freezing" block.
-
-    Egeria bounds the slope of the plasticity itself, whose scale differs between models; here the bound is relative.
-    """
-
-    interval: float = Field(
-        default=0.02, gt=0, le=1, description="between two references and evaluations, as a fraction of the steps"
-    )
-    delay: float = Field(
-        default=0.01,
-        gt=0,
-        le=1,
-        description="from the batch that is evaluated to the verdict taking effect, as a fraction of the steps; at "
-        "most interval",
-    )
-    start: float = Field(default=0.1, ge=0, lt=1, description="before the first reference, as a fraction of the steps")
-    window: int = Field(default=4, ge=2, description="evaluations in a moving average, and averages in a slope")
-    threshold: float = Field(
-        default=0.05, gt=0, description="slope per evaluation over a block's largest average, below which it is frozen"
-    )
-    learning_rate_factor: float = Field(
-        default=10.0, gt=1, description="a fall of the learning rate by this unfreezes all, and halves the window"
-    )
-
-    @field_validator("delay")
-    @classmethod
-    def _before_the_next(cls, delay: float, info: ValidationInfo) -> float:
-        interval = info.data.get("interval")  # absent if it is invalid
-        if interval is not None and delay > interval:
-            raise ValueError(f"should be at most interval, {interval}")
-        return delay
-
-
-class FreezingConfig(_Block):
-    """The "freezing" block: exactly one of "schedule", "automatic" and "egeria"."""
-
-    schedule: Schedule | None = Field(
-        default=None,
-        description="[[fraction, blocks], ...]: from that fraction of the steps on, so many front blocks are frozen",
-    )
-    automatic: AutoFreezeConfig | None = Field(default=None, description="AutoFreeze's criterion; {} for its defaults")
-    egeria: EgeriaConfig | None = Field(
-        default=None, validate_default=True, description="Egeria's criterion; {} for its defaults"
-    )
-
-    @property
-    def most_blocks(self) -> int:
-        """How many blocks the schedule freezes at most; 0 without one."""
-        return max((blocks for _, blocks in self.schedule or ()), default=0)
-
-    @field_validator("schedule", mode="before")
-    @classmethod
-    def _pairs(cls, schedule: Any) -> Schedule | None:
-        if schedule is None:
-            return None
-        if not isinstance(schedule, list | tuple) or not schedule:
-            raise ValueError("should be null or a list of [fraction of the steps, blocks], one or more")
-        for entry in schedule:
-            if not isinstance(entry, list | tuple) or len(entry) != 2:
-                raise ValueError(f"should hold pairs [fraction of the steps, blocks], not {entry}")
-            fraction, blocks = entry
-            if type(fraction) not in (int, float) or not 0 <= fraction < 1:
-                raise ValueError(f"should have fractions of the steps in [0, 1), not {fraction}")
-            if type(blocks) is not int or blocks < 0:
-                raise ValueError(f"should have numbers of blocks of 0 or more, not {blocks}")
-        fractions = [fraction for fraction, _ in schedule]
-        if any(later <= earlier for earlier, later in zip(fractions, fractions[1:])):
-            raise ValueError(f"should have increasing fractions of the steps, not {fractions}")
-        return tuple((float(fraction), blocks) for fraction, blocks in schedule)
-
-    @field_validator("egeria")
-    @classmethod
-    def _one_of_them(cls, egeria: EgeriaConfig | None, info: ValidationInfo) -> EgeriaConfig | None:
-        if not info.data.keys() >= {"schedule", "automatic"}:  # one is invalid
-            return egeria
-        if sum(way is not None for way in (info.data["schedule"], info.data["automatic"], egeria)) != 1:
-            raise ValueError('exactly one of "schedule", "automatic" and "egeria" should be given')
-        return egeria
 
 
 def scheduled_blocks(schedule: Sequence[tuple[float, int]], step: int, total_steps: int) -> int:
@@ -167,23 +73,17 @@ class FreezingController:
     ``set_frozen_prefix(module, controller.frozen_prefix(step))`` where that number changed. With :attr:`automatic`,
     call :meth:`add_gradients` between backward and optimizer step of every batch, and :meth:`evaluate` after it.
 
-    Args:
-        blocks: the numbers of the blocks in the layer list.
-        num_layers: of the layer list.
-        total_steps: of the run.
     """
 
-    def __init__(
-        self, config: FreezingConfig, *, blocks: range, num_layers: int, layers_per_block: int = 1, total_steps: int
-    ) -> None:
+    def __init__(self, config: FreezingConfig, sizes: RunSizes) -> None:
         self._config = config
-        self._blocks = blocks
-        self._layers_per_block = layers_per_block
-        self._total_steps = total_steps
+        self._blocks = sizes.blocks
+        self._layers_per_block = sizes.layers_per_block
+        self._total_steps = sizes.total_steps
         self._frozen_blocks = 0
         self._previous: list[float] | None = None
         # This rank's share: a layer that migrates leaves here what it has gathered, the sum over all ranks finds it.
-        self._sums = torch.zeros(num_layers, dtype=torch.float64)
+        self._sums = torch.zeros(sizes.num_layers, dtype=torch.float64)
 
     @property
     def automatic(self) -> bool:
@@ -247,20 +147,9 @@ class FreezingController:
 class Freezing(FreezingCase):
     """Connects a :class:`FreezingController` to the engine."""
 
-    def __init__(
-        self,
-        config: FreezingConfig,
-        engine: Any,
-        *,
-        blocks: range,
-        num_layers: int,
-        layers_per_block: int = 1,
-        total_steps: int,
-    ) -> None:
-        super().__init__(engine, blocks=blocks)
-        self._controller = FreezingController(
-            config, blocks=blocks, num_layers=num_layers, layers_per_block=layers_per_block, total_steps=total_steps
-        )
+    def __init__(self, config: FreezingConfig, engine: Any, sizes: RunSizes) -> None:
+        super().__init__(engine, sizes)
+        self._controller = FreezingController(config, sizes)
         self._magnitudes: tuple[torch.Tensor, int] | None = None  # of this batch, and the steps skipped before it
         if self._controller.automatic:
             engine.before_step(self._measure)
@@ -294,3 +183,8 @@ class Freezing(FreezingCase):
         """Load the controller's state."""
         self._loaded()
         self._controller.load_state_dict(state, first_rank=self.engine.global_rank == 0)
+
+
+def freezing_case(config: FreezingConfig, engine: Any, sizes: RunSizes) -> FreezingCase:
+    """Return what freezes the model's front, by the way that the section gives."""
+    return Freezing(config, engine, sizes) if config.egeria is None else Egeria(config.egeria, engine, sizes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +18,18 @@ from torch import nn
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.batch_counts import CountsPerBatch
-from ds_dynmo.models.case import DynamicCase
+from ds_dynmo.models.case import DynamicCase, RunSizes
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.host_numbers import counts_of
-from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.layer_numbers import local_layers
+from ds_dynmo.models.moe.config import MoEConfig
 from ds_dynmo.models.moe.expert_parallel import Replicas, loads_of_replicas, share_of, through_replicas
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
-from ds_dynmo.models.moe.routing import MoEConfig, Router
+from ds_dynmo.models.moe.routing import Router
 from ds_dynmo.models.recomputation import is_recomputing
 from ds_dynmo.models.transformer import INIT_STD, init_normal, residual_std
 
-__all__ = ["ExpertBalance", "MixtureOfExperts"]
+__all__ = ["ExpertBalance", "MixtureOfExperts", "expert_parts"]
 
 
 class MixtureOfExperts(CountsPerBatch):
@@ -84,7 +86,7 @@ class MixtureOfExperts(CountsPerBatch):
         size = self._replicas.size
         if self.num_experts % size:
             raise ConfigError(
-                f"model.moe.expert_parallel = true: {self.num_experts} experts (model.moe.experts) cannot be shared "
+                f"model.case.expert_parallel = true: {self.num_experts} experts (model.case.experts) cannot be shared "
                 f"out evenly over {size} data-parallel replicas"
             )
         if size == 1:
@@ -151,15 +153,20 @@ class MixtureOfExperts(CountsPerBatch):
         self.tokens_per_expert = [sum(pair) for pair in zip(self.tokens_per_expert, taken)]
 
 
+def expert_parts(model: GPTConfig, config: MoEConfig, number: int) -> dict[str, Any]:
+    """Return the parts of block ``number``, counted from 1, as arguments of :class:`~ds_dynmo.models.gpt.Block`."""
+    return {"mlp": partial(MixtureOfExperts, moe=config)} if number in config.blocks(model.layers) else {}
+
+
 class ExpertBalance(DynamicCase):
     """With routing "bias", updates after each batch the biases of layers that train."""
 
     name = "moe"
 
-    def __init__(self, config: MoEConfig, engine: Any, *, num_layers: int) -> None:
+    def __init__(self, config: MoEConfig, engine: Any, sizes: RunSizes) -> None:
         super().__init__(engine)
         self._config = config
-        self._num_layers = num_layers
+        self._num_layers = sizes.num_layers
 
     def after_batch(self, steps_done: int) -> None:
         """Update the biases, with routing "bias", by what all micro-batches of all replicas chose."""

@@ -8,77 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from torch import nn
 
 from ds_dynmo.models.host_numbers import counts_of
+from ds_dynmo.models.moe.config import MoEConfig
 from ds_dynmo.models.transformer import INIT_STD, init_linear
 
-__all__ = ["MoEConfig", "Router", "Routing", "load_balancing_loss", "moe_blocks", "sinkhorn"]
+__all__ = ["Router", "Routing", "load_balancing_loss", "sinkhorn"]
 
 LEAST_AFFINITY = 1e-100  # relative to a row's largest, so that Sinkhorn never divides by zero
-OF_ONE_ROUTING = {
-    "auxiliary_coefficient": "aux_loss",
-    "sinkhorn_tolerance": "sbase",
-    "sinkhorn_iterations": "sbase",
-    "scores": "bias",
-    "bias_rate": "bias",
-}
-
-
-class MoEConfig(BaseModel):
-    """The "moe" block. Each expert is as wide as the dense feed-forward layer, ``mlp_ratio * hidden_size``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    experts: int = Field(default=8, ge=2, description="experts of a layer")
-    top_k: int = Field(default=2, ge=1, description="experts that a token goes to")
-    routing: Literal["aux_loss", "sbase", "bias"] = Field(default="aux_loss", description="what balances the experts")
-    capacity_factor: float | None = Field(
-        default=None,
-        gt=0,
-        description="an expert takes that multiple of an even share of a micro-batch's choices; null: all, dropless",
-    )
-    expert_parallel: bool = Field(
-        default=False, description="data-parallel replicas share the experts: experts has to be a multiple of them"
-    )
-    dense_blocks: int = Field(default=0, ge=0, description="leading blocks that stay dense")
-    every: int = Field(default=1, ge=1, description="of the blocks after them, the last of so many has experts")
-    auxiliary_coefficient: float = Field(default=0.02, ge=0, description="of the auxiliary loss, as in Mixtral")
-    sinkhorn_tolerance: float = Field(default=1e-4, gt=0, lt=1, description="most that a token's share may be off by")
-    sinkhorn_iterations: int = Field(default=100, ge=1, description="most scalings of rows and columns")
-    scores: Literal["sigmoid", "softmax"] = Field(default="sigmoid", description="affinities that the bias adds to")
-    bias_rate: float = Field(default=1e-3, gt=0, description="what an expert's bias changes by after each batch")
-
-    @field_validator("top_k")
-    @classmethod
-    def _enough_experts(cls, top_k: int, info: ValidationInfo) -> int:
-        experts = info.data.get("experts")  # absent if it is invalid
-        if experts is not None and top_k > experts:
-            raise ValueError(f"should be at most the number of experts, {experts}")
-        return top_k
-
-    @field_validator(*OF_ONE_ROUTING)
-    @classmethod
-    def _of_this_routing(cls, value: Any, info: ValidationInfo) -> Any:
-        assert info.field_name is not None
-        routing, owner = info.data.get("routing"), OF_ONE_ROUTING[info.field_name]
-        if routing not in (None, owner) and value != cls.model_fields[info.field_name].default:
-            raise ValueError(f'is used by routing "{owner}" only, this is "{routing}"')
-        return value
-
-
-def moe_blocks(config: MoEConfig, num_blocks: int) -> list[int]:
-    """List the blocks, counted from 0, that have experts.
-
-    >>> moe_blocks(MoEConfig(every=2), 6), moe_blocks(MoEConfig(dense_blocks=2), 6)
-    ([1, 3, 5], [2, 3, 4, 5])
-    """
-    return list(range(config.dense_blocks + config.every - 1, num_blocks, config.every))
 
 
 @dataclass(frozen=True)

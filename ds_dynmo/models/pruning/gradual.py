@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.utils import logger
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from torch import nn
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.case import DynamicCase
-from ds_dynmo.models.gpt import AttentionHalf, Block, BlockPart, FeedForwardHalf
+from ds_dynmo.models.case import DynamicCase, RunSizes
+from ds_dynmo.models.gpt import AttentionHalf, Block, BlockPart, BlockTypes, FeedForwardHalf, block_layers
 from ds_dynmo.models.gpt_config import GPTConfig
-from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.layer_numbers import local_layers
+from ds_dynmo.models.pruning.config import PruningConfig
 from ds_dynmo.models.pruning.kernels import can_csr
 from ds_dynmo.models.pruning.magnitude import Linears, select_largest
 from ds_dynmo.models.pruning.probe import agree_on_csr
@@ -33,50 +33,11 @@ __all__ = [
     "PrunableBlock",
     "PrunableFeedForwardHalf",
     "Pruning",
-    "PruningConfig",
+    "prunable_block",
     "prunable_linears",
     "pruning_steps",
     "scheduled_sparsity",
 ]
-
-
-class PruningConfig(BaseModel):
-    """The "pruning" block. The defaults are the paper's: from 30% to 70% of the steps, to 52.0, 78.8, 88.6 and 90%."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    start: float = Field(default=0.3, ge=0, lt=1, description="t_0, the first pruning, as a fraction of the steps")
-    end: float = Field(default=0.7, gt=0, lt=1, description="t_0 + n dt, the last pruning, as a fraction of the steps")
-    times: int = Field(default=4, ge=1, description="n, how many prunings follow the first, at equal distances")
-    initial_sparsity: float = Field(default=0.0, ge=0, lt=1, description="S_i, the share pruned at the first pruning")
-    final_sparsity: float = Field(default=0.9, ge=0, lt=1, description="S_f, the share pruned at the last pruning")
-    csr_from: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="linear layers that have lost this share compute in CSR; null: from where it is measured faster",
-    )
-    probe: bool = Field(
-        default=True,
-        description="measure before the first pruning from what share on CSR is faster; false: without csr_from all "
-        "layers compute densely",
-    )
-
-    @field_validator("end")
-    @classmethod
-    def _ends_later(cls, end: float, info: ValidationInfo) -> float:
-        start = info.data.get("start")  # absent if it is invalid
-        if start is not None and end <= start:
-            raise ValueError(f"should be greater than start, {start}")
-        return end
-
-    @field_validator("final_sparsity")
-    @classmethod
-    def _only_prunes(cls, final: float, info: ValidationInfo) -> float:
-        initial = info.data.get("initial_sparsity")
-        if initial is not None and final < initial:
-            raise ValueError(f"should be at least initial_sparsity, {initial}: what is pruned stays pruned")
-        return final
 
 
 def scheduled_sparsity(config: PruningConfig, pruning: int) -> float:
@@ -135,6 +96,12 @@ class PrunableFeedForwardHalf(_Prunable, FeedForwardHalf):
     """A :class:`~ds_dynmo.models.gpt.FeedForwardHalf` that can be pruned."""
 
 
+def prunable_block(model: GPTConfig, config: PruningConfig, number: int, parts: dict[str, Any]) -> list[LayerSpec]:
+    """Specify block ``number``, counted from 1, with ``parts`` that can be pruned."""
+    types = BlockTypes(PrunableBlock, PrunableAttentionHalf, PrunableFeedForwardHalf)
+    return block_layers(model, number, types, csr_from=config.csr_from, **parts)
+
+
 def prunable_linears(layer: nn.Module) -> list[PrunableLinear]:
     """List the prunable linear layers of a layer, in the order of their weights' positions in it."""
     return [part for part in layer.modules() if isinstance(part, PrunableLinear)]
@@ -157,11 +124,11 @@ class Pruning(DynamicCase):
 
     name = "pruning"
 
-    def __init__(self, config: PruningConfig, engine: Any, *, num_layers: int, total_steps: int) -> None:
+    def __init__(self, config: PruningConfig, engine: Any, sizes: RunSizes) -> None:
         super().__init__(engine)
         _check_csr(config, engine.module)
-        self._num_layers = num_layers
-        self._steps = pruning_steps(config, total_steps)
+        self._num_layers = sizes.num_layers
+        self._steps = pruning_steps(config, sizes.total_steps)
         self._probe = config.probe
         self._loaded = True  # layers may have been, before this was built
         self._told = False
@@ -244,6 +211,6 @@ def _check_csr(config: PruningConfig, module: nn.Module) -> None:
     if config.csr_from is None or weight is None or can_csr(weight.dtype, weight.device):
         return
     raise ConfigError(
-        f"model.pruning.csr_from = {config.csr_from}: torch has no products in CSR for {weight.dtype} on "
+        f"model.case.csr_from = {config.csr_from}: torch has no products in CSR for {weight.dtype} on "
         f"{weight.device.type!r}; allowed is null, and then they compute dense"
     )

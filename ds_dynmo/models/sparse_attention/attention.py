@@ -8,13 +8,15 @@ generator.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from torch import nn
 
 from ds_dynmo.models.batch_counts import CountsPerBatch
+from ds_dynmo.models.gpt_config import GPTConfig
+from ds_dynmo.models.sparse_attention.config import SparseAttentionConfig
 from ds_dynmo.models.sparse_attention.kernels import bucket_attention, bucket_pairs, kept_attention, kept_pairs
 from ds_dynmo.models.transformer import INIT_STD, apply_rotary, init_linear, residual_std
 
@@ -22,53 +24,12 @@ __all__ = [
     "HashSparseAttention",
     "QKSparseAttention",
     "SparseAttention",
-    "SparseAttentionConfig",
+    "attention_parts",
     "hash_buckets",
     "unit_keys",
 ]
 
 KEY_EPS = 1e-6  # added to a query's squared norm, so that a query of zeros has a key and a gradient
-
-
-class SparseAttentionConfig(BaseModel):
-    """The "sparse_attention" block."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    kind: Literal["hash", "qk"] = Field(description='"hash": within hash buckets; "qk": kept queries over kept keys')
-    buckets: int | None = Field(
-        default=None, ge=2, validate_default=True, description='hash buckets, an even number; "hash" only, default 16'
-    )
-    keep_queries: float | None = Field(
-        default=None, gt=0, le=1, validate_default=True, description='probability to keep; "qk" only, default 0.5'
-    )
-    keep_keys: float | None = Field(
-        default=None, gt=0, le=1, validate_default=True, description='probability to keep; "qk" only, default 0.5'
-    )
-
-    @field_validator("buckets")
-    @classmethod
-    def _even_with_hash(cls, buckets: int | None, info: ValidationInfo) -> int | None:
-        buckets = _of_kind("hash", buckets, 16, info)
-        if buckets is not None and buckets % 2:
-            raise ValueError("should be even: half of them are the other half's opposites")
-        return buckets
-
-    @field_validator("keep_queries", "keep_keys")
-    @classmethod
-    def _with_qk(cls, keep: float | None, info: ValidationInfo) -> float | None:
-        return _of_kind("qk", keep, 0.5, info)
-
-
-def _of_kind(kind: str, value: Any, default: Any, info: ValidationInfo) -> Any:
-    """Give a setting of ``kind`` its default, and refuse it for the other kind."""
-    if "kind" not in info.data:  # it is invalid
-        return value
-    if info.data["kind"] == kind:
-        return default if value is None else value
-    if value is not None:
-        raise ValueError(f'is for kind "{kind}", this is "{info.data["kind"]}"')
-    return None
 
 
 class SparseAttention(CountsPerBatch, ABC):
@@ -83,10 +44,10 @@ class SparseAttention(CountsPerBatch, ABC):
         causal: pairs that dense causal attention has there.
     """
 
-    def __init__(self, config: Any, generator: torch.Generator, projections: int) -> None:
+    def __init__(self, config: GPTConfig, generator: torch.Generator, projections: int) -> None:
         super().__init__()
-        self.heads: int = config.heads
-        self.rope_base: float = config.rope_base
+        self.heads = config.heads
+        self.rope_base = config.rope_base
         self.input = init_linear(config.hidden_size, projections * config.hidden_size, INIT_STD, generator)
         self.output = init_linear(config.hidden_size, config.hidden_size, residual_std(config), generator)
         self.attended: torch.Tensor | None = None
@@ -137,9 +98,10 @@ class HashSparseAttention(SparseAttention):
     hash by the same random directions.
     """
 
-    def __init__(self, config: Any, generator: torch.Generator) -> None:
+    def __init__(self, config: GPTConfig, generator: torch.Generator, *, sparse: SparseAttentionConfig) -> None:
         super().__init__(config, generator, projections=2)
-        self.buckets: int = config.sparse_attention.buckets
+        assert sparse.buckets is not None
+        self.buckets = sparse.buckets
 
     def attend(self, projected: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend as :meth:`SparseAttention.attend` says."""
@@ -158,10 +120,10 @@ class QKSparseAttention(SparseAttention):
     finds itself without a key. Positions are those of the tokens, not of the kept ones among themselves.
     """
 
-    def __init__(self, config: Any, generator: torch.Generator) -> None:
+    def __init__(self, config: GPTConfig, generator: torch.Generator, *, sparse: SparseAttentionConfig) -> None:
         super().__init__(config, generator, projections=3)
-        self.keep_queries: float = config.sparse_attention.keep_queries
-        self.keep_keys: float = config.sparse_attention.keep_keys
+        assert sparse.keep_queries is not None and sparse.keep_keys is not None
+        self.keep_queries, self.keep_keys = sparse.keep_queries, sparse.keep_keys
 
     def attend(self, projected: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend as :meth:`SparseAttention.attend` says."""
@@ -190,3 +152,9 @@ def unit_keys(query: torch.Tensor) -> torch.Tensor:
     """Scale queries ``[..., width]`` to length 1, in fp32; zeros stay zeros."""
     exact = query.float()
     return (exact * (exact.square().sum(-1, keepdim=True) + KEY_EPS).rsqrt()).to(query.dtype)
+
+
+def attention_parts(model: GPTConfig, config: SparseAttentionConfig, number: int) -> dict[str, Any]:
+    """Return the parts of block ``number``, counted from 1, as arguments of :class:`~ds_dynmo.models.gpt.Block`."""
+    attention = HashSparseAttention if config.pattern == "hash" else QKSparseAttention
+    return {"attention": partial(attention, sparse=config)}

@@ -34,9 +34,10 @@ EGERIA = {"interval": 0.17, "delay": 0.17, "start": 0.0, "window": 2, "threshold
 # The "model" block of each dynamic case, as small as it can be.
 CASES: dict[str, dict[str, Any]] = {
     "dense": {},
-    "freezing": {"freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
+    "freezing": {"case": {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]}},
     "pruning": {
-        "pruning": {
+        "case": {
+            "kind": "pruning",
             "start": 0.1,
             "end": 0.7,
             "times": 3,
@@ -45,65 +46,92 @@ CASES: dict[str, dict[str, Any]] = {
             "probe": False,
         }
     },
-    "pruning in CSR": {"pruning": {"start": 0.1, "end": 0.4, "times": 1, "final_sparsity": 0.8, "csr_from": 0.5}},
+    "pruning in CSR": {
+        "case": {"kind": "pruning", "start": 0.1, "end": 0.4, "times": 1, "final_sparsity": 0.8, "csr_from": 0.5}
+    },
     "freezing and pruning": {
-        "freezing": {"schedule": [[0.3, 1], [0.5, 2], [0.7, 0]]},
-        "pruning": {
-            "start": 0.3,
-            "end": 0.6,
-            "times": 1,
-            "initial_sparsity": 0.5,
-            "final_sparsity": 0.8,
-            "probe": False,
-        },
+        "case": [
+            {"kind": "freezing", "schedule": [[0.3, 1], [0.5, 2], [0.7, 0]]},
+            {
+                "kind": "pruning",
+                "start": 0.3,
+                "end": 0.6,
+                "times": 1,
+                "initial_sparsity": 0.5,
+                "final_sparsity": 0.8,
+                "probe": False,
+            },
+        ]
     },
-    "automatic freezing": {"freezing": {"automatic": {"interval": 0.2, "start": 0.2}}},
-    "moe auxiliary loss": {"moe": {"experts": 4}},
-    "moe sbase with capacity": {"moe": {"experts": 4, "routing": "sbase", "capacity_factor": 0.8, "every": 2}},
-    "moe bias": {"moe": {"experts": 4, "routing": "bias", "bias_rate": 0.02, "dense_blocks": 1}},
+    "automatic freezing": {"case": {"kind": "freezing", "automatic": {"interval": 0.2, "start": 0.2}}},
+    "moe auxiliary loss": {"case": {"kind": "moe", "experts": 4}},
+    "moe sbase with capacity": {
+        "case": {"kind": "moe", "experts": 4, "routing": "sbase", "capacity_factor": 0.8, "every": 2}
+    },
+    "moe bias": {"case": {"kind": "moe", "experts": 4, "routing": "bias", "bias_rate": 0.02, "dense_blocks": 1}},
     "moe bias and freezing": {
-        "freezing": {"schedule": [[0.3, 1], [0.6, 2]]},
-        "moe": {"experts": 4, "routing": "bias", "bias_rate": 0.02},
+        "case": [
+            {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]},
+            {"kind": "moe", "experts": 4, "routing": "bias", "bias_rate": 0.02},
+        ]
     },
-    "moe auxiliary loss and freezing": {"freezing": {"schedule": [[0.3, 1], [0.6, 2]]}, "moe": {"experts": 4}},
-    "hash-sparse attention": {"sparse_attention": {"kind": "hash", "buckets": 4}},
-    "qk-sparse attention": {"sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4}},
-    "egeria": {"freezing": {"egeria": EGERIA}},
-    "egeria and mod": {"freezing": {"egeria": EGERIA}, "mod": {"capacity": 0.25}},
+    "moe auxiliary loss and freezing": {
+        "case": [{"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]}, {"kind": "moe", "experts": 4}]
+    },
+    "hash-sparse attention": {"case": {"kind": "sparse_attention", "pattern": "hash", "buckets": 4}},
+    "qk-sparse attention": {
+        "case": {"kind": "sparse_attention", "pattern": "qk", "keep_queries": 0.6, "keep_keys": 0.4}
+    },
+    "egeria": {"case": {"kind": "freezing", "egeria": EGERIA}},
+    "egeria and mod": {"case": [{"kind": "freezing", "egeria": EGERIA}, {"kind": "mod", "capacity": 0.25}]},
     "egeria and pruning": {
-        "freezing": {"egeria": EGERIA},
-        "pruning": {"start": 0.2, "end": 0.6, "times": 2, "initial_sparsity": 0.3, "csr_from": 0.5},
+        "case": [
+            {"kind": "freezing", "egeria": EGERIA},
+            {"kind": "pruning", "start": 0.2, "end": 0.6, "times": 2, "initial_sparsity": 0.3, "csr_from": 0.5},
+        ]
     },
-    "mod": {"mod": {"capacity": 0.25}},
-    "mod topk": {"mod": {"capacity": 0.25, "every": 1, "sampling": "topk"}},
-    "mod threshold": {"mod": {"threshold": 0.0, "every": 1, "min_capacity": 0.1, "max_capacity": 0.8}},
-    "mod schedule": {"mod": {"capacity": 1.0, "every": 1, "schedule": [[0.3, 0.5], [0.6, 0.25]]}},
-    "mod and freezing": {"mod": {"capacity": 0.25}, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
+    "mod": {"case": {"kind": "mod", "capacity": 0.25}},
+    "mod topk": {"case": {"kind": "mod", "capacity": 0.25, "every": 1, "sampling": "topk"}},
+    "mod threshold": {"case": {"kind": "mod", "threshold": 0.0, "every": 1, "min_capacity": 0.1, "max_capacity": 0.8}},
+    "mod schedule": {"case": {"kind": "mod", "capacity": 1.0, "every": 1, "schedule": [[0.3, 0.5], [0.6, 0.25]]}},
+    "mod and freezing": {
+        "case": [{"kind": "mod", "capacity": 0.25}, {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]}]
+    },
     # With these thresholds some tokens leave at every exit. In the last case all leave.
-    "exits, calm": {"early_exit": {"method": "calm", "threshold": 0.02, "start": 0.3}},
-    "exits, calm tied": {"early_exit": {"method": "calm", "threshold": 0.1}, "tied_embedding": True},
-    "exits, state": {"early_exit": {"method": "calm", "confidence": "state", "threshold": 0.98}},
-    "exits, adpc": {"early_exit": {"method": "adpc", "depths": [1, 2], "threshold": 0.15, "evaluation": False}},
-    "exits, all leave": {"early_exit": {"method": "adpc", "depths": [2], "threshold": 0.0}, "tied_embedding": True},
+    "exits, calm": {"case": {"kind": "early_exit", "method": "calm", "threshold": 0.02, "start": 0.3}},
+    "exits, calm tied": {"case": {"kind": "early_exit", "method": "calm", "threshold": 0.1}, "tied_embedding": True},
+    "exits, state": {"case": {"kind": "early_exit", "method": "calm", "confidence": "state", "threshold": 0.98}},
+    "exits, adpc": {
+        "case": {"kind": "early_exit", "method": "adpc", "depths": [1, 2], "threshold": 0.15, "evaluation": False}
+    },
+    "exits, all leave": {
+        "case": {"kind": "early_exit", "method": "adpc", "depths": [2], "threshold": 0.0},
+        "tied_embedding": True,
+    },
     "mod, moe and hash-sparse attention": {
-        "mod": {"capacity": 0.5},
-        "moe": {"experts": 4},
-        "sparse_attention": {"kind": "hash", "buckets": 4},
+        "case": [
+            {"kind": "mod", "capacity": 0.5},
+            {"kind": "moe", "experts": 4},
+            {"kind": "sparse_attention", "pattern": "hash", "buckets": 4},
+        ]
     },
     "pruning and qk-sparse attention": {
-        "pruning": {"start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8, "probe": False},
-        "sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4},
+        "case": [
+            {"kind": "pruning", "start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8, "probe": False},
+            {"kind": "sparse_attention", "pattern": "qk", "keep_queries": 0.6, "keep_keys": 0.4},
+        ]
     },
     "halves, moe auxiliary loss and freezing": {
         "split_blocks": True,
-        "freezing": {"schedule": [[0.3, 1], [0.6, 2]]},
-        "moe": {"experts": 4, "every": 2},
+        "case": [{"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]}, {"kind": "moe", "experts": 4, "every": 2}],
     },
     "halves, automatic freezing, pruning and qk-sparse attention": {
         "split_blocks": True,
-        "freezing": {"automatic": {"interval": 0.2, "start": 0.2}},
-        "pruning": {"start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8, "probe": False},
-        "sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4},
+        "case": [
+            {"kind": "freezing", "automatic": {"interval": 0.2, "start": 0.2}},
+            {"kind": "pruning", "start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8, "probe": False},
+            {"kind": "sparse_attention", "pattern": "qk", "keep_queries": 0.6, "keep_keys": 0.4},
+        ],
     },
 }
 
@@ -140,12 +168,20 @@ class CaseRun:
 def model_of(run: CaseRun) -> ModelConfig:
     """Return the "model" block of a run. Pruned weights compute dense where the device has no products in CSR."""
     sizes = {} if "huggingface" in run.model else SIZES
-    block, pruning = {**sizes, **run.model}, run.model.get("pruning", {})
+    block = {**sizes, **run.model}
     dtype = torch.bfloat16 if "bf16" in run.precision else torch.float16 if "fp16" in run.precision else torch.float32
     device = torch.device(get_accelerator().current_device_name())
-    if "csr_from" in pruning and not can_csr(dtype, device):
-        block["pruning"] = {**pruning, "csr_from": None, "probe": False}
+    if not can_csr(dtype, device):
+        block["case"] = [
+            {**case, "csr_from": None, "probe": False} if "csr_from" in case else case for case in cases_of(run)
+        ]
     return parse_block(ModelConfig, block, "model")
+
+
+def cases_of(run: CaseRun) -> list[dict[str, Any]]:
+    """List the sections of a run's cases."""
+    case = run.model.get("case", [])
+    return [case] if isinstance(case, dict) else case
 
 
 def num_layers(run: CaseRun) -> int:
@@ -290,7 +326,7 @@ def check_moves_change_nothing(
     assert still[0]["losses"] == elsewhere[0]["losses"] and still[0]["evaluated"] == elsewhere[0]["evaluated"]
     assert whole(still) == whole(elsewhere)
     assert signals(still) == signals(elsewhere)
-    if "early_exit" in case.model:
+    if any(one["kind"] == "early_exit" for one in cases_of(case)):
         assert min(signals(still).values()) < 1.0  # tokens left, so there is something to compare
     assert still[0]["partition"] != elsewhere[0]["partition"]
     assert all(math.isfinite(loss) for loss in still[0]["losses"])

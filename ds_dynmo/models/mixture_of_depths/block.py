@@ -11,163 +11,24 @@ between layers, follow a schedule, or come from a threshold of the router's weig
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_dynmo.models.batch_counts import CountsPerBatch
-from ds_dynmo.models.case import DynamicCase
+from ds_dynmo.models.case import DynamicCase, RunSizes
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
-from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.layer_numbers import local_layers
+from ds_dynmo.models.mixture_of_depths.config import MixtureOfDepthsConfig, tokens_of
 from ds_dynmo.models.recomputation import is_recomputing
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.transformer import INIT_STD, init_linear
 
-__all__ = ["MixtureOfDepths", "MixtureOfDepthsBlock", "MixtureOfDepthsConfig", "Predictor", "top_tokens"]
-
-OF_THE_PREDICTOR = ("predictor_size", "predictor_coefficient")
-OF_THE_THRESHOLD = ("min_capacity", "max_capacity")
-CAPACITY = 0.125  # Raposo et al.
-
-
-class MixtureOfDepthsConfig(BaseModel):
-    """The "mod" block. The defaults are the paper's best: an eighth of the tokens in every second block."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    capacity: float | tuple[float, ...] = Field(
-        default=CAPACITY,
-        description="tokens that a routed block takes, as a fraction of a sequence, at least 1; a list has one for "
-        "each routed block",
-    )
-    schedule: tuple[tuple[float, float], ...] | None = Field(
-        default=None,
-        description="[[fraction, capacity], ...]: from that fraction of the steps on, routed blocks have that "
-        "capacity, before the first that of the key capacity",
-    )
-    threshold: float | None = Field(
-        default=None,
-        description="a routed block takes the tokens with a larger router weight, from min_capacity to max_capacity; "
-        "null: as many as capacity says",
-    )
-    min_capacity: float = Field(default=0.03125, gt=0, le=1, description="with threshold: takes at least so many")
-    max_capacity: float = Field(default=0.5, gt=0, le=1, description="with threshold: takes at most so many")
-    every: int = Field(default=2, ge=1, description="every so many blocks one is routed, the last of them; 1: all are")
-    sampling: Literal["topk", "predictor", "threshold"] = Field(
-        default="predictor",
-        description="who chooses at evaluation: the router as in training, the predictor, or the threshold without its "
-        "bounds; the choice of the last two does not depend on later tokens",
-    )
-    predictor_size: int = Field(default=32, ge=1, description="width of the predictor's hidden layer")
-    predictor_coefficient: float = Field(default=0.01, gt=0, description="of the predictor's loss in the total")
-
-    @field_validator("capacity", mode="before")
-    @classmethod
-    def _one_or_a_list(cls, capacity: Any) -> float | tuple[float, ...]:
-        if not isinstance(capacity, list | tuple):
-            return _checked(capacity)
-        if not capacity:
-            raise ValueError("should be a capacity, or a list with one for each routed block")
-        return tuple(_checked(each) for each in capacity)
-
-    @field_validator("schedule", mode="before")
-    @classmethod
-    def _pairs(cls, schedule: Any, info: ValidationInfo) -> tuple[tuple[float, float], ...] | None:
-        if schedule is None:
-            return None
-        if not isinstance(schedule, list | tuple) or not schedule:
-            raise ValueError("should be null or a list of [fraction of the steps, capacity], one or more")
-        for entry in schedule:
-            if not isinstance(entry, list | tuple) or len(entry) != 2:
-                raise ValueError(f"should hold pairs [fraction of the steps, capacity], not {entry}")
-            if type(entry[0]) not in (int, float) or not 0 <= entry[0] < 1:
-                raise ValueError(f"should have fractions of the steps in [0, 1), not {entry[0]}")
-            _checked(entry[1])
-        fractions = [fraction for fraction, _ in schedule]
-        if any(later <= earlier for earlier, later in zip(fractions, fractions[1:])):
-            raise ValueError(f"should have increasing fractions of the steps, not {fractions}")
-        if isinstance(info.data.get("capacity"), tuple):
-            raise ValueError("cannot be combined with a list of capacities: it gives one to all routed blocks")
-        return tuple((float(fraction), float(capacity)) for fraction, capacity in schedule)
-
-    @field_validator("threshold")
-    @classmethod
-    def _instead_of_capacity(cls, threshold: float | None, info: ValidationInfo) -> float | None:
-        if threshold is not None and (info.data.get("capacity") != CAPACITY or info.data.get("schedule") is not None):
-            raise ValueError("cannot be combined with capacity or schedule: min_capacity and max_capacity bound it")
-        return threshold
-
-    @field_validator(*OF_THE_THRESHOLD)
-    @classmethod
-    def _of_the_threshold(cls, bound: float, info: ValidationInfo) -> float:
-        assert info.field_name is not None
-        if info.data.get("threshold") is None and bound != cls.model_fields[info.field_name].default:
-            raise ValueError("is used with threshold only, this is null")
-        least = info.data.get("min_capacity")
-        if info.field_name == "max_capacity" and least is not None and bound < least:
-            raise ValueError(f"should be at least min_capacity, {least}")
-        return bound
-
-    @field_validator(*OF_THE_PREDICTOR)
-    @classmethod
-    def _of_this_sampling(cls, value: Any, info: ValidationInfo) -> Any:
-        assert info.field_name is not None
-        sampling = info.data.get("sampling", "predictor")
-        if sampling != "predictor" and value != cls.model_fields[info.field_name].default:
-            raise ValueError(f'is used by sampling "predictor" only, this is "{sampling}"')
-        return value
-
-    @field_validator("sampling")
-    @classmethod
-    def _has_a_threshold(cls, sampling: str, info: ValidationInfo) -> str:
-        if sampling == "threshold" and "threshold" in info.data and info.data["threshold"] is None:
-            raise ValueError("needs a threshold, this is null")
-        return sampling
-
-    def routes(self, block: int) -> bool:
-        """Is block number ``block``, counted from 1, a routed one?
-
-        >>> [block for block in range(1, 7) if MixtureOfDepthsConfig(every=2).routes(block)]
-        [2, 4, 6]
-        """
-        return block % self.every == 0
-
-    def capacity_of(self, block: int) -> float:
-        """Give the capacity of routed block number ``block`` at first; with a threshold, the most it takes."""
-        if self.threshold is not None:
-            return self.max_capacity
-        return self.capacity[block // self.every - 1] if isinstance(self.capacity, tuple) else self.capacity
-
-    def scheduled_capacity(self, step: int, total_steps: int) -> float:
-        """Give the schedule's capacity in step ``step``, counted from 0. All have begun by the last step.
-
-        >>> config = MixtureOfDepthsConfig(capacity=1.0, schedule=[[0.5, 0.25], [0.99, 0.125]])
-        >>> [config.scheduled_capacity(step, 4) for step in range(4)]
-        [1.0, 1.0, 0.25, 0.125]
-        """
-        assert self.schedule is not None and isinstance(self.capacity, float)
-        last = total_steps - 1
-        due = [capacity for fraction, capacity in self.schedule if step >= min(round(fraction * total_steps), last)]
-        return due[-1] if due else self.capacity
-
-
-def tokens_of(capacity: float, sequence: int) -> int:
-    """Count the tokens that a block of this capacity takes of a sequence: at least 1, halves rounded to even.
-
-    >>> tokens_of(0.125, 256)
-    32
-    """
-    return max(1, round(capacity * sequence))
-
-
-def _checked(capacity: Any) -> float:
-    if type(capacity) not in (int, float) or not 0 < capacity <= 1:
-        raise ValueError(f"should have capacities greater than 0 and less than or equal to 1, not {capacity}")
-    return float(capacity)
+__all__ = ["MixtureOfDepths", "MixtureOfDepthsBlock", "Predictor", "capacity_schedule", "routed_block", "top_tokens"]
 
 
 class MixtureOfDepthsBlock(CountsPerBatch, Block):
@@ -179,7 +40,7 @@ class MixtureOfDepthsBlock(CountsPerBatch, Block):
 
     Args:
         config, layer, attention, mlp: as in :class:`~ds_dynmo.models.gpt.Block`.
-        depths: the "mod" block.
+        depths: the case's section.
 
     Attributes:
         sampling: as in :class:`MixtureOfDepthsConfig`.
@@ -341,15 +202,22 @@ def top_order(weights: torch.Tensor) -> torch.Tensor:
     return weights.detach().sort(dim=1, descending=True, stable=True).indices  # topk takes any of equal ones
 
 
+def routed_block(
+    model: GPTConfig, config: MixtureOfDepthsConfig, number: int, parts: dict[str, Any]
+) -> list[LayerSpec] | None:
+    """Specify block ``number``, counted from 1, if it is a routed one."""
+    return [LayerSpec(MixtureOfDepthsBlock, model, number, config, **parts)] if config.routes(number) else None
+
+
 class MixtureOfDepths(DynamicCase):
     """Gives routed blocks the schedule's capacity, and tells the engine when that changes. It has no state."""
 
     name = "mod"
 
-    def __init__(self, config: MixtureOfDepthsConfig, engine: Any, *, total_steps: int) -> None:
+    def __init__(self, config: MixtureOfDepthsConfig, engine: Any, sizes: RunSizes) -> None:
         super().__init__(engine)
         self._config = config
-        self._total_steps = total_steps
+        self._total_steps = sizes.total_steps
 
     def before_batch(self, step: int) -> None:
         """Set the capacity of this stage's routed blocks."""
@@ -359,3 +227,8 @@ class MixtureOfDepths(DynamicCase):
                 layer.capacity = capacity
         if capacity != self._config.scheduled_capacity(step - 1, self._total_steps):
             self.engine.model_changed(f"mixture of depths: capacity {capacity:g}")
+
+
+def capacity_schedule(config: MixtureOfDepthsConfig, engine: Any, sizes: RunSizes) -> MixtureOfDepths | None:
+    """Return what gives routed blocks the schedule's capacity; None: there is no schedule."""
+    return None if config.schedule is None else MixtureOfDepths(config, engine, sizes)
