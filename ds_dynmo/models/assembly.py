@@ -15,7 +15,8 @@ from ds_dynmo.models.case import DynamicCase, RunSizes
 from ds_dynmo.models.config import BLOCK, BYTES, ModelConfig
 from ds_dynmo.models.early_exit.exits import EarlyExit, exit_layers
 from ds_dynmo.models.freezing.config import FreezingConfig
-from ds_dynmo.models.freezing.prefix import freezing_case
+from ds_dynmo.models.freezing.egeria import Egeria
+from ds_dynmo.models.freezing.prefix import Freezing
 from ds_dynmo.models.gpt import block_layers, gpt_layers
 from ds_dynmo.models.huggingface.configs import config_of
 from ds_dynmo.models.layer_numbers import block_numbers
@@ -44,10 +45,15 @@ BLOCKS: dict[str, Callable[[ModelConfig, Any, int, dict[str, Any]], list[LayerSp
     "pruning": prunable_block,
 }
 
+
+def _freezing(config: FreezingConfig, engine: Any, sizes: RunSizes) -> DynamicCase:
+    return Freezing(config, engine, sizes) if config.egeria is None else Egeria(config.egeria, engine, sizes)
+
+
 # What is called between batches, in this order, from the case, the engine and numbers of the run; None: nothing.
 DYNAMIC: dict[str, Callable[[Any, Any, RunSizes], DynamicCase | None]] = {
     "pruning": Pruning,  # first, so that the others see no gradients of pruned weights
-    "freezing": freezing_case,
+    "freezing": _freezing,
     "moe": ExpertBalance,
     "mod": capacity_schedule,
     "early_exit": EarlyExit,

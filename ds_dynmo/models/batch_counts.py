@@ -1,11 +1,13 @@
-"""How a layer learns that a training batch begins."""
+"""Count something over the micro-batches of a training batch: when a batch begins, and which passes count."""
 
 from __future__ import annotations
 
 from torch import nn
 from typing_extensions import Self
 
-__all__ = ["CountsPerBatch"]
+from ds_dynmo.torch_private import backward_pass_number
+
+__all__ = ["CountsPerBatch", "is_recomputing"]
 
 
 class CountsPerBatch(nn.Module):
@@ -26,3 +28,11 @@ class CountsPerBatch(nn.Module):
         """Return True once in each training batch, at the first call: what is counted then begins at zero."""
         begins, self._begins = self._begins, False
         return begins
+
+
+def is_recomputing() -> bool:
+    """Return whether a backward pass runs this code, as activation checkpointing does: its calls are not counted.
+
+    Private in torch; it is what ``torch.utils.checkpoint`` itself asks (read in 2.13.0).
+    """
+    return backward_pass_number() != -1

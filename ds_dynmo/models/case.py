@@ -39,6 +39,11 @@ class CaseConfig(Section):
         return "hidden"
 
     @property
+    def shares_experts(self) -> bool:
+        """Whether data-parallel replicas hold different experts."""
+        return False
+
+    @property
     def follows_steps(self) -> bool:
         """Whether the model changes at fractions of the run's steps."""
         return False

@@ -94,6 +94,11 @@ class ModelConfig(GPTConfig):
         carried = {case.carries for case in self.case}
         return "exits" if "exits" in carried else "auxiliary" if "auxiliary" in carried else "hidden"
 
+    @property
+    def shares_experts(self) -> bool:
+        """Whether data-parallel replicas hold different experts."""
+        return self.expert_parallel or any(case.shares_experts for case in self.case)
+
     def find_case(self, section: type[AnyCase]) -> AnyCase | None:
         """Return the case of this class; None: the model does not have it."""
         return next((case for case in self.case if isinstance(case, section)), None)

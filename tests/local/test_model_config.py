@@ -304,7 +304,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         (
             {"case": [{"kind": "moe", "expert_parallel": True}, {"kind": "mod"}]},
             "model.case",
-            'mod: sampling "predictor" cannot be combined with expert_parallel of moe',
+            'mod: only sampling "topk" without threshold can be combined with expert_parallel',
         ),
         (
             {"case": [{"kind": "moe"}, {"kind": "pruning"}]},
@@ -331,7 +331,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
                 "case": [{"kind": "freezing", "egeria": {}}, {"kind": "sparse_attention", "pattern": "hash"}],
             },
             "model.case",
-            "cannot be combined with egeria",
+            "freezing: egeria cannot be combined with sparse_attention",
         ),
         ({"huggingface": 3}, "model.huggingface = 3", "valid string"),
         ({"huggingface": "folder", "layers": 2, "heads": 4}, "model = ", "heads, layers: cannot be given beside"),
@@ -442,7 +442,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
                 ]
             },
             "model.case",
-            "mod: threshold cannot be combined with expert_parallel of moe",
+            'mod: only sampling "topk" without threshold can be combined with expert_parallel',
         ),
         (
             {"case": {"kind": "early_exit", "method": "calm", "confidence": "classifier"}},

@@ -8,7 +8,6 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ds_dynmo.config.section import Section
 from ds_dynmo.models.case import CaseConfig
-from ds_dynmo.models.moe.config import MoEConfig
 
 if TYPE_CHECKING:
     from ds_dynmo.models.config import ModelConfig
@@ -115,14 +114,15 @@ class FreezingConfig(CaseConfig):
 
     def check(self, model: ModelConfig) -> None:
         """See :meth:`CaseConfig.check`. Layers of a Hugging Face model are checked when they are built."""
-        moe = model.find_case(MoEConfig)
-        if self.schedule is None and (model.expert_parallel or (moe is not None and moe.expert_parallel)):
+        if self.schedule is None and model.shares_experts:
             raise ValueError(
                 "only schedule can be combined with expert_parallel: automatic and egeria look at weights, of which "
                 "every replica has others"
             )
         if model.peft is not None:
             raise ValueError("cannot be combined with peft: the base would train when it thaws")
+        if self.egeria is not None and any(case.kind == "sparse_attention" for case in model.case):
+            raise ValueError("egeria cannot be combined with sparse_attention: its references draw other patterns")
         if model.huggingface is not None:
             return
         if model.tied_embedding:

@@ -19,14 +19,12 @@ import torch
 
 from ds_dynmo.models.case import RunSizes
 from ds_dynmo.models.freezing.config import FreezingConfig
-from ds_dynmo.models.freezing.egeria import Egeria
 from ds_dynmo.models.freezing.front import FreezingCase
 
 __all__ = [
     "Freezing",
     "FreezingController",
     "auto_freeze",
-    "freezing_case",
     "gradient_change",
     "scheduled_blocks",
 ]
@@ -183,8 +181,3 @@ class Freezing(FreezingCase):
         """Load the controller's state."""
         self._loaded()
         self._controller.load_state_dict(state, first_rank=self.engine.global_rank == 0)
-
-
-def freezing_case(config: FreezingConfig, engine: Any, sizes: RunSizes) -> FreezingCase:
-    """Return what freezes the model's front, by the way that the section gives."""
-    return Freezing(config, engine, sizes) if config.egeria is None else Egeria(config.egeria, engine, sizes)

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.batch_counts import CountsPerBatch
+from ds_dynmo.models.batch_counts import CountsPerBatch, is_recomputing
 from ds_dynmo.models.huggingface.modules import DecoderLayer, RouterLoss
 from ds_dynmo.models.huggingface.outline import Experts
 from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.moe.expert_parallel import Dispatch, Replicas, loads_of_replicas, share_of
-from ds_dynmo.models.recomputation import is_recomputing
 from ds_dynmo.models.stream import Activations
 
 __all__ = ["MoEDecoderLayer", "keep_share"]

@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from ds_dynmo.models.batch_counts import CountsPerBatch
+from ds_dynmo.models.batch_counts import CountsPerBatch, is_recomputing
 from ds_dynmo.models.case import DynamicCase, RunSizes
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.layer_numbers import local_layers
 from ds_dynmo.models.mixture_of_depths.config import MixtureOfDepthsConfig, tokens_of
-from ds_dynmo.models.recomputation import is_recomputing
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.transformer import INIT_STD, init_linear
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from ds_dynmo.models.case import Carries, CaseConfig
-from ds_dynmo.models.moe.config import MoEConfig
 
 if TYPE_CHECKING:
     from ds_dynmo.models.config import ModelConfig
@@ -169,18 +168,11 @@ class MixtureOfDepthsConfig(CaseConfig):
                 f"capacity lists {len(self.capacity)} capacities, the model has {routed} routed blocks "
                 f"(layers {model.layers}, every {self.every})"
             )
-        moe = model.find_case(MoEConfig)
-        if moe is None or not moe.expert_parallel:
-            return
-        for chooses, name in (
-            (self.threshold is not None, "threshold"),
-            (self.sampling == "predictor", 'sampling "predictor"'),
-        ):
-            if chooses:
-                raise ValueError(
-                    f"{name} cannot be combined with expert_parallel of moe: in an evaluation replicas would not run "
-                    'their experts equally often; sampling "topk" without threshold can'
-                )
+        if model.shares_experts and (self.threshold is not None or self.sampling == "predictor"):
+            raise ValueError(
+                'only sampling "topk" without threshold can be combined with expert_parallel: else replicas would not '
+                "run their experts equally often in an evaluation"
+            )
 
 
 def tokens_of(capacity: float, sequence: int) -> int:

@@ -67,6 +67,11 @@ class MoEConfig(CaseConfig):
         """See :attr:`CaseConfig.carries`."""
         return "auxiliary" if self.routing == "aux_loss" else "hidden"
 
+    @property
+    def shares_experts(self) -> bool:
+        """See :attr:`CaseConfig.shares_experts`."""
+        return self.expert_parallel
+
     def blocks(self, num_blocks: int) -> list[int]:
         """List the blocks, counted from 1, that have experts.
 

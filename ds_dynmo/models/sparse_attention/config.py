@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from ds_dynmo.models.case import CaseConfig
-from ds_dynmo.models.freezing.config import FreezingConfig
 
 if TYPE_CHECKING:
     from ds_dynmo.models.config import ModelConfig
@@ -49,9 +48,6 @@ class SparseAttentionConfig(CaseConfig):
 
     def check(self, model: ModelConfig) -> None:
         """See :meth:`CaseConfig.check`."""
-        freezing = model.find_case(FreezingConfig)
-        if freezing is not None and freezing.egeria is not None:
-            raise ValueError("cannot be combined with egeria: its references would draw other patterns")
         if self.buckets is not None and self.buckets > model.sequence_length:
             raise ValueError(
                 f"hashes into {self.buckets} buckets, a sequence has {model.sequence_length} tokens (sequence_length)"
