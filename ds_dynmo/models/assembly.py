@@ -17,14 +17,14 @@ from ds_dynmo.models.early_exit.exits import EarlyExit, exit_layers
 from ds_dynmo.models.freezing.config import FreezingConfig
 from ds_dynmo.models.freezing.egeria import Egeria
 from ds_dynmo.models.freezing.prefix import Freezing
-from ds_dynmo.models.gpt import block_layers, gpt_layers
+from ds_dynmo.models.gpt import DocumentAttention, gpt_layers
+from ds_dynmo.models.half_blocks import block_layers
 from ds_dynmo.models.huggingface.configs import config_of
 from ds_dynmo.models.layer_numbers import block_numbers
 from ds_dynmo.models.mixture_of_depths.block import capacity_schedule, routed_block
 from ds_dynmo.models.moe.layer import ExpertBalance, expert_parts
 from ds_dynmo.models.pruning.gradual import Pruning, prunable_block
 from ds_dynmo.models.sparse_attention.attention import attention_parts
-from ds_dynmo.models.transformer import DocumentAttention
 
 __all__ = ["dynamic_cases", "model_layers", "vocabulary_of"]
 

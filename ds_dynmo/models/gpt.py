@@ -1,4 +1,4 @@
-"""A decoder-only GPT as a list of pipeline layers: embedding, pre-norm blocks or their halves, final norm, output head.
+"""A decoder-only GPT as a list of pipeline layers: embedding, pre-norm blocks, final norm, output head.
 
 Between layers there is one float tensor ``[batch, sequence, hidden]``, or what a
 :class:`~ds_dynmo.models.stream.Stream` packs. Every layer draws its initial weights from a generator of its own, so
@@ -7,47 +7,108 @@ that they are the same under every partition of the list.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
+from torch.nn.utils import skip_init
 
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Activations, Stream
-from ds_dynmo.models.transformer import INIT_STD, CausalSelfAttention, FeedForward, init_normal
 
 __all__ = [
-    "AttentionHalf",
+    "INIT_STD",
     "Block",
-    "BlockPart",
-    "BlockTypes",
-    "FeedForwardHalf",
+    "CausalSelfAttention",
+    "DocumentAttention",
+    "FeedForward",
     "FinalNorm",
+    "MakePart",
     "OutputHead",
     "TokenEmbedding",
-    "block_layers",
+    "apply_rotary",
     "embed",
     "gpt_layers",
+    "init_linear",
+    "init_normal",
     "language_model_loss",
     "language_model_losses",
+    "residual_std",
 ]
+
+INIT_STD = 0.02  # GPT-2
 
 MakePart = Callable[[Any, torch.Generator], nn.Module]  # from the configuration and the generator of its weights
 
 
-class _Layer(nn.Module):
-    """A layer of the pipeline."""
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention of every token to itself and to earlier ones, with rotary positions."""
+
+    def __init__(self, config: GPTConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.rope_base = config.rope_base
+        self.query_key_value = init_linear(config.hidden_size, 3 * config.hidden_size, INIT_STD, generator)
+        self.output = init_linear(config.hidden_size, config.hidden_size, residual_std(config), generator)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.output(self.mix(hidden, positions))
+        return output
+
+    def mix(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Compute the input of the output projection, ``[batch, sequence, hidden]``."""
+        batch, sequence, width = hidden.shape
+        projected = self.query_key_value(hidden).view(batch, sequence, 3, self.heads, width // self.heads)
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
+        mask = self.mask(positions)
+        positions = positions.unsqueeze(-2)  # alike for all heads
+        query = apply_rotary(query, positions, self.rope_base)
+        key = apply_rotary(key, positions, self.rope_base)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        return mixed.transpose(1, 2).reshape(batch, sequence, width)
+
+    def mask(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Return the pairs that attend, bool ``[batch, 1, sequence, sequence]``; None: all to no later token."""
+        return None
+
+
+class DocumentAttention(CausalSelfAttention):
+    """Attention of every token to itself and to earlier ones of its document, which begins at position 0."""
+
+    def mask(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """See :class:`CausalSelfAttention`."""
+        documents = (positions == 0).cumsum(dim=-1)
+        return (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril().unsqueeze(1)
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with a GELU in between."""
+
+    def __init__(self, config: GPTConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        width = config.mlp_ratio * config.hidden_size
+        self.expand = init_linear(config.hidden_size, width, INIT_STD, generator)
+        self.contract = init_linear(width, config.hidden_size, residual_std(config), generator)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        contracted: torch.Tensor = self.contract(F.gelu(self.expand(hidden)))
+        return contracted
+
+
+class GPTLayer(nn.Module):
+    """Base of the layers of the pipeline."""
 
     def load_signal(self) -> float:
-        """The paper's ``1 - f_i`` (section 2, layer freezing): 0.0 if no parameter of this layer trains, else 1.0.
+        """Return the paper's ``1 - f_i`` (section 2, layer freezing): 0.0 if no parameter trains, else 1.0.
 
         The paper counts a frozen layer as no load. It still runs forward, which a measured time includes and this
-        number does not. A part that does less than its dense work says so by a ``load_signal`` of its own.
+        number does not. It is multiplied by the ``load_signal`` of each part that has one: the share of its dense work.
         """
         signal = float(any(parameter.requires_grad for parameter in self.parameters()))
         for part in self.children():
@@ -56,10 +117,64 @@ class _Layer(nn.Module):
         return signal
 
 
-class TokenEmbedding(_Layer):
+class Block(GPTLayer):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+
+    Args:
+        layer: its number among the blocks, counted from 1.
+        attention: makes the attention; called with normalised hidden states ``[batch, sequence, hidden]`` and
+            positions, int64 ``[sequence]`` or ``[batch, sequence]``.
+        mlp: makes the feed-forward part, which returns hidden states, or these and an auxiliary loss, fp32 ``[1]``.
+    """
+
+    is_block: ClassVar[bool] = True
+
+    def __init__(
+        self, config: GPTConfig, layer: int, attention: MakePart | None = None, mlp: MakePart | None = None
+    ) -> None:
+        super().__init__()
+        self.carries = config.carries
+        generator = generator_for("layer", config.seed, layer)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention = (attention or CausalSelfAttention)(config, generator)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = (mlp or FeedForward)(config, generator)
+
+    def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Apply this layer to hidden states; return them and its auxiliary loss, None if it has none.
+
+        Args:
+            hidden: ``[batch, sequence, hidden]``, tokens in the order of their positions.
+            positions: int64 ``[sequence]`` or ``[batch, sequence]``.
+        """
+        return self.feed_forward(self.attend(hidden, positions))
+
+    def attend(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Add attention to hidden states; see :meth:`transform`."""
+        changed: torch.Tensor = hidden + self.attention(self.attention_norm(hidden), positions)
+        return changed
+
+    def feed_forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add the feed-forward part to hidden states; see :meth:`transform`."""
+        change = self.mlp(self.mlp_norm(hidden))
+        change, auxiliary = change if isinstance(change, tuple) else (change, None)
+        return hidden + change, auxiliary
+
+    def forward(self, activations: Activations) -> Activations:
+        stream = Stream.unpack(activations)
+        positions = stream.positions
+        if positions is None:
+            positions = torch.arange(stream.hidden.shape[1], device=stream.hidden.device)
+        hidden, auxiliary = self.transform(stream.hidden, positions)
+        if auxiliary is not None and stream.auxiliary is not None:
+            auxiliary = stream.auxiliary + auxiliary
+        return replace(stream, hidden=hidden, auxiliary=stream.auxiliary if auxiliary is None else auxiliary).pack()
+
+
+class TokenEmbedding(GPTLayer):
     """Token numbers int64 ``[batch, sequence]`` to ``[batch, sequence, hidden]``, and what travels beside that.
 
-    With :class:`~ds_dynmo.models.transformer.DocumentAttention` in the blocks it takes (token numbers, positions).
+    With :class:`DocumentAttention` in the blocks it takes (token numbers, positions).
     """
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
@@ -72,125 +187,7 @@ class TokenEmbedding(_Layer):
         return embed(self.weight, tokens, self.carries)
 
 
-class BlockPart(_Layer):
-    """A block or half of one: its parts, and how they change hidden states."""
-
-    is_block: ClassVar[bool] = True
-
-    attention_norm: nn.LayerNorm
-    attention: nn.Module
-    mlp_norm: nn.LayerNorm
-    mlp: nn.Module
-
-    def forward(self, activations: Activations) -> Activations:
-        stream = Stream.unpack(activations)
-        positions = stream.positions
-        if positions is None:
-            positions = torch.arange(stream.hidden.shape[1], device=stream.hidden.device)
-        hidden, auxiliary = self.transform(stream.hidden, positions)
-        if auxiliary is not None and stream.auxiliary is not None:
-            auxiliary = stream.auxiliary + auxiliary
-        return replace(stream, hidden=hidden, auxiliary=stream.auxiliary if auxiliary is None else auxiliary).pack()
-
-    def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Apply this layer to hidden states; give them and its auxiliary loss, None if it has none.
-
-        Args:
-            hidden: ``[batch, sequence, hidden]``, tokens in the order of their positions.
-            positions: int64 ``[sequence]`` or ``[batch, sequence]``.
-        """
-        raise NotImplementedError
-
-    def _make_attention(self, config: GPTConfig, attention: MakePart | None, generator: torch.Generator) -> None:
-        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.attention = (attention or CausalSelfAttention)(config, generator)
-
-    def _make_mlp(self, config: GPTConfig, mlp: MakePart | None, generator: torch.Generator) -> None:
-        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = (mlp or FeedForward)(config, generator)
-
-    def _attend(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        changed: torch.Tensor = hidden + self.attention(self.attention_norm(hidden), positions)
-        return changed
-
-    def _feed_forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        change = self.mlp(self.mlp_norm(hidden))
-        change, auxiliary = change if isinstance(change, tuple) else (change, None)
-        return hidden + change, auxiliary
-
-
-class Block(BlockPart):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
-
-    Args:
-        layer: its number among the blocks, counted from 1.
-        attention: makes the attention; called with normalised hidden states ``[batch, sequence, hidden]`` and
-            positions, int64 ``[sequence]`` or ``[batch, sequence]``.
-        mlp: makes the feed-forward part, which gives hidden states, or these and an auxiliary loss, fp32 ``[1]``.
-    """
-
-    def __init__(
-        self, config: GPTConfig, layer: int, attention: MakePart | None = None, mlp: MakePart | None = None
-    ) -> None:
-        super().__init__()
-        self.carries = config.carries
-        generator = generator_for("layer", config.seed, layer)
-        self._make_attention(config, attention, generator)
-        self._make_mlp(config, mlp, generator)
-
-    def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :meth:`BlockPart.transform`."""
-        return self._feed_forward(self._attend(hidden, positions))
-
-
-class AttentionHalf(BlockPart):
-    """``x + attention(norm(x))``: the first half of a :class:`Block`, with its weights under their names in it.
-
-    Args:
-        layer, attention: as in :class:`Block`.
-
-    Attributes:
-        draws_as_layer: the block's number among whole blocks, so that it draws random numbers as the block would.
-    """
-
-    def __init__(self, config: GPTConfig, layer: int, attention: MakePart | None = None) -> None:
-        super().__init__()
-        self.carries = config.carries
-        self.draws_as_layer = layer
-        self._make_attention(config, attention, generator_for("layer", config.seed, layer))
-
-    def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :meth:`BlockPart.transform`."""
-        return self._attend(hidden, positions), None
-
-
-class FeedForwardHalf(BlockPart):
-    """``x + mlp(norm(x))``: the second half of a :class:`Block`, with its weights under their names in it.
-
-    Args:
-        layer, attention, mlp: as in :class:`Block`. The attention's weights are drawn and dropped, because those of
-            the feed-forward part are drawn after them.
-
-    Attributes:
-        draws_as_layer: a number that no other layer has.
-    """
-
-    def __init__(
-        self, config: GPTConfig, layer: int, attention: MakePart | None = None, mlp: MakePart | None = None
-    ) -> None:
-        super().__init__()
-        self.carries = config.carries
-        self.draws_as_layer = -layer
-        generator = generator_for("layer", config.seed, layer)
-        (attention or CausalSelfAttention)(config, generator)
-        self._make_mlp(config, mlp, generator)
-
-    def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :meth:`BlockPart.transform`."""
-        return self._feed_forward(hidden)
-
-
-class FinalNorm(_Layer):
+class FinalNorm(GPTLayer):
     """The norm before the head."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -202,7 +199,7 @@ class FinalNorm(_Layer):
         return replace(stream, hidden=self.norm(stream.hidden)).pack()
 
 
-class OutputHead(_Layer):
+class OutputHead(GPTLayer):
     """``[batch, sequence, hidden]`` to logits ``[batch, sequence, vocabulary]``, and the auxiliary losses if any."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
@@ -214,42 +211,17 @@ class OutputHead(_Layer):
         return _logits(self.weight, activations)
 
 
-class BlockTypes(NamedTuple):
-    """The classes of a block: of a whole one, and of its halves where they are layers (``split_blocks``)."""
-
-    whole: type[BlockPart]
-    attention_half: type[BlockPart]
-    feed_forward_half: type[BlockPart]
-
-
-PLAIN = BlockTypes(Block, AttentionHalf, FeedForwardHalf)
-
-
-def block_layers(config: GPTConfig, number: int, types: BlockTypes = PLAIN, **parts: Any) -> list[LayerSpec]:
-    """Specify block ``number``, counted from 1: one layer of the list, or one for each half.
-
-    Args:
-        parts: arguments of :class:`Block`, "attention" and "mlp", and of the classes in ``types``.
-    """
-    if not config.split_blocks:
-        return [LayerSpec(types.whole, config, number, **parts)]
-    of_attention = {name: part for name, part in parts.items() if name != "mlp"}
-    return [
-        LayerSpec(types.attention_half, config, number, **of_attention),
-        LayerSpec(types.feed_forward_half, config, number, **parts),
-    ]
-
-
 def gpt_layers(config: GPTConfig, blocks: Sequence[LayerSpec] | None = None) -> list[LayerSpec]:
-    """Build the layer list for a ``PipelineModule``: embedding, blocks or their halves, final norm, head.
+    """Build the layer list for a ``PipelineModule``: embedding, blocks, final norm, head.
 
     With ``tied_embedding`` the first and the last entry are one ``TiedLayerSpec`` key, "embedding".
 
     Args:
-        blocks: what is between embedding and final norm; None: plain blocks, or their halves.
+        blocks: the layers between embedding and final norm; None: whole plain blocks.
     """
     if blocks is None:
-        blocks = [layer for number in range(1, config.layers + 1) for layer in block_layers(config, number)]
+        assert not config.split_blocks, "ds_dynmo.models.half_blocks has their layers"
+        blocks = [LayerSpec(Block, config, layer) for layer in range(1, config.layers + 1)]
     if config.tied_embedding:
         # The head has the forward_fn: checkpoints hold the state of the tied layer that has none.
         embedding = TiedLayerSpec("embedding", TokenEmbedding, config, 0, tied_weight_attr="weight")
@@ -301,3 +273,39 @@ def _logits(weight: torch.Tensor, activations: Activations) -> Activations:
     stream = Stream.unpack(activations)
     logits = F.linear(stream.hidden, weight)
     return logits if stream.auxiliary is None else (logits, stream.auxiliary)
+
+
+def apply_rotary(states: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
+    """Rotate pairs of features by angles that grow with the position (RoPE), in fp32.
+
+    Args:
+        states: ``[..., sequence, width]``, an even width; feature ``i`` is paired with ``i + width / 2``.
+        positions: ints, broadcastable to ``[..., sequence]``.
+        base: pair ``i`` turns by ``base ** (-2 i / width)`` per position.
+
+    Returns:
+        The same shape and dtype. The dot product of two rotated vectors depends on their positions' difference alone.
+    """
+    half = states.shape[-1] // 2
+    frequencies = base ** (torch.arange(half, device=states.device, dtype=torch.float32) / -half)
+    angles = positions.unsqueeze(-1) * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    first, second = states.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(states.dtype)
+
+
+def init_linear(inputs: int, outputs: int, std: float, generator: torch.Generator) -> nn.Linear:
+    """Make a linear layer without bias, its weight drawn from ``generator``."""
+    linear = skip_init(nn.Linear, inputs, outputs, bias=False)  # nn.Linear's own initialisation draws globally
+    init_normal(linear.weight, std, generator)
+    return linear
+
+
+def init_normal(weight: nn.Parameter, std: float, generator: torch.Generator) -> None:
+    """Draw ``weight`` from ``generator``: normal, mean 0."""
+    nn.init.normal_(weight, std=std, generator=generator)
+
+
+def residual_std(config: GPTConfig) -> float:
+    """Return the initial standard deviation of what adds to the residual stream: it shrinks with depth (GPT-2)."""
+    return INIT_STD / math.sqrt(2 * config.layers)

@@ -28,10 +28,9 @@ from ds_dynmo.models.early_exit.criteria import (
     state_similarity,
 )
 from ds_dynmo.models.early_exit.exits import EarlyExit, ExitHead
-from ds_dynmo.models.gpt import language_model_losses
+from ds_dynmo.models.gpt import apply_rotary, language_model_losses
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Stream
-from ds_dynmo.models.transformer import apply_rotary
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 9, "mlp_ratio": 2, "tied_embedding": False}
 

@@ -11,10 +11,18 @@ from torch import nn
 from ds_dynmo.config import parse_block
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ModelConfig, model_layers
-from ds_dynmo.models.gpt import Block, FinalNorm, OutputHead, TokenEmbedding, gpt_layers, language_model_loss
+from ds_dynmo.models.gpt import (
+    Block,
+    CausalSelfAttention,
+    FinalNorm,
+    OutputHead,
+    TokenEmbedding,
+    apply_rotary,
+    gpt_layers,
+    language_model_loss,
+)
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.seeding import generator_for
-from ds_dynmo.models.transformer import CausalSelfAttention, apply_rotary
 
 SMALL = GPTConfig(vocab_size=50, sequence_length=16, layers=3, hidden_size=32, heads=4, seed=7, tied_embedding=False)
 TIED = SMALL.model_copy(update={"tied_embedding": True})

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, RunSizes, language_model_loss, model_layers
-from ds_dynmo.models.gpt import Block
+from ds_dynmo.models.gpt import Block, CausalSelfAttention, apply_rotary
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.mixture_of_depths.block import (
     MixtureOfDepths,
@@ -22,7 +22,6 @@ from ds_dynmo.models.mixture_of_depths.block import (
 )
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Stream
-from ds_dynmo.models.transformer import CausalSelfAttention, apply_rotary
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "tied_embedding": False}
 SEQUENCE, BATCH = 12, 3

@@ -11,12 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import ExpertBalance, MixtureOfExperts, ModelConfig, RunSizes, language_model_loss, model_layers
-from ds_dynmo.models.gpt import Block
+from ds_dynmo.models.gpt import Block, FeedForward
 from ds_dynmo.models.moe.config import MoEConfig
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
 from ds_dynmo.models.moe.routing import Router, load_balancing_loss, sinkhorn
 from ds_dynmo.models.seeding import generator_for
-from ds_dynmo.models.transformer import FeedForward
 
 ROUTINGS = ["aux_loss", "sbase", "bias"]
 SIZES = {"layers": 2, "hidden_size": 8, "heads": 2, "sequence_length": 10, "mlp_ratio": 2, "tied_embedding": False}

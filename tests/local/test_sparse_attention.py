@@ -7,11 +7,11 @@ from torch.nn.attention.flex_attention import AuxOutput, BlockMask, flex_attenti
 from torch.utils.checkpoint import checkpoint
 
 from ds_dynmo.models import ModelConfig, model_layers
+from ds_dynmo.models.gpt import apply_rotary
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.sparse_attention import kernels
 from ds_dynmo.models.sparse_attention.attention import SparseAttention, hash_buckets, unit_keys
 from ds_dynmo.models.sparse_attention.kernels import bucket_attention, bucket_pairs, kept_attention, kept_pairs
-from ds_dynmo.models.transformer import apply_rotary
 
 HASH = {"pattern": "hash", "buckets": 8}
 QK = {"pattern": "qk", "keep_queries": 0.6, "keep_keys": 0.3}

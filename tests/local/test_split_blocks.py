@@ -10,10 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.models import ModelConfig, RunSizes, gpt_layers, language_model_loss, model_layers
+from ds_dynmo.models import ModelConfig, RunSizes, language_model_loss, model_layers
 from ds_dynmo.models.freezing.config import FreezingConfig
 from ds_dynmo.models.freezing.prefix import FreezingController
-from ds_dynmo.models.gpt import AttentionHalf, FeedForwardHalf, FinalNorm, OutputHead, TokenEmbedding
+from ds_dynmo.models.gpt import FinalNorm, OutputHead, TokenEmbedding
+from ds_dynmo.models.half_blocks import AttentionHalf, FeedForwardHalf
 from ds_dynmo.models.moe.layer import MixtureOfExperts
 from ds_dynmo.models.pruning.gradual import prunable_linears
 from ds_dynmo.models.pruning.magnitude import select_largest
@@ -84,8 +85,7 @@ def step(model: nn.Sequential, *, recomputed: bool) -> dict[str, torch.Tensor]:
 def test_the_layer_list_has_two_layers_for_each_block() -> None:
     config = ModelConfig(layers=2, split_blocks=True, tied_embedding=False)
     halves = [AttentionHalf, FeedForwardHalf]
-    for specs in (gpt_layers(config), model_layers(config)):
-        assert [spec.typename for spec in specs] == [TokenEmbedding, *halves, *halves, FinalNorm, OutputHead]
+    assert [spec.typename for spec in model_layers(config)] == [TokenEmbedding, *halves, *halves, FinalNorm, OutputHead]
 
 
 @pytest.mark.parametrize("case", CASES)

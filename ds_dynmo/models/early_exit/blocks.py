@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from ds_dynmo.models.batch_counts import CountsPerBatch, is_recomputing
 from ds_dynmo.models.early_exit.config import EarlyExitConfig
 from ds_dynmo.models.early_exit.criteria import confident, state_similarity
-from ds_dynmo.models.gpt import Block
+from ds_dynmo.models.gpt import Block, CausalSelfAttention, apply_rotary
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.stream import Activations, Stream
-from ds_dynmo.models.transformer import CausalSelfAttention, apply_rotary
 
 __all__ = ["ExitBlock", "RemainingAttention", "leave_after"]
 

@@ -20,12 +20,11 @@ from torch import nn
 
 from ds_dynmo.models.batch_counts import CountsPerBatch, is_recomputing
 from ds_dynmo.models.case import DynamicCase, RunSizes
-from ds_dynmo.models.gpt import Block
+from ds_dynmo.models.gpt import INIT_STD, Block, init_linear
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.layer_numbers import local_layers
 from ds_dynmo.models.mixture_of_depths.config import MixtureOfDepthsConfig, tokens_of
 from ds_dynmo.models.seeding import generator_for
-from ds_dynmo.models.transformer import INIT_STD, init_linear
 
 __all__ = ["MixtureOfDepths", "MixtureOfDepthsBlock", "Predictor", "capacity_schedule", "routed_block", "top_tokens"]
 

@@ -19,6 +19,7 @@ from torch import nn
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.batch_counts import CountsPerBatch, is_recomputing
 from ds_dynmo.models.case import DynamicCase, RunSizes
+from ds_dynmo.models.gpt import INIT_STD, init_normal, residual_std
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.host_numbers import counts_of
 from ds_dynmo.models.layer_numbers import local_layers
@@ -26,7 +27,6 @@ from ds_dynmo.models.moe.config import MoEConfig
 from ds_dynmo.models.moe.expert_parallel import Replicas, loads_of_replicas, share_of, through_replicas
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
 from ds_dynmo.models.moe.routing import Router
-from ds_dynmo.models.transformer import INIT_STD, init_normal, residual_std
 
 __all__ = ["ExpertBalance", "MixtureOfExperts", "expert_parts"]
 

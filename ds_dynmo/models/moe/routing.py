@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_dynmo.models.gpt import INIT_STD, init_linear
 from ds_dynmo.models.host_numbers import counts_of
 from ds_dynmo.models.moe.config import MoEConfig
-from ds_dynmo.models.transformer import INIT_STD, init_linear
 
 __all__ = ["Router", "Routing", "load_balancing_loss", "sinkhorn"]
 

@@ -19,8 +19,9 @@ from torch import nn
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.case import DynamicCase, RunSizes
-from ds_dynmo.models.gpt import AttentionHalf, Block, BlockPart, BlockTypes, FeedForwardHalf, block_layers
+from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
+from ds_dynmo.models.half_blocks import AttentionHalf, BlockTypes, FeedForwardHalf, block_layers
 from ds_dynmo.models.layer_numbers import local_layers
 from ds_dynmo.models.pruning.config import PruningConfig
 from ds_dynmo.models.pruning.kernels import can_csr
@@ -63,7 +64,7 @@ def pruning_steps(config: PruningConfig, total_steps: int) -> dict[int, float]:
     return {min(step, total_steps - 1): scheduled_sparsity(config, pruning) for pruning, step in enumerate(steps)}
 
 
-class _Prunable(BlockPart):
+class _Prunable(Block):
     """Makes the linear layers of the class that it is mixed into prunable, and keeps its other parts."""
 
     def __init__(self, config: GPTConfig, layer: int, *, csr_from: float | None = None, **parts: Any) -> None:
@@ -89,11 +90,11 @@ class PrunableBlock(_Prunable, Block):
 
 
 class PrunableAttentionHalf(_Prunable, AttentionHalf):
-    """An :class:`~ds_dynmo.models.gpt.AttentionHalf` that can be pruned."""
+    """An :class:`~ds_dynmo.models.half_blocks.AttentionHalf` that can be pruned."""
 
 
 class PrunableFeedForwardHalf(_Prunable, FeedForwardHalf):
-    """A :class:`~ds_dynmo.models.gpt.FeedForwardHalf` that can be pruned."""
+    """A :class:`~ds_dynmo.models.half_blocks.FeedForwardHalf` that can be pruned."""
 
 
 def prunable_block(model: GPTConfig, config: PruningConfig, number: int, parts: dict[str, Any]) -> list[LayerSpec]:

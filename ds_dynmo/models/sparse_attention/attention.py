@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from ds_dynmo.models.batch_counts import CountsPerBatch
+from ds_dynmo.models.gpt import INIT_STD, apply_rotary, init_linear, residual_std
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.sparse_attention.config import SparseAttentionConfig
 from ds_dynmo.models.sparse_attention.kernels import bucket_attention, bucket_pairs, kept_attention, kept_pairs
-from ds_dynmo.models.transformer import INIT_STD, apply_rotary, init_linear, residual_std
 
 __all__ = [
     "HashSparseAttention",
