@@ -20,7 +20,7 @@ import torch
 
 from ds_dynmo.data.config import Documents
 from ds_dynmo.data.order import Numbers, Shuffle, draw
-from ds_dynmo.data.rows import DocumentRows, Rows, Windows, document_rows
+from ds_dynmo.data.rows import DocumentRows, TokenRows, Windows, document_rows
 from ds_dynmo.data.tokens import Tokens
 from ds_dynmo.errors import ConfigError
 
@@ -43,7 +43,7 @@ class TokenBatches:
         key: what the order depends on.
     """
 
-    rows: Rows
+    rows: TokenRows
     micro_batch_size: int
     sampling: Sampling
     key: tuple[int | str, ...]
@@ -113,7 +113,7 @@ class TokenData:
                 )
         self.tokens, self.documents, self.validation = tokens, documents, validation
         self.name = tokens.name
-        self._known: dict[tuple[Split, int, Sampling], Rows] = {}
+        self._known: dict[tuple[Split, int, Sampling], TokenRows] = {}
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -192,14 +192,14 @@ class TokenData:
             return None
         return hashlib.sha256(text.starts.astype("<i8").tobytes()).hexdigest()[:16]
 
-    def _rows(self, split: Split, length: int, sampling: Sampling) -> Rows:
+    def _rows(self, split: Split, length: int, sampling: Sampling) -> TokenRows:
         """Give all sequences of a split, which are the same every time."""
         key = (split, length, "random" if self.documents != "joined" else sampling)
         if key not in self._known:
             self._known[key] = self._make_rows(*key)
         return self._known[key]
 
-    def _make_rows(self, split: Split, length: int, sampling: Sampling) -> Rows:
+    def _make_rows(self, split: Split, length: int, sampling: Sampling) -> TokenRows:
         text = self.tokens if split == "train" or self.validation is None else self.validation
         share = VALIDATION_SHARE if self.validation is None else 0
         if self.documents == "joined":

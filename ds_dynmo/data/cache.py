@@ -21,10 +21,10 @@ import numpy as np
 
 from ds_dynmo.data.config import TokenType
 from ds_dynmo.data.files import read_tokens, write_tokens
-from ds_dynmo.data.tokens import Ids, Say, Survey, Tokens, sometimes, survey_ids
+from ds_dynmo.data.tokens import Ids, IdStatistics, Say, Tokens, scan_ids, sometimes
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["LARGE", "cached", "default_folder", "identity_of", "known", "known_survey"]
+__all__ = ["LARGE", "cached", "default_folder", "identity_of", "known", "known_statistics"]
 
 VERSION = 2  # another one makes all anew
 LARGE = 2**24  # ids or bytes that take longer to read than what is known of them takes to find
@@ -100,22 +100,22 @@ def known(folder: Path, files: Iterable[Path], key: Any, find: Callable[[], dict
         return find() if found is None else found
 
 
-def known_survey(folder: Path, tokens: Tokens, say: Say) -> Survey:
+def known_statistics(folder: Path, tokens: Tokens, say: Say) -> IdStatistics:
     """Return what all ids of a text amount to. Of a large file it is read once, as long as the file is not changed.
 
     Its ids at equal distances are read each time: a file can be changed and keep its size and time.
     """
     if tokens.file is None or len(tokens.ids) <= LARGE:
-        return survey_ids(tokens, say)
+        return scan_ids(tokens, say)
 
     def find() -> dict[str, Any]:
-        survey = survey_ids(tokens, say)
-        starts = {} if survey.starts is None else {"starts": survey.starts}
-        return {"least": survey.least, "most": survey.most, **starts}
+        statistics = scan_ids(tokens, say)
+        starts = {} if statistics.starts is None else {"starts": statistics.starts}
+        return {"least": statistics.least, "most": statistics.most, **starts}
 
     key = ["ids", str(tokens.ids.dtype), tokens.end_of_document, tokens.sample]
     found = known(folder, [tokens.file], key, find)
-    return Survey(int(found["least"]), int(found["most"]), found.get("starts"))
+    return IdStatistics(int(found["least"]), int(found["most"]), found.get("starts"))
 
 
 def _kept(folder: Path, key: Any, write: Callable[[Path], None]) -> Path:

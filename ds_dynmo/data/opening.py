@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ds_dynmo.data.batches import Split, TokenData
-from ds_dynmo.data.cache import cached, default_folder, identity_of, known_survey
+from ds_dynmo.data.cache import cached, default_folder, identity_of, known_statistics
 from ds_dynmo.data.config import BLOCK, DataConfig
 from ds_dynmo.data.files import read_tokens, smallest_type
 from ds_dynmo.data.megatron import read_megatron
@@ -91,7 +91,7 @@ def open_data(
         for split, source in sources.items():
             tokens = _open(source, split, config, tokenizer, say)
             if tokens is not None:
-                opened[split] = check_ids(tokens, vocabulary, say, partial(known_survey, _cache(config)))
+                opened[split] = check_ids(tokens, vocabulary, say, partial(known_statistics, _cache(config)))
             elif split == "train" or config.validation is not None:
                 raise ConfigError(f'{source}: holds several datasets, and none is called "{split}"')
     documents = config.documents

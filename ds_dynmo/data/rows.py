@@ -12,14 +12,14 @@ import numpy as np
 from ds_dynmo.data.order import Numbers
 from ds_dynmo.data.tokens import Tokens
 
-__all__ = ["IGNORED", "Arrays", "DocumentRows", "Rows", "Windows", "document_rows", "pack"]
+__all__ = ["IGNORED", "Arrays", "DocumentRows", "TokenRows", "Windows", "document_rows", "pack"]
 
 IGNORED = -100  # label of a token that predicts nothing; torch's cross_entropy leaves it out
 
 Arrays = tuple[Numbers, Numbers | None, Numbers]  # ids, position ids (None: 0, 1, ...), labels: ``[rows, length]`` each
 
 
-class Rows(Protocol):
+class TokenRows(Protocol):
     """Sequences of one length, by number."""
 
     def __len__(self) -> int: ...
@@ -50,7 +50,7 @@ class Windows:
         return self.stretches * self.each
 
     def take(self, numbers: Numbers) -> Arrays:
-        """See :class:`Rows`."""
+        """See :class:`TokenRows`."""
         starts = numbers // self.each * self.stretch + self.first + numbers % self.each * self.step
         ids = self.tokens.ids[starts[:, None] + np.arange(self.length + 1)].astype(np.int64)
         return ids[:, :-1], None, ids[:, 1:]
@@ -87,7 +87,7 @@ class DocumentRows:
         return np.cumsum(self.counts) - self.counts
 
     def take(self, numbers: Numbers) -> Arrays:
-        """See :class:`Rows`."""
+        """See :class:`TokenRows`."""
         shape = (len(numbers), self.length)
         ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         positions = np.zeros(shape, np.int64)

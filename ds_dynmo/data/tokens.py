@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ds_dynmo.data.order import Numbers
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["Ids", "Say", "Survey", "Tokens", "check_ids", "say_nothing", "sometimes", "survey_ids"]
+__all__ = ["IdStatistics", "Ids", "Say", "Tokens", "check_ids", "say_nothing", "scan_ids", "sometimes"]
 
 Ids = Sequence[int] | Numbers  # of one document
 Say = Callable[[str], None]
@@ -76,7 +76,7 @@ def sometimes(say: Say) -> Say:
 
 
 @dataclass(frozen=True, eq=False)
-class Survey:
+class IdStatistics:
     """What there is to know of all ids of a text.
 
     Attributes:
@@ -89,7 +89,7 @@ class Survey:
     starts: Numbers | None
 
 
-def survey_ids(tokens: Tokens, say: Say = say_nothing) -> Survey:
+def scan_ids(tokens: Tokens, say: Say = say_nothing) -> IdStatistics:
     """Read every id, of a mapped file a chunk at a time, so that the rest of it need not stay in memory.
 
     Args:
@@ -107,21 +107,21 @@ def survey_ids(tokens: Tokens, say: Say = say_nothing) -> Survey:
         done = first + len(chunk)
         progress(f"{tokens.name}: checked {done:,} of {len(ids):,} tokens ({done / len(ids):.0%})")
     starts = None if end is None else np.unique(np.concatenate([*found, [len(ids)]])).astype(np.int64)
-    return Survey(min(least), max(most), starts)
+    return IdStatistics(min(least), max(most), starts)
 
 
 def check_ids(
     tokens: Tokens,
     vocabulary: int,
     say: Say = say_nothing,
-    survey: Callable[[Tokens, Say], Survey] = survey_ids,
+    scan: Callable[[Tokens, Say], IdStatistics] = scan_ids,
 ) -> Tokens:
     """Check every id, and find the documents where ``end_of_document`` ends them.
 
     Args:
         vocabulary: ids have to be below it.
         say: is told how far the check is, every few seconds.
-        survey: reads the ids, or knows what is in them.
+        scan: reads the ids, or knows what is in them.
 
     Raises:
         ConfigError: naming the first id that the model does not know, its position, and what is allowed; or an
@@ -135,7 +135,7 @@ def check_ids(
         )
     if not len(ids):
         raise ConfigError(f"{tokens.name}: there is not one token in it")
-    found = survey(tokens, say)
+    found = scan(tokens, say)
     if found.most >= vocabulary or found.least < 0:
         place, wrong = _first_outside(ids, vocabulary)
         raise ConfigError(

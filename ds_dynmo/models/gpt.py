@@ -296,12 +296,12 @@ def apply_rotary(states: torch.Tensor, positions: torch.Tensor, base: float) -> 
 
 def init_linear(inputs: int, outputs: int, std: float, generator: torch.Generator) -> nn.Linear:
     """Make a linear layer without bias, its weight drawn from ``generator``."""
-    linear = skip_init(nn.Linear, inputs, outputs, bias=False)  # nn.Linear's own initialisation draws globally
+    linear: nn.Linear = skip_init(nn.Linear, inputs, outputs, bias=False)  # its own initialisation draws globally
     init_normal(linear.weight, std, generator)
     return linear
 
 
-def init_normal(weight: nn.Parameter, std: float, generator: torch.Generator) -> None:
+def init_normal(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
     """Draw ``weight`` from ``generator``: normal, mean 0."""
     nn.init.normal_(weight, std=std, generator=generator)
 

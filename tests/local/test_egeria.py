@@ -12,7 +12,7 @@ from ds_dynmo.models import ModelConfig, RunSizes, model_layers
 from ds_dynmo.models.freezing import egeria as egeria_module
 from ds_dynmo.models.freezing.config import EgeriaConfig
 from ds_dynmo.models.freezing.egeria import Egeria, EgeriaController, moving_averages, slope
-from ds_dynmo.models.freezing.plasticity import CAPTURED, REFERENCE, Watched, capture_first, similarity_loss, watch
+from ds_dynmo.models.freezing.plasticity import CAPTURED, REFERENCE, WatchedBlock, capture_first, similarity_loss, watch
 from ds_dynmo.models.gpt import language_model_loss
 from ds_dynmo.models.pruning.gradual import prunable_linears
 from ds_dynmo.models.seeding import generator_for
@@ -151,11 +151,11 @@ def test_a_block_is_compared_with_its_earlier_self(case: dict[str, Any]) -> None
     block.register_forward_hook(capture_first)
     tokens = [torch.randint(256, (2, 8), generator=generator_for(n)) for n in range(3)]
 
-    def batch(number: int) -> Watched:
+    def batch(number: int) -> WatchedBlock:
         watch(block, True)
         block(embedding(tokens[number]))
         block(embedding(tokens[0]))  # a second micro-batch
-        return Watched(block)
+        return WatchedBlock(block)
 
     assert not batch(1).comparable
     old = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
@@ -183,10 +183,10 @@ def test_a_pruned_block_is_compared_once_its_reference_is_pruned(csr_from: float
     embedding, block, *_ = blocks(case={"kind": "pruning", "csr_from": csr_from})
     block.register_forward_hook(capture_first)
 
-    def batch() -> Watched:
+    def batch() -> WatchedBlock:
         watch(block, True)
         block(embedding(torch.arange(8).view(1, 8)))
-        return Watched(block)
+        return WatchedBlock(block)
 
     found = [batch().comparable]
     for least in (None, 0.01, 0.02):
@@ -204,10 +204,10 @@ def test_an_unwatched_block_keeps_nothing() -> None:
     embedding, block, *_ = blocks()
     block.register_forward_hook(capture_first)
     block(embedding(torch.zeros(1, 8, dtype=torch.int64)))
-    assert not Watched(block).comparable
+    assert not WatchedBlock(block).comparable
     watch(block, True)
     block.eval()(embedding(torch.zeros(1, 8, dtype=torch.int64)))
-    assert not Watched(block).comparable
+    assert not WatchedBlock(block).comparable
     watch(block, False)
     assert vars(block)[REFERENCE] is None
 
@@ -346,7 +346,7 @@ def test_a_resumed_run_thaws_layers_that_were_built_frozen() -> None:
     assert run(engine, range(1), case) == [0] and engine.changes == ["freezing: first 0 layers"]
 
 
-@pytest.mark.parametrize("where", ["_plasticity", "Watched"])
+@pytest.mark.parametrize("where", ["_plasticity", "WatchedBlock"])
 def test_a_failure_on_the_thread_or_before_it_is_raised(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(watched: Any) -> Any:
         raise MemoryError("no room")

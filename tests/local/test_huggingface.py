@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_dynmo.config import parse_block
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers, vocabulary_of
-from ds_dynmo.models.freezing.plasticity import Watched, capture_first, watch
+from ds_dynmo.models.freezing.plasticity import WatchedBlock, capture_first, watch
 from ds_dynmo.models.huggingface import adapter
 from ds_dynmo.models.layer_numbers import block_numbers
 from ds_dynmo.models.seeding import generator_for
@@ -598,7 +598,7 @@ def test_the_model_block_accepts_a_config(tmp_path: Path) -> None:
     config = parse_block(ModelConfig, {"huggingface": MODELS["qwen3"], "sequence_length": 64, "seed": 3}, "model")
     specs = model_layers(config)
     assert [spec.typename.__name__ for spec in specs] == [
-        *["TokenEmbedding", "DecoderLayer", "DecoderLayer", "DecoderLayer", "FinalNorm", "OutputHead"]
+        *["InputEmbedding", "DecoderLayer", "DecoderLayer", "DecoderLayer", "DecoderNorm", "LMHead"]
     ]
     path = write_config(tmp_path) / "config.json"
     assert len(model_layers(parse_block(ModelConfig, {"huggingface": str(path), "sequence_length": 64}, "model"))) == 6
@@ -656,7 +656,7 @@ def test_a_reference_finds_its_arguments_by_itself() -> None:
     for _ in range(2):
         watch(block, True)
         block(torch.randn(1, 60, 32, generator=generator_for("hidden")))
-        watched = Watched(block)
+        watched = WatchedBlock(block)
         if watched.comparable:
             assert watched._model.stubbed is not block.stubbed
             found.append(watched.plasticity())

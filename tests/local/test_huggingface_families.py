@@ -56,7 +56,7 @@ def verify(values: dict[str, Any], **changes: Any) -> None:
     """Compare what is made of a config with the library's model; ``changes`` are to what verification found."""
     settings = {name: changes.pop(name) for name in ("inputs", "parallel") if name in changes}
     source = verification.find_entry_and_exit(adapter.source_of(values, 0, **settings), "a model")
-    verification._verdict.cache_clear()
+    verification._compare_once.cache_clear()
     verification.verify(replace(source, **changes), "a model", adapter._specs_like)
 
 
@@ -70,7 +70,7 @@ def test_layers_that_leave_out_what_the_library_computes_are_refused_with_the_di
 
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
 def test_layers_can_be_made_where_gradients_are_off(without_gradients: Any) -> None:
-    verification._verdict.cache_clear()
+    verification._compare_once.cache_clear()
     with without_gradients():
         specs = huggingface.layers(tiny_values("olmo"))
     layers = BuiltLayers(specs).train()

@@ -28,7 +28,7 @@ import torch
 from ds_dynmo.models.case import RunSizes
 from ds_dynmo.models.freezing.config import EgeriaConfig
 from ds_dynmo.models.freezing.front import FreezingCase
-from ds_dynmo.models.freezing.plasticity import Watched, capture_first, watch
+from ds_dynmo.models.freezing.plasticity import WatchedBlock, capture_first, watch
 from ds_dynmo.models.layer_numbers import local_layers
 
 __all__ = ["Egeria", "EgeriaController", "moving_averages", "slope"]
@@ -114,12 +114,17 @@ class EgeriaController:
 
 
 @dataclass
-class _Verdict:
-    """A verdict that takes effect at step ``due``: this rank's share, and once asked for, that of all."""
+class _Evaluation:
+    """A plasticity that is recorded before step ``due``.
+
+    Attributes:
+        local: computed on this rank, None there if the block is elsewhere.
+        mean: of all ranks, once it is known, in a tuple; None in it: no rank had anything to compare.
+    """
 
     due: int
-    mine: Future[float | None] | None = None
-    agreed: tuple[float | None] | None = None
+    local: Future[float | None] | None = None
+    mean: tuple[float | None] | None = None
 
 
 class Egeria(FreezingCase):
@@ -136,7 +141,7 @@ class Egeria(FreezingCase):
         self._start = round(config.start * sizes.total_steps)
         self._controller = EgeriaController(config, num_blocks=len(sizes.blocks))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="egeria")
-        self._verdict: _Verdict | None = None
+        self._evaluation: _Evaluation | None = None
         self._watching: int | None = None  # the step in which a block is watched
         for _, block in self._blocks():
             block.register_forward_hook(capture_first)
@@ -151,12 +156,12 @@ class Egeria(FreezingCase):
         """Let a verdict that is due take effect, and watch the frontmost active block if it is time."""
         learning_rate = self.engine.get_lr()[0]
         if self._controller.unfreezes(learning_rate):
-            self._verdict = None
+            self._evaluation = None
             for _, block in self._blocks():
                 watch(block, False)
-        if self._verdict is not None and step >= self._verdict.due:
-            self._controller.record(self._agree(self._verdict), learning_rate)
-            self._verdict = None
+        if self._evaluation is not None and step >= self._evaluation.due:
+            self._controller.record(self._mean_of(self._evaluation), learning_rate)
+            self._evaluation = None
         blocks = self._controller.frozen_blocks
         self._freeze(self._block_numbers.start + blocks if blocks else 0)
         if step >= self._start and (step - self._start) % self._interval == 0:
@@ -168,37 +173,37 @@ class Egeria(FreezingCase):
         """Compare what was captured, on the thread; called before the optimizer's step."""
         if self._watching is None:
             return
-        mine: Future[float | None] = Future()
+        local: Future[float | None] = Future()
         try:
             front = dict(self._blocks()).get(self._controller.frozen_blocks)
-            watched = None if front is None else Watched(front)
-            mine = self._thread.submit(_plasticity, watched)
+            watched = None if front is None else WatchedBlock(front)
+            local = self._thread.submit(_plasticity, watched)
         except Exception as error:  # the other ranks learn of it when they ask for the verdict
-            mine.set_exception(error)
-        self._verdict = _Verdict(self._watching + self._delay, mine)
+            local.set_exception(error)
+        self._evaluation = _Evaluation(self._watching + self._delay, local)
         self._watching = None
 
-    def _agree(self, verdict: _Verdict) -> float | None:
+    def _mean_of(self, evaluation: _Evaluation) -> float | None:
         """Wait for what the block's replicas found, and average it. Collective.
 
         Raises:
             RuntimeError: on every rank, if the comparison failed on one.
         """
-        if verdict.agreed is None:
-            assert verdict.mine is not None
-            failure = verdict.mine.exception()
-            found = None if failure is not None else verdict.mine.result()
+        if evaluation.mean is None:
+            assert evaluation.local is not None
+            failure = evaluation.local.exception()
+            found = None if failure is not None else evaluation.local.result()
             numbers = [0.0, 0.0, float(failure is not None)] if found is None else [found, 1.0, 0.0]
             total, count, failed = self.engine.sum_over_world(torch.tensor(numbers, dtype=torch.float64)).tolist()
             if failed:
                 raise RuntimeError("freezing: the plasticity of a block could not be computed") from failure
-            verdict.agreed = (total / count if count else None,)
-        return verdict.agreed[0]
+            evaluation.mean = (total / count if count else None,)
+        return evaluation.mean[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Give the controller's state, and the verdict that is under way."""
-        verdict = self._verdict
-        under_way = None if verdict is None else {"due": verdict.due, "plasticity": self._agree(verdict)}
+        evaluation = self._evaluation
+        under_way = None if evaluation is None else {"due": evaluation.due, "plasticity": self._mean_of(evaluation)}
         return {**self._controller.state_dict(), "under_way": under_way}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -206,11 +211,11 @@ class Egeria(FreezingCase):
         self._loaded()
         self._controller.load_state_dict(state)
         under_way = state["under_way"]
-        self._verdict, self._watching = None, None
+        self._evaluation, self._watching = None, None
         if under_way is not None:
-            self._verdict = _Verdict(under_way["due"], agreed=(under_way["plasticity"],))
+            self._evaluation = _Evaluation(under_way["due"], mean=(under_way["plasticity"],))
 
 
-def _plasticity(watched: Watched | None) -> float | None:
+def _plasticity(watched: WatchedBlock | None) -> float | None:
     # As fp32 numbers, so that their fp64 sums over replicas are exact and the order of ranks does not matter.
     return float(torch.tensor(watched.plasticity())) if watched is not None and watched.comparable else None

@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_dynmo.models.stream import Activations, Stream
 
-__all__ = ["Watched", "capture_first", "similarity_loss", "watch"]
+__all__ = ["WatchedBlock", "capture_first", "similarity_loss", "watch"]
 
 MOST_SAMPLES = 512  # their products are a square matrix
 REFERENCE_DTYPE = torch.bfloat16
@@ -59,7 +59,7 @@ def watch(block: nn.Module, watching: bool) -> None:
         state[REFERENCE] = None
 
 
-class Watched:
+class WatchedBlock:
     """What a block did in a batch in which it was watched, and its reference, both independent of the block.
 
     The constructor, before the batch's step, leaves a new reference on the block: its present weights in bf16, on the

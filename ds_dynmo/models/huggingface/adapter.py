@@ -29,10 +29,10 @@ from ds_dynmo.models.huggingface.lora import Adapters, adapters_in, base_tensors
 from ds_dynmo.models.huggingface.lora_config import Lora, split_off
 from ds_dynmo.models.huggingface.modules import (
     DecoderLayer,
-    FinalNorm,
-    OutputHead,
+    DecoderNorm,
+    InputEmbedding,
+    LMHead,
     PositionEmbedding,
-    TokenEmbedding,
     tied_logits,
 )
 from ds_dynmo.models.huggingface.moe import find_experts, find_router_loss
@@ -120,12 +120,12 @@ def specs_of(source: Source, place: str) -> list[LayerSpec]:
     last = len(outline.paths) - 1
     if source.tied:
         tie = {"tied_weight_attr": f"{PART}weight", "tied": True}
-        embedding = TiedLayerSpec(TIE, TokenEmbedding, source.of(0), 0, loss, **tie)
+        embedding = TiedLayerSpec(TIE, InputEmbedding, source.of(0), 0, loss, **tie)
         # The head has the forward_fn: checkpoints hold the state of the tied layer that has none.
-        head = TiedLayerSpec(TIE, TokenEmbedding, source.of(0), 0, loss, forward_fn=tied_logits, **tie)
+        head = TiedLayerSpec(TIE, InputEmbedding, source.of(0), 0, loss, forward_fn=tied_logits, **tie)
     else:
-        embedding = LayerSpec(TokenEmbedding, source.of(0), 0, loss)
-        head = LayerSpec(OutputHead, source.of(last), last, loss)
+        embedding = LayerSpec(InputEmbedding, source.of(0), 0, loss)
+        head = LayerSpec(LMHead, source.of(last), last, loss)
     specs = [embedding]
     if outline.first_block == 2:
         specs.append(LayerSpec(PositionEmbedding, source.of(1), 1, source.skeleton.base_model.drop.p))
@@ -136,7 +136,7 @@ def specs_of(source: Source, place: str) -> list[LayerSpec]:
             LayerSpec(DecoderLayer, *about) if experts is None else LayerSpec(MoEDecoderLayer, *about, experts)
         )
     layer = len(specs)
-    return [*specs, LayerSpec(FinalNorm, source.of(layer), layer), head]
+    return [*specs, LayerSpec(DecoderNorm, source.of(layer), layer), head]
 
 
 def _specs_like(model: Any, trial: Trial) -> list[LayerSpec]:

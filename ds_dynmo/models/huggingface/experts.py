@@ -31,7 +31,7 @@ def keep_share(module: nn.Module, share: slice, count: int) -> None:
     for weights in module.parameters():
         if len(weights) == count > kept:
             weights.data = weights.data[share].clone()
-    module.num_experts = kept  # type: ignore[assignment]
+    module.num_experts = kept
 
 
 class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
@@ -94,7 +94,7 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
 
     def forward(self, activations: Activations) -> Activations:
         assert self._unread is None, "experts are read when an engine tells the layer its replicas"
-        with self._hooked(_Pass(self, self._replicas if self._shared else None)):
+        with self._hooked(_ExpertPass(self, self._replicas if self._shared else None)):
             return super().forward(activations)
 
     def load_signal(self) -> float:
@@ -125,7 +125,7 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
         return any(len(weights) < self.experts.count for weights in self._module.parameters())
 
     @contextmanager
-    def _hooked(self, one: _Pass) -> Iterator[None]:
+    def _hooked(self, one: _ExpertPass) -> Iterator[None]:
         """Hook ``one`` into the library's module meanwhile: a layer that travels or is saved has no hooks."""
         handles = [self._module.register_forward_pre_hook(one.before), self._module.register_forward_hook(one.after)]
         try:
@@ -145,7 +145,7 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
         return self
 
 
-class _Pass:
+class _ExpertPass:
     """What is done around the library's experts in one pass of a layer.
 
     Args:
@@ -180,7 +180,8 @@ class _Pass:
             return output
         made = self._dispatch.back(output[: sum(self._dispatch.counts)])
         placed = torch.zeros_like(made).index_copy(0, self._order, made) * self._weights.flatten().unsqueeze(1)
-        return placed.view(*self._weights.shape, -1).sum(dim=1).to(output.dtype)
+        summed: torch.Tensor = placed.view(*self._weights.shape, -1).sum(dim=1).to(output.dtype)
+        return summed
 
     def _for_module(self, rows: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, ...]:
         """Make of ``rows``, sorted by expert, tokens that chose one expert each, with weight 1.

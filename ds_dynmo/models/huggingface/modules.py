@@ -25,11 +25,11 @@ from ds_dynmo.models.stream import Activations, Stream
 
 __all__ = [
     "DecoderLayer",
-    "FinalNorm",
-    "OutputHead",
+    "DecoderNorm",
+    "InputEmbedding",
+    "LMHead",
     "PositionEmbedding",
     "RouterLoss",
-    "TokenEmbedding",
     "tied_logits",
 ]
 
@@ -86,7 +86,7 @@ class RouterLoss:
         return (self.coefficient * ((choices * probabilities).sum() * self.experts)).reshape(1)
 
 
-class TokenEmbedding(nn.Module):
+class InputEmbedding(nn.Module):
     """Token numbers int64 ``[batch, sequence]`` to ``[batch, sequence, hidden]``; the head's weights too where tied."""
 
     def __init__(self, source: Source, layer: int, router_loss: RouterLoss | None, *, tied: bool = False) -> None:
@@ -168,11 +168,11 @@ class DecoderLayer(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DecoderLayer:
         """Convert as ``nn.Module`` does, but for dtypes of buffers that the library keeps in fp32."""
         with _keeping_dtypes(self.part, self.exact):
-            super()._apply(fn, recurse)
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
-class FinalNorm(nn.Module):
+class DecoderNorm(nn.Module):
     """The norm before the head."""
 
     def __init__(self, source: Source, layer: int) -> None:
@@ -185,7 +185,7 @@ class FinalNorm(nn.Module):
         return _pack(replace(stream, hidden=self.part(stream.hidden)), inputs)
 
 
-class OutputHead(nn.Module):
+class LMHead(nn.Module):
     """``[batch, sequence, hidden]`` to logits ``[batch, sequence, vocabulary]``, and the router loss if any."""
 
     def __init__(self, source: Source, layer: int, router_loss: RouterLoss | None) -> None:
@@ -199,8 +199,8 @@ class OutputHead(nn.Module):
         return _outputs(self.part, self, activations)
 
 
-def tied_logits(embedding: TokenEmbedding, activations: Activations) -> Activations:
-    """Compute what :class:`OutputHead` does, with the embedding's weights."""
+def tied_logits(embedding: InputEmbedding, activations: Activations) -> Activations:
+    """Compute what :class:`LMHead` does, with the embedding's weights."""
     return _outputs(_Tied(embedding.get_parameter("part.weight")), embedding, activations)
 
 
@@ -215,7 +215,7 @@ class _Tied:
 
 
 def _outputs(
-    head: Callable[[torch.Tensor], torch.Tensor], layer: TokenEmbedding | OutputHead, activations: Activations
+    head: Callable[[torch.Tensor], torch.Tensor], layer: InputEmbedding | LMHead, activations: Activations
 ) -> Activations:
     stream, inputs = _unpack(activations, layer.inputs)
     logits = layer.stubbed.logits(stream.hidden, head) if layer.has_exit else head(stream.hidden)

@@ -86,7 +86,7 @@ class StubbedModel:
             head: stands for the library's output embedding.
         """
         model = self._on(hidden.device, training=False)
-        parts = {model.base_model_prefix: lambda *_, **__: _Output(hidden), self._outline.head: head}
+        parts = {model.base_model_prefix: lambda *_, **__: _LastHiddenState(hidden), self._outline.head: head}
         with _standing_in(model, parts):
             found: torch.Tensor = model(inputs_embeds=hidden, use_cache=False).logits
         return found
@@ -229,7 +229,7 @@ class _Stub:
         return args[0] if args else kwargs["hidden_states"]
 
 
-class _Output:
+class _LastHiddenState:
     """What the library's model without its head returns: nothing but hidden states."""
 
     def __init__(self, hidden: torch.Tensor) -> None:

@@ -34,6 +34,7 @@ __all__ = ["Trial", "find_entry_and_exit", "verify"]
 ON_CPU = ("sdpa", "eager")  # implementations of attention; others are kernels of accelerators
 
 _PATIENCE = timedelta(minutes=10)  # with the rank that compares, which takes a second or a few
+_MORE = "is more than its declared parts"
 _NO_TINY = "cannot be verified by a tiny model of its config"
 _REMEDY = "verified=False trusts the parts that transformers declares"
 
@@ -110,9 +111,9 @@ def verify(source: Source, place: str, make_specs: MakeSpecs) -> None:
         tiny = json.dumps(tiny_config(config, source.blocks), sort_keys=True)
     except Exception as cause:  # the library raises many kinds for sizes that do not fit
         raise ConfigError(f"{place}: model_type {kind} {_NO_TINY}: {_said(cause)}; {_REMEDY}") from cause
-    verdict = _verdict(tiny, count_kinds(source.blocks), trial, make_specs)
-    if verdict.said:
-        raise (PackingError if verdict.is_packing else ConfigError)(f"{place}: model_type {kind} {verdict.said}")
+    result = _compare_once(tiny, count_kinds(source.blocks), trial, make_specs)
+    if result.said:
+        raise (PackingError if result.is_packing else ConfigError)(f"{place}: model_type {kind} {result.said}")
 
 
 def _said(error: Exception) -> str:
@@ -120,7 +121,7 @@ def _said(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ComparisonResult:
     """Why the layers of a model cannot be trusted.
 
     Attributes:
@@ -133,8 +134,8 @@ class Verdict:
 
 
 @lru_cache(maxsize=32)
-def _verdict(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> Verdict:
-    """Compare on one rank of the launch; others take its verdict. Without a process group, each process compares."""
+def _compare_once(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> ComparisonResult:
+    """Compare on one rank of the launch; others take its result. Without a process group, each process compares."""
     store = default_store() if dist.is_initialized() else None
     if store is None:
         return _compare(tiny, kinds, trial, make_specs)
@@ -142,10 +143,10 @@ def _verdict(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> Verd
     if store.add(f"{key}/ranks", 1) == 1:
         store.set(key, json.dumps(asdict(_compare(tiny, kinds, trial, make_specs))))
     store.wait([key], _PATIENCE)
-    return Verdict(**json.loads(store.get(key)))
+    return ComparisonResult(**json.loads(store.get(key)))
 
 
-def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> Verdict:
+def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> ComparisonResult:
     """Compare the layers of a tiny model with the library's."""
     with (
         torch.device("cpu"),
@@ -162,15 +163,15 @@ def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> Verd
                 with torch.no_grad():
                     model(tokens, use_cache=False, **beside)
         except Exception as error:  # the library raises many kinds for sizes that do not fit
-            return Verdict(f"{_NO_TINY}: {_said(error)}; {_REMEDY}")
+            return ComparisonResult(f"{_NO_TINY}: {_said(error)}; {_REMEDY}")
         try:
-            verdict = _compare_layers(model, trial, make_specs)
+            result = _compare_layers(model, trial, make_specs)
         except Exception as error:  # what the library's models raise is not known
-            verdict = Verdict(f"is more than its declared parts: the layers of a tiny model fail: {_said(error)}")
-    return replace(verdict, said=f"with {trial.implementation} attention {verdict.said}") if verdict.said else verdict
+            result = ComparisonResult(f"{_MORE}: the layers of a tiny model fail: {_said(error)}")
+    return replace(result, said=f"with {trial.implementation} attention {result.said}") if result.said else result
 
 
-def _compare_layers(model: Any, trial: Trial, make_specs: MakeSpecs) -> Verdict:
+def _compare_layers(model: Any, trial: Trial, make_specs: MakeSpecs) -> ComparisonResult:
     """Compare the layers of a tiny ``model`` with it, and try what only some runs ask for."""
     vocabulary, blocks = model.config.vocab_size, getattr(model.base_model, outline_of(model, "the tiny model").blocks)
     said = compare_parameters(model, BuiltLayers(make_specs(model.config, trial))) if trial.fresh else ""
@@ -178,9 +179,9 @@ def _compare_layers(model: Any, trial: Trial, make_specs: MakeSpecs) -> Verdict:
     layers.separate()
     said = said or compare(model, layers, trial.inputs)
     if said:
-        return Verdict(f"is more than its declared parts: {said}")
+        return ComparisonResult(f"{_MORE}: {said}")
     if trial.inputs == ("position_ids",) and (said := compare_documents(layers, vocabulary)):
-        return Verdict(f"is more than its declared parts: {said}", is_packing=True)
+        return ComparisonResult(f"{_MORE}: {said}", is_packing=True)
     if trial.parallel and not can_share(model, blocks):
-        return Verdict("cannot have expert_parallel: its experts give other results where replicas share them")
-    return Verdict()
+        return ComparisonResult("cannot have expert_parallel: its experts give other results where replicas share them")
+    return ComparisonResult()

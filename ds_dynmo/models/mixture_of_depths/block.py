@@ -173,7 +173,8 @@ class Predictor(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[batch, sequence, hidden]`` to logits, fp32 ``[batch, sequence]``: above 0, the token is taken."""
-        return (self.decide(F.gelu(self.expand(hidden.detach()))) + self.bias).squeeze(-1).float()
+        logits: torch.Tensor = self.decide(F.gelu(self.expand(hidden.detach()))) + self.bias
+        return logits.squeeze(-1).float()
 
     def loss(self, hidden: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
         """Compute the mean binary cross entropy, fp32 ``[1]``, of being in ``members``, bool ``[batch, sequence]``."""

@@ -62,7 +62,8 @@ class Replicas:
         Returns:
             ``[sum(received), width]``, those of replica 0 first.
         """
-        exchanged: torch.Tensor = _Exchange.apply(rows, list(sent), list(received), self._group)
+        exchanged: torch.Tensor
+        exchanged = _Exchange.apply(rows, list(sent), list(received), self._group)  # type: ignore[no-untyped-call]
         return exchanged
 
 

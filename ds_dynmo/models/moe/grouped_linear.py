@@ -41,9 +41,10 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[in
         rows, weight = rows.to(dtype), weight.to(dtype)
     outputs: torch.Tensor
     if waits(weight):
-        outputs = _Split.apply(rows, list(counts), (weight,), torch.empty(0, requires_grad=True))
+        anchor = torch.empty(0, requires_grad=True)
+        outputs = _DeferredGroupedLinear.apply(rows, list(counts), (weight,), anchor)  # type: ignore[no-untyped-call]
     else:
-        outputs = _GroupedLinear.apply(rows, weight, list(counts))
+        outputs = _GroupedLinear.apply(rows, weight, list(counts))  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -64,8 +65,11 @@ class _GroupedLinear(torch.autograd.Function):
         return of_rows, of_weight, None
 
 
-class _Split(torch.autograd.Function):
-    """The same, in a backward pass in two parts: the weight is hidden, ``anchor`` makes autograd come here."""
+class _DeferredGroupedLinear(torch.autograd.Function):
+    """:class:`_GroupedLinear` whose weight gradient waits for the second part of a backward pass.
+
+    The weight is hidden from autograd, which calls the backward method for the sake of ``anchor``.
+    """
 
     @staticmethod
     def forward(

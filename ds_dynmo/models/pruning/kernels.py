@@ -88,7 +88,8 @@ class _CSR(Kernel):
 
     def of_values(self, gradient: torch.Tensor, kept: torch.Tensor, index: torch.Tensor, shape: Shape) -> torch.Tensor:
         places = _in_rows(index, gradient.new_zeros(len(index)), shape)  # zeros: torch multiplies them by beta
-        return torch.sparse.sampled_addmm(places, gradient.t().contiguous(), kept.t(), beta=0.0).values()
+        products: torch.Tensor = torch.sparse.sampled_addmm(places, gradient.t().contiguous(), kept.t(), beta=0.0)
+        return products.values()
 
 
 class _Nothing(Kernel):
@@ -126,15 +127,17 @@ def compressed_linear(
         hidden, values = hidden.to(dtype), values.to(dtype)
         kernel = DENSE if kernel is CSR and not can_csr(dtype, values.device) else kernel
     rows = hidden.reshape(-1, hidden.shape[-1])
+    outputs: torch.Tensor
     if waits(values):
-        made = _Split.apply(rows, (values,), index, shape, kernel, torch.empty(0, requires_grad=True))
+        anchor = torch.empty(0, requires_grad=True)
+        inputs = rows, (values,), index, shape, kernel, anchor
+        outputs = _DeferredCompressedLinear.apply(*inputs)  # type: ignore[no-untyped-call]
     else:
-        made = _Fused.apply(rows, values, index, shape, kernel)
-    result: torch.Tensor = made.view(*hidden.shape[:-1], shape[0])
-    return result
+        outputs = _CompressedLinear.apply(rows, values, index, shape, kernel)  # type: ignore[no-untyped-call]
+    return outputs.view(*hidden.shape[:-1], shape[0])
 
 
-class _Fused(torch.autograd.Function):
+class _CompressedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape, kernel: Kernel
@@ -145,7 +148,7 @@ class _Fused(torch.autograd.Function):
         return kernel.outputs(kept, values, index, shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         kept, values, index = ctx.saved_tensors
         kernel: Kernel = ctx.kernel
         of_rows = kernel.of_rows(gradient, values, index, ctx.shape) if ctx.needs_input_grad[0] else None
@@ -153,8 +156,11 @@ class _Fused(torch.autograd.Function):
         return of_rows, of_values, None, None, None
 
 
-class _Split(torch.autograd.Function):
-    """The same, in a backward pass in two parts: the values are hidden, ``anchor`` makes autograd come here."""
+class _DeferredCompressedLinear(torch.autograd.Function):
+    """:class:`_CompressedLinear` whose weight gradient waits for the second part of a backward pass.
+
+    The values are hidden from autograd, which calls the backward method for the sake of ``anchor``.
+    """
 
     @staticmethod
     def forward(
@@ -172,7 +178,7 @@ class _Split(torch.autograd.Function):
         return kernel.outputs(kept, hidden[0].detach(), index, shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (kept, index), (values,), shape = ctx.saved_tensors, ctx.hidden, ctx.shape
         kernel: Kernel = ctx.kernel
         held_bytes = kept.nbytes + gradient.nbytes

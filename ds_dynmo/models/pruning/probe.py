@@ -58,8 +58,7 @@ def _csr_is_faster(shape: Shape, sparsity: float, dtype: torch.dtype, device: to
         return time.perf_counter() - began
 
     passes = [(seconds(CSR), seconds(DENSE)) for _ in range(PASSES + 1)][1:]  # the first warms up
-    csr, dense = map(min, zip(*passes))
-    return csr < dense
+    return min(csr for csr, _ in passes) < min(dense for _, dense in passes)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -64,7 +64,8 @@ class SparseAttention(CountsPerBatch, ABC):
         mixed, attended = self.attend(projected.permute(2, 0, 3, 1, 4), positions.unsqueeze(-2))
         if self.training:
             self._count(attended, batch * self.heads * sequence * (sequence + 1) // 2)
-        return self.output(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        output: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        return output
 
     @abstractmethod
     def attend(self, projected: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

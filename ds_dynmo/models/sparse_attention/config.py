@@ -44,7 +44,8 @@ class SparseAttentionConfig(CaseConfig):
     @field_validator("keep_queries", "keep_keys")
     @classmethod
     def _with_qk(cls, keep: float | None, info: ValidationInfo) -> float | None:
-        return _of_pattern("qk", keep, 0.5, info)
+        probability: float | None = _of_pattern("qk", keep, 0.5, info)
+        return probability
 
     def check(self, model: ModelConfig) -> None:
         """See :meth:`CaseConfig.check`."""

@@ -193,7 +193,8 @@ def _kept_tiles(
         weights, own_weight = (scores - highest).exp(), (own_score[:, part] - highest).exp()
         mixed = torch.bmm(weights.to(value.dtype), value[:, :num_keys]) + own_weight * own_value[:, part]
         found.append((mixed / (weights.sum(dim=-1, keepdim=True) + own_weight)).to(value.dtype))
-    return torch.cat(found, dim=1).unflatten(0, (batch, heads))
+    rows: torch.Tensor = torch.cat(found, dim=1).unflatten(0, (batch, heads))
+    return rows
 
 
 # -- FlexAttention -----------------------------------------------------------------------------------------
@@ -297,7 +298,8 @@ def _kept_flex(
     mixed, aux = flex(query, key, value, block_mask=mask, return_aux=AuxRequest(lse=True))
     total = torch.logaddexp(aux.lse, own_score)
     of_keys, of_own = ((part - total).exp().unsqueeze(-1) for part in (aux.lse, own_score))
-    return (mixed * of_keys + own_value * of_own).to(value.dtype)
+    rows: torch.Tensor = (mixed * of_keys + own_value * of_own).to(value.dtype)
+    return rows
 
 
 def _kept_block_mask(keys_up_to: torch.Tensor, num_keys: int) -> BlockMask:
