@@ -48,10 +48,6 @@ class ExitBlock(CountsPerBatch, Block):
         self.decides = exits.confidence == "state" and depth in exits.exits(config.layers)
         self.tokens_ran = self.tokens = 0
 
-    def load_signal(self) -> float:
-        """The paper's ``t_i / t``: tokens that ran in this block over all tokens of the last training batch."""
-        return super().load_signal() * (self.tokens_ran / self.tokens if self.tokens else 1.0)
-
     def forward(self, activations: Activations) -> Activations:
         stream = Stream.unpack(activations)
         assert stream.exited is not None
@@ -88,6 +84,10 @@ class ExitBlock(CountsPerBatch, Block):
             self.tokens_ran = self.tokens = 0
         self.tokens_ran += ran
         self.tokens += tokens
+
+    def load_signal(self) -> float:
+        """The paper's ``t_i / t``: tokens that ran in this block over all tokens of the last training batch."""
+        return super().load_signal() * (self.tokens_ran / self.tokens if self.tokens else 1.0)
 
 
 class RemainingAttention(CausalSelfAttention):

@@ -23,14 +23,6 @@ ADPC_THRESHOLD = 0.998  # Liu et al.
 CALM_THRESHOLD = 0.9
 
 
-def confident(exits: EarlyExitConfig, confidence: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-    """Decide which tokens leave, bool ``[tokens]``, by their confidence and positions, both ``[tokens]``."""
-    if exits.method == "adpc":
-        return confidence > (ADPC_THRESHOLD if exits.threshold is None else exits.threshold)
-    level = CALM_THRESHOLD if exits.threshold is None else exits.threshold
-    return confidence >= calm_threshold(level, positions, length)
-
-
 def calm_threshold(level: float, positions: torch.Tensor, length: int) -> torch.Tensor:
     """Compute CALM's ``clip(0.9 level + 0.1 exp(-4 t / T), 0, 1)``, fp32: tokens that many later ones see need more.
 
@@ -55,3 +47,11 @@ def largest_probability(log_probabilities: torch.Tensor) -> torch.Tensor:
 def state_similarity(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """CALM's hidden-state saturation: cosine of the states before and after a block, fp32 ``[tokens]``."""
     return F.cosine_similarity(before.float(), after.float(), dim=-1)
+
+
+def confident(exits: EarlyExitConfig, confidence: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+    """Decide which tokens leave, bool ``[tokens]``, by their confidence and positions, both ``[tokens]``."""
+    if exits.method == "adpc":
+        return confidence > (ADPC_THRESHOLD if exits.threshold is None else exits.threshold)
+    level = CALM_THRESHOLD if exits.threshold is None else exits.threshold
+    return confidence >= calm_threshold(level, positions, length)

@@ -56,23 +56,6 @@ class ExitHead(TokenEmbedding):
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.register_buffer("leaving", torch.tensor(exits.start == 0))
 
-    def embed(self, tokens: torch.Tensor) -> Activations:
-        """Embed ``tokens`` as :class:`TokenEmbedding` does."""
-        stream = Stream.unpack(embed(self.weight, tokens, self.carries))
-        return replace(stream, hidden=self._all_get_gradients(stream.hidden)).pack()
-
-    def forward(self, activations: Activations) -> Activations:
-        """Give logits ``[batch, sequence, vocabulary]``, also of tokens that left, and the exits' losses.
-
-        In training also the weight of the logits' own loss, fp32 ``[1]``: with the exits' weights it makes 1.
-        """
-        stream = Stream.unpack(activations)
-        assert stream.auxiliary is not None
-        logits = F.linear(self.norm(self._all_get_gradients(stream.hidden)), self.weight)
-        if not self.training:
-            return logits, stream.auxiliary
-        return logits, stream.auxiliary, torch.full_like(stream.auxiliary, self.loss_weights[max(self.loss_weights)])
-
     def exit(self, activations: Activations, *, depth: int) -> Activations:
         """Run the exit after ``depth`` blocks: add its loss, in training, and let confident tokens leave.
 
@@ -120,6 +103,23 @@ class ExitHead(TokenEmbedding):
         losses = F.nll_loss(predicted, labels, ignore_index=NO_LABEL, reduction="none")
         later = sum(weight for other, weight in self.loss_weights.items() if depth < other < max(self.loss_weights))
         return (losses * (self.loss_weights[depth] + later * left)).sum() / count
+
+    def forward(self, activations: Activations) -> Activations:
+        """Give logits ``[batch, sequence, vocabulary]``, also of tokens that left, and the exits' losses.
+
+        In training also the weight of the logits' own loss, fp32 ``[1]``: with the exits' weights it makes 1.
+        """
+        stream = Stream.unpack(activations)
+        assert stream.auxiliary is not None
+        logits = F.linear(self.norm(self._all_get_gradients(stream.hidden)), self.weight)
+        if not self.training:
+            return logits, stream.auxiliary
+        return logits, stream.auxiliary, torch.full_like(stream.auxiliary, self.loss_weights[max(self.loss_weights)])
+
+    def embed(self, tokens: torch.Tensor) -> Activations:
+        """Embed ``tokens`` as :class:`TokenEmbedding` does."""
+        stream = Stream.unpack(embed(self.weight, tokens, self.carries))
+        return replace(stream, hidden=self._all_get_gradients(stream.hidden)).pack()
 
     def _all_get_gradients(self, hidden: torch.Tensor) -> torch.Tensor:
         passed: torch.Tensor = _ZeroGradients.apply(hidden, *self.parameters())  # type: ignore[no-untyped-call]

@@ -33,13 +33,6 @@ def set_frozen_prefix(module: PipelineModule, num_frozen: int) -> bool:
     return changed
 
 
-def freeze_prefix(engine: Any, num_frozen: int) -> None:
-    """Call :func:`set_frozen_prefix` on all stages, and tell the engine if that changed any. Collective."""
-    changed = set_frozen_prefix(engine.module, num_frozen)
-    if engine.sum_over_stages(torch.tensor([float(changed)], dtype=torch.float64)).item():
-        engine.model_changed(f"freezing: first {num_frozen} layers")
-
-
 class FreezingCase(DynamicCase):
     """Freezes before each batch what a subclass decides."""
 
@@ -59,3 +52,10 @@ class FreezingCase(DynamicCase):
     def _loaded(self) -> None:
         """Forget what is frozen, after a load on all ranks: before the next batch they find out together."""
         self._frozen = None
+
+
+def freeze_prefix(engine: Any, num_frozen: int) -> None:
+    """Call :func:`set_frozen_prefix` on all stages, and tell the engine if that changed any. Collective."""
+    changed = set_frozen_prefix(engine.module, num_frozen)
+    if engine.sum_over_stages(torch.tensor([float(changed)], dtype=torch.float64)).item():
+        engine.model_changed(f"freezing: first {num_frozen} layers")

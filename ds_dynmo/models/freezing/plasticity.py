@@ -44,21 +44,6 @@ def similarity_loss(activations: torch.Tensor, reference: torch.Tensor) -> float
     return float((similarities[0] - similarities[1]).square().sum()) / len(similarities[0]) ** 2
 
 
-def capture_first(block: nn.Module, inputs: tuple[Activations], output: Activations) -> None:
-    """Keep, on the CPU, the first input and output of a block that is being watched; a forward hook."""
-    state = vars(block)
-    if block.training and state.get(WATCHING) and state.get(CAPTURED) is None:
-        state[CAPTURED] = (_on_cpu(inputs[0]), _on_cpu(Stream.unpack(output).hidden))
-
-
-def watch(block: nn.Module, watching: bool) -> None:
-    """Let :func:`capture_first` keep the next pass; or let it keep nothing, and drop the reference too."""
-    state = vars(block)
-    state[WATCHING], state[CAPTURED] = watching, None
-    if not watching:
-        state[REFERENCE] = None
-
-
 class WatchedBlock:
     """What a block did in a batch in which it was watched, and its reference, both independent of the block.
 
@@ -88,6 +73,21 @@ class WatchedBlock:
         with torch.no_grad():
             reference = Stream.unpack(self._model(self._inputs)).hidden
         return similarity_loss(self._hidden, reference)
+
+
+def watch(block: nn.Module, watching: bool) -> None:
+    """Let :func:`capture_first` keep the next pass; or let it keep nothing, and drop the reference too."""
+    state = vars(block)
+    state[WATCHING], state[CAPTURED] = watching, None
+    if not watching:
+        state[REFERENCE] = None
+
+
+def capture_first(block: nn.Module, inputs: tuple[Activations], output: Activations) -> None:
+    """Keep, on the CPU, the first input and output of a block that is being watched; a forward hook."""
+    state = vars(block)
+    if block.training and state.get(WATCHING) and state.get(CAPTURED) is None:
+        state[CAPTURED] = (_on_cpu(inputs[0]), _on_cpu(Stream.unpack(output).hidden))
 
 
 def _tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -66,15 +66,6 @@ class MixtureOfDepthsBlock(CountsPerBatch, Block):
         self.tokens_taken: torch.Tensor | None = None
         self.tokens = 0
 
-    def load_signal(self) -> float:
-        """The paper's ``r_i t_i`` (section 2, mixture of depths) over all tokens: the share that the block takes.
-
-        As it was in the last training batch; before the first, as it will be at the configured length. Times what
-        other cases leave of the block. The paper counts attention as linear in its tokens like the rest.
-        """
-        expected = tokens_of(self.capacity, self.sequence_length) / self.sequence_length
-        return super().load_signal() * (expected if self.tokens_taken is None else int(self.tokens_taken) / self.tokens)
-
     def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply the block to tokens that it chooses; give its auxiliary loss too, with the predictor's, or None.
 
@@ -102,31 +93,6 @@ class MixtureOfDepthsBlock(CountsPerBatch, Block):
             loss = self.depths.predictor_coefficient * self.predictor.loss(hidden, members)
             auxiliary = loss if auxiliary is None else auxiliary + loss
         return changed, auxiliary
-
-    def _members_by_threshold(self, weights: torch.Tensor, threshold: float) -> torch.Tensor:
-        """Choose the tokens with the largest weights: as many as are above the threshold, within the bounds."""
-        sequence = weights.shape[1]
-        least, most = (tokens_of(bound, sequence) for bound in (self.depths.min_capacity, self.depths.max_capacity))
-        counts = (weights > threshold).sum(dim=1, keepdim=True).clamp(least, most)
-        order = top_order(weights)
-        ranks = torch.empty_like(order).scatter(1, order, torch.arange(sequence, device=order.device).expand_as(order))
-        return ranks < counts
-
-    def _members_causally(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Choose each token without those after it."""
-        if self.sampling == "threshold":
-            assert self.depths.threshold is not None, "its sampling needs it"
-            return weights > self.depths.threshold
-        assert self.predictor is not None, "its sampling needs it"
-        taken: torch.Tensor = self.predictor(hidden) > 0
-        return taken
-
-    def _count(self, members: torch.Tensor) -> None:
-        taken = members.sum()  # stays on the accelerator until somebody asks
-        if self.begins_batch() or self.tokens_taken is None:
-            self.tokens_taken, self.tokens = torch.zeros_like(taken), 0
-        self.tokens_taken = self.tokens_taken + taken
-        self.tokens += members.numel()
 
     def _on_tokens(
         self, hidden: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor
@@ -157,6 +123,40 @@ class MixtureOfDepthsBlock(CountsPerBatch, Block):
                 losses += [] if loss is None else [loss]
             parts.append(part)
         return torch.cat(parts), torch.stack(losses).sum(dim=0) / len(parts) if losses else None
+
+    def _members_by_threshold(self, weights: torch.Tensor, threshold: float) -> torch.Tensor:
+        """Choose the tokens with the largest weights: as many as are above the threshold, within the bounds."""
+        sequence = weights.shape[1]
+        least, most = (tokens_of(bound, sequence) for bound in (self.depths.min_capacity, self.depths.max_capacity))
+        counts = (weights > threshold).sum(dim=1, keepdim=True).clamp(least, most)
+        order = top_order(weights)
+        ranks = torch.empty_like(order).scatter(1, order, torch.arange(sequence, device=order.device).expand_as(order))
+        return ranks < counts
+
+    def _members_causally(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Choose each token without those after it."""
+        if self.sampling == "threshold":
+            assert self.depths.threshold is not None, "its sampling needs it"
+            return weights > self.depths.threshold
+        assert self.predictor is not None, "its sampling needs it"
+        taken: torch.Tensor = self.predictor(hidden) > 0
+        return taken
+
+    def _count(self, members: torch.Tensor) -> None:
+        taken = members.sum()  # stays on the accelerator until somebody asks
+        if self.begins_batch() or self.tokens_taken is None:
+            self.tokens_taken, self.tokens = torch.zeros_like(taken), 0
+        self.tokens_taken = self.tokens_taken + taken
+        self.tokens += members.numel()
+
+    def load_signal(self) -> float:
+        """The paper's ``r_i t_i`` (section 2, mixture of depths) over all tokens: the share that the block takes.
+
+        As it was in the last training batch; before the first, as it will be at the configured length. Times what
+        other cases leave of the block. The paper counts attention as linear in its tokens like the rest.
+        """
+        expected = tokens_of(self.capacity, self.sequence_length) / self.sequence_length
+        return super().load_signal() * (expected if self.tokens_taken is None else int(self.tokens_taken) / self.tokens)
 
 
 class Predictor(nn.Module):
@@ -201,13 +201,6 @@ def top_order(weights: torch.Tensor) -> torch.Tensor:
     return weights.detach().sort(dim=1, descending=True, stable=True).indices  # topk takes any of equal ones
 
 
-def routed_block(
-    model: GPTConfig, config: MixtureOfDepthsConfig, number: int, parts: dict[str, Any]
-) -> list[LayerSpec] | None:
-    """Specify block ``number``, counted from 1, if it is a routed one."""
-    return [LayerSpec(MixtureOfDepthsBlock, model, number, config, **parts)] if config.routes(number) else None
-
-
 class MixtureOfDepths(DynamicCase):
     """Gives routed blocks the schedule's capacity, and tells the engine when that changes. It has no state."""
 
@@ -231,3 +224,10 @@ class MixtureOfDepths(DynamicCase):
 def capacity_schedule(config: MixtureOfDepthsConfig, engine: Any, sizes: RunSizes) -> MixtureOfDepths | None:
     """Return what gives routed blocks the schedule's capacity; None: there is no schedule."""
     return None if config.schedule is None else MixtureOfDepths(config, engine, sizes)
+
+
+def routed_block(
+    model: GPTConfig, config: MixtureOfDepthsConfig, number: int, parts: dict[str, Any]
+) -> list[LayerSpec] | None:
+    """Specify block ``number``, counted from 1, if it is a routed one."""
+    return [LayerSpec(MixtureOfDepthsBlock, model, number, config, **parts)] if config.routes(number) else None

@@ -65,6 +65,64 @@ class _GroupedLinear(torch.autograd.Function):
         return of_rows, of_weight, None
 
 
+def _products(rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    if has_kernel(rows, weight.shape[1]):
+        return _in_one(_aligned(rows), _aligned(weight).mT, _ends(counts, rows.device))
+    outputs = rows.new_empty(rows.shape[0], weight.shape[1])
+    for group, of_group in _groups(counts):
+        torch.mm(rows[of_group], weight[group].t(), out=outputs[of_group])
+    return outputs
+
+
+def _of_rows(gradient: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    if has_kernel(gradient, weight.shape[2]):
+        return _in_one(_aligned(gradient), _aligned(weight), _ends(counts, gradient.device))
+    of_rows = gradient.new_empty(gradient.shape[0], weight.shape[2])
+    for group, of_group in _groups(counts):
+        torch.mm(gradient[of_group], weight[group], out=of_rows[of_group])
+    return of_rows
+
+
+def _of_weight(gradient: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    if has_kernel(rows, gradient.shape[1]):
+        of_weight = _in_one(_aligned(gradient).t(), _aligned(rows), _ends(counts, rows.device))
+    else:
+        of_weight = rows.new_empty(len(counts), gradient.shape[1], rows.shape[1])
+        for group, of_group in _groups(counts):
+            torch.mm(gradient[of_group].t(), rows[of_group], out=of_weight[group])
+    for group, count in enumerate(counts):
+        if not count:
+            of_weight[group].zero_()
+    return of_weight
+
+
+def _groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """Iterate over the groups that have rows, and where these are."""
+    start = 0
+    for group, count in enumerate(counts):
+        if count:
+            yield group, slice(start, start + count)
+        start += count
+
+
+def _in_one(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Call the kernel. Groups lie in the dimensions that are not the weight's."""
+    assert _grouped_mm is not None
+    products: torch.Tensor = _grouped_mm(left, right, offs=ends)
+    return products
+
+
+def _ends(counts: list[int], device: torch.device) -> torch.Tensor:
+    """Return where each group ends, as the kernel wants it."""
+    return integers(list(accumulate(counts)), device, torch.int32)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Give ``tensor`` row by row in memory, from an aligned place on. It is no parameter that a module may watch."""
+    contiguous = tensor.detach().contiguous()
+    return contiguous if contiguous.data_ptr() % ALIGNMENT == 0 else contiguous.clone()
+
+
 class _DeferredGroupedLinear(torch.autograd.Function):
     """:class:`_GroupedLinear` whose weight gradient waits for the second part of a backward pass.
 
@@ -118,61 +176,3 @@ def _has_grouped_products(dtype: torch.dtype, device: torch.device) -> bool:
             _in_one(rows.t(), rows, ends)
 
     return can_compute(attempt)
-
-
-def _products(rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    if has_kernel(rows, weight.shape[1]):
-        return _in_one(_aligned(rows), _aligned(weight).mT, _ends(counts, rows.device))
-    outputs = rows.new_empty(rows.shape[0], weight.shape[1])
-    for group, of_group in _groups(counts):
-        torch.mm(rows[of_group], weight[group].t(), out=outputs[of_group])
-    return outputs
-
-
-def _of_rows(gradient: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    if has_kernel(gradient, weight.shape[2]):
-        return _in_one(_aligned(gradient), _aligned(weight), _ends(counts, gradient.device))
-    of_rows = gradient.new_empty(gradient.shape[0], weight.shape[2])
-    for group, of_group in _groups(counts):
-        torch.mm(gradient[of_group], weight[group], out=of_rows[of_group])
-    return of_rows
-
-
-def _of_weight(gradient: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    if has_kernel(rows, gradient.shape[1]):
-        of_weight = _in_one(_aligned(gradient).t(), _aligned(rows), _ends(counts, rows.device))
-    else:
-        of_weight = rows.new_empty(len(counts), gradient.shape[1], rows.shape[1])
-        for group, of_group in _groups(counts):
-            torch.mm(gradient[of_group].t(), rows[of_group], out=of_weight[group])
-    for group, count in enumerate(counts):
-        if not count:
-            of_weight[group].zero_()
-    return of_weight
-
-
-def _ends(counts: list[int], device: torch.device) -> torch.Tensor:
-    """Return where each group ends, as the kernel wants it."""
-    return integers(list(accumulate(counts)), device, torch.int32)
-
-
-def _in_one(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Call the kernel. Groups lie in the dimensions that are not the weight's."""
-    assert _grouped_mm is not None
-    products: torch.Tensor = _grouped_mm(left, right, offs=ends)
-    return products
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Give ``tensor`` row by row in memory, from an aligned place on. It is no parameter that a module may watch."""
-    contiguous = tensor.detach().contiguous()
-    return contiguous if contiguous.data_ptr() % ALIGNMENT == 0 else contiguous.clone()
-
-
-def _groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Iterate over the groups that have rows, and where these are."""
-    start = 0
-    for group, count in enumerate(counts):
-        if count:
-            yield group, slice(start, start + count)
-        start += count

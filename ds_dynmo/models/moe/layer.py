@@ -63,6 +63,62 @@ class MixtureOfExperts(CountsPerBatch):
         self._replicas = Replicas()
         self._count_from_zero()
 
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """``[batch, sequence, hidden]`` to the same; with an auxiliary loss, fp32 ``[1]``, where the router has one."""
+        tokens = hidden.flatten(0, -2)
+        routing = self.router(tokens)
+        choices = routing.experts.t().flatten()  # all first choices, then all second ones: what capacity goes by
+        chosen = counts_of(choices, self.num_experts).tolist()
+        order = choices.argsort(stable=True)
+        taken = chosen
+        if self.capacity_factor is not None and self.training:  # else a token's way would depend on later ones
+            capacity = math.ceil(Fraction(str(self.capacity_factor)) * len(choices) / self.num_experts)
+            order = torch.cat([of_expert[:capacity] for of_expert in order.split(chosen)])
+            taken = [min(count, capacity) for count in chosen]
+        shared = len(self.expand) < self.num_experts
+        everyone = self._replicas.gather([*taken, len(choices)], hidden.device) if shared else [[*taken, len(choices)]]
+        table = [row[:-1] for row in everyone]
+        if self.training and not is_recomputing():
+            if self.begins_batch():
+                self._count_from_zero()
+            self._count(chosen, taken)
+            self.busiest_tokens += max(loads_of_replicas(table))
+            self.mean_choices += sum(row[-1] for row in everyone) / len(everyone)
+
+        # Every place is read once: index_select's gradient then has one addend each, the same in any order.
+        rows = tokens.repeat(self.top_k, 1).index_select(0, order)
+        outputs = through_replicas(rows, table, self._replicas, self._experts) if shared else self._experts(rows, taken)
+        placed = outputs.new_zeros(len(choices), outputs.shape[1]).index_copy(0, order, outputs)
+        gates = routing.gates.t().unsqueeze(-1)
+        mixed = (placed.view(self.top_k, *tokens.shape) * gates).sum(dim=0).to(hidden.dtype).view_as(hidden)
+        return mixed if routing.auxiliary is None else (mixed, routing.auxiliary)
+
+    def _experts(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Apply the experts here to ``rows``, ``[rows, hidden]``, sorted by expert; ``counts``: rows of each."""
+        return grouped_linear(F.gelu(grouped_linear(rows, self.expand, counts)), self.contract, counts)
+
+    def load_signal(self) -> float:
+        """The paper's load of a worker, ``L_j = sum_{e on j} sum_{t in R^-1(e)} c_e`` (section 2, MoE), as a share.
+
+        It is that of the busiest replica, over its load if every token went to every expert: tokens taken by its
+        experts, over experts times the tokens of a replica. For the last training batch; the same on all replicas.
+
+        Replicas wait for one another in every micro-batch, so the largest ``L_j`` of each counts. For a rank that has
+        all experts, and where replicas share the work evenly, it is ``top_k / experts`` (as before any batch) times
+        what capacity leaves of the choices.
+        """
+        share = self.busiest_tokens / self.mean_choices if self.mean_choices else 1.0
+        return share * self.top_k / self.num_experts
+
+    def _count_from_zero(self) -> None:
+        self.choices_per_expert = [0] * self.num_experts
+        self.tokens_per_expert = [0] * self.num_experts
+        self.busiest_tokens, self.mean_choices = 0, 0.0
+
+    def _count(self, chosen: list[int], taken: list[int]) -> None:
+        self.choices_per_expert = [sum(pair) for pair in zip(self.choices_per_expert, chosen)]
+        self.tokens_per_expert = [sum(pair) for pair in zip(self.tokens_per_expert, taken)]
+
     @property
     def shares_out(self) -> bool:
         """Does each replica have other experts, where there are several?"""
@@ -95,67 +151,6 @@ class MixtureOfExperts(CountsPerBatch):
                 weights.data = weights.data[share_of(self._replicas.index, size, self.num_experts)].clone()
             weights.replica_own = True  # type: ignore[attr-defined]
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """``[batch, sequence, hidden]`` to the same; with an auxiliary loss, fp32 ``[1]``, where the router has one."""
-        tokens = hidden.flatten(0, -2)
-        routing = self.router(tokens)
-        choices = routing.experts.t().flatten()  # all first choices, then all second ones: what capacity goes by
-        chosen = counts_of(choices, self.num_experts).tolist()
-        order = choices.argsort(stable=True)
-        taken = chosen
-        if self.capacity_factor is not None and self.training:  # else a token's way would depend on later ones
-            capacity = math.ceil(Fraction(str(self.capacity_factor)) * len(choices) / self.num_experts)
-            order = torch.cat([of_expert[:capacity] for of_expert in order.split(chosen)])
-            taken = [min(count, capacity) for count in chosen]
-        shared = len(self.expand) < self.num_experts
-        everyone = self._replicas.gather([*taken, len(choices)], hidden.device) if shared else [[*taken, len(choices)]]
-        table = [row[:-1] for row in everyone]
-        if self.training and not is_recomputing():
-            if self.begins_batch():
-                self._count_from_zero()
-            self._count(chosen, taken)
-            self.busiest_tokens += max(loads_of_replicas(table))
-            self.mean_choices += sum(row[-1] for row in everyone) / len(everyone)
-
-        # Every place is read once: index_select's gradient then has one addend each, the same in any order.
-        rows = tokens.repeat(self.top_k, 1).index_select(0, order)
-        outputs = through_replicas(rows, table, self._replicas, self._experts) if shared else self._experts(rows, taken)
-        placed = outputs.new_zeros(len(choices), outputs.shape[1]).index_copy(0, order, outputs)
-        gates = routing.gates.t().unsqueeze(-1)
-        mixed = (placed.view(self.top_k, *tokens.shape) * gates).sum(dim=0).to(hidden.dtype).view_as(hidden)
-        return mixed if routing.auxiliary is None else (mixed, routing.auxiliary)
-
-    def load_signal(self) -> float:
-        """The paper's load of a worker, ``L_j = sum_{e on j} sum_{t in R^-1(e)} c_e`` (section 2, MoE), as a share.
-
-        It is that of the busiest replica, over its load if every token went to every expert: tokens taken by its
-        experts, over experts times the tokens of a replica. For the last training batch; the same on all replicas.
-
-        Replicas wait for one another in every micro-batch, so the largest ``L_j`` of each counts. For a rank that has
-        all experts, and where replicas share the work evenly, it is ``top_k / experts`` (as before any batch) times
-        what capacity leaves of the choices.
-        """
-        share = self.busiest_tokens / self.mean_choices if self.mean_choices else 1.0
-        return share * self.top_k / self.num_experts
-
-    def _count_from_zero(self) -> None:
-        self.choices_per_expert = [0] * self.num_experts
-        self.tokens_per_expert = [0] * self.num_experts
-        self.busiest_tokens, self.mean_choices = 0, 0.0
-
-    def _experts(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Apply the experts here to ``rows``, ``[rows, hidden]``, sorted by expert; ``counts``: rows of each."""
-        return grouped_linear(F.gelu(grouped_linear(rows, self.expand, counts)), self.contract, counts)
-
-    def _count(self, chosen: list[int], taken: list[int]) -> None:
-        self.choices_per_expert = [sum(pair) for pair in zip(self.choices_per_expert, chosen)]
-        self.tokens_per_expert = [sum(pair) for pair in zip(self.tokens_per_expert, taken)]
-
-
-def expert_parts(model: GPTConfig, config: MoEConfig, number: int) -> dict[str, Any]:
-    """Return the parts of block ``number``, counted from 1, as arguments of :class:`~ds_dynmo.models.gpt.Block`."""
-    return {"mlp": partial(MixtureOfExperts, moe=config)} if number in config.blocks(model.layers) else {}
-
 
 class ExpertBalance(DynamicCase):
     """With routing "bias", updates after each batch the biases of layers that train."""
@@ -184,3 +179,8 @@ class ExpertBalance(DynamicCase):
             part = getattr(layer, "mlp", None)
             if isinstance(part, MixtureOfExperts):
                 yield number, part
+
+
+def expert_parts(model: GPTConfig, config: MoEConfig, number: int) -> dict[str, Any]:
+    """Return the parts of block ``number``, counted from 1, as arguments of :class:`~ds_dynmo.models.gpt.Block`."""
+    return {"mlp": partial(MixtureOfExperts, moe=config)} if number in config.blocks(model.layers) else {}

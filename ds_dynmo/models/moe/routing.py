@@ -61,25 +61,11 @@ class Router(nn.Module):
         if config.routing == "bias":  # a number of steps is exact in every precision
             self.register_buffer("bias_steps", torch.zeros(config.experts, dtype=torch.int64))
 
-    @property
-    def bias(self) -> torch.Tensor:
-        """Added to the scores for the selection, fp32 ``[experts]``."""
-        return self.bias_steps * self.config.bias_rate
-
     def forward(self, tokens: torch.Tensor) -> Routing:
         """Route ``tokens``, ``[tokens, hidden]``. There is an auxiliary loss in training with routing "aux_loss"."""
         with torch.autocast(tokens.device.type, enabled=False):
             logits = F.linear(tokens.float(), self.affinity.weight.float())
         return {"aux_loss": self._mixtral, "sbase": self._sbase, "bias": self._deepseek}[self.config.routing](logits)
-
-    def balance(self, choices: Sequence[int]) -> None:
-        """Update the biases after a batch as DeepSeek does: ``b += rate * sign(mean - count)``.
-
-        Args:
-            choices: per expert, how many tokens of the batch chose it, on all replicas.
-        """
-        counts = torch.tensor(choices, device=self.bias_steps.device)
-        self.bias_steps += (counts.sum() - len(choices) * counts).sign()
 
     def _mixtral(self, logits: torch.Tensor) -> Routing:
         experts = logits.detach().topk(self.config.top_k, dim=-1).indices
@@ -102,6 +88,20 @@ class Router(nn.Module):
         log_scores = F.logsigmoid(logits) if self.config.scores == "sigmoid" else logits.log_softmax(dim=-1)
         experts = (log_scores.detach().exp() + self.bias).topk(self.config.top_k, dim=-1).indices
         return Routing(experts, _renormalised(log_scores, experts))
+
+    @property
+    def bias(self) -> torch.Tensor:
+        """Added to the scores for the selection, fp32 ``[experts]``."""
+        return self.bias_steps * self.config.bias_rate
+
+    def balance(self, choices: Sequence[int]) -> None:
+        """Update the biases after a batch as DeepSeek does: ``b += rate * sign(mean - count)``.
+
+        Args:
+            choices: per expert, how many tokens of the batch chose it, on all replicas.
+        """
+        counts = torch.tensor(choices, device=self.bias_steps.device)
+        self.bias_steps += (counts.sum() - len(choices) * counts).sign()
 
 
 def _renormalised(log_scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

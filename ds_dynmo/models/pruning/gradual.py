@@ -64,6 +64,109 @@ def pruning_steps(config: PruningConfig, total_steps: int) -> dict[int, float]:
     return {min(step, total_steps - 1): scheduled_sparsity(config, pruning) for pruning, step in enumerate(steps)}
 
 
+class Pruning(DynamicCase):
+    """Prunes the model on schedule. It has no state of its own: a resumed run finds what is pruned in the layers.
+
+    Masks may have been loaded without the optimizer's moments; those of pruned weights are zeroed before a batch.
+
+    Raises:
+        ConfigError: ``csr_from`` is given, and torch has no CSR for the model's dtype on this device.
+    """
+
+    name = "pruning"
+
+    def __init__(self, config: PruningConfig, engine: Any, sizes: RunSizes) -> None:
+        super().__init__(engine)
+        _check_csr(config, engine.module)
+        self._num_layers = sizes.num_layers
+        self._steps = pruning_steps(config, sizes.total_steps)
+        self._probe = config.probe
+        self._loaded = True  # layers may have been, before this was built
+        self._told = False
+        engine.before_step(self._zero_gradients)
+
+    def prune(self, sparsity: float) -> None:
+        """Keep ``round(N (1 - sparsity))`` of the model's ``N`` prunable weights; pruned ones stay pruned. Collective.
+
+        Args:
+            sparsity: in [0, 1).
+        """
+        linears = local_linears(self.engine.module)
+        every = [linear for members in linears.values() for linear in members]
+        if self._probe:
+            agree_on_csr(linears, num_layers=self._num_layers, sum_over_world=self.engine.sum_over_world)
+        sizes = [sum(linear.size for linear in every), sum(linear.kept for linear in every)]
+        total, left = self.engine.sum_over_stages(torch.tensor(sizes, dtype=torch.float64)).tolist()
+        keep = min(round(total * (1 - sparsity)), int(left))
+        selection = select_largest(
+            linears, keep, num_layers=self._num_layers, sum_over_stages=self.engine.sum_over_stages
+        )
+        for number, members in linears.items():
+            for linear, mask in zip(members, selection.masks(number, members), strict=True):
+                linear.prune(mask)
+                self.engine.zero_elements(linear.weight, ~mask)
+        self._shrink(every)
+        self.engine.model_changed(f"pruning: {sparsity:.1%} sparse")
+
+    def _shrink(self, linears: Sequence[PrunableLinear]) -> None:
+        """Make vectors of the kept values of those weights that are smaller so. Collective."""
+        refusal = self.engine.keep_elements_refusal()
+        if refusal is not None:
+            if not self._told:
+                logger.warning(f"pruning: weights stay dense, with zeros, and take the memory of dense ones: {refusal}")
+            self._told = True
+            return
+        smaller = [linear for linear in linears if linear.mask is not None and linear.would_shrink(linear.kept)]
+        kept = [(linear, "weight", linear.kept_places()) for linear in smaller]
+        indices = [linear.index_at(places) for linear, _, places in kept]
+        self.engine.keep_elements(kept)
+        for linear, index in zip(smaller, indices):
+            linear.use_values(index)
+
+    def before_batch(self, step: int) -> None:
+        """Prune if that is due, and tell the engine."""
+        if self._loaded:
+            self._zero_loaded()
+            self._loaded = False
+        sparsity = self._steps.get(step, 0.0)
+        if sparsity:
+            self.prune(sparsity)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Note that layers were loaded; this has no state of its own."""
+        self._loaded = True
+
+    def _zero_loaded(self) -> None:
+        """Zero optimizer state where loaded weights are pruned, and shrink those of a checkpoint that held masks."""
+        linears = [linear for members in local_linears(self.engine.module).values() for linear in members]
+        for linear in linears:
+            linear.drop_old_structure()
+        for weight, pruned in self._pruned(lambda linear: True):
+            self.engine.zero_elements(weight, pruned)
+        self._shrink(linears)
+
+    def _zero_gradients(self) -> None:
+        """Zero the gradients of pruned weights; where there is an index they are 0 already, or not there."""
+        self.engine.zero_gradients(self._pruned(lambda linear: linear.is_compressed or not linear.computes_sparse))
+
+    def _pruned(self, of: Callable[[PrunableLinear], bool]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Iterate over parameters of this stage that have pruned elements, and where."""
+        for members in local_linears(self.engine.module).values():
+            for linear in members:
+                if linear.mask is not None and of(linear):
+                    yield linear.weight, ~linear.mask
+
+
+def _check_csr(config: PruningConfig, module: nn.Module) -> None:
+    weight = next(module.parameters(), None)
+    if config.csr_from is None or weight is None or can_csr(weight.dtype, weight.device):
+        return
+    raise ConfigError(
+        f"model.case.csr_from = {config.csr_from}: torch has no products in CSR for {weight.dtype} on "
+        f"{weight.device.type!r}; allowed is null, and then they compute dense"
+    )
+
+
 class _Prunable(Block):
     """Makes the linear layers of the class that it is mixed into prunable, and keeps its other parts."""
 
@@ -112,106 +215,3 @@ def local_linears(module: PipelineModule) -> Linears:
     """List :func:`prunable_linears` by layer number, for every layer of this stage that has any."""
     found = {number: prunable_linears(layer) for number, layer in local_layers(module)}
     return {number: linears for number, linears in found.items() if linears}
-
-
-class Pruning(DynamicCase):
-    """Prunes the model on schedule. It has no state of its own: a resumed run finds what is pruned in the layers.
-
-    Masks may have been loaded without the optimizer's moments; those of pruned weights are zeroed before a batch.
-
-    Raises:
-        ConfigError: ``csr_from`` is given, and torch has no CSR for the model's dtype on this device.
-    """
-
-    name = "pruning"
-
-    def __init__(self, config: PruningConfig, engine: Any, sizes: RunSizes) -> None:
-        super().__init__(engine)
-        _check_csr(config, engine.module)
-        self._num_layers = sizes.num_layers
-        self._steps = pruning_steps(config, sizes.total_steps)
-        self._probe = config.probe
-        self._loaded = True  # layers may have been, before this was built
-        self._told = False
-        engine.before_step(self._zero_gradients)
-
-    def before_batch(self, step: int) -> None:
-        """Prune if that is due, and tell the engine."""
-        if self._loaded:
-            self._zero_loaded()
-            self._loaded = False
-        sparsity = self._steps.get(step, 0.0)
-        if sparsity:
-            self.prune(sparsity)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Note that layers were loaded; this has no state of its own."""
-        self._loaded = True
-
-    def _zero_loaded(self) -> None:
-        """Zero optimizer state where loaded weights are pruned, and shrink those of a checkpoint that held masks."""
-        linears = [linear for members in local_linears(self.engine.module).values() for linear in members]
-        for linear in linears:
-            linear.drop_old_structure()
-        for weight, pruned in self._pruned(lambda linear: True):
-            self.engine.zero_elements(weight, pruned)
-        self._shrink(linears)
-
-    def _zero_gradients(self) -> None:
-        """Zero the gradients of pruned weights; where there is an index they are 0 already, or not there."""
-        self.engine.zero_gradients(self._pruned(lambda linear: linear.is_compressed or not linear.computes_sparse))
-
-    def _pruned(self, of: Callable[[PrunableLinear], bool]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Iterate over parameters of this stage that have pruned elements, and where."""
-        for members in local_linears(self.engine.module).values():
-            for linear in members:
-                if linear.mask is not None and of(linear):
-                    yield linear.weight, ~linear.mask
-
-    def prune(self, sparsity: float) -> None:
-        """Keep ``round(N (1 - sparsity))`` of the model's ``N`` prunable weights; pruned ones stay pruned. Collective.
-
-        Args:
-            sparsity: in [0, 1).
-        """
-        linears = local_linears(self.engine.module)
-        every = [linear for members in linears.values() for linear in members]
-        if self._probe:
-            agree_on_csr(linears, num_layers=self._num_layers, sum_over_world=self.engine.sum_over_world)
-        sizes = [sum(linear.size for linear in every), sum(linear.kept for linear in every)]
-        total, left = self.engine.sum_over_stages(torch.tensor(sizes, dtype=torch.float64)).tolist()
-        keep = min(round(total * (1 - sparsity)), int(left))
-        selection = select_largest(
-            linears, keep, num_layers=self._num_layers, sum_over_stages=self.engine.sum_over_stages
-        )
-        for number, members in linears.items():
-            for linear, mask in zip(members, selection.masks(number, members), strict=True):
-                linear.prune(mask)
-                self.engine.zero_elements(linear.weight, ~mask)
-        self._shrink(every)
-        self.engine.model_changed(f"pruning: {sparsity:.1%} sparse")
-
-    def _shrink(self, linears: Sequence[PrunableLinear]) -> None:
-        """Make vectors of the kept values of those weights that are smaller so. Collective."""
-        refusal = self.engine.keep_elements_refusal()
-        if refusal is not None:
-            if not self._told:
-                logger.warning(f"pruning: weights stay dense, with zeros, and take the memory of dense ones: {refusal}")
-            self._told = True
-            return
-        smaller = [linear for linear in linears if linear.mask is not None and linear.would_shrink(linear.kept)]
-        kept = [(linear, "weight", linear.kept_places()) for linear in smaller]
-        indices = [linear.index_at(places) for linear, _, places in kept]
-        self.engine.keep_elements(kept)
-        for linear, index in zip(smaller, indices):
-            linear.use_values(index)
-
-
-def _check_csr(config: PruningConfig, module: nn.Module) -> None:
-    weight = next(module.parameters(), None)
-    if config.csr_from is None or weight is None or can_csr(weight.dtype, weight.device):
-        return
-    raise ConfigError(
-        f"model.case.csr_from = {config.csr_from}: torch has no products in CSR for {weight.dtype} on "
-        f"{weight.device.type!r}; allowed is null, and then they compute dense"
-    )

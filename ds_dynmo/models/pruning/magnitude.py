@@ -23,32 +23,6 @@ Sum = Callable[[torch.Tensor], torch.Tensor]
 Linears = Mapping[int, Sequence[PrunableLinear]]  # by layer number, in the order of positions in the layer
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Which weights of this stage stay.
-
-    Attributes:
-        bits: bit pattern of the k-th magnitude; larger ones stay.
-        equal: per layer here, how many weights of exactly that magnitude stay if it has so many: its first ones.
-    """
-
-    bits: int
-    equal: Mapping[int, int]
-
-    def masks(self, layer: int, linears: Sequence[PrunableLinear]) -> Iterator[torch.Tensor]:
-        """Iterate over the masks of a layer's linear layers, bool in the shape of the parameter: True stays."""
-        left = self.equal[layer]
-        for linear in linears:
-            masks: list[torch.Tensor] = []
-            for bits, candidates in _chunks(linear):
-                stays = bits > self.bits
-                places = ((bits == self.bits) & candidates).nonzero().squeeze(1)[:left]
-                stays[places] = True
-                left -= len(places)
-                masks.append(stays)
-            yield torch.cat(masks).view(linear.weight.shape)
-
-
 def select_largest(linears: Linears, keep: int, *, num_layers: int, sum_over_stages: Sum) -> Selection:
     """Select the ``keep`` unpruned weights of all stages that are largest in magnitude. Collective.
 
@@ -88,6 +62,32 @@ def _kth(linears: Linears, k: int, sum_over_stages: Sum) -> tuple[int, int]:
         k -= int(larger[place - 1]) if place else 0
         prefix = prefix << 8 | (255 - place)
     return prefix, k
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which weights of this stage stay.
+
+    Attributes:
+        bits: bit pattern of the k-th magnitude; larger ones stay.
+        equal: per layer here, how many weights of exactly that magnitude stay if it has so many: its first ones.
+    """
+
+    bits: int
+    equal: Mapping[int, int]
+
+    def masks(self, layer: int, linears: Sequence[PrunableLinear]) -> Iterator[torch.Tensor]:
+        """Iterate over the masks of a layer's linear layers, bool in the shape of the parameter: True stays."""
+        left = self.equal[layer]
+        for linear in linears:
+            masks: list[torch.Tensor] = []
+            for bits, candidates in _chunks(linear):
+                stays = bits > self.bits
+                places = ((bits == self.bits) & candidates).nonzero().squeeze(1)[:left]
+                stays[places] = True
+                left -= len(places)
+                masks.append(stays)
+            yield torch.cat(masks).view(linear.weight.shape)
 
 
 def _chunks(linear: PrunableLinear) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -58,6 +58,69 @@ class PrunableLinear(nn.Module):
         self.register_buffer("mask", None)
         self.register_buffer("index", None)
 
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        kernel = self._kernel()
+        if kernel is None:
+            return F.linear(hidden, self.weight)
+        assert self.index is not None
+        values = self.weight if self.is_compressed else self.weight.view(-1).index_select(0, self.index)
+        return compressed_linear(hidden, values, self.index, self.shape, kernel)
+
+    def prune(self, mask: torch.Tensor) -> None:
+        """Keep the weights where ``mask``, bool in the shape of ``weight``, is True; the others are 0 from now on."""
+        self.weight.detach().masked_fill_(~mask, 0)
+        if self.is_compressed:
+            self.mask = None if mask.all() else mask
+            return
+        self.mask = mask
+        places = mask.view(-1).nonzero().squeeze(1).int()
+        self.index = places if not len(places) or self._is_for_csr(len(places)) else None
+
+    def would_shrink(self, kept: int) -> bool:
+        """Would the parameter get smaller if it were the vector of ``kept`` values, with their places beside it?"""
+        if self.is_compressed:
+            return kept < self.weight.numel()
+        value = self.weight.element_size()
+        return kept * (value + BYTES_PER_PLACE) < self.size * value and self.size <= MOST_PLACES
+
+    def use_values(self, index: torch.Tensor) -> None:
+        """Compute with the values at ``index``; the parameter is, or is about to be, the vector of these."""
+        self.index, self.mask = index, None
+
+    def _kernel(self) -> Kernel | None:
+        if self.index is None:
+            return None
+        if not len(self.index):
+            return NOTHING
+        if self._is_for_csr(len(self.index)):
+            return CSR
+        return DENSE if self.is_compressed else None
+
+    def _is_for_csr(self, kept: int) -> bool:
+        start = self.measured_csr_from if self.csr_from is None else self.csr_from
+        is_sparse = start is not None and self.size - kept >= start * self.size
+        return is_sparse and can_csr(self.weight.dtype, self.weight.device)
+
+    def kept_places(self) -> torch.Tensor:
+        """Places in the flattened parameter that are not pruned, int64 and ascending."""
+        if self.mask is None:
+            return torch.arange(self.weight.numel(), device=self.weight.device)
+        return self.mask.view(-1).nonzero().squeeze(1)
+
+    def index_at(self, places: torch.Tensor) -> torch.Tensor:
+        """Give the places in the flattened weight of the parameter's elements at ``places``: the ``index`` of these."""
+        if not self.is_compressed:
+            return places.int()
+        assert self.index is not None
+        return self.index[places]
+
+    def dense_weight(self) -> torch.Tensor:
+        """Make the weight ``[outputs, inputs]``, with zeros where it is pruned."""
+        if not self.is_compressed:
+            return self.weight.detach()
+        assert self.index is not None
+        return dense(self.weight.detach(), self.index, self.shape)
+
     @property
     def size(self) -> int:
         """How many weights the layer was built with."""
@@ -84,73 +147,10 @@ class PrunableLinear(nn.Module):
         kernel = self._kernel()
         return 0 if kernel is None else kernel.workspace_elements(self.shape) * self.weight.element_size()
 
-    def would_shrink(self, kept: int) -> bool:
-        """Would the parameter get smaller if it were the vector of ``kept`` values, with their places beside it?"""
-        if self.is_compressed:
-            return kept < self.weight.numel()
-        value = self.weight.element_size()
-        return kept * (value + BYTES_PER_PLACE) < self.size * value and self.size <= MOST_PLACES
-
-    def prune(self, mask: torch.Tensor) -> None:
-        """Keep the weights where ``mask``, bool in the shape of ``weight``, is True; the others are 0 from now on."""
-        self.weight.detach().masked_fill_(~mask, 0)
-        if self.is_compressed:
-            self.mask = None if mask.all() else mask
-            return
-        self.mask = mask
-        places = mask.view(-1).nonzero().squeeze(1).int()
-        self.index = places if not len(places) or self._is_for_csr(len(places)) else None
-
-    def index_at(self, places: torch.Tensor) -> torch.Tensor:
-        """Give the places in the flattened weight of the parameter's elements at ``places``: the ``index`` of these."""
-        if not self.is_compressed:
-            return places.int()
-        assert self.index is not None
-        return self.index[places]
-
-    def use_values(self, index: torch.Tensor) -> None:
-        """Compute with the values at ``index``; the parameter is, or is about to be, the vector of these."""
-        self.index, self.mask = index, None
-
-    def kept_places(self) -> torch.Tensor:
-        """Places in the flattened parameter that are not pruned, int64 and ascending."""
-        if self.mask is None:
-            return torch.arange(self.weight.numel(), device=self.weight.device)
-        return self.mask.view(-1).nonzero().squeeze(1)
-
-    def dense_weight(self) -> torch.Tensor:
-        """Make the weight ``[outputs, inputs]``, with zeros where it is pruned."""
-        if not self.is_compressed:
-            return self.weight.detach()
-        assert self.index is not None
-        return dense(self.weight.detach(), self.index, self.shape)
-
     def drop_old_structure(self) -> None:
         """Forget what checkpoints of earlier versions hold beside the mask: the structure in rows and in columns."""
         for name in [name for name in self._buffers if name not in ("mask", "index")]:
             del self._buffers[name]
-
-    def _kernel(self) -> Kernel | None:
-        if self.index is None:
-            return None
-        if not len(self.index):
-            return NOTHING
-        if self._is_for_csr(len(self.index)):
-            return CSR
-        return DENSE if self.is_compressed else None
-
-    def _is_for_csr(self, kept: int) -> bool:
-        start = self.measured_csr_from if self.csr_from is None else self.csr_from
-        is_sparse = start is not None and self.size - kept >= start * self.size
-        return is_sparse and can_csr(self.weight.dtype, self.weight.device)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        kernel = self._kernel()
-        if kernel is None:
-            return F.linear(hidden, self.weight)
-        assert self.index is not None
-        values = self.weight if self.is_compressed else self.weight.view(-1).index_select(0, self.index)
-        return compressed_linear(hidden, values, self.index, self.shape, kernel)
 
     def extra_repr(self) -> str:
         outputs, inputs = self.shape
