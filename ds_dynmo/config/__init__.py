@@ -1,4 +1,4 @@
-"""The "dynmo" block of the DeepSpeed JSON, as frozen pydantic models that refuse unknown keys and loose types.
+"""The "dynmo" section of the DeepSpeed JSON, as frozen pydantic models that refuse unknown keys and loose types.
 
 Nothing here imports torch or DeepSpeed, so a configuration can be checked before a job starts. :func:`parse_block`
 parses an object into such a model; its errors name the full key path.

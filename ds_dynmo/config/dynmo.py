@@ -1,4 +1,4 @@
-"""The "dynmo" block itself, and its smaller objects."""
+"""The "dynmo" section itself, and its smaller objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMED_PARTITIONS = ("uniform", "parameters", "profile")
 
 
 class ProfileConfig(Section):
-    """How per-layer costs are measured: the "profile" object in the "dynmo" block."""
+    """How per-layer costs are measured: the "profile" object in the "dynmo" section."""
 
     batches: int = Field(default=1, ge=1, description="how many batches a profile takes")
     warmup_batches: int = Field(
@@ -29,7 +29,7 @@ class ProfileConfig(Section):
 
 
 class RandomnessConfig(Section):
-    """What random draws in a layer, such as dropout, depend on: the "randomness" object in the "dynmo" block."""
+    """What random draws in a layer, such as dropout, depend on: the "randomness" object in the "dynmo" section."""
 
     per_layer: bool = Field(
         default=True,
@@ -40,7 +40,7 @@ class RandomnessConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """In which order a stage runs its passes: the "schedule" object in the "dynmo" block."""
+    """In which order a stage runs its passes: the "schedule" object in the "dynmo" section."""
 
     kind: Literal["auto", "1f1b", "zero_bubble"] = Field(
         default="1f1b",
@@ -56,7 +56,7 @@ class ScheduleConfig(Section):
 
 
 class TraceConfig(Section):
-    """Which batches are traced, for Perfetto: the "trace" object in the "dynmo" block."""
+    """Which batches are traced, for Perfetto: the "trace" object in the "dynmo" section."""
 
     path: str = Field(min_length=1, description="file that rank 0 writes, in Chrome's trace format")
     steps: tuple[int, int] = Field(description="[first, last] batch that is traced, counted from 1")
@@ -72,7 +72,7 @@ class TraceConfig(Section):
 
 
 class DynMoConfig(Section):
-    """The "dynmo" block. Every key has a default and a ``description``.
+    """The "dynmo" section. Every key has a default and a ``description``.
 
     Build it with :func:`read_dynmo_config` or :func:`parse_block`, which raise :class:`ConfigError`. The constructor
     raises pydantic's ``ValidationError``, which is a ``ValueError`` too.

@@ -23,7 +23,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_dynmo_config(config: str | os.PathLike[str] | dict[str, Any]) -> DynMoConfig | None:
-    """Read the "dynmo" block of a DeepSpeed configuration; None if there is none.
+    """Read the "dynmo" section of a DeepSpeed configuration; None if there is none.
 
     Args:
         config: as for ``deepspeed.initialize``: a path to a JSON file, a dict, or the JSON in URL-safe base64.

@@ -1,4 +1,4 @@
-"""The "repack" object in the "dynmo" block."""
+"""The "repack" object in the "dynmo" section."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class KubernetesConfig(Section):
 
 
 class RepackConfig(Section):
-    """Re-packing a model whose work has shrunk onto fewer ranks: the "repack" object in the "dynmo" block."""
+    """Re-packing a model whose work has shrunk onto fewer ranks: the "repack" object in the "dynmo" section."""
 
     enabled: bool = Field(default=False, description="true: re-pack at decisions; false: only by engine.repack")
     planner: Literal["throughput", "first_fit"] = Field(

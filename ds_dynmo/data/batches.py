@@ -56,7 +56,7 @@ class TokenBatches:
         return range(len(self.rows) // self.micro_batch_size // self.replicas)
 
     def numbers(self, number: int) -> Numbers:
-        """Give the sequences of micro-batch ``number``."""
+        """Return the sequences of micro-batch ``number``."""
         number = number * self.replicas + self.replica
         size, count = self.micro_batch_size, len(self.rows)
         places = number * size + np.arange(size)
@@ -72,7 +72,7 @@ class TokenBatches:
         )
 
     def micro_batch(self, number: int) -> Batch:
-        """Give inputs and labels, int64 ``[micro_batch_size, sequence_length]``.
+        """Return inputs and labels, int64 ``[micro_batch_size, sequence_length]``.
 
         Inputs are token ids, or token ids and position ids where several documents share a sequence: position 0 begins
         a document, and attention does not cross it. Labels are the next token, and -100 where nothing is predicted.
@@ -147,7 +147,7 @@ class TokenData:
         replicas: int = 1,
         sampling: Sampling = "random",
     ) -> TokenBatches:
-        """Give the micro-batches of one split for one data-parallel replica.
+        """Return the micro-batches of one split for one data-parallel replica.
 
         Args:
             sampling: "random": sequences from random places; of documents, all of them before one comes again.
@@ -175,7 +175,7 @@ class TokenData:
             self._rows(split, sequence_length, "random")
 
     def describe(self, sequence_length: int) -> str:
-        """Say in a line what there is to train on."""
+        """Describe in a line what there is to train on."""
         tokens = f"{self.name}: {len(self.tokens.ids):,} tokens"
         rows = self._rows("train", sequence_length, "epochs")
         if isinstance(rows, DocumentRows):
@@ -193,7 +193,7 @@ class TokenData:
         return hashlib.sha256(text.starts.astype("<i8").tobytes()).hexdigest()[:16]
 
     def _rows(self, split: Split, length: int, sampling: Sampling) -> TokenRows:
-        """Give all sequences of a split, which are the same every time."""
+        """Return all sequences of a split, the same in every call."""
         key = (split, length, "random" if self.documents != "joined" else sampling)
         if key not in self._known:
             self._known[key] = self._make_rows(*key)

@@ -32,7 +32,7 @@ FOUND = "found.npz"
 
 
 def default_folder() -> Path:
-    """Give the folder ``ds_dynmo/tokens`` in the user's cache folder."""
+    """Return the folder ``ds_dynmo/tokens`` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_dynmo" / "tokens"
 
 
@@ -54,7 +54,7 @@ def cached(
     dtype: TokenType,
     say: Say,
 ) -> Tokens:
-    """Give the tokens of ``documents`` from the folder; write them there first if they are not in it.
+    """Return the tokens of ``documents`` from the folder, and write them there first if it lacks them.
 
     One process on a machine writes, others wait for it. One that is killed leaves nothing that is read. What is there
     is read from a folder that nobody may write to, too.

@@ -1,4 +1,4 @@
-"""The "data" block of the DeepSpeed JSON: how the data that a run is given is read."""
+"""The "data" section of the DeepSpeed JSON: how the data that a run is given is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TokenType = Literal["uint8", "uint16", "uint32", "int32"]
 
 
 class DataConfig(Section):
-    """The "data" block."""
+    """The "data" section."""
 
     documents: Documents | Literal["separate"] = Field(
         default="joined",
@@ -52,7 +52,7 @@ class DataConfig(Section):
 
 
 def read_data_config(settings: dict[str, Any]) -> DataConfig:
-    """Read the "data" block of a DeepSpeed configuration, the defaults if there is none.
+    """Read the "data" section of a DeepSpeed configuration, the defaults if there is none.
 
     Raises:
         ConfigError: an invalid block; a line for each problem.

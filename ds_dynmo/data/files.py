@@ -113,7 +113,7 @@ def write_tokens(
 
 
 def smallest_type(vocabulary: int) -> TokenType:
-    """Give the smallest of the two usual types that holds the ids of a vocabulary."""
+    """Return the smallest of the two usual types that holds the ids of a vocabulary."""
     return "uint16" if vocabulary <= 2**16 else "uint32"
 
 

@@ -26,7 +26,7 @@ OF_IDS = (".bin", ".idx")
 
 
 def holds_ids(path: str | os.PathLike[str], config: DataConfig) -> bool:
-    """Tell whether data is in one of the formats of token ids. A folder of datasets counts as one."""
+    """Return whether data is in one of the formats of token ids. A folder of datasets counts as one."""
     with readable(Path(path)):
         file = _token_file(Path(path), "train")
         if file is None:
@@ -75,7 +75,7 @@ def open_data(
             of Hugging Face's datasets wrote.
         vocabulary: the model's: ids have to be below it.
         tokenizer: folder with the tokenizer for text, where ``config`` names none.
-        packs: does the model keep packed documents apart? Only "separate" ones depend on it.
+        packs: whether the model keeps packed documents apart; only "separate" ones depend on it.
         say: is told how far slow work is.
 
     Raises:
@@ -105,7 +105,7 @@ def _cache(config: DataConfig) -> Path:
 
 
 def _splits(path: Path, config: DataConfig) -> dict[Split, Path]:
-    """Say where the splits are."""
+    """Find the splits' files."""
     found: dict[Split, Path] = {"train": path}
     if config.validation is not None:
         found["validation"] = Path(config.validation)

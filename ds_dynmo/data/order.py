@@ -37,7 +37,7 @@ class Shuffle:
         self._keys = _round_keys(ROUNDS, key)
 
     def at(self, positions: Numbers) -> Numbers:
-        """Give the numbers at ``positions``, each below ``count``."""
+        """Return the numbers at ``positions``, each below ``count``."""
         numbers = self._permute(positions.astype(np.uint64))
         while (outside := numbers >= np.uint64(self.count)).any():
             numbers[outside] = self._permute(numbers[outside])
@@ -56,7 +56,7 @@ def _round_keys(rounds: int, key: tuple[Key, ...]) -> NDArray[np.uint64]:
 
 
 def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Spread each number over all 64 bits: the finalizer of SplitMix64."""
+    """Mix each number over all 64 bits, by the finalizer of SplitMix64."""
     numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
     numbers = (numbers ^ numbers >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ numbers >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

@@ -25,7 +25,7 @@ class TokenRows(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, numbers: Numbers) -> Arrays:
-        """Give some sequences, in the order of ``numbers``."""
+        """Return some sequences, in the order of ``numbers``."""
 
 
 @dataclass(frozen=True)

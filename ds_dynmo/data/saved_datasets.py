@@ -25,7 +25,7 @@ TOGETHER = 1000  # rows
 
 
 def is_dataset(path: Path) -> bool:
-    """Tell whether a folder holds a dataset, or one for each split."""
+    """Return whether a folder holds a dataset, or one for each split."""
     return (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file()
 
 
@@ -90,7 +90,7 @@ def _are_ids(array: NDArray[Any]) -> bool:
 
 
 def _rows(dataset: Any, form: str | None, columns: list[str]) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """Number the rows from 0, and give their values of some columns."""
+    """Number the rows from 0, and return their values of some columns."""
     dataset = dataset.with_format(form, columns=columns)
     for first in range(0, len(dataset), TOGETHER):
         found = dataset[first : first + TOGETHER]

@@ -38,7 +38,7 @@ def read_documents(files: list[Path], field: str) -> Iterator[str]:
 
 
 def is_text(value: Any) -> TypeGuard[str]:
-    """Tell whether a value is a text. One with half of a surrogate pair, which JSON can hold, is none."""
+    """Return whether a value is a text. One with half of a surrogate pair, which JSON can hold, is none."""
     return isinstance(value, str) and SURROGATE.search(value) is None
 
 

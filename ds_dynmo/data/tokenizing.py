@@ -71,7 +71,7 @@ class Tokenizer:
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, documents: Iterable[str]) -> Iterator[list[int]]:
-        """Give the ids of each document.
+        """Return the ids of each document.
 
         Raises:
             ConfigError: the library cannot encode one, such as words without a token for unknown ones.
@@ -129,6 +129,6 @@ def _named(settings: dict[str, Any]) -> list[str]:
 
 
 def _content(token: Any) -> str | None:
-    """Give the text of a token, which stands alone or in an object."""
+    """Return the text of a token, which stands alone or in an object."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None

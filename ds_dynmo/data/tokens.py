@@ -63,7 +63,7 @@ def say_nothing(line: str) -> None:
 
 
 def sometimes(say: Say) -> Say:
-    """Pass on a line when none was passed on for some seconds; the first ones of a quick task are dropped."""
+    """Return a function that says a line when none was said for some seconds; a quick task says nothing."""
     last = time.monotonic()
 
     def pass_on(line: str) -> None:

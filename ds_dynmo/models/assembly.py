@@ -50,7 +50,7 @@ def _freezing(config: FreezingConfig, engine: Any, sizes: RunSizes) -> DynamicCa
     return Freezing(config, engine, sizes) if config.egeria is None else Egeria(config.egeria, engine, sizes)
 
 
-# What is called between batches, in this order, from the case, the engine and numbers of the run; None: nothing.
+# The object to call between batches, in this order, from the case, the engine and numbers of the run; None: nothing.
 DYNAMIC: dict[str, Callable[[Any, Any, RunSizes], DynamicCase | None]] = {
     "pruning": Pruning,  # first, so that the others see no gradients of pruned weights
     "freezing": _freezing,
@@ -98,7 +98,7 @@ def _block(config: ModelConfig, number: int, packed: bool) -> list[LayerSpec]:
 
 
 def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list[DynamicCase]:
-    """Build what is called between batches; empty for a model that changes by itself or not at all.
+    """Build the objects to call between batches; none for a model that changes by itself or not at all.
 
     Args:
         engine: returned by :func:`ds_dynmo.initialize` for :func:`model_layers` of the same ``config``.

@@ -1,4 +1,4 @@
-"""Ask a device what it can compute by trying it once: layers choose their kernels by that, by no device's name.
+"""Try once what a device can compute: layers choose their kernels by that, not by a device's name.
 
 Each probe stands beside the kernel that it tries, and keeps its answer.
 """
@@ -46,9 +46,9 @@ def can_compute(attempt: Callable[[], object]) -> bool:
 
 @contextmanager
 def refusing_host_waits(device: torch.device) -> Iterator[None]:
-    """Inside, let a wait of the host for ``device`` fail, where torch can do that (``torch.cuda`` alone, in 2.13.0).
+    """Make the host's waits for ``device`` fail in the body, where torch can do that (``torch.cuda``, in 2.13.0).
 
-    It tells a kernel from a loop over what the host has to read first.
+    A loop over numbers that the host has to read first fails in it, a kernel does not.
     """
     module: Any = getattr(torch, device.type, None)
     if not hasattr(module, "set_sync_debug_mode"):

@@ -55,7 +55,7 @@ class CaseConfig(Section):
             model: has valid keys, and every case in ``model.case``.
 
         Raises:
-            ValueError: with both numbers, or what cannot be combined.
+            ValueError: it does not; with both numbers, or the case that it cannot be combined with.
         """
 
 
@@ -95,10 +95,10 @@ class DynamicCase:
         """Change the model before step ``step``, counted from 0, and tell the engine (``model_changed``)."""
 
     def after_batch(self, steps_done: int) -> None:
-        """Update the case from what the batch did."""
+        """Update the case after a batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs and no layer holds, as plain JSON values; the same on every rank."""
+        """Return state that a resumed run needs and no layer holds, as plain JSON values, the same on every rank."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -30,12 +30,12 @@ class GPTConfig(BaseModel):
 
     @property
     def layers_per_block(self) -> int:
-        """How many layers of the list a block is."""
+        """The number of layers of the list that a block is."""
         return 2 if self.split_blocks else 1
 
     @property
     def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
-        """What travels between layers: hidden states, auxiliary losses too, or also which tokens have left."""
+        """The tensors between layers: hidden states, auxiliary losses too, or also which tokens have left."""
         return "hidden"
 
     @field_validator("heads")

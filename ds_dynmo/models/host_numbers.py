@@ -1,4 +1,4 @@
-"""Numbers that go to a device, or are counted there, without the host waiting for it."""
+"""Copy numbers to a device, and count there, without the host waiting for it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def block_numbers(layers: Sequence[LayerSpec]) -> range:
 
 
 def tie_of(module: PipelineModule, layer: int) -> str | None:
-    """Give the key by which layer ``layer`` of the model is tied to others, None if it is not."""
+    """Return the key by which layer ``layer`` of the model is tied to others; None: it is not."""
     spec = layer_specs(module)[layer]
     return spec.key if isinstance(spec, TiedLayerSpec) else None
 

@@ -1,4 +1,4 @@
-"""The pipeline of a language model, which reports its loss apart from what is added to train it."""
+"""The pipeline of a language model, which reports its loss and its auxiliary losses apart."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ class LanguageModelPipeline(PipelineModule):
         return loss if auxiliary is None else loss + auxiliary
 
     def get_additional_losses(self) -> dict[str, torch.Tensor]:
-        """Give both parts. DeepSpeed asks after each micro-batch on the last stage, elsewhere for the names alone."""
+        """Return both parts. DeepSpeed asks after each micro-batch on the last stage, elsewhere for the names alone."""
         return self._reported

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for, a layer or a micro-batch, and not on the rank that draws them."""
+"""Random numbers that depend on their purpose, a layer or a micro-batch, and not on the rank that draws them."""
 
 from __future__ import annotations
 

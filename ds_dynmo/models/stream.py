@@ -1,4 +1,4 @@
-"""What crosses from layer to layer, and so from stage to stage."""
+"""Tensors passed between layers, and so between stages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 __all__ = ["Activations", "Stream"]
 
-Activations = torch.Tensor | tuple[torch.Tensor, ...]  # what a pipeline sends: hidden states alone, or with more
+Activations = torch.Tensor | tuple[torch.Tensor, ...]  # hidden states alone, or with other tensors
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Stream:
 
     @classmethod
     def unpack(cls, activations: Activations) -> Stream:
-        """Read what :meth:`pack` gave."""
+        """Read the tensors that :meth:`pack` returned."""
         hidden, *others = (activations,) if isinstance(activations, torch.Tensor) else activations
         positions = others.pop(0) if others and not others[0].is_floating_point() else None
         return replace(cls(hidden, *others), positions=positions)
 
     def pack(self) -> Activations:
-        """Give what is sent: hidden states, (hidden, auxiliary), or (hidden, auxiliary, tokens, exited).
+        """Return the tensors to send: hidden states, (hidden, auxiliary), or (hidden, auxiliary, tokens, exited).
 
         Positions follow hidden states directly: they are integers, and auxiliary losses are not.
         """

@@ -1,6 +1,6 @@
 """Bytes of real text as training data: every micro-batch is reached by its number.
 
-A text is not held in memory: what a micro-batch needs is read from its files.
+A text is not held in memory: the bytes of a micro-batch are read from its files.
 
 The n-th micro-batch depends on (seed, n, replica, replicas) alone. The first and the last stage, which read inputs and
 labels each for themselves, agree without communication, and a resumed run goes on with what would have come next.
@@ -103,10 +103,10 @@ class Batches(ABC):
 
     @abstractmethod
     def starts(self, number: int) -> torch.Tensor:
-        """Give where the sequences of a micro-batch begin, int64 ``[micro_batch_size]``."""
+        """Return the places where the sequences of a micro-batch begin, int64 ``[micro_batch_size]``."""
 
     def micro_batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give inputs and labels, int64 ``[micro_batch_size, sequence_length]``: labels are the inputs one byte on."""
+        """Return inputs and labels, int64 ``[micro_batch_size, sequence_length]``: labels are inputs one byte on."""
         windows = self.tokens[self.starts(number).unsqueeze(1) + torch.arange(self.sequence_length + 1)].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
@@ -177,7 +177,7 @@ class ByteText:
         replicas: int = 1,
         sampling: Sampling = "random",
     ) -> Batches:
-        """Give the micro-batches of one split for one data-parallel replica.
+        """Return the micro-batches of one split for one data-parallel replica.
 
         Args:
             sampling: "random": sequences from random places. "epochs": sequences side by side, put into micro-batches

@@ -33,7 +33,7 @@ class ExitBlock(CountsPerBatch, Block):
         depth: its number, counted from 1: a token that leaves after it has that number in ``Stream.exited``.
 
     Attributes:
-        leaving: may tokens leave (see "start")?
+        leaving: whether tokens may leave (see "start").
         tokens_ran: tokens of the last training batch that ran in this block, on this rank.
         tokens: all tokens of that batch.
     """
@@ -71,7 +71,7 @@ class ExitBlock(CountsPerBatch, Block):
 
     def _transform_remaining(self, hidden: torch.Tensor, remain: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         rows = hidden.flatten(0, 1).index_select(0, index)
-        if len(index) == 0:  # nobody asks for keys and values; gradients stay defined, as zeros
+        if len(index) == 0:  # no query needs keys and values; gradients are zeros
             kept, remain = hidden[:, :0], remain[:, :0]
         else:
             kept = hidden
@@ -86,7 +86,7 @@ class ExitBlock(CountsPerBatch, Block):
         self.tokens += tokens
 
     def load_signal(self) -> float:
-        """The paper's ``t_i / t``: tokens that ran in this block over all tokens of the last training batch."""
+        """Return the paper's ``t_i / t``: tokens that ran in this block over all tokens of the last training batch."""
         return super().load_signal() * (self.tokens_ran / self.tokens if self.tokens else 1.0)
 
 
@@ -124,7 +124,7 @@ class RemainingAttention(CausalSelfAttention):
         key_value = F.linear(hidden, key_value_weight).view(batch, sequence, 2, self.heads, width // self.heads)
         key, value = key_value.permute(2, 0, 3, 1, 4)
 
-        # Sequences keep different numbers of tokens: each is filled up to the most, with rows that nobody reads.
+        # Sequences keep different numbers of tokens: each is padded to the most, with rows that are dropped again.
         slots = remain.cumsum(dim=1) - 1 + most * torch.arange(batch, device=index.device).unsqueeze(1)
         slots = slots.flatten().index_select(0, index)
         query = rows.new_zeros(batch * most, width).index_copy(0, slots, rows)

@@ -34,18 +34,18 @@ def calm_threshold(level: float, positions: torch.Tensor, length: int) -> torch.
 
 
 def softmax_margin(log_probabilities: torch.Tensor) -> torch.Tensor:
-    """CALM's softmax confidence: largest minus second largest probability, ``[tokens]``."""
+    """Compute CALM's softmax confidence, ``[tokens]``: the largest probability less the second largest."""
     first, second = log_probabilities.topk(2, dim=-1).values.exp().unbind(dim=-1)
     return first - second
 
 
 def largest_probability(log_probabilities: torch.Tensor) -> torch.Tensor:
-    """ADP-C's confidence, ``[tokens]``."""
+    """Compute ADP-C's confidence, ``[tokens]``."""
     return log_probabilities.amax(dim=-1).exp()
 
 
 def state_similarity(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """CALM's hidden-state saturation: cosine of the states before and after a block, fp32 ``[tokens]``."""
+    """Compute CALM's hidden-state saturation, fp32 ``[tokens]``: the cosine of states before and after a block."""
     return F.cosine_similarity(before.float(), after.float(), dim=-1)
 
 

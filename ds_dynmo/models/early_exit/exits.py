@@ -43,8 +43,8 @@ class ExitHead(TokenEmbedding):
         layer: the number that the weight is drawn by: 0, the embedding's, if they are tied; else the head's own.
 
     Attributes:
-        leaving: may tokens leave (see "start")? A buffer, bool: uses of a tied layer on one stage share buffers, and
-            no other attributes. Training does not wait for its value.
+        leaving: whether tokens may leave (see "start"). A buffer, bool: uses of a tied layer on one stage share
+            buffers, and no other attributes. Training does not wait for its value.
     """
 
     leaving: torch.Tensor
@@ -97,7 +97,7 @@ class ExitHead(TokenEmbedding):
     def _loss(
         self, predicted: torch.Tensor, tokens: torch.Tensor, index: torch.Tensor, left: torch.Tensor, depth: int
     ) -> torch.Tensor:
-        """Compute what the exit adds to the training loss; ``left`` says who of ``index`` leaves here."""
+        """Compute the exit's part of the training loss; ``left`` is True where a token of ``index`` leaves here."""
         labels = F.pad(tokens[:, 1:], (0, 1), value=NO_LABEL).flatten().index_select(0, index)
         count = max(tokens[:, 1:].numel(), 1)
         losses = F.nll_loss(predicted, labels, ignore_index=NO_LABEL, reduction="none")
@@ -105,7 +105,7 @@ class ExitHead(TokenEmbedding):
         return (losses * (self.loss_weights[depth] + later * left)).sum() / count
 
     def forward(self, activations: Activations) -> Activations:
-        """Give logits ``[batch, sequence, vocabulary]``, also of tokens that left, and the exits' losses.
+        """Compute logits ``[batch, sequence, vocabulary]``, also of tokens that left, beside the exits' losses.
 
         In training also the weight of the logits' own loss, fp32 ``[1]``: with the exits' weights it makes 1.
         """
@@ -169,7 +169,7 @@ class EarlyExit(DynamicCase):
         self._begun = config.start == 0
 
     def before_batch(self, step: int) -> None:
-        """Tell the layers of this stage whether tokens may leave, and the engine if that changed."""
+        """Set whether tokens may leave this stage's layers, and call ``model_changed`` if that is new."""
         begins = not self._begun and step >= self._first_step
         self._begun = self._begun or begins
         for _, layer in local_layers(self.engine.module):
@@ -181,9 +181,9 @@ class EarlyExit(DynamicCase):
             self.engine.model_changed("early exit: confident tokens leave from now on")
 
     def state_dict(self) -> dict[str, Any]:
-        """Give whether tokens leave: in a run of more steps, "start" would fall on a later one."""
+        """Return whether tokens leave: in a run of more steps, "start" would fall on a later one."""
         return {"begun": self._begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` returned."""
         self._begun = state["begun"]

@@ -1,7 +1,7 @@
 """Layer freezing by Egeria's criterion: a block whose plasticity has stopped changing is frozen (paper, section 4).
 
 Wang et al., "Egeria: Efficient DNN Training with Knowledge-Guided Layer Freezing" (EuroSys 2023). Plasticity is
-computed on a thread of the rank that holds the block while training goes on; the verdict takes effect at a fixed step,
+computed on a thread of the rank that holds the block while training goes on. Its result takes effect at a fixed step,
 and only there does training wait for it, so that runs repeat.
 
 Only the frontmost active block is watched, and its reference is made when all layers before it are frozen. Egeria runs
@@ -44,7 +44,7 @@ def moving_averages(values: Sequence[float], window: int) -> list[float]:
 
 
 def slope(values: Sequence[float]) -> float:
-    """Give the slope of the least-squares line through two or more values, one apart.
+    """Return the slope of the least-squares line through two or more values, one apart.
 
     >>> slope([1.0, 3.0, 5.0])
     2.0
@@ -98,7 +98,7 @@ class EgeriaController:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the state as plain JSON values."""
+        """Return the state as plain JSON values."""
         return {
             "frozen_blocks": self.frozen_blocks,
             "window": self._window,
@@ -107,7 +107,7 @@ class EgeriaController:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` returned."""
         self.frozen_blocks, self._window = state["frozen_blocks"], state["window"]
         self._frozen_at_rate = state["frozen_at_rate"]
         self._history = list(state["history"])
@@ -153,7 +153,7 @@ class Egeria(FreezingCase):
         return [(layer - self._block_numbers.start, module) for layer, module in layers if layer in self._block_numbers]
 
     def before_batch(self, step: int) -> None:
-        """Let a verdict that is due take effect, and watch the frontmost active block if it is time."""
+        """Record an evaluation that is due, and watch the frontmost active block if it is time."""
         learning_rate = self.engine.get_lr()[0]
         if self._controller.unfreezes(learning_rate):
             self._evaluation = None
@@ -170,7 +170,7 @@ class Egeria(FreezingCase):
                 watch(module, block == blocks)
 
     def _measure(self) -> None:
-        """Compare what was captured, on the thread; called before the optimizer's step."""
+        """Start to compare the captured activations, on the thread; called before the optimizer's step."""
         if self._watching is None:
             return
         local: Future[float | None] = Future()
@@ -178,13 +178,13 @@ class Egeria(FreezingCase):
             front = dict(self._blocks()).get(self._controller.frozen_blocks)
             watched = None if front is None else WatchedBlock(front)
             local = self._thread.submit(_plasticity, watched)
-        except Exception as error:  # the other ranks learn of it when they ask for the verdict
+        except Exception as error:  # the other ranks learn of it when they ask for the mean
             local.set_exception(error)
         self._evaluation = _Evaluation(self._watching + self._delay, local)
         self._watching = None
 
     def _mean_of(self, evaluation: _Evaluation) -> float | None:
-        """Wait for what the block's replicas found, and average it. Collective.
+        """Wait for the plasticity on the block's replicas, and average it. Collective.
 
         Raises:
             RuntimeError: on every rank, if the comparison failed on one.
@@ -201,13 +201,13 @@ class Egeria(FreezingCase):
         return evaluation.mean[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the controller's state, and the verdict that is under way."""
+        """Return the controller's state, and the evaluation that is due later."""
         evaluation = self._evaluation
         under_way = None if evaluation is None else {"due": evaluation.due, "plasticity": self._mean_of(evaluation)}
         return {**self._controller.state_dict(), "under_way": under_way}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave; a block holds its own reference."""
+        """Load what :meth:`state_dict` returned; a block holds its own reference."""
         self._loaded()
         self._controller.load_state_dict(state)
         under_way = state["under_way"]

@@ -19,7 +19,7 @@ def set_frozen_prefix(module: PipelineModule, num_frozen: int) -> bool:
     A tie with one layer in the prefix is frozen on every stage. The engine has to be told by ``model_changed``.
 
     Returns:
-        Did this change any parameter of this stage?
+        Whether this changed any parameter of this stage.
     """
     changed = False
     frozen_ties = {tie_of(module, layer) for layer in range(num_frozen)} - {None}
@@ -34,7 +34,7 @@ def set_frozen_prefix(module: PipelineModule, num_frozen: int) -> bool:
 
 
 class FreezingCase(DynamicCase):
-    """Freezes before each batch what a subclass decides."""
+    """Freezes before each batch as many layers as a subclass decides."""
 
     name = "freezing"
 
@@ -50,7 +50,7 @@ class FreezingCase(DynamicCase):
             self._frozen = num_frozen
 
     def _loaded(self) -> None:
-        """Forget what is frozen, after a load on all ranks: before the next batch they find out together."""
+        """Forget the number of frozen layers after a load: before the next batch all ranks freeze anew."""
         self._frozen = None
 
 

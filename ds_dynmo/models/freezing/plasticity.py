@@ -45,13 +45,13 @@ def similarity_loss(activations: torch.Tensor, reference: torch.Tensor) -> float
 
 
 class WatchedBlock:
-    """What a block did in a batch in which it was watched, and its reference, both independent of the block.
+    """Copies of a block's first input and output in a watched batch, and of its reference.
 
     The constructor, before the batch's step, leaves a new reference on the block: its present weights in bf16, on the
     CPU, and its buffers as they are (rotary frequencies in bf16 would turn by other angles).
 
     Attributes:
-        comparable: did the block run, and is there a reference with tensors of the block's shapes?
+        comparable: whether the block ran, and there is a reference with tensors of its shapes.
     """
 
     def __init__(self, block: nn.Module) -> None:

@@ -3,9 +3,9 @@
 Egeria's criterion is in :mod:`ds_dynmo.models.freezing.egeria`.
 
 Every rank runs the same controller on the same numbers, so that all agree on the frozen prefix without communication.
-Freezing a block freezes the blocks before it and what is before the blocks (the embedding, learned positions) too; the
+Freezing a block freezes the blocks and other layers before it (the embedding, learned positions) too; the
 final norm and the head are never frozen. A tied embedding is the head's weight too: freezing it freezes every copy, the
-head's included. A "model" block that freezes is therefore refused unless it is untied.
+head's included. A model that freezes is therefore refused unless it is untied.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class FreezingController:
         self._total_steps = sizes.total_steps
         self._frozen_blocks = 0
         self._previous: list[float] | None = None
-        # This rank's share: a layer that migrates leaves here what it has gathered, the sum over all ranks finds it.
+        # This rank's share. A layer that moves leaves its sums here; the sum over all ranks has them.
         self._sums = torch.zeros(sizes.num_layers, dtype=torch.float64)
 
     @property
     def automatic(self) -> bool:
-        """Does this controller look at gradients?"""
+        """Whether this controller needs gradients."""
         return self._config.automatic is not None
 
     def frozen_prefix(self, step: int) -> int:
@@ -126,7 +126,7 @@ class FreezingController:
         self._previous = sums
 
     def state_dict(self, sum_over_world: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-        """Give what a checkpoint has to hold, as plain JSON values, the same on every rank. Collective."""
+        """Return the controller's state, as plain JSON values, the same on every rank. Collective."""
         return {
             "frozen_blocks": self._frozen_blocks,
             "previous": self._previous,
@@ -134,7 +134,7 @@ class FreezingController:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, first_rank: bool) -> None:
-        """Load what :meth:`state_dict` gave; the first rank takes the sums as its share."""
+        """Load what :meth:`state_dict` returned; the first rank takes the sums as its share."""
         self._frozen_blocks = state["frozen_blocks"]
         self._previous = state["previous"]
         self._sums.zero_()
@@ -156,7 +156,7 @@ class Freezing(FreezingCase):
         self._magnitudes = self.engine.gradient_magnitudes(), self.engine.skipped_steps
 
     def before_batch(self, step: int) -> None:
-        """Freeze what the controller says, and tell the engine if that changed."""
+        """Freeze the controller's prefix, and call ``model_changed`` if it is new."""
         self._freeze(self._controller.frozen_prefix(step))
 
     def after_batch(self, steps_done: int) -> None:
@@ -165,7 +165,7 @@ class Freezing(FreezingCase):
         self._controller.evaluate(steps_done, self.engine.sum_over_world)
 
     def _add_gradients(self) -> None:
-        """Let the controller have what was measured, once it is known whether the step was taken."""
+        """Add the measured gradients to the controller's, unless the optimizer skipped the step."""
         if self._magnitudes is not None:
             magnitudes, skipped = self._magnitudes
             if self.engine.skipped_steps == skipped:  # else they overflowed (fp16)
@@ -173,7 +173,7 @@ class Freezing(FreezingCase):
             self._magnitudes = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the controller's state. Collective."""
+        """Return the controller's state. Collective."""
         self._add_gradients()
         return self._controller.state_dict(self.engine.sum_over_world)
 

@@ -21,7 +21,7 @@ SEED = 0  # of dropout
 
 
 def compare(model: Any, layers: BuiltLayers, inputs: tuple[str, ...]) -> str:
-    """Say how ``layers`` differ from the library's ``model``, whose weights they have; empty: not at all.
+    """Describe how ``layers`` differ from the library's ``model``, whose weights they have; empty: not at all.
 
     Draws random numbers from torch's generator of the CPU.
 
@@ -39,7 +39,7 @@ def compare(model: Any, layers: BuiltLayers, inputs: tuple[str, ...]) -> str:
 
 
 def compare_parameters(model: Any, layers: BuiltLayers) -> str:
-    """Say which parameters layers and model do not both have, or do not both train; empty: all are alike."""
+    """Name the parameters that layers and model do not both have, or do not both train; empty: all are alike."""
     weights, parameters = layers.named_weights(model), dict(model.named_parameters())
     apart = sorted({*weights} ^ {*parameters})
     if apart:
@@ -94,7 +94,7 @@ def _compare_gradients(model: Any, layers: BuiltLayers, expected: torch.Tensor, 
 
 
 def compare_documents(layers: BuiltLayers, vocabulary: int) -> str:
-    """Say by how much another first document changes the logits of what is packed behind it; empty: by nothing."""
+    """Describe how much the first document changes the logits of those packed behind it; empty: not at all."""
     tokens, beside = next(trial_batches(vocabulary, ("position_ids",)))
     others = tokens.clone()
     others[:, :DOCUMENT] = (others[:, :DOCUMENT] + 1) % vocabulary

@@ -211,12 +211,12 @@ def _check_sizes(config: Any, place: str) -> None:
 
 
 def differs_by_layer(config: Any) -> bool:
-    """Do sizes differ from layer to layer? The library refuses to give such a one for all."""
+    """Return whether sizes differ from layer to layer: the library has no common value of such a one."""
     return bool(getattr(config, "is_heterogeneous", False))
 
 
 def _needs_equal_heads(config: Any) -> bool:
-    """Are heads as wide as the hidden states divided by them?"""
+    """Return whether heads are as wide as the hidden states divided by their number."""
     return getattr(config, "head_dim", None) is None and not hasattr(config, "kv_lora_rank")
 
 

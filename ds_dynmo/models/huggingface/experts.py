@@ -60,7 +60,7 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
 
     @property
     def shares_out(self) -> bool:
-        """Does each replica have other experts, where there are several?"""
+        """Whether each of several replicas has other experts."""
         return self.experts.parallel
 
     def use_replicas(self, group: Any) -> None:
@@ -98,7 +98,7 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
             return super().forward(activations)
 
     def load_signal(self) -> float:
-        """The paper's load of a worker, as :meth:`ds_dynmo.models.moe.layer.MixtureOfExperts.load_signal` gives it.
+        """Return the paper's load of a worker, as :meth:`ds_dynmo.models.moe.layer.MixtureOfExperts.load_signal` does.
 
         0.0 if no parameter of this layer trains.
         """
@@ -121,12 +121,12 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
 
     @property
     def _shared(self) -> bool:
-        """Do other replicas have some of the experts?"""
+        """Whether other replicas have some of the experts."""
         return any(len(weights) < self.experts.count for weights in self._module.parameters())
 
     @contextmanager
     def _hooked(self, one: _ExpertPass) -> Iterator[None]:
-        """Hook ``one`` into the library's module meanwhile: a layer that travels or is saved has no hooks."""
+        """Register ``one`` as hooks of the library's module in the body: a layer that moves or is saved has none."""
         handles = [self._module.register_forward_pre_hook(one.before), self._module.register_forward_hook(one.after)]
         try:
             yield
@@ -175,7 +175,7 @@ class _ExpertPass:
         return self._for_module(self._dispatch.to_experts(rows), list(self._dispatch.counts))
 
     def after(self, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        """Where experts are shared, take the results back and add up each token's, weighted, as the library does."""
+        """Take the results of shared experts back and add up each token's, weighted, as the library does."""
         if self._replicas is None:
             return output
         made = self._dispatch.back(output[: sum(self._dispatch.counts)])

@@ -21,7 +21,7 @@ _OF_TRAINING = ("training", "gradient_checkpointing")  # how a model is trained:
 
 
 def take_settings(skeleton: Any, model: nn.Module, place: str) -> None:
-    """Give the modules of ``skeleton`` the settings of those of ``model``.
+    """Copy the settings of the modules of ``model`` to those of ``skeleton``.
 
     Args:
         skeleton: the library's model of the config, without memory.

@@ -204,7 +204,7 @@ def plain_name(name: str) -> str | None:
 
 
 def is_adapters(name: str) -> bool:
-    """Say whether a tensor is an adapter's, or its copy of one of the base (``modules_to_save``)."""
+    """Return whether a tensor is an adapter's, or its copy of one of the base (``modules_to_save``)."""
     return any(part == COPIES or part.startswith("lora_") for part in name.split("."))
 
 

@@ -61,7 +61,7 @@ class RouterLoss:
     output: int = 0
 
     def start(self, device: torch.device) -> torch.Tensor:
-        """Give the sums before the first layer, fp32 ``[2, experts]``: choices, probabilities."""
+        """Return the sums before the first layer, fp32 ``[2, experts]``: choices, probabilities."""
         return torch.zeros(2, self.experts, device=device)
 
     def add(self, sums: torch.Tensor, logits: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

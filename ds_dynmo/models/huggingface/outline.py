@@ -24,7 +24,7 @@ class Experts:
         count: experts of a layer.
         top_k: experts that a token is sent to.
         key: of the config, for ``count``.
-        parallel: do the data-parallel replicas of a stage share them?
+        parallel: whether the data-parallel replicas of a stage share them.
     """
 
     path: str
@@ -43,7 +43,7 @@ class Outline:
         blocks: name of the list of decoder layers in the model without its head.
         first_block: the pipeline layer of the first decoder layer.
         num_blocks: decoder layers.
-        tied: are embedding and head one weight?
+        tied: whether embedding and head are one weight.
     """
 
     paths: tuple[str, ...]

@@ -36,8 +36,8 @@ class Source:
         experts: per decoder layer, if it has any.
         trainable: ``requires_grad`` by the library's name; where it says nothing, as the library builds the parameter.
         exact: buffers that the library keeps in fp32 in a bf16 model.
-        has_entry, has_exit: does the library's model compute something between its embedding and its first decoder
-            layer, or around its output embedding?
+        has_entry, has_exit: whether the library's model computes something between its embedding and its first decoder
+            layer, or around its output embedding.
         adapters: None: parts are the library's alone.
     """
 
@@ -67,7 +67,7 @@ class Source:
 
     @property
     def tied(self) -> bool:
-        """Are embedding and head one weight?"""
+        """Whether embedding and head are one weight."""
         return self.outline.tied
 
     @property
@@ -78,7 +78,7 @@ class Source:
 
     @property
     def reads_later(self) -> bool:
-        """Does :meth:`build` leave experts without weights and memory, for :meth:`read_experts`? Not fresh weights."""
+        """Whether :meth:`build` leaves experts without weights and memory, for :meth:`read_experts`; not if fresh."""
         return self.tensors is not None and any(one is not None and one.parallel for one in self.experts)
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
@@ -124,7 +124,7 @@ class Source:
         return part
 
     def read_experts(self, part: nn.Module, layer: int, share: slice) -> None:
-        """Give the experts in ``part``, pipeline layer ``layer``, the weights of ``share`` of all."""
+        """Read the weights of ``share`` of all experts into ``part``, pipeline layer ``layer``."""
         experts = self._experts_of(layer)
         assert self.tensors is not None and experts is not None
         for name, parameter in part.get_submodule(experts.path).named_parameters():

@@ -150,7 +150,7 @@ class _MicroBatch:
         return cls(_about(hidden), kept, [_with_hidden(each, None) for each in arguments])
 
     def has(self, hidden: torch.Tensor, inputs: Inputs) -> bool:
-        """Say whether these are the arguments for ``hidden`` and ``inputs``.
+        """Return whether these are the arguments for ``hidden`` and ``inputs``.
 
         The memory of inputs counts: activation checkpointing makes new tensors around it.
         """
@@ -214,7 +214,7 @@ class _Stub:
         attributes: of the layer, which ``forward`` may read.
         calls: of the stubs before; gets one more.
         block: the layer's number.
-        is_last: does ``forward`` end here?
+        is_last: whether ``forward`` ends here.
     """
 
     def __init__(self, attributes: Mapping[str, Any], calls: list[Arguments], block: int, is_last: bool) -> None:

@@ -46,8 +46,8 @@ class Trial:
     Attributes:
         inputs, has_entry, has_exit: see :class:`~ds_dynmo.models.huggingface.source.Source`.
         implementation: of attention, one that runs on a CPU.
-        fresh: are weights drawn?
-        parallel: do replicas share the experts?
+        fresh: whether weights are drawn.
+        parallel: whether replicas share the experts.
     """
 
     inputs: tuple[str, ...]
@@ -126,7 +126,7 @@ class ComparisonResult:
 
     Attributes:
         said: goes on a message that names the model; empty: they can.
-        is_packing: do only packed documents speak against them?
+        is_packing: whether only packed documents differ.
     """
 
     said: str = ""

@@ -143,14 +143,14 @@ class MixtureOfDepthsBlock(CountsPerBatch, Block):
         return taken
 
     def _count(self, members: torch.Tensor) -> None:
-        taken = members.sum()  # stays on the accelerator until somebody asks
+        taken = members.sum()  # stays on the accelerator until it is read
         if self.begins_batch() or self.tokens_taken is None:
             self.tokens_taken, self.tokens = torch.zeros_like(taken), 0
         self.tokens_taken = self.tokens_taken + taken
         self.tokens += members.numel()
 
     def load_signal(self) -> float:
-        """The paper's ``r_i t_i`` (section 2, mixture of depths) over all tokens: the share that the block takes.
+        """Return the paper's ``r_i t_i`` (section 2, mixture of depths) over all tokens, the share that it takes.
 
         As it was in the last training batch; before the first, as it will be at the configured length. Times what
         other cases leave of the block. The paper counts attention as linear in its tokens like the rest.
@@ -172,7 +172,7 @@ class Predictor(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[batch, sequence, hidden]`` to logits, fp32 ``[batch, sequence]``: above 0, the token is taken."""
+        """Compute logits, fp32 ``[batch, sequence]``, of ``[batch, sequence, hidden]``: above 0, the token is taken."""
         logits: torch.Tensor = self.decide(F.gelu(self.expand(hidden.detach()))) + self.bias
         return logits.squeeze(-1).float()
 

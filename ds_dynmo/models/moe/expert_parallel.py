@@ -22,7 +22,7 @@ Table = Sequence[Sequence[int]]  # per replica, in the order of their indices, r
 class Replicas:
     """The replicas of the stage that a layer is on now.
 
-    They belong to the stage and not to the layer: a copy of it, or what a pickle of it gives, does not know them.
+    They belong to the stage and not to the layer: a copy or an unpickled layer does not have them.
 
     Args:
         group: their process group; None: they are unknown.
@@ -87,7 +87,7 @@ def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group:
 
 
 def share_of(replica: int, replicas: int, experts: int) -> slice:
-    """Give the experts that a replica holds.
+    """Return the experts that a replica holds.
 
     >>> share_of(1, replicas=2, experts=6)
     slice(3, 6, None)

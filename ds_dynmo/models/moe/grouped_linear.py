@@ -1,4 +1,4 @@
-"""Apply a linear layer to each group of rows: what each expert does to its own tokens.
+"""Apply a linear layer to each group of rows, as experts do to their tokens.
 
 Where torch has one kernel for the products of all groups, it is used, else a loop. On a CPU both compute the same bits;
 the kernel is faster where groups are many and small.
@@ -20,7 +20,7 @@ from ds_dynmo.models.host_numbers import integers
 from ds_dynmo.weight_gradients import defer_weight_gradient, waits
 
 _grouped_mm = getattr(F, "grouped_mm", None)  # from torch 2.10 on
-ALIGNMENT = 16  # bytes: what the kernel asks of rows and of where a matrix begins
+ALIGNMENT = 16  # bytes: the kernel needs rows and matrices to begin at multiples of it
 
 __all__ = ["grouped_linear"]
 
@@ -118,7 +118,7 @@ def _ends(counts: list[int], device: torch.device) -> torch.Tensor:
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Give ``tensor`` row by row in memory, from an aligned place on. It is no parameter that a module may watch."""
+    """Return ``tensor`` row by row in memory, from an aligned place on; never a parameter, which a module may watch."""
     contiguous = tensor.detach().contiguous()
     return contiguous if contiguous.data_ptr() % ALIGNMENT == 0 else contiguous.clone()
 
@@ -147,7 +147,7 @@ class _DeferredGroupedLinear(torch.autograd.Function):
 
 
 def has_kernel(rows: torch.Tensor, outputs: int) -> bool:
-    """Has torch one kernel for the products of all groups of ``rows``, with weights ``[groups, outputs, inputs]``?
+    """Return whether torch has one kernel for the products of all groups, with weights ``[groups, outputs, inputs]``.
 
     That depends neither on counts nor on where a tensor lies in memory: a layer computes the same after a move.
     """

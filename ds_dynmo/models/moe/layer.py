@@ -37,7 +37,7 @@ class MixtureOfExperts(CountsPerBatch):
     With a ``capacity_factor`` an expert takes at most ``ceil(capacity_factor * top_k * tokens / experts)`` choices of a
     micro-batch in training: first choices before second ones, earlier tokens before later ones. The others are
     dropped: they add nothing to the residual stream. With ``expert_parallel`` that goes for the tokens of each replica,
-    so that what is dropped does not depend on who has the experts.
+    so that dropping does not depend on which replica has the experts.
 
     Attributes:
         expand: ``[experts, mlp_ratio * hidden, hidden]``; of experts that replicas share, this one's.
@@ -64,7 +64,7 @@ class MixtureOfExperts(CountsPerBatch):
         self._count_from_zero()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """``[batch, sequence, hidden]`` to the same; with an auxiliary loss, fp32 ``[1]``, where the router has one."""
+        """Apply the experts to ``[batch, sequence, hidden]``; return the router's auxiliary loss, fp32 ``[1]``, too."""
         tokens = hidden.flatten(0, -2)
         routing = self.router(tokens)
         choices = routing.experts.t().flatten()  # all first choices, then all second ones: what capacity goes by
@@ -98,7 +98,7 @@ class MixtureOfExperts(CountsPerBatch):
         return grouped_linear(F.gelu(grouped_linear(rows, self.expand, counts)), self.contract, counts)
 
     def load_signal(self) -> float:
-        """The paper's load of a worker, ``L_j = sum_{e on j} sum_{t in R^-1(e)} c_e`` (section 2, MoE), as a share.
+        """Return the paper's load of a worker as a share: ``L_j = sum_{e on j} sum_{t in R^-1(e)} c_e`` (section 2).
 
         It is that of the busiest replica, over its load if every token went to every expert: tokens taken by its
         experts, over experts times the tokens of a replica. For the last training batch; the same on all replicas.
@@ -121,7 +121,7 @@ class MixtureOfExperts(CountsPerBatch):
 
     @property
     def shares_out(self) -> bool:
-        """Does each replica have other experts, where there are several?"""
+        """Whether each of several replicas has other experts."""
         return self.expert_parallel
 
     def use_replicas(self, group: Any) -> None:
@@ -163,7 +163,7 @@ class ExpertBalance(DynamicCase):
         self._num_layers = sizes.num_layers
 
     def after_batch(self, steps_done: int) -> None:
-        """Update the biases, with routing "bias", by what all micro-batches of all replicas chose."""
+        """Update the biases, with routing "bias", by the choices in all micro-batches of all replicas."""
         if self._config.routing != "bias":
             return
         choices = torch.zeros(self._num_layers, self._config.experts, dtype=torch.int64)

@@ -24,11 +24,11 @@ LEAST_AFFINITY = 1e-100  # relative to a row's largest, so that Sinkhorn never d
 
 @dataclass(frozen=True)
 class Routing:
-    """What :class:`Router` decided.
+    """The experts that :class:`Router` chose.
 
     Attributes:
         experts: int64 ``[tokens, top_k]``, best first.
-        gates: what the experts' outputs are weighted by, fp32 ``[tokens, top_k]``.
+        gates: the weights of the experts' outputs, fp32 ``[tokens, top_k]``.
         auxiliary: the auxiliary loss, fp32 ``[1]``.
     """
 
@@ -38,7 +38,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Affinities of tokens to experts, and what each token chooses. In fp32, whatever the hidden states are in.
+    """Computes affinities of tokens to experts, and each token's choices, in fp32 whatever the hidden states' dtype.
 
     - "aux_loss" (Mixtral): the ``top_k`` of a softmax over all experts, weighted by it, renormalised.
     - "sbase" (S-BASE): in training the ``top_k`` of the Sinkhorn-scaled affinities, weighted by the plain softmax over

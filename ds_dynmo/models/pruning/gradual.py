@@ -178,7 +178,7 @@ class _Prunable(Block):
                     setattr(parent, name, PrunableLinear(nn.Parameter(part.weight), csr_from))
 
     def load_signal(self) -> float:
-        """The paper's ``p_i``: the share of this layer's prunable weights that is left; 0.0 where nothing trains."""
+        """Return the paper's ``p_i``, the share of this layer's prunable weights that is left; 0.0 if none trains."""
         linears = prunable_linears(self)
         share = sum(linear.kept for linear in linears) / sum(linear.size for linear in linears)
         return super().load_signal() * share

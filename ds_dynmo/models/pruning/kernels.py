@@ -29,7 +29,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def kept(self, rows: torch.Tensor) -> torch.Tensor:
-        """Give what forward and backward passes need of the input."""
+        """Return the input as forward and backward passes need it."""
 
     @abstractmethod
     def outputs(self, kept: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -194,7 +194,7 @@ def dense(values: torch.Tensor, index: torch.Tensor, shape: Shape) -> torch.Tens
 
 @cache
 def can_csr(dtype: torch.dtype, device: torch.device) -> bool:
-    """Say whether torch has all three products in CSR, by trying them: in bf16 it has none on the CPU."""
+    """Return whether torch has all three products in CSR, by trying them: in bf16 it has none on the CPU."""
 
     def attempt() -> None:
         index = torch.tensor([0, 3], dtype=torch.int32, device=device)

@@ -77,7 +77,7 @@ class PrunableLinear(nn.Module):
         self.index = places if not len(places) or self._is_for_csr(len(places)) else None
 
     def would_shrink(self, kept: int) -> bool:
-        """Would the parameter get smaller if it were the vector of ``kept`` values, with their places beside it?"""
+        """Return whether the vector of ``kept`` values, with their places, is smaller than the parameter is."""
         if self.is_compressed:
             return kept < self.weight.numel()
         value = self.weight.element_size()
@@ -102,13 +102,13 @@ class PrunableLinear(nn.Module):
         return is_sparse and can_csr(self.weight.dtype, self.weight.device)
 
     def kept_places(self) -> torch.Tensor:
-        """Places in the flattened parameter that are not pruned, int64 and ascending."""
+        """Return the places in the flattened parameter that are not pruned, int64 and ascending."""
         if self.mask is None:
             return torch.arange(self.weight.numel(), device=self.weight.device)
         return self.mask.view(-1).nonzero().squeeze(1)
 
     def index_at(self, places: torch.Tensor) -> torch.Tensor:
-        """Give the places in the flattened weight of the parameter's elements at ``places``: the ``index`` of these."""
+        """Return the ``index`` of the parameter's elements at ``places``: their places in the flattened weight."""
         if not self.is_compressed:
             return places.int()
         assert self.index is not None
@@ -123,22 +123,22 @@ class PrunableLinear(nn.Module):
 
     @property
     def size(self) -> int:
-        """How many weights the layer was built with."""
+        """The number of weights that the layer was built with."""
         return self.shape[0] * self.shape[1]
 
     @property
     def kept(self) -> int:
-        """How many weights are not pruned."""
+        """The number of weights that are not pruned."""
         return self.weight.numel() if self.mask is None else int(self.mask.sum())
 
     @property
     def is_compressed(self) -> bool:
-        """Is the parameter the vector of kept values?"""
+        """Whether the parameter is the vector of kept values."""
         return self.weight.dim() == 1
 
     @property
     def computes_sparse(self) -> bool:
-        """Does the next pass multiply by the kept values alone, in CSR?"""
+        """Whether the next pass multiplies by the kept values alone, in CSR."""
         return self._kernel() is CSR
 
     @property

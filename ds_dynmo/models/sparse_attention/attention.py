@@ -77,7 +77,7 @@ class SparseAttention(CountsPerBatch, ABC):
         """
 
     def load_signal(self) -> float:
-        """The paper's ``s_i`` (section 2): the share of the causal attention matrix that is not zero.
+        """Return the paper's ``s_i`` (section 2): the share of the causal attention matrix that is not zero.
 
         A mean over the micro-batches of the last training batch. 1.0 before the first.
         """

@@ -71,8 +71,8 @@ def _bucket_attention_batched(
 ) -> torch.Tensor:
     """Compute one causal attention per bucket, those of about the same size in one batch.
 
-    A bucket is filled up at its end with its last token: what is there comes after all that is real, so the causal
-    mask hides it, and nobody reads its output.
+    A bucket is padded at its end with copies of its last token. The causal mask hides them from the others, and their
+    outputs are dropped.
     """
     batch, heads, sequence, width = query.shape
     first = torch.arange(batch * heads, device=order.device) * sequence
@@ -201,7 +201,7 @@ def _kept_tiles(
 
 
 def _flex_takes(query: torch.Tensor) -> bool:
-    """Can FlexAttention train with this? It is asked for heads whose width is a power of two, 16 or more."""
+    """Return whether FlexAttention can train with this; it is tried for heads of a power of two, 16 or more wide."""
     width = query.shape[-1]
     return width >= 16 and width & (width - 1) == 0 and _has_flex(width, query.dtype, query.device)
 
