@@ -145,7 +145,7 @@ def test_separate_documents_are_padded_where_packed_ones_would_see_each_other(
     own = {**OURS, "case": {"kind": "early_exit", "method": "calm", "depths": [1]}}
     data = {"tokenizer": str(tmp_path / "model")}
     assert prepared(tmp_path, own, *given, **SHIPPED, **data).text.documents == "padded"
-    with pytest.raises(ConfigError, match=r'early_exit: cannot be combined with packed .*should be "padded"'):
+    with pytest.raises(ConfigError, match=r'early_exit cannot be combined with packed .*should be "padded"'):
         prepared(tmp_path, own, *given, documents="packed", **data)
 
 
