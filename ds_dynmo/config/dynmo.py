@@ -22,7 +22,7 @@ NAMED_PARTITIONS = ("uniform", "parameters", "profile")
 class ProfileConfig(Section):
     """How per-layer costs are measured: the "profile" object in the "dynmo" section."""
 
-    batches: int = Field(default=1, ge=1, description="how many batches a profile takes")
+    batches: int = Field(default=1, ge=1, description="how many batches a profile takes: the last before a decision")
     warmup_batches: int = Field(
         default=1, ge=0, description="how many batches are skipped before a profile, after the start and after a move"
     )
@@ -33,10 +33,12 @@ class RandomnessConfig(Section):
 
     per_layer: bool = Field(
         default=True,
-        description="true: on seed, step, micro-batch, layer number and data-parallel index, wherever the layer is; "
-        "false: on the rank's own generators",
+        description="true: random numbers in a layer depend on seed, step, micro-batch, layer number and data-parallel "
+        "index, wherever the layer is; false: on the rank's generators",
     )
-    seed: int | None = Field(default=None, ge=0, lt=2**64, description="null: the PipelineModule's base_seed")
+    seed: int | None = Field(
+        default=None, ge=0, lt=2**64, description="seed of these numbers; null: the PipelineModule's base_seed"
+    )
 
 
 class ScheduleConfig(Section):
@@ -44,14 +46,14 @@ class ScheduleConfig(Section):
 
     kind: Literal["auto", "1f1b", "zero_bubble"] = Field(
         default="1f1b",
-        description='"1f1b": DeepSpeed\'s own; "zero_bubble": backward passes in two parts, in the order that is '
-        'shortest by what was measured; "auto": whichever is shorter',
+        description='"1f1b": DeepSpeed\'s schedule, run by its code; "zero_bubble": backward passes in two parts, in '
+        'the order that is shortest by what was measured; "auto": that, where it is predicted to be shorter',
     )
     memory: float = Field(
         default=1.0,
         ge=1,
-        description="how much a rank may hold for passes in flight, as a multiple of what the largest stage holds "
-        "under 1F1B",
+        description="at least 1: how much a rank may hold for passes in flight, as a multiple of what the largest "
+        "stage holds under 1F1B",
     )
 
 
@@ -78,18 +80,26 @@ class DynMoConfig(Section):
     raises pydantic's ``ValidationError``, which is a ``ValueError`` too.
     """
 
-    enabled: bool = Field(default=True, description="false: begins at initial_partition and never moves")
-    interval: int = Field(default=100, ge=0, description="steps between automatic rebalances; 0: by hand only")
-    start_step: int = Field(default=0, ge=0, description="first step at which an automatic rebalance may happen")
+    enabled: bool = Field(
+        default=True,
+        description="false: layers stay at initial_partition, and engine.rebalance and engine.repack are refused",
+    )
+    interval: int = Field(default=100, ge=0, description="steps between automatic decisions; 0: only on request")
+    start_step: int = Field(default=0, ge=0, description="first step at which an automatic decision may happen")
     stop_step: int | None = Field(
-        default=None, ge=0, description="last step at which one may happen, at least start_step; null: no last one"
+        default=None, ge=0, description="last such step, at least start_step; null: there is no last one"
     )
     balancer: str = Field(
         default="makespan",
-        description='"makespan", "partition", "diffusion", the name of a registered balancer, or "module:function", '
-        'which imports one; with balance_by "parameters" the default is "partition"',
+        description='"makespan": the shortest simulated iteration; "partition" or "diffusion": the smallest '
+        'bottleneck; or a name that you registered; or "module:function", which imports yours; with balance_by '
+        '"parameters" the default is "partition"',
     )
-    balance_by: Literal["time", "parameters"] = Field(default="time", description="what a layer costs")
+    balance_by: Literal["time", "parameters"] = Field(
+        default="time",
+        description='cost of a layer: the "time" that was measured, or its trainable "parameters"; "makespan" needs '
+        '"time"',
+    )
     decentralized: bool = Field(
         default=False,
         description="neighbouring ranks decide point to point where layers go; the profile is still reduced over all "
@@ -105,7 +115,7 @@ class DynMoConfig(Section):
     )
     memory_limit: int | float | None = Field(
         default=None,
-        description="per device, for training and for moving layers: an int is bytes, a float in (0, 1] a fraction of "
+        description="per rank, for training and the peak of a move: an int is bytes, a float in (0, 1] a fraction of "
         'the device\'s memory; or a string such as "30GiB", "30GB" or "80%"',
     )
     repack: RepackConfig = Field(
@@ -139,12 +149,20 @@ class DynMoConfig(Section):
     timeout_seconds: float = Field(
         default=300.0,
         gt=0,
-        description="how long a rebalance waits for the other ranks, and a release for processes to end",
+        description="how long one of ds_dynmo's collectives, or a request to the launch's store, waits for other "
+        "ranks, and a release for processes to end",
     )
-    report: str | None = Field(default=None, min_length=1, description="path of the JSON lines that rank 0 writes")
-    log: bool = Field(default=True, description="true: rank 0 logs one line per rebalance")
-    monitor: bool = Field(default=True, description="true: DeepSpeed's monitor gets numbers, under DynMo/")
-    trace: TraceConfig | None = Field(default=None, description="which batches are traced; null: none")
+    report: str | None = Field(
+        default=None,
+        min_length=1,
+        description="file to which rank 0 writes JSON lines, for each decision, outcome and profile; null: none",
+    )
+    log: bool = Field(default=True, description="true: rank 0 logs a line for each move and re-packing")
+    monitor: bool = Field(
+        default=True,
+        description="true: DeepSpeed's monitor (TensorBoard, W&B, CSV) gets numbers, under DynMo/",
+    )
+    trace: TraceConfig | None = Field(default=None, description="which batches are traced, for Perfetto; null: none")
 
     @model_validator(mode="before")
     @classmethod

@@ -20,7 +20,7 @@ class KubernetesConfig(Section):
         description='"delete_pod": the pod of a released rank is deleted; "resize": its container is given resources',
     )
     dry_run: bool = Field(default=True, description="true: the API server checks requests and carries out none")
-    namespace: str | None = Field(default=None, min_length=1, description="of the pods; null: this pod's own")
+    namespace: str | None = Field(default=None, min_length=1, description="namespace of the pods; null: this pod's own")
     container: str | None = Field(
         default=None, min_length=1, description='for "resize": the name of the container; null: the pod\'s first one'
     )
@@ -42,9 +42,11 @@ class RepackConfig(Section):
     planner: Literal["throughput", "first_fit"] = Field(
         default="throughput",
         description='"throughput": the fewest stages that are as fast as the start of the run, less max_slowdown; '
-        '"first_fit": the paper\'s algorithm 2, by memory alone',
+        '"first_fit": the paper\'s algorithm 2, by memory alone, which needs memory_limit',
     )
-    min_stages: int = Field(default=1, ge=1, description="the fewest stages to go on with")
+    min_stages: int = Field(
+        default=1, ge=1, description="fewest stages that a planner chooses; engine.repack may go below"
+    )
     max_slowdown: float = Field(
         default=0.05, ge=0, lt=1, description="largest loss of throughput against the start of the run, as a fraction"
     )

@@ -33,7 +33,8 @@ class DataConfig(Section):
     )
     field: str = Field(default="text", min_length=1, description="where a JSON line or a row of a dataset has its text")
     dtype: TokenType | None = Field(
-        default=None, description="of the token ids in a .bin file without a header; null: a JSON file beside it says"
+        default=None,
+        description="type of the ids in a .bin file that has no JSON file beside it",
     )
     end_of_document: int | None = Field(
         default=None, ge=0, description="token id that ends each document in a .bin file; null: its JSON file says"
@@ -41,13 +42,14 @@ class DataConfig(Section):
     validation: str | None = Field(
         default=None,
         min_length=1,
-        description="file or folder for validation; null: a twentieth of the data, which is not trained",
+        description="file or folder for validation; null: val.bin of nanoGPT's folder, else a twentieth of the data, "
+        "which is not trained",
     )
     cache: str | None = Field(
         default=None,
         min_length=1,
-        description="folder for text that was tokenized, and for what was found in large files; null: ds_dynmo in the "
-        "user's cache folder",
+        description="folder for text that was tokenized, and for what was found in large files; null: ds_dynmo in "
+        "XDG_CACHE_HOME or ~/.cache",
     )
 
 

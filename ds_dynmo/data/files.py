@@ -30,11 +30,16 @@ __all__ = ["TokenFile", "little_endian", "map_ids", "read_tokens", "smallest_typ
 class TokenFile(Section):
     """The JSON beside a ``.bin`` file."""
 
-    dtype: TokenType = Field(description="of the ids")
-    tokens: int | None = Field(default=None, ge=0, description="how many there are; null: as many as the file holds")
+    dtype: TokenType = Field(description="type of the ids")
+    tokens: int | None = Field(
+        default=None, ge=0, description="how many ids the file holds, which is checked; null: not said"
+    )
     vocab_size: int | None = Field(default=None, ge=1, description="entries of the vocabulary, for your information")
     end_of_document: int | None = Field(default=None, ge=0, description="id that ends each document; null: none does")
-    documents: bool = Field(default=False, description="true: NAME.documents says where documents begin")
+    documents: bool = Field(
+        default=False,
+        description="true: NAME.documents has where documents begin and the last one ends: int64, little endian",
+    )
 
 
 def read_tokens(path: str | os.PathLike[str], config: DataConfig | None = None) -> Tokens:

@@ -1,58 +1,70 @@
-"""The documentation against code that needs torch: the keys of the "model" block, the flags in commands."""
+"""The documentation against code that needs torch: the tables of keys, the flags in commands."""
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import re
 import shlex
 from pathlib import Path
+from typing import Literal
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+import key_tables
 from ds_dynmo import DynMoPipelineEngine
 from ds_dynmo.config import load_settings, read_dynmo_config
-from ds_dynmo.data import DataConfig, TokenFile
 from ds_dynmo.launch import OF_MEETING, OF_RANK
-from ds_dynmo.models import (
-    EarlyExitConfig,
-    FreezingConfig,
-    MixtureOfDepthsConfig,
-    MoEConfig,
-    PruningConfig,
-    SparseAttentionConfig,
-    model_layers,
-    read_model_config,
-)
+from ds_dynmo.models import model_layers, read_model_config
 from ds_dynmo.models.config import ModelConfig
-from tests.pure.test_docs import PAGES, ROOT, as_json, keys
+from tests.pure.test_docs import PAGES, ROOT, names
 
 
-@pytest.mark.parametrize(
-    ("heading", "section"),
-    [
-        ("The model", ModelConfig),
-        ("Mixture of experts", MoEConfig),
-        ("Gradual pruning", PruningConfig),
-        ("Layer freezing", FreezingConfig),
-        ("Sparse attention", SparseAttentionConfig),
-        ("Early exit", EarlyExitConfig),
-        ("Mixture of depths", MixtureOfDepthsConfig),
-    ],
-)
-def test_the_page_of_cases_lists_the_keys_of_each_section(heading: str, section: type[BaseModel]) -> None:
-    page = (ROOT / "docs" / "cases.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+def test_the_page_of_cases_lists_the_keys_of_the_block() -> None:
+    page = (ROOT / "docs" / "cases.md").read_text()
     listed = re.findall(r"^\| `([\w.]+)` \| (?:required|`)", page, re.MULTILINE)
-    assert sorted(listed) == sorted(key for key in keys(section) if key != "kind")
+    assert sorted(listed) == sorted(key for key, _ in key_tables.keys_of(ModelConfig))
 
 
-def test_the_page_of_data_lists_the_keys_of_its_blocks() -> None:
-    page = (ROOT / "docs" / "data.md").read_text()
-    defaults = {name: as_json(field.default) for name, field in DataConfig.model_fields.items()}
-    assert dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", page, re.MULTILINE)) == defaults
-    assert re.findall(r'^\| `"(\w+)"` \| ', page.partition("## Token files")[2], re.MULTILINE) == [
-        *TokenFile.model_fields
-    ]
+def test_functions_that_write_tables() -> None:
+    assert doctest.testmod(key_tables).failed == 0
+
+
+class Small(BaseModel):
+    kind: Literal["small"]
+    size: int = Field(default=1, description="how small")
+
+
+class Large(BaseModel):
+    kind: Literal["large"]
+    name: Literal["a", "b"] = Field(default="a", description='not "b"')
+
+
+class Whole(BaseModel):
+    case: Small | Large | list[Small | Large] | None = Field(default=None, description="what changes")
+
+
+def test_a_key_that_takes_one_of_several_objects_has_a_table_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(key_tables.OBJECTS, "whole", Whole)
+    head = "| key | default | meaning |\n| --- | --- | --- |\n"
+    small = head + '| `kind` | required | one of `"small"` |\n| `size` | `1` | how small |\n'
+    large = head + '| `kind` | required | one of `"large"` |\n| `name` | `"a"` | not `"b"`; one of `"a"`, `"b"` |\n'
+    assert key_tables.tables("whole", "case") == head + "| `case` | `null` | what changes |\n"
+    assert key_tables.tables("whole", "case=*") == small + "\n" + large
+    assert key_tables.tables("whole", "case=large.*") == large
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_tables_of_keys_are_those_of_the_models(page: Path) -> None:
+    assert key_tables.with_tables(page.read_text()) == page.read_text(), "python scripts/key_tables.py rewrites it"
+
+
+@pytest.mark.parametrize("name", sorted({*key_tables.OBJECTS} - {"model"}))
+def test_every_key_is_in_one_table(name: str) -> None:
+    tables = [table for page in PAGES for table in key_tables.TABLE.findall(page.read_text()) if table[1] == name]
+    listed = [key for _, _, patterns, *_ in tables for key, _ in key_tables.chosen_keys(name, patterns)]
+    assert sorted(listed) == sorted(key for key, _ in key_tables.keys_of(key_tables.OBJECTS[name]))
 
 
 def test_every_variant_that_a_command_makes_is_a_valid_configuration(

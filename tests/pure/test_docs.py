@@ -1,16 +1,11 @@
-"""The documentation against the tree: links, length, configuration keys, commands."""
+"""The documentation against the tree: links, length, paths, commands."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
-from pydantic import BaseModel
-
-from ds_dynmo.config import DynMoConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -59,39 +54,6 @@ def test_the_readme_is_short() -> None:
 def test_every_page_is_in_the_sites_navigation() -> None:
     listed = re.findall(r"^  - .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
-
-
-def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield every key of a block; those of an object as ``object.key``. Required objects are not keys themselves."""
-    for name, field in model.model_fields.items():
-        annotations = (field.annotation, *get_args(field.annotation))
-        inner = [one for one in annotations if isinstance(one, type) and issubclass(one, BaseModel)]
-        if not inner or field.default is None:
-            yield prefix + name
-        for block in inner:
-            yield from keys(block, f"{prefix}{name}.")
-
-
-def test_the_configuration_page_lists_the_keys_of_the_block() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    assert sorted(re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE)) == sorted(keys(DynMoConfig))
-
-
-def test_the_configuration_page_has_the_defaults_of_the_block() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| `([^`]+)` \|", page, re.MULTILINE))
-    fields = {name: field for name, field in DynMoConfig.model_fields.items() if name in rows}
-    assert len(fields) > 10
-    said = {name: rows[name] for name in fields}
-    assert said == {name: as_json(field.default) for name, field in fields.items()}
-
-
-def as_json(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, str):
-        return f'"{value}"'
-    return "[]" if value == () else str(value)
 
 
 def test_the_page_of_the_design_lists_every_package() -> None:
