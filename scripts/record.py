@@ -22,7 +22,7 @@ from benchmarks.trained import CONFIGS
 from ds_dynmo.cli.command_line import CommandParser, num_processes, refusals_of
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.cli.train import build_cases, build_engine, train
-from ds_dynmo.cli.training.options import Run, prepare
+from ds_dynmo.cli.training.options import TrainingRun, prepare
 from ds_dynmo.simulation import CASES
 
 FOLDER = Path(__file__).resolve().parent / "recordings"
@@ -53,7 +53,7 @@ def main(given: list[str]) -> None:
                 record(run)
 
 
-def prepared(case: str, steps: int, folder: Path) -> Run:
+def prepared(case: str, steps: int, folder: Path) -> TrainingRun:
     flags = ["--deepspeed_config", str(CONFIGS / f"{FILES.get(case, case)}.json")]
     for change in (*CHANGES, *OWN_CHANGES.get(case, ())):
         flags += ["--set", change]
@@ -61,7 +61,7 @@ def prepared(case: str, steps: int, folder: Path) -> Run:
     return replace(run, name=case)
 
 
-def record(run: Run) -> None:
+def record(run: TrainingRun) -> None:
     """Train on real text. Collective."""
     began = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints lines about each layer

@@ -47,7 +47,7 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def refusals_of(command: str) -> Iterator[None]:
-    """End ``command`` with a message, and no traceback, where it is given what it cannot run with."""
+    """End ``command`` with a message in place of a traceback, at a ConfigError."""
     try:
         yield
     except ConfigError as error:
@@ -55,7 +55,7 @@ def refusals_of(command: str) -> Iterator[None]:
 
 
 def refuse(command: str, reason: object) -> int:
-    """Print why ``command`` does nothing, and return the exit code, 2."""
+    """Print why ``command`` cannot run, and return the exit code, 2."""
     print(f"{command}: error: {reason}", file=sys.stderr, flush=True)
     return 2
 
@@ -76,12 +76,12 @@ def refuse_on_ranks(error: Exception) -> int:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Collect the options that say what is measured, for its JSON."""
+    """Return the options of a measurement, for the JSON of its figures."""
     return {name: value for name, value in vars(arguments).items() if name not in ("json", "local_rank")}
 
 
 def path_of(text: str) -> Path:
-    """Read a path. An empty one, as of a variable of the shell that is not set, would be the present folder."""
+    """Read a path. Refuse an empty one, such as that of an unset shell variable: Path takes it for this folder."""
     if not text:
         raise argparse.ArgumentTypeError('should name a file or a folder, got ""')
     return Path(text)

@@ -1,4 +1,4 @@
-"""What this process runs on, and with."""
+"""Describe the machine and the libraries of this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 
 def hardware() -> dict[str, object]:
-    """Describe what this process runs on, and with."""
+    """Describe the machine and the libraries of this process."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),

@@ -18,8 +18,8 @@ from typing import Any
 
 from ds_dynmo.cli.command_line import refuse
 from ds_dynmo.cli.plotting.data import (
-    Report,
-    Rows,
+    RunRecords,
+    TimelineRows,
     read_report,
     read_rows,
     read_trace,
@@ -34,7 +34,7 @@ from ds_dynmo.files import whole, write_text
 from ds_dynmo.schedules import one_f_one_b, schedule_for_equal_costs
 
 
-def expected(report: Report) -> list[Rows]:
+def expected(report: RunRecords) -> list[TimelineRows]:
     """Simulate batches before and after the last move, or by the last profile if nothing moved."""
     if not report.profiles:
         return []
@@ -51,7 +51,7 @@ def expected(report: Report) -> list[Rows]:
     return [simulated(known[-1], partition, f"{source}: partition {partition}") for partition in partitions]
 
 
-def measured(events: list[dict[str, Any]], steps: list[int] | None) -> list[Rows]:
+def measured(events: list[dict[str, Any]], steps: list[int] | None) -> list[TimelineRows]:
     """Make the timelines of the batches ``steps`` of a trace, or of the first and the last.
 
     Raises:
@@ -64,7 +64,7 @@ def measured(events: list[dict[str, Any]], steps: list[int] | None) -> list[Rows
     return [traced(events, step) for step in steps or sorted({there[0], there[-1]})]
 
 
-def orders(stages: int, micro_batches: int) -> list[Rows]:
+def orders(stages: int, micro_batches: int) -> list[TimelineRows]:
     """Make the timelines of 1F1B and of the zero-bubble schedule for equal costs."""
     return [
         scheduled(one_f_one_b(stages, micro_batches), "1F1B"),

@@ -23,8 +23,8 @@ from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, print_tab
 from ds_dynmo.errors import ConfigError, PartitionError, counted
 from ds_dynmo.simulation import CASE_HELP, RECORDED_HELP, Recorded, chosen_cases
 from ds_dynmo.simulation.repacking import repack_rows, sustained_stages
-from ds_dynmo.simulation.runs import ARMS, STATIC, STATICS, Outcome, Setting, compare
-from ds_dynmo.simulation.statics import label
+from ds_dynmo.simulation.runs import ARMS, Outcome, Setting, compare
+from ds_dynmo.simulation.statics import STATIC, STATICS, label
 
 AVERAGE_GPUS = 5.8  # of 8, with re-packing, over a run with gradual pruning
 

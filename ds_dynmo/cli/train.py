@@ -27,11 +27,11 @@ from ds_dynmo.cli.export import export
 from ds_dynmo.cli.startup import init_distributed, take_device
 from ds_dynmo.cli.training.data import identity_of
 from ds_dynmo.cli.training.launch_facts import facts_of
-from ds_dynmo.cli.training.options import Run, RunFacts, prepare
+from ds_dynmo.cli.training.options import RunFacts, TrainingRun, prepare
 from ds_dynmo.cli.training.recording import Recording
 from ds_dynmo.cli.training.report import (
     History,
-    Progress,
+    ProgressLines,
     Record,
     begin_report,
     closing_line,
@@ -64,7 +64,7 @@ ALONE = "One process, so one stage: no layer can move. Start several by deepspee
 UNSAVED = "Nothing of the model is kept: --save DIR keeps checkpoints, --export DIR beside it what transformers reads."
 
 
-def build_engine(run: Run) -> Any:
+def build_engine(run: TrainingRun) -> Any:
     """Build the model in uniform stages, and the engine around it; load the checkpoint of a resumed run. Collective.
 
     Raises:
@@ -88,7 +88,7 @@ def build_engine(run: Run) -> Any:
     return engine
 
 
-def build_cases(run: Run, engine: Any) -> list[DynamicCase]:
+def build_cases(run: TrainingRun, engine: Any) -> list[DynamicCase]:
     """Build the dynamic cases, which change the model's work while it trains, in the state of a resumed run."""
     cases = dynamic_cases(run.model, engine, total_steps=run.steps)
     if run.resumed is not None:
@@ -103,7 +103,7 @@ def build_cases(run: Run, engine: Any) -> list[DynamicCase]:
     return cases
 
 
-def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = record_nothing) -> History:
+def train(run: TrainingRun, engine: Any, cases: list[DynamicCase], record: Record = record_nothing) -> History:
     """Train up to ``run.stop`` on every rank.
 
     Rank 0 passes each step to ``record``. A run that saves also ends at SIGINT or SIGTERM: ``history.stopped``.
@@ -112,11 +112,11 @@ def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = reco
         return train_until(stop, run, engine, cases, record)
 
 
-def train_until(stop: StopSignals, run: Run, engine: Any, cases: list[DynamicCase], record: Record) -> History:
+def train_until(stop: StopSignals, run: TrainingRun, engine: Any, cases: list[DynamicCase], record: Record) -> History:
     """Train up to ``run.stop``, or to the batch in which ranks agree to ``stop``."""
     history = History()
     training = batches(run, engine, "train")
-    progress = Progress(run, engine)
+    progress = ProgressLines(run, engine)
     recording = Recording(run, engine, run.record if engine.global_rank == 0 else None)
     validation = batches(run, engine, "validation")
     while engine.global_steps < run.stop:
@@ -161,11 +161,11 @@ def train_until(stop: StopSignals, run: Run, engine: Any, cases: list[DynamicCas
 
 
 def ends_part(step: int, steps: int, parts: int) -> bool:
-    """Tell whether batch ``step``, counted from 0, is the last of one of ``parts`` equal parts of a run."""
+    """Return whether batch ``step``, counted from 0, is the last of one of ``parts`` equal parts of a run."""
     return (step + 1) * parts // steps > step * parts // steps
 
 
-def batches(run: Run, engine: Any, split: Any) -> Batches | TokenBatches:
+def batches(run: TrainingRun, engine: Any, split: Any) -> Batches | TokenBatches:
     return run.text.batches(
         split,
         micro_batch_size=engine.train_micro_batch_size_per_gpu(),
@@ -182,7 +182,7 @@ def validate(engine: Any, validation: Batches | TokenBatches) -> float:
     return float(engine.eval_batch(validation.iterate()))
 
 
-def save(run: Run, engine: Any, cases: list[DynamicCase]) -> str:
+def save(run: TrainingRun, engine: Any, cases: list[DynamicCase]) -> str:
     """Save a checkpoint, then the facts from which a run resumes, then ``latest``. Return its tag. Collective.
 
     A run that is killed in between resumes from the checkpoint before.
@@ -216,7 +216,7 @@ def save(run: Run, engine: Any, cases: list[DynamicCase]) -> str:
     return tag
 
 
-def resumed_line(run: Run) -> str:
+def resumed_line(run: TrainingRun) -> str:
     """Say which checkpoint a run is resumed from."""
     assert run.resume is not None and run.resumed is not None
     saved = run.resumed.get("stages")  # the engine does not say so in what it saves for a restart
@@ -224,8 +224,8 @@ def resumed_line(run: Run) -> str:
     return f"resuming from {run.resume / run.resumed['tag']}: step {run.first_step} of {run.steps}{stages}"
 
 
-def stopped_line(run: Run, number: int, tag: str, step: int) -> str:
-    """Say which signal ended a run, and how it is continued. A run that was resumed may have had another ``--tag``."""
+def stopped_line(run: TrainingRun, number: int, tag: str, step: int) -> str:
+    """Say which signal ended a run, and how to continue it. ``--tag`` of a resumed run named another checkpoint."""
     flags = f"--resume {run.save}" if run.resumed is None else f"--resume {run.save} --tag {tag}"
     return f"stopped by {signal.Signals(number).name}; the same command with {flags} continues from step {step}"
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ds_dynmo.cli.command_line import refuse
 from ds_dynmo.cli.watching.follower import Follower
 from ds_dynmo.cli.watching.lines import status_line
-from ds_dynmo.cli.watching.run_state import Report
+from ds_dynmo.cli.watching.run_state import ReportState
 from ds_dynmo.files import write_text
 
 if TYPE_CHECKING:
@@ -57,19 +57,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-class Watch:
+class ReportWatcher:
     """A report and the file that it is read from."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.report = Report()
+        self.report = ReportState()
         self._told = 0  # events
         self._status = ""
         self.file = Follower(path, self.report.add, self.report.restart)
 
     @property
     def note(self) -> str:
-        """What is to be said of the file."""
+        """Return the state of the file: missing, empty, or how long ago it was written."""
         if self.file.problem is not None:
             return f"{self.file.problem}: waiting"
         if self.report.run.step is None:
@@ -97,7 +97,7 @@ class Watch:
                 live.update(self.view())
 
     def plain(self, interval: float) -> None:
-        """Print what is new until the run ends; what is to be said of the file only where it waits for it."""
+        """Print what is new until the run ends, and the state of the file while it is waited for."""
         waits = ""
         while True:
             note = self.note
@@ -111,7 +111,7 @@ class Watch:
             self.file.look()
 
     def say_what_is_new(self) -> None:
-        """Print events since the last call, and where the run stands if that has changed and it goes on."""
+        """Print the events since the last call, and the state of a run that goes on if it has changed."""
         for line in self.report.history[self._told :]:
             _say(line)
         self._told = len(self.report.history)
@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a reason may have letters that the terminal's encoding lacks
     try:
-        return show(Watch(args.report), args)
+        return show(ReportWatcher(args.report), args)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # what read our lines has ended
@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-def show(watch: Watch, args: argparse.Namespace) -> int:
+def show(watch: ReportWatcher, args: argparse.Namespace) -> int:
     """Show a report as asked for, and return the exit code."""
     watch.file.look()
     looks_once = args.once or args.svg is not None
@@ -188,7 +188,7 @@ def show(watch: Watch, args: argparse.Namespace) -> int:
 
 @contextmanager
 def _ends_at_sigterm() -> Iterator[None]:
-    """Leave the terminal as it was where the command is terminated."""
+    """Exit at SIGTERM by an exception, so that the terminal is restored."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Runs of dynamic models without processes: what their layers cost, and what balancers gain (:mod:`.runs`).
+"""Simulate runs of dynamic models without processes: what layers cost, and what balancers gain (:mod:`.runs`).
 
 Costs are those of the paper's six models, by its load formulas, or recorded in real training. They depend on no engine,
 balancer or process, and are deterministic by seed.

@@ -36,16 +36,16 @@ class Case:
     replicas: int = 30
 
     def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
-        """Give about ``count`` phases: consecutive iterations, or a whole run of 10,000 that changes that often."""
+        """Return about ``count`` phases: consecutive iterations, or a run of 10,000 that changes that often."""
         raise NotImplementedError
 
     def turns(self, num_layers: int, count: int, size: int, *, seed: int = 0) -> list[list[Phase]]:
-        """Give ``count`` turns of a benchmark, where loads change in each iteration: the one before, and ``size``."""
+        """Return ``count`` turns of a benchmark whose loads change in each iteration: one before, and ``size``."""
         phases = self.phases(num_layers, 1 + count * size, seed=seed)
         return [phases[turn * size : (turn + 1) * size + 1] for turn in range(count)]
 
     def dense(self, num_layers: int) -> Phase:
-        """Give the loads of the model that does all its work."""
+        """Return the loads of the model that does all its work."""
         return Phase.of([1.0] * num_layers)
 
 
@@ -75,7 +75,7 @@ class Fluctuating(Case):
 
 
 @dataclass(frozen=True)
-class MixtureOfExperts(Fluctuating):
+class MixtureOfExpertsLoad(Fluctuating):
     """L_j = sum over its experts of their tokens' work; with experts spread over replicas, the busiest expert counts.
 
     Published: Mixtral 8x7b, 32 layers, 8 experts, top 2; 16 stages x 8 replicas, so one expert per replica; a bubble
@@ -105,7 +105,7 @@ class MixtureOfExperts(Fluctuating):
 
 
 @dataclass(frozen=True)
-class Pruning(Case):
+class PruningLoad(Case):
     """L_j = sum of p_i c_i, p_i the share of layer i's weights that global magnitude pruning leaves.
 
     Published: Zhu and Gupta's schedule from 3000 to 7000, every 1000 iterations, to 52, 79 and 90% (the formula says
@@ -126,14 +126,14 @@ class Pruning(Case):
     scatter: float = 0.2
 
     def sparsity(self, iteration: int) -> float:
-        """Give S_t = S_f + (S_i - S_f) (1 - (t - t_0) / (n dt))^3, constant from one pruning to the next."""
+        """Return S_t = S_f + (S_i - S_f) (1 - (t - t_0) / (n dt))^3, constant from one pruning to the next."""
         if iteration < self.start:
             return 0.0
         prunings = min((iteration - self.start) // self.every, self.times)
         return self.final + (self.initial - self.final) * (1 - prunings / self.times) ** 3
 
     def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
-        """Give five phases, whatever ``count``: 0, 52.0, 78.8, 88.6 and 90.0%."""
+        """Return five phases, whatever ``count`` is: at 0, 52.0, 78.8, 88.6 and 90.0%."""
         first, last = self.start + self.every, self.start + self.times * self.every
         steps = [0, *range(first, last + 1, self.every), ITERATIONS]
         return [self._phase(num_layers, begin, end - begin, seed) for begin, end in zip(steps, steps[1:])]
@@ -151,7 +151,7 @@ class Pruning(Case):
 
 @lru_cache(maxsize=256)  # all replicas ask the same
 def retained(deviations: tuple[float, ...], kept: float) -> tuple[float, ...]:
-    """Give each layer's share of weights that global magnitude pruning keeps when it keeps ``kept`` of all."""
+    """Return each layer's share of weights that is left when global magnitude pruning keeps ``kept`` of all."""
     if kept >= 1:
         return (1.0,) * len(deviations)
     normal = NormalDist()
@@ -167,7 +167,7 @@ def retained(deviations: tuple[float, ...], kept: float) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Freezing(Case):
+class FreezingLoad(Case):
     """L_j = sum of (1 - f_i) c_i: a frozen layer costs nothing (Egeria caches what the frozen front puts out).
 
     Published: front layers freeze first, as often as every 50 iterations; 24 stages x 30 replicas; a bubble ratio of
@@ -200,7 +200,7 @@ class Freezing(Case):
 
 
 @dataclass(frozen=True)
-class SparseAttention(Fluctuating):
+class SparseAttentionLoad(Fluctuating):
     """L_j = sum of s_i c_i, s_i the density of layer i's attention.
 
     Published: hash-sparse flash attention, 24 stages x 30 replicas; four times the bubble ratio of dense attention;
@@ -225,7 +225,7 @@ class SparseAttention(Fluctuating):
 
 
 @dataclass(frozen=True)
-class EarlyExit(Case):
+class EarlyExitLoad(Case):
     """C = sum of t_i / t c_i, t_i the tokens that have not left before layer i.
 
     Published: no token leaves before some layer, then the share falls with depth; 24 stages x 30 replicas; up to five
@@ -246,7 +246,7 @@ class EarlyExit(Case):
 
 
 @dataclass(frozen=True)
-class MixtureOfDepths(Fluctuating):
+class MixtureOfDepthsLoad(Fluctuating):
     """C = r_i t_i c_i: every other block works on the tokens that its router chose.
 
     Published: capacity 12.5%, every other block (Raposo et al.); 16 stages x 8 replicas; a bubble ratio of 18% before
@@ -271,5 +271,12 @@ class MixtureOfDepths(Fluctuating):
 
 CASES: Mapping[str, Case] = {
     case.name: case
-    for case in (MixtureOfExperts(), Pruning(), Freezing(), SparseAttention(), EarlyExit(), MixtureOfDepths())
+    for case in (
+        MixtureOfExpertsLoad(),
+        PruningLoad(),
+        FreezingLoad(),
+        SparseAttentionLoad(),
+        EarlyExitLoad(),
+        MixtureOfDepthsLoad(),
+    )
 }

@@ -29,7 +29,7 @@ class Phase:
 
     @classmethod
     def of(cls, shares: Iterable[float], iterations: int = 1, *, trainable: Iterable[float] | None = None) -> Phase:
-        """Give both passes the same share; all parameters train unless ``trainable`` says otherwise."""
+        """Make a phase whose passes have the same shares. All parameters train unless ``trainable`` says otherwise."""
         both = tuple(map(float, shares))
         return cls(iterations, both, both, (1.0,) * len(both) if trainable is None else tuple(map(float, trainable)))
 

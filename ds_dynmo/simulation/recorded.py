@@ -88,7 +88,7 @@ class Recorded(Case):
         )
 
     def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
-        """Give every iteration at interval 1, else phases of at most a ``count``-th of the recording."""
+        """Return every iteration at interval 1, else phases of at most a ``count``-th of the recording."""
         self._check_layers(num_layers)
         if self.interval == 1:
             return self._each
@@ -111,25 +111,25 @@ class Recorded(Case):
         return [self._each[begin : begin + size + 1] for begin in begins]
 
     def dense(self, num_layers: int) -> Phase:
-        """Give the model as it began: the median of the first iterations."""
+        """Return the loads at the beginning: the median of the first iterations."""
         self._check_layers(num_layers)
         return self._each[0]
 
     @cached_property
     def _each(self) -> list[Phase]:
-        """The first iterations as one phase, and each later one."""
+        """Return the first iterations as one phase, and each later one."""
         first = len(self._first)
         return [self._phase(self._first), *(self._phase([one]) for one in self.iterations[first:])]
 
     @cached_property
     def _first(self) -> tuple[Iteration, ...]:
-        """The model before it changes."""
+        """Return the iterations before the model changes."""
         changes = (number for number, one in enumerate(self.iterations) if one.changed and number)
         return self.iterations[: min(FIRST, next(changes, FIRST))]
 
     @cached_property
     def _units(self) -> tuple[float, float]:
-        """Microseconds of a share of 1, and the parameters of the largest layer."""
+        """Return the microseconds of a share of 1, and the parameters of the largest layer."""
         unit = fmean(fmean(one.forward) + fmean(one.backward) for one in self._first) / 3
         return unit, max(max(one.trainable) for one in self.iterations)
 
@@ -152,7 +152,7 @@ class Recorded(Case):
 
 
 def chosen_cases(names: Sequence[str] | None, recorded: Sequence[Path] | None) -> list[Case]:
-    """Give the cases called ``names``, all if there are none: recorded ones, or else those of the paper's formulas.
+    """Return the cases called ``names``, or all: of recordings, or else of the paper's formulas.
 
     Args:
         recorded: files, and folders that hold ``*.jsonl``.

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_dynmo.partitioners import balanced
-from ds_dynmo.simulation.cases import Pruning
-from ds_dynmo.simulation.runs import Setting, Step, iteration
+from ds_dynmo.simulation.cases import PruningLoad
+from ds_dynmo.simulation.runs import PhaseCosts, Setting, iteration
 
 
 def repack_rows(num_layers: int, stages: Sequence[int], *, seeds: int) -> list[dict[str, Any]]:
     """Make a row per sparsity and number of stages, all with as many micro-batches as the largest pipeline has."""
-    case, largest = Pruning(), max(stages)
+    case, largest = PruningLoad(), max(stages)
     rows = []
     begin = 0
     runs = [case.phases(num_layers, 0, seed=seed) for seed in range(seeds)]
     for phases in zip(*runs):
         for count in stages:
             setting = Setting.of(case, layers=num_layers, stages=count, replicas=1, micro_batches=4 * largest)
-            steps = [Step.of([phase], setting.forward_seconds) for phase in phases]
-            seconds = [iteration(step, balanced(step.costs(), count), setting)[0] for step in steps]
+            costs = [PhaseCosts.of([phase], setting.forward_seconds) for phase in phases]
+            seconds = [iteration(one, balanced(one.costs(), count), setting)[0] for one in costs]
             tokens = statistics.fmean(setting.tokens / one for one in seconds)
             rows.append(
                 {

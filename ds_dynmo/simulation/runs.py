@@ -70,12 +70,12 @@ class Setting:
 
     @property
     def link_seconds(self) -> float:
-        """Seconds of one message between stages."""
+        """Return the seconds of one message between stages."""
         return self.message_bytes / self.link_bytes_per_second
 
     @property
     def tokens(self) -> int:
-        """Tokens of one iteration."""
+        """Return the tokens of one iteration."""
         return self.micro_batch_tokens * self.micro_batches * self.replicas
 
     @classmethod
@@ -122,7 +122,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class PhaseCosts:
     """The same phase on every replica: seconds per micro-batch, ``[replicas, layers]``."""
 
     iterations: int
@@ -132,13 +132,13 @@ class Step:
     announced: bool = False
 
     @classmethod
-    def of(cls, phases: Sequence[Phase], forward_seconds: float) -> Step:
+    def of(cls, phases: Sequence[Phase], forward_seconds: float) -> PhaseCosts:
         forward = forward_seconds * np.array([phase.forward for phase in phases])
         backward = 2 * forward_seconds * np.array([phase.backward for phase in phases])
         return cls(phases[0].iterations, forward, backward, phases[0].trainable, phases[0].announced)
 
     def slowest(self) -> tuple[Floats, Floats]:
-        """Give forward and backward seconds of each layer on its slowest replica, as a profile does."""
+        """Return forward and backward seconds of each layer on its slowest replica, as a profile does."""
         return self.forward.max(axis=0), self.backward.max(axis=0)
 
     def costs(self) -> list[float]:
@@ -147,14 +147,14 @@ class Step:
         return costs
 
 
-def steps_of(case: Case, setting: Setting, count: int, seed: int) -> list[Step]:
+def run_costs(case: Case, setting: Setting, count: int, seed: int) -> list[PhaseCosts]:
     replicas = [case.phases(setting.layers, count, seed=seed, replica=one) for one in range(setting.replicas)]
-    return [Step.of(phases, setting.forward_seconds) for phases in zip(*replicas)]
+    return [PhaseCosts.of(phases, setting.forward_seconds) for phases in zip(*replicas)]
 
 
-def dense_steps(case: Case, setting: Setting) -> list[Step]:
+def dense_costs(case: Case, setting: Setting) -> list[PhaseCosts]:
     """Make one iteration of the model that never changes; its replicas are alike."""
-    return [Step.of([case.dense(setting.layers)], setting.forward_seconds)]
+    return [PhaseCosts.of([case.dense(setting.layers)], setting.forward_seconds)]
 
 
 def first_layers(partition: Partition) -> list[int]:
@@ -163,11 +163,11 @@ def first_layers(partition: Partition) -> list[int]:
     return [placement.chunk(stage).start for stage in placement.stages]
 
 
-def iteration(step: Step, partition: Partition, setting: Setting) -> tuple[float, float, float, float]:
-    """Give ``full`` and ``1F1B`` seconds, mean seconds of a stage's work, and the imbalance."""
+def iteration(phase: PhaseCosts, partition: Partition, setting: Setting) -> tuple[float, float, float, float]:
+    """Return ``full`` and ``1F1B`` seconds, mean seconds of a stage's work, and the imbalance."""
     starts = first_layers(partition)
-    forward = np.add.reduceat(step.forward, starts, axis=1).T
-    backward = np.add.reduceat(step.backward, starts, axis=1).T
+    forward = np.add.reduceat(phase.forward, starts, axis=1).T
+    backward = np.add.reduceat(phase.backward, starts, axis=1).T
     loads = forward + backward  # [stages, replicas]
     slowest = loads[:, int(loads.max(axis=0).argmax())]
     seconds = iteration_seconds(forward, backward, setting.micro_batches, setting.link_seconds, sends="overlapped")
@@ -182,41 +182,41 @@ def iteration(step: Step, partition: Partition, setting: Setting) -> tuple[float
 
 @lru_cache(maxsize=1024)  # balancers often agree
 def timed_iteration(
-    step: Step, partition: tuple[int, ...], setting: Setting
+    phase: PhaseCosts, partition: tuple[int, ...], setting: Setting
 ) -> tuple[float, float, float, float, float]:
-    """Give what :func:`iteration` does, and ``zero bubble`` seconds."""
+    """Return what :func:`iteration` does, and ``zero bubble`` seconds."""
     starts = first_layers(partition)
-    known_forward, known_backward = (np.add.reduceat(seconds, starts).tolist() for seconds in step.slowest())
+    known_forward, known_backward = (np.add.reduceat(seconds, starts).tolist() for seconds in phase.slowest())
     seconds = zero_bubble_seconds(
         (known_forward, known_backward),
-        np.add.reduceat(step.forward, starts, axis=1).T,
-        np.add.reduceat(step.backward, starts, axis=1).T,
+        np.add.reduceat(phase.forward, starts, axis=1).T,
+        np.add.reduceat(phase.backward, starts, axis=1).T,
         np.diff(partition).tolist(),
         setting.micro_batches,
         setting.link_seconds,
     )
-    return *iteration(step, partition, setting), seconds
+    return *iteration(phase, partition, setting), seconds
 
 
-def proposal(step: Step, start: Partition, arm: str, setting: Setting) -> Partition:
-    """Choose the partition that ``arm`` proposes, given a profile of ``step``."""
+def proposal(phase: PhaseCosts, start: Partition, arm: str, setting: Setting) -> Partition:
+    """Choose the partition that ``arm`` proposes, given a profile of ``phase``."""
     if arm == "oracle":
-        return balanced(step.costs(), setting.stages)
+        return balanced(phase.costs(), setting.stages)
     balancer, balance_by = BALANCERS[arm]
     return propose(
         balancer,
-        step.costs() if balance_by == "time" else step.trainable,
+        phase.costs() if balance_by == "time" else phase.trainable,
         setting.stages,
         start=list(start),
         memory=None,
-        pipeline=pipeline_of(step, setting),
+        pipeline=pipeline_of(phase, setting),
         speeds=None,
     )
 
 
-def pipeline_of(step: Step, setting: Setting) -> PipelineModel:
-    """Make the balancer's model of a pipeline from a profile of ``step``."""
-    forward, backward = step.slowest()
+def pipeline_of(phase: PhaseCosts, setting: Setting) -> PipelineModel:
+    """Make the balancer's model of a pipeline from a profile of ``phase``."""
+    forward, backward = phase.slowest()
     return PipelineModel(
         tuple(forward.tolist()),
         tuple(backward.tolist()),
@@ -226,24 +226,24 @@ def pipeline_of(step: Step, setting: Setting) -> PipelineModel:
     )
 
 
-def known_statics(first: Step, setting: Setting) -> Statics:
+def known_statics(first: PhaseCosts, setting: Setting) -> Statics:
     """Make the static partitions from the loads of the first iteration."""
     return Statics.known(pipeline_of(first, setting), first.trainable)
 
 
-def worth_it(step: Step, old: Partition, new: Partition, arm: str, setting: Setting) -> bool:
-    """Decide whether the engine moves from ``old`` to ``new``, given a profile of ``step``."""
+def worth_it(phase: PhaseCosts, old: Partition, new: Partition, arm: str, setting: Setting) -> bool:
+    """Decide whether the engine moves from ``old`` to ``new``, given a profile of ``phase``."""
     if list(old) == list(new):
         return False
     if arm == "oracle":
         return True
-    forward, backward = step.slowest()
-    known = Step(1, forward[None], backward[None], step.trainable)
+    forward, backward = phase.slowest()
+    known = PhaseCosts(1, forward[None], backward[None], phase.trainable)
     expected = replace(setting, message_bytes=0)
     before, after = iteration(known, old, expected), iteration(known, new, expected)
     by_parameters = arm.endswith("parameters")
     if by_parameters:
-        was, will_be = (float(np.add.reduceat(step.trainable, list(which[:-1])).max()) for which in (old, new))
+        was, will_be = (float(np.add.reduceat(phase.trainable, list(which[:-1])).max()) for which in (old, new))
     else:
         was, will_be = before[0], after[0]
     if arm == "makespan" or was == will_be:  # as low a bottleneck: an iteration may be shorter all the same
@@ -256,7 +256,7 @@ def worth_it(step: Step, old: Partition, new: Partition, arm: str, setting: Sett
 
 
 def move_seconds(old: Partition, new: Partition, setting: Setting) -> float:
-    """Give the seconds of a move: of the stage that sends or receives most layers; both ways at once."""
+    """Return the seconds of a move: those of the stage that sends or receives most layers, both at once."""
     busiest = 0
     for (begin, end), (first, last) in zip(zip(old, old[1:]), zip(new, new[1:])):
         stay = max(0, min(end, last) - max(begin, first))
@@ -264,7 +264,7 @@ def move_seconds(old: Partition, new: Partition, setting: Setting) -> float:
     return busiest * setting.layer_bytes / setting.link_bytes_per_second
 
 
-def replay(steps: Sequence[Step], arm: str, setting: Setting, start: Partition | None = None) -> Outcome:
+def replay(phases: Sequence[PhaseCosts], arm: str, setting: Setting, start: Partition | None = None) -> Outcome:
     """Simulate the run under ``arm``, which begins at ``start``; None: uniform.
 
     A rebalance follows the first iteration of a phase that was announced, else the next multiple of the interval. The
@@ -272,19 +272,19 @@ def replay(steps: Sequence[Step], arm: str, setting: Setting, start: Partition |
     """
     partition: Partition = uniform(setting.layers, setting.stages) if start is None else start
     rows, moves, moving, begin = [], 0, 0.0, 0
-    for step in steps:
-        known_after = iterations_until_known(step, arm, setting, begin)
+    for phase in phases:
+        known_after = iterations_until_known(phase, arm, setting, begin)
         if known_after:
-            rows.append((min(known_after, step.iterations), *timed_iteration(step, tuple(partition), setting)))
-        if (arm in DYNAMIC or arm == "oracle") and known_after <= step.iterations:
-            new = proposal(step, partition, arm, setting)
-            if worth_it(step, partition, new, arm, setting):
+            rows.append((min(known_after, phase.iterations), *timed_iteration(phase, tuple(partition), setting)))
+        if (arm in DYNAMIC or arm == "oracle") and known_after <= phase.iterations:
+            new = proposal(phase, partition, arm, setting)
+            if worth_it(phase, partition, new, arm, setting):
                 moves += 1
                 moving += 0.0 if arm == "oracle" else move_seconds(partition, new, setting)
                 partition = new
-        if step.iterations > known_after:
-            rows.append((step.iterations - known_after, *timed_iteration(step, tuple(partition), setting)))
-        begin += step.iterations
+        if phase.iterations > known_after:
+            rows.append((phase.iterations - known_after, *timed_iteration(phase, tuple(partition), setting)))
+        begin += phase.iterations
     weights = [row[0] for row in rows]
     full, scheduled, work, imbalance, zero_bubble = (
         float(np.average([row[column] for row in rows], weights=weights)) for column in range(1, 6)
@@ -305,11 +305,11 @@ def replay(steps: Sequence[Step], arm: str, setting: Setting, start: Partition |
     )
 
 
-def iterations_until_known(step: Step, arm: str, setting: Setting, begin: int) -> int:
+def iterations_until_known(phase: PhaseCosts, arm: str, setting: Setting, begin: int) -> int:
     """Count the iterations of a phase, which begins after ``begin`` others, before a rebalance knows its loads."""
     if arm == "oracle":
-        return 0 if step.iterations > 1 else 1
-    return 1 if setting.announced and step.announced else setting.interval - begin % setting.interval
+        return 0 if phase.iterations > 1 else 1
+    return 1 if setting.announced and phase.announced else setting.interval - begin % setting.interval
 
 
 def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
@@ -324,13 +324,13 @@ def compare(case: Case, setting: Setting, arms: Sequence[str], *, count: int, se
     Static arms stay at their partition, which is made from the loads of the first iteration. All others begin at the
     one of these that has the shortest first iteration.
     """
-    runs = [steps_of(case, setting, count, seed) for seed in range(seeds)]
-    starts = [known_statics(steps[0], setting) for steps in runs]
+    runs = [run_costs(case, setting, count, seed) for seed in range(seeds)]
+    starts = [known_statics(phases[0], setting) for phases in runs]
     outcomes = {
-        arm: mean_outcome([replay(steps, arm, setting, known.start(arm)) for steps, known in zip(runs, starts)])
+        arm: mean_outcome([replay(phases, arm, setting, known.start(arm)) for phases, known in zip(runs, starts)])
         for arm in arms
         if arm != "dense"
     }
     if "dense" in arms:
-        outcomes["dense"] = replay(dense_steps(case, setting), STATIC, setting)
+        outcomes["dense"] = replay(dense_costs(case, setting), STATIC, setting)
     return outcomes

@@ -28,7 +28,7 @@ class Statics:
 
     @classmethod
     def known(cls, pipeline: PipelineModel, trainable: Sequence[float]) -> Statics:
-        """Make them from the model before it changes; ``trainable``: parameters of each layer, in any unit."""
+        """Partition the model as it is before it changes; ``trainable``: parameters of each layer, in any unit."""
         costs = list(pipeline.layer_seconds)
         stages = len(pipeline.speeds)
         partitions = {
@@ -44,17 +44,17 @@ class Statics:
 
     @property
     def best(self) -> str:
-        """The arm of the shortest predicted iteration."""
+        """Return the arm of the shortest predicted iteration."""
         return min(STATICS, key=lambda arm: self.seconds[arm])
 
     @property
     def alike(self) -> dict[str, str]:
-        """The static arms whose partition an earlier arm has, and that arm."""
+        """Return the static arms whose partition an earlier arm has, and that arm."""
         first = {partition: arm for arm, partition in reversed(self.partitions.items())}
         return {arm: first[partition] for arm, partition in self.partitions.items() if first[partition] != arm}
 
     def start(self, arm: str) -> tuple[int, ...]:
-        """Give the first partition of ``arm``: its own, or uniform for the dense model, or the best for others."""
+        """Return the partition at which ``arm`` begins: a static arm's, uniform for the dense model, else the best."""
         if arm == DENSE:
             return self.partitions[STATIC]
         return self.partitions[arm if arm in STATICS else self.best]
@@ -69,5 +69,5 @@ class Statics:
 
 
 def label(arm: str) -> str:
-    """Give the name of ``arm`` in tables."""
+    """Return the name of ``arm`` in tables."""
     return arm.replace("_", " ") if arm in STATICS else arm

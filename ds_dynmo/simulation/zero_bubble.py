@@ -1,4 +1,4 @@
-"""What an iteration takes under a zero-bubble schedule of ours, whose order is found as a decision finds it."""
+"""Simulate an iteration under zero bubble, in the order that a decision of the engine would find."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def _costs(forward: Sequence[float], backward: Sequence[float], link_seconds: fl
 
 @lru_cache(maxsize=4096)
 def _order(costs: PassCosts, micro_batches: int, layers: tuple[int, ...]) -> Schedule:
-    """The shortest order that is found with 1F1B's memory."""
+    """Return the shortest order that is found with 1F1B's memory."""
     sizes = PassBytes(layers, layers, (0,) * len(layers))
     return best_schedule(costs, micro_batches, sizes, one_f_one_b_limit(sizes, micro_batches)).schedule

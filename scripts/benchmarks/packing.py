@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.arms import engines_end_here, say
 from ds_dynmo.cli.command_line import print_table
 from ds_dynmo.cli.train import batches, build_cases, build_engine, train
-from ds_dynmo.cli.training.options import Run, prepare
+from ds_dynmo.cli.training.options import TrainingRun, prepare
 from ds_dynmo.config import read_dynmo_config
 from ds_dynmo.engine.decide.decision_input import memory_model
 from ds_dynmo.errors import ConfigError
@@ -16,7 +16,7 @@ from ds_dynmo.partitioners import MemoryModel
 MIB = 2**20
 
 
-def prepare_without_limit(flags: list[str], settings: dict[str, Any]) -> Run:
+def prepare_without_limit(flags: list[str], settings: dict[str, Any]) -> TrainingRun:
     """Check a configuration, and give the run of it without a limit.
 
     Raises:
@@ -33,7 +33,7 @@ def with_block(settings: dict[str, Any], **keys: Any) -> dict[str, Any]:
     return {**settings, "dynmo": {**settings["dynmo"], **keys}}
 
 
-def least_limit(run: Run) -> int:
+def least_limit(run: TrainingRun) -> int:
     """Profile the model as it is built, and give the bytes of the stage that needs most. Collective."""
     engine = build_engine(run)
     data = batches(run, engine, "train")
@@ -103,7 +103,7 @@ def fewest_ranks(model: MemoryModel, most: int) -> int:
     return most
 
 
-def train_within_limit(flags: list[str], unlimited: Run, settings: dict[str, Any]) -> dict[str, Any] | None:
+def train_within_limit(flags: list[str], unlimited: TrainingRun, settings: dict[str, Any]) -> dict[str, Any] | None:
     """Train under the limit that the model just meets as it is built. Give figures of the run on rank 0, which stays.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.arms import Arm, say, timed
 from benchmarks.rows import passes_of
 from ds_dynmo.cli.train import batches, build_engine
-from ds_dynmo.cli.training.options import Run, prepare
+from ds_dynmo.cli.training.options import TrainingRun, prepare
 from ds_dynmo.config import load_settings
 from ds_dynmo.models import dynamic_cases
 from ds_dynmo.partitioners import PipelineModel
@@ -27,7 +27,7 @@ class Trained:
     """An engine with its model's dynamic cases, its text, and the seconds of its timed batches."""
 
     arm: Arm
-    run: Run
+    run: TrainingRun
     cases: Any
     text: Any
     seconds: list[float] = field(default_factory=list)

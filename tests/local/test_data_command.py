@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_dynmo.cli.training.data import identity_of
-from ds_dynmo.cli.training.options import Run, prepare
+from ds_dynmo.cli.training.options import TrainingRun, prepare
 from ds_dynmo.cli.training.resuming import write_facts
 from ds_dynmo.data import TokenData, Tokens
 from ds_dynmo.errors import ConfigError
@@ -56,7 +56,7 @@ def text(tmp_path: Path) -> Path:
     return tmp_path / "text.txt"
 
 
-def prepared(folder: Path, model: dict[str, Any], *flags: str, **data: Any) -> Run:
+def prepared(folder: Path, model: dict[str, Any], *flags: str, **data: Any) -> TrainingRun:
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD"},

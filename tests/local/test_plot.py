@@ -14,7 +14,7 @@ import pytest
 
 from ds_dynmo.cli import plot
 from ds_dynmo.cli.plotting.data import (
-    Report,
+    RunRecords,
     loads_around,
     read_report,
     read_rows,
@@ -122,13 +122,13 @@ def test_loads_around_each_move_are_those_of_its_decision(tmp_path: Path) -> Non
 
 def test_a_move_without_a_profile_has_no_loads() -> None:
     given = decision(1, (0, 2, 4), (0, 3, 4), stage_seconds_before=None, stage_seconds_after=None)
-    assert loads_around(Report(None, None, (), (profile(2, (0, 3, 4)),), (given,))) == []
+    assert loads_around(RunRecords(None, None, (), (profile(2, (0, 3, 4)),), (given,))) == []
 
 
 def test_loads_after_the_next_move_do_not_count_for_this_one() -> None:
     moves = (decision(2, (0, 2, 4), (0, 3, 4)), decision(3, (0, 3, 4), (0, 2, 4)))
     profiles = (profile(2, (0, 2, 4)), profile(5, (0, 2, 4)))
-    first, second = loads_around(Report(None, None, (), profiles, moves))
+    first, second = loads_around(RunRecords(None, None, (), profiles, moves))
     assert first.measured_after is None and second.measured_after == [6.0, 12.0]
 
 

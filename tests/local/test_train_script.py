@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ds_dynmo.cli import train
-from ds_dynmo.cli.training.options import RECORDING, Run, prepare
+from ds_dynmo.cli.training.options import RECORDING, TrainingRun, prepare
 from ds_dynmo.cli.training.resuming import FACTS_FILE, find_checkpoint, write_facts
 from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.errors import ConfigError, PartitionError
@@ -219,7 +219,7 @@ def on_a_small_text(config: Path) -> list[str]:
     return ["--deepspeed_config", str(config), "--data", str(text)]
 
 
-def resumed(folder: Path, case: dict[str, Any], *flags: str, **changes: Any) -> Run:
+def resumed(folder: Path, case: dict[str, Any], *flags: str, **changes: Any) -> TrainingRun:
     """Prepare to resume at step 5 of 8."""
     given = on_a_small_text(write(folder, model={**SIZES, **case}))
     model = prepare(given).model.model_dump(mode="json")
@@ -424,7 +424,7 @@ def test_a_wrong_change_is_reported_before_torch_is_imported(tmp_path: Path, cha
 def test_a_rank_ends_with_its_launcher_while_it_reads_data(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
 
-    def read(arguments: list[str]) -> Run:
+    def read(arguments: list[str]) -> TrainingRun:
         called.append("prepare")
         raise ConfigError("unreadable")
 

@@ -12,24 +12,25 @@ import pytest
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.simulation import CASES, Phase, Recorded, chosen_cases, mean_over
 from ds_dynmo.simulation.cases import (
-    EarlyExit,
+    EarlyExitLoad,
     Fluctuating,
-    Freezing,
-    MixtureOfDepths,
-    MixtureOfExperts,
-    Pruning,
-    SparseAttention,
+    FreezingLoad,
+    MixtureOfDepthsLoad,
+    MixtureOfExpertsLoad,
+    PruningLoad,
+    SparseAttentionLoad,
     retained,
 )
 from ds_dynmo.simulation.recorded import FIRST
-from ds_dynmo.simulation.runs import STATIC, Setting, compare, steps_of
+from ds_dynmo.simulation.runs import Setting, compare, run_costs
+from ds_dynmo.simulation.statics import STATIC
 from tests.recordings import write_recording
 
 
 def test_pruning_follows_the_schedule_of_zhu_and_gupta() -> None:
-    sparsities = [Pruning().sparsity(iteration) for iteration in (0, 3999, 4000, 5000, 6000, 7000, 9999)]
+    sparsities = [PruningLoad().sparsity(iteration) for iteration in (0, 3999, 4000, 5000, 6000, 7000, 9999)]
     assert sparsities == pytest.approx([0, 0, 0.5203125, 0.7875, 0.8859375, 0.9, 0.9])
-    phases = Pruning().phases(48, 0)
+    phases = PruningLoad().phases(48, 0)
     assert [phase.iterations for phase in phases] == [4000, 1000, 1000, 1000, 3000]
     for phase, sparsity in zip(phases, (0, 0.5203125, 0.7875, 0.8859375, 0.9), strict=True):
         assert np.mean(phase.forward) == pytest.approx(1 - sparsity)  # the sparsity is that of all layers together
@@ -43,18 +44,18 @@ def test_pruning_is_global_so_that_layers_of_small_weights_lose_more() -> None:
 
 
 def test_a_frozen_layer_costs_nothing_or_its_forward_pass_alone() -> None:
-    first, last = (Freezing().phases(40, 20)[place] for place in (0, -1))
+    first, last = (FreezingLoad().phases(40, 20)[place] for place in (0, -1))
     assert first.backward == (1.0,) * 40
     frozen = round(0.43 * 40)
     assert last.forward == last.backward == last.trainable == (0.0,) * frozen + (1.0,) * (40 - frozen)
-    kept = Freezing(forward_kept=1.0).phases(40, 20)[-1]
+    kept = FreezingLoad(forward_kept=1.0).phases(40, 20)[-1]
     assert kept.forward == (1.0,) * 40 and kept.backward == last.backward
     assert last.mean_share() == pytest.approx(1 - frozen / 40)
     assert kept.mean_share() == pytest.approx(1 - 2 / 3 * frozen / 40)
 
 
 def test_tokens_leave_from_some_depth_on() -> None:
-    phases = EarlyExit().phases(48, 10)
+    phases = EarlyExitLoad().phases(48, 10)
     for phase in phases:
         assert phase.forward[:7] == (1.0,) * 7  # an eighth of the depth, and the layer before which some leave
         assert all(later < earlier for earlier, later in zip(phase.forward[6:], phase.forward[7:]))
@@ -62,23 +63,23 @@ def test_tokens_leave_from_some_depth_on() -> None:
 
 
 def test_a_layer_of_experts_waits_for_the_busiest_one() -> None:
-    even = replace(MixtureOfExperts(), popularity=0.0)
+    even = replace(MixtureOfExpertsLoad(), popularity=0.0)
     assert np.allclose([phase.forward for phase in even.phases(32, 3)], 1.0)
     skewed = np.array([phase.forward for phase in replace(even, popularity=50.0).phases(32, 3)])
     assert skewed.max() == 4.0  # every token goes to two experts: the busiest of 8 has a half of all choices
-    assert (np.array([phase.forward for phase in MixtureOfExperts().phases(32, 3)]) > 1).all()
+    assert (np.array([phase.forward for phase in MixtureOfExpertsLoad().phases(32, 3)]) > 1).all()
 
 
 def test_every_other_block_takes_an_eighth_of_the_tokens() -> None:
-    exact = replace(MixtureOfDepths(), misestimation=0.0).phases(6, 1)[0]
+    exact = replace(MixtureOfDepthsLoad(), misestimation=0.0).phases(6, 1)[0]
     assert exact.forward == (1.0, 0.125) * 3
-    assert max(MixtureOfDepths(misestimation=9.0).phases(6, 1)[0].forward) == 1.0
+    assert max(MixtureOfDepthsLoad(misestimation=9.0).phases(6, 1)[0].forward) == 1.0
 
 
 def test_sparse_attention_is_as_dense_as_the_speedup_takes() -> None:
-    phases = SparseAttention().phases(48, 40)
+    phases = SparseAttentionLoad().phases(48, 40)
     assert mean_over(phases, Phase.mean_share) == pytest.approx(0.2, abs=0.02)
-    quarter = SparseAttention(attention=0.25).phases(48, 2)[0]
+    quarter = SparseAttentionLoad(attention=0.25).phases(48, 2)[0]
     assert quarter.forward == pytest.approx([0.75 + 0.25 * share for share in phases[0].forward])
 
 
@@ -124,7 +125,7 @@ def test_at_90_percent_a_static_pipeline_idles_almost_five_times_as_much() -> No
     bubbles = []
     for seed in range(6):
         loads = (
-            steps_of(CASES["pruning"], setting, 0, seed)[-1].costs() @ np.kron(np.eye(24), np.ones((2, 1)))
+            run_costs(CASES["pruning"], setting, 0, seed)[-1].costs() @ np.kron(np.eye(24), np.ones((2, 1)))
         ).ravel()
         bubbles.append(1 - loads.mean() / loads.max())
     assert np.mean(bubbles) == pytest.approx(0.68, abs=0.05)

@@ -15,10 +15,10 @@ from ds_dynmo.simulation.runs import (
     DYNAMIC,
     STATIC,
     STATICS,
+    PhaseCosts,
     Setting,
-    Step,
     compare,
-    dense_steps,
+    dense_costs,
     iteration,
     known_statics,
     move_seconds,
@@ -40,12 +40,12 @@ def setting(**changes: float) -> Setting:
     return Setting(**{**sizes, **free, **changes})  # type: ignore[arg-type]
 
 
-def steps(*phases: Phase) -> list[Step]:
-    return [Step.of([phase], 1.0) for phase in phases]
+def steps(*phases: Phase) -> list[PhaseCosts]:
+    return [PhaseCosts.of([phase], 1.0) for phase in phases]
 
 
 def test_seconds_and_imbalance_of_an_iteration() -> None:
-    full, schedule, work, imbalance = iteration(dense_steps(CASES["moe"], setting())[0], [0, 4, 8], setting())
+    full, schedule, work, imbalance = iteration(dense_costs(CASES["moe"], setting())[0], [0, 4, 8], setting())
     assert (full, schedule, work, imbalance) == (8 * 12, (8 + 1) * 12, 8 * 12, 0)
     full, _, work, imbalance = iteration(steps(HALF_FROZEN)[0], [0, 4, 8], setting())
     assert (full, work, imbalance) == (8 * 12, 8 * 6, 2.0)
@@ -104,7 +104,7 @@ def test_a_shorter_iteration_pays_even_if_the_bottleneck_stays() -> None:
 
 
 def test_zero_bubble_is_between_the_busiest_stage_and_1f1b() -> None:
-    dense, four = dense_steps(CASES["moe"], setting())[0], setting(stages=4)
+    dense, four = dense_costs(CASES["moe"], setting())[0], setting(stages=4)
     full, schedule, _, _, zero_bubble = timed_iteration(dense, (0, 2, 4, 6, 8), four)
     assert full < zero_bubble < schedule
     assert zero_bubble >= full + 3 * 2  # the last stage waits for its first input
@@ -124,8 +124,8 @@ def test_beside_a_stage_without_work_there_is_no_bubble_to_fill() -> None:
 def test_replicas_run_one_order_and_the_slowest_counts() -> None:
     light, heavy = Phase.of([1] * 8), Phase.of([1] * 4 + [2] * 4)
     alone = timed_iteration(steps(heavy)[0], (0, 4, 8), setting())[4]
-    assert timed_iteration(Step.of([light, heavy, light], 1.0), (0, 4, 8), setting(replicas=3))[4] == alone
-    crossed = Step.of([heavy, Phase.of([2] * 4 + [1] * 4)], 1.0)
+    assert timed_iteration(PhaseCosts.of([light, heavy, light], 1.0), (0, 4, 8), setting(replicas=3))[4] == alone
+    crossed = PhaseCosts.of([heavy, Phase.of([2] * 4 + [1] * 4)], 1.0)
     slowest_layers = timed_iteration(steps(Phase.of([2] * 8))[0], (0, 4, 8), setting())[4]
     assert alone <= timed_iteration(crossed, (0, 4, 8), setting(replicas=2))[4] < slowest_layers
 
@@ -151,7 +151,7 @@ def test_the_machine_is_the_papers_unless_told_otherwise() -> None:
 
 def test_the_slowest_replica_counts() -> None:
     light, heavy = Phase.of([1] * 8), Phase.of([1] * 4 + [2] * 4)
-    both = Step.of([light, heavy], 1.0)
+    both = PhaseCosts.of([light, heavy], 1.0)
     assert both.costs() == [3.0] * 4 + [6.0] * 4
     full, _, work, imbalance = iteration(both, [0, 4, 8], setting(replicas=2))
     assert full == 8 * 24 and work == 8 * (12 + 12 + 12 + 24) / 4 and imbalance == 12 / 18

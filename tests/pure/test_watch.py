@@ -15,7 +15,7 @@ import pytest
 from ds_dynmo.cli import watch
 from ds_dynmo.cli.watching.follower import Follower
 from ds_dynmo.cli.watching.lines import duration
-from ds_dynmo.cli.watching.run_state import Report
+from ds_dynmo.cli.watching.run_state import ReportState
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile, RebalanceReport, RepackReport
 
@@ -47,8 +47,8 @@ def lines_of(*records: dict[str, Any]) -> bytes:
     return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
 
-def report_of(*records: dict[str, Any]) -> Report:
-    report = Report()
+def report_of(*records: dict[str, Any]) -> ReportState:
+    report = ReportState()
     for line in lines_of(*records).splitlines():
         report.add(line)
     assert not report.skipped

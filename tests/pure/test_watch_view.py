@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_dynmo.cli import watch
-from ds_dynmo.cli.watching.run_state import Report
+from ds_dynmo.cli.watching.run_state import ReportState
 from ds_dynmo.placement import Placement
 from tests.pure.test_watch import (
     A_MOVE,
@@ -31,7 +31,7 @@ class Ascii(StringIO):
     encoding = "ascii"  # type: ignore[assignment]
 
 
-def shown(report: Report, width: int, height: int | None = None, *, ascii_only: bool = False) -> list[str]:
+def shown(report: ReportState, width: int, height: int | None = None, *, ascii_only: bool = False) -> list[str]:
     """Return the lines that the view draws, without colours."""
     console_of = pytest.importorskip("rich.console").Console
     from ds_dynmo.cli.watching.view import view
@@ -84,7 +84,7 @@ def test_a_low_terminal_is_not_scrolled_and_the_last_view_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console_of = pytest.importorskip("rich.console").Console
-    watched = watch.Watch(tmp_path / "report.jsonl")
+    watched = watch.ReportWatcher(tmp_path / "report.jsonl")
     watched.path.write_bytes(lines_of(*A_MOVE, profile(5, Placement.chain(range(65)), (0.001,) * 64)))
     watched.file.look()
     sizes = []
@@ -102,7 +102,7 @@ def test_a_report_of_the_engine_alone_shows_the_time_of_a_batch() -> None:
 
 
 def test_an_empty_report_is_shown() -> None:
-    assert shown(Report(), 40) == ["report.jsonl  written 3 s ago"]
+    assert shown(ReportState(), 40) == ["report.jsonl  written 3 s ago"]
 
 
 def test_the_terminal_is_drawn_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_the_terminal_is_drawn_until_the_run_ends(tmp_path: Path, monkeypatch: p
     end = lines_of({**END, "partition": [0, 3, 4]})
     monkeypatch.setattr(time, "sleep", sleeps := Sleeps(adds(path, lines_of(*A_MOVE)), adds(path, end)))
     drawn = StringIO()
-    watched = watch.Watch(path)
+    watched = watch.ReportWatcher(path)
     watched.file.look()
     watched.live(console_of(file=drawn, force_terminal=True, width=60, height=24, color_system=None), 0.5)
     assert "is not there yet: waiting" in drawn.getvalue() and "━" in drawn.getvalue() and sleeps.seconds == [0.5, 0.5]

@@ -20,7 +20,7 @@ BEST_STATIC = "best_static"
 
 
 @dataclass(frozen=True)
-class Report:
+class RunRecords:
     """The records of one run, each kind in the order of steps; ``start`` and ``end`` are ds-dynmo-train's."""
 
     start: Record | None
@@ -32,12 +32,12 @@ class Report:
 
     @property
     def moves(self) -> tuple[Record, ...]:
-        """The decisions by which layers changed stage."""
+        """Return the decisions by which layers changed stage."""
         return tuple(record for record in self.rebalances if record["old_partition"] != record["new_partition"])
 
     @property
     def changes(self) -> tuple[Record, ...]:
-        """The decisions that the model asked for, as its work had changed."""
+        """Return the decisions that followed a change of the model."""
         return tuple(r for r in (*self.rebalances, *self.repacks) if r.get("model_changed"))
 
 
@@ -59,7 +59,7 @@ class Bar(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class TimelineRows:
     """A timeline to draw: a title, and a name and bars for each row."""
 
     title: str
@@ -70,7 +70,7 @@ class Rows:
         return max(bar.begin_seconds + bar.seconds for _, bars in self.rows for bar in bars)
 
 
-class Loads(NamedTuple):
+class MoveLoads(NamedTuple):
     """Seconds per micro-batch of each stage, around one move.
 
     Attributes:
@@ -84,7 +84,7 @@ class Loads(NamedTuple):
     measured_after: list[float] | None
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: Path) -> RunRecords:
     """Read the JSON lines that ``dynmo.report`` or ds-dynmo-train wrote.
 
     Raises:
@@ -108,7 +108,7 @@ def read_report(path: Path) -> Report:
         raise ConfigError(f'{path}: has no record of kind "step" or "profile", there is nothing to draw')
     start, end = ([None, *kinds[kind]][-1] for kind in ("start", "end"))
     steps, rebalances, repacks = (tuple(kinds[kind]) for kind in ("step", "rebalance", "repack"))
-    return Report(start, end, steps, tuple(profiles), rebalances, repacks)
+    return RunRecords(start, end, steps, tuple(profiles), rebalances, repacks)
 
 
 def read_rows(path: Path) -> list[Record]:
@@ -144,7 +144,7 @@ def _by_schedule(of_case: Sequence[Record]) -> Iterator[Record]:
             yield {**same, "speedup_over_static": per_second / best["1f1b"]}
 
 
-def loads_around(report: Report) -> list[Loads]:
+def loads_around(report: RunRecords) -> list[MoveLoads]:
     """Return the stage loads before and after each move that a profile led to."""
     found = []
     ends = [move["step"] for move in report.moves[1:]] + [float("inf")]
@@ -153,29 +153,29 @@ def loads_around(report: Report) -> list[Loads]:
             continue
         later = [profile for profile in report.profiles if move["step"] < profile.step <= end]
         measured = loads(later[0].costs("time"), move["new_partition"]) if later else None
-        found.append(Loads(move, move["stage_seconds_before"], move["stage_seconds_after"], measured))
+        found.append(MoveLoads(move, move["stage_seconds_before"], move["stage_seconds_after"], measured))
     return found
 
 
-def simulated(profile: Profile, partition: Sequence[int], title: str) -> Rows:
+def simulated(profile: Profile, partition: Sequence[int], title: str) -> TimelineRows:
     """Simulate the 1F1B timeline of a partition from a profile, without time for sending."""
     forward = loads([layer.forward_seconds for layer in profile.layers], partition)
     backward = loads([layer.backward_seconds for layer in profile.layers], partition)
     return _rows(simulate(forward, backward, profile.micro_batches), title)
 
 
-def scheduled(schedule: Schedule, title: str) -> Rows:
+def scheduled(schedule: Schedule, title: str) -> TimelineRows:
     """Make the timeline of a schedule where a forward pass and both parts of a backward pass take a second each."""
     return _rows(replay(schedule, PassCosts.equal(schedule.owners)), title)
 
 
-def _rows(timeline: ScheduleTimeline, title: str) -> Rows:
+def _rows(timeline: ScheduleTimeline, title: str) -> TimelineRows:
     rows = []
     for stage, order in enumerate(timeline.schedule.orders):
         spans = zip(order, timeline.start_seconds[stage], timeline.end_seconds[stage])
         bars = (Bar(PASSES[one.kind], one.micro_batch, start, end - start) for one, start, end in spans)
         rows.append((f"stage {stage}", tuple(bars)))
-    return Rows(title, tuple(rows))
+    return TimelineRows(title, tuple(rows))
 
 
 def read_trace(path: Path) -> list[Record]:
@@ -195,7 +195,7 @@ def traced_steps(events: Iterable[Record]) -> list[int]:
     return [event["args"]["step"] for event in events if event["ph"] == "i"]
 
 
-def traced(events: Sequence[Record], step: int) -> Rows:
+def traced(events: Sequence[Record], step: int) -> TimelineRows:
     """Make the timeline of one batch of a trace."""
     (marker,) = (event for event in events if event["ph"] == "i" and event["args"]["step"] == step)
     pipelines = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -208,10 +208,10 @@ def traced(events: Sequence[Record], step: int) -> Rows:
             rows[event["pid"], event["tid"]].append(bar)
     several = len(pipelines) > 1
     named = tuple((f"{pipelines[place[0]]}, " * several + stages[place], tuple(bars)) for place, bars in rows.items())
-    return Rows(f"step {step}, measured: partition {marker['args']['partition']}", named)
+    return TimelineRows(f"step {step}, measured: partition {marker['args']['partition']}", named)
 
 
 def _category(event: Record) -> str:
-    """The category of an event; a backward pass without its weight gradients has one of its own."""
+    """Return the category of an event. A backward pass without weight gradients has another than a whole one."""
     first_part = PASSES[Kind.INPUT_GRADIENT]
     return first_part if event["name"].startswith(first_part) else str(event["cat"])

@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file, with tables and embedded pictures."""
+"""Write the report of a run as one HTML file, with tables and embedded pictures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from ds_dynmo.cli.plotting.data import Record, Report
+from ds_dynmo.cli.plotting.data import Record, RunRecords
 from ds_dynmo.errors import counted
 
 STYLE = """
@@ -24,7 +24,7 @@ pre { background: #f5f5f5; padding: 1em; overflow-x: auto }
 LEAST_SCALE = 0.7  # of a picture: on a narrow screen it is scrolled rather than made so small that nobody can read it
 CSS_PIXELS = 96  # per inch
 LONG_CELL = 60  # characters
-Rows = Sequence[Sequence[str]]
+TableRows = Sequence[Sequence[str]]
 
 
 class Picture(NamedTuple):
@@ -34,8 +34,8 @@ class Picture(NamedTuple):
     inches: float
 
 
-def page(report: Report, pictures: Mapping[str, Picture]) -> str:
-    """Make the HTML, which reads well on any screen: what is wider than the screen is scrolled by itself.
+def page(report: RunRecords, pictures: Mapping[str, Picture]) -> str:
+    """Make the HTML. Tables and pictures that are wider than the screen scroll by themselves.
 
     Args:
         pictures: by title.
@@ -60,7 +60,7 @@ def _image(name: str, picture: Picture) -> str:
     return f'<div class="wide"><img alt="{escape(name)}" src="{source}" style="{size}"></div>'
 
 
-def title(report: Report) -> str:
+def title(report: RunRecords) -> str:
     """Describe the run in one line."""
     if report.start is None:
         return "A run"
@@ -68,7 +68,7 @@ def title(report: Report) -> str:
     return f"{counted(steps, 'step')} in {counted(stages, 'stage')}"
 
 
-def summary_rows(end: Record) -> Rows:
+def summary_rows(end: Record) -> TableRows:
     return [
         ("tokens/s", f"{end['tokens_per_second']:,.0f}"),
         ("time of training", f"{end['train_seconds']:,.1f} s"),
@@ -85,7 +85,7 @@ REBALANCE_HEAD = (
 )
 
 
-def rebalance_rows(rebalances: Sequence[Record]) -> Rows:
+def rebalance_rows(rebalances: Sequence[Record]) -> TableRows:
     rows = []
     for record in rebalances:
         old, new = record["old_partition"], record["new_partition"]
@@ -112,7 +112,7 @@ def _change(record: Record, key: str, scale: float, moved: bool) -> str:
     return f"{scale * before:.2f} → {scale * after:.2f}" if moved else f"{scale * before:.2f}"
 
 
-def _table(head: Sequence[str], rows: Rows) -> str:
+def _table(head: Sequence[str], rows: TableRows) -> str:
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
     lines = ["".join(_cell(value) for value in row) for row in rows]
     body = "".join(f"<tr>{line}</tr>" for line in lines)

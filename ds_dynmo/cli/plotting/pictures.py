@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ds_dynmo.cli.plotting.data import PASSES, Loads, Record, Report, Rows, loads_around
+from ds_dynmo.cli.plotting.data import PASSES, MoveLoads, Record, RunRecords, TimelineRows, loads_around
 from ds_dynmo.errors import counted
 from ds_dynmo.partitioners import imbalance
 
@@ -56,7 +56,7 @@ ARM_COLORS = {
 
 
 def svg(figure: Figure) -> bytes:
-    """Draw a figure; the same figure gives the same bytes, and text stays text, so that the file is small."""
+    """Draw a figure as SVG: the same bytes each time, and text as text, so that the file is small."""
     drawn = io.BytesIO()
     one_font = {"font.sans-serif": ["DejaVu Sans"]}  # every text names all of them
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_dynmo", **one_font}):
@@ -64,7 +64,7 @@ def svg(figure: Figure) -> bytes:
     return drawn.getvalue()
 
 
-def stage_loads(report: Report) -> Figure | None:
+def stage_loads(report: RunRecords) -> Figure | None:
     """Draw stage loads before and after each move; of many moves, those that lowered the bottleneck most."""
     every = loads_around(report)
     if not every:
@@ -88,7 +88,7 @@ def stage_loads(report: Report) -> Figure | None:
     return figure
 
 
-def _loads_of_one_move(axes: Any, found: Loads) -> None:
+def _loads_of_one_move(axes: Any, found: MoveLoads) -> None:
     series = [(found.before, BEFORE), (found.predicted_after, PREDICTED)]
     series += [(found.measured_after, MEASURED)] if found.measured_after is not None else []
     width = 0.8 / 3
@@ -109,7 +109,7 @@ def _short(numbers: Sequence[int]) -> str:
     return f"[{', '.join(map(str, numbers[:3]))}, ..., {numbers[-1]}]"
 
 
-def speed(report: Report) -> Figure:
+def speed(report: RunRecords) -> Figure:
     """Draw tokens per second of each step (or seconds of the profiled batches), imbalance and bubble ratio."""
     panels = 2 if report.profiles else 1
     figure = Figure(figsize=(9, 2.8 * panels), layout="constrained")
@@ -127,7 +127,7 @@ def speed(report: Report) -> Figure:
     return figure
 
 
-def ranks(report: Report, never: Report | None = None) -> Figure | None:
+def ranks(report: RunRecords, never: RunRecords | None = None) -> Figure | None:
     """Draw ranks at work over the run, its speed, and where the model changed; None where it did not re-pack.
 
     Args:
@@ -160,14 +160,14 @@ def ranks(report: Report, never: Report | None = None) -> Figure | None:
     return figure
 
 
-def _mark_changes(axes: Any, report: Report) -> None:
+def _mark_changes(axes: Any, report: RunRecords) -> None:
     """Mark the decisions that followed a change of the model, with the words before a colon as their name."""
     names = ", ".join(dict.fromkeys(str(change["reason"]).split(":")[0] for change in report.changes))
     for number, change in enumerate(report.changes):
         axes.axvline(change["step"], color=MOVE, linewidth=1, linestyle=":", label=None if number else names)
 
 
-def _pace(axes: Any, report: Report) -> None:
+def _pace(axes: Any, report: RunRecords) -> None:
     """Draw tokens per second of each step and their running median, or the seconds of profiled batches."""
     if report.steps:
         tokens = [(record["step"], record["tokens_per_second"]) for record in report.steps]
@@ -179,7 +179,7 @@ def _pace(axes: Any, report: Report) -> None:
     axes.set_ylabel(unit)
 
 
-def _points(report: Report) -> tuple[list[int], list[float]]:
+def _points(report: RunRecords) -> tuple[list[int], list[float]]:
     """Return steps and the running median of tokens per second, or profiled steps and the seconds of a batch."""
     if not report.steps:
         return [one.step for one in report.profiles], [one.batch_seconds for one in report.profiles]
@@ -224,7 +224,7 @@ def _arm(row: Record) -> str:
 
 
 def _spreads(rows: Sequence[Record]) -> list[list[float]] | None:
-    """Give how far the least and the most of the rounds are below and above each bar; None where rows lack them."""
+    """Return how far the slowest and fastest rounds are below and above each bar; None if rows lack them."""
     if not all("tokens_per_second_spread" in row for row in rows):
         return None
     of_bars = []
@@ -235,7 +235,7 @@ def _spreads(rows: Sequence[Record]) -> list[list[float]] | None:
     return [list(ends) for ends in zip(*of_bars)]
 
 
-def losses(report: Report) -> Figure | None:
+def losses(report: RunRecords) -> Figure | None:
     """Draw the training loss of each step, auxiliary loss where there is one, and validation losses."""
     if not report.steps:
         return None
@@ -254,7 +254,7 @@ def losses(report: Report) -> Figure | None:
     return figure
 
 
-def _over_steps(*panels: Any, report: Report) -> None:
+def _over_steps(*panels: Any, report: RunRecords) -> None:
     """Mark where layers moved, and put a legend outside and an axis of steps."""
     for axes in panels:
         for number, move in enumerate(report.moves):
@@ -266,7 +266,7 @@ def _over_steps(*panels: Any, report: Report) -> None:
     panels[-1].xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
 
 
-def timelines(every: Sequence[Rows], *, in_passes: bool = False) -> Figure:
+def timelines(every: Sequence[TimelineRows], *, in_passes: bool = False) -> Figure:
     """Draw batches below each other on one scale of time; a row for each stage.
 
     Args:

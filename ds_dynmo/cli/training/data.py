@@ -1,4 +1,4 @@
-"""The data of a run: raw bytes, or token ids that the model's vocabulary holds."""
+"""Open the data of a run: raw bytes, or token ids that the model's vocabulary holds."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def say(line: str) -> None:
 
 @lru_cache(maxsize=1)
 def _digest(text: ByteText) -> str:
-    """Hash all bytes. Those of a large text are read once on a machine, as long as its files are not changed."""
+    """Hash all bytes. Those of a large text are read once per machine, until its files change."""
     tokens = text.tokens
     assert isinstance(tokens, FileBytes), "load_text gives these"
 

@@ -7,13 +7,13 @@ import json
 from typing import Any
 
 from ds_dynmo.cli.training.data import describe
-from ds_dynmo.cli.training.options import Run
+from ds_dynmo.cli.training.options import TrainingRun
 
 LONGEST = 60  # characters of a value in a message
 OWN_KEYS = ("dynmo", "training", "model", "data", "steps_per_print")  # compared elsewhere, or each rank's own
 
 
-def facts_of(run: Run) -> dict[str, str]:
+def facts_of(run: TrainingRun) -> dict[str, str]:
     """Describe a run by name, in short texts: its data by their content, whatever they are called on this host."""
     model = run.model.model_dump(mode="json", exclude={"tokens", "verified"})
     if isinstance(model["huggingface"], str):

@@ -47,7 +47,7 @@ RECORDING = {  # in the "dynmo" block: every batch is profiled, and no layer mov
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A run whose every setting has been checked.
 
     Attributes:
@@ -89,7 +89,7 @@ class Run:
 class RunFacts:
     """State that a job saves for its next launch when it stops, beside the states of its cases."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run = run
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class RunFacts:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """No-op: all ranks of a job have the same facts."""
+        """Do nothing: all ranks of a job have the same facts."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -141,7 +141,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run:
+def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> TrainingRun:
     """Read and check all that can be checked without other processes.
 
     Args:
@@ -223,7 +223,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
             with refusing(option, path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.open("a").close()
-    return Run(
+    return TrainingRun(
         name=Path(args.deepspeed_config).stem,
         settings=settings,
         model=model,
@@ -246,7 +246,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
 
 
 def begins(args: argparse.Namespace) -> bool:
-    """Tell whether a run that resumes what it has saved itself has not saved yet: a launcher may start it again."""
+    """Return whether a run with one folder for ``--save`` and ``--resume`` has saved nothing there yet."""
     is_own = args.resume is not None and args.save is not None and args.resume.resolve() == args.save.resolve()
     return is_own and args.tag is None and not has_saved(args.resume)
 
@@ -261,7 +261,7 @@ def with_model(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, 
 
 
 def build_layers(model: ModelConfig, documents: str) -> tuple[list[Any], bool]:
-    """Build the model's layers, and tell whether they are for packed documents.
+    """Build the model's layers. Return them, and whether they are for packed documents.
 
     Args:
         documents: of the "data" block.
@@ -343,7 +343,7 @@ def check_stages(stages: int | None, world_size: int) -> int:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder can be written to, or be made. It is made by the first save: a run may be refused before.
+    """Check that a folder can be written to, or made. The first save makes it, as this run may still be refused.
 
     Raises:
         OSError: with the reason.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynmo.cli.hardware import hardware
-from ds_dynmo.cli.training.options import Run
+from ds_dynmo.cli.training.options import TrainingRun
 from ds_dynmo.engine.decide.report_files import WarnsOnce
 from ds_dynmo.files import append_line
 from ds_dynmo.simulation.recorded import BACKWARD, FORWARD, KIND, TRAINABLE
@@ -23,7 +23,7 @@ class Recording:
         path: None: nothing is recorded here.
     """
 
-    def __init__(self, run: Run, engine: Any, path: Path | None) -> None:
+    def __init__(self, run: TrainingRun, engine: Any, path: Path | None) -> None:
         self._engine, self._path = engine, path
         self._known: dict[str, Any] = {}
         self._reports_seen = 0

@@ -1,4 +1,4 @@
-"""Output of ds-dynmo-train: progress, the closing table, and the numbers of the whole run."""
+"""Write what ds-dynmo-train prints and reports: progress, the closing table, the numbers of the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_dynmo.cli.command_line import table_lines
-from ds_dynmo.cli.training.options import Run
+from ds_dynmo.cli.training.options import TrainingRun
 from ds_dynmo.engine.decide.report_files import record_writer
 from ds_dynmo.errors import counted
 from ds_dynmo.files import append_line
@@ -49,10 +49,10 @@ class History:
             self.profiles.append(profile if known else None)
 
 
-class Progress:
+class ProgressLines:
     """Prints progress lines on rank 0."""
 
-    def __init__(self, run: Run, engine: Any) -> None:
+    def __init__(self, run: TrainingRun, engine: Any) -> None:
         self._first_rank = engine.global_rank == 0
         self._steps, self._stop = run.steps, run.stop
         self._every = max(1, run.steps // PROGRESS_LINES)
@@ -70,11 +70,11 @@ class Progress:
             print(line, flush=True)
 
 
-def tokens_per_step(run: Run, engine: Any) -> int:
+def tokens_per_step(run: TrainingRun, engine: Any) -> int:
     return int(engine.train_batch_size()) * run.model.sequence_length
 
 
-def closing_table(run: Run, engine: Any, history: History) -> list[str]:
+def closing_table(run: TrainingRun, engine: Any, history: History) -> list[str]:
     """Make one line per decision: what it changed, and measurements before and after."""
     if not engine.reports:
         return []
@@ -114,7 +114,7 @@ def batch_numbers(report: RebalanceReport, profile: Profile | None, tokens: int)
     return (speed, f"{profile.bubble_ratio:.2f}", f"{report.imbalance_before:.2f}")
 
 
-def step_record(run: Run, engine: Any, history: History) -> dict[str, Any]:
+def step_record(run: TrainingRun, engine: Any, history: History) -> dict[str, Any]:
     """Make the record of the last batch; its seconds include the rebalance that followed it."""
     seconds = history.step_seconds[-1]
     return {
@@ -133,7 +133,7 @@ def validation_record(history: History) -> dict[str, Any]:
     return {"kind": "validation", "step": step, "validation_loss": loss}
 
 
-def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
+def summary(run: TrainingRun, engine: Any, history: History) -> dict[str, Any]:
     """Make the record of the whole run; its seconds do not include validation."""
     seconds = sum(history.step_seconds)
     return {
@@ -168,10 +168,10 @@ def _losses(loss: float, auxiliary: float) -> str:
 
 
 def record_nothing(record: dict[str, Any]) -> None:
-    """Drop the record: there is no report, or another rank writes it."""
+    """Drop the record, without a report or on another rank than its writer."""
 
 
-def begin_report(run: Run) -> list[dict[str, Any]]:
+def begin_report(run: TrainingRun) -> list[dict[str, Any]]:
     """Write the first record of the run's report. A new run empties the file first; a resumed one goes on with it.
 
     Returns:
@@ -198,7 +198,7 @@ def begin_report(run: Run) -> list[dict[str, Any]]:
     return []
 
 
-def continue_report(run: Run, engine: Any, unwritten: list[dict[str, Any]]) -> Record:
+def continue_report(run: TrainingRun, engine: Any, unwritten: list[dict[str, Any]]) -> Record:
     """Return a function that appends a record to the run's report, or warns once that it cannot.
 
     Args:

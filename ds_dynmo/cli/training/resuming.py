@@ -34,7 +34,7 @@ def write_facts(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 
 def has_saved(folder: Path) -> bool:
-    """Tell whether a run has saved anything in ``folder``, which need not exist."""
+    """Return whether a run has saved anything in ``folder``, which need not exist."""
     with readable(folder):
         return folder.is_dir() and (bool(_tags(folder)) or folders.read_latest(str(folder)) is not None)
 

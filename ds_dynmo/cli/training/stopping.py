@@ -15,7 +15,7 @@ STOPPING = b"ds-dynmo-train: saves at the end of this batch and stops; Ctrl-C ag
 
 
 class StopSignals:
-    """Notes SIGINT and SIGTERM while it is entered, instead of ending the process.
+    """Takes note of SIGINT and SIGTERM while it is entered, instead of ending the process.
 
     A second SIGINT ends the process at once, in whatever it does. Later SIGTERMs are ignored: after the first signal
     launchers send one to each rank, and SIGKILL to those that still run 30 seconds later.
@@ -48,7 +48,7 @@ class StopSignals:
     def agreed(self, device: torch.device) -> int:
         """Return the signal that a rank has received; 0: none has. Collective.
 
-        One that comes meanwhile counts in the next call: the other ranks have not heard of it.
+        A signal that arrives during the call counts in the next one, since the other ranks do not know of it.
         """
         if not self._enabled:
             return 0

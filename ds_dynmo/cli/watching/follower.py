@@ -1,4 +1,4 @@
-"""Read the lines that another process adds to a file, which may appear late, be truncated or be replaced."""
+"""Follow the lines that another process adds to a file, which may appear late, be truncated or be replaced."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Follower:
 
     @property
     def waits(self) -> bool:
-        """Tell whether nothing but the file is missing."""
+        """Return whether the file can be read, or may still appear."""
         return self.problem in (None, "is not there yet", "is gone")
 
     def _read(self) -> None:

@@ -1,4 +1,4 @@
-"""A report in plain lines: one for each event, and one for where the run stands. Pure; ASCII unless a reason is not."""
+"""Write plain lines: one for each event of a report, and one for the state of its run. Pure; ASCII but for reasons."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def decision_line(record: Record) -> str:
 
 
 def status_line(run: RunState) -> str:
-    """Write where the run stands; "" if no record says so."""
+    """Write the state of a run; "" without a record."""
     parts = []
     if run.loss is not None:
         parts.append(pace_text(run))
@@ -76,7 +76,7 @@ def step_text(run: RunState) -> str:
 
 
 def pace_text(run: RunState) -> str:
-    """Write losses and tokens/s, a median: a step in which layers moved does not count more than others."""
+    """Write losses, and the median of tokens/s, so that a step in which layers moved counts like others."""
     auxiliary = f" + auxiliary {run.auxiliary_loss:.3f}" if run.auxiliary_loss else ""
     validation = f", validation {run.validation_loss:.3f}" if run.validation_loss is not None else ""
     return f"loss {run.loss:.3f}{auxiliary}{validation}, {statistics.median(run.speeds):,.0f} tokens/s"

@@ -1,4 +1,4 @@
-"""What the lines of a report say about its run so far. Pure."""
+"""Keep the state of a run, as the lines of its report say. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RunState:
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """Seconds per micro-batch of each stage, summed over its layers; empty: nothing was measured yet."""
+        """Return the seconds per micro-batch of each stage, summed over its layers; empty before a profile."""
         if self.measurement is None or self.placement is None:
             return ()
         seconds = self.measurement.costs("time")
@@ -61,7 +61,7 @@ class RunState:
 
     @property
     def loads_are_measured(self) -> bool:
-        """Tell whether layers were measured where they are now; else they have moved since.
+        """Return whether layers were measured where they are now; else they have moved since.
 
         :attr:`loads` are not what a decision predicts then: it weighs earlier profiles and the speeds of stages too.
         """
@@ -69,7 +69,7 @@ class RunState:
 
     @property
     def imbalance(self) -> float | None:
-        """The paper's equation 2 for :attr:`loads`."""
+        """Return the paper's equation 2 for :attr:`loads`."""
         loads = self.loads
         return (max(loads) - min(loads)) * len(loads) / math.fsum(loads) if any(loads) else None
 
@@ -111,7 +111,7 @@ def _placement(record: Record, name: str) -> Placement:
     return Placement.of(record[name], record.get(f"{name}_owners"))
 
 
-class Report:
+class ReportState:
     """Everything that the lines of a report say, one after another.
 
     Attributes:
@@ -156,7 +156,7 @@ class Report:
         self.history.append(printable(line))
 
     def _take_step_of(self, step: int, kind: str) -> None:
-        """Begin anew where steps do. A profile may follow a decision of a later step."""
+        """Take a step before the last one for another run. A profile may follow a later decision."""
         known = self.run.step
         if known is not None and step < known and kind != "profile":
             self._tell(f"step {step} follows step {known}: another run, or an earlier checkpoint")

@@ -1,4 +1,4 @@
-"""A report as one table: a row for each stage; above it where the run stands, below it what happened. Needs rich."""
+"""Draw a report: the state of its run, a table with a row for each stage, and the last events. Needs rich."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_dynmo.cli.watching.lines import duration, measured_text, pace_text, step_text
-from ds_dynmo.cli.watching.run_state import Report, RunState
+from ds_dynmo.cli.watching.run_state import ReportState, RunState
 
 MOST_EVENTS = 8
 OTHER_LINES = 12  # above and below the rows of the table; those that the terminal lacks are cut at its end
 LEAST_ROWS = 3
 
 
-def view(report: Report, name: str, note: str, height: int | None = None) -> Group:
+def view(report: ReportState, name: str, note: str, height: int | None = None) -> Group:
     """Draw the report as it is now.
 
     Args:
@@ -34,7 +34,7 @@ def view(report: Report, name: str, note: str, height: int | None = None) -> Gro
     return Group(*lines)
 
 
-def _state(report: Report) -> Iterator[str]:
+def _state(report: ReportState) -> Iterator[str]:
     run = report.run
     if run.step is not None:
         said = [step_text(run), *(["ended"] if run.ended else []), *([pace_text(run)] if run.loss is not None else [])]
