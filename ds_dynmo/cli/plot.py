@@ -5,8 +5,8 @@
     ds-dynmo-plot --rows rows.json --format svg --out pictures
     ds-dynmo-plot --schedules 8 12 --format svg --out pictures      # stages and micro-batches
 
-``report.jsonl`` is written with ``--report`` of ds-dynmo-train or ``dynmo.report``, ``trace.json`` with ``--trace``
-or ``dynmo.trace``, ``rows.json`` with ``--json`` of scripts/benchmark.py. Needs matplotlib: the extra "plots".
+``report.jsonl`` is written with ``--report`` of ds-dynmo-train or ``dynmo.report``, ``trace.json`` with
+``dynmo.trace``, ``rows.json`` with ``--json`` of scripts/benchmark.py. Needs matplotlib: the extra "plots".
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--format", choices=["png", "svg"], default="png", help="of the pictures, default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("pictures"), metavar="FOLDER", help="default: %(default)s")
-    check_withdrawn(arguments)
+    check_withdrawn(arguments, "ds-dynmo-plot")
     return parser.parse_args(arguments)
 
 

@@ -25,9 +25,7 @@ import ds_dynmo
 from ds_dynmo.cli.command_line import refuse_on_ranks
 from ds_dynmo.cli.export import export
 from ds_dynmo.cli.startup import init_distributed, take_device
-from ds_dynmo.cli.training.data import identity_of
-from ds_dynmo.cli.training.launch_facts import facts_of
-from ds_dynmo.cli.training.options import RunFacts, TrainingRun, prepare
+from ds_dynmo.cli.training.options import TrainingRun, facts_of, prepare
 from ds_dynmo.cli.training.recording import Recording
 from ds_dynmo.cli.training.report import (
     History,
@@ -97,7 +95,7 @@ def build_cases(run: TrainingRun, engine: Any) -> list[DynamicCase]:
             if run.resumed["in_step"]:
                 case.after_batch(run.resumed["step"])
     if engine.dynmo is not None:
-        engine.share_state(RUN, RunFacts(run))
+        engine.share_state(RUN, run)
         for case in cases:
             engine.share_state(case.name, case)
     return cases
@@ -198,12 +196,10 @@ def save(run: TrainingRun, engine: Any, cases: list[DynamicCase]) -> str:
     failure: list[str | None] = [None]
     if engine.global_rank == 0:
         facts = {
+            **run.state_dict(),
             "step": engine.global_steps,
-            "steps": run.steps,
             "stages": engine.num_stages,
             "partition": engine.partition,
-            "model": run.model.model_dump(mode="json"),
-            "data": identity_of(run.text),
             "cases": states,
         }
         try:

@@ -22,11 +22,21 @@ WITHDRAWN = {
     "model.case.cache_bytes": "outputs of frozen layers are not kept; remove it",
     "model.case.block_size": "single weights are pruned, which is as fast; remove it",
     "model.case.loss_tokens": "the loss of an exit counts all tokens; remove it",
-    "--join": _ELASTIC_LAUNCH,
-    "--routers": "commit 66bdfef has it, and scripts/routers.py, which wrote such files",
     "engine.join": _ELASTIC_LAUNCH,
 }
-"""Keys of the configuration, keys with a value as in JSON, flags and calls."""
+"""Keys of the configuration, keys with a value as in JSON, and calls."""
+
+WITHDRAWN_FLAGS = {
+    "ds-dynmo-train": {
+        "--join": _ELASTIC_LAUNCH,
+        "--model": "--set model.huggingface=FOLDER",
+        "--peft": "--set model.peft={}, or with keys of peft's LoraConfig in it",
+        "--seed": "--set model.seed=N",
+        "--trace": '--set \'dynmo.trace={"path": "FILE", "steps": [FIRST, LAST]}\'',
+    },
+    "ds-dynmo-plot": {"--routers": "commit 66bdfef has it, and scripts/routers.py, which wrote such files"},
+}
+"""Flags, by command."""
 
 
 def refusal(name: str) -> str | None:
@@ -34,12 +44,14 @@ def refusal(name: str) -> str | None:
     return f"{name}: withdrawn; {WITHDRAWN[name]}" if name in WITHDRAWN else None
 
 
-def check_withdrawn(given: Iterable[str]) -> None:
-    """Refuse flags that commands no longer have.
+def check_withdrawn(given: Iterable[str], command: str) -> None:
+    """Refuse flags that ``command`` no longer has.
 
     Raises:
         ConfigError: naming the flag, and what to do instead.
     """
+    flags = WITHDRAWN_FLAGS[command]
     for word in given:
-        if said := refusal(word.partition("=")[0]):
-            raise ConfigError(said)
+        flag = word.partition("=")[0]
+        if flag in flags:
+            raise ConfigError(f"{flag}: withdrawn; {flags[flag]}")

@@ -147,17 +147,14 @@ TABLE = (
     flags(r"--resume here/a/dynmo_train\.json: is no JSON.*", "--resume", "here", here__a__dynmo_train_dot_json="{"),
     flags(r"--resume here/a/dynmo_train\.json: lacks .*", "--resume", "here", here__a__dynmo_train_dot_json="{}"),
     flags(r"--tag a: needs --resume DIR.*", "--tag", "a"),
-    flags(r"--trace t\.json 5 4: should be FILE FIRST LAST .*", "--trace", "t.json", "5", "4"),
-    flags(r"--trace t\.json 1 all: should be FILE FIRST LAST .*", "--trace", "t.json", "1", "all"),
-    flags(r".*--trace.*", "--trace", "/dev/null/t.json", "1", "2"),
+    flags(r"--trace: withdrawn.*", "--trace", "t.json", "5", "4"),
     flags(r".*--report.*", "--report", ""),
     flags(r"--report /dev/null/r: cannot be written: File exists", "--report", "/dev/null/r"),
     flags(r"--record /dev/null/r: cannot be written: File exists", "--record", "/dev/null/r"),
     flags(r"--export out: needs --save DIR.*", "--export", "out"),
-    flags(r"model = .*cannot be given beside huggingface.*", "--model", "nowhere"),
-    flags(r".*--peft.*qlora.*", "--peft", "qlora"),
-    flags(r"--seed -1: should be in 0 to .*", "--seed", "-1"),
-    flags(r"--seed 4294967296: should be in 0 to .*", "--seed", "4294967296"),
+    flags(r"model = .*cannot be given beside huggingface.*", "--set", "model.huggingface=nowhere"),
+    flags(r"model\.seed = -1: .*", "--set", "model.seed=-1"),
+    flags(r"model\.seed = 4294967296: .*", "--set", "model.seed=4294967296"),
 )
 
 

@@ -46,7 +46,7 @@ def finetune(made: Path, out: Path, documents: str = "") -> list[str]:
     settings["data"] |= {**({"documents": documents} if documents else {}), "cache": str(out / "cache")}
     (out / "finetune.json").write_text(json.dumps(settings))
     given = ["--deepspeed_config", str(out / "finetune.json"), "--data", str(made / "text.jsonl")]
-    given += ["--model", str(made / "model"), "--steps", "10", "--report", str(out / "report.jsonl")]
+    given += ["--set", f"model.huggingface={made / 'model'}", "--steps", "10", "--report", str(out / "report.jsonl")]
     return [*given, "--save", str(out / "run"), "--export", str(out / "exported")]
 
 
@@ -99,7 +99,7 @@ def test_what_was_finetuned_is_exported_and_generates(documents: str, made: Path
 
 @torch.no_grad()
 def test_adapters_are_exported_alone_or_merged(made: Path, tmp_path: Path) -> None:
-    assert run(2, command, [*finetune(made, tmp_path), "--peft", "lora"]) == [0, 0]
+    assert run(2, command, [*finetune(made, tmp_path), "--set", "model.peft={}"]) == [0, 0]
     base = AutoModelForCausalLM.from_pretrained(made / "model")
     untrained = validation_loss(base, made, tmp_path, "packed")
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "exported")

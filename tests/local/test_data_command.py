@@ -213,27 +213,25 @@ def test_what_cannot_be_trained_is_refused_with_the_numbers(
     refused("nowhere: no such file or folder", huggingface(folder), *given, validation="nowhere")
 
 
-def test_a_model_can_be_named_by_a_flag_and_exported(tmp_path: Path, folder: Path, text: Path) -> None:
-    block, given = {"sequence_length": 4}, ("--data", str(text), "--model", str(folder))
+def test_a_model_can_be_named_by_a_change_and_exported(tmp_path: Path, folder: Path, text: Path) -> None:
+    block, given = {"sequence_length": 4}, ("--data", str(text), "--set", f"model.huggingface={folder}")
     run = prepared(tmp_path, {**block, "huggingface": "nowhere"}, *given)
     assert run.model.huggingface == str(folder) and run.export is None
-    run = prepared(tmp_path, block, *given, "--peft", "lora")
+    run = prepared(tmp_path, block, *given, "--set", "model.peft={}")
     assert run.model.peft == {}
-    run = prepared(tmp_path, {**block, "peft": {"r": 2}}, *given, "--peft", "lora")
-    assert run.model.peft == {"r": 2}
     save, out = ("--save", str(tmp_path / "run")), tmp_path / "out"
     assert prepared(tmp_path, block, *given, *save, "--export", str(out)).export == out
     out.mkdir()
     (out / "config.json").touch()
     for model, flags, message in (
-        (block, ("--model", "nowhere"), r"model\.huggingface: nowhere: there is no such folder"),
+        (block, ("--set", "model.huggingface=nowhere"), r"model\.huggingface: nowhere: there is no such folder"),
         ({**block, "layers": 2}, given, "model.*huggingface.*layers"),
         (block, (*given, "--export", str(tmp_path / "new")), "--export .*new: needs --save DIR"),
         (block, (*given, *save, "--export", str(out)), "--export .*out: is there already"),
         (
             OURS,
             (*save, "--export", str(tmp_path / "new")),
-            "--export .*new: needs a Hugging Face model: --model FOLDER",
+            "--export .*new: needs a Hugging Face model: --set model.huggingface=FOLDER",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

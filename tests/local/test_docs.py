@@ -67,6 +67,9 @@ def test_every_key_is_in_one_table(name: str) -> None:
     assert sorted(listed) == sorted(key for key, _ in key_tables.keys_of(key_tables.OBJECTS[name]))
 
 
+MADE_BY_COMMANDS = ("model", "trained")  # folders of Hugging Face models
+
+
 def test_every_variant_that_a_command_makes_is_a_valid_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +86,9 @@ def test_every_variant_that_a_command_makes_is_a_valid_configuration(
                 read_dynmo_config(settings)
                 with monkeypatch.context() as there:
                     there.chdir(tmp_path)
-                    model_layers(read_model_config(settings))
+                    model = read_model_config(settings)
+                    if model.huggingface not in MADE_BY_COMMANDS:
+                        model_layers(model)
                 variants += 1
     assert variants >= 8
 

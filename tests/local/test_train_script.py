@@ -64,15 +64,16 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, ["--unknown"], "--unknown"),
         ({}, ["--join", "localhost:29500"], "^--join: withdrawn; launch by torchrun --nnodes MIN:MAX with --resume"),
         ({}, ["--join=localhost:29500"], "^--join: withdrawn"),
+        ({}, ["--seed", "3"], "^--seed: withdrawn; --set model.seed=N$"),
+        ({}, ["--trace", "t.json", "1", "2"], "^--trace: withdrawn; --set 'dynmo.trace={"),
+        ({}, ["--model", "folder", "--peft", "lora"], "^--model: withdrawn; --set model.huggingface=FOLDER$"),
+        ({}, ["--peft=lora"], "^--peft: withdrawn; --set model.peft={}"),
         (
             {"dynmo": {"repack": {"enabled": True}}},
             ["--record", "r.jsonl"],
             "--record r.jsonl: needs dynmo.repack.enab",
         ),
         ({}, ["--record", "/dev/null/r.jsonl"], "--record /dev/null/r.jsonl: cannot be written"),
-        ({}, ["--trace", "t.json", "5", "4"], "^--trace t.json 5 4: should be FILE FIRST LAST with 1 <= FIRST <= LAST"),
-        ({}, ["--trace", "t.json", "1", "all"], "^--trace t.json 1 all: should be FILE FIRST LAST"),
-        ({}, ["--trace", "/dev/null/t.json", "1", "2"], "^--trace /dev/null/t.json: cannot be written"),
         ({}, ["--tag", "global_step3"], "^--tag global_step3: needs --resume DIR"),
         ({"optimizer": None}, [], "^optimizer: is missing"),
         ({"optimizer": {"params": {}}}, [], "^optimizer.type = null: should be a name"),
@@ -153,18 +154,6 @@ def test_a_recording_profiles_every_batch_and_moves_no_layer(tmp_path: Path) -> 
     path.write_text(json.dumps({**settings, "model": {"layers": 4}}))
     with pytest.raises(ConfigError, match=r'^--record r\.jsonl: needs a "dynmo" block'):
         prepare(["--deepspeed_config", str(path), "--record", "r.jsonl"])
-
-
-def test_the_flag_trace_sets_the_key_of_the_block(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    trace = str(tmp_path / "t.json")  # the file is opened
-    run = prepare(["--deepspeed_config", str(path), "--trace", trace, "3", "5"])
-    assert run.settings["dynmo"]["trace"] == {"path": trace, "steps": [3, 5]}
-    settings = json.loads(path.read_text())
-    del settings["dynmo"]
-    path.write_text(json.dumps({**settings, "model": {"layers": 4}}))
-    with pytest.raises(ConfigError, match=r'^--trace t\.json: needs a "dynmo" block'):
-        prepare(["--deepspeed_config", str(path), "--trace", "t.json", "3", "5"])
 
 
 @pytest.mark.parametrize(
@@ -268,7 +257,7 @@ def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
         ([], {"step": 8}, "is at step 8, --steps 8 leaves nothing to do"),
         (["--steps", "4"], {}, "is at step 5, --steps 4 leaves nothing to do"),
         (["--stop-at", "5"], {}, "--stop-at 5: should be in 6 to 8"),
-        (["--seed", "3"], {}, r"model\.seed = 0, this run has 3"),
+        (["--set", "model.seed=3"], {}, r"model\.seed = 0, this run has 3"),
     ):
         with pytest.raises(ConfigError, match=message):
             resumed(tmp_path, {}, *flags, **changes)
@@ -469,10 +458,8 @@ def test_a_short_run(tmp_path: Path) -> None:
         str(tmp_path / "text"),
         "--report",
         str(report),
-        "--trace",
-        str(tmp_path / "trace.json"),
-        "7",
-        "8",
+        "--set",
+        f"dynmo.trace={json.dumps({'path': str(tmp_path / 'trace.json'), 'steps': [7, 8]})}",
     ]
     printed = launch(config, "--steps", "8", *flags)
     records = [json.loads(line) for line in report.read_text().splitlines()]

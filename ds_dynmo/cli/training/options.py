@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import errno
+import hashlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ from typing import Any, NoReturn
 from ds_dynmo.cli.command_line import add_changes, check_at_least_1, path_of
 from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data, say
 from ds_dynmo.cli.training.resuming import has_saved, read_resumed, total_steps
-from ds_dynmo.config import check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
+from ds_dynmo.config import DynMoConfig, check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
 from ds_dynmo.config.withdrawn import check_withdrawn
 from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.engine.deepspeed.settings import check_settings
@@ -31,6 +33,8 @@ from ds_dynmo.models import (
 from ds_dynmo.models.exporting import check_is_new
 
 STEPS = 150
+LONGEST = 60  # characters of a value in a message
+OWN_KEYS = ("dynmo", "training", "model", "data", "steps_per_print")  # compared elsewhere, or each rank's own
 START = (
     "Start one process per accelerator, by deepspeed, torchrun, srun or mpirun. Without them it is one process, so one "
     "stage: it trains, and no layer can move."
@@ -85,22 +89,32 @@ class TrainingRun:
     def first_step(self) -> int:
         return self.resumed["step"] if self.resumed else 0
 
-
-class RunFacts:
-    """State that a job saves for its next launch when it stops, beside the states of its cases."""
-
-    def __init__(self, run: TrainingRun) -> None:
-        self._run = run
-
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "steps": self._run.steps,
-            "model": self._run.model.model_dump(mode="json"),
-            "data": identity_of(self._run.text),
-        }
+        """Return what a checkpoint keeps of the run, also one that the engine saves to stop a job for a restart."""
+        return {"steps": self.steps, "model": self.model.model_dump(mode="json"), "data": identity_of(self.text)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing: all ranks of a job have the same facts."""
+
+
+def facts_of(run: TrainingRun) -> dict[str, str]:
+    """Describe what every rank has to be given alike, in short texts by name: data by content, whatever their name."""
+    model = run.model.model_dump(mode="json", exclude={"tokens", "verified"})
+    if isinstance(model["huggingface"], str):
+        del model["huggingface"]  # may be elsewhere on another host
+    return {
+        "the data": describe(run.text),
+        "steps": f"{run.first_step} to {run.stop} of {run.steps}",
+        "--stages": str(run.stages),
+        "--save": "no" if run.save is None else f"yes, every {run.save_interval or run.stop} steps",
+        **{f"model.{key}": _short(value) for key, value in model.items()},
+        **{f'"{key}"': _short(value) for key, value in run.settings.items() if key not in OWN_KEYS},
+    }
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=repr)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,17 +129,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--data", metavar="FILE_OR_FOLDER", help="text or token ids (default: Python's standard library)"
     )
-    parser.add_argument("--model", metavar="FOLDER", help='of a Hugging Face model: "huggingface" in the "model" block')
-    parser.add_argument("--peft", choices=["lora"], help='train adapters alone: "peft" in the "model" block')
     parser.add_argument("--steps", type=int, help=f"batches in total (default: {STEPS}, or the resumed run's)")
     parser.add_argument("--stop-at", type=int, metavar="STEP", help="end after so many batches, to resume later")
-    parser.add_argument("--seed", type=int, help="seed of weights and data (default: the model block's)")
     parser.add_argument("--stages", type=int, help="pipeline stages (default: the number of processes)")
     parser.add_argument("--report", type=path_of, metavar="FILE", help="write JSON lines of the run, for ds-dynmo-plot")
     parser.add_argument("--record", type=path_of, metavar="FILE", help="record what each layer costs in each batch")
-    parser.add_argument(
-        "--trace", nargs=3, metavar=("FILE", "FIRST", "LAST"), help="write the timeline of these steps, for Perfetto"
-    )
     parser.add_argument("--save", type=path_of, metavar="DIR", help="write a checkpoint at the end")
     parser.add_argument("--save-interval", type=int, metavar="N", help="also write one after every N batches")
     parser.add_argument("--export", type=path_of, metavar="DIR", help="write a Hugging Face model's weights at the end")
@@ -137,7 +145,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--tag", help="continue from this checkpoint in the folder of --resume, not the latest")
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help=argparse.SUPPRESS)
-    check_withdrawn(arguments)
+    check_withdrawn(arguments, "ds-dynmo-train")
     return parser.parse_args(arguments)
 
 
@@ -151,81 +159,32 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
         ConfigError: naming the option, key or path, its value and what is allowed.
     """
     args = parse_arguments(arguments)
-    world_size = int(os.environ["WORLD_SIZE"])
     settings = load_settings(Path(args.deepspeed_config) if settings is None else settings, args.changes)
-    settings = with_model(args, settings)
     dynmo = read_dynmo_config(settings)
     check_deepspeed_keys(settings)
+    world_size = int(os.environ["WORLD_SIZE"])
     stages = check_stages(args.stages, world_size)
     check_batch_sizes(settings, world_size // stages)
     model = read_model_config(settings)
-    if dynmo is None:
-        check_without_block(args, model)
-    check_at_least_1(args, "steps", "save_interval")
-    if args.save_interval is not None and args.save is None:
-        raise ConfigError(f"--save-interval {args.save_interval}: needs --save DIR, where to write to")
-    if args.export is not None:
-        check_export(args, model)
-    if args.seed is not None:
-        if not 0 <= args.seed < 2**32:
-            raise ConfigError(f"--seed {args.seed}: should be in 0 to 2**32 - 1")
-        model = model.model_copy(update={"seed": args.seed})
+    check_flags(args, model, dynmo)
     layers, packed = build_layers(model, read_data_config(settings).documents)
     if stages > len(layers):
         raise ConfigError(f"--stages {stages}: the model has {len(layers)} layers, at most one stage each")
     check_settings(settings)
-    if args.trace is not None:
-        settings = {**settings, "dynmo": {**settings["dynmo"], "trace": read_trace(*args.trace)}}
-    if args.tag is not None and args.resume is None:
-        raise ConfigError(f"--tag {args.tag}: needs --resume DIR, the folder of the checkpoint")
-    resume: Path | None = args.resume
-    if begins(args):
-        say(f"--resume {resume}: nothing has been saved there yet; the run begins")
-        resume = None
+    resume = folder_to_resume(args)
     resumed = None if resume is None else read_resumed(resume, args.tag, model)
     text = load_data(args.data, settings, model, packed=packed)
     text.check_length(model.sequence_length)
-    settings = dict(settings)
-    if dynmo is not None:
-        settings["dynmo"] = dict(settings["dynmo"])
-    first_step, steps = 0, STEPS if args.steps is None else args.steps
     if resume is not None and resumed is not None:
         check_same_data(resume, resumed, text)
-        first_step, steps = resumed["step"], total_steps(args.steps, resume, resumed, model)
-    stop = steps if args.stop_at is None else args.stop_at
-    if not first_step < stop <= steps:
-        raise ConfigError(f"--stop-at {stop}: should be in {first_step + 1} to {steps}, the steps that are left")
-    settings["training"] = {
-        "steps": steps,
-        "stop_at": stop,
-        "save_interval": args.save_interval,
-        "data": describe(text),
-    }
-    if args.save is not None:
-        settings["training"]["save"] = str(args.save)
-        with refusing("--save", args.save):
-            check_folder(args.save)
+    steps, stop = check_steps(args, resume, resumed, model)
     report = args.report
-    if report is not None and dynmo is not None:
-        settings["dynmo"]["report"] = str(report)
-    elif report is None and dynmo is not None and dynmo.report is not None:
+    if report is None and dynmo is not None and dynmo.report is not None:
         report = Path(dynmo.report)
-    if args.record is not None:
-        assert dynmo is not None
-        if dynmo.repack.enabled:
-            raise ConfigError(f"--record {args.record}: needs dynmo.repack.enabled = false: stages must stay")
-        settings["dynmo"] |= RECORDING
-        if dynmo.initial_partition == "profile":
-            settings["dynmo"]["initial_partition"] = None
-    trace = None if args.trace is None else Path(args.trace[0])
-    for option, path in (("--report", report), ("--record", args.record), ("--trace", trace)):
-        if path is not None:
-            with refusing(option, path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.open("a").close()
+    check_writable(args, report)
     return TrainingRun(
         name=Path(args.deepspeed_config).stem,
-        settings=settings,
+        settings=engine_settings(settings, args, steps, stop, text, report),
         model=model,
         layers=layers,
         text=text,
@@ -245,19 +204,89 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
     )
 
 
-def begins(args: argparse.Namespace) -> bool:
-    """Return whether a run with one folder for ``--save`` and ``--resume`` has saved nothing there yet."""
-    is_own = args.resume is not None and args.save is not None and args.resume.resolve() == args.save.resolve()
-    return is_own and args.tag is None and not has_saved(args.resume)
+def check_flags(args: argparse.Namespace, model: ModelConfig, dynmo: DynMoConfig | None) -> None:
+    """Refuse numbers out of range, and flags that lack what they need.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    if dynmo is None:
+        check_without_block(args, model)
+    check_at_least_1(args, "steps", "save_interval")
+    if args.save_interval is not None and args.save is None:
+        raise ConfigError(f"--save-interval {args.save_interval}: needs --save DIR, where to write to")
+    if args.export is not None:
+        check_export(args, model)
+    if args.tag is not None and args.resume is None:
+        raise ConfigError(f"--tag {args.tag}: needs --resume DIR, the folder of the checkpoint")
+    if args.record is not None and dynmo is not None and dynmo.repack.enabled:
+        raise ConfigError(f"--record {args.record}: needs dynmo.repack.enabled = false: stages must stay")
 
 
-def with_model(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    """Put ``--model`` and ``--peft`` into the "model" block. Keys of adapters that are there stay."""
-    block = settings.get("model", {})
-    given = {} if args.model is None else {"huggingface": args.model}
-    if args.peft is not None and isinstance(block, dict):
-        given["peft"] = block.get("peft") or {}
-    return {**settings, "model": {**block, **given}} if given and isinstance(block, dict) else settings
+def folder_to_resume(args: argparse.Namespace) -> Path | None:
+    """Return the folder of ``--resume``; None if the run begins there: a launcher may start one command again."""
+    resume: Path | None = args.resume
+    saves_there = resume is not None and args.save is not None and resume.resolve() == args.save.resolve()
+    if resume is not None and saves_there and args.tag is None and not has_saved(resume):
+        say(f"--resume {resume}: nothing has been saved there yet; the run begins")
+        return None
+    return resume
+
+
+def check_steps(
+    args: argparse.Namespace, resume: Path | None, resumed: dict[str, Any] | None, model: ModelConfig
+) -> tuple[int, int]:
+    """Return the steps of the whole run, and the last one of this part.
+
+    Raises:
+        ConfigError: naming ``--steps`` or ``--stop-at``.
+    """
+    first_step, steps = 0, STEPS if args.steps is None else args.steps
+    if resume is not None and resumed is not None:
+        first_step, steps = resumed["step"], total_steps(args.steps, resume, resumed, model)
+    stop = steps if args.stop_at is None else args.stop_at
+    if not first_step < stop <= steps:
+        raise ConfigError(f"--stop-at {stop}: should be in {first_step + 1} to {steps}, the steps that are left")
+    return steps, stop
+
+
+def check_writable(args: argparse.Namespace, report: Path | None) -> None:
+    """Check that files can be written before hours are spent on what they should hold. Make their folders.
+
+    Raises:
+        ConfigError: naming the flag and the path.
+    """
+    if args.save is not None:
+        with refusing("--save", args.save):
+            check_folder(args.save)
+    for option, path in (("--report", report), ("--record", args.record)):
+        if path is not None:
+            with refusing(option, path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.open("a").close()
+
+
+def engine_settings(
+    settings: dict[str, Any],
+    args: argparse.Namespace,
+    steps: int,
+    stop: int,
+    text: ByteText | TokenData,
+    report: Path | None,
+) -> dict[str, Any]:
+    """Return the configuration for the engine: that of the file, with what flags say. Stock DeepSpeed ignores both."""
+    training = {"steps": steps, "stop_at": stop, "save_interval": args.save_interval, "data": describe(text)}
+    if args.save is not None:
+        training["save"] = str(args.save)
+    changed = {**settings, "training": training}
+    if "dynmo" in settings:
+        block = {**settings["dynmo"]} if report is None else {**settings["dynmo"], "report": str(report)}
+        if args.record is not None:
+            block |= RECORDING
+            if block.get("initial_partition") == "profile":
+                block["initial_partition"] = None
+        changed["dynmo"] = block
+    return changed
 
 
 def build_layers(model: ModelConfig, documents: str) -> tuple[list[Any], bool]:
@@ -293,7 +322,7 @@ def check_export(args: argparse.Namespace, model: ModelConfig) -> None:
     if args.save is None:
         raise ConfigError(f"--export {args.export}: needs --save DIR, whose last checkpoint is exported")
     if model.huggingface is None:
-        raise ConfigError(f"--export {args.export}: needs a Hugging Face model: --model FOLDER")
+        raise ConfigError(f"--export {args.export}: needs a Hugging Face model: --set model.huggingface=FOLDER")
     try:
         check_is_new(args.export)
     except ConfigError as error:
@@ -314,23 +343,10 @@ def check_without_block(args: argparse.Namespace, model: ModelConfig) -> None:
         (moe and moe.routing == "bias", 'model.case.routing = "bias"', "its counts are summed over replicas"),
         (moe and moe.expert_parallel, "model.case.expert_parallel", "stock DeepSpeed would average the experts"),
         (pruning, 'model.case.kind = "pruning"', "stock DeepSpeed cannot sum over its stages"),
-        (args.trace, f"--trace {args.trace and args.trace[0]}", "stock DeepSpeed records none"),
         (args.record, f"--record {args.record}", "stock DeepSpeed profiles no layer"),
     ):
         if asked:
             raise ConfigError(f'{name}: needs a "dynmo" block, {why}')
-
-
-def read_trace(path: str, *steps: str) -> dict[str, Any]:
-    """Return the object "trace" of the "dynmo" block that ``--trace`` stands for.
-
-    Raises:
-        ConfigError: naming ``--trace``.
-    """
-    first, last = (int(step) if step.isdecimal() else 0 for step in steps)
-    if not path or not 1 <= first <= last:
-        raise ConfigError(f"--trace {path} {' '.join(steps)}: should be FILE FIRST LAST with 1 <= FIRST <= LAST")
-    return {"path": path, "steps": [first, last]}
 
 
 def check_stages(stages: int | None, world_size: int) -> int:
