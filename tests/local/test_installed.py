@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from tests.local.mpi import FOR_OPEN_MPI
 from tests.local.slurm_cluster import Cluster, skip_without_slurm
+from tests.pure.test_docs import code_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ["ds-dynmo-train", "--deepspeed_config", "gpt.json", "--data", __file__, "--steps", "2"]
@@ -37,8 +37,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     offline = ["--no-deps", "--no-index", "--no-build-isolation"]
     subprocess.run([*pip, *offline, "--target", str(target), str(source)], check=True, timeout=300)
     shutil.rmtree(source)
-    page = (ROOT / "docs" / "launchers.md").read_text()
-    (folder / "gpt.json").write_text(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
+    (folder / "gpt.json").write_text(code_blocks("scripts.md", "Without a checkout", "json")[0])
     return target
 
 
