@@ -23,7 +23,7 @@ from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, print_tab
 from ds_dynmo.errors import ConfigError, PartitionError, counted
 from ds_dynmo.simulation import CASE_HELP, RECORDED_HELP, Recorded, chosen_cases
 from ds_dynmo.simulation.repacking import repack_rows, sustained_stages
-from ds_dynmo.simulation.runs import ARMS, Outcome, Setting, compare
+from ds_dynmo.simulation.runs import ARMS, Setting, compare, figures_of
 from ds_dynmo.simulation.statics import STATIC, STATICS, label
 
 AVERAGE_GPUS = 5.8  # of 8, with re-packing, over a run with gradual pruning
@@ -59,34 +59,6 @@ SIZES = ("layers", "stages", "replicas", "micro_batches", "interval")
 PHASES_HELP = (
     "of a run, or iterations simulated, default %(default)s; recordings at interval 1 are simulated from end to end"
 )
-
-
-def row(case: str, arm: str, outcomes: dict[str, Outcome], setting: Setting) -> dict[str, Any]:
-    own, uniform, dense = outcomes[arm], outcomes[STATIC], outcomes["dense"]
-    statics = [outcomes[name] for name in STATICS]
-    best = min(statics, key=lambda one: one.zero_bubble_seconds)
-    best_1f1b = min(statics, key=lambda one: one.schedule_seconds)
-    return {
-        "case": case,
-        "balancer": arm,
-        "tokens_per_second": setting.tokens / own.zero_bubble_seconds,
-        "tokens_per_second_1f1b": setting.tokens / own.schedule_seconds,
-        "speedup_over_static": best.zero_bubble_seconds / own.zero_bubble_seconds,
-        "speedup_over_static_1f1b": best_1f1b.schedule_seconds / own.schedule_seconds,
-        "speedup_over_static_at_end": best.last_zero_bubble_seconds / own.last_zero_bubble_seconds,
-        "speedup_over_uniform": uniform.zero_bubble_seconds / own.zero_bubble_seconds,
-        "speedup_over_uniform_1f1b": uniform.schedule_seconds / own.schedule_seconds,
-        "speedup_over_uniform_at_end": uniform.last_zero_bubble_seconds / own.last_zero_bubble_seconds,
-        "speedup_over_dense": dense.zero_bubble_seconds / own.zero_bubble_seconds,
-        "speedup_over_dense_1f1b": dense.schedule_seconds / own.schedule_seconds,
-        "speedup_over_1f1b": own.schedule_seconds / own.zero_bubble_seconds,
-        "bubble_ratio": own.zero_bubble_bubble,
-        "bubble_ratio_of_loads": own.full_bubble,
-        "bubble_ratio_1f1b": own.schedule_bubble,
-        "imbalance": own.imbalance,
-        "overhead_migrate": own.move_seconds / own.zero_bubble_seconds,
-        "moves": own.moves,
-    }
 
 
 COLUMNS = {  # of the table of a case
@@ -167,7 +139,7 @@ def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         setting = Setting.of(case, **sizes, link_bytes_per_second=arguments.link_gbps / 8 * 1e9)
         seeds = 1 if isinstance(case, Recorded) else arguments.seeds  # they change no recording
         outcomes = compare(case, setting, arms, count=arguments.phases, seeds=seeds)
-        of_case = [row(case.name, arm, outcomes, setting) for arm in arms]
+        of_case = [{"case": case.name, "balancer": arm, **figures_of(arm, outcomes, setting)} for arm in arms]
         print_case(of_case, setting)
         rows += [{**one, "setting": asdict(setting)} for one in of_case]
     if arguments.recorded is None:

@@ -334,3 +334,34 @@ def compare(case: Case, setting: Setting, arms: Sequence[str], *, count: int, se
     if "dense" in arms:
         outcomes["dense"] = replay(dense_costs(case, setting), STATIC, setting)
     return outcomes
+
+
+def figures_of(arm: str, outcomes: dict[str, Outcome], setting: Setting) -> dict[str, float]:
+    """Return what ``arm`` came to, over the static partitions and the dense model.
+
+    Args:
+        outcomes: of all static arms, "dense" and ``arm``.
+    """
+    own, uniform, dense = outcomes[arm], outcomes[STATIC], outcomes["dense"]
+    statics = [outcomes[name] for name in STATICS]
+    best = min(statics, key=lambda one: one.zero_bubble_seconds)
+    best_1f1b = min(statics, key=lambda one: one.schedule_seconds)
+    return {
+        "tokens_per_second": setting.tokens / own.zero_bubble_seconds,
+        "tokens_per_second_1f1b": setting.tokens / own.schedule_seconds,
+        "speedup_over_static": best.zero_bubble_seconds / own.zero_bubble_seconds,
+        "speedup_over_static_1f1b": best_1f1b.schedule_seconds / own.schedule_seconds,
+        "speedup_over_static_at_end": best.last_zero_bubble_seconds / own.last_zero_bubble_seconds,
+        "speedup_over_uniform": uniform.zero_bubble_seconds / own.zero_bubble_seconds,
+        "speedup_over_uniform_1f1b": uniform.schedule_seconds / own.schedule_seconds,
+        "speedup_over_uniform_at_end": uniform.last_zero_bubble_seconds / own.last_zero_bubble_seconds,
+        "speedup_over_dense": dense.zero_bubble_seconds / own.zero_bubble_seconds,
+        "speedup_over_dense_1f1b": dense.schedule_seconds / own.schedule_seconds,
+        "speedup_over_1f1b": own.schedule_seconds / own.zero_bubble_seconds,
+        "bubble_ratio": own.zero_bubble_bubble,
+        "bubble_ratio_of_loads": own.full_bubble,
+        "bubble_ratio_1f1b": own.schedule_bubble,
+        "imbalance": own.imbalance,
+        "overhead_migrate": own.move_seconds / own.zero_bubble_seconds,
+        "moves": own.moves,
+    }
