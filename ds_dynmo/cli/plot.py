@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,54 +112,76 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{option} {file}: needs the report of the same run")
 
 
+def figures_of(args: argparse.Namespace, report: RunRecords | None) -> dict[str, tuple[str, Any]]:
+    """Draw what was asked for: by title, the name of a file and a figure. A run has not all of them.
+
+    Raises:
+        ConfigError: a file cannot be read, or lacks what is drawn of it.
+    """
+    from ds_dynmo.cli.plotting import pictures
+
+    never = read_report(args.never) if args.never is not None else None
+    if report is not None and never is not None and bool(never.steps) != bool(report.steps):
+        raise ConfigError(f"--never {args.never}: only one of the two reports has tokens/s")
+    figures: dict[str, tuple[str, Any]] = {}
+    if args.rows is not None:
+        figures["Speed of each case"] = ("cases", pictures.cases(read_rows(args.rows)))
+    if args.schedules is not None:
+        figures["Schedules"] = ("schedules", pictures.timelines(orders(*args.schedules), in_passes=True))
+    if report is not None:
+        figures["Stage loads"] = ("loads", pictures.stage_loads(report))
+        figures["Speed and balance"] = ("speed", pictures.speed(report))
+        figures["Ranks at work"] = ("ranks", pictures.ranks(report, never))
+        figures["Losses"] = ("losses", pictures.losses(report))
+    if args.trace is not None:
+        timelines = measured(read_trace(args.trace), args.steps)
+        figures["Timeline of a batch, measured"] = ("timeline", pictures.timelines(timelines))
+    if report is not None and (timelines := expected(report)):
+        figures["Timeline of a batch, simulated"] = ("simulated", pictures.timelines(timelines))
+    return {title: (name, figure) for title, (name, figure) in figures.items() if figure is not None}
+
+
+def write(
+    folder: Path, suffix: str, figures: Mapping[str, tuple[str, Any]], report: RunRecords | None
+) -> Iterator[str]:
+    """Write each figure, and of a run the page that holds all. Yield the names of the files.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    from ds_dynmo.cli.plotting import html, pictures
+
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = {}
+    for title, (name, figure) in figures.items():
+        drawn[title] = html.Picture(pictures.svg(figure), figure.get_figwidth())
+        with whole(folder / f"{name}.{suffix}") as new:
+            if suffix == "svg":
+                new.write_bytes(drawn[title].svg)
+            else:
+                figure.savefig(new, format="png", dpi=130)
+        yield f"{name}.{suffix}"
+    if report is not None:
+        write_text(folder / "report.html", html.page(report, drawn))
+        yield "report.html"
+
+
 def main(arguments: list[str] | None = None) -> int:
     try:
         args = parse(sys.argv[1:] if arguments is None else arguments)
-        from ds_dynmo.cli.plotting import html, pictures
-
         check(args)
         report = read_report(args.report) if args.report is not None else None
-        never = read_report(args.never) if args.never is not None else None
-        timelines = {"timeline": measured(read_trace(args.trace), args.steps)} if args.trace is not None else {}
-        rows = read_rows(args.rows) if args.rows is not None else []
-        if report is not None and never is not None and bool(never.steps) != bool(report.steps):
-            raise ConfigError(f"--never {args.never}: only one of the two reports has tokens/s")
+        figures = figures_of(args, report)
     except ModuleNotFoundError as error:
         missing = str(error.name).split(".")[0]
         return refuse("ds-dynmo-plot", f'no {missing}: install the extra "plots" (pip install matplotlib)')
     except ConfigError as error:
         return refuse("ds-dynmo-plot", error)
-    figures: dict[str, tuple[str, Any]] = {}
-    if rows:
-        figures["Speed of each case"] = ("cases", pictures.cases(rows))
-    if args.schedules is not None:
-        figures["Schedules"] = ("schedules", pictures.timelines(orders(*args.schedules), in_passes=True))
-    if report is not None:
-        timelines["simulated"] = expected(report)
-        figures["Stage loads"] = ("loads", pictures.stage_loads(report))
-        figures["Speed and balance"] = ("speed", pictures.speed(report))
-        figures["Ranks at work"] = ("ranks", pictures.ranks(report, never))
-        figures["Losses"] = ("losses", pictures.losses(report))
-    titles = {"timeline": "Timeline of a batch, measured", "simulated": "Timeline of a batch, simulated"}
-    figures |= {titles[name]: (name, pictures.timelines(every)) for name, every in timelines.items() if every}
-    drawn, written = {}, []
     try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        for title, (name, figure) in figures.items():
-            if figure is not None:
-                drawn[title] = html.Picture(pictures.svg(figure), figure.get_figwidth())
-                written.append(f"{name}.{args.format}")
-                with whole(args.out / written[-1]) as new:
-                    if args.format == "svg":
-                        new.write_bytes(drawn[title].svg)
-                    else:
-                        figure.savefig(new, format="png", dpi=130)
-        if report is not None:
-            written.append("report.html")
-            write_text(args.out / written[-1], html.page(report, drawn))
+        written = sorted(write(args.out, args.format, figures, report))
     except OSError as error:
         return refuse("ds-dynmo-plot", f"--out {args.out}: cannot be written: {error}")
-    print(f"{args.out}: {', '.join(sorted(written))}")
+    print(f"{args.out}: {', '.join(written)}")
     return 0
 
 
