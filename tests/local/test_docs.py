@@ -17,14 +17,7 @@ from ds_dynmo import DynMoPipelineEngine
 from ds_dynmo.config import load_settings, read_dynmo_config
 from ds_dynmo.launch import OF_MEETING, OF_RANK
 from ds_dynmo.models import model_layers, read_model_config
-from ds_dynmo.models.config import ModelConfig
 from tests.pure.test_docs import PAGES, ROOT, names
-
-
-def test_the_page_of_cases_lists_the_keys_of_the_block() -> None:
-    page = (ROOT / "docs" / "cases.md").read_text()
-    listed = re.findall(r"^\| `([\w.]+)` \| (?:required|`)", page, re.MULTILINE)
-    assert sorted(listed) == sorted(key for key, _ in key_tables.keys_of(ModelConfig))
 
 
 def test_functions_that_write_tables() -> None:
@@ -60,7 +53,7 @@ def test_tables_of_keys_are_those_of_the_models(page: Path) -> None:
     assert key_tables.with_tables(page.read_text()) == page.read_text(), "python scripts/key_tables.py rewrites it"
 
 
-@pytest.mark.parametrize("name", sorted({*key_tables.OBJECTS} - {"model"}))
+@pytest.mark.parametrize("name", sorted(key_tables.OBJECTS))
 def test_every_key_is_in_one_table(name: str) -> None:
     tables = [table for page in PAGES for table in key_tables.TABLE.findall(page.read_text()) if table[1] == name]
     listed = [key for _, _, patterns, *_ in tables for key, _ in key_tables.chosen_keys(name, patterns)]
