@@ -75,7 +75,7 @@ class Trial:
 
     @property
     def judges_seconds(self) -> bool:
-        """Whether expectations of seconds are judged: in full sizes, on devices that have kernels of their own."""
+        """Return whether expectations of seconds are judged: in full sizes, on devices with kernels of their own."""
         return not self.quick and self.kind not in EMULATED
 
 
@@ -266,7 +266,7 @@ def judge_overhead(found: Figures) -> list[Expectation]:
 
 
 def judge_memory(found: Figures) -> list[Expectation]:
-    """Leave a CPU unjudged, which does not count what is allocated."""
+    """Judge allocated bytes, but not of a CPU, which does not count them."""
     least, most = ALLOCATED
     counts = found["memory"]["machine"]["accelerator"] != "cpu"
     expected = []

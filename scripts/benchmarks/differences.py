@@ -52,7 +52,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def both(phase: Phase, arguments: argparse.Namespace, stages: int) -> tuple[list[list[int]], float]:
-    """Give the partitions of "partition" and "makespan", and the predicted ratio of iterations per second."""
+    """Return the partitions of "partition" and "makespan", and the predicted ratio of iterations per second."""
     forward, backward = told_seconds(phase, arguments.forward_ms / 1e3)
     pipeline = PipelineModel(forward, backward, arguments.micro_batches, (1.0,) * stages)
     costs = [f + b for f, b in zip(forward, backward)]

@@ -184,14 +184,14 @@ class Benchmark:
         return until_settled(self.case, phase, decisions, profiling, moved_again=any(moved[1:]))
 
     def batch_and_costs(self, arm: Arm) -> tuple[float, Costs]:
-        """Give the seconds of one batch, and of the rebalance after it."""
+        """Return the seconds of one batch, and of the rebalance after it."""
         seconds, costs = self.timed_batch(arm), arm.new_costs()
         return seconds - sum(costs), costs
 
     # -- helpers ---------------------------------------------------------------------------------------
 
     def load(self, arm: Arm, phase: Phase, factor: float = 1.0) -> None:
-        """Give the arm's layers the loads of ``phase``, times ``factor``; the engine hears which layers are frozen."""
+        """Set the loads of the arm's layers to ``phase``, times ``factor``, and tell the engine which are frozen."""
         loads = self.phase_of(arm, phase)
         set_loads(arm.engine, loads, self.forward_seconds * factor)
         frozen = [share == 0 for share in loads.trainable]
@@ -206,7 +206,7 @@ class Benchmark:
         return self.dense if arm.name == "dense" else phase
 
     def passes(self, phase: Phase) -> Passes:
-        """Give the seconds that the layers sleep."""
+        """Return the seconds that the layers sleep."""
         return told_seconds(phase, self.forward_seconds)
 
     def go_to_best(self, arm: Arm, phase: Phase) -> None:
@@ -219,12 +219,12 @@ class Benchmark:
 
 
 def layers_of(case: Case, arguments: argparse.Namespace) -> int:
-    """Give the number of emulated layers: the requested one, or the recording's."""
+    """Return the number of emulated layers: the requested one, or the recording's."""
     return int(arguments.layers or (case.layers if isinstance(case, Recorded) else LAYERS))
 
 
 def known_after(case: Case, phase: Phase) -> int:
-    """Give the iterations of ``phase`` that pass until its loads are known, and decided on: at most all of them."""
+    """Return the iterations of ``phase`` that pass until its loads are known, and decided on: at most all of them."""
     return 1 if phase.announced else min(case.interval, phase.iterations)
 
 

@@ -177,7 +177,7 @@ def pipeline_engine(
 
 
 def told_seconds(phase: Phase, forward_seconds: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Give forward and backward seconds per layer; a backward pass of a dense layer takes two forward passes."""
+    """Return forward and backward seconds per layer; a backward pass of a dense layer takes two forward passes."""
     forward = tuple(forward_seconds * share for share in phase.forward)
     return forward, tuple(2 * forward_seconds * share for share in phase.backward)
 

@@ -76,7 +76,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def measured_peak(engine: Any, data: Iterator[Any]) -> int:
-    """Train a batch and give the most that this rank held of what came into being in it. Collective.
+    """Train a batch. Return the most bytes that this rank held of what was allocated in it. Collective.
 
     Looked at is what lives before each step of the schedule, and after each layer that runs with gradients: forward
     passes, and what is recomputed. What a layer needs while it runs does not count, nor do gradients of parameters.

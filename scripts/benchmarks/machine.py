@@ -18,7 +18,7 @@ class Machine:
         self._began = time.perf_counter(), _stolen_seconds()
 
     def stolen(self) -> float:
-        """Give the share of a virtual machine's cores that its host gave to others; 0 where it does not say."""
+        """Return the share of a virtual machine's cores that its host gave to others; 0 where it does not say."""
         began, stolen = self._began
         passed = (time.perf_counter() - began) * (os.cpu_count() or 1)
         return (_stolen_seconds() - stolen) / passed if passed else 0.0

@@ -70,7 +70,7 @@ class SelfTimed(nn.Module):
         self.backwards.append(time.perf_counter() - self._began)
 
     def seconds(self) -> tuple[float, float]:
-        """Give the medians of forward and backward passes; recomputation belongs to backward."""
+        """Return the medians of forward and backward passes; recomputation belongs to backward."""
         recomputed = statistics.median(self.recomputations) if self.recomputations else 0.0
         return statistics.median(self.forwards), statistics.median(self.backwards) + recomputed
 

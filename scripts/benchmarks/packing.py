@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 def prepare_without_limit(flags: list[str], settings: dict[str, Any]) -> TrainingRun:
-    """Check a configuration, and give the run of it without a limit.
+    """Check a configuration. Return its run without a limit.
 
     Raises:
         ConfigError: naming the option, key or path, its value and what is allowed.
@@ -34,7 +34,7 @@ def with_block(settings: dict[str, Any], **keys: Any) -> dict[str, Any]:
 
 
 def least_limit(run: TrainingRun) -> int:
-    """Profile the model as it is built, and give the bytes of the stage that needs most. Collective."""
+    """Profile the model as it is built. Return the bytes of the stage that needs most. Collective."""
     engine = build_engine(run)
     data = batches(run, engine, "train")
     while engine.profile is None:
@@ -45,7 +45,7 @@ def least_limit(run: TrainingRun) -> int:
 
 
 def workspace_bytes(engine: Any) -> int:
-    """Give what every stage sets aside for the layer that runs."""
+    """Return what every stage sets aside for the layer that runs."""
     return max(layer.workspace_bytes for layer in engine.profile.layers)
 
 
@@ -104,7 +104,7 @@ def fewest_ranks(model: MemoryModel, most: int) -> int:
 
 
 def train_within_limit(flags: list[str], unlimited: TrainingRun, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Train under the limit that the model just meets as it is built. Give figures of the run on rank 0, which stays.
+    """Train under the limit that the model just meets as built. Return figures of the run on rank 0, which stays.
 
     Args:
         flags: of ds-dynmo-train.

@@ -140,7 +140,7 @@ def fit(draws: list[Draw], micro_batches: int) -> Fit:
 
 
 def errors_of(draws: list[Draw], fitted: Fit, micro_batches: int) -> dict[str, list[float]]:
-    """Give the relative errors of each prediction, by draw."""
+    """Return the relative errors of each prediction, by draw."""
 
     def errors(predicted: list[float]) -> list[float]:
         return [prediction / draw.seconds - 1 for prediction, draw in zip(predicted, draws)]

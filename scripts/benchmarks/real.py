@@ -101,7 +101,7 @@ def train(case: str, arm: str, known: Statics, steps: int) -> Trained:
 
 
 def costs_of(arm: Arm, size: int, profiling: float) -> Costs:
-    """Give the costs of the rebalances in the last ``size`` batches."""
+    """Return the costs of the rebalances in the last ``size`` batches."""
     profile, decide, migrate = arm.new_costs()
     if not arm.dynamic:
         return 0.0, 0.0, 0.0

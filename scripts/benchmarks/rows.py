@@ -21,7 +21,7 @@ Passes = tuple[tuple[float, ...], tuple[float, ...]]  # forward and backward sec
 
 
 def passes_of(profile: Profile) -> Passes:
-    """Give the forward and backward seconds of each layer."""
+    """Return the forward and backward seconds of each layer."""
     forward = tuple(layer.forward_seconds for layer in profile.layers)
     return forward, tuple(layer.backward_seconds for layer in profile.layers)
 
@@ -63,26 +63,26 @@ class Measured:
         ]
 
     def seconds(self) -> list[float]:
-        """Give the wall-clock seconds of an iteration in each round, rebalances included."""
+        """Return the wall-clock seconds of an iteration in each round, rebalances included."""
         return self.means(lambda one: one.seconds / one.iterations)
 
     def speedup_over(self, base: Measured) -> float:
-        """Give how many times as fast as ``base`` the run was: the median of the rounds, so that drift cancels."""
+        """Return how many times as fast as ``base`` the run was: the median of the rounds, so that drift cancels."""
         return median(other / own for other, own in zip(base.seconds(), self.seconds(), strict=True))
 
     def share(self, number: Callable[[Slice], float]) -> float:
-        """Give which share of an iteration's wall-clock seconds a number of seconds is."""
+        """Return which share of an iteration's wall-clock seconds a number of seconds is."""
         return median(part / own for part, own in zip(self.means(number), self.seconds()))
 
     def bound_seconds(self, one: Slice) -> float:
         return shortest_seconds(one.passes, len(one.partition) - 1, self.micro_batches)
 
     def busy_seconds(self, one: Slice) -> float:
-        """Give the seconds of an iteration that a stage is in layers, on average."""
+        """Return the seconds of an iteration that a stage is in layers, on average."""
         return self.micro_batches * fmean(loads(one.layer_seconds, one.partition))
 
     def overheads(self) -> dict[str, float]:
-        """Give what rebalances took, as shares of the run."""
+        """Return what rebalances took, as shares of the run."""
         slices, seconds = list(chain(*self.rounds)), median(self.seconds())
         iterations = sum(one.iterations for one in slices)
         costs = [sum(parts) / iterations for parts in zip(*(one.costs for one in slices))]
@@ -102,7 +102,7 @@ class Measured:
 
 @lru_cache(maxsize=256)
 def shortest_seconds(passes: Passes, stages: int, micro_batches: int) -> float:
-    """Give the seconds of the shortest 1F1B iteration that is found, with messages that take no time."""
+    """Return the seconds of the shortest 1F1B iteration that is found, with messages that take no time."""
     pipeline = PipelineModel(*passes, micro_batches, (1.0,) * stages)
     costs = [forward + backward for forward, backward in zip(*passes)]
     return pipeline.iteration_seconds(makespan(costs, stages, start=uniform(len(costs), stages), pipeline=pipeline))

@@ -36,7 +36,7 @@ class LayerSeconds(NamedTuple):
 
 
 def layer_seconds(kind: str, split: str, layers: int, pass_seconds: float, seed: int) -> list[LayerSeconds]:
-    """Give every layer's seconds; where layers are alike, a backward pass in one takes two forward passes.
+    """Return every layer's seconds; where layers are alike, a backward pass in one takes two forward passes.
 
     Args:
         kind: "equal"; "random": each pass up to 30% more or less; "frozen": the first quarter of the layers takes no

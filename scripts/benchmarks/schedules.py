@@ -81,7 +81,7 @@ class Arm:
         return timed(self._train)
 
     def turn(self) -> float:
-        """Train as many batches in a row as its turn has; the seconds of one, from the end of the first. Collective."""
+        """Train the batches of a turn. Return the seconds of one, from the end of the first. Collective."""
         if self.in_a_row == 1:
             return self.batch()
         ends = []
@@ -97,7 +97,7 @@ class Arm:
             loss.item()
 
     def predicted_seconds(self, schedule: Schedule, costs: PassCosts) -> float:
-        """Simulate a batch; where the next one may begin before it ends, the seconds from one to the next."""
+        """Simulate a batch. Return its seconds, or those from one to the next where batches overlap."""
         if self.in_a_row == 1 or self.name == WAITING:
             return replay(schedule, costs).iteration_seconds
         return period_seconds(schedule.orders, schedule.micro_batches, costs)
@@ -109,7 +109,7 @@ class Arm:
 
     @property
     def schedule(self) -> Schedule | None:
-        """In force; None: DeepSpeed's own."""
+        """Return the schedule in force; None: DeepSpeed's own."""
         if self.trace is None:
             return None
         found: Schedule | None = self.engine.stage.schedule.in_force(self.engine.num_stages, self.engine.micro_batches)

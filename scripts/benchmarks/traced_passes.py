@@ -65,12 +65,12 @@ def _traced_batch(events: Sequence[Mapping[str, Any]], num_stages: int) -> Trace
 
 
 def _kind(event: Mapping[str, Any]) -> Kind | None:
-    """The kind of pass that an event is; None: it is none. Its name ends with the micro-batch."""
+    """Return the kind of pass that an event is; None: it is none. Its name ends with the micro-batch."""
     return NAMES.get(event["name"].rsplit(" ", 1)[0])
 
 
 def _pass_seconds(events: Sequence[Mapping[str, Any]]) -> dict[Kind, list[float]]:
-    """The seconds of each pass of one stage, whose events come in the order of time."""
+    """Return the seconds of each pass of one stage, whose events come in the order of time."""
     found: dict[Kind, list[float]] = {kind: [] for kind in Kind}
     kind: Kind | None = None  # of the pass that has not ended
     began = ended = _begin(events[0]) if events else 0.0

@@ -46,7 +46,7 @@ class Trained:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a batch."""
+        """Return the tokens of a batch."""
         return int(self.arm.engine.train_batch_size()) * self.run.model.sequence_length
 
     def batch(self, step: int) -> None:
