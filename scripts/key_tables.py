@@ -89,20 +89,20 @@ def chosen_keys(name: str, patterns: str) -> list[tuple[str, FieldInfo]]:
     keys = list(keys_of(OBJECTS[name]))
     chosen = []
     for pattern in patterns.split(", "):
-        found = [(path, field) for path, field in keys if fnmatchcase(path, pattern)]
-        if not found:
+        matching = [(path, field) for path, field in keys if fnmatchcase(path, pattern)]
+        if not matching:
             raise ConfigError(f"keys of {name}: {pattern}: there is no such key")
-        chosen += found
+        chosen += matching
     return chosen
 
 
 def tables(name: str, patterns: str) -> str:
     """Make the table of the keys that ``patterns`` name; one for each object of which a key takes one."""
-    made = []
+    parts = []
     for where, keys in groupby(chosen_keys(name, patterns), key=lambda key: object_of(key[0])):
         rows = [(path.removeprefix(where), default_of(field), meaning_of(field)) for path, field in keys]
-        made.append(HEAD + "".join(f"| `{key}` | {default} | {meaning} |\n" for key, default, meaning in rows))
-    return "\n".join(made)
+        parts.append(HEAD + "".join(f"| `{key}` | {default} | {meaning} |\n" for key, default, meaning in rows))
+    return "\n".join(parts)
 
 
 def object_of(path: str) -> str:
@@ -162,12 +162,12 @@ def with_tables(page: str) -> str:
     Raises:
         ConfigError: a comment names keys that there are not.
     """
-    return TABLE.sub(lambda found: found[1] + tables(found[2], found[3]) + found[5], page)
+    return TABLE.sub(lambda match: match[1] + tables(match[2], match[3]) + match[5], page)
 
 
-def main(given: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args(given)
+    parser.parse_args(arguments)
     for path in sorted(PAGES.glob("*.md")):
         page = path.read_text()
         if with_tables(page) != page:

@@ -77,7 +77,7 @@ def print_case(rows: Sequence[dict[str, Any]], setting: Setting) -> None:
     stages, replicas = counted(setting.stages, "stage"), counted(setting.replicas, "replica")
     scale = f"{setting.layers} layers, {stages} x {replicas}"
     print(f"\n{rows[0]['case']}: {scale}, {setting.micro_batches} micro-batches, interval {setting.interval}")
-    cells = [[label(one["balancer"]), *(f"{one[key]:.2f}" for key in COLUMNS.values()), one["moves"]] for one in rows]
+    cells = [[label(row["balancer"]), *(f"{row[key]:.2f}" for key in COLUMNS.values()), row["moves"]] for row in rows]
     print_table(("balancer", *COLUMNS, "moves"), cells)
 
 
@@ -85,20 +85,20 @@ def print_beside_the_paper(rows: Sequence[dict[str, Any]]) -> None:
     print("\nBeside the paper, whose static is uniform. Under zero bubble; the bubbles are those of the loads alone\n")
     cells = []
     for case, published in PAPER.items():
-        own = {one["balancer"]: one for one in rows if one["case"] == case}
+        own = {row["balancer"]: row for row in rows if row["case"] == case}
         if not own:
             continue
         over_dense = published.over == "dense"
         key = "speedup_over_dense" if over_dense else "speedup_over_uniform"
-        dynamic = [one for arm, one in own.items() if arm not in (*STATICS, "dense", "oracle")]
-        best = max(dynamic, key=lambda one: float(one[key])) if dynamic else own[STATIC]
+        dynamic = [row for arm, row in own.items() if arm not in (*STATICS, "dense", "oracle")]
+        best = max(dynamic, key=lambda row: float(row[key])) if dynamic else own[STATIC]
         cells.append(
             (
                 case,
                 published.over,
                 published.speedup,
                 f"{best[key]:.2f}",
-                f"{max(float(one[f'{key}_1f1b']) for one in dynamic or [best]):.2f}",
+                f"{max(float(row[f'{key}_1f1b']) for row in dynamic or [best]):.2f}",
                 "" if over_dense else f"{best['speedup_over_uniform_at_end']:.2f}",
                 f"{own['oracle'][key]:.2f}" if "oracle" in own else "",
                 f"{best['speedup_over_static']:.2f}",
@@ -121,8 +121,8 @@ def print_repacking(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     print("\npruning, re-packed from 8 stages (partition by time, busiest stage)\n")
     speeds = ("tokens_per_second", "tokens_per_second_per_rank")
     cells = [
-        (f"{one['sparsity']:.1%}", one["stages"], *(f"{one[key]:,.0f}" for key in speeds), f"{one['over_dense']:.2f}")
-        for one in rows
+        (f"{row['sparsity']:.1%}", row["stages"], *(f"{row[key]:,.0f}" for key in speeds), f"{row['over_dense']:.2f}")
+        for row in rows
     ]
     print_table(("sparsity", "stages", "tokens/s", "per rank", "over 8 dense"), cells)
     average = sustained_stages(rows)
@@ -141,13 +141,13 @@ def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         outcomes = compare(case, setting, arms, count=arguments.phases, seeds=seeds)
         of_case = [{"case": case.name, "balancer": arm, **figures_of(arm, outcomes, setting)} for arm in arms]
         print_case(of_case, setting)
-        rows += [{**one, "setting": asdict(setting)} for one in of_case]
+        rows += [{**row, "setting": asdict(setting)} for row in of_case]
     if arguments.recorded is None:
         print_beside_the_paper(rows)
     return rows
 
 
-def main(given: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("--case", action="append", metavar="NAME", help=CASE_HELP)
     parser.add_argument("--recorded", type=Path, action="append", metavar="FILE_OR_FOLDER", help=RECORDED_HELP)
@@ -161,7 +161,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--phases", type=int, default=20, help=PHASES_HELP)
     parser.add_argument("--seeds", type=int, default=8, help="runs per figure, default %(default)s")
     parser.add_argument("--repack", action="store_true", help="the table of re-packing instead")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     try:
         check_at_least_1(arguments, *SIZES, "phases", "seeds")
         if arguments.link_gbps <= 0:

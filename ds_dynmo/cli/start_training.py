@@ -38,11 +38,11 @@ def check_configuration(arguments: list[str]) -> None:
     parser.add_argument("--deepspeed_config")
     add_changes(parser)
     try:
-        given = parser.parse_known_args(arguments)[0]
+        known = parser.parse_known_args(arguments)[0]
     except argparse.ArgumentError:
         return
-    if given.deepspeed_config is not None:
-        settings = load_settings(given.deepspeed_config, given.changes)
+    if known.deepspeed_config is not None:
+        settings = load_settings(known.deepspeed_config, known.changes)
         read_dynmo_config(settings)
         check_deepspeed_keys(settings)
 

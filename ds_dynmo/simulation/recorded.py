@@ -93,7 +93,7 @@ class Recorded(Case):
         if self.interval == 1:
             return self._each
         longest = math.ceil(len(self.iterations) / count)
-        begins = [number for number, one in enumerate(self.iterations) if one.changed or number == 0]
+        begins = [number for number, iteration in enumerate(self.iterations) if iteration.changed or number == 0]
         ends = [*begins[1:], len(self.iterations)]
         return [
             self._phase(self.iterations[place : min(place + longest, end)])
@@ -119,30 +119,31 @@ class Recorded(Case):
     def _each(self) -> list[Phase]:
         """Return the first iterations as one phase, and each later one."""
         first = len(self._first)
-        return [self._phase(self._first), *(self._phase([one]) for one in self.iterations[first:])]
+        return [self._phase(self._first), *(self._phase([iteration]) for iteration in self.iterations[first:])]
 
     @cached_property
     def _first(self) -> tuple[Iteration, ...]:
         """Return the iterations before the model changes."""
-        changes = (number for number, one in enumerate(self.iterations) if one.changed and number)
+        changes = (number for number, iteration in enumerate(self.iterations) if iteration.changed and number)
         return self.iterations[: min(FIRST, next(changes, FIRST))]
 
     @cached_property
     def _units(self) -> tuple[float, float]:
         """Return the microseconds of a share of 1, and the parameters of the largest layer."""
-        unit = fmean(fmean(one.forward) + fmean(one.backward) for one in self._first) / 3
-        return unit, max(max(one.trainable) for one in self.iterations)
+        unit = fmean(fmean(iteration.forward) + fmean(iteration.backward) for iteration in self._first) / 3
+        return unit, max(max(iteration.trainable) for iteration in self.iterations)
 
     def _phase(self, iterations: Sequence[Iteration]) -> Phase:
         unit, largest = self._units
         forward, backward = (
-            tuple(map(median, zip(*lists))) for lists in zip(*((one.forward, one.backward) for one in iterations))
+            tuple(map(median, zip(*lists)))
+            for lists in zip(*((iteration.forward, iteration.backward) for iteration in iterations))
         )
         return Phase(
             len(iterations),
-            tuple(one / unit for one in forward),
-            tuple(one / (2 * unit) for one in backward),
-            tuple(one / largest for one in iterations[-1].trainable),
+            tuple(value / unit for value in forward),
+            tuple(value / (2 * unit) for value in backward),
+            tuple(value / largest for value in iterations[-1].trainable),
             announced=iterations[0].changed,
         )
 
@@ -160,24 +161,24 @@ def chosen_cases(names: Sequence[str] | None, recorded: Sequence[Path] | None) -
     Raises:
         ConfigError: a folder without a recording, a name that none has; else as :meth:`Recorded.read`.
     """
-    found = [*CASES.values()] if recorded is None else recordings(recorded)
-    if missing := set(names or ()) - {case.name for case in found}:
-        have = ", ".join(case.name for case in found)
+    cases = [*CASES.values()] if recorded is None else recordings(recorded)
+    if missing := set(names or ()) - {case.name for case in cases}:
+        have = ", ".join(case.name for case in cases)
         raise ConfigError(f"--case {missing.pop()}: there are {'' if recorded is None else 'recordings of '}{have}")
     if recorded is None and names:
         return [CASES[name] for name in names]
-    return [case for case in found if not names or case.name in names]
+    return [case for case in cases if not names or case.name in names]
 
 
 def recordings(paths: Iterable[Path]) -> list[Case]:
     """Read recordings: files, and those in folders."""
-    found = list[Case]()
+    cases = list[Case]()
     for path in paths:
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not files:
             raise ConfigError(f"--recorded {path}: the folder holds no *.jsonl")
-        found += [Recorded.read(file) for file in files]
-    return found
+        cases += [Recorded.read(file) for file in files]
+    return cases
 
 
 def _objects(path: Path) -> list[dict[str, Any]]:
@@ -185,17 +186,17 @@ def _objects(path: Path) -> list[dict[str, Any]]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    found: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            found.append(dict(json.loads(line)))
+            objects.append(dict(json.loads(line)))
         except (TypeError, ValueError) as error:
             torn = number == len(lines) > 1
             why = "the last one, is torn: remove it" if torn else "is not a JSON object: this is not a recording"
             raise ConfigError(f"{path}: line {number}, {why}") from error
-    if not found:
+    if not objects:
         raise ConfigError(f"{path}: is not a recording: it is empty")
-    return found
+    return objects
 
 
 def _check_header(path: Path, header: dict[str, Any]) -> None:

@@ -21,8 +21,8 @@ def repack_rows(num_layers: int, stages: Sequence[int], *, seeds: int) -> list[d
         for count in stages:
             setting = Setting.of(case, layers=num_layers, stages=count, replicas=1, micro_batches=4 * largest)
             costs = [PhaseCosts.of([phase], setting.forward_seconds) for phase in phases]
-            seconds = [iteration(one, balanced(one.costs(), count), setting)[0] for one in costs]
-            tokens = statistics.fmean(setting.tokens / one for one in seconds)
+            seconds = [iteration(phase, balanced(phase.costs(), count), setting)[0] for phase in costs]
+            tokens = statistics.fmean(setting.tokens / duration for duration in seconds)
             rows.append(
                 {
                     "sparsity": case.sparsity(begin),

@@ -81,17 +81,17 @@ class Setting:
     @classmethod
     def of(cls, case: Case, **changes: int | float | None) -> Setting:
         """Make the paper's setting of the case, with those of ``changes`` that are not None."""
-        given = {name: value for name, value in changes.items() if value is not None}
-        stages = int(given.get("stages", case.stages))
+        chosen = {name: value for name, value in changes.items() if value is not None}
+        stages = int(chosen.get("stages", case.stages))
         paper = {
             "layers": case.layers,
             "stages": stages,
             "replicas": case.replicas,
             "micro_batches": 4 * stages,
             "interval": case.interval,
-            "announced": given.get("interval") is None,
+            "announced": chosen.get("interval") is None,
         }
-        return cls(**{**paper, **given})  # type: ignore[arg-type]
+        return cls(**{**paper, **chosen})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class PhaseCosts:
 
 
 def run_costs(case: Case, setting: Setting, count: int, seed: int) -> list[PhaseCosts]:
-    replicas = [case.phases(setting.layers, count, seed=seed, replica=one) for one in range(setting.replicas)]
+    replicas = [case.phases(setting.layers, count, seed=seed, replica=replica) for replica in range(setting.replicas)]
     return [PhaseCosts.of(phases, setting.forward_seconds) for phases in zip(*replicas)]
 
 
@@ -314,7 +314,7 @@ def iterations_until_known(phase: PhaseCosts, arm: str, setting: Setting, begin:
 
 def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     """Average over runs with different seeds."""
-    means = {name: statistics.fmean(getattr(one, name) for one in outcomes) for name in Outcome.__annotations__}
+    means = {name: statistics.fmean(getattr(outcome, name) for outcome in outcomes) for name in Outcome.__annotations__}
     return Outcome(**{**means, "moves": round(means["moves"])})  # type: ignore[arg-type]
 
 
@@ -344,8 +344,8 @@ def figures_of(arm: str, outcomes: dict[str, Outcome], setting: Setting) -> dict
     """
     own, uniform, dense = outcomes[arm], outcomes[STATIC], outcomes["dense"]
     statics = [outcomes[name] for name in STATICS]
-    best = min(statics, key=lambda one: one.zero_bubble_seconds)
-    best_1f1b = min(statics, key=lambda one: one.schedule_seconds)
+    best = min(statics, key=lambda outcome: outcome.zero_bubble_seconds)
+    best_1f1b = min(statics, key=lambda outcome: outcome.schedule_seconds)
     return {
         "tokens_per_second": setting.tokens / own.zero_bubble_seconds,
         "tokens_per_second_1f1b": setting.tokens / own.schedule_seconds,

@@ -36,7 +36,8 @@ def zero_bubble_seconds(
     replicas = np.unique(np.concatenate([forward, backward]), axis=1).T.tolist()
     stages = len(layers)
     return max(
-        replay(order, _costs(one[:stages], one[stages:], link_seconds, frozen)).iteration_seconds for one in replicas
+        replay(order, _costs(replica[:stages], replica[stages:], link_seconds, frozen)).iteration_seconds
+        for replica in replicas
     )
 
 

@@ -120,8 +120,8 @@ def read_rows(path: Path) -> list[Record]:
         ConfigError: no such file, or no rows in it.
     """
     try:
-        found = json.loads(path.read_text())
-        rows: list[Record] = found["rows"] if isinstance(found, dict) else found
+        content = json.loads(path.read_text())
+        rows: list[Record] = content["rows"] if isinstance(content, dict) else content
         cases = dict.fromkeys(row["case"] for row in rows)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: has no rows of a benchmark: {error!r}") from error
@@ -146,15 +146,15 @@ def _by_schedule(of_case: Sequence[Record]) -> Iterator[Record]:
 
 def loads_around(report: RunRecords) -> list[MoveLoads]:
     """Return the stage loads before and after each move that a profile led to."""
-    found = []
+    of_moves = []
     ends = [move["step"] for move in report.moves[1:]] + [float("inf")]
     for move, end in zip(report.moves, ends):
         if move["stage_seconds_before"] is None:
             continue
         later = [profile for profile in report.profiles if move["step"] < profile.step <= end]
         measured = loads(later[0].costs("time"), move["new_partition"]) if later else None
-        found.append(MoveLoads(move, move["stage_seconds_before"], move["stage_seconds_after"], measured))
-    return found
+        of_moves.append(MoveLoads(move, move["stage_seconds_before"], move["stage_seconds_after"], measured))
+    return of_moves
 
 
 def simulated(profile: Profile, partition: Sequence[int], title: str) -> TimelineRows:
@@ -173,7 +173,7 @@ def _rows(timeline: ScheduleTimeline, title: str) -> TimelineRows:
     rows = []
     for stage, order in enumerate(timeline.schedule.orders):
         spans = zip(order, timeline.start_seconds[stage], timeline.end_seconds[stage])
-        bars = (Bar(PASSES[one.kind], one.micro_batch, start, end - start) for one, start, end in spans)
+        bars = (Bar(PASSES[action.kind], action.micro_batch, start, end - start) for action, start, end in spans)
         rows.append((f"stage {stage}", tuple(bars)))
     return TimelineRows(title, tuple(rows))
 

@@ -66,40 +66,40 @@ def svg(figure: Figure) -> bytes:
 
 def stage_loads(report: RunRecords) -> Figure | None:
     """Draw stage loads before and after each move; of many moves, those that lowered the bottleneck most."""
-    every = loads_around(report)
-    if not every:
+    moves = loads_around(report)
+    if not moves:
         return None
-    chosen = sorted(every, key=lambda found: max(found.predicted_after) - max(found.before))[:MOST_MOVES]
-    chosen.sort(key=lambda found: found.move["step"])
+    chosen = sorted(moves, key=lambda loads: max(loads.predicted_after) - max(loads.before))[:MOST_MOVES]
+    chosen.sort(key=lambda loads: loads.move["step"])
     columns = min(COLUMNS, len(chosen))
     rows = math.ceil(len(chosen) / columns)
     figure = Figure(figsize=(max(6.0, 4.3 * columns), 3.4 * rows + 0.6), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    for axes, found in zip(grid.flat, chosen):
-        _loads_of_one_move(axes, found)
+    for axes, loads in zip(grid.flat, chosen):
+        _loads_of_one_move(axes, loads)
     for axes in grid.flat[len(chosen) :]:
         axes.set_visible(False)
     for row in grid:
         row[0].set_ylabel("load per micro-batch (ms)")
     bars = [("before", BEFORE), ("after, predicted", PREDICTED), ("after, measured", MEASURED)]
     figure.legend(handles=[Patch(color=color, label=name) for name, color in bars], loc="outside upper center", ncols=3)
-    if len(every) > len(chosen):
-        figure.supxlabel(f"the {len(chosen)} of {len(every)} moves that lowered the bottleneck most", fontsize=9)
+    if len(moves) > len(chosen):
+        figure.supxlabel(f"the {len(chosen)} of {len(moves)} moves that lowered the bottleneck most", fontsize=9)
     return figure
 
 
-def _loads_of_one_move(axes: Any, found: MoveLoads) -> None:
-    series = [(found.before, BEFORE), (found.predicted_after, PREDICTED)]
-    series += [(found.measured_after, MEASURED)] if found.measured_after is not None else []
+def _loads_of_one_move(axes: Any, loads: MoveLoads) -> None:
+    series = [(loads.before, BEFORE), (loads.predicted_after, PREDICTED)]
+    series += [(loads.measured_after, MEASURED)] if loads.measured_after is not None else []
     width = 0.8 / 3
     for number, (seconds, color) in enumerate(series):
         places = [stage + (number - 1) * width for stage in range(len(seconds))]
         axes.bar(places, [MILLI * load for load in seconds], width, color=color)
     axes.set_xlabel("stage")
-    axes.set_xlim(-0.6, len(found.before) - 0.4)
+    axes.set_xlim(-0.6, len(loads.before) - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
-    old, new = (_short(found.move[which]) for which in ("old_partition", "new_partition"))
-    axes.set_title(f"step {found.move['step']}: {found.move['reason']}\n{old} to {new}", fontsize=9)
+    old, new = (_short(loads.move[which]) for which in ("old_partition", "new_partition"))
+    axes.set_title(f"step {loads.move['step']}: {loads.move['reason']}\n{old} to {new}", fontsize=9)
     _plain(axes)
 
 
@@ -182,7 +182,7 @@ def _pace(axes: Any, report: RunRecords) -> None:
 def _points(report: RunRecords) -> tuple[list[int], list[float]]:
     """Return steps and the running median of tokens per second, or profiled steps and the seconds of a batch."""
     if not report.steps:
-        return [one.step for one in report.profiles], [one.batch_seconds for one in report.profiles]
+        return [profile.step for profile in report.profiles], [profile.batch_seconds for profile in report.profiles]
     tokens, half = [record["tokens_per_second"] for record in report.steps], WINDOW // 2
     smooth = [statistics.median(tokens[max(0, at - half) : at + half + 1]) for at in range(len(tokens))]
     return [record["step"] for record in report.steps], smooth
@@ -196,16 +196,16 @@ def cases(rows: Sequence[Record]) -> Figure:
     axes = figure.subplots()
     width = 0.8 / len(arms)
     for number, arm in enumerate(arms):
-        found = {row["case"]: row for row in rows if _arm(row) == arm}
-        shown = [place for place, name in enumerate(names) if name in found]
-        heights = [found[names[place]]["speedup_over_static"] for place in shown]
+        by_case = {row["case"]: row for row in rows if _arm(row) == arm}
+        shown = [place for place, name in enumerate(names) if name in by_case]
+        heights = [by_case[names[place]]["speedup_over_static"] for place in shown]
         bars = axes.bar(
             [place + (number - (len(arms) - 1) / 2) * width for place in shown],
             heights,
             width,
             color=ARM_COLORS[arm],
             label=arm,
-            yerr=_spreads([found[names[place]] for place in shown]),
+            yerr=_spreads([by_case[names[place]] for place in shown]),
             error_kw={"linewidth": 1, "capsize": 2},
         )
         axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, bbox={"facecolor": "white", "linewidth": 0, "pad": 0.5})
@@ -266,20 +266,20 @@ def _over_steps(*panels: Any, report: RunRecords) -> None:
     panels[-1].xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
 
 
-def timelines(every: Sequence[TimelineRows], *, in_passes: bool = False) -> Figure:
+def timelines(batches: Sequence[TimelineRows], *, in_passes: bool = False) -> Figure:
     """Draw batches below each other on one scale of time; a row for each stage.
 
     Args:
         in_passes: time is counted in forward passes, else in milliseconds.
     """
     per_second, unit = (1.0, "forward passes") if in_passes else (MILLI, "ms")
-    rows = [len(one.rows) for one in every]
+    rows = [len(batch.rows) for batch in batches]
     inches = 0.42 if max(rows) <= MOST_TALL_ROWS else 0.22
     figure = Figure(figsize=(10, sum(inches * count + 0.8 for count in rows) + 0.9), layout="constrained")
-    panels = figure.subplots(len(every), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
-    longest = per_second * max(one.seconds for one in every)
-    for axes, one in zip(panels, every):
-        for place, (_, bars) in enumerate(one.rows):
+    panels = figure.subplots(len(batches), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    longest = per_second * max(batch.seconds for batch in batches)
+    for axes, batch in zip(panels, batches):
+        for place, (_, bars) in enumerate(batch.rows):
             for category in COLORS:
                 spans = [
                     (per_second * bar.begin_seconds, per_second * bar.seconds)
@@ -293,14 +293,14 @@ def timelines(every: Sequence[TimelineRows], *, in_passes: bool = False) -> Figu
                     middle = per_second * (bar.begin_seconds + bar.seconds / 2)
                     text = str(bar.micro_batch)
                     axes.text(middle, place, text, color="white", ha="center", va="center", fontsize=7)
-        axes.set_yticks(range(len(one.rows)), [name for name, _ in one.rows])
-        axes.set_ylim(len(one.rows) - 0.4, -0.6)
+        axes.set_yticks(range(len(batch.rows)), [name for name, _ in batch.rows])
+        axes.set_ylim(len(batch.rows) - 0.4, -0.6)
         axes.set_xlim(0, longest)
-        axes.set_title(f"{one.title}, {per_second * one.seconds:,.0f} {unit}", fontsize=10, loc="left")
+        axes.set_title(f"{batch.title}, {per_second * batch.seconds:,.0f} {unit}", fontsize=10, loc="left")
         _plain(axes)
     panels[-1].set_xlabel(f"{unit} since the batch began")
     panels[-1].xaxis.set_major_formatter("{x:,.0f}")
-    shown = {bar.category for one in every for _, bars in one.rows for bar in bars}
+    shown = {bar.category for batch in batches for _, bars in batch.rows for bar in bars}
     handles = [Patch(color=color, label=category) for category, color in COLORS.items() if category in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9, frameon=False)
     return figure

@@ -42,10 +42,10 @@ def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig, *,
     if model.tokens is None and path is not None and holds_ids(path, config):
         return _open(path, config, model, packed)
     if model.tokens == "bytes" or (config.tokenizer is None and folder is None):
-        given = sorted(config.model_fields_set)
-        if given:
+        keys = sorted(config.model_fields_set)
+        if keys:
             raise ConfigError(
-                f"data.{', data.'.join(given)}: cannot be given for raw bytes, which this run trains on; token ids are "
+                f"data.{', data.'.join(keys)}: cannot be given for raw bytes, which this run trains on; token ids are "
                 'of a file of them as --data, or of "tokenizer" in the "data" block, without "tokens": "bytes"'
             )
         if model.tokens is None and path is not None:
@@ -140,9 +140,9 @@ def _check_bytes(path: str, config: DataConfig) -> None:
 
 def _folder(model: ModelConfig) -> Path | None:
     """Find the folder of a Hugging Face model, which would have a tokenizer."""
-    given = model.huggingface
-    with readable(Path(str(given))):
-        return Path(given) if isinstance(given, str) and Path(given).is_dir() else None
+    folder = model.huggingface
+    with readable(Path(str(folder))):
+        return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
 
 
 def _has_tokenizer(folder: Path | None) -> bool:

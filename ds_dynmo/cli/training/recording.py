@@ -85,5 +85,5 @@ def rounded(values: Sequence[float | None]) -> list[float | None]:
     >>> rounded([1234.5, 0.12345, 87.0, None])
     [1230, 0.123, 87, None]
     """
-    found = [None if value is None else float(f"{value:.3g}") for value in values]
-    return [int(one) if one is not None and one.is_integer() else one for one in found]
+    short = [None if value is None else float(f"{value:.3g}") for value in values]
+    return [int(value) if value is not None and value.is_integer() else value for value in short]

@@ -174,6 +174,8 @@ def record_nothing(record: dict[str, Any]) -> None:
 def begin_report(run: TrainingRun) -> list[dict[str, Any]]:
     """Write the first record of the run's report. A new run empties the file first; a resumed one goes on with it.
 
+    The engine has to be built afterwards: it writes records too when it loads a checkpoint at another partition.
+
     Returns:
         the record if it could not be written: whoever writes the others tries again, and warns.
     """

@@ -72,8 +72,8 @@ def read_facts(folder: Path, tag: str) -> dict[str, Any]:
     Raises:
         ConfigError: there are none, or they lack something.
     """
-    found = folders.find(str(folder), tag)
-    path = Path(found or folder / tag) / FACTS_FILE
+    checkpoint = folders.find(str(folder), tag)
+    path = Path(checkpoint or folder / tag) / FACTS_FILE
     if path.is_file():
         facts = {"in_step": False, **load_json(path)}
     elif (launch := _launch(folder)).get("tag") == tag:
@@ -110,16 +110,16 @@ def read_resumed(folder: Path, tag: str | None, model: ModelConfig) -> dict[str,
     return resumed
 
 
-def total_steps(given: int | None, folder: Path, resumed: dict[str, Any], model: ModelConfig) -> int:
+def total_steps(requested: int | None, folder: Path, resumed: dict[str, Any], model: ModelConfig) -> int:
     """Return the batches of a resumed run. It keeps its number if the model changes at fractions of it.
 
     Args:
-        given: by ``--steps``.
+        requested: by ``--steps``.
 
     Raises:
         ConfigError: naming ``--steps``, with both numbers.
     """
-    steps: int = resumed["steps"] if given is None else given
+    steps: int = resumed["steps"] if requested is None else requested
     scheduled = [case.kind for case in model.case if case.follows_steps]
     if steps != resumed["steps"] and scheduled:
         raise ConfigError(

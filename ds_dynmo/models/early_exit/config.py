@@ -47,7 +47,7 @@ class EarlyExitConfig(CaseConfig):
         lt=1,
         description="from that fraction of the steps on, the last step at the latest, tokens leave",
     )
-    evaluation: bool = Field(default=True, description="do tokens leave in evaluations too")
+    evaluation: bool = Field(default=True, description="true: tokens leave in evaluations too")
 
     @field_validator("depths", mode="before")
     @classmethod
