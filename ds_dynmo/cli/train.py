@@ -30,7 +30,7 @@ from ds_dynmo.cli.training.recording import Recording
 from ds_dynmo.cli.training.report import (
     History,
     ProgressLines,
-    Record,
+    WriteRecord,
     begin_report,
     closing_line,
     closing_table,
@@ -101,7 +101,7 @@ def build_cases(run: TrainingRun, engine: Any) -> list[DynamicCase]:
     return cases
 
 
-def train(run: TrainingRun, engine: Any, cases: list[DynamicCase], record: Record = record_nothing) -> History:
+def train(run: TrainingRun, engine: Any, cases: list[DynamicCase], record: WriteRecord = record_nothing) -> History:
     """Train up to ``run.stop`` on every rank.
 
     Rank 0 passes each step to ``record``. A run that saves also ends at SIGINT or SIGTERM: ``history.stopped``.
@@ -110,7 +110,9 @@ def train(run: TrainingRun, engine: Any, cases: list[DynamicCase], record: Recor
         return train_until(stop, run, engine, cases, record)
 
 
-def train_until(stop: StopSignals, run: TrainingRun, engine: Any, cases: list[DynamicCase], record: Record) -> History:
+def train_until(
+    stop: StopSignals, run: TrainingRun, engine: Any, cases: list[DynamicCase], record: WriteRecord
+) -> History:
     """Train up to ``run.stop``, or to the batch in which ranks agree to ``stop``."""
     history = History()
     training = batches(run, engine, "train")

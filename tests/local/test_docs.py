@@ -60,6 +60,12 @@ def test_every_key_is_in_one_table(name: str) -> None:
     assert sorted(listed) == sorted(key for key, _ in key_tables.keys_of(key_tables.OBJECTS[name]))
 
 
+def test_the_readme_has_the_defaults_of_the_keys_that_matter() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \| (`[^`]+`) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    fields = dict(key_tables.keys_of(key_tables.OBJECTS["dynmo"]))
+    assert rows and dict(rows) == {key: key_tables.default_of(fields[key]) for key, _ in rows}
+
+
 MADE_BY_COMMANDS = ("model", "trained")  # folders of Hugging Face models
 
 

@@ -16,7 +16,7 @@ from ds_dynmo.errors import counted
 from ds_dynmo.files import append_line
 from ds_dynmo.plan import Profile, RebalanceReport
 
-Record = Callable[[dict[str, Any]], None]
+WriteRecord = Callable[[dict[str, Any]], None]
 
 PROGRESS_LINES = 20
 LAST_STEPS = 10  # the training loss reported at the end is the mean of so many last steps
@@ -200,7 +200,7 @@ def begin_report(run: TrainingRun) -> list[dict[str, Any]]:
     return []
 
 
-def continue_report(run: TrainingRun, engine: Any, unwritten: list[dict[str, Any]]) -> Record:
+def continue_report(run: TrainingRun, engine: Any, unwritten: list[dict[str, Any]]) -> WriteRecord:
     """Return a function that appends a record to the run's report, or warns once that it cannot.
 
     Args:
@@ -208,7 +208,7 @@ def continue_report(run: TrainingRun, engine: Any, unwritten: list[dict[str, Any
     """
     if run.report is None:
         return record_nothing
-    write: Record = engine.write_record
+    write: WriteRecord = engine.write_record
     if engine.dynmo is None:  # DeepSpeed's engine reports nothing
         write = record_writer(run.report, lambda said: print(f"ds-dynmo-train: {said}", file=sys.stderr, flush=True))
     for record in unwritten:
