@@ -1,12 +1,10 @@
-"""Draw the report of a run as pictures and an HTML file that holds them; or rows of a benchmark; or schedules.
+"""Draw the report of a run as pictures, and as an HTML file that holds them.
 
     ds-dynmo-plot report.jsonl --trace trace.json --out pictures
-    ds-dynmo-plot repacked.jsonl --never never.jsonl                # the same run without re-packing
-    ds-dynmo-plot --rows rows.json --format svg --out pictures
-    ds-dynmo-plot --schedules 8 12 --format svg --out pictures      # stages and micro-batches
+    ds-dynmo-plot repacked.jsonl --never never.jsonl --format svg     # the same run without re-packing
 
 ``report.jsonl`` is written with ``--report`` of ds-dynmo-train or ``dynmo.report``, ``trace.json`` with
-``dynmo.trace``, ``rows.json`` with ``--json`` of scripts/benchmark.py. Needs matplotlib: the extra "plots".
+``dynmo.trace``. Needs matplotlib: the extra "plots".
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ from ds_dynmo.cli.plotting.data import (
     RunRecords,
     TimelineRows,
     read_report,
-    read_rows,
     read_trace,
-    scheduled,
     simulated,
     traced,
     traced_steps,
@@ -32,7 +28,6 @@ from ds_dynmo.cli.plotting.data import (
 from ds_dynmo.config.withdrawn import check_withdrawn
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.files import whole, write_text
-from ds_dynmo.schedules import one_f_one_b, schedule_for_equal_costs
 
 
 def expected(report: RunRecords) -> list[TimelineRows]:
@@ -65,54 +60,21 @@ def measured(events: list[dict[str, Any]], steps: list[int] | None) -> list[Time
     return [traced(events, step) for step in steps or sorted({there[0], there[-1]})]
 
 
-def orders(stages: int, micro_batches: int) -> list[TimelineRows]:
-    """Make the timelines of 1F1B and of the zero-bubble schedule for equal costs."""
-    return [
-        scheduled(one_f_one_b(stages, micro_batches), "1F1B"),
-        scheduled(schedule_for_equal_costs(stages, micro_batches), "zero bubble"),
-    ]
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path, nargs="?", help="JSON lines of a run")
+    parser.add_argument("report", type=Path, help="JSON lines of a run")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the measured timeline of some of its batches")
     parser.add_argument(
         "--never", type=Path, metavar="FILE", help="the report of the same run that never re-packs, to draw beside it"
     )
     parser.add_argument("--steps", type=int, nargs="+", help="of the trace (default: the first and the last)")
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="the JSON of a benchmark, drawn by case")
-    parser.add_argument(
-        "--schedules",
-        type=int,
-        nargs=2,
-        metavar=("STAGES", "MICRO_BATCHES"),
-        help="1F1B beside zero bubble, where all passes take the same",
-    )
     parser.add_argument("--format", choices=["png", "svg"], default="png", help="of the pictures, default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("pictures"), metavar="FOLDER", help="default: %(default)s")
     check_withdrawn(arguments, "ds-dynmo-plot")
     return parser.parse_args(arguments)
 
 
-def check(args: argparse.Namespace) -> None:
-    """Refuse options that do not go together.
-
-    Raises:
-        ConfigError: naming the option.
-    """
-    if args.report is None and args.rows is None and args.schedules is None:
-        raise ConfigError("give the report of a run, or --rows FILE of a benchmark, or --schedules")
-    if args.schedules is not None and min(args.schedules) < 1:
-        raise ConfigError(f"--schedules {' '.join(map(str, args.schedules))}: should be at least 1 each")
-    if args.steps is not None and args.trace is None:
-        raise ConfigError(f"--steps {args.steps[0]}: needs --trace FILE, whose steps they are")
-    for option in ("trace", "never"):
-        if (file := getattr(args, option)) is not None and args.report is None:
-            raise ConfigError(f"--{option} {file}: needs the report of the same run")
-
-
-def figures_of(args: argparse.Namespace, report: RunRecords | None) -> dict[str, tuple[str, Any]]:
+def figures_of(args: argparse.Namespace, report: RunRecords) -> dict[str, tuple[str, Any]]:
     """Draw what was asked for: by title, the name of a file and a figure. A run has not all of them.
 
     Raises:
@@ -120,31 +82,27 @@ def figures_of(args: argparse.Namespace, report: RunRecords | None) -> dict[str,
     """
     from ds_dynmo.cli.plotting import pictures
 
+    if args.steps is not None and args.trace is None:
+        raise ConfigError(f"--steps {args.steps[0]}: needs --trace FILE, whose steps they are")
     never = read_report(args.never) if args.never is not None else None
-    if report is not None and never is not None and bool(never.steps) != bool(report.steps):
+    if never is not None and bool(never.steps) != bool(report.steps):
         raise ConfigError(f"--never {args.never}: only one of the two reports has tokens/s")
-    figures: dict[str, tuple[str, Any]] = {}
-    if args.rows is not None:
-        figures["Speed of each case"] = ("cases", pictures.cases(read_rows(args.rows)))
-    if args.schedules is not None:
-        figures["Schedules"] = ("schedules", pictures.timelines(orders(*args.schedules), in_passes=True))
-    if report is not None:
-        figures["Stage loads"] = ("loads", pictures.stage_loads(report))
-        figures["Speed and balance"] = ("speed", pictures.speed(report))
-        figures["Ranks at work"] = ("ranks", pictures.ranks(report, never))
-        figures["Losses"] = ("losses", pictures.losses(report))
+    figures: dict[str, tuple[str, Any]] = {
+        "Stage loads": ("loads", pictures.stage_loads(report)),
+        "Speed and balance": ("speed", pictures.speed(report)),
+        "Ranks at work": ("ranks", pictures.ranks(report, never)),
+        "Losses": ("losses", pictures.losses(report)),
+    }
     if args.trace is not None:
         timelines = measured(read_trace(args.trace), args.steps)
         figures["Timeline of a batch, measured"] = ("timeline", pictures.timelines(timelines))
-    if report is not None and (timelines := expected(report)):
+    if timelines := expected(report):
         figures["Timeline of a batch, simulated"] = ("simulated", pictures.timelines(timelines))
     return {title: (name, figure) for title, (name, figure) in figures.items() if figure is not None}
 
 
-def write(
-    folder: Path, suffix: str, figures: Mapping[str, tuple[str, Any]], report: RunRecords | None
-) -> Iterator[str]:
-    """Write each figure, and of a run the page that holds all. Yield the names of the files.
+def write(folder: Path, suffix: str, figures: Mapping[str, tuple[str, Any]], report: RunRecords) -> Iterator[str]:
+    """Write each figure, and the page that holds all. Yield the names of the files.
 
     Raises:
         OSError: a file cannot be written.
@@ -161,16 +119,14 @@ def write(
             else:
                 figure.savefig(new, format="png", dpi=130)
         yield f"{name}.{suffix}"
-    if report is not None:
-        write_text(folder / "report.html", html.page(report, drawn))
-        yield "report.html"
+    write_text(folder / "report.html", html.page(report, drawn))
+    yield "report.html"
 
 
 def main(arguments: list[str] | None = None) -> int:
     try:
         args = parse(sys.argv[1:] if arguments is None else arguments)
-        check(args)
-        report = read_report(args.report) if args.report is not None else None
+        report = read_report(args.report)
         figures = figures_of(args, report)
     except ModuleNotFoundError as error:
         missing = str(error.name).split(".")[0]

@@ -17,9 +17,7 @@ from ds_dynmo.cli.plotting.data import (
     RunRecords,
     loads_around,
     read_report,
-    read_rows,
     read_trace,
-    scheduled,
     simulated,
     traced,
 )
@@ -28,7 +26,6 @@ from ds_dynmo.engine.measure.trace_events import Event, TraceFile, Track, batch_
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
-from ds_dynmo.schedules import zb_h1
 from tests.full_disk import files_of_at_most
 
 SECONDS = [(1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (3.0, 6.0)]
@@ -253,54 +250,6 @@ def test_ranks_at_work_are_drawn_where_a_run_repacked(tmp_path: Path, capsys: py
     assert all(text in (tmp_path / "ranks.svg").read_text() for text in (">batch (s)<", ">never re-packed<"))
 
 
-@pytest.mark.filterwarnings("error")
-def test_rows_of_a_benchmark_are_drawn_by_case(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    row = {"speedup_over_static": 1.2, "tokens_per_second": 12.0, "tokens_per_second_spread": [11.0, 12.5]}
-    names = ("static_uniform", "partition_time", "partition_parameters", "makespan")
-    rows = [{"case": case, "balancer": name, **row} for case in ("moe", "early_exit") for name in names]
-    rows += [{**one, "schedule": "zero_bubble"} for one in rows if one["balancer"] == "makespan"]
-    (tmp_path / "rows.json").write_text(json.dumps({"rows": rows}))
-    for folder in ("one", "two"):  # the same bytes, so that a committed picture changes only with its numbers
-        assert (
-            plot.main(["--rows", str(tmp_path / "rows.json"), "--format", "svg", "--out", str(tmp_path / folder)]) == 0
-        )
-    drawn = (tmp_path / "one" / "cases.svg").read_text()
-    assert drawn == (tmp_path / "two" / "cases.svg").read_text()
-    arms = ("uniform, 1F1B", "partition, 1F1B", "makespan, 1F1B", "makespan, zero bubble")
-    assert all(f">{word}<" in drawn for word in ("early exit", "moe", *arms))
-    assert "throughput over the best static" in drawn and "partition under DeepSpeed's 1F1B" in drawn
-    assert "parameters" not in drawn
-
-
-def test_simulated_rows_have_one_baseline_for_both_schedules(tmp_path: Path) -> None:
-    tokens = {"static_uniform": (4.0, 5.0), "static_profiled": (5.0, 5.5), "makespan": (6.0, 8.0)}
-    keys = ("tokens_per_second_1f1b", "tokens_per_second")
-    rows = [{"case": "moe", "balancer": name, **dict(zip(keys, both))} for name, both in tokens.items()]
-    (tmp_path / "rows.json").write_text(json.dumps({"rows": rows}))
-    found = {
-        (row["balancer"], row["schedule"]): row["speedup_over_static"] for row in read_rows(tmp_path / "rows.json")
-    }
-    expected = {"static_uniform": (0.8, 1.0), "static_profiled": (1.0, 1.1), "makespan": (1.2, 1.6)}
-    expected["best_static"] = expected["static_profiled"]
-    assert found == {
-        (name, schedule): pytest.approx(speedup)
-        for name, both in expected.items()
-        for schedule, speedup in zip(("1f1b", "zero_bubble"), both)
-    }
-
-
-def test_a_schedule_is_a_timeline_of_its_passes() -> None:
-    rows = scheduled(zb_h1(2, 2), "a title")
-    assert rows.title == "a title" and rows.seconds == 7
-    (_, first), (_, second) = rows.rows
-    assert [(bar.category, bar.micro_batch, bar.begin_seconds) for bar in second] == [
-        *(("forward", 0, 1.0), ("input gradient", 0, 2.0), ("forward", 1, 3.0), ("input gradient", 1, 4.0)),
-        *(("weight gradient", 0, 5.0), ("weight gradient", 1, 6.0)),
-    ]
-    assert {bar.seconds for bar in (*first, *second)} == {1.0}
-
-
 def test_both_parts_of_a_traced_backward_pass_have_a_colour() -> None:
     tracks = [
         Track(
@@ -321,36 +270,16 @@ def test_both_parts_of_a_traced_backward_pass_have_a_colour() -> None:
     assert len({pictures.COLORS[category] for category in (*categories, "forward")}) == 4
 
 
-@pytest.mark.filterwarnings("error")
-def test_schedules_are_drawn_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    (tmp_path / "of_another_run.svg").touch()
-    assert plot.main(["--schedules", "8", "12", "--format", "svg", "--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}: schedules.svg\n"  # what it drew, not all that is there
-    drawn = (tmp_path / "schedules.svg").read_text()
-    committed = (Path(__file__).parents[2] / "docs" / "images" / "schedules.svg").read_text()
-    for text in ("1F1B, 57 forward passes", "zero bubble, 43 forward passes", "weight gradient", "input gradient"):
-        assert text in drawn and text in committed
-    assert plot.main(["--schedules", "0", "12"]) == 2
-    assert "--schedules 0 12: should be at least 1 each" in capsys.readouterr().err
-
-
 def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
+    report = write_report(tmp_path, run_records())
     (tmp_path / "file").touch()
     for out, why in ((tmp_path / "file" / "out", "Not a directory"), (tmp_path / "full", "File too large")):
         with files_of_at_most(1000):
-            assert plot.main(["--schedules", "8", "12", "--format", "svg", "--out", str(out)]) == 2
+            assert plot.main([str(report), "--format", "svg", "--out", str(out)]) == 2
         said = capsys.readouterr().err
         assert said.startswith(f"ds-dynmo-plot: error: --out {out}: cannot be written: ") and why in said
     assert os.listdir(tmp_path / "full") == []
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "[1]", '{"rows": [{}]}'])
-def test_a_file_without_rows_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "rows.json").write_text(text)
-    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/rows.json: has no rows of a benchmark")):
-        read_rows(tmp_path / "rows.json")
 
 
 def test_arguments_that_cannot_be_drawn_are_named(
@@ -362,12 +291,12 @@ def test_arguments_that_cannot_be_drawn_are_named(
     assert "none.jsonl: cannot be read" in capsys.readouterr().err
     assert plot.main([str(report), "--steps", "3", "--out", str(tmp_path / "never")]) == 2
     assert "--steps 3: needs --trace FILE" in capsys.readouterr().err
-    assert plot.main(["--trace", "trace.json"]) == 2
-    assert "give the report of a run, or --rows FILE" in capsys.readouterr().err
-    assert plot.main(["--trace", "trace.json", "--rows", "rows.json"]) == 2
-    assert "--trace trace.json: needs the report of the same run" in capsys.readouterr().err
-    assert plot.main(["--routers", "none.json"]) == 2
-    assert "--routers: withdrawn; commit 66bdfef has it" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^2$"):
+        plot.main(["--trace", "trace.json"])
+    assert "required: report" in capsys.readouterr().err
+    for flag, instead in (("--routers", "commit 66bdfef has it"), ("--rows", "python scripts/draw.py rows")):
+        assert plot.main([flag, "none.json"]) == 2
+        assert f"{flag}: withdrawn; {instead}" in capsys.readouterr().err
     draws = "ds_dynmo.cli.plotting.pictures"
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == draws]:
         monkeypatch.delitem(sys.modules, name)

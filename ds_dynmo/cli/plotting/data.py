@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +12,9 @@ from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import loads, simulate
 from ds_dynmo.plan import Profile
-from ds_dynmo.schedules import Kind, PassCosts, Schedule, ScheduleTimeline, replay
+from ds_dynmo.schedules import Kind, ScheduleTimeline
 
 Record = dict[str, Any]
-
-BEST_STATIC = "best_static"
 
 
 @dataclass(frozen=True)
@@ -111,39 +109,6 @@ def read_report(path: Path) -> RunRecords:
     return RunRecords(start, end, steps, tuple(profiles), rebalances, repacks)
 
 
-def read_rows(path: Path) -> list[Record]:
-    """Read the rows that scripts/benchmark.py or ds-dynmo-simulate wrote, one per case, balancer and schedule.
-
-    "speedup_over_static" is over the best static partition under DeepSpeed's 1F1B.
-
-    Raises:
-        ConfigError: no such file, or no rows in it.
-    """
-    try:
-        content = json.loads(path.read_text())
-        rows: list[Record] = content["rows"] if isinstance(content, dict) else content
-        cases = dict.fromkeys(row["case"] for row in rows)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: has no rows of a benchmark: {error!r}") from error
-    if not cases:
-        raise ConfigError(f"{path}: has no rows of a benchmark")
-    if "tokens_per_second_1f1b" in rows[0]:
-        return [row for case in cases for row in _by_schedule([row for row in rows if row["case"] == case])]
-    return rows
-
-
-def _by_schedule(of_case: Sequence[Record]) -> Iterator[Record]:
-    """Split the rows of a simulated case, which hold two schedules each, and add the best static partition's."""
-    keys = {"1f1b": "tokens_per_second_1f1b", "zero_bubble": "tokens_per_second"}
-    statics = [row for row in of_case if row["balancer"].startswith("static_")]
-    best = {schedule: max(row[key] for row in statics) for schedule, key in keys.items()}
-    for schedule, key in keys.items():
-        tokens = {row["balancer"]: row[key] for row in of_case} | {BEST_STATIC: best[schedule]}
-        for balancer, per_second in tokens.items():
-            same = {"case": of_case[0]["case"], "balancer": balancer, "schedule": schedule}
-            yield {**same, "speedup_over_static": per_second / best["1f1b"]}
-
-
 def loads_around(report: RunRecords) -> list[MoveLoads]:
     """Return the stage loads before and after each move that a profile led to."""
     of_moves = []
@@ -161,15 +126,11 @@ def simulated(profile: Profile, partition: Sequence[int], title: str) -> Timelin
     """Simulate the 1F1B timeline of a partition from a profile, without time for sending."""
     forward = loads([layer.forward_seconds for layer in profile.layers], partition)
     backward = loads([layer.backward_seconds for layer in profile.layers], partition)
-    return _rows(simulate(forward, backward, profile.micro_batches), title)
+    return rows_of(simulate(forward, backward, profile.micro_batches), title)
 
 
-def scheduled(schedule: Schedule, title: str) -> TimelineRows:
-    """Make the timeline of a schedule where a forward pass and both parts of a backward pass take a second each."""
-    return _rows(replay(schedule, PassCosts.equal(schedule.owners)), title)
-
-
-def _rows(timeline: ScheduleTimeline, title: str) -> TimelineRows:
+def rows_of(timeline: ScheduleTimeline, title: str) -> TimelineRows:
+    """Make a row of bars for each stage."""
     rows = []
     for stage, order in enumerate(timeline.schedule.orders):
         spans = zip(order, timeline.start_seconds[stage], timeline.end_seconds[stage])

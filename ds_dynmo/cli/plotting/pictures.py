@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ds_dynmo.cli.plotting.data import PASSES, MoveLoads, Record, RunRecords, TimelineRows, loads_around
+from ds_dynmo.cli.plotting.data import PASSES, MoveLoads, RunRecords, TimelineRows, loads_around
 from ds_dynmo.errors import counted
 from ds_dynmo.partitioners import imbalance
 
@@ -41,17 +41,6 @@ COLORS = {
     "profile": "#16b5c4",
     "decide": "#f2d13c",
     "migrate": "#d62728",
-}
-
-SCHEDULES = {"1f1b": "1F1B", "zero_bubble": "zero bubble"}
-ARM_COLORS = {
-    "uniform, 1F1B": BEFORE,
-    "partition, 1F1B": PREDICTED,
-    "diffusion, 1F1B": "#a3c76d",
-    "makespan, 1F1B": MEASURED,
-    "oracle, 1F1B": "#e8a838",
-    "best static, zero bubble": COLORS["weight gradient"],
-    "makespan, zero bubble": COLORS["input gradient"],
 }
 
 
@@ -100,7 +89,7 @@ def _loads_of_one_move(axes: Any, loads: MoveLoads) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
     old, new = (_short(loads.move[which]) for which in ("old_partition", "new_partition"))
     axes.set_title(f"step {loads.move['step']}: {loads.move['reason']}\n{old} to {new}", fontsize=9)
-    _plain(axes)
+    plain(axes)
 
 
 def _short(numbers: Sequence[int]) -> str:
@@ -154,7 +143,7 @@ def ranks(report: RunRecords, never: RunRecords | None = None) -> Figure | None:
     _pace(lower, report)
     for axes in (upper, lower):
         _mark_changes(axes, report)
-        _plain(axes)
+        plain(axes)
     lower.set_xlabel("step")
     lower.legend(loc="lower left", facecolor="white", edgecolor="none", framealpha=1, fontsize=9, ncols=4)
     return figure
@@ -188,53 +177,6 @@ def _points(report: RunRecords) -> tuple[list[int], list[float]]:
     return [record["step"] for record in report.steps], smooth
 
 
-def cases(rows: Sequence[Record]) -> Figure:
-    """Draw the throughput of each case, balancer and schedule over the best static partition, and its spread."""
-    names = list(dict.fromkeys(row["case"] for row in rows))
-    arms = [arm for arm in ARM_COLORS if any(_arm(row) == arm for row in rows)]
-    figure = Figure(figsize=(2.6 + (0.3 + 0.28 * len(arms)) * len(names), 3.6), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / len(arms)
-    for number, arm in enumerate(arms):
-        by_case = {row["case"]: row for row in rows if _arm(row) == arm}
-        shown = [place for place, name in enumerate(names) if name in by_case]
-        heights = [by_case[names[place]]["speedup_over_static"] for place in shown]
-        bars = axes.bar(
-            [place + (number - (len(arms) - 1) / 2) * width for place in shown],
-            heights,
-            width,
-            color=ARM_COLORS[arm],
-            label=arm,
-            yerr=_spreads([by_case[names[place]] for place in shown]),
-            error_kw={"linewidth": 1, "capsize": 2},
-        )
-        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, bbox={"facecolor": "white", "linewidth": 0, "pad": 0.5})
-    axes.axhline(1, color=MOVE, linewidth=1, linestyle="--", alpha=0.7, zorder=0)
-    axes.set_xticks(range(len(names)), [name.replace("_", " ") for name in names])
-    axes.set_ylabel("throughput over the best static\npartition under DeepSpeed's 1F1B")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
-    _plain(axes)
-    return figure
-
-
-def _arm(row: Record) -> str:
-    """Name an arm and its schedule; those by parameters keep their names and are not drawn."""
-    name = "uniform" if row["balancer"] == "static_uniform" else str(row["balancer"]).removesuffix("_time")
-    return f"{name.replace('_', ' ')}, {SCHEDULES[row.get('schedule', '1f1b')]}"
-
-
-def _spreads(rows: Sequence[Record]) -> list[list[float]] | None:
-    """Return how far the slowest and fastest rounds are below and above each bar; None if rows lack them."""
-    if not all("tokens_per_second_spread" in row for row in rows):
-        return None
-    of_bars = []
-    for row in rows:
-        least, most = row["tokens_per_second_spread"]
-        unit = row["speedup_over_static"] / row["tokens_per_second"]
-        of_bars.append((unit * (row["tokens_per_second"] - least), unit * (most - row["tokens_per_second"])))
-    return [list(ends) for ends in zip(*of_bars)]
-
-
 def losses(report: RunRecords) -> Figure | None:
     """Draw the training loss of each step, auxiliary loss where there is one, and validation losses."""
     if not report.steps:
@@ -261,7 +203,7 @@ def _over_steps(*panels: Any, report: RunRecords) -> None:
             label = "layers moved" if number == 0 and axes is panels[0] else None
             axes.axvline(move["step"] + 0.5, color=MOVE, linewidth=1, linestyle="--", alpha=0.7, label=label)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
-        _plain(axes)
+        plain(axes)
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
 
@@ -297,7 +239,7 @@ def timelines(batches: Sequence[TimelineRows], *, in_passes: bool = False) -> Fi
         axes.set_ylim(len(batch.rows) - 0.4, -0.6)
         axes.set_xlim(0, longest)
         axes.set_title(f"{batch.title}, {per_second * batch.seconds:,.0f} {unit}", fontsize=10, loc="left")
-        _plain(axes)
+        plain(axes)
     panels[-1].set_xlabel(f"{unit} since the batch began")
     panels[-1].xaxis.set_major_formatter("{x:,.0f}")
     shown = {bar.category for batch in batches for _, bars in batch.rows for bar in bars}
@@ -306,6 +248,7 @@ def timelines(batches: Sequence[TimelineRows], *, in_passes: bool = False) -> Fi
     return figure
 
 
-def _plain(axes: Any) -> None:
+def plain(axes: Any) -> None:
+    """Leave out the lines of a frame that say nothing."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=9)
