@@ -70,7 +70,7 @@ MODULE_MACHINERY = frozenset(vars(nn.Module()))  # attributes that every module 
 
 def is_constant(value: Any) -> bool:
     """Tell whether ``value`` cannot change and holds nothing that can, or is pickled as a name."""
-    return _is_kind_of_constants(type(value)) or _is_importable(value)
+    return _is_kind_of_constants(type(value)) or _is_importable(value)  # type: ignore[arg-type]  # types are hashable
 
 
 @functools.cache  # of some forty types, asked for every object of a layer
