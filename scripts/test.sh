@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets up once, then checks style, types, documentation and behaviour on the CPU, and a part of the tests on the emulated
 # device, which is compiled once; fails if any of them does. Arguments go to pytest, on the CPU alone:
-#   scripts/test.sh                      all tests but the long fuzz forms, and the short form on the emulated device
-#   scripts/test.sh -m fuzz              the fuzz forms alone
+#   scripts/test.sh                      all tests but the nightly ones, and the short form on the emulated device
+#   scripts/test.sh -m nightly           the nightly ones alone; scripts/nightly.sh runs more
 #   scripts/test.sh tests/pure -k config
 #   scripts/test.sh -n 0                 in one process (three by default: many tests wait)
 #   scripts/test.sh --accelerator        tests/accelerator alone, on the machine's accelerators, one test at a time

@@ -16,6 +16,9 @@ from tests import emulated
 NO_PACKAGE = "could not import"  # beginning of the reasons that pytest.importorskip gives
 NO_COMPILER = "needs a C++ compiler"  # in the reason that tests/emulated/build.py gives
 NO_DEVICE = pytest.StashKey["str | None"]()  # why the emulated device, if asked for, cannot be made
+ON_RANKS = Path(__file__).resolve().parent / "distributed"
+MANY_VARIANTS = 4
+WHOLE_MATRIX = {"test_bitwise.py"}
 LAUNCHES = {"test_benchmark.py", "test_launch.py", "test_left_behind.py", "test_slurm.py", "test_train_script.py"}
 
 
@@ -79,8 +82,33 @@ def emulated_device_found_no_fault() -> Iterator[None]:
     assert not found, "\n".join(found)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start each worker with tests that launch programs, so that short tests are left for the end."""
+    """Leave some variants to the nightly form, and start each worker with tests that launch programs."""
+    _leave_variants_to_nightly(items)
+    _start_with_slow(config, items)
+
+
+def _leave_variants_to_nightly(items: list[pytest.Item]) -> None:
+    """Mark every other variant of the tests on ranks that have ``MANY_VARIANTS`` or more as nightly.
+
+    The whole matrix of precisions, stages and replicas is in test_bitwise.py. Elsewhere variants differ in one of
+    these, and two of them find what four do. The mark ``every_variant`` says where each is a promise of its own.
+    """
+    variants: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        function = getattr(item, "originalname", None)
+        if item.path.is_relative_to(ON_RANKS) and function and not any(item.iter_markers("nightly")):
+            variants.setdefault((item.path, function), []).append(item)
+    for (path, _), same_test in variants.items():
+        if len(same_test) >= MANY_VARIANTS and path.name not in WHOLE_MATRIX:
+            for item in same_test[1::2]:
+                if not any(item.iter_markers("every_variant")):
+                    item.add_marker("nightly")
+
+
+def _start_with_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put tests that launch programs first in each worker, so that short tests are left for the end."""
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     slow = [item for item in items if item.path.name in LAUNCHES]
     quick = [item for item in items if item.path.name not in LAUNCHES]

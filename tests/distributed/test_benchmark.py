@@ -60,6 +60,7 @@ def check_rows(case: str) -> None:
     assert table(case)["dense"]["speedup_over_dense"] == table(case)["oracle"]["share_of_ideal"] == 1
 
 
+@pytest.mark.nightly
 def test_layers_move_to_balance_loads_that_last() -> None:
     check_rows("freezing")
     frozen = {arm: row["imbalance"] for arm, row in table("freezing").items()}
@@ -67,18 +68,18 @@ def test_layers_move_to_balance_loads_that_last() -> None:
     assert frozen["partition_parameters"] == pytest.approx(frozen["oracle"])  # frozen layers train no parameters
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_loads_that_change_in_every_iteration() -> None:
     check_rows("moe")
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_parameters_do_not_tell_the_loads_of_experts() -> None:
     experts = {arm: row["imbalance"] for arm, row in table("moe").items()}
     assert experts["partition_parameters"] == experts["static_uniform"]
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_a_profile_after_every_iteration_costs_more() -> None:
     often, seldom = (table(case)["partition_time"]["overhead_profile"] for case in ("moe", "freezing"))
     assert often > seldom
@@ -118,7 +119,7 @@ def trained(steps: int) -> list[list[dict[str, Any]]]:
     return kept
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_rows_of_real_models_are_kept_after_each_round() -> None:
     (first, last), others = run(2, trained, 6)
     assert others == []

@@ -21,11 +21,11 @@ def check_same(case: Case, moves: list[list[int]], steps: int = 7, every: int = 
     assert whole(moved) == whole(still)
 
 
-CORE = [  # every other one is always tested; all are in the fuzz form
+CORE = [  # every other one is always tested; all are in the nightly form
     pytest.param(
         *(stages, tied, clip, replicas),
         id=f"{stages}stages-{'tied' if tied else 'untied'}-clip{clip}-dp{replicas}",
-        marks=() if (stages + tied + number) % 2 else pytest.mark.fuzz,
+        marks=() if (stages + tied + number) % 2 else pytest.mark.nightly,
     )
     for stages in (2, 3, 4)
     for tied in (False, True)
@@ -44,7 +44,7 @@ WRAPPED = [
     pytest.param(
         *(precision, stages, tied, replicas),
         id=f"{precision}-{stages}stages-{tied}-dp{replicas}",
-        marks=() if number == turn % 2 else pytest.mark.fuzz,
+        marks=() if number == turn % 2 else pytest.mark.nightly,
     )
     for turn, precision in enumerate(PRECISIONS)
     if precision != "fp32"
@@ -127,7 +127,7 @@ def test_tied_uses_on_one_stage_equal_two_stages() -> None:
     assert whole(one) == whole(two)
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(int(os.environ.get("DS_DYNMO_FUZZ_CASES", "10"))))
 def test_random_cases_change_nothing(seed: int) -> None:
     """Compare four random sequences of rebalances of a random case with a run without moves."""

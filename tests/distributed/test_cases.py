@@ -15,7 +15,7 @@ from tests.distributed.support import case_runs
 from tests.distributed.support.case_runs import CASES, SIZES, CaseRun, check_moves_change_nothing, moved, signals
 from tests.distributed.support.training import drop_decision, whole
 
-# Cases whose recomputation, switching off and resuming are always tested; those of the others are in the fuzz form.
+# Cases whose recomputation, switching off and resuming are always tested; those of the others are in the nightly form.
 FIRST = (
     "freezing and pruning",
     "egeria",
@@ -27,7 +27,7 @@ FIRST = (
     "exits, calm tied",
 )
 first_of_all = pytest.mark.parametrize(
-    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.fuzz) for name in CASES]
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]
 )
 
 
@@ -43,7 +43,7 @@ def run_with_moves(name: str) -> list[dict[str, Any]]:
     return run(2, case_runs.train, moved(CaseRun(CASES[name])))
 
 
-# Cases whose parts are always tested in other cases; by themselves they are in the fuzz form.
+# Cases whose parts are always tested in other cases; by themselves they are in the nightly form.
 SELDOM = (
     "automatic freezing",
     "dense",
@@ -63,7 +63,8 @@ SELDOM = (
 )
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.fuzz) if n in SELDOM else n for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n in SELDOM else n for n in CASES])
+@pytest.mark.every_variant
 def test_moves_change_nothing(name: str) -> None:
     check_moves_change_nothing(CaseRun(CASES[name]), plain_run(name), run_with_moves(name))
 
@@ -101,7 +102,7 @@ def test_halves_train_as_whole_blocks(name: str, checkpoint_interval: int) -> No
     check_halves_train_as_whole_blocks(CaseRun(CASES[name], checkpoint_interval=checkpoint_interval))
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
 @pytest.mark.parametrize("name", [name for name in CASES if "split_blocks" in CASES[name]])
 def test_halves_train_as_whole_blocks_in_bf16(name: str, precision: str) -> None:
@@ -124,7 +125,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "mod threshold" else pytest.param(name, marks=pytest.mark.fuzz) for name in CASES]
+    "name", [name if name == "mod threshold" else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]
 )
 def test_split_backward_passes_change_nothing(name: str) -> None:
     """Layers move, too."""
@@ -152,7 +153,7 @@ def gradient_magnitudes(run: CaseRun) -> dict[str, Any]:
     return {"sums": sums, "frozen": frozen}
 
 
-@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.fuzz), "bf16 zero1"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.nightly), "bf16 zero1"])
 def test_automatic_freezing_sees_the_gradients_of_the_whole_batch(precision: str) -> None:
     """They are averaged over micro-batches and replicas, wherever layers and gradients are."""
     plain = CaseRun({"case": {"kind": "freezing", "automatic": {"interval": 0.1, "start": 0.0}}}, 2, 2, steps=12)
@@ -165,7 +166,7 @@ def test_automatic_freezing_sees_the_gradients_of_the_whole_batch(precision: str
     assert all(each["frozen"] == wanted[0]["frozen"] for each in wanted)
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -37,9 +37,9 @@ def _uniform(stages: int) -> list[int]:
     ("precision", "tied", "stages"),
     [
         *(("fp32", True, 1), ("fp32", True, 3), ("bf16 zero1", True, 2)),
-        *(pytest.param("fp32", True, stages, marks=pytest.mark.fuzz) for stages in (2, 4)),
-        *(pytest.param("bf16 zero1", True, stages, marks=pytest.mark.fuzz) for stages in (1, 3, 4)),
-        *(pytest.param("fp32", False, stages, marks=pytest.mark.fuzz) for stages in (1, 2, 3, 4)),
+        *(pytest.param("fp32", True, stages, marks=pytest.mark.nightly) for stages in (2, 4)),
+        *(pytest.param("bf16 zero1", True, stages, marks=pytest.mark.nightly) for stages in (1, 3, 4)),
+        *(pytest.param("fp32", False, stages, marks=pytest.mark.nightly) for stages in (1, 2, 3, 4)),
     ],
 )
 def test_a_run_resumes_at_every_number_of_stages(tmp_path: Path, stages: int, precision: str, tied: bool) -> None:
@@ -165,7 +165,7 @@ def state_after_loading(case: Case, folder: str, save: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("precision", "before", "after"),
     [
-        pytest.param(precision, *sizes, marks=() if number == turn or turn == 1 else pytest.mark.fuzz)
+        pytest.param(precision, *sizes, marks=() if number == turn or turn == 1 else pytest.mark.nightly)
         for turn, precision in enumerate(("bf16", "bf16 zero1", "fp32 zero1"))
         for number, sizes in enumerate(((1, 2), (2, 1), (2, 3)))
     ],

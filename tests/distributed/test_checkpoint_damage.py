@@ -230,7 +230,7 @@ def kill_everywhere(folder: str, tags: list[str], every: int) -> list[tuple[int,
 # -- writing ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("tags", [["one", "two"], ["one", "one"], ["one", "two", "one"]], ids="-".join)
 def test_a_kill_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, tags: list[str], every: int) -> None:
     *wrong, (steps, _) = run(1, kill_everywhere, str(tmp_path), tags, every)[0]

@@ -74,7 +74,7 @@ def save_for_conversion(case: Case, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.fuzz), True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_deepspeed_converts_our_checkpoints_to_universal_ones(tmp_path: Path, tied: bool) -> None:
     case = Case(stages=2, replicas=2, precision="bf16 zero1", tied=tied, groups="two")
     results = run(4, save_for_conversion, case, str(tmp_path))
@@ -171,8 +171,8 @@ def save_and_train_on(case: Case, folder: str, method: str) -> tuple[list[int], 
         (2, Case(tied=True, groups="two", scheduler=True, precision="bf16 zero1")),
         (3, Case(tied=True)),
         (2, Case(replicas=2, precision="bf16 zero1")),
-        pytest.param(2, Case(slices=2, groups="two"), marks=pytest.mark.fuzz),
-        pytest.param(3, Case(precision="fp32 zero1"), marks=pytest.mark.fuzz),
+        pytest.param(2, Case(slices=2, groups="two"), marks=pytest.mark.nightly),
+        pytest.param(3, Case(precision="fp32 zero1"), marks=pytest.mark.nightly),
     ],
 )
 def test_a_stock_checkpoint_loads_at_every_number_of_stages(tmp_path: Path, saved: int, case: Case) -> None:

@@ -68,13 +68,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", ["fp32", *(pytest.param(name, marks=pytest.mark.fuzz) for name in [*CASES][1:])])
+@pytest.mark.parametrize("name", ["fp32", *(pytest.param(name, marks=pytest.mark.nightly) for name in [*CASES][1:])])
 def test_moves_change_nothing(name: str) -> None:
     case = CASES[name]
     check_same(case, partitions(case, seed=11, count=3))
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_moves_change_nothing_under_inductor(name: str) -> None:
     case = CASES[name]
@@ -113,7 +113,7 @@ def train_mixed(moves: Sequence[Sequence[int]], dynmo: dict[str, Any], backend: 
     return {**outcome_of(engine, losses), "warnings": warnings.messages}
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_moves_change_nothing_where_layers_freeze_have_two_uses_or_cannot_be_compiled(backend: str, kind: str) -> None:
@@ -125,7 +125,7 @@ def test_moves_change_nothing_where_layers_freeze_have_two_uses_or_cannot_be_com
     assert set(named) == {"compile: layer 2 (Fussy)"}
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
 def test_a_compiled_run_resumes_elsewhere_and_uncompiled(tmp_path: Path, precision: str) -> None:
     case = Case(stages=2, tied=True, precision=precision, dynmo={"interval": 0, "compile": True})

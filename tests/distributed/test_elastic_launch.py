@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from tests.distributed.harness import run
 from tests.distributed.support.script import flags, run_script
 from tests.distributed.test_launches import OF_LAUNCHERS
@@ -56,6 +58,7 @@ def agent(*, hosts_store: bool, port: int) -> list[str]:
     ]
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_with_fewer_hosts_and_with_more(tmp_path: Path) -> None:
     """Of three hosts one is lost, which does not hold the store, and comes back."""
     port, report, saved = free_port(), tmp_path / "report.jsonl", tmp_path / "saved"

@@ -201,6 +201,7 @@ def refuse_partition(partition: Any) -> tuple[Any, Any, str]:
 
 
 @pytest.mark.parametrize("partition", [[0, 8], [0, 0, 8], [0, 9, 8], [1, 4, 8], [0, 4, 7], "abc"])
+@pytest.mark.every_variant
 def test_an_invalid_partition_changes_nothing(partition: Any) -> None:
     for before, after, message in run(2, refuse_partition, partition):
         assert "partition" in message and before == after

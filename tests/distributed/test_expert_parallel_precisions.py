@@ -35,8 +35,8 @@ CASES = {
 
 
 def precisions(number: int) -> Any:
-    """Run a test with the first ``number`` of :data:`CASES`; in the fuzz form with all."""
-    more = [pytest.param(name, marks=pytest.mark.fuzz) for name in [*CASES][number:]]
+    """Run a test with the first ``number`` of :data:`CASES`; in the nightly form with all."""
+    more = [pytest.param(name, marks=pytest.mark.nightly) for name in [*CASES][number:]]
     return pytest.mark.parametrize("precision", [*[*CASES][:number], *more])
 
 
@@ -97,7 +97,7 @@ def held_and_counted(engine: Any) -> tuple[int, int]:
     return sum(tensor.nbytes for of_buffer in held for tensor in of_buffer.values()), sum(counted)
 
 
-@pytest.mark.parametrize("precision", ["bf16 zero1", pytest.param("bf16", marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("precision", ["bf16 zero1", pytest.param("bf16", marks=pytest.mark.nightly)])
 def test_fewer_stages_and_back_change_nothing(precision: str) -> None:
     """Before that layers move ahead of the other state, as while a batch trains. The profile counts what is held."""
     case = CaseRun(MODELS["auxiliary loss"], replicas=2, precision=precision, dynmo=PARK, clip=0.0)
@@ -122,7 +122,7 @@ def state_through(run: CaseRun, folder: str, loads: bool) -> dict[str, Any]:
     return {"state": state(engine), "replica": engine.grid.get_data_parallel_id()}
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", CASES)
 def test_a_checkpoint_loads_at_another_number_of_stages(precision: str, tmp_path: Path) -> None:
     case = case_in(precision)

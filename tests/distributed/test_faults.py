@@ -34,7 +34,7 @@ def grid(points: Any) -> list[Any]:
     """Return every point on every rank; the short form has one rank per point, and precisions in turn."""
     return [
         pytest.param(
-            point, rank, precision, id=f"{point}-rank{rank}-{precision}", marks=() if short else pytest.mark.fuzz
+            point, rank, precision, id=f"{point}-rank{rank}-{precision}", marks=() if short else pytest.mark.nightly
         )
         for number, point in enumerate(points)
         for rank in range(3)
@@ -127,6 +127,7 @@ def unharmed(case: Case, rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("point", "rank", "precision"), grid(HARMLESS))
+@pytest.mark.every_variant
 def test_before_bytes_move_a_failure_is_harmless(point: str, rank: int, precision: str) -> None:
     results = run(3, harmless, CASES[precision], point, rank)
     assert all("No layer has moved" in result["message"] for result in results)
@@ -164,6 +165,7 @@ def fatal(case: Case, point: str, rank: int) -> str:
 
 
 @pytest.mark.parametrize(("point", "rank", "precision"), grid(FATAL))
+@pytest.mark.every_variant
 def test_once_bytes_move_a_failure_stops_every_rank_with_its_place(point: str, rank: int, precision: str) -> None:
     messages = run(3, fatal, CASES[precision], point, rank, seconds=60, complete=False)
     assert "the cable is gone" in messages[rank]
@@ -210,7 +212,7 @@ def resume(case: Case, folder: str) -> dict[str, Any]:
     return _continue(engine, case, folder)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s < 2 else pytest.mark.fuzz) for s in range(20)])
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s < 2 else pytest.mark.nightly) for s in range(20)])
 def test_a_killed_job_resumes_bitwise(tmp_path: Path, seed: int) -> None:
     """SIGKILL comes at any moment of a run that rebalances after every batch: before, in, and between saves."""
     chooser = random.Random(seed)

@@ -82,7 +82,7 @@ def reported_loss(out: Path) -> float:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("documents", ["packed", pytest.param("padded", marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("documents", ["packed", pytest.param("padded", marks=pytest.mark.nightly)])
 def test_what_was_finetuned_is_exported_and_generates(documents: str, made: Path, tmp_path: Path) -> None:
     assert run(2, command, finetune(made, tmp_path, documents)) == [0, 0]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")

@@ -250,12 +250,12 @@ def test_programs_train_under_moves_as_on_one_stage() -> None:
     check(("transpeeder", "1f1b", True), ("qlora-pipe", "1f1b", False), ("diffusion-pipe", "zero_bubble", False))
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_programs_train_under_every_schedule_as_on_one_stage() -> None:
     check(*itertools.product(PROGRAMS, ("1f1b", "zero_bubble", "auto"), (False, True)))
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_programs_train_as_under_deepspeed() -> None:
     """Where DeepSpeed can run them: it fails where a tensor that requires a gradient is used by no layer behind."""
     programs = [("transpeeder", True), ("qlora-pipe, always a mask", False), ("diffusion-pipe", False)]

@@ -146,7 +146,7 @@ def load_only(case: Case, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("writer", "reader"), [("ours", "stock"), pytest.param("stock", "ours", marks=pytest.mark.fuzz)]
+    ("writer", "reader"), [("ours", "stock"), pytest.param("stock", "ours", marks=pytest.mark.nightly)]
 )
 def test_checkpoints_load_in_stock_and_back(writer: str, reader: str, tmp_path: Path) -> None:
     case = replace(CASE, clip=0.0, scheduler=True)
@@ -195,7 +195,7 @@ def train_with_frozen(case: Case, folder: str, *, whole_group: bool, resumes: bo
     return outcome_of(engine, found[-4:]), [float(s["step"]) for s in engine.basic_optimizer.state.values()]
 
 
-WHOLE = pytest.param(True, id="group", marks=pytest.mark.fuzz)
+WHOLE = pytest.param(True, id="group", marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize("whole_group", [pytest.param(False, id="stage"), WHOLE])
@@ -248,8 +248,8 @@ STATIC = {"fp16": {"enabled": True, "loss_scale": 128.0}}
     "more",
     [
         pytest.param(TRANSPEEDER, id="transpeeder"),
-        pytest.param(GDGPT, id="gdGPT", marks=pytest.mark.fuzz),
-        pytest.param(STATIC, id="static", marks=pytest.mark.fuzz),
+        pytest.param(GDGPT, id="gdGPT", marks=pytest.mark.nightly),
+        pytest.param(STATIC, id="static", marks=pytest.mark.nightly),
     ],
 )
 def test_configurations_as_they_are_shipped_move_under_zero(more: dict[str, Any]) -> None:
@@ -264,7 +264,7 @@ def per_element(results: list[tuple[dict[str, Any], Any]]) -> dict[str, bytes]:
     return {key: value for key, value in found.items() if key.endswith(("/master", "/exp_avg", "/exp_avg_sq"))}
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["fp16 zero1", "bf16 zero1"])
 def test_universal_checkpoints_load(precision: str, tmp_path: Path) -> None:
     saved = run(2, save_then_train, replace(CASE, precision=precision), str(tmp_path), [0, 1, 8])

@@ -50,9 +50,9 @@ def check_as_on_one_stage(case: Case, alone: Case) -> None:
     ("interval", "reentrant", "replicas"),
     [
         *((0, True, 2), (2, True, 1), (2, False, 1)),
-        *(pytest.param(*case, marks=pytest.mark.fuzz) for case in ((0, True, 1), (1, True, 1))),
-        *(pytest.param(*case, marks=pytest.mark.fuzz) for case in ((1, True, 2), (2, True, 2))),
-        pytest.param(2, False, 2, marks=pytest.mark.fuzz),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((0, True, 1), (1, True, 1))),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((1, True, 2), (2, True, 2))),
+        pytest.param(2, False, 2, marks=pytest.mark.nightly),
     ],
 )
 def test_freezing_equals_one_process(interval: int, reentrant: bool, replicas: int) -> None:
@@ -65,9 +65,9 @@ def test_freezing_equals_one_process(interval: int, reentrant: bool, replicas: i
     ("precision", "replicas"),
     [
         *(("bf16 immediate", 1), ("bf16 zero1", 2), ("fp32 zero1", 1)),
-        *(pytest.param(one, 1, marks=pytest.mark.fuzz) for one in ("bf16", "bf16 zero1", "bf16 zero1 fp32sums")),
-        *(pytest.param(precision, 2, marks=pytest.mark.fuzz) for precision in ("bf16", "fp32 zero1")),
-        pytest.param("bf16 zero1 fp32sums", 2, marks=pytest.mark.fuzz),
+        *(pytest.param(one, 1, marks=pytest.mark.nightly) for one in ("bf16", "bf16 zero1", "bf16 zero1 fp32sums")),
+        *(pytest.param(precision, 2, marks=pytest.mark.nightly) for precision in ("bf16", "fp32 zero1")),
+        pytest.param("bf16 zero1 fp32sums", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_freezing_takes_effect_under_every_wrapper(precision: str, replicas: int) -> None:

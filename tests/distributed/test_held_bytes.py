@@ -16,7 +16,7 @@ SIZES = argparse.Namespace(micro_batches=8, hidden_size=32, sequence_length=32)
 MESSAGE = 4 * SIZES.hidden_size * SIZES.sequence_length  # bytes
 # Prediction counts what messages ahead may hold at most. An accelerator's end as soon as its streams are that far.
 ENDED = 0 if get_accelerator().device_name() == "cpu" else AHEAD * MESSAGE
-OFTEN = [  # all others in the fuzz form
+OFTEN = [  # all others in the nightly form
     ("stock", "fp32", "none"),
     ("1f1b", "fp32", "reentrant"),
     ("zero_bubble", "bf16", "none"),
@@ -25,7 +25,7 @@ OFTEN = [  # all others in the fuzz form
 EVERY = [(kind, precision, how) for kind in SCHEDULES for precision in PRECISIONS for how in CHECKPOINTING]
 
 
-@pytest.mark.parametrize("cases", [OFTEN, pytest.param(EVERY, marks=pytest.mark.fuzz)], ids=["some", "every"])
+@pytest.mark.parametrize("cases", [OFTEN, pytest.param(EVERY, marks=pytest.mark.nightly)], ids=["some", "every"])
 def test_measured_peaks_equal_predicted_ones(cases: list[tuple[str, str, str]]) -> None:
     for case, results in zip(cases, run_each(4, measure_one, *((SIZES, *case) for case in cases))):
         row: dict[str, Any] = results[0]

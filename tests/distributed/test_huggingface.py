@@ -97,7 +97,7 @@ def test_random_moves_change_nothing() -> None:
     assert b[0]["partition"] == moves[5] != a[0]["partition"]
 
 
-@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt2", marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt2", marks=pytest.mark.nightly)])
 def test_activation_checkpointing_changes_nothing(name: str) -> None:
     plain, recomputed = (run(2, case_runs.train, moved(case(name, interval=n))) for n in (0, 1))
     assert plain[0]["losses"] == recomputed[0]["losses"] and whole(plain) == whole(recomputed)
@@ -162,7 +162,7 @@ def test_training_equals_that_of_the_librarys_model(name: str, tmp_path: Path) -
         torch.testing.assert_close(exported.get_parameter(parameter_name), parameter, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -50,7 +50,7 @@ def test_moves_change_nothing() -> None:
     check_moves_change_nothing(case(), plain_run())
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
 @pytest.mark.parametrize("name", MODELS)
@@ -151,7 +151,7 @@ def micro_batches(replicas: int) -> Iterator[list[tuple[torch.Tensor, torch.Tens
     yield from map(list, zip(*(case_runs.batches(engine(replica), Length()) for replica in range(replicas))))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["balanced", pytest.param("eager", marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("name", ["balanced", pytest.param("eager", marks=pytest.mark.nightly)])
 def test_training_equals_that_of_the_librarys_model(name: str, tmp_path: Path) -> None:
     """Each replica reads its share from a folder; two stages train with moves, save, and all is exported."""
     torch.manual_seed(3)
@@ -227,7 +227,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["deepseek_v3", *(pytest.param(one, marks=pytest.mark.fuzz) for one in FAMILIES if one != "deepseek_v3")]
+    "kind", ["deepseek_v3", *(pytest.param(one, marks=pytest.mark.nightly) for one in FAMILIES if one != "deepseek_v3")]
 )
 def test_other_families_share_experts(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(3)

@@ -81,7 +81,7 @@ def library_losses(name: str, model: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3", marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3", marks=pytest.mark.nightly)])
 def test_training_equals_that_of_the_librarys_model(name: str) -> None:
     moved = run(2, train, name, PARTITIONS)
     assert moved[0] == run(2, train, name, [PARTITIONS[0]] * 3)[0]

@@ -119,7 +119,7 @@ def train_patched_but_messages(case: Case, how: str, early: bool) -> dict[str, A
     ("how", "early"),
     [
         *(("entries", True), ("map", False), ("engine", False), ("subclass", True)),
-        *(pytest.param(*one, marks=pytest.mark.fuzz) for one in (("entries", False), ("map", True))),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in (("entries", False), ("map", True))),
     ],
 )
 def test_patched_instructions_are_called_as_often_as_by_deepspeed(how: str, early: bool) -> None:
@@ -224,7 +224,7 @@ def train_with_own_backward(
 @pytest.mark.parametrize(
     "what",
     [
-        pytest.param(what, marks=pytest.mark.fuzz)
+        pytest.param(what, marks=pytest.mark.nightly)
         if what in ("several outputs", "tied layers", "a frozen prefix")
         else what
         for what in OWN_BACKWARD

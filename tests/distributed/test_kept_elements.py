@@ -165,7 +165,7 @@ def both(case: Case) -> list[dict[str, Any]]:
     return [dense, train_pruned(case, shrinks=True, moves=MOVES, overlapped=overlapped)]
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.fuzz), 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_it_trains_as_a_dense_weight_with_a_mask(replicas: int) -> None:
     cases = [case for case in CASES if case.replicas == replicas]
     for case, ranks in zip(cases, run_each(2 * replicas, both, *((case,) for case in cases))):
@@ -206,7 +206,7 @@ def train_repacked(case: Case, sizes: dict[int, int]) -> dict[str, Any]:
     return {"losses": losses, "state": state(engine), "replica": engine.grid.get_data_parallel_id()}
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.fuzz), "bf16 zero1"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16 zero1"])
 def test_re_packing_changes_nothing(precision: str) -> None:
     case = Case(precision=precision, clip=0.0, dynmo=PARK)
     still, repacked = run_each(2, train_repacked, (case, {}), (case, {2: 1, 4: 2}))
@@ -235,8 +235,8 @@ def load_pruned(case: Case, folder: str) -> dict[str, Any]:
     [
         ("fp32", 1, [(3, 1)]),
         ("bf16 zero1", 2, [(1, 2), (3, 1)]),
-        pytest.param("bf16", 1, [(1, 1), (2, 1), (3, 1)], marks=pytest.mark.fuzz),
-        pytest.param("fp32", 2, [(2, 2), (3, 1), (1, 2)], marks=pytest.mark.fuzz),
+        pytest.param("bf16", 1, [(1, 1), (2, 1), (3, 1)], marks=pytest.mark.nightly),
+        pytest.param("fp32", 2, [(2, 2), (3, 1), (1, 2)], marks=pytest.mark.nightly),
     ],
 )
 def test_a_dense_model_loads_shorter_parameters(
@@ -368,7 +368,7 @@ def bytes_held(case: Case) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize(
     ("precision", "replicas"),
-    [("fp32", 1), pytest.param("bf16", 1, marks=pytest.mark.fuzz), ("bf16 zero1", 2)],
+    [("fp32", 1), pytest.param("bf16", 1, marks=pytest.mark.nightly), ("bf16 zero1", 2)],
 )
 def test_memory_falls_with_the_elements(precision: str, replicas: int) -> None:
     case = Case(

@@ -45,6 +45,7 @@ def launch(folder: Path, *arguments: list[list[int]]) -> list[Any]:
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.nightly
 def test_two_nodes_train_rebalance_save_and_resume(tmp_path: Path) -> None:
     found = launch(tmp_path, [[0, 2, 8], [0, 6, 8], [0, 3, 8]], [[0, 7, 8]])
     still = run(2, train, Case(stages=2, precision="bf16 zero1", dropout=True), [], 8, 1)
@@ -52,7 +53,7 @@ def test_two_nodes_train_rebalance_save_and_resume(tmp_path: Path) -> None:
         assert found[rank] == [[still[rank]["losses"][:4], [0, 3, 8]], [still[rank]["losses"][4:], [0, 7, 8]]]
 
 
-@pytest.mark.parametrize("policy", [pytest.param("exit", marks=pytest.mark.fuzz), "park"])
+@pytest.mark.parametrize("policy", [pytest.param("exit", marks=pytest.mark.nightly), "park"])
 def test_released_ranks_end_and_the_launcher_succeeds(policy: str, tmp_path: Path) -> None:
     """A rank that is not recalled ends with the job: rank 0's end is all that tells it."""
     with socket.socket() as free:

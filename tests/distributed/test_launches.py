@@ -28,7 +28,7 @@ RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 OF_LAUNCHERS = ("/torchinductor_", "/torchelastic_", "/ompi.")  # what torch's cache, torchrun and Open MPI leave
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}
 
-pytestmark = pytest.mark.fuzz
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(params=LAUNCHERS)

@@ -26,6 +26,7 @@ def test_a_finished_run_leaves_nothing(tmp_path: Path) -> None:
         assert "setup_env: installing" not in command.output(), "what is installed gets installed again"
 
 
+@pytest.mark.nightly
 def test_a_failed_run_leaves_nothing(tmp_path: Path) -> None:
     with WatchedCommand(tmp_path, [*QUICKSTART, "--data", str(tmp_path / "nowhere")]) as command:
         assert not command.left(), command.output()
@@ -35,8 +36,8 @@ def test_a_failed_run_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "killed",
     [
-        *("rank", "launcher"),
-        *(pytest.param(killed, marks=pytest.mark.fuzz) for killed in ("launcher of the ranks", "group")),
+        "rank",
+        *(pytest.param(killed, marks=pytest.mark.nightly) for killed in ("launcher", "launcher of the ranks", "group")),
     ],
 )
 def test_a_killed_run_leaves_nothing(killed: str, tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_a_killed_run_leaves_nothing(killed: str, tmp_path: Path) -> None:
         assert not command.left(), command.output()
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_a_run_stopped_by_ctrl_c_saves_and_leaves_nothing(tmp_path: Path) -> None:
     """The launcher dies of it at once, and its launcher on the node sends SIGTERM to the ranks."""
     report, saved = tmp_path / "report.jsonl", tmp_path / "saved"
@@ -67,6 +68,7 @@ def test_a_run_stopped_by_ctrl_c_saves_and_leaves_nothing(tmp_path: Path) -> Non
         assert (saved / (saved / "latest").read_text()).is_dir()
 
 
+@pytest.mark.nightly
 def test_a_run_killed_before_its_ranks_start_leaves_nothing(tmp_path: Path) -> None:
     """Ranks that its child processes still start find that the launcher has died."""
     with WatchedCommand(tmp_path, QUICKSTART) as command:
@@ -76,7 +78,7 @@ def test_a_run_killed_before_its_ranks_start_leaves_nothing(tmp_path: Path) -> N
         assert not command.left(), command.output()
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("killed", ["launcher", "group"])
 def test_a_killed_benchmark_that_launches_jobs_leaves_nothing(killed: str, tmp_path: Path) -> None:
     """Its jobs are in process groups of their own, and its checkpoint is in a scratch folder."""
@@ -90,7 +92,7 @@ def test_a_killed_benchmark_that_launches_jobs_leaves_nothing(killed: str, tmp_p
         assert not command.left(TORCHS_CACHE), command.output()
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_a_run_killed_while_a_rank_is_parked_leaves_nothing(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -102,7 +104,7 @@ def test_a_run_killed_while_a_rank_is_parked_leaves_nothing(tmp_path: Path) -> N
         assert not command.left(TORCHS_CACHE), command.output()
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_killed_tests_leave_nothing(tmp_path: Path) -> None:
     """Only pytest's own folders stay."""
     tests = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "tests/distributed/test_bitwise.py"]

@@ -214,7 +214,7 @@ def check_as_on_one_stage(ways: Mapping[str, tuple[Case, tuple[Any, ...]]], move
         assert whole(result) == whole(one), name
 
 
-@pytest.mark.parametrize("ways", [COMMON, pytest.param([*WAYS.keys() - {*COMMON}], marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("ways", [COMMON, pytest.param([*WAYS.keys() - {*COMMON}], marks=pytest.mark.nightly)])
 def test_what_travels_beside_hidden_states_trains_as_on_one_stage(ways: list[str]) -> None:
     check_as_on_one_stage({name: (replace(STAGES, **WAYS[name][0]), WAYS[name][1]) for name in ways}, MOVES)
 
@@ -240,7 +240,7 @@ def drawn(seed: int) -> tuple[dict[str, tuple[Case, tuple[Any, ...]]], list[list
     return ways, [*partitions(case, seed, 4)]
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(12))
 def test_so_it_does_in_any_way(seed: int) -> None:
     check_as_on_one_stage(*drawn(seed))
@@ -320,8 +320,8 @@ def train_sliced(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
     "settings",
     [
         {},
-        pytest.param({"checkpoint_interval": 1, "dynmo": ZERO_BUBBLE}, marks=pytest.mark.fuzz),
-        pytest.param({"replicas": 2, "precision": "bf16 zero1"}, marks=pytest.mark.fuzz),
+        pytest.param({"checkpoint_interval": 1, "dynmo": ZERO_BUBBLE}, marks=pytest.mark.nightly),
+        pytest.param({"replicas": 2, "precision": "bf16 zero1"}, marks=pytest.mark.nightly),
     ],
 )
 def test_tables_cross_stages_whose_messages_are_split_over_slices(settings: dict[str, Any]) -> None:

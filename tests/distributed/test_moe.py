@@ -80,12 +80,16 @@ def test_a_sum_over_replicas_is_per_stage() -> None:
         assert numbers == [2, sum(10 ** (rank + 1) for rank in of_stage[stage])]
 
 
-FIRST = ("moe auxiliary loss and freezing", "moe sbase with capacity", "moe bias")  # the others in the fuzz form
+FIRST = ("moe auxiliary loss and freezing", "moe sbase with capacity", "moe bias")  # the others in the nightly form
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in FIRST else pytest.mark.fuzz) for name in CASES if name.startswith("moe")],
+    [
+        pytest.param(name, marks=() if name in FIRST else pytest.mark.nightly)
+        for name in CASES
+        if name.startswith("moe")
+    ],
 )
 def test_a_decision_after_every_batch_changes_nothing(name: str) -> None:
     stays = {"interval": 0, "min_improvement": 0.99}  # freezing asks for decisions by itself

@@ -148,7 +148,7 @@ def test_the_peak_of_a_move_is_as_predicted(case: Case, moves: Sequence[Sequence
     check_peaks(run(case.ranks, peaks, case, moves))
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_the_peak_of_a_move_is_as_predicted_where_replicas_differ() -> None:
     case = Case(blocks=9, precision="bf16 zero1", replicas=2)
     check_peaks(run(case.ranks, peaks, case, THERE_AND_BACK, False, own_layers))

@@ -66,26 +66,26 @@ def case(
     [
         ("llama", "fp32", 2, 1),
         ("mistral", "bf16 zero1", 2, 1),
-        pytest.param("llama", "fp32", 3, 2, marks=pytest.mark.fuzz),
-        pytest.param("mistral", "bf16 zero1", 2, 2, marks=pytest.mark.fuzz),
-        pytest.param("mixtral shared", "bf16 zero1", 2, 2, marks=pytest.mark.fuzz),
-        pytest.param("llama", "fp16 zero1", 2, 1, marks=pytest.mark.fuzz),
-        *(pytest.param(name, "fp32", 2, 1, marks=pytest.mark.fuzz) for name in MODELS),
-        *(pytest.param(name, "bf16 zero1", 2, 1, marks=pytest.mark.fuzz) for name in MODELS),
-        *(pytest.param(name, "bf16", 3, 1, marks=pytest.mark.fuzz) for name in MODELS),
-        *(pytest.param(name, "fp32 zero1", 3, 2, marks=pytest.mark.fuzz) for name in MODELS),
+        pytest.param("llama", "fp32", 3, 2, marks=pytest.mark.nightly),
+        pytest.param("mistral", "bf16 zero1", 2, 2, marks=pytest.mark.nightly),
+        pytest.param("mixtral shared", "bf16 zero1", 2, 2, marks=pytest.mark.nightly),
+        pytest.param("llama", "fp16 zero1", 2, 1, marks=pytest.mark.nightly),
+        *(pytest.param(name, "fp32", 2, 1, marks=pytest.mark.nightly) for name in MODELS),
+        *(pytest.param(name, "bf16 zero1", 2, 1, marks=pytest.mark.nightly) for name in MODELS),
+        *(pytest.param(name, "bf16", 3, 1, marks=pytest.mark.nightly) for name in MODELS),
+        *(pytest.param(name, "fp32 zero1", 3, 2, marks=pytest.mark.nightly) for name in MODELS),
     ],
 )
 def test_moves_change_nothing(name: str, precision: str, stages: int, replicas: int) -> None:
     check_moves_change_nothing(case(name, stages=stages, replicas=replicas, precision=precision))
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.fuzz) for name in MODELS)])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.nightly) for name in MODELS)])
 def test_split_backward_passes_change_nothing(name: str) -> None:
     check_as_under_1f1b(2, case_runs.train, moved(case(name)))
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
 @pytest.mark.parametrize("name", ["llama", "llama dora", "gpt2 biases", "mixtral"])
 def test_moves_change_nothing_of_compiled_layers(name: str, precision: str) -> None:
@@ -96,8 +96,8 @@ def test_moves_change_nothing_of_compiled_layers(name: str, precision: str) -> N
     ("name", "precision"),
     [
         ("mistral", "bf16 zero1"),
-        *(pytest.param(name, "fp32", marks=pytest.mark.fuzz) for name in MODELS),
-        pytest.param("llama tied, two layers", "bf16 zero1", marks=pytest.mark.fuzz),
+        *(pytest.param(name, "fp32", marks=pytest.mark.nightly) for name in MODELS),
+        pytest.param("llama tied, two layers", "bf16 zero1", marks=pytest.mark.nightly),
     ],
 )
 def test_repacking_changes_nothing(name: str, precision: str) -> None:
@@ -138,9 +138,9 @@ def load_and_continue(run: CaseRun, folder: str) -> dict[str, Any]:
     ("name", "precision", "adapters_alone"),
     [
         ("mistral", "bf16 zero1", True),
-        *(pytest.param("llama", "fp32", alone, marks=pytest.mark.fuzz) for alone in (False, True)),
-        *(pytest.param(name, "bf16", True, marks=pytest.mark.fuzz) for name in MODELS),
-        pytest.param("mistral", "bf16 zero1", False, marks=pytest.mark.fuzz),
+        *(pytest.param("llama", "fp32", alone, marks=pytest.mark.nightly) for alone in (False, True)),
+        *(pytest.param(name, "bf16", True, marks=pytest.mark.nightly) for name in MODELS),
+        pytest.param("mistral", "bf16 zero1", False, marks=pytest.mark.nightly),
     ],
 )
 def test_a_checkpoint_continues_on_other_stages(
@@ -207,9 +207,9 @@ def loss_of(model: Any, micro_batches: Any, *, backward: bool = False) -> float:
     ("kind", "lora"),
     [
         ("llama", {"modules_to_save": ["lm_head"]}),
-        pytest.param("mistral", {}, marks=pytest.mark.fuzz),
-        pytest.param("llama", {"use_dora": True, "lora_bias": False}, marks=pytest.mark.fuzz),
-        pytest.param("qwen2", {"bias": "all"}, marks=pytest.mark.fuzz),
+        pytest.param("mistral", {}, marks=pytest.mark.nightly),
+        pytest.param("llama", {"use_dora": True, "lora_bias": False}, marks=pytest.mark.nightly),
+        pytest.param("qwen2", {"bias": "all"}, marks=pytest.mark.nightly),
     ],
 )
 def test_training_equals_that_of_pefts_model(kind: str, lora: dict[str, Any], tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]
         ("constructor", "built once before"),
     ],
 )
+@pytest.mark.every_variant
 def test_references_that_would_become_copies_are_refused_by_name(how: str, expected: str) -> None:
     for found in run(2, move_or_refuse, how, ()):
         assert expected in found["message"] and "failed on ranks [0], first with" in found["message"]

@@ -39,8 +39,8 @@ from tests.distributed.support.training import (
     ("precision", "replicas"),
     [
         ("bf16 zero1", 2),
-        *(pytest.param("fp32", replicas, marks=pytest.mark.fuzz) for replicas in (1, 2)),
-        pytest.param("bf16 zero1", 1, marks=pytest.mark.fuzz),
+        *(pytest.param("fp32", replicas, marks=pytest.mark.nightly) for replicas in (1, 2)),
+        pytest.param("bf16 zero1", 1, marks=pytest.mark.nightly),
     ],
 )
 def test_shrinking_equals_restarts_from_checkpoints(tmp_path: Path, precision: str, replicas: int) -> None:
@@ -65,9 +65,9 @@ COME_AND_GO = {2: 1, 4: 2, 6: 4}
     [
         ("fp32", 1),
         ("bf16 zero1", 2),
-        pytest.param("fp32", 2, marks=pytest.mark.fuzz),
-        pytest.param("bf16 zero1", 1, marks=pytest.mark.fuzz),
-        pytest.param("bf16", 1, marks=pytest.mark.fuzz),
+        pytest.param("fp32", 2, marks=pytest.mark.nightly),
+        pytest.param("bf16 zero1", 1, marks=pytest.mark.nightly),
+        pytest.param("bf16", 1, marks=pytest.mark.nightly),
     ],
 )
 def test_recalled_ranks_train_as_if_never_parked(precision: str, replicas: int) -> None:
@@ -109,7 +109,7 @@ def test_a_recalled_rank_gets_learning_rates_set_by_hand() -> None:
 
 @pytest.mark.parametrize(
     "precision",
-    [pytest.param("fp32", marks=pytest.mark.fuzz), pytest.param("bf16", marks=pytest.mark.fuzz), "bf16 zero1"],
+    [pytest.param("fp32", marks=pytest.mark.nightly), pytest.param("bf16", marks=pytest.mark.nightly), "bf16 zero1"],
 )
 def test_attributes_built_once_fit_the_new_world(precision: str) -> None:
     """All plain attributes of engine, module, grid and optimizer equal those of an engine built at that size."""
@@ -214,10 +214,10 @@ def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
     [
         "automatic freezing",
         "egeria and pruning",
-        pytest.param("freezing and pruning", marks=pytest.mark.fuzz),
-        pytest.param("egeria", marks=pytest.mark.fuzz),
-        pytest.param("moe bias and freezing", marks=pytest.mark.fuzz),
-        pytest.param("halves, automatic freezing, pruning and qk-sparse attention", marks=pytest.mark.fuzz),
+        pytest.param("freezing and pruning", marks=pytest.mark.nightly),
+        pytest.param("egeria", marks=pytest.mark.nightly),
+        pytest.param("moe bias and freezing", marks=pytest.mark.nightly),
+        pytest.param("halves, automatic freezing, pruning and qk-sparse attention", marks=pytest.mark.nightly),
     ],
 )
 def test_state_that_a_rank_holds_for_itself_survives(name: str) -> None:

@@ -152,7 +152,7 @@ def test_a_parked_rank_that_died_is_given_up_and_training_continues() -> None:
     assert at_work.endswith("1 (2,)")
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.fuzz), "bf16 zero1"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16 zero1"])
 def test_a_rank_that_dies_while_layers_move_is_named(precision: str) -> None:
     case = Case(stages=3, precision=precision, dynmo={"interval": 0, "timeout_seconds": 4.0})
     *left, died = run(3, killed, case, "sending", complete=False)

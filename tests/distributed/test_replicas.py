@@ -95,11 +95,11 @@ def train_as_launched(case: Case, folder: str | None, first: int, last: int, num
 @pytest.mark.parametrize(
     ("precision", "replicas"),
     [
-        pytest.param("fp32", 1, marks=pytest.mark.fuzz),
+        pytest.param("fp32", 1, marks=pytest.mark.nightly),
         ("bf16 zero1", 1),
-        pytest.param("bf16", 1, marks=pytest.mark.fuzz),
-        pytest.param("fp32", 2, marks=pytest.mark.fuzz),
-        pytest.param("bf16 zero1", 2, marks=pytest.mark.fuzz),
+        pytest.param("bf16", 1, marks=pytest.mark.nightly),
+        pytest.param("fp32", 2, marks=pytest.mark.nightly),
+        pytest.param("bf16 zero1", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_freed_stages_become_replicas(tmp_path: Path, precision: str, replicas: int) -> None:
@@ -152,7 +152,7 @@ def test_a_checkpoint_of_two_replicas_loads_in_a_launch_of_that_size(tmp_path: P
     assert losses(resumed)[3] == losses(repacked)[3] and merged(resumed) == merged(repacked)
 
 
-@pytest.mark.parametrize("fresh_data", [False, pytest.param(True, marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("fresh_data", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_replicas_share_the_samples_and_random_numbers_of_a_batch(fresh_data: bool) -> None:
     """Losses equal those of a run that keeps its stages, except for the order of sums."""
     case = Case(stages=4, micro_batches=4, dropout=True, dynmo=BY_HAND)

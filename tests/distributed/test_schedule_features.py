@@ -191,7 +191,7 @@ class Feature:
     ranks: int
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    fuzz: bool = False
+    nightly: bool = False
     unsplit: bool = False
 
 
@@ -223,7 +223,7 @@ FEATURES = {
         3,
         test_masks.train,
         (replace(test_masks.STAGES, micro_batches=6), "everything", test_masks.MOVES, (5,), False, test_masks.THAWED),
-        fuzz=True,
+        nightly=True,
     ),
     "a frozen prefix": Feature(
         3, train_frozen, (Case(stages=3, micro_batches=5), {1: 3, 3: 5, 5: 0}, {2: [0, 1, 5, 8]})
@@ -232,7 +232,7 @@ FEATURES = {
     "dynamic shapes": Feature(2, test_topologies.train_feature, ({}, {"dynamic_shape": True}, MOVES, True)),
     "patched instructions": Feature(2, test_instructions.train_patched_but_messages, (Case(clip=0.0), "entries", True)),
     "instructions patched later": Feature(
-        2, test_instructions.train_patched_but_messages, (Case(clip=0.0), "engine", False), fuzz=True
+        2, test_instructions.train_patched_but_messages, (Case(clip=0.0), "engine", False), nightly=True
     ),
     "own backward pass": Feature(
         3,
@@ -241,13 +241,17 @@ FEATURES = {
     ),
     "own schedule": Feature(2, test_engine_class.train_with_reference, ("ds_dynmo", OWN), unsplit=True),
     "own class": Feature(
-        2, test_engine_class.train_with_reference, ("ds_dynmo", OWN, (), None, None, twofold), fuzz=True, unsplit=True
+        2,
+        test_engine_class.train_with_reference,
+        ("ds_dynmo", OWN, (), None, None, twofold),
+        nightly=True,
+        unsplit=True,
     ),
     "sizes": Feature(2, test_topologies.train_other_sizes, (MOVES,)),
     "fewer micro-batches": Feature(4, train, (Case(stages=4, micro_batches=2), [[0, 1, 3, 5, 8]], 4, 1)),
-    "1 micro-batch": Feature(3, train, (Case(stages=3, micro_batches=1), [], 4, 1), fuzz=True),
-    "1 stage": Feature(1, train, (Case(stages=1), [], 2, 1), fuzz=True, unsplit=True),
-    "switched off": Feature(2, train, (Case(dynmo={"enabled": False}, replicas=1), [], 3, 1), fuzz=True),
+    "1 micro-batch": Feature(3, train, (Case(stages=3, micro_batches=1), [], 4, 1), nightly=True),
+    "1 stage": Feature(1, train, (Case(stages=1), [], 2, 1), nightly=True, unsplit=True),
+    "switched off": Feature(2, train, (Case(dynmo={"enabled": False}, replicas=1), [], 3, 1), nightly=True),
     "tensor parallel": Feature(
         4,
         test_topologies.train_sliced,
@@ -257,30 +261,30 @@ FEATURES = {
         4,
         test_topologies.train_sliced,
         (Case(slices=2, blocks=4, clip=0.05, precision="bf16 zero1"), [[0, 2, 6], [0, 5, 6]]),
-        fuzz=True,
+        nightly=True,
     ),
     "experts on replicas": Feature(
-        4, case_runs.train, (moved(CaseRun(test_expert_parallel.MODELS["auxiliary loss"], replicas=2)),), fuzz=True
+        4, case_runs.train, (moved(CaseRun(test_expert_parallel.MODELS["auxiliary loss"], replicas=2)),), nightly=True
     ),
     "a layer used twice": Feature(
         3, train_layers, (Case(stages=3, micro_batches=5, precision="bf16"), used_twice, [[0, 4, 5, 7]])
     ),
     "unusual modules": Feature(3, train_layers, (Case(stages=3, micro_batches=5, clip=0.0), unusual_layers, [])),
-    "gpt2": Feature(2, case_runs.train, (moved(test_huggingface.case("gpt2", precision="bf16")),), fuzz=True),
+    "gpt2": Feature(2, case_runs.train, (moved(test_huggingface.case("gpt2", precision="bf16")),), nightly=True),
     "mixtral": Feature(
-        2, case_runs.train, (moved(test_huggingface.case("mixtral", precision="bf16 zero1")),), fuzz=True
+        2, case_runs.train, (moved(test_huggingface.case("mixtral", precision="bf16 zero1")),), nightly=True
     ),
     "mixtral recomputed": Feature(
-        2, case_runs.train, (moved(test_huggingface.case("mixtral", interval=1)),), fuzz=True
+        2, case_runs.train, (moved(test_huggingface.case("mixtral", interval=1)),), nightly=True
     ),
-    "qwen3": Feature(2, case_runs.train, (moved(test_huggingface.case("qwen3")),), fuzz=True),
-    "peft": Feature(2, test_foreign_models.train, ("lora", True), fuzz=True),
-    "torchvision": Feature(2, test_foreign_models.train, ("alexnet", True), fuzz=True),
+    "qwen3": Feature(2, case_runs.train, (moved(test_huggingface.case("qwen3")),), nightly=True),
+    "peft": Feature(2, test_foreign_models.train, ("lora", True), nightly=True),
+    "torchvision": Feature(2, test_foreign_models.train, ("alexnet", True), nightly=True),
     "tied classes": Feature(
         3,
         test_tied_classes.train,
         (Case(stages=3, clip=0.5, groups="two"), "in the middle", [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8]], 5),
-        fuzz=True,
+        nightly=True,
     ),
     "a tied head": Feature(
         2, test_tied_classes.train, (Case(clip=0.5, precision="bf16"), "other attribute", [[0, 6, 8], [0, 1, 8]], 3)
@@ -294,23 +298,24 @@ FEATURES = {
         4,
         test_replicas.train,
         (Case(stages=4, micro_batches=4, dynmo=test_replicas.BY_HAND), {1: 2, 3: 4}, 4, False, True, None, True),
-        fuzz=True,
+        nightly=True,
     ),
     "timers": Feature(
-        2, test_topologies.train_feature, features(wall_clock_breakdown=True, steps_per_print=1), fuzz=True
+        2, test_topologies.train_feature, features(wall_clock_breakdown=True, steps_per_print=1), nightly=True
     ),
     "autocast": Feature(
         2,
         test_topologies.train_feature,
         features(torch_autocast={"enabled": True, "dtype": "bfloat16"}),
-        fuzz=True,
+        nightly=True,
     ),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.fuzz if one.fuzz else ()) for name, one in FEATURES.items()]
+    "name", [pytest.param(name, marks=pytest.mark.nightly if one.nightly else ()) for name, one in FEATURES.items()]
 )
+@pytest.mark.every_variant
 def test_features_work_as_under_1f1b(name: str) -> None:
     if name == "peft":
         pytest.importorskip("peft")

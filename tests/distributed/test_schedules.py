@@ -49,7 +49,7 @@ SHAPES = {
 @pytest.mark.parametrize(
     ("precision", "shape"),
     [
-        pytest.param(precision, shape, marks=() if (number + turn) % 3 == 0 else pytest.mark.fuzz)
+        pytest.param(precision, shape, marks=() if (number + turn) % 3 == 0 else pytest.mark.nightly)
         for number, precision in enumerate(PRECISIONS)
         for turn, shape in enumerate(SHAPES)
     ],

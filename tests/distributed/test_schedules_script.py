@@ -25,8 +25,8 @@ def figures(folder: Path, *flags: str) -> Any:
     ("split", "loads"),
     [
         ("realistic", "random"),
-        pytest.param("even", "frozen", marks=pytest.mark.fuzz),
-        pytest.param("even", "weightless", marks=pytest.mark.fuzz),
+        pytest.param("even", "frozen", marks=pytest.mark.nightly),
+        pytest.param("even", "weightless", marks=pytest.mark.nightly),
     ],
 )
 def test_every_schedule_trains_the_same_weights(split: str, loads: str, tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def train(what: str, precision: str, moves: list[list[int]]) -> dict[str, Any]:
     [
         *((what, "fp32") for what in MODELS),
         *(
-            pytest.param(what, precision, marks=() if what in models else pytest.mark.fuzz)
+            pytest.param(what, precision, marks=() if what in models else pytest.mark.nightly)
             for precision, models in {
                 "bf16": ("megatron", "tied_with_settings"),
                 "bf16 zero1": ("shared_part", "tied_around_a_module"),
@@ -229,6 +229,7 @@ def train(what: str, precision: str, moves: list[list[int]]) -> dict[str, Any]:
         ),
     ],
 )
+@pytest.mark.every_variant
 def test_a_move_at_every_step_changes_nothing(what: str, precision: str) -> None:
     still, moved = run_each(2, train, (what, precision, []), (what, precision, MOVES))
     check_moves_changed_nothing(still, moved)

@@ -53,14 +53,14 @@ def save_and_resume(case: Case, folder: str, move: Sequence[int]) -> list[dict[s
 @pytest.mark.parametrize(
     ("case", "others"),
     [
-        pytest.param(replace(SLICED, tied=True, groups="two"), (1,), id="fp32", marks=pytest.mark.fuzz),
+        pytest.param(replace(SLICED, tied=True, groups="two"), (1,), id="fp32", marks=pytest.mark.nightly),
         pytest.param(replace(SLICED, precision="bf16 zero1", tied=True), (3,), id="bf16 zero1"),
-        pytest.param(replace(SLICED, precision="bf16", groups="two"), (1,), id="bf16", marks=pytest.mark.fuzz),
+        pytest.param(replace(SLICED, precision="bf16", groups="two"), (1,), id="bf16", marks=pytest.mark.nightly),
         pytest.param(
             replace(SLICED, precision="bf16 zero1", replicas=2, groups="two"),
             (1,),
             id="replicas",
-            marks=pytest.mark.fuzz,
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -90,7 +90,7 @@ def between_stock_and_ours(case: Case, folder: str) -> dict[tuple[str, str], tup
     }
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.fuzz), "bf16 zero1"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16 zero1"])
 def test_checkpoints_load_in_stock_and_back(tmp_path: Path, precision: str) -> None:
     case = replace(SLICED, precision=precision, clip=0.0, groups="two", scheduler=True, tied=True)
     for rank, ways in enumerate(run(4, between_stock_and_ours, case, str(tmp_path))):

@@ -18,7 +18,7 @@ from tests.pure.test_docs import code_blocks
 SCRIPT = Path(__file__).with_name("repack_script.py")
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_nodes_of_released_ranks_leave_the_job_and_it_continues(tmp_path: Path) -> None:
     skip_without_slurm()
     (tmp_path / "cluster").mkdir()

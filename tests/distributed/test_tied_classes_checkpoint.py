@@ -35,8 +35,8 @@ def load_and_continue_tied(case: Case, way: str, folder: str, trained: int) -> d
     ("way", "precision", "stages"),
     [
         *((way, "fp32", 3) for way in ENDS),
-        *(pytest.param(way, "bf16 zero1", 3, marks=() if way in FIRST else pytest.mark.fuzz) for way in ENDS),
-        *(pytest.param(way, "bf16", 4, marks=pytest.mark.fuzz) for way in ENDS),
+        *(pytest.param(way, "bf16 zero1", 3, marks=() if way in FIRST else pytest.mark.nightly) for way in ENDS),
+        *(pytest.param(way, "bf16", 4, marks=pytest.mark.nightly) for way in ENDS),
     ],
 )
 def test_a_run_resumes_at_another_number_of_stages(tmp_path: Path, way: str, precision: str, stages: int) -> None:
@@ -69,7 +69,7 @@ def load_as_tied(which: str, case: Case, way: str, folder: str) -> Any:
 @pytest.mark.parametrize(
     ("way", "writer", "reader"),
     [
-        pytest.param(way, *pair, marks=() if way == "gdgpt" or turn == number else pytest.mark.fuzz)
+        pytest.param(way, *pair, marks=() if way == "gdgpt" or turn == number else pytest.mark.nightly)
         for turn, way in enumerate(["sparkjiao", "gdgpt", "gdgpt, one class"])
         for number, pair in enumerate([("stock", "ours"), ("ours", "stock"), ("moved and back", "stock")])
     ],
@@ -86,7 +86,7 @@ def load_stock_weights_tied(case: Case, way: str, folder: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way in ("sparkjiao", *FIRST) else pytest.mark.fuzz) for way in ENDS]
+    "way", [pytest.param(way, marks=() if way in ("sparkjiao", *FIRST) else pytest.mark.nightly) for way in ENDS]
 )
 def test_stock_weights_load(tmp_path: Path, way: str) -> None:
     case = Case(stages=2, clip=0.0)

@@ -65,8 +65,8 @@ def test_ranks_with_other_data_or_settings_are_refused(tmp_path: Path) -> None:
     ("documents", "sampling"),
     [
         ("packed", "random"),
-        pytest.param("joined", "random", marks=pytest.mark.fuzz),
-        pytest.param("padded", "epochs", marks=pytest.mark.fuzz),
+        pytest.param("joined", "random", marks=pytest.mark.nightly),
+        pytest.param("padded", "epochs", marks=pytest.mark.nightly),
     ],
 )
 def test_stages_and_replicas_change_no_batch(documents: str, sampling: str, tmp_path: Path) -> None:

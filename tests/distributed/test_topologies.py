@@ -61,8 +61,8 @@ def train_sliced(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
         pytest.param("fp32", True, 0.05, 1),
         pytest.param("bf16", True, 0.05, 1),
         pytest.param("bf16 zero1", False, 0.05, 1),
-        pytest.param("fp32", True, 0.05, 2, marks=pytest.mark.fuzz),
-        pytest.param("bf16 zero1", True, 0.05, 2, marks=pytest.mark.fuzz),
+        pytest.param("fp32", True, 0.05, 2, marks=pytest.mark.nightly),
+        pytest.param("bf16 zero1", True, 0.05, 2, marks=pytest.mark.nightly),
     ],
 )
 def test_moves_change_nothing_with_tensor_parallelism(precision: str, tied: bool, clip: float, replicas: int) -> None:
@@ -126,6 +126,7 @@ def train_feature(
         pytest.param({"data_types": {"grad_accum_dtype": "fp32"}}, {}, False, id="data_types"),
     ],
 )
+@pytest.mark.every_variant
 def test_moves_change_nothing_with_features_of_deepspeed(
     settings: dict[str, Any], module_options: dict[str, Any], lengths: bool
 ) -> None:

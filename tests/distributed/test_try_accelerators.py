@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.nightly
 def test_a_step_is_launched_judged_and_written(tmp_path: Path) -> None:
     """Two ranks share the CPU, which counts no allocations and whose seconds say nothing."""
     flags = [str(tmp_path / "out"), "--quick", "--only", "overhead"]

@@ -95,7 +95,7 @@ def progress(outcome: dict[str, Any]) -> Any:
             Case(stages=2, replicas=2, precision="bf16 zero1 fp32sums", tied=True, groups="two"),
             {"stages": 3},
             id="fp32 sums",
-            marks=pytest.mark.fuzz,
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_run_goes_on_at_another_number_of_stages(tmp_path: Path, case: Case, r
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(1, 2), pytest.param(2, 1, marks=pytest.mark.fuzz), pytest.param(2, 3, marks=pytest.mark.fuzz)],
+    [(1, 2), pytest.param(2, 1, marks=pytest.mark.nightly), pytest.param(2, 3, marks=pytest.mark.nightly)],
 )
 def test_another_number_of_replicas_has_the_same_state(tmp_path: Path, before: int, after: int) -> None:
     case = Case(stages=2, replicas=before, precision="bf16 zero1", tied=True, groups="two")
@@ -172,8 +172,8 @@ def tensors(folder: Path) -> dict[str, bytes]:
     ("precision", "tied"),
     [
         ("fp32 zero1", False),
-        pytest.param("bf16 zero1", True, marks=pytest.mark.fuzz),
-        pytest.param("bf16", True, marks=pytest.mark.fuzz),
+        pytest.param("bf16 zero1", True, marks=pytest.mark.nightly),
+        pytest.param("bf16", True, marks=pytest.mark.nightly),
     ],
 )
 def test_from_two_slices_to_one_and_back(tmp_path: Path, precision: str, tied: bool) -> None:
@@ -237,7 +237,7 @@ def between_stock_and_ours(case: Case, folder: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("precision", ["bf16 zero1", pytest.param("fp32 zero1", marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("precision", ["bf16 zero1", pytest.param("fp32 zero1", marks=pytest.mark.nightly)])
 def test_stock_reads_what_we_write_and_we_what_stock_writes(tmp_path: Path, precision: str) -> None:
     case = Case(stages=2, precision=precision, clip=0.0, scheduler=True, tied=True)
     for rank in run(2, between_stock_and_ours, case, str(tmp_path)):

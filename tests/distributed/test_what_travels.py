@@ -173,7 +173,7 @@ def train(case: Case, moves: list[list[int]]) -> dict[str, Any]:
     return outcome_of(engine, train_and_move(engine, batches(engine), moves, 4))
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16 zero1", marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16 zero1", marks=pytest.mark.nightly)])
 def test_layers_arrive_as_they_left(precision: str) -> None:
     case = Case(start=(0, 6, LAYERS), precision=precision)
     moves = [[0, 1, LAYERS], [0, LAYERS - 1, LAYERS], [0, 1, LAYERS]]

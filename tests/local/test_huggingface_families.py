@@ -34,14 +34,19 @@ MECHANISMS = {
 }
 
 
-@pytest.mark.parametrize("kind", MECHANISMS)
+OFTEN = ("gpt_neox", "gpt_oss")  # the others in the nightly form
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.nightly) for kind in MECHANISMS]
+)
 def test_a_family_equals_the_librarys(kind: str) -> None:
     found = try_family(kind)
     assert not found.refusal
     assert set(found.passed) == MECHANISMS[kind][1], found.failed
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_what_the_page_says_of_families_holds() -> None:
     """Takes minutes. Later versions of the library have more families."""
     warnings.filterwarnings("ignore")

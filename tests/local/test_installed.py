@@ -60,7 +60,7 @@ def test_commands_need_no_checkout(installed: Path) -> None:
     assert "ds-dynmo-watch report.jsonl --once" in output_of(installed, "ds-dynmo-watch", "--help")
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_starts_training(installed: Path, launcher: str) -> None:
     words = LAUNCHERS[launcher]
@@ -75,7 +75,7 @@ def test_every_launcher_starts_training(installed: Path, launcher: str) -> None:
     assert ("One process" in printed) == (launcher == "none")
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_srun_starts_training(installed: Path, tmp_path: Path) -> None:
     skip_without_slurm()
     cluster = Cluster(tmp_path, ["node1"])

@@ -453,7 +453,7 @@ def test_a_frozen_block_routes_and_has_no_loss() -> None:
     assert torch.equal(stream.hidden, run(block_of(), hidden).hidden)
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_training_memorises_a_sentence() -> None:
     model = nn.Sequential(*(spec.build() for spec in model_layers(model_config())))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -395,7 +395,7 @@ def test_the_training_loss_adds_the_auxiliary_losses_of_all_layers() -> None:
     torch.testing.assert_close(losses[0.04] - losses[0.0], 2 * added, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("routing", ["aux_loss", pytest.param("sbase", marks=pytest.mark.fuzz), "bias"])
+@pytest.mark.parametrize("routing", ["aux_loss", pytest.param("sbase", marks=pytest.mark.nightly), "bias"])
 def test_training_reduces_the_loss(routing: str) -> None:
     model = [spec.build() for spec in model_layers(model_of(routing=routing))]
     optimizer = torch.optim.AdamW([p for layer in model for p in layer.parameters()], lr=1e-2)

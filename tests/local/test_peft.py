@@ -150,7 +150,7 @@ def compare_with_pefts(model: Any, layers: BuiltLayers) -> None:
             torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 def test_at_least_60_families_take_adapters() -> None:
     working = []
     for kind in families():
@@ -183,7 +183,8 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in ("olmo", "deepseek_v3") else pytest.param(kind, marks=pytest.mark.fuzz) for kind in CHOSEN]
+    "kind",
+    [kind if kind in ("olmo", "deepseek_v3") else pytest.param(kind, marks=pytest.mark.nightly) for kind in CHOSEN],
 )
 def test_without_targets_all_linear_layers_but_of_routers_and_experts_train_as_pefts(
     kind: str, monkeypatch: pytest.MonkeyPatch

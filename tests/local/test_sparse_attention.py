@@ -99,7 +99,7 @@ def test_bucket_attention_equals_dense_attention_with_a_mask(name: str) -> None:
     assert bucket_pairs(buckets, BUCKETS) == attends.sum()
 
 
-@pytest.mark.parametrize("name", keeps())
+@pytest.mark.parametrize("name", ["random", "no query", "nothing", "a head without"])
 def test_kept_attention_equals_dense_attention_with_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "QUERY_TILE", 32)
     (keep_query, keep_key), given = keeps()[name], states()

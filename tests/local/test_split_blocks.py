@@ -95,8 +95,7 @@ def test_initial_weights_equal_those_of_whole_blocks(case: str) -> None:
     assert all(torch.equal(value, whole[name]) for name, value in by_block(halves).items())
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "recomputed"), [(torch.float32, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_equal_those_of_whole_blocks(case: str, dtype: torch.dtype, recomputed: bool) -> None:
     whole, halves = pair(**CASES[case])

@@ -37,8 +37,7 @@ def mixtral(experts: str, top_k: int = 2) -> nn.Module:
     return block
 
 
-@pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "top_k"), [(torch.float32, 1), (torch.bfloat16, 2)])
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 def test_mixtral(experts: str, dtype: torch.dtype, top_k: int) -> None:
     """Some micro-batches have few tokens: experts without any, and one expert alone."""

@@ -424,6 +424,7 @@ def test_a_rank_ends_with_its_launcher_while_it_reads_data(monkeypatch: pytest.M
     assert train.main([]) == 2 and called == ["end_with_launcher", "prepare"]
 
 
+@pytest.mark.nightly
 def test_a_run_with_a_thread_beside_it_ends(tmp_path: Path) -> None:
     """Egeria's last verdict, due after the last step, is still being computed then."""
     egeria = 'model.case={"kind": "freezing", "egeria": {"interval": 0.04, "delay": 0.02, "window": 3, "start": 0.0}}'
@@ -433,6 +434,7 @@ def test_a_run_with_a_thread_beside_it_ends(tmp_path: Path) -> None:
     assert printed.startswith("One process, so one stage: no layer can move.")
 
 
+@pytest.mark.nightly
 def test_the_configuration_to_begin_with_trains(tmp_path: Path) -> None:
     """As it is but for its report's place, and an interval that is over by then."""
     report = tmp_path / "report.jsonl"

@@ -14,7 +14,7 @@ from tests.distributed.support.configs import Case
 from tests.distributed.support.models import SEQUENCE, VOCABULARY, WIDTH, Block, Embedding, Head, scale, seeded
 
 ENDS = ["sparkjiao", "other attribute", "gdgpt", "gdgpt, other name", "gdgpt, one class", "function around", "megatron"]
-FIRST = ("gdgpt, one class", "function around")  # tested with every wrapper; the others only in the fuzz form
+FIRST = ("gdgpt, one class", "function around")  # tested with every wrapper; the others only in the nightly form
 
 
 def table(seed: int, rows: int = VOCABULARY) -> nn.Embedding:

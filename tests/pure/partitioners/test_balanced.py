@@ -72,7 +72,7 @@ def test_it_finds_the_smallest_bottleneck_within_memory() -> None:
     assert met > 300 and none > 100
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10))
 def test_it_finds_the_smallest_bottleneck_fuzz(seed: int) -> None:
     check_optimal(seed=100 + seed, count=4000, most_layers=12)
@@ -174,7 +174,7 @@ def test_ties_are_decided_as_among_all_partitions() -> None:
     assert check_ties(seed=7, count=2000, most_layers=9) > 300
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(5))
 def test_ties_are_decided_as_among_all_partitions_fuzz(seed: int) -> None:
     assert check_ties(seed=700 + seed, count=4000, most_layers=11) > 300

@@ -114,7 +114,7 @@ def test_it_reaches_the_smallest_bottleneck_of_a_long_chain() -> None:
         assert bottleneck(costs, found) == bottleneck(costs, balanced(costs, 24))
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10))
 def test_it_reaches_the_smallest_bottleneck_fuzz(seed: int) -> None:
     check_optimal(seed=300 + seed, count=1000, most_layers=14)

@@ -189,7 +189,7 @@ def test_it_finds_the_smallest_bottleneck_of_the_allowed_partitions() -> None:
     assert met > 150 and none > 50
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(5))
 def test_it_finds_the_smallest_bottleneck_of_the_allowed_partitions_fuzz(seed: int) -> None:
     check_exact(seed=400 + seed, count=4000, most_layers=11)

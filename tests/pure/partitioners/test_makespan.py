@@ -75,7 +75,9 @@ def test_the_pipeline_model_and_the_simulator_agree() -> None:
         assert pipeline.iteration_seconds(start) == pytest.approx(plain_seconds(pipeline, start), rel=1e-12)
 
 
-@pytest.mark.parametrize("everything", [True, False], ids=["as it is", "search alone"])
+@pytest.mark.parametrize(
+    "everything", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["as it is", "search alone"]
+)
 def test_within_half_a_percent_of_the_best(everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not everything:
         monkeypatch.setattr(MODULE, "_ALL", 0)

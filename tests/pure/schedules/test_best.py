@@ -102,7 +102,7 @@ def test_long_batches_repeat_what_repeats_within_1_percent(price: float, monkeyp
     assert max(ratios) <= 1.01
 
 
-@pytest.mark.fuzz
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stages", "micro_batches", "seconds"), [(8, 16, 0.1), (24, 48, 1.0), (64, 256, 5.0)])
 def test_seconds_to_find_an_order(stages: int, micro_batches: int, seconds: float) -> None:
     costs, sizes = spread(random.Random(10), stages, 1.05), PassBytes.equal(stages)
