@@ -1,18 +1,18 @@
 """Pipeline schedules as data: which stage runs which pass of which micro-batch, in which order.
 
-Pure: numbers in, numbers out, with the standard library and numpy alone. Each concept has one home:
+Pure functions of numbers that need only the standard library and numpy. Each concept has one module:
 
 =========================  ===========================================================================================
 concept                    module
 =========================  ===========================================================================================
-a schedule                 ``actions``, ``schedule``, which refuses one that cannot run
+a schedule                 ``actions``; ``schedule`` refuses an order that cannot run
 its costs                  ``costs``: seconds and bytes
-its simulation             ``order`` runs it, ``replay`` gives the timeline; ``fast_1f1b`` is the fast case of 1F1B
+its simulation             ``order`` simulates, ``replay`` returns the timeline; ``fast_1f1b``: many 1F1Bs at once
 its memory                 ``memory``; micro-batches in flight under 1F1B: ``one_f_one_b``
 fixed orders               ``one_f_one_b``, ``zero_bubble``
-orders for given costs     ``portfolio`` chooses from those of ``greedy``, ``fusing`` and ``repeating``;
-                           ``back_to_back`` for batches without a pause
-what no order can beat     ``bound``
+orders for given costs     ``portfolio`` chooses among those of ``greedy``, ``fusing`` and ``repeating``;
+                           ``back_to_back`` for batches without a pause between them
+lower bounds               ``bound``
 messages between stages    ``link_order``
 =========================  ===========================================================================================
 """

@@ -1,4 +1,4 @@
-"""What a pipeline schedule is made of: one pass of one micro-batch through one chunk of layers."""
+"""An action of a pipeline schedule: one pass of one micro-batch through one chunk of layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=16)
 def all_passes(kind: Kind, num_chunks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Every pass of a kind, by chunk and micro-batch: who makes many orders need not make their actions again."""
+    """Return every pass of a kind, by chunk and micro-batch. Cached: a search builds many orders from them."""
     return tuple(
         tuple(Action(kind, chunk, micro_batch) for micro_batch in range(micro_batches)) for chunk in range(num_chunks)
     )

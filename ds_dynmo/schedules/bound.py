@@ -1,22 +1,22 @@
-"""How short an iteration can be, whatever the order.
+"""Lower bounds of an iteration's time, over all orders of its passes.
 
-Per chunk ``c``, of the passes that run either way: ``f`` forward, ``i`` until the input's gradient is there, ``b`` the
-whole backward pass (in one or in two parts, whichever is shorter). Links count where a message is sent.
+Seconds per chunk ``c``: ``f`` of the forward pass, ``i`` until the gradient of its input is computed, ``b`` of the
+whole backward pass (in one or in two parts, whichever is shorter). Messages between stages add the link's seconds.
 
-- ``head[c]``: chunk ``c`` cannot begin before one micro-batch has come through all chunks before it.
-- ``turn[c]``: its first gradient cannot be there before one micro-batch has gone to the last chunk and come back.
-- ``tail[c]``: after its last input gradient, that gradient goes back to the first chunk, and each chunk on the way has
-  the rest of its backward pass to do.
-- ``ahead``: until its first gradient is there a stage can only run forward passes, as many as its memory holds.
+- ``head[c]``: chunk ``c`` cannot start before one micro-batch has passed all chunks before it.
+- ``turn[c]``: its first gradient cannot arrive before one micro-batch has gone to the last chunk and back.
+- ``tail[c]``: the last input gradient of ``c`` still travels to the first chunk, and each chunk on the way has the rest
+  of its backward pass to run.
+- ``ahead``: until its first gradient arrives, a stage can only run forward passes, as many as its memory holds.
 
-A stage owns one chunk or more, the first of which is ``c``. Its ``m`` micro-batches of work cannot be done before
+A stage holds one chunk or more; ``c`` is the first of them. Its passes of ``m`` micro-batches cannot end before
 
-1. ``head[c] + m * sum(f + b)``: it works without a pause;
-2. ``head[c] + m * sum(f + i) + tail[c]``: its last action but weight gradients is an input gradient, and at best of
-   the chunk with the shortest tail;
-3. as 1 and 2 from ``turn`` of its last chunk on, when no more than ``ahead`` is done;
+1. ``head[c] + m * sum(f + b)``: the stage runs without a pause;
+2. ``head[c] + m * sum(f + i) + tail[c]``: weight gradients apart, its last action is an input gradient, at best of the
+   chunk with the shortest tail;
+3. the same as 1 and 2, but from ``turn`` of its last chunk on, when at most ``ahead`` is done;
 4. ``head[c] + ceil(m / n) * (turn[c] + i[c] - head[c]) + tail[c]``: a micro-batch occupies memory from its forward pass
-   to its input gradient, and ``n`` fit at a time.
+   to its input gradient, and ``n`` of them fit at a time.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ Floats = npt.NDArray[np.float64]
 def lower_bound(
     costs: PassCosts, micro_batches: int, sizes: PassBytes | None = None, limits: Sequence[int] | None = None
 ) -> float:
-    """Seconds below which no order of these passes can be.
+    """Return a lower bound of the iteration of any order of these passes, in seconds.
 
     Args:
-        sizes, limits: bytes per chunk, and that each stage may hold; None: as many as it likes.
+        sizes: bytes per chunk; None: memory does not matter.
+        limits: bytes that each stage may hold; None: no limit.
 
     >>> lower_bound(PassCosts.equal(range(8)), 12, PassBytes.equal(8), [8] * 8)
     43.0
     """
     in_flight = None
     if sizes is not None and limits is not None:
-        needs = zip(costs.owners, sizes.activation_bytes)
-        fitting = [limits[owner] // needed if needed else micro_batches for owner, needed in needs]
+        activations = zip(costs.owners, sizes.activation_bytes)
+        fitting = [limits[owner] // size if size else micro_batches for owner, size in activations]
         in_flight = np.array([min(micro_batches, max(1, count)) for count in fitting])
     forward, input_gradient, weight_gradient, backward = map(np.asarray, costs.by_kind)
-    sent = [0.0] * costs.frozen_chunks + list(costs.link_seconds[costs.frozen_chunks :])
+    links = [0.0] * costs.frozen_chunks + list(costs.link_seconds[costs.frozen_chunks :])
     bounds = lower_bounds(
-        costs.owners, forward, input_gradient, weight_gradient, backward, micro_batches, sent, in_flight
+        costs.owners, forward, input_gradient, weight_gradient, backward, micro_batches, links, in_flight
     )
     return float(bounds)
 
@@ -67,14 +68,14 @@ def lower_bounds(
     link_seconds: Sequence[float] = (),
     in_flight: npt.NDArray[np.int64] | None = None,
 ) -> Floats:
-    """:func:`lower_bound` for many pipelines at once.
+    """Compute :func:`lower_bound` of many pipelines at once.
 
     Args:
         forward, input_gradient, weight_gradient, backward: seconds, ``[num_chunks, ...]``; further axes count
             pipelines.
-        link_seconds: per boundary of chunks; (): none.
-        in_flight: per chunk, micro-batches that its stage has memory for, ``[num_chunks]`` or as ``forward``; None:
-            all.
+        link_seconds: per boundary of chunks; (): no time.
+        in_flight: per chunk, micro-batches that its stage has memory for, ``[num_chunks]`` or in the shape of
+            ``forward``; None: all.
 
     Returns:
         Seconds, in the shape of the further axes.
@@ -82,7 +83,7 @@ def lower_bounds(
     last = len(owners) - 1
     links = list(link_seconds) or [0.0] * last
     whole = np.minimum(backward, input_gradient + weight_gradient)
-    until = np.minimum(input_gradient, whole)  # the input's gradient is there
+    until = np.minimum(input_gradient, whole)  # the gradient of the input is computed
     head, turn, tail = np.zeros_like(forward), np.zeros_like(forward), whole - until
     for chunk in range(1, len(owners)):
         head[chunk] = head[chunk - 1] + forward[chunk - 1] + links[chunk - 1]

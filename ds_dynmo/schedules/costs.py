@@ -13,20 +13,20 @@ __all__ = ["PassBytes", "PassCosts"]
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Seconds per micro-batch of each pass, and of a message between two chunks.
+    """Seconds per micro-batch of each pass and of each message between chunks.
 
     Attributes:
         owners: per chunk, the stage that holds it (``Placement.owners``).
         forward_seconds, input_gradient_seconds, weight_gradient_seconds: per chunk.
-        backward_seconds: per chunk, both gradients in one pass. Usually less than the two parts together, because a
-            split has a price.
-        link_seconds: per boundary between chunks ``c`` and ``c + 1``, of a message in either direction. Between two
-            chunks of one stage nothing is sent: 0 there.
-        frozen_chunks: how many leading chunks have nothing to train. No gradient is sent to them: their backward
-            passes take no time and wait for nothing.
+        backward_seconds: per chunk, both gradients in one pass. Usually less than the sum of the two parts, because
+            splitting costs time.
+        link_seconds: per boundary between chunks ``c`` and ``c + 1``, of a message in either direction. 0 between two
+            chunks of one stage, which send each other nothing.
+        frozen_chunks: number of leading chunks without trainable parameters. No gradient is sent to them: their
+            backward passes take no time and wait for nothing.
 
     Raises:
-        ScheduleError: unlike numbers of chunks, negative or non-finite seconds.
+        ScheduleError: different numbers of chunks, negative or non-finite seconds.
     """
 
     owners: tuple[int, ...]
@@ -42,7 +42,7 @@ class PassCosts:
             raise ScheduleError(f"the owners {list(self.owners)} of chunks are not the stages 0, 1, ...")
         if not self.link_seconds:
             object.__setattr__(self, "link_seconds", (0.0,) * (self.num_chunks - 1))
-        for name, wanted in (
+        for name, count in (
             ("forward_seconds", self.num_chunks),
             ("input_gradient_seconds", self.num_chunks),
             ("weight_gradient_seconds", self.num_chunks),
@@ -50,8 +50,8 @@ class PassCosts:
             ("link_seconds", self.num_chunks - 1),
         ):
             seconds = getattr(self, name)
-            if len(seconds) != wanted:
-                raise ScheduleError(f"{self.num_chunks} chunks need {wanted} {name}, got {len(seconds)}")
+            if len(seconds) != count:
+                raise ScheduleError(f"{self.num_chunks} chunks need {count} {name}, got {len(seconds)}")
             for place, value in enumerate(seconds):
                 if not 0 <= value < math.inf:
                     raise ScheduleError(f"{name}[{place}] is {value!r}: seconds are finite and >= 0")
@@ -79,11 +79,11 @@ class PassCosts:
         *,
         frozen_chunks: int = 0,
     ) -> PassCosts:
-        """Costs of one chunk per stage.
+        """Build the costs of a pipeline with one chunk per stage.
 
         Args:
-            backward_seconds: None: a split has no price.
-            link_seconds: one number, or one per boundary.
+            backward_seconds: None: the sum of both gradients.
+            link_seconds: one number for all boundaries, or one per boundary.
         """
         stages = len(forward_seconds)
         if backward_seconds is None:
@@ -101,7 +101,7 @@ class PassCosts:
 
     @classmethod
     def equal(cls, owners: Sequence[int], seconds: float = 1.0) -> PassCosts:
-        """Costs before anything has been measured: all forward passes and both gradients take the same."""
+        """Build costs for a pipeline that has not been measured: forward passes and both gradients take equal time."""
         same = (seconds,) * len(owners)
         return cls(tuple(owners), same, same, same, (2 * seconds,) * len(owners))
 
@@ -119,7 +119,7 @@ class PassCosts:
         return self.forward_seconds, self.input_gradient_seconds, self.weight_gradient_seconds, self.backward_seconds
 
     def chunks_of(self, stage: int) -> list[int]:
-        """The chunks that ``stage`` owns, in the order of the model."""
+        """List the chunks of ``stage``, in the order of the model."""
         return [chunk for chunk, owner in enumerate(self.owners) if owner == stage]
 
 
@@ -128,18 +128,18 @@ class PassBytes:
     """Bytes that each chunk holds per micro-batch.
 
     Attributes:
-        activation_bytes: from the beginning of the forward pass to the end of the input gradient's pass. Under
+        activation_bytes: from the start of the forward pass to the end of the input gradient's pass. Under
             activation checkpointing: the inputs of the segments.
-        held_bytes: from the end of the input gradient's pass to the end of the weight gradient's: what the weight
-            gradient is made of. A backward pass in one holds none.
+        held_bytes: from the end of the input gradient's pass to the end of the weight gradient's: the inputs of the
+            weight gradient. A backward pass in one holds none.
         recomputed_bytes: while a backward pass in one runs: the largest recomputed segment; 0 without activation
             checkpointing.
-        split_recomputed_bytes: while the input gradient's pass runs: a recomputed segment and what the segments after
-            it hold already for their weight gradients, where that is most; (): as ``recomputed_bytes``.
-        standing_bytes: all the time, for messages that are about to arrive; (): none.
+        split_recomputed_bytes: while the input gradient's pass runs: the maximum over segments of the recomputed
+            segment and what later segments already hold for their weight gradients; (): ``recomputed_bytes``.
+        standing_bytes: all the time, for posted receives; (): none.
 
     Raises:
-        ScheduleError: unlike numbers of chunks, negative bytes.
+        ScheduleError: different numbers of chunks, negative bytes.
     """
 
     activation_bytes: tuple[int, ...]
@@ -166,5 +166,5 @@ class PassBytes:
 
     @classmethod
     def equal(cls, num_chunks: int, activation_bytes: int = 1) -> PassBytes:
-        """As many for each chunk, all of them held until the weight gradient is done; no recomputation."""
+        """Build equal sizes, all held until the weight gradient is computed, without recomputation."""
         return cls((activation_bytes,) * num_chunks, (activation_bytes,) * num_chunks, (0,) * num_chunks)

@@ -1,19 +1,19 @@
-"""The fast case of the simulator: DeepSpeed's 1F1B (``TrainSchedule``) of many pipelines at once.
+"""Fast simulation of DeepSpeed's 1F1B (``TrainSchedule``) for many pipelines at once.
 
-:func:`iteration_seconds` computes for thousands of partitions what :func:`ds_dynmo.schedules.replay` gives for one, to
-the bit. It also knows two other ways of sending, which only DeepSpeed's schedule has, as they depend on its steps.
+:func:`iteration_seconds` computes, for thousands of partitions, exactly what :func:`ds_dynmo.schedules.replay` computes
+for one. It also simulates two other kinds of sends, which depend on the steps of DeepSpeed's schedule.
 
-The schedule gives each pass a step: forward ``m`` of stage ``s`` is step ``s + 2 m``, backward ``m`` is step
-``2 N - 1 - s + 2 m``. A pass waits for what its stage did before and for its neighbour's pass of the step before:
+The schedule assigns each pass a step: forward ``m`` of stage ``s`` is step ``s + 2 m``, backward ``m`` is step
+``2 N - 1 - s + 2 m``. A pass waits for the earlier passes of its stage and for its neighbour's pass of the step before:
 
     step      0   1   2   3   4   5   6   7
     stage 0   F0      F1  B0  F2  B1      B2
     stage 1       F0  B0  F1  B1  F2  B2
 
-The results of one step are sent at the beginning of the next, between a stage with a backward pass and its successor
-with a forward pass: first the gradient (SendGrad, RecvGrad), then the activation (SendActivation, RecvActivation). So a
-stage that waits for a gradient sends its activation only afterwards, and where a send ends with its receipt, early
-stages cannot run ahead.
+The results of a step are sent at the start of the next, between a stage with a backward pass and its successor with a
+forward pass: first the gradient (SendGrad, RecvGrad), then the activation (SendActivation, RecvActivation). So a stage
+that waits for a gradient sends its activation only afterwards. If a send ends only when it is received, early stages
+cannot run ahead.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Sends = Literal["overlapped", "buffered", "rendezvous"]
 Floats = npt.NDArray[np.float64]
 
 
-class _Step(NamedTuple):
-    """The stages that take part in one step; each slice has every other one."""
+class _ScheduleStep(NamedTuple):
+    """Stages that send, receive or run a pass in one step; each slice selects every second stage."""
 
     gradients: tuple[slice, slice]  # receivers, senders
     activations: tuple[slice, slice]  # senders, receivers
@@ -46,7 +46,7 @@ class _Step(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _steps(num_stages: int, micro_batches: int) -> tuple[_Step, ...]:
+def _steps(num_stages: int, micro_batches: int) -> tuple[_ScheduleStep, ...]:
     span = 2 * (micro_batches - 1)
 
     def stages(low: int, high: int, step: int) -> range:
@@ -57,14 +57,14 @@ def _steps(num_stages: int, micro_batches: int) -> tuple[_Step, ...]:
         return slice(chosen.start + by, max(chosen.stop, chosen.start) + by, 2)
 
     steps = []
-    forwarded = went_back = range(0)  # in the step before
+    forwarded = went_back = range(0)  # stages with such a pass in the step before
     for step in range(2 * (micro_batches + num_stages - 1)):
         reach = 2 * num_stages - 1 - step
         forwards, backwards = stages(step - span, step, step), stages(reach, reach + span, step + 1)
         senders = range(forwarded.start, min(forwarded.stop, num_stages - 1), 2)
         givers = range(went_back.start or 2, went_back.stop, 2)
         steps.append(
-            _Step(
+            _ScheduleStep(
                 (every_other(givers, -1), every_other(givers)),
                 (every_other(senders), every_other(senders, 1)),
                 every_other(forwards),
@@ -82,18 +82,18 @@ def _run(
     micro_batches: int,
     links: Floats | None,
     sends: Sends,
-    record: Callable[[_Step, Floats], None] | None = None,
+    record: Callable[[_ScheduleStep, Floats], None] | None = None,
 ) -> Floats:
-    """Compute when each stage is done. Arrays are ``[num_stages, ...]``, ``links`` one fewer (None: no time)."""
+    """Compute the end of each stage's last pass. Arrays are ``[num_stages, ...]``; ``links`` has one stage fewer."""
     num_stages = len(forward)
     free_at = np.zeros_like(forward)
     pairs = [(free_at[first : num_stages - 1 : 2], free_at[first + 1 :: 2]) for first in (0, 1)]
-    everyone = [forward.copy(), backward.copy()]  # the seconds of a step in which every stage has a pass
-    everyone[0][1::2], everyone[1][1::2] = backward[1::2], forward[1::2]
+    full_step = [forward.copy(), backward.copy()]  # seconds of a step in which every stage has a pass, by parity
+    full_step[0][1::2], full_step[1][1::2] = backward[1::2], forward[1::2]
     for number, step in enumerate(_steps(num_stages, micro_batches)):
         (to, giver), (sender, receiver), forwards, backwards, full = step
         if sends == "rendezvous":
-            # All pairs of the step wait for each other, also those without a message: that never delays them.
+            # Let pairs without a message wait for each other too: that never delays them.
             early, late = pairs[(number + 1) % 2]
             np.maximum(early, late, out=early)
             if links is not None:
@@ -108,7 +108,7 @@ def _run(
         if record is not None:
             record(step, free_at)
         if full:
-            free_at += everyone[number % 2]
+            free_at += full_step[number % 2]
         else:
             free_at[forwards] += forward[forwards]
             free_at[backwards] += backward[backwards]
@@ -123,15 +123,15 @@ def simulate(
     *,
     sends: Sends = "overlapped",
 ) -> ScheduleTimeline:
-    """Compute the exact 1F1B timeline: a pass starts as soon as its stage is free and its input has arrived.
+    """Compute the 1F1B timeline: a pass starts as soon as its stage is free and its input has arrived.
 
     Args:
         forward, backward: per stage, seconds per micro-batch.
         micro_batches: per iteration.
         link_seconds: of a message between neighbours; one number, or one per boundary.
-        sends: "overlapped": a message leaves by itself at the end of its pass and costs no compute time.
-            "buffered": it leaves when the next step of the schedule sends it, and the sender goes on at once.
-            "rendezvous": the same, but the sender goes on when it has been received, as with gloo.
+        sends: "overlapped": a message leaves at the end of its pass and costs no compute time.
+            "buffered": it leaves in the next step of the schedule, and the sender continues at once.
+            "rendezvous": it leaves in the next step, and the sender waits until it is received, as with gloo.
 
     >>> simulate([1.0, 1.0], [2.0, 2.0], micro_batches=2).iteration_seconds
     9.0
@@ -144,19 +144,19 @@ def simulate(
     num_stages = len(forward)
     links = _checked_links(num_stages, len(backward), micro_batches, link_seconds)
     schedule = one_f_one_b(num_stages, micro_batches)
-    between = 0.0 if links is None else links[:, 0].tolist()
-    costs = PassCosts.chain(forward, backward, [0.0] * num_stages, backward, between)
+    seconds_of_links = 0.0 if links is None else links[:, 0].tolist()
+    costs = PassCosts.chain(forward, backward, [0.0] * num_stages, backward, seconds_of_links)
     if sends == "overlapped":
         return replay(schedule, costs)
     starts: list[list[float]] = [[] for _ in forward]
 
-    def record(step: _Step, free_at: Floats) -> None:
+    def record(step: _ScheduleStep, free_at: Floats) -> None:
         for stages in (step.forwards, step.backwards):
             for stage in range(num_stages)[stages]:
                 starts[stage].append(float(free_at[stage, 0]))
 
-    ahead, back = (np.array(seconds)[:, None] for seconds in (costs.forward_seconds, costs.backward_seconds))
-    _run(ahead, back, micro_batches, links, sends, record)
+    forwards, backwards = (np.array(seconds)[:, None] for seconds in (costs.forward_seconds, costs.backward_seconds))
+    _run(forwards, backwards, micro_batches, links, sends, record)
     return ScheduleTimeline.of(schedule, starts, costs)
 
 
@@ -176,18 +176,18 @@ def iteration_seconds(
     Returns:
         Seconds, in the shape of the further axes.
     """
-    ahead, back = (np.ascontiguousarray(times, dtype=np.float64) for times in (forward, backward))
-    links = _checked_links(len(ahead), len(back), micro_batches, link_seconds)
+    forwards, backwards = (np.ascontiguousarray(times, dtype=np.float64) for times in (forward, backward))
+    links = _checked_links(len(forwards), len(backwards), micro_batches, link_seconds)
     if links is not None:
-        links = links.reshape(-1, *(1,) * (ahead.ndim - 1))
-    done: Floats = _run(ahead, back, micro_batches, links, sends).max(axis=0)
+        links = links.reshape(-1, *(1,) * (forwards.ndim - 1))
+    done: Floats = _run(forwards, backwards, micro_batches, links, sends).max(axis=0)
     return done
 
 
 def _checked_links(
     num_stages: int, num_backward: int, micro_batches: int, link_seconds: float | Sequence[float]
 ) -> Floats | None:
-    """Give the seconds of each link, ``[num_stages - 1, 1]``; None if all are 0."""
+    """Return the seconds of each link, ``[num_stages - 1, 1]``; None if all are 0."""
     if num_backward != num_stages or num_stages < 1 or micro_batches < 1:
         raise ValueError(
             "simulate needs one forward and one backward time for each stage and at least 1 micro-batch, "

@@ -1,4 +1,4 @@
-"""Taking splits back: backward passes in one where two parts fill no gap. A split costs some per cent, and memory."""
+"""Merging the two parts of a backward pass again where they fill no gap: a split costs memory, and time (some %)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 from ds_dynmo.schedules.actions import Action, Kind, all_passes
 from ds_dynmo.schedules.costs import PassCosts
-from ds_dynmo.schedules.order import Orders, Run
+from ds_dynmo.schedules.order import Orders, SimulatedBatch
 
-__all__ = ["Fused", "fuse"]
+__all__ = ["FusedOrders", "fuse"]
 
 _ROUNDING = 1e-9  # relative
 _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _BACKWARD = map(int, Kind)
 
 
-class Fused(NamedTuple):
+class FusedOrders(NamedTuple):
     """Orders with fewer splits.
 
     Attributes:
@@ -27,25 +27,25 @@ class Fused(NamedTuple):
 
 
 def fuse(
-    orders: Orders, micro_batches: int, costs: PassCosts, ran: Run, targets_seconds: Sequence[float]
-) -> list[Fused]:
-    """Run in one each backward pass whose weight gradient can follow its input gradient at once, by a deadline.
+    orders: Orders, micro_batches: int, costs: PassCosts, simulated: SimulatedBatch, targets_seconds: Sequence[float]
+) -> list[FusedOrders]:
+    """Merge each split backward pass that meets its deadlines in one part.
 
-    Deadlines are the latest starts in an iteration of a target's seconds, with the orders as they are. A pass is fused
-    if then neither the stage that waits for its gradient nor its own stage's next action is late, and no weight
-    gradient of an earlier micro-batch is left for later. So where the target is the orders' own iteration, the result
-    takes no longer. A longer target fuses more; what that saves may be worth more than what it delays.
+    Deadlines are the latest starts with which the given orders end within the target. A pass is fused if this makes
+    neither the stage that waits for its gradient nor the next action of its stage late, and if no weight gradient of an
+    earlier micro-batch is pending. So if the target is the iteration of the given orders, the result takes no longer. A
+    longer target fuses more passes, which may save more than it delays.
 
     Args:
-        ran: the orders under these costs.
-        targets_seconds: of the iterations in which splits are to be needless.
+        simulated: the orders under these costs.
+        targets_seconds: iterations to meet.
 
     Returns:
-        Orders for each target.
+        Fused orders per target.
     """
-    latest, gradients_due = _deadlines(orders, micro_batches, costs, ran)
+    latest, gradients_due = _deadlines(orders, micro_batches, costs, simulated)
     return [
-        _fused(orders, micro_batches, costs, ran, latest, gradients_due, target * (1 + _ROUNDING))
+        _fused(orders, micro_batches, costs, simulated, latest, gradients_due, target * (1 + _ROUNDING))
         for target in targets_seconds
     ]
 
@@ -54,24 +54,23 @@ def _fused(
     orders: Orders,
     micro_batches: int,
     costs: PassCosts,
-    ran: Run,
+    simulated: SimulatedBatch,
     latest: Sequence[Sequence[float]],
     gradients_due: Sequence[float],
     target_seconds: float,
-) -> Fused:
-    """Run the orders once more, and fuse what may be fused on the way."""
+) -> FusedOrders:
+    """Simulate the orders again, and fuse backward passes on the way."""
     forward, input_gradient, weight_gradient, backward = costs.by_kind
     links, last_chunk, frozen = costs.link_seconds, costs.num_chunks - 1, costs.frozen_chunks
     in_one = all_passes(Kind.BACKWARD, costs.num_chunks, micro_batches)
-    inputs = [0.0] * (micro_batches * costs.num_chunks)  # when they arrive
-    # Gradients likewise. Those that nobody sends, the loss's or a frozen chunk's, are there when the stage is free.
-    gradients = list(inputs)
+    inputs = [0.0] * (micro_batches * costs.num_chunks)  # arrival, in seconds
+    gradients = list(inputs)  # arrival; 0.0 for those that no stage sends: of the loss and of frozen chunks
     free_at = [0.0] * len(orders)
     weights_done = [0] * costs.num_chunks
     reached = [0] * len(orders)
     fused: list[list[Action]] = [[] for _ in orders]
-    for stage, count in ran.bursts:
-        order, made, now = orders[stage], fused[stage], free_at[stage]
+    for stage, count in simulated.bursts:
+        order, fused_order, now = orders[stage], fused[stage], free_at[stage]
         start = reached[stage]
         stop = reached[stage] = start + count
         for place in range(start, stop):
@@ -89,13 +88,13 @@ def _fused(
             else:
                 slot = chunk * micro_batches + micro_batch
                 now = max(now, gradients[slot])
-                together = kind == _BACKWARD
-                if not together and weights_done[chunk] == micro_batch:
+                in_one_part = kind == _BACKWARD
+                if not in_one_part and weights_done[chunk] == micro_batch:
                     left = target_seconds - now - backward[chunk]
                     if left >= gradients_due[slot]:
                         following = _following(order, place, weights_done)
-                        together = left >= (latest[stage][following] if following < len(order) else 0.0)
-                if together:
+                        in_one_part = left >= (latest[stage][following] if following < len(order) else 0.0)
+                if in_one_part:
                     action = in_one[chunk][micro_batch]
                     weights_done[chunk] = micro_batch + 1
                     now += backward[chunk]
@@ -103,13 +102,13 @@ def _fused(
                     now += input_gradient[chunk]
                 if chunk > frozen:
                     gradients[slot - micro_batches] = now + links[chunk - 1]
-            made.append(action)
+            fused_order.append(action)
         free_at[stage] = now
-    return Fused(max(free_at), fused)
+    return FusedOrders(max(free_at), fused)
 
 
 def _following(order: Sequence[Action], place: int, weights_done: Sequence[int]) -> int:
-    """The place of the next action that is left once the backward pass at ``place`` is fused; the end if none is."""
+    """Return the place of the next action once the backward pass at ``place`` is fused; ``len(order)`` if none."""
     _, chunk, micro_batch = order[place]
     for following in range(place + 1, len(order)):
         kind, other, passed = order[following]
@@ -118,9 +117,15 @@ def _following(order: Sequence[Action], place: int, weights_done: Sequence[int])
     return len(order)
 
 
-def _deadlines(orders: Orders, micro_batches: int, costs: PassCosts, ran: Run) -> tuple[list[list[float]], list[float]]:
-    """How long before the end of the iteration each action has to start, in the shape of ``orders``, and each gradient
-    to leave, by chunk and micro-batch."""
+def _deadlines(
+    orders: Orders, micro_batches: int, costs: PassCosts, simulated: SimulatedBatch
+) -> tuple[list[list[float]], list[float]]:
+    """Compute deadlines, in seconds before the end of the iteration.
+
+    Returns:
+        The latest start of each action, in the shape of ``orders``; the latest departure of each gradient, by chunk and
+        micro-batch.
+    """
     seconds, links, last_chunk = costs.by_kind, costs.link_seconds, costs.num_chunks - 1
     frozen = costs.frozen_chunks
     latest = [[0.0] * len(order) for order in orders]
@@ -128,7 +133,7 @@ def _deadlines(orders: Orders, micro_batches: int, costs: PassCosts, ran: Run) -
     outputs_due = [0.0] * (micro_batches * costs.num_chunks)
     gradients_due = list(outputs_due)
     reached = [len(order) for order in orders]
-    for stage, count in reversed(ran.bursts):
+    for stage, count in reversed(simulated.bursts):
         order, starts, due = orders[stage], latest[stage], next_due[stage]
         stop = reached[stage]
         start = reached[stage] = stop - count

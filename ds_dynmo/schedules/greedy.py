@@ -1,12 +1,12 @@
-"""The simulator as scheduler: let every stage take the most useful pass that is ready, and keep what it did.
+"""Greedy list scheduling: simulate the pipeline, and let every stage run the most useful pass that is ready.
 
-The simulation ends, so the order that it leaves behind is not cyclic. That must not depend on what is frozen today:
-backward passes of frozen chunks, which take no time, wait for gradients here as others do.
+A simulation that ends leaves an order that is not cyclic. This must hold whichever chunks are frozen: backward passes
+of frozen chunks take no time, but wait for gradients like others.
 
-The simulation counts whole ticks. So what is due at the same time is so on every machine, and no order depends on a
-rounding error. Ties go to the smaller number of a stage, then to the later chunk.
+Times are whole ticks. So equal times are equal on every machine, and no order depends on a rounding error. Ties go to
+the lower stage, then to the later chunk.
 
-A decision runs dozens of simulations while training may wait for it: the loop over events calls no function of ours.
+A decision runs dozens of simulations while training may wait: the event loop calls no function of this package.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _BACKWARD = map(int, Kind)
 
 @dataclass(frozen=True)
 class Policy:
-    """What a stage does when it can do several things.
+    """How a stage chooses among passes that are ready.
 
-    It runs a backward pass (its input gradient) that is ready, else a forward pass, else a weight gradient.
+    By default: a backward pass (or its input gradient), else a forward pass, else a weight gradient.
 
     Attributes:
-        alternate: after a backward pass, a forward pass comes first, as in 1F1B; where only memory is in its way, a
-            weight gradient makes room. Else the stages behind have nothing to do while this one goes back.
-        forward_patience: no forward pass while a gradient is known to arrive within this share of it.
-        weight_patience: no weight gradient while anything is known to arrive within this share of it.
-        lead: how far ahead of its backward passes a chunk runs forward, in round trips to the last chunk; as far as
-            memory allows where infinite.
-        split_first, split_last: how many of the first and of the last micro-batches may run backward in two parts, as
-            shares of the number of stages; all where infinite, none where both are 0. Those between run in one, unless
-            weight gradients are waiting. Where a split has a price, it pays while the pipeline fills and drains.
+        alternate: prefer a forward pass after a backward pass, as in 1F1B, because later stages would run out of work
+            otherwise. If only memory prevents the forward pass, run a weight gradient to free some.
+        forward_patience: delay a forward pass if a gradient will arrive within this share of the pass.
+        weight_patience: delay a weight gradient if any input will arrive within this share of the pass.
+        lead: the most forward passes that a chunk runs ahead of its backward passes, in round trips to the last chunk;
+            infinite: as many as fit in memory.
+        split_first, split_last: number of first and of last micro-batches whose backward passes may be split, as shares
+            of the number of stages; infinite: all. Those between are split only while weight gradients are pending. A
+            split that costs time pays off while the pipeline fills and drains.
     """
 
     alternate: bool = True
@@ -60,18 +60,18 @@ def greedy(
     *,
     most_seconds: float = math.inf,
 ) -> list[list[Action]] | None:
-    """The order in which each stage worked; None where memory let no stage go on, or time ran out.
+    """Simulate the pipeline under ``policy`` and return the order of each stage; None if out of memory or time.
 
     Args:
         sizes: bytes per chunk.
-        limits: per stage, the bytes of passes in flight.
-        most_seconds: that the simulated batch may take.
+        limits: per stage, bytes that passes in flight may hold.
+        most_seconds: the longest iteration of use; the simulation stops beyond it.
     """
-    return _Simulation(costs, micro_batches, sizes, limits, policy).run(most_seconds)
+    return _GreedySimulation(costs, micro_batches, sizes, limits, policy).run(most_seconds)
 
 
-class _Simulation:
-    """A pipeline before its first pass. Times are in ticks."""
+class _GreedySimulation:
+    """A pipeline and a policy, in ticks."""
 
     def __init__(
         self, costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int], policy: Policy
@@ -94,24 +94,23 @@ class _Simulation:
         self._lead = self._leads(policy.lead)
         activations = self._activations = sizes.activation_bytes
         self._held = sizes.held_bytes
-        self._for_split = [  # beside what a backward pass in one needs: in the end, and while segments are recomputed
+        self._for_split = [  # bytes beyond those of a backward pass in one: at its end, or while it recomputes
             max(sizes.held_bytes[chunk] - activations[chunk], split - sizes.recomputed_bytes[chunk])
             for chunk, split in enumerate(sizes.split_recomputed_bytes)
         ]
-        # What one backward pass recomputes has room at any time.
-        self._room = [
+        self._room = [  # bytes for passes in flight; the recomputation of one backward pass is always reserved
             limit
             - sum(sizes.standing_bytes[chunk] for chunk in mine)
             - max(sizes.recomputed_bytes[chunk] for chunk in mine)
             for limit, mine in zip(limits, self._chunks)
         ]
-        self._needed = [  # for a forward pass; on a stage with several chunks also room for the way back
+        self._needed = [  # bytes for a forward pass; with several chunks per stage, also for the way back
             activations[chunk] + max((activations[other] for other in self._chunks[owner] if other > chunk), default=0)
             for chunk, owner in enumerate(costs.owners)
         ]
 
     def _leads(self, lead: float) -> list[int]:
-        """Per chunk, how many forward passes may be ahead of the backward passes."""
+        """Return, per chunk, the most forward passes ahead of the backward passes."""
         if lead == math.inf:
             return [self._micro_batches] * len(self._owners)
         forward, part, rest, whole = self._ticks
@@ -125,9 +124,9 @@ class _Simulation:
         return leads[::-1]
 
     def run(self, most_seconds: float) -> list[list[Action]] | None:
-        """As :func:`greedy`.
+        """Simulate one batch, and return what :func:`greedy` does.
 
-        One loop over local names, and no calls: it turns once for each action of each order that is tried.
+        The loop uses local names and no calls: it runs once per action of each candidate.
         """
         owners, chunks, splits, in_one = self._owners, self._chunks, self._splits, self._in_one
         alternate, lead, needed, links = self._alternate, self._lead, self._needed, self._links
@@ -140,21 +139,21 @@ class _Simulation:
         orders: list[list[Action]] = [[] for _ in chunks]
         room = list(self._room)
 
-        # When the input and the gradient of each chunk's micro-batches arrive, as far as is known.
+        # Arrivals of inputs and gradients, by chunk and micro-batch; _NEVER while unknown.
         inputs = [[_NEVER] * (micro_batches + 1) for _ in owners]
         inputs[0] = [0] * micro_batches + [_NEVER]
         gradients = [[_NEVER] * (micro_batches + 1) for _ in owners]
         forwards, backwards, weights = ([0] * num_chunks for _ in range(3))  # passes begun
-        went_back = [True] * num_stages  # was the last pass, weight gradients apart, a backward one?
+        went_back = [True] * num_stages  # whether the last pass, weight gradients apart, was a backward one
         free_at = [0] * num_stages
 
-        # Per stage, ticks that its passes still take at least.
+        # Per stage, a lower bound of the ticks that its remaining passes take.
         rest = [min(b, i + w) for i, w, b in zip(input_ticks, weight_ticks, backward_ticks)]
         after_input = [max(0, b - w) for b, w in zip(rest, weight_ticks)]
         left = [micro_batches * sum(forward_ticks[chunk] + rest[chunk] for chunk in mine) for mine in chunks]
         most = _NEVER if most_seconds == math.inf else math.ceil(most_seconds * self._scale)
 
-        # An event is a time and a stage in one number. Each stage that works has one, when it is done.
+        # An event is a time and a stage in one number. A stage that runs a pass has one at its end.
         bits = num_stages.bit_length()
         mask = (1 << bits) - 1
         events = list(range(num_stages))
@@ -166,7 +165,7 @@ class _Simulation:
                 pop(events)
                 continue
 
-            # What is ready? Of several chunks the last; a weight gradient of the oldest micro-batch.
+            # Find what is ready: of several chunks the last, but the oldest weight gradient.
             ready_back = ready_forward = arrived = pending = -1
             soon_back = soon_forward = _NEVER
             for chunk in chunks[stage]:
@@ -188,14 +187,14 @@ class _Simulation:
                 if weights[chunk] < back and (pending < 0 or weights[chunk] <= weights[pending]):
                     pending = chunk
 
-            # What runs? A stage that runs nothing waits for an event that is under way.
+            # Choose the pass. A stage that runs nothing waits for a later event.
             kind = -1
             if ready_back >= 0:
                 if alternate and went_back[stage]:
                     if ready_forward >= 0:
                         kind, chunk = _FORWARD, ready_forward
                     elif pending >= 0 and arrived >= 0 and forwards[arrived] - backwards[arrived] < lead[arrived]:
-                        kind, chunk = _WEIGHT_GRADIENT, pending  # makes room
+                        kind, chunk = _WEIGHT_GRADIENT, pending  # frees memory
                 if kind < 0:
                     chunk = ready_back
                     passed = backwards[chunk]
@@ -214,7 +213,7 @@ class _Simulation:
                 pop(events)
                 continue
 
-            to, at = -1, 0  # the chunk that is sent something, and when that arrives
+            to, at = -1, 0  # the receiving chunk and the arrival
             if kind == _FORWARD:
                 passed = forwards[chunk]
                 forwards[chunk] = passed + 1
@@ -259,6 +258,6 @@ class _Simulation:
             replace(events, end << bits | stage)
             if to >= 0:
                 woken = owners[to]
-                if not now < at <= free_at[woken]:  # else it looks when it is done
+                if not now < at <= free_at[woken]:  # else it chooses again at the end of its pass
                     push(events, at << bits | woken)
         return orders if min(weights) == micro_batches else None

@@ -1,34 +1,35 @@
-"""One order for all messages of two neighbouring stages, the same on both.
+"""One order for all messages between two neighbouring stages, the same on both.
 
-Some backends run what two ranks send each other strictly one operation after the other: NCCL runs it on one stream, so
-a receive that waits for its message keeps all later operations of the two waiting, and tags tell nothing apart. There
-both ranks have to begin the same operations in the same order.
+Some backends run the operations between two ranks strictly one after the other. NCCL runs them on one stream: a receive
+that waits for its message blocks all later operations of this pair, and there are no tags. So both ranks have to start
+the same operations in the same order.
 
-**The order.** Simulate the schedule. Messages come in the order in which their actions end, and of two that end at the
-same time the one that others wait for comes first. Two messages in opposite directions of which one would begin while
-the other is under way are one *group*, and travel at the same time. They are, if neither is needed for the other: the
-receiver of the first makes the second before it needs the first.
+**The order.** Simulate the schedule. Messages are sorted by the end of the action that produces them; of two that end
+at the same time, the one that the other depends on comes first. Two messages in opposite directions form a *group* and
+travel at the same time, if one would start while the other is under way and neither needs the other: the receiver of
+the first produces the second before it needs the first.
 
-**What a stage does.** A stage begins the groups of a neighbour in this order. It begins one as soon as it has made what
-it sends in it. It begins one that it only receives at any time before it needs the message, and before it sends what
-comes later in the order.
+**What a stage does.** A stage starts the groups with a neighbour in this order. It starts a group as soon as it has
+produced the message that it sends in it. It starts a group in which it only receives at any time before it needs the
+message, and before it sends a message that comes later in the order.
 
-**Why stages never wait in a circle.** Sort all actions of the schedule as their messages: this is a line in which each
-action stands behind the one before it on its stage and behind those that make its data. Suppose that stages are stuck.
-Take the first action in the line that cannot run. It waits for a message; all actions before it in the line have run.
-What its group and all groups before it hold is made by actions that stand before it in the line, so it has been made.
-Hence both stages have begun all of these groups, in the same order, and nothing is left for the message to wait for.
+**Why stages never deadlock.** Sort all actions of the schedule in the same way. In this line, each action stands behind
+the action before it on its stage and behind those that produce its data. Suppose that stages are stuck. Take the first
+action in the line that cannot run. It waits for a message, and all actions before it in the line have run. The messages
+of its group and of all earlier groups are produced by actions before it in the line, so they have been produced. Hence
+both stages have started all of these groups, in the same order, and nothing blocks the message.
 
-Nor does an action wait for a message that it does not need, but for the time that it is under way: what comes before a
-message in the order was made before it, or is made by its receiver before it is needed.
+Nor does an action wait for a message that it does not need, except while that message is under way: each earlier
+message in the order was produced before, or is produced by the receiver before it needs the later one.
 
-**Receives that cannot begin early.** A message whose size the receiver does not know begins when the receiver needs it,
-and what the receiver sends behind it waits as long. That is safe too with one chunk per stage. Stages are then a chain,
-and each needs what comes from a neighbour in the order in which it was made. Suppose that stages are stuck. Each waits
-for a neighbour, so somewhere in the chain two wait for each other. Take the first message in their order that is not
-over. Its receiver needs no later one from there yet, so it waits for this one, and would receive it. Its sender waits
-for a message that comes later in the order, and so needs it after it has made this one. Hence this message is made and
-begun on both sides, and neither waits. With several chunks per stage sizes have to be known.
+**Receives that cannot be posted early.** If the receiver does not know a message's size, it starts the receive when it
+needs the message, and its later sends wait that long. With one chunk per stage this is safe too. The stages then form a
+chain, and each needs the messages of a neighbour in the order in which they were produced. Suppose that stages are
+stuck. Each waits for a neighbour, so two neighbours somewhere in the chain wait for each other. Take the first
+unfinished message in their order. Its receiver needs no later message of this neighbour yet, so it waits for this one
+and would receive it. Its sender waits for a message that comes later in the order, so it has already produced this one.
+Hence this message is produced, and started on both sides: neither waits. With several chunks per stage, sizes have to
+be known.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Message(NamedTuple):
     """Activations or gradients of one micro-batch, from one stage to another.
 
     Attributes:
-        made_by: the action that makes it.
-        needed_by: the action of the other stage that cannot run without it.
+        made_by: the action that produces it.
+        needed_by: the action of the other stage that takes it as input.
     """
 
     made_by: Action
@@ -61,23 +62,23 @@ LinkOrder = tuple[tuple[Message, ...], ...]
 
 
 def link_orders(schedule: Schedule, costs: PassCosts) -> dict[tuple[int, int], LinkOrder]:
-    """Order the messages of every two stages that send each other any, as this module explains.
+    """Order the messages of every pair of stages that communicate, as this module explains.
 
     Args:
-        costs: under which the schedule is simulated. Whatever is frozen, the order has all messages.
+        costs: of the simulation. The order contains the messages of frozen chunks too.
 
     Returns:
-        Per two stages, the lower number first, their groups of one message or two.
+        Per pair of stages, the lower number first, its groups of one message or two.
     """
     places = {
         action: (stage, place) for stage, order in enumerate(schedule.orders) for place, action in enumerate(order)
     }
     line = _line(schedule, replace(costs, frozen_chunks=0))
-    found: dict[tuple[int, int], list[list[Message]]] = {}
+    links: dict[tuple[int, int], list[list[Message]]] = {}
     for message in sorted(_messages(schedule), key=lambda message: line[message.made_by]):
         source, made = places[message.made_by]
         target, _ = places[message.needed_by]
-        groups = found.setdefault((min(source, target), max(source, target)), [])
+        groups = links.setdefault((min(source, target), max(source, target)), [])
         if groups and len(groups[-1]) == 1:
             (first,) = groups[-1]
             meets = places[first.made_by][0] == target and places[first.needed_by][1] > made
@@ -86,7 +87,7 @@ def link_orders(schedule: Schedule, costs: PassCosts) -> dict[tuple[int, int], L
                 groups[-1].append(message)
                 continue
         groups.append([message])
-    return {pair: tuple(map(tuple, groups)) for pair, groups in found.items()}
+    return {pair: tuple(map(tuple, groups)) for pair, groups in links.items()}
 
 
 def _messages(schedule: Schedule) -> Iterator[Message]:
@@ -105,7 +106,7 @@ _BACKWARD = (Kind.INPUT_GRADIENT, Kind.BACKWARD)
 
 
 def _line(schedule: Schedule, costs: PassCosts) -> dict[Action, tuple[float, int]]:
-    """Where each action stands: when it ends, and where that is the same, behind those that it waits for."""
+    """Map each action to its sort key: its end in seconds, then its place behind the actions that it waits for."""
     simulated = run(schedule.orders, schedule.micro_batches, costs)
     line: dict[Action, tuple[float, int]] = {}
     seconds, begun = costs.by_kind, [0] * schedule.num_stages

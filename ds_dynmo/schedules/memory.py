@@ -1,4 +1,4 @@
-"""The memory of a schedule: what its passes hold at their peak."""
+"""The peak memory of a schedule's passes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["orders_peak_bytes", "peak_bytes"]
 
 
 def peak_bytes(schedule: Schedule, sizes: PassBytes) -> tuple[int, ...]:
-    """Per stage, the most bytes that its passes hold at one time, beside weights and optimizer state.
+    """Return the peak bytes of each stage's passes, without weights and optimizer state.
 
-    Times do not matter: a stage takes and releases its memory in the order of its own actions.
+    Times do not matter: a stage allocates and frees memory in the order of its actions.
 
     Raises:
-        ScheduleError: bytes of another number of chunks.
+        ScheduleError: the number of chunks differs.
     """
     if len(sizes.activation_bytes) != schedule.num_chunks:
         raise ScheduleError(f"{schedule.num_chunks} chunks need bytes each, got {len(sizes.activation_bytes)}")
@@ -25,7 +25,7 @@ def peak_bytes(schedule: Schedule, sizes: PassBytes) -> tuple[int, ...]:
 
 
 def orders_peak_bytes(orders: Orders, sizes: PassBytes) -> tuple[int, ...]:
-    """:func:`peak_bytes` of orders that nobody has checked yet."""
+    """Compute :func:`peak_bytes` of orders that have not been checked yet."""
     activations, held = sizes.activation_bytes, sizes.held_bytes
     recomputed = {Kind.BACKWARD: sizes.recomputed_bytes, Kind.INPUT_GRADIENT: sizes.split_recomputed_bytes}
     peaks = []

@@ -1,7 +1,7 @@
-"""1F1B: after a warm-up, each stage runs a forward and a backward pass in turn (PipeDream, Narayanan et al. 2019).
+"""1F1B: after a warm-up, each stage alternates forward and backward passes (PipeDream, Narayanan et al. 2019).
 
 Stage ``s`` of ``p`` runs ``p - s`` forward passes ahead, and so holds the activations of at most that many
-micro-batches. :func:`in_flight` is the home of this rule.
+micro-batches. :func:`in_flight` implements this rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def in_flight(stage: int, num_stages: int, micro_batches: int) -> int:
 
 
 def one_f_one_b(num_stages: int, micro_batches: int) -> Schedule:
-    """1F1B with backward passes in one: DeepSpeed's ``TrainSchedule``.
+    """Build 1F1B with backward passes in one: DeepSpeed's ``TrainSchedule``.
 
     3 stages, 4 micro-batches, a forward pass takes 1 step and a backward pass 2::
 
@@ -34,7 +34,7 @@ def one_f_one_b(num_stages: int, micro_batches: int) -> Schedule:
 
 
 def gradient_first_1f1b(num_stages: int, micro_batches: int) -> Schedule:
-    """1F1B whose backward passes send the gradient of the input before they calculate those of the weights.
+    """Build 1F1B whose backward passes send the input gradient before they compute weight gradients.
 
     3 stages, 4 micro-batches, all passes take 1 step::
 

@@ -1,4 +1,4 @@
-"""The simulation of a schedule: which action waits for which, and when each can run.
+"""The simulation of a schedule: dependencies between actions, and the start of each.
 
 An action waits for the action before it on its stage, and for its data:
 
@@ -21,20 +21,21 @@ from ds_dynmo.errors import ScheduleError
 from ds_dynmo.schedules.actions import Action, Kind
 from ds_dynmo.schedules.costs import PassCosts
 
-__all__ = ["Orders", "Run", "run"]
+__all__ = ["Orders", "SimulatedBatch", "run"]
 
 Orders = Sequence[Sequence[Action]]
 
-_UNKNOWN = -1.0  # when data arrives whose sender has not run
+_UNKNOWN = -1.0  # arrival of data whose sender has not run yet
 
 
-class Run(NamedTuple):
-    """One batch of some orders.
+class SimulatedBatch(NamedTuple):
+    """The timeline of one batch, as :func:`run` computes it.
 
     Attributes:
-        starts: when each action starts, in seconds, in the shape of the orders.
-        done: per stage, the end of its last action, in seconds.
-        bursts: stages, and how many actions each ran in a row: no action comes before one that it waits for.
+        starts: start of each action in seconds, in the shape of the orders.
+        done: per stage, the end of its last action in seconds.
+        bursts: pairs of a stage and a number of actions that it ran in a row, sorted so that every action comes after
+            those that it waits for.
     """
 
     starts: list[list[float]]
@@ -42,11 +43,11 @@ class Run(NamedTuple):
     bursts: list[tuple[int, int]]
 
 
-def run(orders: Orders, micro_batches: int, costs: PassCosts) -> Run:
-    """Run every order on its stage.
+def run(orders: Orders, micro_batches: int, costs: PassCosts) -> SimulatedBatch:
+    """Simulate one batch of ``orders``, one order per stage.
 
-    A stage runs its actions in the order given, each as soon as the one before has ended and its data has arrived.
-    Sends never block and receives are posted ahead, so a message arrives ``link_seconds`` after the end of its pass.
+    A stage starts each action as soon as the one before has ended and its data has arrived. Sends never block and
+    receives are posted ahead, so a message arrives ``link_seconds`` after the end of its pass.
 
     Raises:
         ScheduleError: the actions wait for each other in a circle; the message names them.
@@ -100,11 +101,11 @@ def run(orders: Orders, micro_batches: int, costs: PassCosts) -> Run:
         bursts.append((stage, len(begun) - before))
     if any(asleep):
         raise ScheduleError(_circle(orders, [len(begun) for begun in starts], costs))
-    return Run(starts, free_at, bursts)
+    return SimulatedBatch(starts, free_at, bursts)
 
 
 def _circle(orders: Orders, reached: list[int], costs: PassCosts) -> str:
-    """Who waits for whom, given how many actions of each stage could run."""
+    """Describe a cycle of waiting stages, given the number of actions that each stage could run."""
     stage = next(stage for stage, order in enumerate(orders) if reached[stage] < len(order))
     waits: list[str] = []
     met: list[int] = []
@@ -118,7 +119,7 @@ def _circle(orders: Orders, reached: list[int], costs: PassCosts) -> str:
 
 
 def _needed(action: Action, num_chunks: int) -> Action:
-    """The action of another chunk, or of the last one's forward, that sends ``action`` its data."""
+    """Return the action that produces the input of ``action``."""
     kind, chunk, micro_batch = action
     if kind == Kind.FORWARD:
         return Action(kind, chunk - 1, micro_batch)

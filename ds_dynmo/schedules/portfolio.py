@@ -1,10 +1,10 @@
-"""The shortest of many orders: no single rule is the best one for all costs.
+"""A search for the shortest order among many candidates: no single rule is the best for all costs.
 
-Candidates are fixed orders (1F1B, with the gradient first, ZB-H1), the order for equal costs, and greedy ones for the
-costs given. Splits that fill no gap are then taken back. Where a batch is much longer than the pipeline, candidates are
-made for fewer micro-batches, and what repeats is repeated.
+Candidates are fixed orders (1F1B, gradient-first 1F1B, ZB-H1), the order for equal costs, and greedy orders for the
+given costs. Splits that fill no gap are then fused. If a batch is much longer than the pipeline, the search runs with
+fewer micro-batches and repeats the steady state.
 
-Nothing here depends on the clock, on hashes or on chance: from the same numbers every rank finds the same schedule.
+The search does not depend on the clock, on hashes or on random numbers: equal inputs give equal schedules on all ranks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ds_dynmo.schedules.fusing import fuse
 from ds_dynmo.schedules.greedy import Policy, greedy
 from ds_dynmo.schedules.memory import orders_peak_bytes, peak_bytes
 from ds_dynmo.schedules.one_f_one_b import gradient_first_1f1b, in_flight, one_f_one_b
-from ds_dynmo.schedules.order import Orders, Run, run
+from ds_dynmo.schedules.order import Orders, SimulatedBatch, run
 from ds_dynmo.schedules.repeating import PERIODS, repeated
 from ds_dynmo.schedules.schedule import Schedule
 from ds_dynmo.schedules.zero_bubble import zb_h1
 
 __all__ = ["POLICIES", "FoundSchedule", "best_schedule", "one_f_one_b_limit", "schedule_for_equal_costs"]
 
-POLICIES = (  # those first without which the best order of random pipelines gets longest
+POLICIES = (  # the most useful first: without it the best orders of random pipelines get longest
     Policy(),
     Policy(forward_patience=0.5, weight_patience=0.5),
     Policy(split_first=0.0, split_last=1.0),
@@ -45,25 +45,25 @@ POLICIES = (  # those first without which the best order of random pipelines get
     Policy(split_first=1.0, split_last=0.5),
     Policy(lead=1.5, split_first=0.0, split_last=0.0),
 )
-_FOR_EQUAL_COSTS = 4  # so many policies come before the order for equal costs
-MOST_ACTIONS = 120_000  # simulated by a search, half of them for candidates; each takes a microsecond or two
-_GOOD_ENOUGH = 1.002  # times the bound: nothing more is tried
+_FOR_EQUAL_COSTS = 4  # place of the order for equal costs among the candidates of POLICIES
+MOST_ACTIONS = 120_000  # to simulate in a search, half of them for candidates; 1 to 2 microseconds each
+_GOOD_ENOUGH = 1.002  # iteration over the bound at which the search ends
 _TIE = 1e-9  # relative difference below which two iterations take the same time
-_REFINED = 4  # candidates, the best ones, of which splits are taken back
-_TARGETS = (1.0, 1.03)  # iterations, over the candidate's own, in which splits are to be needless
+_REFINED = 4  # best candidates whose splits are fused
+_TARGETS = (1.0, 1.03)  # target iterations of fusing, over the candidate's iteration
 
 
 @dataclass(frozen=True)
 class FoundSchedule:
-    """A schedule and what it comes to.
+    """The result of a search.
 
     Attributes:
-        schedule: the shortest that was found.
-        iteration_seconds: that it takes under the costs it was made for.
-        lower_bound_seconds: below which no order can be.
-        peak_bytes: per stage, of its passes.
-        actions: that were simulated to find it.
-        over_bound: what it took, over the bound, when it was searched; 0.0: not under costs that were measured.
+        schedule: the shortest schedule found.
+        iteration_seconds: of the schedule, under the costs of the search.
+        lower_bound_seconds: of any order.
+        peak_bytes: of the passes, per stage.
+        actions: number of actions that the search simulated.
+        over_bound: iteration over the bound at the time of the search; 0.0 if costs were not measured.
     """
 
     schedule: Schedule
@@ -75,7 +75,7 @@ class FoundSchedule:
 
 
 def one_f_one_b_limit(sizes: PassBytes, micro_batches: int, memory: float = 1.0) -> tuple[int, ...]:
-    """Per stage of a chain, ``memory`` times the bytes that the stage which needs most holds under 1F1B."""
+    """Return, per stage of a chain, ``memory`` times the peak bytes of the neediest stage under 1F1B."""
     stages = len(sizes.activation_bytes)
     most = max(
         standing + in_flight(stage, stages, micro_batches) * activations + recomputed
@@ -95,36 +95,37 @@ def best_schedule(
     start: Orders | None = None,
     most_actions: int = MOST_ACTIONS,
 ) -> FoundSchedule:
-    """The shortest order found under ``costs`` of which no stage holds more than its limit.
+    """Search the shortest order under ``costs`` whose stages stay within their limits.
 
     Args:
         sizes: bytes per chunk and micro-batch.
         limits: per stage, bytes that its passes may hold.
-        start: an order that fits, to begin with; None: none is known.
-        most_actions: that candidates and refinements may simulate, about; one candidate is always tried.
+        start: a first candidate that fits; None: none.
+        most_actions: number of actions to simulate, about; at least one candidate is always tried.
 
     Raises:
-        ScheduleError: a limit is below what one micro-batch needs; unlike numbers of chunks or stages.
+        ScheduleError: a limit is below the bytes of one micro-batch; the numbers of chunks or stages differ.
     """
     _check_limits(costs, sizes, limits)
     bound = lower_bound(costs, micro_batches, sizes, limits)
     most = most_actions // 2  # for candidates, and for refinements
-    best = _stretched(costs, micro_batches, sizes, limits, most) or _candidates(
+    best = _from_fewer_micro_batches(costs, micro_batches, sizes, limits, most) or _candidates(
         costs, micro_batches, sizes, limits, bound, most, start
     )
-    made = [(candidate.seconds, candidate.orders) for candidate in best.found]
-    for candidate in best.found[: _affordable(best.found[0].orders, most)]:
+    results = [(candidate.seconds, candidate.orders) for candidate in best.candidates]
+    for candidate in best.candidates[: _affordable(best.candidates[0].orders, most)]:
         targets = [target * candidate.seconds for target in _TARGETS]
-        made += fuse(candidate.orders, micro_batches, costs, candidate.ran, targets)
+        results += fuse(candidate.orders, micro_batches, costs, candidate.simulated, targets)
         best.actions += _length(candidate.orders)
-    shortest = min(seconds for seconds, _ in made) * (1 + _TIE)
-    seconds, orders = min((one for one in made if one[0] <= shortest), key=lambda one: _length(one[1]))
+    longest = min(seconds for seconds, _ in results) * (1 + _TIE)
+    shortest = (result for result in results if result[0] <= longest)
+    seconds, orders = min(shortest, key=lambda result: _length(result[1]))
     schedule = Schedule(costs.owners, micro_batches, tuple(map(tuple, orders)))
     return FoundSchedule(schedule, seconds, bound, peak_bytes(schedule, sizes), best.actions + _length(orders))
 
 
 def schedule_for_equal_costs(num_stages: int, micro_batches: int, memory: float = 1.0) -> Schedule:
-    """The shortest order found of a chain of which nothing has been measured yet.
+    """Return the shortest order found for a chain that has not been measured yet.
 
     Args:
         memory: as in :func:`one_f_one_b_limit`.
@@ -134,52 +135,52 @@ def schedule_for_equal_costs(num_stages: int, micro_batches: int, memory: float 
 
 
 class _Candidate(NamedTuple):
-    """Orders, and what they come to."""
+    """Orders and their simulation."""
 
     seconds: float
     orders: Orders
-    ran: Run
+    simulated: SimulatedBatch
 
     @classmethod
     def of(cls, orders: Orders, micro_batches: int, costs: PassCosts) -> _Candidate:
-        ran = run(orders, micro_batches, costs)
-        return cls(max(ran.done), orders, ran)
+        simulated = run(orders, micro_batches, costs)
+        return cls(max(simulated.done), orders, simulated)
 
 
 class _Best:
-    """Different candidates, the shortest first; of as short ones that with the fewest splits."""
+    """Different candidates, the shortest first; of equally short ones, the one with the fewest splits."""
 
     def __init__(self, micro_batches: int, costs: PassCosts) -> None:
         self._micro_batches, self._costs = micro_batches, costs
-        self.found: list[_Candidate] = []
-        self.actions = 0  # simulated
+        self.candidates: list[_Candidate] = []
+        self.actions = 0  # simulated so far
 
     def add(self, orders: Orders) -> None:
-        self.actions += _length(orders) // 3  # a replay takes a third of the time
-        one = _Candidate.of(orders, self._micro_batches, self._costs)
-        if not any(one.seconds == other.seconds and one.orders == other.orders for other in self.found):
-            insort(self.found, one, key=lambda candidate: (candidate.seconds, _length(candidate.orders)))
+        self.actions += _length(orders) // 3  # a replay takes a third of a greedy simulation's time
+        new = _Candidate.of(orders, self._micro_batches, self._costs)
+        if not any(new.seconds == other.seconds and new.orders == other.orders for other in self.candidates):
+            insort(self.candidates, new, key=lambda candidate: (candidate.seconds, _length(candidate.orders)))
 
     @property
     def seconds_to_beat(self) -> float:
-        """What a candidate may take at most that is worth a refinement."""
-        return self.found[_REFINED - 1].seconds if len(self.found) >= _REFINED else math.inf
+        """The iteration of the last candidate that will be refined, in seconds; infinite if there are fewer."""
+        return self.candidates[_REFINED - 1].seconds if len(self.candidates) >= _REFINED else math.inf
 
 
 def _affordable(orders: Orders, most_actions: int) -> int:
-    """Of how many candidates of this size splits are taken back."""
+    """Return the number of candidates of this length to fuse."""
     return max(1, min(_REFINED, most_actions // _length(orders)))
 
 
 def _length(orders: Orders) -> int:
-    """How many actions: each split adds one."""
+    """Count the actions; each split adds one."""
     return sum(map(len, orders))
 
 
-def _stretched(
+def _from_fewer_micro_batches(
     costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int], most_actions: int
 ) -> _Best | None:
-    """The best candidates for fewer micro-batches, repeated; None where few would be left out, or nothing repeats."""
+    """Search with fewer micro-batches and repeat the steady state; None if that saves little or nothing repeats."""
     fewer = 2 * costs.num_stages + 2 * max(PERIODS)
     fewer += (micro_batches - fewer) % max(PERIODS)
     if 4 * fewer > 3 * micro_batches:
@@ -187,11 +188,11 @@ def _stretched(
     shorter = _candidates(costs, fewer, sizes, limits, lower_bound(costs, fewer, sizes, limits), most_actions)
     longer = _Best(micro_batches, costs)
     longer.actions = shorter.actions
-    for candidate in shorter.found[: max(2, most_actions // (3 * costs.num_chunks * micro_batches))]:
+    for candidate in shorter.candidates[: max(2, most_actions // (3 * costs.num_chunks * micro_batches))]:
         orders = repeated(candidate.orders, fewer, micro_batches - fewer)
         if orders is not None:
             longer.add(orders)
-    return longer if longer.found else None
+    return longer if longer.candidates else None
 
 
 def _candidates(
@@ -203,38 +204,38 @@ def _candidates(
     most_actions: int,
     start: Orders | None = None,
 ) -> _Best:
-    """Orders that fit, the shortest first; ``start`` is one of them.
+    """Collect orders that fit, ``start`` among them.
 
     Raises:
-        ScheduleError: none fits.
+        ScheduleError: no order fits.
     """
     best = _Best(micro_batches, costs)
     if start is not None:
         best.add(start)
     if costs.owners == tuple(range(costs.num_stages)):
         for generate in (one_f_one_b, gradient_first_1f1b, zb_h1):
-            orders = _unsplit_where_nothing_waits(generate(costs.num_stages, micro_batches).orders, costs)
+            orders = _unsplit_without_weight_gradients(generate(costs.num_stages, micro_batches).orders, costs)
             if all(peak <= limit for peak, limit in zip(orders_peak_bytes(orders, sizes), limits)):
                 best.add(orders)
     tries = [(policy, costs) for policy in POLICIES]
     tries.insert(_FOR_EQUAL_COSTS, (POLICIES[0], PassCosts.equal(costs.owners)))
     simulated_as_run = costs.frozen_chunks == 0
-    for tried, (policy, seen) in enumerate(tries):
+    for tried, (policy, policy_costs) in enumerate(tries):
         too_many = tried > 0 and best.actions > most_actions
-        if best.found and (too_many or best.found[0].seconds <= bound_seconds * _GOOD_ENOUGH):
+        if best.candidates and (too_many or best.candidates[0].seconds <= bound_seconds * _GOOD_ENOUGH):
             break
-        most_seconds = best.seconds_to_beat if simulated_as_run and seen is costs else math.inf
-        made = greedy(seen, micro_batches, sizes, limits, policy, most_seconds=most_seconds)
+        most_seconds = best.seconds_to_beat if simulated_as_run and policy_costs is costs else math.inf
+        greedy_orders = greedy(policy_costs, micro_batches, sizes, limits, policy, most_seconds=most_seconds)
         best.actions += 3 * costs.num_chunks * micro_batches
-        if made is not None:
-            best.add(_unsplit_where_nothing_waits(made, costs))
-    if not best.found:
+        if greedy_orders is not None:
+            best.add(_unsplit_without_weight_gradients(greedy_orders, costs))
+    if not best.candidates:
         raise ScheduleError(f"no order was found of which stages hold at most {list(limits)} bytes")
     return best
 
 
-def _unsplit_where_nothing_waits(orders: Orders, costs: PassCosts) -> Orders:
-    """Without the split of chunks that have no weight gradients."""
+def _unsplit_without_weight_gradients(orders: Orders, costs: PassCosts) -> Orders:
+    """Replace the split passes of chunks that have no weight gradients by passes in one."""
     whole = {chunk for chunk, seconds in enumerate(costs.weight_gradient_seconds) if seconds == 0}
     if not whole:
         return tuple(map(tuple, orders))

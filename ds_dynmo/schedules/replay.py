@@ -1,6 +1,6 @@
-"""The timeline of any schedule under any costs, as the simulation in ``order`` gives it.
+"""The timeline of any schedule under any costs, simulated by ``order``.
 
-DeepSpeed's 1F1B has a fast case, for many pipelines at once, in :mod:`ds_dynmo.schedules.fast_1f1b`.
+:mod:`ds_dynmo.schedules.fast_1f1b` simulates DeepSpeed's 1F1B of many pipelines at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ScheduleTimeline", "idle_share", "replay"]
 
 
 def idle_share(busy_seconds: float, seconds: float) -> float:
-    """Compute the share of ``seconds`` in which nothing runs; 0 of no time."""
+    """Compute the share of ``seconds`` in which nothing runs; 0.0 if ``seconds`` is 0."""
     return max(0.0, (seconds - busy_seconds) / seconds) if seconds else 0.0
 
 
@@ -28,7 +28,7 @@ class ScheduleTimeline:
     """One iteration under a schedule, from time 0 until every stage is done.
 
     Attributes:
-        schedule: what ran.
+        schedule: the simulated schedule.
         start_seconds, end_seconds: per stage and action, in the shape of ``schedule.orders``.
     """
 
@@ -38,11 +38,11 @@ class ScheduleTimeline:
 
     @classmethod
     def of(cls, schedule: Schedule, starts: Sequence[Sequence[float]], costs: PassCosts) -> ScheduleTimeline:
-        """Complete the starts of actions, in the shape of ``schedule.orders``, with their ends."""
+        """Build the timeline from the starts of actions, in the shape of ``schedule.orders``."""
         seconds = costs.by_kind
         ends = (
-            tuple(start + seconds[kind][chunk] for start, (kind, chunk, _) in zip(begun, order))
-            for begun, order in zip(starts, schedule.orders)
+            tuple(start + seconds[kind][chunk] for start, (kind, chunk, _) in zip(stage_starts, order))
+            for stage_starts, order in zip(starts, schedule.orders)
         )
         return cls(schedule, tuple(map(tuple, starts)), tuple(ends))
 
@@ -53,7 +53,7 @@ class ScheduleTimeline:
 
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:
-        """Per stage, in passes."""
+        """Per stage, seconds spent in passes."""
         stages = zip(self.start_seconds, self.end_seconds)
         return tuple(math.fsum(end - start for start, end in zip(starts, ends)) for starts, ends in stages)
 
@@ -69,13 +69,13 @@ class ScheduleTimeline:
 
 
 def replay(schedule: Schedule, costs: PassCosts) -> ScheduleTimeline:
-    """The timeline of ``schedule`` under ``costs``, whatever costs it was made for.
+    """Simulate ``schedule`` under ``costs``, which may differ from those it was built for.
 
-    Every stage runs its actions in its order, each as soon as the one before has ended and its data has arrived. Sends
-    never block, and receives are posted ahead.
+    Each stage starts an action as soon as the one before has ended and its data has arrived. Sends never block, and
+    receives are posted ahead.
 
     Raises:
-        ScheduleError: costs of chunks on other stages.
+        ScheduleError: the costs are of chunks on other stages.
     """
     if costs.owners != schedule.owners:
         raise ScheduleError(

@@ -1,4 +1,4 @@
-"""A pipeline schedule as data: what each stage runs, in which order."""
+"""A pipeline schedule as data: the order of passes of each stage."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["Schedule"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """One batch: an order of actions per stage, which together pass every micro-batch through every chunk and back.
+    """An order of actions per stage that takes every micro-batch of a batch forward and backward through every chunk.
 
-    Per chunk, passes of one kind run in the order of the micro-batches: in that order gradients are added up, whatever
-    the schedule, and in that order messages of a boundary arrive.
+    Per chunk, passes of one kind run in the order of the micro-batches. So under every schedule gradients are added,
+    and messages arrive, in that order.
 
     Attributes:
         owners: per chunk, the stage that holds it (``Placement.owners``).
-        micro_batches: per batch.
+        micro_batches: number of micro-batches per batch.
         orders: per stage, its actions.
 
     Raises:
-        ScheduleError: a pass is missing or there twice, is on a stage that does not own its chunk, or comes too early;
-            the actions wait for each other in a circle. The message names the passes.
+        ScheduleError: a pass is missing, occurs twice, is on a stage that does not hold its chunk, or comes too early;
+            or the order is cyclic. The message names the passes.
 
     >>> F, B = Kind.FORWARD, Kind.BACKWARD
     >>> print(Schedule((0, 1), 1, ((Action(F, 0, 0), Action(B, 0, 0)), (Action(F, 1, 0), Action(B, 1, 0)))))
@@ -44,7 +44,7 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
 
     def __post_init__(self) -> None:
-        free = PassCosts.equal(self.owners, 0.0)  # refuses owners that are none
+        free = PassCosts.equal(self.owners, 0.0)  # refuses invalid owners
         if self.micro_batches < 1:
             raise ScheduleError(f"a schedule has at least 1 micro-batch, got {self.micro_batches}")
         if len(self.orders) != free.num_stages:
@@ -53,7 +53,7 @@ class Schedule:
         run(self.orders, self.micro_batches, free)  # refuses a cyclic order
 
     def __str__(self) -> str:
-        """One line per stage; where a stage has several chunks, each action as ``F5@2``: micro-batch 5, chunk 2."""
+        """Return one line per stage; with several chunks per stage, an action is ``F5@2``: micro-batch 5, chunk 2."""
         chain = len(self.owners) == len(self.orders)
         lines = (
             " ".join(f"{a.kind.letter}{a.micro_batch}{'' if chain else f'@{a.chunk}'}" for a in order)
@@ -77,12 +77,12 @@ class Schedule:
 
     @property
     def split_chunks(self) -> set[int]:
-        """The chunks of which backward passes run in two parts."""
+        """The chunks whose backward passes run in two parts."""
         return {action.chunk for order in self.orders for action in order if action.kind == Kind.INPUT_GRADIENT}
 
     @property
     def splits(self) -> int:
-        """How many backward passes run in two parts."""
+        """The number of backward passes that run in two parts."""
         return sum(action.kind == Kind.INPUT_GRADIENT for order in self.orders for action in order)
 
 
@@ -110,7 +110,7 @@ def _check_passes(owners: Sequence[int], micro_batches: int, orders: Sequence[Se
 
 
 def _check_sequence(passes: Sequence[int], micro_batches: int, name: str) -> None:
-    """Every micro-batch once, and in order."""
+    """Refuse a sequence that is not every micro-batch once, in order."""
     if passes == list(range(micro_batches)):
         return
     missing = sorted({*range(micro_batches)} - {*passes})
@@ -124,7 +124,7 @@ def _check_sequence(passes: Sequence[int], micro_batches: int, name: str) -> Non
 
 
 def _check_weights_follow(actions: Iterable[Action]) -> None:
-    done = 0  # input gradients; they are in the order of the micro-batches
+    done = 0  # input gradients so far, in the order of the micro-batches
     for action in actions:
         if action.kind == Kind.INPUT_GRADIENT:
             done = action.micro_batch + 1

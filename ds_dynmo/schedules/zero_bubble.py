@@ -14,10 +14,10 @@ __all__ = ["zb_h1"]
 
 @lru_cache(maxsize=4)
 def zb_h1(num_stages: int, micro_batches: int) -> Schedule:
-    """1F1B whose weight gradients wait: those of stage ``s`` run ``s`` micro-batches behind, the rest at the end.
+    """Build 1F1B with deferred weight gradients: on stage ``s`` by ``s`` micro-batches, the last ones at the end.
 
-    Weight gradients fill the time in which 1F1B waits for the last gradients. No stage holds more than the first one
-    does under 1F1B: ``s`` micro-batches fewer are ahead on stage ``s``, and ``s`` wait for their weight gradients.
+    Weight gradients fill the time in which 1F1B waits for the last gradients. No stage holds more than the first stage
+    does under 1F1B: stage ``s`` runs ``s`` fewer micro-batches ahead, and ``s`` wait for their weight gradients.
 
     3 stages, 4 micro-batches, all passes take 1 step::
 

@@ -95,7 +95,7 @@ def test_long_batches_repeat_what_repeats_within_1_percent(price: float, monkeyp
         costs, sizes = spread(rng, 8, price), PassBytes.equal(8)
         quick = best_schedule(costs, 96, sizes, [8] * 8)
         with monkeypatch.context() as patch:
-            patch.setattr(portfolio_module, "_stretched", lambda *args: [])
+            patch.setattr(portfolio_module, "_from_fewer_micro_batches", lambda *args: [])
             full = best_schedule(costs, 96, sizes, [8] * 8)
         assert max(quick.peak_bytes) <= 8
         ratios.append(quick.iteration_seconds / full.iteration_seconds)
