@@ -1,25 +1,25 @@
-"""Pure functions over plain sequences that decide which layers each stage should own.
+"""Pure functions over plain sequences that decide which layers each stage should hold.
 
 A *balancer* takes costs per layer, a number of stages, the partition in force and a memory model, and returns
 boundaries. ``"partition"`` (:func:`balanced`), ``"diffusion"`` (:func:`diffusion`) and ``"makespan"``
-(:func:`makespan`) are registered here; :func:`register` adds more, which the JSON block's ``"balancer"`` can then name.
+(:func:`makespan`) are registered here; :func:`register` adds more, which ``"balancer"`` in the JSON file can then name.
 
-Each concept has one home:
+Each concept has one module:
 
 =====================================  ===============================================================================
 concept                                module
 =====================================  ===============================================================================
-least bottleneck, exact                ``balanced``; ``limited`` with memory limits or unlike speeds; ``ties``
+least bottleneck, exact                ``balanced``; ``limited`` with memory limits or different speeds; ``ties``
 least bottleneck, between neighbours   ``diffusion``, and for each stage ``diffusion_node``, which uses ``overload``,
                                        ``diffusion_step``, ``diffusion_messages`` and ``stretch``
 shortest iteration                     ``makespan``
 fewer stages                           ``repack``
 load of a stage, and its measures      ``metrics``
-seconds of layers and of an iteration  ``pipeline``; ``passes`` under schedules of ours; the simulator is in
+seconds of layers and of an iteration  ``pipeline``; ``passes`` under split schedules; the simulator is in
                                        :mod:`ds_dynmo.schedules`
 memory                                 ``memory`` in training, ``move_memory`` during a migration
-what a run has learnt                  ``history``; ``speeds`` of stages
-what is refused, and names             ``checks``, ``registry``
+estimates from earlier profiles        ``history``; ``speeds`` of stages
+refusals and names                     ``checks``, ``registry``
 =====================================  ===============================================================================
 """
 

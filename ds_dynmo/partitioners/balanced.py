@@ -1,7 +1,7 @@
 """The paper's Partition: an exact binary search on the bottleneck with linear probing.
 
-Costs are scaled to integers by one power of two, which every finite float allows. So prefix sums and comparisons are
-exact, and the search ends on sums of layers instead of an epsilon.
+Costs are multiplied by one power of two that makes them integers. So prefix sums and comparisons are exact, and the
+search ends at sums of layers instead of at an epsilon.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["balanced", "balanced_groups", "uniform"]
 
 
 def uniform(num_layers: int, num_stages: int) -> list[int]:
-    """Split layers by their number alone: sizes differ by at most one layer, larger ones first.
+    """Split layers by number: sizes differ by at most one layer, larger ones first.
 
     >>> uniform(8, 3)
     [0, 3, 6, 8]
@@ -48,14 +48,15 @@ def balanced(
 ) -> list[int]:
     """Find a partition of the smallest possible bottleneck (Lemma 1), among those that fit if ``memory`` is given.
 
-    Ties are broken by the least imbalance (equation 2; with unlike speeds by the largest load of the lightest stage),
-    then by the fewest bytes that move from ``start``. Without a start no two neighbours can be evened out further.
+    Ties are broken by the least imbalance (equation 2; with different speeds by the largest load of the lightest
+    stage), then by the fewest bytes that move from ``start``. Without a start no two neighbours can be evened out
+    further.
 
     Args:
         costs: per layer, finite and >= 0; ints are compared exactly, floats as the numbers they are.
         start: the partition in force.
-        speeds: per stage: its time is its layers' costs over its speed; None: all are equal.
-        layer_bytes: per layer, what moves with it; None: the same for all.
+        speeds: per stage; the time of a stage is the costs of its layers over its speed; None: all are equal.
+        layer_bytes: per layer, the bytes that move with it; None: the same for all.
 
     >>> balanced([4, 9, 7, 5], 3)
     [0, 1, 2, 4]
@@ -71,34 +72,34 @@ def balanced(
     weights = to_integers(check_costs(costs))
     check_num_stages(len(weights), num_stages)
     prefix = [0, *accumulate(weights)]
-    given = None if start is None else list(check_partition(start, len(weights), num_stages))
+    present = None if start is None else list(check_partition(start, len(weights), num_stages))
     sizes = check_layer_bytes(layer_bytes, len(weights))
     slowness = None if speeds is None else [1 / speed for speed in check_speeds(speeds, num_stages)]
     if memory is not None or (slowness is not None and len(set(slowness)) > 1):
-        return balanced_within(prefix, memory, given, to_integers(slowness or [1] * num_stages), sizes)
+        return balanced_within(prefix, memory, present, to_integers(slowness or [1] * num_stages), sizes)
     bound = _least_bottleneck(prefix, num_stages, max(weights))
     limits = Limits(prefix, (1,) * num_stages, bound)
     floor = _largest_floor(prefix, num_stages)
     lowered, bounds = 0, _spread(prefix, num_stages, floor, bound)
-    while bounds is None:  # the bottleneck may be in the way of so even a partition
+    while bounds is None:  # the least bottleneck may not allow such a floor
         lowered = 2 * lowered + (floor >> 5) + 1
         bounds = _spread(prefix, num_stages, max(0, floor - lowered), bound)
     if lowered:
         reached = lightest_loads(limits, limits.lightest(even_out(prefix, bounds)))
         floor = reached[-1][len(weights)]
-    if given is not None:
-        return given if limits.met(given, floor) else fewest_moved(limits, floor, given, sizes)
+    if present is not None:
+        return present if limits.met(present, floor) else fewest_moved(limits, floor, present, sizes)
     return even_out(prefix, evenest(limits, reached, floor) if lowered else bounds)
 
 
 def balanced_groups(
     costs: Sequence[float], num_stages: int, groups: LayerGroups, *, start: Sequence[int] | None = None
 ) -> list[int]:
-    """:func:`balanced`, among the partitions that cut where ``groups`` allow it.
+    """Find what :func:`balanced` finds, among the partitions that cut no group.
 
     Args:
         costs: per layer.
-        start: the partition to keep if it is as good; one that cuts where it may not counts as the nearest.
+        start: the partition to keep if it is as good; if it cuts a group, the nearest one that does not.
 
     >>> balanced_groups([4, 9, 7, 5], 3, LayerGroups((0, 1, 3, 4)))
     [0, 1, 3, 4]
@@ -108,8 +109,8 @@ def balanced_groups(
     """
     if (problem := groups.shortage(num_stages)) is not None:
         raise PartitionError(problem)
-    given = None if start is None else groups.fold_partition(groups.nearest(start))
-    return list(groups.unfold_partition(balanced(groups.fold(check_costs(costs)), num_stages, start=given)))
+    present = None if start is None else groups.fold_partition(groups.nearest(start))
+    return list(groups.unfold_partition(balanced(groups.fold(check_costs(costs)), num_stages, start=present)))
 
 
 def to_integers(costs: Sequence[float]) -> list[int]:
@@ -125,7 +126,7 @@ def _least_bottleneck(prefix: list[int], num_stages: int, largest: int) -> int:
     high = _first_bound_beyond(prefix, _fill(prefix, num_stages, low), low)
     if high == low:
         return low
-    low, high = high, low + largest  # what greedy filling always meets
+    low, high = high, low + largest  # greedy filling always meets this bound
     while low < high:
         middle = (low + high) // 2
         bounds = _fill(prefix, num_stages, middle)
@@ -137,9 +138,9 @@ def _least_bottleneck(prefix: list[int], num_stages: int, largest: int) -> int:
 
 
 def _fill(prefix: list[int], num_stages: int, bound: int) -> list[int]:
-    """Fill stages from the left with all that ``bound`` allows; the last one takes the rest.
+    """Fill stages from the left up to ``bound``; the last one takes the rest.
 
-    The last stages may stay empty: then fewer stages meet the bound, and so do all when those are split.
+    The last stages may stay empty. Then fewer stages meet the bound, so ``num_stages`` meet it if some are split.
 
     Args:
         bound: at least the largest layer.
@@ -153,7 +154,7 @@ def _fill(prefix: list[int], num_stages: int, bound: int) -> list[int]:
 
 
 def _first_bound_beyond(prefix: list[int], bounds: list[int], bound: int) -> int:
-    """Give ``bound`` if the filled ``bounds`` meet it, else the smallest bound that fills stages differently."""
+    """Return ``bound`` if the filled ``bounds`` meet it, else the smallest bound that fills stages differently."""
     rest = prefix[-1] - prefix[bounds[-2]]
     if rest <= bound:
         return bound
@@ -161,7 +162,7 @@ def _first_bound_beyond(prefix: list[int], bounds: list[int], bound: int) -> int
 
 
 def _largest_floor(prefix: list[int], num_stages: int) -> int:
-    """Search for the largest load of the lightest stage, without a bottleneck; mirrors :func:`_least_bottleneck`."""
+    """Search for the largest load of the lightest stage, whatever the bottleneck; mirrors :func:`_least_bottleneck`."""
     low, high = 0, prefix[-1] // num_stages
     while low < high:
         middle = (low + high + 1) // 2
@@ -188,10 +189,10 @@ def _fill_least(prefix: list[int], num_stages: int, floor: int) -> list[int]:
 
 
 def _spread(prefix: list[int], num_stages: int, floor: int, bound: int) -> list[int] | None:
-    """Choose boundaries, the last one first, nearest to an even share, so that loads are from ``floor`` to ``bound``.
+    """Choose boundaries nearest to an even share, from the last to the first, with loads from ``floor`` to ``bound``.
 
-    With a floor of 0 it always succeeds: the stages before a boundary can hold all layers up to the greedy filling's
-    boundary. With a larger floor None means that these choices led to no partition; another one may exist.
+    With a floor of 0 this always succeeds: the stages before a boundary can hold all layers up to the boundary of the
+    greedy filling. With a larger floor, None means that these choices led to no partition; another may exist.
     """
     latest, earliest = _fill(prefix, num_stages, bound), _fill_least(prefix, num_stages, floor)
     bounds = [0] * num_stages + [len(prefix) - 1]

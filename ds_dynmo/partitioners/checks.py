@@ -1,4 +1,4 @@
-"""What all balancers refuse alike: invalid costs or speeds, and more stages than layers."""
+"""Checks of all balancers: invalid costs or speeds, and more stages than layers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The paper's diffusion-based balancer with all stages in one process: messages are delivered in memory.
 
-What a stage does is in :mod:`ds_dynmo.partitioners.diffusion_node`. Here are the run, its trace and its errors.
+The algorithm of a stage is in :mod:`ds_dynmo.partitioners.diffusion_node`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DiffusionTrace:
     """One run of the balancer, round by round.
 
     Attributes:
-        partitions: before the first round and after each: ``rounds + 1`` of them.
+        partitions: before the first round and after each round: ``rounds + 1`` of them.
         potentials: the paper's phi of each partition. It falls with every step between neighbours of equal speed. The
             sweeps before those steps lower the bottleneck, which may raise phi.
         floats_sent: summed over all messages.
@@ -55,23 +55,23 @@ def diffusion(
     memory: MemoryModel | None = None,
     speeds: Sequence[float] | None = None,
 ) -> list[int]:
-    """Balance as stages that hear only from their neighbours do (Lemma 2).
+    """Balance by messages between neighbouring stages only (Lemma 2).
 
     Without ``memory`` and with equal speeds the bottleneck is the smallest possible one, up to rounding of a stage's
-    load. With ``memory`` every stage fits. With ``memory`` or unlike speeds the bottleneck is at most that of the
-    start, if the start fits.
+    load. With ``memory`` every stage fits. With ``memory`` or different speeds the bottleneck is at most that of
+    the start, if the start fits.
 
     Args:
         costs: per layer, finite and >= 0.
         start: the partition in force; None: uniform.
-        speeds: per stage: its load is its layers' costs over its speed; None: all are equal.
+        speeds: per stage; the load of a stage is the costs of its layers over its speed; None: all are equal.
 
     >>> diffusion([4, 9, 7, 5], 3)
     [0, 1, 2, 4]
 
     Raises:
-        PartitionError: invalid costs or speeds, more stages than layers, or a start that does not fit and from which
-            neighbours find no partition that does.
+        PartitionError: invalid costs or speeds, more stages than layers, or a start that does not fit and from which no
+            partition that fits is found.
     """
     return diffusion_trace(costs, num_stages, start, memory=memory, speeds=speeds).partition
 
@@ -96,7 +96,7 @@ def diffusion_trace(
         moved = partition != partitions[-1]
         potentials.append(potential(loads(checked, partition, speeds)) if moved else potentials[-1])
         partitions.append(partition)
-    _check_found(nodes[0], bounds, memory)
+    _check_fit(nodes[0], bounds, memory)
     return DiffusionTrace(tuple(partitions), tuple(potentials), floats_sent)
 
 
@@ -107,8 +107,8 @@ def _checked(
     check_num_stages(len(checked), num_stages)
     if memory is not None:
         memory.check_shape(len(checked), num_stages)
-    given = uniform(len(checked), num_stages) if start is None else start
-    return checked, check_partition(given, len(checked), num_stages)
+    present = uniform(len(checked), num_stages) if start is None else start
+    return checked, check_partition(present, len(checked), num_stages)
 
 
 def _nodes(
@@ -118,16 +118,16 @@ def _nodes(
     checked = check_speeds((1.0,) * num_stages if speeds is None else speeds, num_stages)
     nodes = []
     for stage, (start, stop, speed) in enumerate(zip(bounds, bounds[1:], checked)):
-        own = None if memory is None else memory.of_stage(stage, start, stop)
-        nodes.append(DiffusionNode(stage, num_stages, start, costs[start:stop], memory=own, speed=speed))
+        stage_memory = None if memory is None else memory.of_stage(stage, start, stop)
+        nodes.append(DiffusionNode(stage, num_stages, start, costs[start:stop], memory=stage_memory, speed=speed))
     return nodes
 
 
 def _deliver(nodes: list[DiffusionNode]) -> int:
     """Deliver the messages of one round, and count their floats."""
     sent = [node.messages() for node in nodes]
-    nobody = (None, None)
-    for node, before, after in zip(nodes, [nobody, *sent], [*sent[1:], nobody]):
+    no_messages = (None, None)
+    for node, before, after in zip(nodes, [no_messages, *sent], [*sent[1:], no_messages]):
         node.receive(before[1], after[0])
     return sum(len(message) for pair in sent for message in pair if message is not None)
 
@@ -136,7 +136,7 @@ def _boundaries(nodes: list[DiffusionNode]) -> tuple[int, ...]:
     return (*(node.bounds[0] for node in nodes), nodes[-1].bounds[1])
 
 
-def _check_found(node: DiffusionNode, start: tuple[int, ...], memory: MemoryModel | None) -> None:
+def _check_fit(node: DiffusionNode, start: tuple[int, ...], memory: MemoryModel | None) -> None:
     if not node.fits:
         assert memory is not None
         try:

@@ -1,4 +1,4 @@
-"""What stages of the decentralised balancer tell each other, encoded as flat lists of floats."""
+"""Messages between stages of the decentralised balancer, encoded as flat lists of floats."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ds_dynmo.partitioners.overload import FAILED, TARGETS, Attempt
-from ds_dynmo.partitioners.stretch import RECORD_WIDTH, Room, Stretch
+from ds_dynmo.partitioners.stretch import LAYER_FLOATS, Room, Stretch
 
-__all__ = ["LeftSweep", "Message", "Offer", "RightSweep", "Survey", "Verdict", "message_capacity"]
+__all__ = ["LeftSweep", "Message", "Offer", "PipelineSurvey", "RightSweep", "SearchVerdict", "message_capacity"]
 
 Message = list[float]
 
 
-class Survey(NamedTuple):
-    """What the first sweep, from the last stage to the first, collects."""
+class PipelineSurvey(NamedTuple):
+    """Figures of the pipeline, which the first sweep collects from the last stage to the first."""
 
     bottleneck: float  # of the start
     largest_cost: float
     total: float
-    smallest_cost: float  # of those > 0, inf if there is none
+    smallest_cost: float  # the smallest one > 0; inf if there is none
     fits: float  # 1.0 if every stage is within its limit
-    speed: float  # of all together
+    speed: float  # sum over stages
     fastest: float
     slowest: float
 
-    def joined(self, other: Survey) -> Survey:
+    def joined(self, other: PipelineSurvey) -> PipelineSurvey:
         """Combine two surveys."""
-        return Survey(
+        return PipelineSurvey(
             max(self.bottleneck, other.bottleneck),
             max(self.largest_cost, other.largest_cost),
             self.total + other.total,
@@ -39,12 +39,12 @@ class Survey(NamedTuple):
         )
 
 
-class Verdict(NamedTuple):
+class SearchVerdict(NamedTuple):
     """Stage 0's decision on the latest pair of sweeps."""
 
-    adopt: float  # index of the best attempt; FAILED: keep the best one before
+    adopt: float  # index of the best attempt; FAILED: keep the best earlier one
     stop: float  # 1.0: the search is over
-    bottleneck: float  # of the best partition so far, inf while none is known that fits
+    bottleneck: float  # of the best partition so far; inf until one that fits is found
     start_bottleneck: float
     max_rounds: float
 
@@ -52,15 +52,15 @@ class Verdict(NamedTuple):
 class RightSweep(NamedTuple):
     """The message of a sweep to the right: the right neighbour gets the layers beyond each attempt's bound."""
 
-    verdict: Verdict
-    window: Stretch  # the layers that any attempt hands on, up to the sender's last
+    verdict: SearchVerdict
+    window: Stretch  # all layers that any attempt passes on, up to the sender's last
     attempts: list[Attempt]
 
     @classmethod
-    def handing_on(cls, verdict: Verdict, known: Stretch, stop: int, attempts: list[Attempt]) -> RightSweep:
-        """Build the message from the layers of ``known`` that attempts leave up to ``stop``."""
-        handed = min((attempt.bound for attempt in attempts if attempt.bound != FAILED), default=stop)
-        return cls(verdict, known.part(handed, stop), attempts)
+    def handing_on(cls, verdict: SearchVerdict, known: Stretch, stop: int, attempts: list[Attempt]) -> RightSweep:
+        """Build the message from the layers of ``known`` up to ``stop`` that attempts pass on."""
+        first = min((attempt.bound for attempt in attempts if attempt.bound != FAILED), default=stop)
+        return cls(verdict, known.part(first, stop), attempts)
 
     def encoded(self) -> Message:
         """Encode as flat floats."""
@@ -68,23 +68,23 @@ class RightSweep(NamedTuple):
 
     @classmethod
     def decoded(cls, message: Message, group_sizes: Sequence[int]) -> RightSweep:
-        """Read what :meth:`encoded` wrote; ``group_sizes`` as in :meth:`Stretch.decoded`."""
-        head = len(Verdict._fields)
+        """Decode what :meth:`encoded` returned; ``group_sizes`` as in :meth:`Stretch.decoded`."""
+        head = len(SearchVerdict._fields)
         window, rest = Stretch.decoded(message[head:], group_sizes)
-        return cls(Verdict(*message[:head]), window, Attempt.decoded(rest))
+        return cls(SearchVerdict(*message[:head]), window, Attempt.decoded(rest))
 
 
 class LeftSweep(NamedTuple):
     """The message of a sweep to the left: the left neighbour gets the layers before each attempt's bound."""
 
-    window: Stretch  # the layers that any attempt hands on, from the sender's first
+    window: Stretch  # all layers that any attempt passes on, from the sender's first
     attempts: list[Attempt]
 
     @classmethod
     def handing_on(cls, known: Stretch, start: int, attempts: list[Attempt]) -> LeftSweep:
-        """Build the message from the layers of ``known`` that attempts leave from ``start`` on."""
-        handed = max((attempt.bound for attempt in attempts), default=FAILED)
-        return cls(known.part(start, handed), attempts)
+        """Build the message from the layers of ``known`` from ``start`` on that attempts pass on."""
+        end = max((attempt.bound for attempt in attempts), default=FAILED)
+        return cls(known.part(start, end), attempts)
 
     def encoded(self) -> Message:
         """Encode as flat floats."""
@@ -92,13 +92,13 @@ class LeftSweep(NamedTuple):
 
     @classmethod
     def decoded(cls, message: Message, group_sizes: Sequence[int]) -> LeftSweep:
-        """Read what :meth:`encoded` wrote; ``group_sizes`` as in :meth:`Stretch.decoded`."""
+        """Decode what :meth:`encoded` returned; ``group_sizes`` as in :meth:`Stretch.decoded`."""
         window, rest = Stretch.decoded(message, group_sizes)
         return cls(window, Attempt.decoded(rest))
 
 
 class Offer(NamedTuple):
-    """What a stage tells the neighbour with which it evens out its load."""
+    """The message to the neighbour with which a stage evens out its load."""
 
     quiet: int  # rounds since the last change that the sender knows of
     room: Room
@@ -110,19 +110,19 @@ class Offer(NamedTuple):
 
     @classmethod
     def decoded(cls, message: Message, group_sizes: Sequence[int]) -> Offer:
-        """Read what :meth:`encoded` wrote; ``group_sizes`` as in :meth:`Stretch.decoded`."""
+        """Decode what :meth:`encoded` returned; ``group_sizes`` as in :meth:`Stretch.decoded`."""
         quiet, limit_bytes, in_flight, interval, speed, *layers = message
         room = Room(limit_bytes, int(in_flight), int(interval), speed)
         return cls(int(quiet), room, Stretch.decoded(layers, group_sizes)[0])
 
 
 def message_capacity(num_layers: int) -> int:
-    """Give the largest number of floats in a message of a model of ``num_layers`` layers.
+    """Return the largest number of floats in a message about ``num_layers`` layers.
 
-    It is enough for groups of layers too: the record of a group is no longer than those of its layers.
+    This holds for groups of layers too: the entry of a group is not longer than those of its layers.
     """
-    window = 2 + num_layers * RECORD_WIDTH
-    return len(Verdict._fields) + window + (TARGETS + 1) * len(Attempt._fields)
+    window = 2 + num_layers * LAYER_FLOATS
+    return len(SearchVerdict._fields) + window + (TARGETS + 1) * len(Attempt._fields)
 
 
 def _encoded(attempts: Sequence[Attempt]) -> Message:

@@ -1,20 +1,20 @@
-"""One stage of the decentralised balancer, which only its two neighbours' messages reach.
+"""One stage of the decentralised balancer. It exchanges messages with its two neighbours only.
 
-Every stage runs a :class:`DiffusionNode`. A round is one hop of messages. There are three phases, each a generator
-below:
+Every stage runs a :class:`DiffusionNode`. In a round each message travels one hop. There are three phases, each a
+generator below:
 
 1. *Survey*: one sweep from the last stage to the first collects the largest and the summed load.
-2. *Search*: stages pass overload on (module ``overload``). Stage 0 starts pairs of sweeps, right and back left. Each
-   pair tries several targets for the bottleneck, and the next sweep to the right carries stage 0's verdict. When the
-   verdict to stop has reached the last stage, every stage takes the layers that it kept for the best target.
-3. *Even out* (:func:`diffusion_step`). In turn, the pairs (0, 1), (2, 3), ... and (1, 2), (3, 4), ... tell each other
-   their layers, and both come to the same new boundary: the one that makes the heavier of the two lightest. Each such
-   step lowers the paper's potential, if the two are equally fast, and never raises a bottleneck.
+2. *Search*: stages pass overload on (module ``overload``). Stage 0 starts pairs of sweeps, to the right and back to the
+   left. Each pair tries several targets for the bottleneck, and the next sweep to the right carries stage 0's verdict.
+   When the verdict to stop has reached the last stage, every stage takes the layers that it kept for the best target.
+3. *Even out* (:func:`diffusion_step`). The pairs (0, 1), (2, 3), ... and (1, 2), (3, 4), ... take turns. The two stages
+   of a pair send each other their layers and compute the same new boundary, which minimises the heavier of the two
+   loads. Each such step lowers the paper's potential if the two are equally fast, and never raises a bottleneck.
 
-The stages agree on the end without a coordinator. A stage's quiet counter is 0 after a round in which it changed, else
-one more than the smaller of its own and its partner's. The pairs of two rounds cover every boundary, so two rounds
-without a change are the end. News of a change reaches every stage within ``num_stages - 2`` rounds. So no counter
-passes ``num_stages + 1`` early, and all pass it in the same round.
+The stages agree on the end without a coordinator. A stage's quiet counter is 0 after a round in which the stage
+changed. Else it is one more than the smaller of the counters of the stage and its partner. The pairs of two rounds
+cover every boundary, so after two rounds without a change nothing changes any more. A change is known to all stages
+within ``num_stages - 2`` rounds. So no counter exceeds ``num_stages + 1`` early, and all exceed it in the same round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ import math
 from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeVar
 
-from ds_dynmo.partitioners.diffusion_messages import LeftSweep, Message, Offer, RightSweep, Survey, Verdict
+from ds_dynmo.partitioners.diffusion_messages import (
+    LeftSweep,
+    Message,
+    Offer,
+    PipelineSurvey,
+    RightSweep,
+    SearchVerdict,
+)
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
 from ds_dynmo.partitioners.memory import StageMemory
 from ds_dynmo.partitioners.overload import FAILED, Attempt, Bracket, choose, keep_left, keep_right
@@ -33,7 +40,7 @@ __all__ = ["DiffusionNode"]
 
 
 class _Turn(NamedTuple):
-    """What a stage does in one round: it hears from one neighbour at most. An idle stage does nothing."""
+    """The messages of a stage in one round; it receives from at most one neighbour. Without any, it is idle."""
 
     to_left: Message | None = None
     to_right: Message | None = None
@@ -42,28 +49,28 @@ class _Turn(NamedTuple):
 
 
 Result = TypeVar("Result")
-Turns = Generator[_Turn, Message, Result]  # yields each round's turn, is sent the message of the round ([]: none)
+Turns = Generator[_Turn, Message, Result]  # yields a turn per round, and is sent the message of that round ([]: none)
 
 
 class DiffusionNode:
     """One stage. In each round, deliver :meth:`messages` and call :meth:`receive`, until it is :attr:`done`.
 
     Args:
-        stage, num_stages: its position.
-        start: number of its first layer.
-        costs: of its own layers (or groups of layers), at least one, on a stage of speed 1.
-        memory: bytes of its own layers and its own limit; None: no limit.
-        speed: its own, relative to the others'.
+        stage, num_stages: the position of the stage.
+        start: number of the stage's first layer.
+        costs: of the stage's layers (or groups of layers), at least one, on a stage of speed 1.
+        memory: bytes of the stage's layers and limit of the stage; None: no limit.
+        speed: of the stage, relative to the others.
 
-    A message is a flat list of floats; None: no message. The round alone says from whom a stage receives
-    (:attr:`expects`), but not the length, which is at most ``message_capacity(num_layers)``.
+    A message is a flat list of floats; None: no message. The round determines from whom a stage receives
+    (:attr:`expects`). The length varies, and is at most ``message_capacity(num_layers)``.
 
     Attributes:
-        rounds: how many have ended; the same on every stage.
-        layers: the layers that it owns now, with their costs and bytes.
-        start_bottleneck: of the whole pipeline before the first round, known to all once done.
-        end_bottleneck: of the whole pipeline when done (an upper bound with memory limits or unlike speeds); ``inf``
-            until a partition that fits is found.
+        rounds: number of completed rounds; the same on every stage.
+        layers: the stage's layers now, with their costs and bytes.
+        start_bottleneck: of the whole pipeline before the first round; known on all stages once done.
+        end_bottleneck: of the whole pipeline when done (an upper bound with memory limits or different speeds);
+            ``inf`` until a partition that fits is found.
     """
 
     def __init__(
@@ -91,32 +98,32 @@ class DiffusionNode:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The layers ``[start, stop)`` that it owns now."""
+        """The stage's layers ``[start, stop)`` now."""
         return self.layers.start, self.layers.stop
 
     @property
     def done(self) -> bool:
-        """Tell whether the run has ended; on every stage after the same round."""
+        """Whether the run has ended: on every stage after the same round."""
         return self._turn is None
 
     @property
     def fits(self) -> bool:
-        """Tell, once done, whether the partition is within every stage's limit."""
+        """Whether the partition is within every stage's limit; valid once done."""
         return self.end_bottleneck < math.inf
 
     @property
     def expects(self) -> tuple[bool, bool]:
-        """Tell whether a message comes from the (left, right) neighbour in this round."""
+        """Whether a message comes from the (left, right) neighbour in this round."""
         turn = self._turn or _Turn()
         return turn.from_left, turn.from_right
 
     def messages(self) -> tuple[Message | None, Message | None]:
-        """Give the messages of this round to the (left, right) neighbour; None: no message."""
+        """Return the messages of this round to the (left, right) neighbour; None: no message."""
         turn = self._turn or _Turn()
         return turn.to_left, turn.to_right
 
     def receive(self, from_left: Message | None, from_right: Message | None) -> None:
-        """End this round with what the neighbours sent."""
+        """End this round with the messages of the neighbours."""
         self.rounds += 1
         try:
             self._turn = self._phases.send(from_left or from_right or [])
@@ -141,12 +148,12 @@ class DiffusionNode:
             yield _Turn()
 
     def _hear_left(self) -> Turns[Message]:
-        """Wait for a sweep to the right, which stage 0 begins."""
+        """Wait for a sweep to the right, which stage 0 starts."""
         yield from self._idle(self.stage - 1)
         return (yield _Turn(from_left=True))
 
     def _hear_right(self) -> Turns[Message]:
-        """Wait for a sweep to the left, which the last stage begins."""
+        """Wait for a sweep to the left, which the last stage starts."""
         yield from self._idle(self._last - self.stage - 1)
         return (yield _Turn(from_right=True))
 
@@ -162,24 +169,24 @@ class DiffusionNode:
 
     # Phase 1: one sweep to the left.
 
-    def _survey(self) -> Turns[Survey]:
+    def _survey(self) -> Turns[PipelineSurvey]:
         """Combine the surveys of this stage and those to its right; stage 0 gets that of the whole pipeline."""
-        costs = [record.cost for record in self.layers.records]
+        costs = [demand.cost for demand in self.layers.demands]
         smallest = min((cost for cost in costs if cost > 0), default=math.inf)
         speed = self._room.speed
-        survey = Survey(
+        survey = PipelineSurvey(
             self.start_bottleneck, max(costs), math.fsum(costs), smallest, float(self._fits_now), speed, speed, speed
         )
         if self.stage < self._last:
-            survey = survey.joined(Survey(*(yield from self._hear_right())))
+            survey = survey.joined(PipelineSurvey(*(yield from self._hear_right())))
         if self.stage > 0:
             yield from self._tell_left(list(survey))
         return survey
 
     # Phase 2: pairs of sweeps, right and back left.
 
-    def _search(self, survey: Survey) -> Turns[tuple[Verdict, Stretch]]:
-        """Try targets until the verdict says stop; give it, and this stage's layers for the best target that was met.
+    def _search(self, survey: PipelineSurvey) -> Turns[tuple[SearchVerdict, Stretch]]:
+        """Try targets until the verdict is to stop; return it, and this stage's layers for the best target met.
 
         Args:
             survey: on stage 0, of the whole pipeline; unused elsewhere.
@@ -187,18 +194,18 @@ class DiffusionNode:
         best = known = self.layers
         kept: list[tuple[int, int]] = []  # for each target of the last pair of sweeps
         if self.stage == 0:
-            bracket, verdict = self._begun(survey)
+            bracket, verdict = self._first_bracket(survey)
         while True:
             if self.stage == 0:
                 window = Stretch(self.layers.start, [])
-                given = [Attempt(target, 0) for target in ([] if verdict.stop else bracket.targets)]
+                attempts = [Attempt(target, 0) for target in ([] if verdict.stop else bracket.targets)]
             else:
-                verdict, window, given = RightSweep.decoded((yield from self._hear_left()), self._group_sizes)
+                verdict, window, attempts = RightSweep.decoded((yield from self._hear_left()), self._group_sizes)
             if verdict.adopt != FAILED:
                 best = known.part(*kept[int(verdict.adopt)])
             known = window.joined(self.layers)
             if self.stage < self._last:
-                passed = [keep_left(known, self._room, self.layers.stop, attempt) for attempt in given]
+                passed = [keep_left(known, self._room, self.layers.stop, attempt) for attempt in attempts]
                 sweep = RightSweep.handing_on(verdict, known, self.layers.stop, passed)
                 yield from self._tell_right(sweep.encoded())
             if verdict.stop:
@@ -207,9 +214,9 @@ class DiffusionNode:
                 window, back = LeftSweep.decoded((yield from self._hear_right()), self._group_sizes)
                 known = known.joined(window)
             else:  # the last stage: the sweep turns around
-                back = [Attempt(attempt.target, known.stop) for attempt in given]
-            settled = [keep_right(known, self._room, left.bound, right) for left, right in zip(given, back)]
-            kept = [(own.bound, right.bound) for own, right in zip(settled, back)]
+                back = [Attempt(attempt.target, known.stop) for attempt in attempts]
+            settled = [keep_right(known, self._room, left.bound, right) for left, right in zip(attempts, back)]
+            kept = [(first.bound, end.bound) for first, end in zip(settled, back)]
             if self.stage > 0:
                 yield from self._tell_left(LeftSweep.handing_on(known, self.layers.start, settled).encoded())
             else:
@@ -217,16 +224,16 @@ class DiffusionNode:
                 bottleneck = verdict.bottleneck if place == FAILED else bracket.high
                 verdict = verdict._replace(adopt=place, stop=float(bracket.closed), bottleneck=bottleneck)
 
-    def _begun(self, survey: Survey) -> tuple[Bracket, Verdict]:
+    def _first_bracket(self, survey: PipelineSurvey) -> tuple[Bracket, SearchVerdict]:
         """Bound the least bottleneck from the survey, on stage 0."""
-        longest, briefest = survey.total / survey.slowest, survey.smallest_cost / survey.fastest
-        # The sums have rounding errors; no partition is below this.
+        total, gap = survey.total / survey.slowest, survey.smallest_cost / survey.fastest
+        # No partition is below this, with an allowance for rounding errors of sums.
         low = max(survey.largest_cost / survey.fastest, survey.total / survey.speed * (1 - 1e-9))
         bottleneck = survey.bottleneck if survey.fits else math.inf
-        high = min(bottleneck, math.nextafter(longest * (1 + 1e-9), math.inf))
+        high = min(bottleneck, math.nextafter(total * (1 + 1e-9), math.inf))
         bracket = Bracket(low, high)
-        max_rounds = lemma2_bound(self.num_stages, longest, briefest)
-        return bracket, Verdict(FAILED, float(bracket.closed), bottleneck, survey.bottleneck, max_rounds)
+        max_rounds = lemma2_bound(self.num_stages, total, gap)
+        return bracket, SearchVerdict(FAILED, float(bracket.closed), bottleneck, survey.bottleneck, max_rounds)
 
     # Phase 3: neighbours even out.
 
@@ -237,8 +244,8 @@ class DiffusionNode:
             to_right = (self.stage - (self.rounds - first_round)) % 2 == 0
             partner = self.stage + (1 if to_right else -1)
             if 0 <= partner < self.num_stages:
-                own = Offer(quiet, self._room, self.layers).encoded()
-                turn = _Turn(to_right=own, from_right=True) if to_right else _Turn(to_left=own, from_left=True)
+                sent = Offer(quiet, self._room, self.layers).encoded()
+                turn = _Turn(to_right=sent, from_right=True) if to_right else _Turn(to_left=sent, from_left=True)
                 offer = Offer.decoded((yield turn), self._group_sizes)
                 before, self.layers = self.bounds, self._settled(partner, offer)
                 quiet = 0 if self.bounds != before else 1 + min(quiet, offer.quiet)
@@ -249,7 +256,7 @@ class DiffusionNode:
                 return
 
     def _settled(self, partner: int, offer: Offer) -> Stretch:
-        """Give this stage's layers after evening out with ``partner``, which finds the same boundary."""
+        """Return this stage's layers after evening out with ``partner``, which computes the same boundary."""
         if partner > self.stage:
             both, bound = _meet(self.layers, offer.layers, self._room, offer.room)
             return both.part(both.start, bound)
@@ -258,13 +265,13 @@ class DiffusionNode:
 
 
 def _meet(left: Stretch, right: Stretch, left_room: Room, right_room: Room) -> tuple[Stretch, int]:
-    """Give the layers of two neighbours, and their new boundary."""
+    """Return the layers of two neighbours, and their new boundary."""
     both = left.joined(right)
 
     def fits(left_layers: int) -> bool:
         bound = both.start + left_layers
         return both.fits(left_room, both.start, bound) and both.fits(right_room, bound, both.stop)
 
-    left_costs, right_costs = ([record.cost for record in stretch.records] for stretch in (left, right))
+    left_costs, right_costs = ([demand.cost for demand in stretch.demands] for stretch in (left, right))
     speeds = left_room.speed, right_room.speed
     return both, both.start + diffusion_step(left_costs, right_costs, fits, speeds=speeds)

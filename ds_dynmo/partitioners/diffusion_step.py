@@ -15,16 +15,16 @@ def diffusion_step(
     *,
     speeds: tuple[float, float] = (1.0, 1.0),
 ) -> int:
-    """Decide how many of two neighbours' layers the left one should own, from what the two know.
+    """Decide how many of two neighbours' layers the left one should hold, from local information only.
 
-    The heavier stage hands over layers at their common boundary, one by one, as long as the larger of the two loads
-    falls, neither stage is left empty, and both fit. So with equal speeds the gap between them closes and no gap to a
-    third stage opens. A stage's load is the cost of its layers over its speed.
+    The heavier stage passes layers over their common boundary, one by one, as long as the larger of the two loads
+    falls, neither stage becomes empty, and both fit. So with equal speeds the gap between them shrinks, and no gap to a
+    third stage grows. A stage's load is the cost of its layers over its speed.
 
     Args:
         left_costs, right_costs: per layer, in layer order, each at least one.
-        fits: given a number of layers on the left, whether both stages fit in memory.
-        speeds: of the left and the right one.
+        fits: ``fits(left_layers)`` is True if both stages fit in memory.
+        speeds: of the left and the right stage.
 
     >>> diffusion_step([4.0, 3.0, 1.0], [2.0])
     1
@@ -54,8 +54,8 @@ def diffusion_step(
 def lemma2_bound(num_stages: int, total: float, gamma: float) -> int:
     """Bound the rounds until the balancer converges (Lemma 2, with the constants of its proof).
 
-    It is ``60 ln(2 N) N min(N ln(S N^2 / gamma), S / gamma)`` for N stages and a total load S. Gamma is the gap in load
-    that is tolerated; a total below gamma counts as gamma.
+    It is ``60 ln(2 N) N min(N ln(S N^2 / gamma), S / gamma)`` for N stages and a total load S. Gamma is the tolerated
+    gap in load; a total below gamma counts as gamma.
 
     >>> lemma2_bound(4, total=8.0, gamma=1.0)
     3993

@@ -1,10 +1,10 @@
-"""What a run has learnt from profiles and moves: smoothed costs and their errors, stage speeds, the cost of a move.
+"""Estimates from earlier profiles and moves: smoothed costs and their errors, stage speeds, the cost of a move.
 
-A cost that stays within the noise is averaged over the latest profiles. A cost that leaves this range, or a whole stage
-that shifts, has changed: from then on only the new value counts.
+A cost that stays within the noise is averaged over the latest profiles. If a cost leaves this range, or a whole stage
+shifts, it has changed: the average starts again from the new value.
 
-Noise has two parts. Layers differ from one profile to the next, each by itself; so do stages, as their processors share
-a machine with other work. The second part does not average out over the layers of a stage, only over profiles.
+Noise has two parts. Each layer varies from one profile to the next. So does each stage as a whole, because its
+processor shares a machine with other work. The second part averages out over profiles, but not over layers.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ __all__ = ["CostHistory", "MoveCosts"]
 _WINDOW = 8  # profiles in an average of costs, and in the estimate of noise
 _STAGE_WINDOW = 32  # profiles in the estimate of the noise of stages: rare bursts count too
 _EVIDENCE = 32  # latest pieces of evidence for speeds
-_NOISE_UNKNOWN = 0.05  # relative; used before two profiles can be compared, later one vote in the median
-_NOISE_RANGE = (0.01, 0.1)  # the estimate stays within
-_CHANGED = 4.0  # standard errors from a layer's average that are a change
-_SHIFTED = 3.5  # likewise of a stage's layers together
-_NEAR = 8  # steps between profiles up to which a shift of a stage has to last
-_LASTING = 3  # profiles in a row
-_LARGE = 1.0  # in logs: a shift that need not last
+_NOISE_UNKNOWN = 0.05  # relative; the estimate before two profiles can be compared, later one value in the median
+_NOISE_RANGE = (0.01, 0.1)  # limits of the estimate
+_CHANGED = 4.0  # a layer has changed if it is so many standard errors from its average
+_SHIFTED = 3.5  # likewise for all layers of a stage together
+_NEAR = 8  # steps between profiles; after more, a shift of a stage counts at once
+_LASTING = 3  # profiles in a row after which a shift of a stage counts
+_LARGE = 1.0  # in logs: a larger shift counts at once
 _SIGNIFICANT_SHARE = 0.1  # of the largest layer's cost: smaller layers have other noise, and matter less
-_SAME_LOAD = 0.02  # load signals that differ by less count as equal
-_MOVES = 16  # latest ones, in the estimate of what a move costs
+_SAME_LOAD = 0.02  # largest difference of load signals that count as equal
+_MOVES = 16  # latest moves in the estimate of a move's cost
 
 
 class _Shift(NamedTuple):
-    """How the layers of a stage together differ from what is known of them.
+    """The difference of a stage's layers, together, from their averages.
 
     Attributes:
-        log: the mean of log(seconds now / known seconds).
-        stage_part, layer_part: how often its variance holds that of the noise of stages, and that of layers.
+        log: the mean of log(seconds now / average seconds).
+        stage_part, layer_part: factors of the stage noise's and the layer noise's variance in that of ``log``.
     """
 
     log: float
@@ -54,12 +54,14 @@ class CostHistory:
 
     def __init__(self) -> None:
         self._placement: Placement | None = None  # of the latest profile
-        self._step = 0  # likewise
-        self._means: list[list[float]] = []  # per layer: forward and backward seconds on its stage, profiles in them
+        self._step = 0  # of the latest profile
+        self._means: list[
+            list[float]
+        ] = []  # per layer: mean forward and backward seconds on its stage, number of profiles
         self._loads: list[list[float | None]] = []  # per layer: trainable parameters, load signal
         self._noises: list[float] = []
         self._stage_variances: list[float] = []  # per profile, the mean over stages
-        self._doubts: dict[int, list[float]] = {}  # per stage that may have changed: variances, if that was noise
+        self._doubts: dict[int, list[float]] = {}  # per stage that may have changed: its variances, if it was noise
         self._evidence: list[list[float]] = []
 
     @property
@@ -76,7 +78,7 @@ class CostHistory:
 
     @property
     def stage_noise(self) -> float:
-        """The relative standard deviation of one measurement of a whole stage, beside the noise of its layers.
+        """The relative standard deviation of one measurement of a whole stage, without the noise of its layers.
 
         0 until two profiles of several stages can be compared.
         """
@@ -98,11 +100,11 @@ class CostHistory:
         return speeds if max(speeds) > 1.05 * min(speeds) else None
 
     def forget(self) -> None:
-        """Discard the costs, because the model says that its work changed. Noise and speeds are kept."""
+        """Discard the costs, because the model reports that its work changed. Keep noise and speeds."""
         self._means = []
 
     def forget_stages(self) -> None:
-        """Discard costs and speeds, because the stages are other ones. The noise is kept."""
+        """Discard costs and speeds, because the stages have changed. Keep the noise."""
         self._placement, self._means, self._evidence = None, [], []
 
     def observe(self, profile: Profile) -> None:
@@ -130,7 +132,7 @@ class CostHistory:
         self._loads = [[cost.trainable_parameters, cost.load_signal] for cost in profile.layers]
 
     def smoothed(self, profile: Profile) -> Profile:
-        """Return ``profile``, the one observed last, with smoothed costs."""
+        """Return the latest profile with smoothed costs."""
         layers = tuple(
             replace(cost, forward_seconds=forward, backward_seconds=backward)
             for cost, (forward, backward, _) in zip(profile.layers, self._means)
@@ -138,7 +140,7 @@ class CostHistory:
         return replace(profile, layers=layers)
 
     def _logs(self, layers: Sequence[LayerCost]) -> dict[int, float]:
-        """Compute log(new cost / known cost) of layers that are comparable: of the same load, and not tiny."""
+        """Compute log(new cost / average cost) of comparable layers: those of the same load that are not tiny."""
         least = _SIGNIFICANT_SHARE * max(cost.seconds for cost in layers)
         logs = {}
         for layer, (cost, mean, (trainable, signal)) in enumerate(zip(layers, self._means, self._loads)):
@@ -149,30 +151,31 @@ class CostHistory:
         return logs
 
     def _shifts(self, logs: dict[int, float], stayed: Sequence[int], placement: Placement) -> dict[int, _Shift]:
-        """Compare stages as a whole with what is known of them: those with two comparable layers or more."""
+        """Compare whole stages with their averages, if they have at least two comparable layers."""
         shifts = {}
         for stage in placement.stages:
             here = placement.layers_of(stage)
-            own = [layer for layer in stayed if layer in here]
-            if len(own) > 1:
-                variances = [1 + 1 / self._means[layer][2] for layer in own]
-                log = statistics.fmean(logs[layer] for layer in own)
-                shifts[stage] = _Shift(log, statistics.fmean(variances), statistics.fmean(variances) / len(own))
+            layers = [layer for layer in stayed if layer in here]
+            if len(layers) > 1:
+                variances = [1 + 1 / self._means[layer][2] for layer in layers]
+                log = statistics.fmean(logs[layer] for layer in layers)
+                shifts[stage] = _Shift(log, statistics.fmean(variances), statistics.fmean(variances) / len(layers))
         return shifts
 
     def _judge(self, shifts: dict[int, _Shift], level: float, steps: int) -> tuple[set[int], set[int]]:
-        """Find the stages that have changed as a whole, beside all others, and those that may have.
+        """Find the stages that have changed as a whole, relative to the others, and those that may have.
 
-        Between neighbouring batches a load hardly ever changes, but a machine is often busy with something else. So a
-        shift has to last, unless it is large. A shift that does not last was noise.
+        Between successive batches loads rarely change, but a machine is often busy with other work. So a shift counts
+        if it is large or lasts for several profiles. Else it was noise.
 
         Args:
-            steps: from the last profile to this one.
+            level: mean shift of all stages, in logs.
+            steps: training steps since the last profile.
         """
         if len(shifts) < 2:
-            return set(), set()  # there is nothing to compare a stage with
+            return set(), set()  # no stage to compare with
         changed, doubtful, noise = set(), set(), []
-        others = 1 - 1 / len(shifts)  # of the variance; the level is a mean
+        others = 1 - 1 / len(shifts)  # share of the variance, as the level is a mean over these stages
         lasts = steps > _NEAR or any(abs(shift.log - level) > _LARGE * others for shift in shifts.values())
         for stage, (log, stage_part, layer_part) in shifts.items():
             of_layers = self.noise**2 * layer_part
@@ -193,8 +196,8 @@ class CostHistory:
     def _learn_noise(self, residuals: Sequence[float]) -> None:
         if len(residuals) > 2:
             counts = [mean[2] for mean in self._means]
-            one = 1.4826 * statistics.median(map(abs, residuals)) / math.sqrt(1 + 1 / statistics.median(counts))
-            self._noises = [*self._noises, one][-_WINDOW:]
+            noise = 1.4826 * statistics.median(map(abs, residuals)) / math.sqrt(1 + 1 / statistics.median(counts))
+            self._noises = [*self._noises, noise][-_WINDOW:]
 
     def _learn_speeds(self, logs: dict[int, float], old: Placement, new: Placement) -> None:
         ways: dict[tuple[int, int], list[float]] = {}
@@ -207,7 +210,7 @@ class CostHistory:
         self._evidence = self._evidence[-_EVIDENCE:]
 
     def _rescale(self, old: Placement, new: Placement, level: float) -> None:
-        """Convert the averages to the present level, and those of layers that moved to the speed of their new stage."""
+        """Convert averages to the present level, and those of moved layers to the speed of their new stage."""
         speeds = self.speeds or (1.0,) * new.num_stages
         for layer, mean in enumerate(self._means):
             ratio = level * speeds[old.stage_of(layer)] / speeds[new.stage_of(layer)]
@@ -244,7 +247,7 @@ class CostHistory:
         boundaries, owners = values.pop("_partition"), values.pop("_owners", None)
         self._placement = Placement.of(boundaries, owners) if boundaries else None
         vars(self).update(values)
-        self._doubts = {int(stage): variances for stage, variances in self._doubts.items()}  # keys of JSON are text
+        self._doubts = {int(stage): variances for stage, variances in self._doubts.items()}  # JSON keys are strings
 
 
 def _close(a: float | None, b: float | None) -> bool:
@@ -252,7 +255,7 @@ def _close(a: float | None, b: float | None) -> bool:
 
 
 class MoveCosts:
-    """Learn the cost of moving layers: fixed seconds, and seconds per byte. It depends on the recorded moves alone."""
+    """An estimate of the cost of a move: fixed seconds, and seconds per byte. It depends only on the recorded moves."""
 
     def __init__(self, moves: Sequence[tuple[int, float]] = ()) -> None:
         self._moves = [(int(moved_bytes), float(seconds)) for moved_bytes, seconds in moves][-_MOVES:]
@@ -264,8 +267,8 @@ class MoveCosts:
     def seconds(self, moved_bytes: int) -> float:
         """Predict the seconds of a move; 0 before the first move.
 
-        The prediction is a least-squares line without negative terms. After moves of one size only, a smaller move is
-        expected to take as long, and a larger one in proportion.
+        The prediction is a least-squares line without negative terms. If all moves had one size, a smaller move is
+        predicted to take as long, and a larger one in proportion.
 
         >>> costs = MoveCosts([(100, 3.0), (300, 5.0)])
         >>> costs.seconds(200), MoveCosts([(100, 3.0)]).seconds(50), MoveCosts([(100, 3.0)]).seconds(200)

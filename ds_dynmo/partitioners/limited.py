@@ -1,8 +1,8 @@
 """The exact least bottleneck with memory limits or stages of different speeds.
 
-Filling stages greedily is not exact here: a stage's limit depends on its position (early stages hold more
-micro-batches, slow ones have less time), so layers may fit only late, and no stage may be empty. So each probe keeps,
-for every stage, all boundaries that some legal choice of the stages before can reach.
+Greedy filling is not exact here: a stage's limit depends on its position (early stages hold more micro-batches, slow
+ones have less time), so some layers may only fit on late stages, and no stage may be empty. So each probe keeps, for
+every stage, all boundaries that the stages before can reach.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ def balanced_within(
         prefix: exact prefix sums of the layers' costs.
         start: the partition in force.
         slowness: per stage, the time of a unit of cost.
-        layer_bytes: per layer, what moves with it.
+        layer_bytes: per layer, the bytes that move with it.
 
     Raises:
-        PartitionError: none fits; names the stage, the bytes and the limit of the one that exceeds its limits least.
+        PartitionError: no partition fits; names the stage, the bytes and the limit of the one that exceeds its limits
+            least.
     """
     num_layers, num_stages = len(prefix) - 1, len(slowness)
     if memory is not None:
@@ -81,12 +82,12 @@ def _least_bottleneck(prefix: list[int], slowness: list[int], room: list[Stops])
 
 
 def _room(memory: MemoryModel, extra_bytes: int = 0) -> list[Stops]:
-    """Compute how far each stage may reach from each first layer."""
+    """Compute, per stage and first layer, the furthest stop that fits."""
     return [np.array(memory.furthest_stops(stage, extra_bytes)) for stage in range(len(memory.limits))]
 
 
 def _probe(prefix: list[int], slowness: list[int], room: list[Stops], bound: int) -> tuple[list[int] | None, int]:
-    """Find a partition that fits with loads of at most ``bound``, or None; and the next larger load of a stage."""
+    """Find a partition that fits with loads up to ``bound``, or None, and the next larger load of a stage."""
     under, following = {}, []
     for slow in set(slowness):
         ends = [bisect_right(prefix, before + bound // slow, lo=at) for at, before in enumerate(prefix)]
@@ -110,7 +111,7 @@ def _reach(starts: npt.NDArray[np.bool_], stops: Stops) -> npt.NDArray[np.bool_]
 
 
 def _trace_back(prefix: list[int], reached: list[npt.NDArray[np.bool_]], stops: list[Stops]) -> list[int]:
-    """Choose boundaries, the last one first, nearest to an even share of the layers before."""
+    """Choose boundaries nearest to an even share of the layers before, from the last to the first."""
     num_stages = len(stops)
     bounds = [0] * num_stages + [len(prefix) - 1]
     for stage in range(num_stages - 1, 0, -1):
@@ -130,7 +131,7 @@ def _bottleneck(prefix: list[int], slowness: list[int], bounds: list[int]) -> in
 
 
 def _none_fits(prefix: list[int], memory: MemoryModel) -> PartitionError:
-    """Build the error from the partition that fits if all limits are raised by the same, smallest number of bytes."""
+    """Build the error from a partition that fits once all limits are raised by the smallest equal number of bytes."""
     equal = [1] * len(memory.limits)
     activations, inputs = memory.layer_bytes(0, len(memory.static_bytes))
     held = sum(activations) + sum(inputs)

@@ -1,16 +1,19 @@
 """The partition of the shortest simulated iteration, which is not always the one of least bottleneck.
 
-With few micro-batches, filling and draining the pipeline count. Where the ratio of forward to backward differs between
-layers, stages wait for each other although their sums are even. If there are few partitions, all are simulated. Else
-the best of some seeds are improved step by step: one boundary, or a run of neighbouring ones, moves by a layer.
-Partitions that a lower bound excludes are not simulated.
+With few micro-batches, the time to fill and drain the pipeline matters. If the ratio of forward to backward seconds
+differs between layers, stages wait for each other although their sums are equal. If there are few partitions, all are
+simulated. Else a local search starts from several seeds: in a step one boundary, or a run of neighbouring ones, moves
+by a layer. Partitions that a lower bound excludes are not simulated.
 
-Under a schedule of ours (``pipeline.passes``) an order has to be found for each partition, which takes long. Candidates
-are all partitions, or the neighbours of the best one under 1F1B whose messages leave by themselves. That of the least
-bound and the one in force get orders first; then, while something is left of the work that a decision may do, that of
-the smallest bottleneck and the best one under 1F1B. The dozen of least bound are simulated under these orders, and the
-best of them get orders of their own. Partitions that can hardly be shorter, or not by as much as a move is worth, are
-left out.
+Under a split schedule (``pipeline.passes``) each partition needs a search for its order, which takes long. Candidates
+are all partitions, or the neighbours of the best one under 1F1B with overlapped sends. The search runs
+
+1. for the partition with the least bound and for the one in force;
+2. while the work limit of a decision allows it: for the one with the smallest bottleneck and for the best under 1F1B;
+3. for the best of the :data:`_SIMULATED` partitions with the least bounds, after they were simulated under all orders
+   found so far.
+
+Partitions that can hardly be shorter, or not by as much as a move has to gain, are left out.
 """
 
 from __future__ import annotations
@@ -36,13 +39,13 @@ __all__ = ["makespan"]
 
 Floats = npt.NDArray[np.float64]
 Bounds = npt.NDArray[np.int64]  # [num_stages + 1, how many]: partitions are columns
-_ALL = 1000  # up to so many partitions all are simulated
+_ALL = 1000  # most partitions of which all are simulated
 _BATCH = 192  # neighbours simulated at once; fewer would not be faster
 _NEIGHBOURS = 1200  # neighbours considered in a round
-_SIMULATED = 12  # under schedules of ours
-_ACTIONS = 1500  # of the partitions of which an order is searched, together
-_GAIN = 0.002  # of an iteration, below which no order is searched
-_SURELY = 1.03  # times the least bound: a partition whose bound is above it is not the best one
+_SIMULATED = 12  # partitions simulated under split schedules
+_ACTIONS = 1500  # total length of the orders searched in step 3
+_GAIN = 0.002  # share of an iteration that a search has to promise
+_SURELY = 1.03  # over the least bound; a partition with a larger bound is not the best one
 _TIE = 1e-9  # relative difference below which two iterations take the same time
 
 
@@ -55,33 +58,33 @@ def makespan(
     memory: MemoryModel | None = None,
     pipeline: PipelineModel | None = None,
 ) -> list[int]:
-    """Find a partition of the shortest iteration among those that fit; of equals the one that moves fewest bytes.
+    """Find a partition with the shortest iteration among those that fit; among equals, the one that moves fewest bytes.
 
     Args:
-        costs: per layer; without ``pipeline`` they alone count, as in :func:`balanced`.
-        start: the partition in force, from which bytes move; None: nothing has to move.
-        pipeline: how long an iteration takes.
+        costs: per layer; used if ``pipeline`` is None, as in :func:`balanced`.
+        start: the partition in force, from which layers move; None: moves do not count.
+        pipeline: the model of an iteration's time.
 
     >>> model = PipelineModel((1.0,) * 4, (2.0,) * 4, micro_batches=1, speeds=(1.0, 1.0))
     >>> makespan([3.0] * 4, 2, start=[0, 1, 4], pipeline=model)  # one micro-batch passes all layers in turn
     [0, 1, 4]
 
     Raises:
-        PartitionError: as :func:`balanced`; or a pipeline model of other layers or stages.
+        PartitionError: as :func:`balanced`; or the pipeline model is of other layers or stages.
     """
     if pipeline is None:
         return balanced(costs, num_stages, memory=memory, start=start)
     check_num_stages(len(check_costs(costs)), num_stages)
     pipeline.check_shape(len(costs), num_stages)
-    given = None if start is None else list(check_partition(start, len(costs), num_stages))
+    present = None if start is None else list(check_partition(start, len(costs), num_stages))
     fits = _fitting(memory, len(costs), num_stages)
     if pipeline.passes is not None and num_stages > 1:
-        return _under_schedules(costs, pipeline, fits, memory, given)
+        return _under_schedules(costs, pipeline, fits, memory, present)
     if _are_few(len(costs), num_stages):
         candidates = _all_that_fit(costs, num_stages, fits, memory)
         seconds = pipeline.iterations_seconds(candidates)
-        return _preferred(candidates, seconds, pipeline, given, float(seconds.min()))
-    return _search(costs, pipeline, fits, memory, given)
+        return _preferred(candidates, seconds, pipeline, present, float(seconds.min()))
+    return _search(costs, pipeline, fits, memory, present)
 
 
 def _under_schedules(
@@ -89,71 +92,71 @@ def _under_schedules(
     pipeline: PipelineModel,
     furthest: Bounds | None,
     memory: MemoryModel | None,
-    given: list[int] | None,
+    present: list[int] | None,
 ) -> list[int]:
-    """Find the partition of the shortest iteration under the schedule that each one gets."""
+    """Find the partition with the shortest iteration, each under the order found for it."""
     passes = pipeline.passes
     assert passes is not None
     num_stages = len(pipeline.speeds)
     seconds: dict[tuple[int, ...], float] = {}
 
-    fits = given is not None and _fitted(np.array(given)[:, None], furthest).shape[1] > 0
-    present = passes.known_seconds(given) if given is not None and fits else math.inf
+    fits = present is not None and _fitted(np.array(present)[:, None], furthest).shape[1] > 0
+    present_seconds = passes.known_seconds(present) if present is not None and fits else math.inf
 
     def may_be_shorter(bound: float) -> bool:
-        """Is it, and by enough, if its order comes as close to the bound as that in force did?"""
+        """Return whether an order as close to its bound as the one in force would gain enough."""
         expected = bound * max(1.0, passes.in_force_over_bound)
-        longest = [(1 - _GAIN) * min(seconds.values(), default=math.inf), (1 - passes.min_gain) * present]
+        longest = [(1 - _GAIN) * min(seconds.values(), default=math.inf), (1 - passes.min_gain) * present_seconds]
         return expected < min(longest)
 
     def search(partitions: Sequence[Sequence[int]]) -> None:
-        for one, bound in zip(partitions, passes.lower_bounds(np.array(partitions).T)):
-            if (one == given or may_be_shorter(bound)) and tuple(one) not in seconds:
-                seconds[tuple(one)] = pipeline.iteration_seconds(one)
+        for partition, bound in zip(partitions, passes.lower_bounds(np.array(partitions).T)):
+            if (partition == present or may_be_shorter(bound)) and tuple(partition) not in seconds:
+                seconds[tuple(partition)] = pipeline.iteration_seconds(partition)
 
     others = [balanced(costs, num_stages, memory=memory, speeds=pipeline.speeds)]
     if _are_few(len(costs), num_stages):
         candidates = _all_that_fit(costs, num_stages, furthest, memory)
     else:
-        best = _search(costs, replace(pipeline, sends="overlapped", passes=None), furthest, memory, given)
+        best = _search(costs, replace(pipeline, sends="overlapped", passes=None), furthest, memory, present)
         others.append(best)
         near = np.array(best)[:, None] + _shifts(num_stages)
         candidates = _fitted(np.column_stack([np.array(best), near]), furthest)
     bounds = passes.lower_bounds(candidates)
     first = [candidates[:, bounds.argmin()].tolist()]
-    if given is not None and fits:
-        surely_longer = passes.lower_bounds(np.array(given)[:, None])[0] > _SURELY * bounds.min()
-        first.insert(1 if surely_longer else 0, given)
+    if present is not None and fits:
+        surely_longer = passes.lower_bounds(np.array(present)[:, None])[0] > _SURELY * bounds.min()
+        first.insert(1 if surely_longer else 0, present)
     search(first)
-    for one in others:
+    for partition in others:
         if passes.can_search:
-            search([one])
-    dozen = [
+            search([partition])
+    promising = [
         candidates[:, place].tolist()
         for place in np.argsort(bounds, kind="stable")[:_SIMULATED]
         if may_be_shorter(bounds[place]) and tuple(candidates[:, place]) not in seconds
     ][: passes.affordable_replays]
-    if dozen:
-        by_replay = np.argsort([passes.known_seconds(one) for one in dozen], kind="stable")
+    if promising:
+        by_replay = np.argsort([passes.known_seconds(partition) for partition in promising], kind="stable")
         for place in by_replay[: max(1, _ACTIONS // passes.num_passes)]:
             if passes.can_search:
-                search([dozen[place]])
+                search([promising[place]])
     iterations = np.array(list(seconds.values()))
-    return _preferred(np.array(list(seconds)).T, iterations, pipeline, given, float(iterations.min()))
+    return _preferred(np.array(list(seconds)).T, iterations, pipeline, present, float(iterations.min()))
 
 
 def _are_few(num_layers: int, num_stages: int) -> bool:
-    """Are the partitions so few that all are simulated?"""
+    """Return whether there are so few partitions that all are simulated."""
     return math.comb(num_layers - 1, num_stages - 1) <= _ALL
 
 
 def _all_that_fit(
     costs: Sequence[float], num_stages: int, furthest: Bounds | None, memory: MemoryModel | None
 ) -> Bounds:
-    """Give every partition that fits.
+    """Return every partition that fits, as columns.
 
     Raises:
-        PartitionError: none does; says why.
+        PartitionError: no partition fits; says why.
     """
     candidates = _fitted(_every_partition(len(costs), num_stages), furthest)
     if not candidates.shape[1]:
@@ -169,7 +172,7 @@ def _every_partition(num_layers: int, num_stages: int) -> Bounds:
 
 
 def _fitting(memory: MemoryModel | None, num_layers: int, num_stages: int) -> Bounds | None:
-    """Compute how far each stage may reach from each first layer; None: no limit."""
+    """Compute, per stage and first layer, the furthest stop that fits; None: no limit."""
     if memory is None:
         return None
     memory.check_shape(num_layers, num_stages)
@@ -187,12 +190,12 @@ def _fitted(candidates: Bounds, furthest: Bounds | None) -> Bounds:
 
 
 def _preferred(
-    candidates: Bounds, seconds: Floats, pipeline: PipelineModel, given: list[int] | None, best_seconds: float
+    candidates: Bounds, seconds: Floats, pipeline: PipelineModel, present: list[int] | None, best_seconds: float
 ) -> list[int]:
-    """Choose among those as short as the best the one that moves fewest bytes, then fewest layers."""
+    """Choose, among those as short as the best, the one that moves fewest bytes, then fewest layers."""
     equal = candidates[:, seconds <= best_seconds * (1 + _TIE)]
-    if given is not None:
-        moved_bytes, layers = pipeline.moved(given, equal)
+    if present is not None:
+        moved_bytes, layers = pipeline.moved(present, equal)
         equal = equal[:, np.lexsort((layers, moved_bytes))]
     partition: list[int] = equal[:, 0].tolist()
     return partition
@@ -203,14 +206,14 @@ def _search(
     pipeline: PipelineModel,
     furthest: Bounds | None,
     memory: MemoryModel | None,
-    given: list[int] | None,
+    present: list[int] | None,
 ) -> list[int]:
-    """Simulate neighbours of the best partitions so far until none is better."""
+    """Simulate neighbours of the best partitions until none is shorter."""
     num_stages = len(pipeline.speeds)
     beam = _seeds(pipeline, furthest)
     if not beam.shape[1]:
-        balanced(costs, num_stages, memory=memory)  # says why none fits
-    known = [balanced(costs, num_stages), *([given] if given is not None else [])]
+        balanced(costs, num_stages, memory=memory)  # raises, and says why none fits
+    known = [balanced(costs, num_stages), *([present] if present is not None else [])]
     beam = np.column_stack([beam, _fitted(np.array(known).T, furthest)])
     seconds = pipeline.iterations_seconds(beam)
     shifts = _shifts(num_stages)
@@ -228,24 +231,24 @@ def _search(
         improved = near_seconds.min() < seconds[0] * (1 - _TIE)
         beam, seconds = np.column_stack([beam, near]), np.concatenate([seconds, near_seconds])
     best = beam[:, seconds.argmin()].tolist()
-    return best if given is None else _homeward(best, float(seconds.min()), pipeline, furthest, given)
+    return best if present is None else _with_fewer_moves(best, float(seconds.min()), pipeline, furthest, present)
 
 
-def _homeward(
-    best: list[int], best_seconds: float, pipeline: PipelineModel, furthest: Bounds | None, given: list[int]
+def _with_fewer_moves(
+    best: list[int], best_seconds: float, pipeline: PipelineModel, furthest: Bounds | None, present: list[int]
 ) -> list[int]:
-    """Put boundaries of ``best`` back to where they are now, as long as the iteration gets no longer."""
+    """Move boundaries of ``best`` back to the partition in force if the iteration gets no longer."""
     runs = _shifts(len(best) - 1)[:, ::2].astype(bool)
-    near = _fitted(np.where(runs, np.array(given)[:, None], np.array(best)[:, None]), furthest)
+    near = _fitted(np.where(runs, np.array(present)[:, None], np.array(best)[:, None]), furthest)
     near = near[:, _lower_bounds(near, pipeline) <= best_seconds * (1 + _TIE)]
     if not near.shape[1]:
         return best
     near = np.column_stack([np.array(best), near])
-    return _preferred(near, pipeline.iterations_seconds(near), pipeline, given, best_seconds)
+    return _preferred(near, pipeline.iterations_seconds(near), pipeline, present, best_seconds)
 
 
 def _fresh(near: Bounds, bounds: Floats, best_seconds: float, seen: set[bytes]) -> Bounds:
-    """Keep those that may be better and have not been simulated, the most promising first."""
+    """Select partitions that may be shorter and have not been simulated, the most promising first."""
     promising = np.argsort(bounds, kind="stable")[: np.count_nonzero(bounds < best_seconds)]
     columns = np.ascontiguousarray(near[:, promising].T)
     chosen = []
@@ -272,7 +275,7 @@ def _shifts(num_stages: int) -> Bounds:
 
 
 def _lower_bounds(bounds: Bounds, pipeline: PipelineModel) -> Floats:
-    """Bound iterations from below: a stage's own passes come after one pass each way through the stages before it."""
+    """Bound iterations from below: a stage runs all its passes, and one micro-batch passes all earlier stages."""
     forward, backward = pipeline.stages_seconds(bounds)
     both = forward + backward
     before = np.cumsum(both, axis=0) - both
@@ -281,10 +284,10 @@ def _lower_bounds(bounds: Bounds, pipeline: PipelineModel) -> Floats:
 
 
 def _seeds(pipeline: PipelineModel, furthest: Bounds | None) -> Bounds:
-    """Find partitions that minimise parts of an iteration's time: the largest load of a stage, and the sum of loads.
+    """Find start partitions that minimise parts of an iteration's time: the largest load, and the sum of loads.
 
-    The load weighs forward and backward in several ways, with or without the passes through the stages before. With
-    equal speeds the sum is the same everywhere; else it is minimised under several limits of a stage's load.
+    Loads weigh forward and backward seconds in several ways, with or without the passes through earlier stages. With
+    equal speeds all partitions have the same sum; else it is minimised under several limits of a stage's load.
     """
     forward, backward = prefix_sums(pipeline.forward_seconds), prefix_sums(pipeline.backward_seconds)
     shares = np.array([0.5, 0.5, 0.3, 0.7])[:, None]
@@ -294,19 +297,21 @@ def _seeds(pipeline: PipelineModel, furthest: Bounds | None) -> Bounds:
     illegal = places[:, None] <= places
     loads = np.where(illegal, np.inf, prefix[:, :, None] - prefix[:, None, :])  # [kind, stop, start]
     passes = heads * prefix[:, None, :]
-    of_speed = {speed: loads / speed + passes for speed in set(pipeline.speeds)}
-    costs = [of_speed[speed] for speed in pipeline.speeds]
+    by_speed = {speed: loads / speed + passes for speed in set(pipeline.speeds)}
+    costs = [by_speed[speed] for speed in pipeline.speeds]
     if furthest is not None:
-        costs = [np.where(places[:, None] > stops, np.inf, of) for stops, of in zip(furthest, costs)]
+        costs = [np.where(places[:, None] > stops, np.inf, stage) for stops, stage in zip(furthest, costs)]
     seeds, least = _chain(costs, np.maximum)
-    if not seeds.shape[1] or len(of_speed) == 1:
+    if not seeds.shape[1] or len(by_speed) == 1:
         return seeds
     limits = least[0] * np.array([1.0, 1.1, 1.3, 1.6, 2.0, 3.0])[:, None, None] * (1 + _TIE)
-    return np.column_stack([seeds, _chain([np.where(of[:1] <= limits, of[:1], np.inf) for of in costs], np.add)[0]])
+    return np.column_stack(
+        [seeds, _chain([np.where(stage[:1] <= limits, stage[:1], np.inf) for stage in costs], np.add)[0]]
+    )
 
 
 def _chain(stage_costs: Sequence[Floats], combine: np.ufunc) -> tuple[Bounds, Floats]:
-    """Find, per kind, the partition of least cost, and its cost: ``combine`` over ``costs[kind, stop, start]``."""
+    """Find, per kind, the partition of least cost and that cost: ``combine`` over ``costs[kind, stop, start]``."""
     kinds, size, _ = stage_costs[0].shape
     least = np.full((kinds, size), np.inf)
     least[:, 0] = 0.0
@@ -318,5 +323,5 @@ def _chain(stage_costs: Sequence[Floats], combine: np.ufunc) -> tuple[Bounds, Fl
     bounds = [np.full(kinds, size - 1)]
     for chosen in reversed(froms):
         bounds.append(chosen[np.arange(kinds), bounds[-1]])
-    found = least[:, -1] < np.inf
-    return np.array(bounds[::-1], dtype=np.int64)[:, found], least[found, -1]
+    feasible = least[:, -1] < np.inf
+    return np.array(bounds[::-1], dtype=np.int64)[:, feasible], least[feasible, -1]

@@ -1,11 +1,10 @@
 """Memory in training: the bytes that a stage needs on its device, and whether a partition fits.
 
-A stage holds the static bytes of its layers (weights, gradients, optimizer state, buffers) and, for every
-micro-batch in flight under 1F1B (:func:`ds_dynmo.schedules.in_flight`), what its layers save for their backward pass.
-Early stages have more micro-batches in flight, so they need more for the same layers.
-With activation checkpointing every ``k`` layers, counted from the stage's first, a micro-batch in flight
-holds only each segment's input, and one segment's activations exist while it is recomputed. What a migration adds is in
-:mod:`ds_dynmo.partitioners.move_memory`.
+A stage holds the static bytes of its layers (weights, gradients, optimizer state, buffers) and, for every micro-batch
+in flight under 1F1B (:func:`ds_dynmo.schedules.in_flight`), the activations of its layers. Early stages have more
+micro-batches in flight, so they need more memory for the same layers. With activation checkpointing every ``k`` layers,
+counted from the stage's first, a micro-batch in flight holds only the input of each segment, and the activations of one
+segment exist while it is recomputed. :mod:`ds_dynmo.partitioners.move_memory` adds the memory of a migration.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ LayerBytes = tuple[int, int]  # a layer's activations, and its input
 
 
 class KeptBytes(NamedTuple):
-    """What layers keep for their backward passes, in bytes.
+    """Bytes that layers keep for their backward passes.
 
     Attributes:
         per_micro_batch: of each micro-batch in flight: all activations; under checkpointing the inputs of segments.
-        segments: under checkpointing, per segment, how many of the layers end with it, and its activations.
+        segments: under checkpointing, per segment, the number of layers up to its end, and its activation bytes.
     """
 
     per_micro_batch: int
@@ -40,12 +39,12 @@ class KeptBytes(NamedTuple):
 
     @property
     def recomputed(self) -> int:
-        """The activations of the largest segment: one is recomputed at a time."""
+        """The activation bytes of the largest segment; one is recomputed at a time."""
         return max((size for _, size in self.segments), default=0)
 
 
 def kept_bytes(activation_bytes: Sequence[int], input_bytes: Sequence[int], checkpoint_interval: int) -> KeptBytes:
-    """Compute what these layers of one stage keep; segments are counted from the first.
+    """Compute the bytes that these layers of one stage keep; segments are counted from the first.
 
     >>> kept_bytes([4, 5, 6], [1, 2, 3], checkpoint_interval=2)
     KeptBytes(per_micro_batch=4, segments=[(2, 9), (3, 6)])
@@ -78,14 +77,14 @@ def resident_bytes(
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The memory model of one stage: the bytes of its own layers, and its own limit.
+    """The memory model of one stage: the bytes of its layers, and its limit.
 
     Attributes:
-        static_bytes, activation_bytes, input_bytes: per layer that the stage owns now.
+        static_bytes, activation_bytes, input_bytes: per layer of the stage.
         limit: bytes that the stage may use.
         in_flight: micro-batches whose activations it holds at its peak.
         checkpoint_interval: the same for every stage.
-        inner_bytes: as in a :class:`MemoryModel`, of the layers that the stage owns now.
+        inner_bytes: as in a :class:`MemoryModel`, of the layers of the stage.
         group_sizes: as in a :class:`MemoryModel`, of all layers.
     """
 
@@ -105,13 +104,13 @@ class MemoryModel:
 
     Attributes:
         static_bytes: per layer: weights, gradients, optimizer state, buffers.
-        activation_bytes: per layer and micro-batch, what it saves for its backward pass.
-        input_bytes: per layer and micro-batch, its input; counts only under checkpointing.
+        activation_bytes: per layer and micro-batch, saved for the backward pass.
+        input_bytes: per layer and micro-batch, of its input; used only under checkpointing.
         limits: per stage, the bytes that it may use.
         micro_batches: per iteration.
         checkpoint_interval: layers per checkpointed segment, 0 without checkpointing.
-        inner_bytes: the bytes of each layer of each group, where groups count as layers (:meth:`folded`): a segment may
-            begin and end within a group. Else empty.
+        inner_bytes: the bytes of each layer of each group, if groups count as layers (:meth:`folded`): a segment may
+            start and end within a group. Else empty.
 
     Raises:
         PartitionError: values for different numbers of layers, negative bytes, no micro-batch, or a negative interval.
@@ -155,11 +154,11 @@ class MemoryModel:
             )
 
     def on(self, num_stages: int) -> MemoryModel:
-        """Return a model of ``num_stages`` stages, each with the smallest of the present limits."""
+        """Return a model of ``num_stages`` stages, each with the smallest of the limits."""
         return replace(self, limits=(min(self.limits),) * num_stages)
 
     def folded(self, groups: LayerGroups) -> MemoryModel:
-        """Return a model whose layers are ``groups``: what a stage needs is the same, to the byte.
+        """Return a model whose layers are ``groups``; a stage needs exactly the same bytes.
 
         Raises:
             PartitionError: the groups are of another number of layers.
@@ -186,7 +185,7 @@ class MemoryModel:
         return [self._first_layers[bound] for bound in bounds]
 
     def layer_bytes(self, start: int, stop: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Give the activation and input bytes of layers ``[start, stop)``, or of the layers in these groups."""
+        """Return the activation and input bytes of layers ``[start, stop)``, or of the layers in these groups."""
         if not self.inner_bytes:
             return self.activation_bytes[start:stop], self.input_bytes[start:stop]
         layers = [layer for group in self.inner_bytes[start:stop] for layer in group]
@@ -215,11 +214,11 @@ class MemoryModel:
         return [self.stage_bytes(stage, *bounds[stage : stage + 2]) for stage in range(len(self.limits))]
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
-        """Tell whether layers ``[start, stop)`` fit on ``stage``."""
+        """Return whether layers ``[start, stop)`` fit on ``stage``."""
         return self.stage_bytes(stage, start, stop) <= self.limits[stage]
 
     def of_stage(self, stage: int, start: int, stop: int) -> StageMemory:
-        """Return the part of this model that ``stage`` knows when it owns layers ``[start, stop)``."""
+        """Return the part of this model about ``stage`` with layers ``[start, stop)``."""
         return StageMemory(
             self.static_bytes[start:stop],
             self.activation_bytes[start:stop],
@@ -289,8 +288,8 @@ def check_fits(partition: Sequence[int], memory: MemoryModel) -> None:
     """Refuse a partition that does not fit.
 
     Raises:
-        PartitionError: ``partition`` is invalid, or does not fit: names the stage that is furthest above its limit, the
-            bytes it needs and the limit.
+        PartitionError: ``partition`` is invalid or does not fit; names the stage that is furthest above its limit, the
+            bytes that it needs and the limit.
     """
     needed = memory.bytes_per_stage(partition)
     over = max(range(len(needed)), key=lambda stage: needed[stage] - memory.limits[stage])

@@ -1,7 +1,7 @@
 """The load of a stage, and measures of a partition from it.
 
 A stage's load is the correctly rounded sum of its layers' costs (``math.fsum``). So it does not depend on the order of
-summation, and it never falls when a layer is added. Every balancer here compares loads that way.
+summation, and it never falls when a layer is added. Every balancer of this package compares loads that way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def prefix_sums(values: Sequence[float]) -> Numbers:
 
 
 def sums_of_many(values: Sequence[float], bounds: npt.NDArray[np.int64]) -> Numbers:
-    """Sum values of layers over each stage under many partitions at once: :func:`loads`, but for rounding.
+    """Sum values of layers per stage under many partitions at once: :func:`loads`, except for rounding.
 
     Args:
         bounds: ``[num_stages + 1, how many]``: partitions are columns.
@@ -43,7 +43,7 @@ def loads(costs: Sequence[float], partition: Sequence[int], speeds: Sequence[flo
     """Compute the load of each stage.
 
     Args:
-        speeds: per stage: its load is its layers' costs over its speed; None: all are equal.
+        speeds: per stage; the load of a stage is the costs of its layers over its speed; None: all are equal.
 
     >>> loads([4, 9, 7, 5], [0, 1, 2, 4])
     [4.0, 9.0, 12.0]
@@ -103,7 +103,7 @@ def bubble_ratio(
         forward, backward: per layer, seconds per micro-batch.
         partition: boundaries.
         micro_batches: per iteration.
-        link_seconds: from the end of a pass to the earliest start of the neighbour that waits for it.
+        link_seconds: of a message between neighbours.
 
     >>> bubble_ratio([1, 1], [2, 2], [0, 1, 2], micro_batches=2)
     0.3333333333333333

@@ -4,13 +4,13 @@ A migration holds old and new buffers at once, in this order:
 
 1. Gradient buffers are freed, and arriving layers are allocated beside the present ones. A flat optimizer has the old
    flat buffer of weights and the new one, which holds the weights that stay and those that arrive.
-2. Layers travel. Small tensors travel packed together: sender and receiver hold their bytes twice meanwhile.
-3. All that was sent is freed at once, when the layers change places.
+2. Layers travel. Small tensors are packed into messages: sender and receiver hold their bytes twice meanwhile.
+3. The sent layers are freed at once, at the commit.
 4. The optimizer's shards follow, one kind of state after the other: old and new shards of one kind exist at once.
 5. Gradient buffers are allocated again.
 
-If a batch trains meanwhile, it needs the gradient buffers, and the optimizer's shards travel with the layers: old and
-new shards of all kinds exist at once. Activations are not counted.
+If a batch trains meanwhile, gradient buffers stay, and the optimizer's shards travel with the layers: old and new
+shards of all kinds exist at once. Activations are not counted.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Overflow:
 def migration_peaks(
     plan: MigrationPlan, layers: Sequence[HeldBytes], first_uses: Sequence[int | None], *, overlapped: bool = False
 ) -> tuple[int, ...]:
-    """Compute, per stage, the most bytes that its ranks hold at once while ``plan`` is carried out.
+    """Compute, per stage, the peak bytes of its ranks while ``plan`` is carried out.
 
     Args:
-        layers: per layer, the bytes that it holds on a rank of its stage.
-        first_uses: per layer, the first layer that uses the same parameters, itself unless it is tied; None: a plain
+        layers: per layer, its bytes on a rank of its stage.
+        first_uses: per layer, the first layer with the same parameters: itself unless it is tied; None for a plain
             function.
         overlapped: a batch trains while layers travel.
 
@@ -79,11 +79,11 @@ def overflow(
     *,
     overlapped: bool = False,
 ) -> Overflow | None:
-    """Find the stage that ``plan`` takes furthest above ``limit``; None if there is none.
+    """Find the stage that ``plan`` takes furthest above ``limit``; None if no stage exceeds it.
 
     Args:
-        present_bytes: per stage, the bytes that it needs now. A stage that is above the limit now may hold as many, or
-            it could give no layer away.
+        present_bytes: per stage, the bytes that it needs now. A stage above the limit may hold as many during the move;
+            otherwise it could not give layers away.
         overlapped: a batch trains while layers travel.
 
     Raises:
@@ -100,7 +100,7 @@ def overflow(
 
 
 def between(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Give the partitions between ``old`` and ``new``, without the two, the nearest to ``new`` first.
+    """Yield the partitions strictly between ``old`` and ``new``, the nearest to ``new`` first.
 
     >>> list(between([0, 2, 8], [0, 5, 8]))
     [(0, 4, 8), (0, 3, 8)]
@@ -111,7 +111,7 @@ def between(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, ...]]
 
 
 def _owners(here: Iterable[int], first_uses: Sequence[int | None]) -> dict[int, int]:
-    """Map each first use to the first of the layers ``here`` that uses the same parameters, and so holds them."""
+    """Map each first use to the first layer of ``here`` with the same parameters, which holds them."""
     owners: dict[int, int] = {}
     for layer in here:
         use = first_uses[layer]
@@ -132,13 +132,13 @@ def _peak(
     *,
     overlapped: bool,
 ) -> int:
-    """Compute the peak of one stage from its layers before and after, and those that it receives and sends."""
+    """Compute the peak of one stage from its layers before and after, and the layers that it receives and sends."""
     travelling = [*arriving, *leaving]
     travels = old.total + new.flat + sum(layer.own + layer.staged for layer in arriving)
     travels += sum(layer.staged for layer in leaving)
     if overlapped:
         return max(travels + new.shards, new.total)
     travels -= old.gradients
-    of_one_kind = max(old.shards + new.largest_shard, new.shards + old.largest_shard)
+    one_kind = max(old.shards + new.largest_shard, new.shards + old.largest_shard)
     shards_staged = sum(min(layer.staged, layer.largest_shard) for layer in travelling)
-    return max(old.total, travels, new.own + new.flat + of_one_kind + shards_staged, new.total)
+    return max(old.total, travels, new.own + new.flat + one_kind + shards_staged, new.total)

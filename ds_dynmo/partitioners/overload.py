@@ -1,25 +1,25 @@
-"""Find the smallest bottleneck by sweeps along the chain in which stages pass overload on.
+"""The search for the smallest bottleneck by sweeps along the chain, in which stages pass overload on.
 
-Given a *target*, a sweep to the right lets each stage in turn keep, from its left end, what stays within the
-target and hand the rest to its right neighbour; a sweep back to the left lets each stage keep, from its
-right end, what stays within the target and hand the rest to its left neighbour. If stage 0 then is within the
-target, so is every stage.
+A *target* is a bottleneck to try. In a sweep to the right each stage in turn keeps the layers from its left end that
+are within the target, and passes the rest to its right neighbour. In the sweep back to the left each stage keeps the
+layers from its right end that are within the target, and passes the rest to its left neighbour. If stage 0 then is
+within the target, so is every stage.
 
-This decides exactly, without memory limits: stage 0 is handed layers only if every stage to its right
-up to the last kept all it could, that is if ``[0, p_1)`` is the least that any partition within the target
-leaves for stage 0. (The way right does not matter then: every stage has handed on layers on the way left.) So if a
-target fails, no partition is within it. The largest target of every pair of sweeps is the last float below the best
-bottleneck so far. Once all of them fail, that bottleneck is the smallest one.
+Without memory limits and with equal speeds this test is exact. Stage 0 receives layers only if every stage to its right
+has kept all it could, that is if ``[0, p_1)`` is the least that any partition within the target leaves for stage 0.
+(The sweep to the right does not matter then: every stage has passed layers on in the sweep to the left.) So if a target
+fails, no partition is within it. The largest target of every pair of sweeps is the last float below the best bottleneck
+so far. Once all targets fail, that bottleneck is the smallest one.
 
-A pair of sweeps that does not end the search leaves at most one of :data:`TARGETS` parts of the bracket, so some 16
-pairs are the most that floats allow: far fewer rounds than Lemma 2's bound.
+A pair of sweeps that does not end the search narrows the bracket to at most one of :data:`TARGETS` parts. So floats
+allow at most about 16 pairs: far fewer rounds than Lemma 2's bound.
 
-With memory limits it is a heuristic: a layer cannot pass through a neighbour that has no room for it, so a partition
-that exists may not be found. With unlike speeds it is a heuristic too: a target also fails where a slow stage meets a
-layer that is too heavy for it alone, and a smaller target may succeed.
+With memory limits this is a heuristic: a layer cannot pass a neighbour that has no room for it, so an existing
+partition may not be found. With different speeds it is a heuristic too: a target also fails if a slow stage meets a
+layer that alone is too heavy for it, and a smaller target may succeed.
 
-Several targets travel in the same sweep. Layers that are handed on for different targets are the ends of one run of
-layers, so they travel once, with one boundary per target. No layer moves before a target is adopted.
+Several targets travel in the same sweep. The layers passed on for different targets are the ends of one run of layers,
+so they travel once, with one boundary per target. No layer moves before a target is adopted.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Attempt(NamedTuple):
     """One target on its way from stage to stage.
 
     Attributes:
-        target: the bottleneck that is tried.
+        target: the bottleneck to try.
         bound: the boundary between the sender and the receiver; :data:`FAILED` once a stage could not keep a layer.
-        bottleneck: the largest load so far of stages whose layers are settled.
+        bottleneck: the largest load so far among stages whose layers are final.
     """
 
     target: float
@@ -62,14 +62,14 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True)
 class Bracket:
-    """The bottlenecks that are still looked for: those from ``low`` on and below ``high``."""
+    """The range of bottlenecks still to search: ``[low, high)``."""
 
     low: float
     high: float
 
     @property
     def closed(self) -> bool:
-        """Whether none is left."""
+        """Whether the range is empty."""
         return self.low >= self.high
 
     @property
@@ -84,14 +84,14 @@ class Bracket:
 def keep_left(known: Stretch, room: Room, stop: int, attempt: Attempt) -> Attempt:
     """Sweep to the right: keep what the target allows of layers ``[attempt.bound, stop)``, from the left.
 
-    A stage keeps at least one layer that fits, even above the target: the way left shows whether it can keep it.
+    A stage keeps at least one layer that fits, even above the target: the sweep to the left tests this layer.
     """
     start = attempt.bound
     if start == FAILED:
         return attempt
 
     def too_much(end: int) -> bool:
-        """Tell whether layers up to ``end`` are too heavy or too large; once they are, more of them are."""
+        """Return whether layers up to ``end`` are too heavy or too large; if so, all larger ends are too."""
         heavy = end > start + 1 and known.load(room, start, end) > attempt.target
         return heavy or not known.fits(room, start, end)
 
@@ -113,13 +113,13 @@ def keep_right(known: Stretch, room: Room, start: int, attempt: Attempt) -> Atte
 
 
 def choose(bracket: Bracket, attempts: Sequence[Attempt]) -> tuple[int, Bracket]:
-    """Judge a finished pair of sweeps on stage 0: give the attempt to adopt, or :data:`FAILED`, and the new bracket.
+    """Return the attempt to adopt after a pair of sweeps, or :data:`FAILED`, and the new bracket; on stage 0.
 
-    An attempt succeeded if its ``bound`` is 0: stage 0 had no layer to hand on. If none did, the search is over.
+    An attempt succeeded if its ``bound`` is 0: stage 0 had no layer to pass on. If none succeeded, the search is over.
     """
-    met = [place for place, attempt in enumerate(attempts) if attempt.bound == 0]
-    if not met:
+    succeeded = [place for place, attempt in enumerate(attempts) if attempt.bound == 0]
+    if not succeeded:
         return FAILED, Bracket(bracket.high, bracket.high)
-    best = min(met, key=lambda place: attempts[place].bottleneck)
-    low = attempts[met[0] - 1].target if met[0] > 0 else bracket.low
+    best = min(succeeded, key=lambda place: attempts[place].bottleneck)
+    low = attempts[succeeded[0] - 1].target if succeeded[0] > 0 else bracket.low
     return best, Bracket(low, attempts[best].bottleneck)

@@ -1,7 +1,7 @@
-"""The passes of layers under schedules of ours, for any partition: what they take, what they hold, and their order.
+"""Passes under split schedules, for any partition: their seconds, their bytes and their order.
 
-Seconds and bytes per layer become those of stages, as :mod:`ds_dynmo.schedules` needs them. Orders that were found are
-remembered, and the work of searches is counted: a decision asks for many partitions.
+Seconds and bytes per layer become those of stages, as :mod:`ds_dynmo.schedules` needs them. Orders are cached and the
+work of searches is counted, because a decision evaluates many partitions.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ __all__ = ["PassModel"]
 
 Floats = npt.NDArray[np.float64]
 Bounds = npt.NDArray[np.int64]  # [num_stages + 1, how many]: partitions are columns
-_CLOSE = 1.002  # times the bound: no other order is searched
-_AS_GOOD = 1.01  # times what an order took, over the bound, when it was searched: no other one is searched
-_FAR = 1.1  # times the bound: an order is searched, whatever that takes
-_LEAST_SEARCH = 4  # times the passes of an iteration: the actions of a search of one order and its refinement
-_REPLAY = 0.5  # times the passes of an iteration: the actions that a replay counts as
+_CLOSE = 1.002  # over the bound; a known order below it is not searched again
+_AS_GOOD = 1.01  # over its ratio to the bound when it was searched; a known order below it is not searched again
+_FAR = 1.1  # over the bound; above it an order is searched even without work left
+_LEAST_SEARCH = 4  # actions of the smallest search, per pass of an iteration
+_REPLAY = 0.5  # actions that a replay counts as, per pass of an iteration
 
 
 class _Stages(NamedTuple):
     """The stages of a partition, each as one chunk.
 
     Attributes:
-        bound_seconds: below which no iteration can be.
-        least_seconds: below which what counts of an order cannot be.
+        bound_seconds: a lower bound of the iteration.
+        least_seconds: a lower bound of the seconds that count: of the period if batches overlap, else the iteration.
     """
 
     costs: PassCosts
@@ -66,30 +66,30 @@ class _Stages(NamedTuple):
 
 @dataclass(frozen=True)
 class PassModel:
-    """Seconds and bytes of each layer where backward passes may run in two parts, one chunk of layers per stage.
+    """Seconds and bytes of each layer if backward passes may run in two parts, with one chunk of layers per stage.
 
     Attributes:
         forward_seconds, input_gradient_seconds, weight_gradient_seconds, backward_seconds: per layer and micro-batch,
-            on a stage of speed 1. A layer whose backward pass cannot be split has all of it in the first part.
+            on a stage of speed 1. If a layer's backward pass cannot be split, all of it is in the first part.
         static_bytes: per layer: weights, gradients, optimizer state, buffers.
         activation_bytes, input_bytes: per layer and micro-batch, as in a :class:`MemoryModel`.
         deferred_bytes: per layer and micro-batch, held from the first part of a backward pass to the second.
         micro_batches: per iteration.
         speeds: per stage; a layer takes its seconds over the stage's speed.
-        frozen_layers: how many leading layers have nothing to train.
+        frozen_layers: number of leading layers without trainable parameters.
         checkpoint_interval: layers per checkpointed segment, 0 without checkpointing.
-        memory: what a stage's passes may hold, as a multiple of what those of the largest stage hold under 1F1B.
+        memory: limit of the passes of a stage, as a multiple of the bytes of the largest stage under 1F1B.
         limit_bytes: that a stage may use, its layers included; None: no limit.
-        may_stay: DeepSpeed's 1F1B may be chosen where nothing is shorter.
-        back_to_back: stages begin a batch before the last ones end the one before.
-        first_layers: where groups of layers count as layers, the first layer of each, and the number of layers; ():
+        may_stay: DeepSpeed's 1F1B may be chosen if nothing is shorter.
+        back_to_back: the first stages start a batch before the last ones end the one before.
+        first_layers: if groups of layers count as layers, the first layer of each, then the number of layers; ():
             partitions are of layers.
-        output_bytes: per layer and micro-batch; (): not known.
-        in_force: the order that runs now: none is searched where it can hardly be beaten; None: none is known.
+        output_bytes: per layer and micro-batch; (): unknown.
+        in_force: the order that runs now; no other is searched if it can hardly be improved; None: unknown.
         in_force_over_bound: as in a :class:`FoundSchedule`.
-        search_actions: that searches of orders may simulate, all together, but for those without which there is no
-            order, or none near its bound.
-        min_gain: by which share of the present iteration another partition has to be shorter to matter.
+        search_actions: limit of the actions that all searches simulate. A search that is needed for any order, or for
+            an order near its bound, runs even beyond it.
+        min_gain: share of the present iteration that another partition has to save.
     """
 
     forward_seconds: tuple[float, ...]
@@ -120,7 +120,7 @@ class PassModel:
         return replace(self, speeds=(1.0,) * num_stages)
 
     def shortest(self, partition: Sequence[int]) -> FoundSchedule | None:
-        """Find the shortest order under ``partition``; None: none fits. A second call for it takes no time."""
+        """Find the shortest order under ``partition``, or None if none fits. Results are cached."""
         key = tuple(map(int, partition))
         if key not in self._known:
             self._known[key] = self._shortest(key)
@@ -128,9 +128,8 @@ class PassModel:
 
     def _shortest(self, partition: tuple[int, ...]) -> FoundSchedule | None:
         here = self._stages(partition)
-        present = min(
-            self._known_orders(partition, here), key=lambda one: self._counted_seconds(one, here), default=None
-        )
+        known = self._known_orders(partition, here)
+        present = min(known, key=lambda schedule: self._counted_seconds(schedule, here), default=None)
         if present is not None:
             over = self._counted_seconds(present, here) / here.least_seconds
             close = over <= max(_CLOSE, present.over_bound * _AS_GOOD)
@@ -153,12 +152,12 @@ class PassModel:
 
     @property
     def can_search(self) -> bool:
-        """Is enough left of ``search_actions`` for a search?"""
+        """Whether enough is left of ``search_actions`` for a search."""
         return self._actions_left >= _LEAST_SEARCH * self.num_passes
 
     @property
     def affordable_replays(self) -> int:
-        """How many partitions may be simulated under all orders that are known, with a search left after that."""
+        """The number of partitions that may be replayed under all known orders, with enough left for one search."""
         if self.search_actions == math.inf:
             return sys.maxsize
         left = self._actions_left / self.num_passes - _LEAST_SEARCH
@@ -166,7 +165,7 @@ class PassModel:
 
     @property
     def num_passes(self) -> int:
-        """Passes of an iteration, with both parts of backward passes."""
+        """The number of passes of an iteration, if all backward passes are split."""
         return 3 * len(self.speeds) * self.micro_batches
 
     @property
@@ -174,15 +173,15 @@ class PassModel:
         return self.search_actions - sum(self._work)
 
     def known_seconds(self, partition: Sequence[int]) -> float:
-        """Simulate ``partition`` under the orders that are known, and return the seconds of the shortest."""
+        """Simulate ``partition`` under the known orders, and return the seconds of the shortest."""
         key = tuple(map(int, partition))
         known = self._known_orders(key, self._stages(key))
         return min((found.iteration_seconds for found in known), default=math.inf)
 
     def _known_orders(self, partition: tuple[int, ...], here: _Stages) -> list[FoundSchedule]:
-        """What the orders that are known come to, but for those that are not for these stages, or do not fit."""
+        """Replay the known orders under ``partition``; leave out those for other stages and those that do not fit."""
         replayed = self._replays.setdefault(partition, [])
-        replayed += [self._replayed(*one, here) for one in self._orders[len(replayed) :]]
+        replayed += [self._replayed(order, over_bound, here) for order, over_bound in self._orders[len(replayed) :]]
         return [found for found in replayed if found is not None]
 
     def _stages(self, partition: Sequence[int]) -> _Stages:
@@ -192,17 +191,17 @@ class PassModel:
         return _Stages(costs, sizes, limits, bound, least or 1.0)
 
     def _counted_seconds(self, found: FoundSchedule, here: _Stages) -> float:
-        """What counts of an order: the seconds of a batch alone, or from one batch to the next."""
+        """Return the seconds that count: of a batch alone, or from one batch to the next if batches overlap."""
         if not self.back_to_back:
             return found.iteration_seconds
         return period_seconds(found.schedule.orders, found.schedule.micro_batches, here.costs)
 
     def _replayed(self, order: Schedule, over_bound: float, here: _Stages) -> FoundSchedule | None:
-        """What a known order comes to; None where it is not for these stages, or does not fit."""
+        """Simulate a known order on these stages; None if it is for other stages or does not fit."""
         if (order.owners, order.micro_batches) != (here.costs.owners, self.micro_batches):
             return None
         if any(here.costs.weight_gradient_seconds[chunk] == 0 for chunk in order.split_chunks):
-            return None  # they are split in vain
+            return None  # splitting them gains nothing
         self._work.append(_REPLAY * self.num_passes)
         peaks = peak_bytes(order, here.sizes)
         if any(peak > limit for peak, limit in zip(peaks, here.limits)):
@@ -212,7 +211,7 @@ class PassModel:
 
     @property
     def least_seconds(self) -> tuple[float, ...]:
-        """Per layer, the least that a micro-batch takes, in one backward pass or two; a frozen one may have none."""
+        """Per layer, the least seconds of a micro-batch, with the backward pass in one part or two, none if frozen."""
         whole = (
             min(backward, first + second) if layer >= self.frozen_layers else 0.0
             for layer, (first, second, backward) in enumerate(
@@ -232,18 +231,18 @@ class PassModel:
         return lower_bounds(owners, forward, first, second, whole, self.micro_batches, in_flight=in_flight)
 
     def costs(self, partition: Sequence[int]) -> PassCosts:
-        """Add up the seconds of passes per stage."""
+        """Sum the seconds of passes per stage."""
         stages = self._runs(partition)
         goes_back = [stop > self.frozen_layers for _, stop in stages]
         forward, *backward = (
             [math.fsum(seconds[start:stop]) / speed for (start, stop), speed in zip(stages, self.speeds)]
             for seconds in self._seconds
         )
-        first, second, whole = ([any_ * back for any_, back in zip(seconds, goes_back)] for seconds in backward)
+        first, second, whole = ([value * back for value, back in zip(seconds, goes_back)] for seconds in backward)
         return PassCosts.chain(forward, first, second, whole, frozen_chunks=goes_back.count(False))
 
     def sizes(self, partition: Sequence[int]) -> PassBytes:
-        """Add up what passes hold per stage."""
+        """Sum the bytes of passes per stage."""
         activations, held, recomputed, split_recomputed = [], [], [], []
         for start, stop in self._runs(partition):
             kept = kept_bytes(self.activation_bytes[start:stop], self.input_bytes[start:stop], self.checkpoint_interval)
@@ -256,13 +255,13 @@ class PassModel:
         return PassBytes(tuple(activations), tuple(held), tuple(recomputed), tuple(split_recomputed))
 
     def sizes_with_messages(self, partition: Sequence[int], standing: int) -> PassBytes:
-        """Add up what passes hold per stage, and messages between stages, which ``memory`` and limits leave out.
+        """Sum the bytes of passes per stage and of messages between stages, which ``memory`` and limits do not count.
 
-        From the forward to the backward pass DeepSpeed keeps what came in, beside the copy that the first layer gets,
-        and what went out.
+        From the forward to the backward pass DeepSpeed keeps the received activations, besides the copy for the first
+        layer, and the sent ones.
 
         Args:
-            standing: messages of each boundary and direction for which there are buffers all the time.
+            standing: number of messages per boundary and direction with buffers all the time.
         """
         stages = self._runs(partition)
         kept = (self.input_bytes[start] + self.output_bytes[stop - 1] for start, stop in stages)
@@ -275,7 +274,7 @@ class PassModel:
         )
 
     def limits(self, partition: Sequence[int]) -> tuple[int, ...]:
-        """Per stage, the bytes that its passes may hold."""
+        """Return the bytes that the passes of each stage may hold."""
         limits = one_f_one_b_limit(self.sizes(partition), self.micro_batches, self.memory)
         if self.limit_bytes is None:
             return limits
@@ -283,7 +282,7 @@ class PassModel:
         return tuple(map(min, limits, left))
 
     def _in_flight(self, bounds: Bounds) -> Bounds | None:
-        """Per stage, the micro-batches that it has memory for; None under checkpointing: not bounded."""
+        """Count the micro-batches for which each stage has memory; None under checkpointing: no bound."""
         if self.checkpoint_interval:
             return None
         stages = len(self.speeds)
@@ -307,12 +306,12 @@ class PassModel:
 
     @cached_property
     def _orders(self) -> list[tuple[Schedule, float]]:
-        """The orders that are known, and what each took, over the bound, when it was searched."""
+        """The known orders, each with its seconds over the bound when it was searched."""
         return [] if self.in_force is None else [(self.in_force, self.in_force_over_bound)]
 
     @cached_property
     def _replays(self) -> dict[tuple[int, ...], list[FoundSchedule | None]]:
-        """By partition, what each of the known orders comes to, as far as that was asked."""
+        """By partition, the replays of known orders so far."""
         return {}
 
     @cached_property
@@ -324,7 +323,7 @@ class PassModel:
         return {}
 
     def _runs(self, partition: Sequence[int]) -> list[tuple[int, int]]:
-        """Per stage, its first layer and the one behind its last."""
+        """Return the layers ``(start, stop)`` of each stage."""
         return list(itertools.pairwise(self._in_layers(np.asarray(partition)).tolist()))
 
     def _in_layers(self, bounds: Bounds) -> Bounds:

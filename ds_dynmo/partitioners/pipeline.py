@@ -1,6 +1,6 @@
 """The seconds of layers, of stages and of an iteration: the model that balancers and decisions simulate.
 
-The layers' seconds are those on a stage of speed 1; what a stage takes is the sum of its layers' over its speed.
+Seconds of layers are those on a stage of speed 1. A stage takes the sum of its layers' seconds over its speed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class PipelineModel:
         forward_seconds, backward_seconds: per layer and micro-batch, on a stage of speed 1.
         micro_batches: per iteration.
         speeds: per stage; a layer takes its seconds over the stage's speed.
-        layer_bytes: per layer, the bytes that move with it; (): not known.
+        layer_bytes: per layer, the bytes that move with it; (): unknown.
         link_seconds: of a message between neighbours; one number, or one per boundary.
-        sends: as in :func:`simulate`; DeepSpeed's sends over gloo end with their receipt.
-        passes: what schedules of ours need to know; None: DeepSpeed's 1F1B is the only schedule.
+        sends: as in :func:`simulate`; DeepSpeed's sends over gloo are "rendezvous".
+        passes: the model of passes under split schedules; None: DeepSpeed's 1F1B is the only schedule.
 
     Raises:
         PartitionError: values for different numbers of layers, invalid seconds or speeds, or no micro-batch.
@@ -83,7 +83,7 @@ class PipelineModel:
     def on(self, num_stages: int) -> PipelineModel:
         """Return a model of ``num_stages`` stages of speed 1, all links as slow as the slowest one.
 
-        A second call for as many gives the same model, which knows the orders that it has found.
+        Models are cached per number of stages, together with the orders that they have found.
         """
         if num_stages not in self._on:
             slowest = max(self.link_seconds, default=0.0) if isinstance(self.link_seconds, tuple) else self.link_seconds
@@ -121,11 +121,11 @@ class PipelineModel:
         return self.seconds_under_1f1b(partition) if found is None else found.iteration_seconds
 
     def shortest_schedule(self, partition: Sequence[int]) -> FoundSchedule | None:
-        """Find the shortest schedule of ours under one partition.
+        """Find the shortest split schedule under one partition.
 
         Returns:
-            None: DeepSpeed's 1F1B, where there is no other, for one stage, where that is as short and may be chosen, or
-            where no order fits.
+            None for DeepSpeed's 1F1B: there is no other schedule, there is one stage, no order fits, or 1F1B is as
+            short and may be chosen.
         """
         if self.passes is None or len(self.speeds) == 1:
             return None
@@ -136,9 +136,9 @@ class PipelineModel:
 
     @property
     def work_seconds(self) -> float:
-        """Seconds below which no iteration is, under any partition and schedule: no stage ever waits."""
-        of_layers = self.layer_seconds if self.passes is None else self.passes.least_seconds
-        return self.micro_batches * math.fsum(of_layers) / math.fsum(self.speeds)
+        """A lower bound of the iteration in seconds, under any partition and schedule: no stage ever waits."""
+        layers = self.layer_seconds if self.passes is None else self.passes.least_seconds
+        return self.micro_batches * math.fsum(layers) / math.fsum(self.speeds)
 
     def seconds_under_1f1b(self, partition: Sequence[int]) -> float:
         """Simulate the iteration under one partition and DeepSpeed's 1F1B."""
@@ -159,7 +159,7 @@ class PipelineModel:
         return {}
 
     def moved(self, old: Sequence[int], bounds: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
-        """Compute the bytes and layers that change stage from ``old`` to each of many partitions."""
+        """Count the bytes and the layers that change stage from ``old`` to each of many partitions."""
         num_layers, num_stages = len(self.forward_seconds), len(old) - 1
         before = np.asarray(old)[:, None]
         low, high = np.maximum(before[:-1], bounds[:-1]), np.minimum(before[1:], bounds[1:])

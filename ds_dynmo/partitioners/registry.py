@@ -1,4 +1,4 @@
-"""The names that ``"balancer"`` of the JSON block takes, and how the balancer of a name is called.
+"""The registry of balancers by the name that ``"balancer"`` in the JSON file takes, and their calls.
 
 Its dict is the package's only mutable global: names are added and never removed.
 """
@@ -22,20 +22,20 @@ from ds_dynmo.plan import check_partition
 
 __all__ = ["Balancer", "check_signature", "get", "names", "propose", "register", "takes"]
 
-OFFERED = ("pipeline", "speeds", "layer_bytes")  # given to balancers that have a parameter of that name
+OFFERED = ("pipeline", "speeds", "layer_bytes")  # passed to balancers that have a parameter of that name
 
 
 class Balancer(Protocol):
-    """A function that chooses a partition. For the same arguments it must give every rank the same one.
+    """A function that chooses a partition. Equal arguments must give an equal partition on every rank.
 
-    Parameters of these names are optional, and are given by keyword:
+    Parameters of these names are optional, and are passed by keyword:
 
-    - ``pipeline``: a :class:`PipelineModel`; None where layers are balanced by something else than time.
-    - ``speeds``: the relative speeds of the stages; None: all are equal. Costs are then those on a stage of speed 1,
-      without this parameter those that were measured.
-    - ``layer_bytes``: per layer, the bytes that move with it; None: not known.
+    - ``pipeline``: a :class:`PipelineModel`; None if layers are balanced by something else than time.
+    - ``speeds``: the relative speeds of the stages; None: all are equal. With this parameter, costs are those on a
+      stage of speed 1; without it, they are those measured.
+    - ``layer_bytes``: per layer, the bytes that move with it; None: unknown.
 
-    Where layers stay together, each group of them is one layer to a balancer, in its arguments and its result.
+    If layers are kept together, each group of them is one layer to a balancer, in its arguments and its result.
     """
 
     def __call__(
@@ -61,7 +61,7 @@ AnyBalancer = TypeVar("AnyBalancer", bound=Callable[..., Any])
 
 
 def register(name: str) -> Callable[[AnyBalancer], AnyBalancer]:
-    """Decorate a :class:`Balancer` to register it as ``name``. Its signature says which optional arguments it takes.
+    """Decorate a :class:`Balancer` to register it as ``name``. It gets the optional arguments in its signature.
 
     Raises:
         ConfigError: the name is taken.
@@ -100,9 +100,9 @@ def propose(
     """Call the balancer registered as ``name`` with the arguments that it takes.
 
     Args:
-        layer_bytes: per layer, the bytes that move with it; None: not known.
-        groups: the groups that no partition cuts, given to the balancer as layers; None: it may cut anywhere. If
-            ``start`` cuts a group, the balancer gets the nearest partition that does not.
+        layer_bytes: per layer, the bytes that move with it; None: unknown.
+        groups: groups of layers that no partition may cut; they are layers to the balancer. None: it may cut anywhere.
+            If ``start`` cuts a group, the balancer gets the nearest partition that does not.
 
     Raises:
         PartitionError: from the balancer; or more stages than groups; or the balancer returns an invalid partition of
@@ -147,7 +147,7 @@ def _choose(
 
 
 def check_signature(name: str) -> None:
-    """Refuse a balancer that cannot be called with the arguments that it will be given.
+    """Refuse a balancer that cannot be called with the arguments that it will get.
 
     Raises:
         ConfigError: with its signature, and the call.
@@ -168,7 +168,7 @@ def check_signature(name: str) -> None:
 
 
 def takes(name: str, offered: str) -> bool:
-    """Tell whether the balancer registered as ``name`` takes ``offered``, one of :data:`OFFERED`."""
+    """Return whether the balancer registered as ``name`` takes ``offered``, one of :data:`OFFERED`."""
     return offered in _registered(name).takes
 
 
@@ -176,8 +176,8 @@ def get(name: str) -> Any:
     """Return the balancer registered as ``name``, or imported from ``"module:function"``.
 
     Raises:
-        ConfigError: there is none; the message has the nearest name, all names, and how to import one. Or it cannot be
-            imported; the message says why.
+        ConfigError: no such balancer; the message has the nearest name, all names, and how to import one. Or it cannot
+            be imported; the message says why.
     """
     return _registered(name).balancer
 
@@ -195,7 +195,7 @@ def _registered(name: str) -> _Registered:
 
 
 def _imported(module: str, function: str) -> Any:
-    """Import a function from Python's path, or from the current folder, which commands do not have there.
+    """Import a function from Python's path or from the current folder, which is not on the path of commands.
 
     Raises:
         ConfigError: the module cannot be imported, or has no such function.
@@ -213,10 +213,10 @@ def _imported(module: str, function: str) -> Any:
     finally:
         if added:
             sys.path.remove(here)
-    found = getattr(loaded, function, None)
-    if not callable(found):
+    balancer = getattr(loaded, function, None)
+    if not callable(balancer):
         raise ConfigError(f'{loaded} has no function "{function}"')
-    return found
+    return balancer
 
 
 def names() -> list[str]:

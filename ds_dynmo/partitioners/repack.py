@@ -1,7 +1,7 @@
-"""Re-packing: how many stages a model whose work has shrunk needs, and which of the present ones stay.
+"""Re-packing: the number of stages for a model whose work has shrunk, and the choice of stages to keep.
 
-:func:`first_fit` is the paper's algorithm 2, which packs by memory alone. :func:`fewest_stages` asks for throughput
-too. Both give boundaries for fewer stages; :func:`hosts` then chooses the stages to keep.
+:func:`first_fit` is the paper's algorithm 2, which packs by memory alone. :func:`fewest_stages` keeps throughput too.
+Both return boundaries for fewer stages; :func:`hosts` then chooses the stages to keep.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Packing", "fewest_stages", "first_fit", "fits_on", "hosts", "pack_on
 
 _ROUNDING = 1e-9  # relative, of sums in another order
 
-Balance = Callable[[int], Sequence[int]]  # the best partition of a number of stages; PartitionError where none fits
+Balance = Callable[[int], Sequence[int]]  # returns the best partition of a number of stages, or raises PartitionError
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class Packing:
 def first_fit(
     partition: Sequence[int], fits: Callable[[int, int, int, int], bool], *, target: int = 1
 ) -> tuple[int, ...]:
-    """Run the paper's algorithm 2 for contiguous stages: merge a stage with the next one where both fit.
+    """Run the paper's algorithm 2 for contiguous stages: merge a stage with the next one if both fit.
 
-    As printed, the algorithm counts a source's memory again after its layers have left, considers workers that are idle
-    already, and compares workers that are not neighbours. Here a stage that was merged is not considered again, and
-    only the next stage in the pipeline can take layers, so that stages stay contiguous.
+    The printed algorithm counts a source's memory again after its layers have left, considers workers that are already
+    idle, and compares workers that are not neighbours. Here a merged stage is not considered again, and only the next
+    stage in the pipeline can take layers, so that stages stay contiguous.
 
     Args:
         partition: the one in force.
-        fits: ``fits(num_stages, stage, start, stop)`` tells whether layers ``[start, stop)`` fit on ``stage`` of
-            ``num_stages``, which have fewer micro-batches in flight than now.
+        fits: ``fits(num_stages, stage, start, stop)`` is True if layers ``[start, stop)`` fit on ``stage`` of
+            ``num_stages``, with fewer micro-batches in flight than now.
         target: the number of stages at which to stop.
 
     Returns:
-        Boundaries of ``target`` stages or more; ``partition`` if no two neighbours fit together.
+        Boundaries of ``target`` stages or more; ``partition`` if no two neighbours fit merged.
 
     >>> first_fit([0, 2, 4, 6, 8], lambda num_stages, stage, start, stop: stop - start <= 4)
     (0, 4, 8)
@@ -70,10 +70,10 @@ def first_fit(
         raise PartitionError(f"a pipeline needs at least 1 stage, the target is {target}")
     stage = 0
     while stage < len(bounds) - 2:
-        together = bounds[: stage + 1] + bounds[stage + 2 :]
-        count = len(together) - 1
-        if count >= target and all(fits(count, s, *together[s : s + 2]) for s in range(count)):
-            bounds = together
+        merged = bounds[: stage + 1] + bounds[stage + 2 :]
+        count = len(merged) - 1
+        if count >= target and all(fits(count, s, *merged[s : s + 2]) for s in range(count)):
+            bounds = merged
         else:
             stage += 1
     return tuple(bounds)
@@ -85,7 +85,7 @@ def fewest_stages(
     """Find the fewest stages, from ``least`` to ``most``, whose iteration takes no longer than ``within_seconds``.
 
     Args:
-        balance: gives a partition of a number of stages that fits in memory.
+        balance: returns a partition of a number of stages that fits in memory.
         pipeline: of any number of stages, which are assumed to be equally fast.
 
     Returns:
@@ -93,7 +93,7 @@ def fewest_stages(
     """
     for count in range(least, most + 1):
         if pipeline.on(count).work_seconds * (1 - _ROUNDING) > within_seconds:
-            continue  # an order need not be searched
+            continue  # no schedule can be short enough
         try:
             packing = pack_onto(balance, pipeline, count)
         except PartitionError:
@@ -104,7 +104,7 @@ def fewest_stages(
 
 
 def pack_onto(balance: Balance, pipeline: PipelineModel, num_stages: int) -> Packing:
-    """Give the best partition of exactly ``num_stages`` stages, and the seconds of its iteration.
+    """Return the best partition of exactly ``num_stages`` stages, and the seconds of its iteration.
 
     Raises:
         PartitionError: more stages than layers, fewer than 1, or no partition fits.
@@ -117,7 +117,7 @@ def pack_onto(balance: Balance, pipeline: PipelineModel, num_stages: int) -> Pac
 
 
 def fits_on(memory: MemoryModel) -> Callable[[int, int, int, int], bool]:
-    """Build the ``fits`` of :func:`first_fit`: every stage has the smallest of the present limits."""
+    """Build the ``fits`` of :func:`first_fit`, with the smallest of the limits on every stage."""
     models: dict[int, MemoryModel] = {}
 
     def fits(num_stages: int, stage: int, start: int, stop: int) -> bool:
@@ -129,9 +129,9 @@ def fits_on(memory: MemoryModel) -> Callable[[int, int, int, int], bool]:
 
 
 def hosts(old: Sequence[int], new: Sequence[int], layer_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Choose which present stages become the stages of a smaller pipeline, in order, so that fewest bytes move.
+    """Choose the present stages that become the stages of a smaller pipeline, in order, so that fewest bytes move.
 
-    The first stage stays the first and, of two stages or more, the last stays the last: they read the data.
+    The first stage stays the first and, with two stages or more, the last stays the last: they read the data.
 
     Args:
         old: the present boundaries.
@@ -153,7 +153,7 @@ def hosts(old: Sequence[int], new: Sequence[int], layer_bytes: Sequence[int]) ->
         low, high = max(old[stage], new[place]), min(old[stage + 1], new[place + 1])
         return sums[high] - sums[low] if low < high else 0
 
-    # best[stage]: the most bytes that stay, and the stages chosen, the latest of which is `stage`
+    # best[stage]: the most bytes that stay, and the chosen stages, the last of which is `stage`
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (kept(0, 0), (0,))}
     for place in range(1, wanted):
         last = place == wanted - 1

@@ -1,7 +1,7 @@
-"""Relative speeds of stages, from layers that were measured on one stage and then on another.
+"""Relative speeds of stages, estimated from layers that were measured on one stage and then on another.
 
-Two layers on different stages are no evidence, because a dynamic model's layers differ in load. So before any layer has
-moved, all stages are assumed to be equal.
+Two different layers on different stages are no evidence, because the layers of a dynamic model differ in load. So
+before any layer has moved, all stages are assumed to be equally fast.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 __all__ = ["SpeedEvidence", "relative_speeds"]
 
 _PRIOR = 0.5  # standard deviation of a stage's log speed before there is evidence
-_DECAY = 0.85  # weight of evidence per newer piece: clocks and neighbours on a machine change
-_SIGNIFICANT = 3.0  # standard errors by which a ratio has to differ from 1
+_DECAY = 0.85  # weight of evidence relative to the next newer one: clocks and other jobs on a machine change
+_SIGNIFICANT = 3.0  # standard errors; a ratio that differs less from 1 counts as 1
 
 
 class SpeedEvidence(NamedTuple):
-    """Layers that went from one stage to another in one move.
+    """Layers that moved from one stage to another in one move.
 
     Attributes:
         log_ratio: the median over the layers of log(seconds on ``destination`` / seconds on ``source``).
@@ -36,7 +36,7 @@ class SpeedEvidence(NamedTuple):
 def relative_speeds(evidence: Sequence[SpeedEvidence], num_stages: int, noise: float) -> tuple[float, ...]:
     """Estimate the speed of each stage, with geometric mean 1, by least squares in logs. Newer evidence weighs more.
 
-    Ratios that noise explains count as 1. So do speeds without evidence.
+    Ratios within the noise count as 1. So do speeds without evidence.
 
     Args:
         evidence: oldest first.

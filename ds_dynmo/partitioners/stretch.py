@@ -1,4 +1,4 @@
-"""What a stage of the decentralised balancer knows: neighbouring layers, with their loads and bytes, and its room."""
+"""The data of a stage of the decentralised balancer: consecutive layers with costs and bytes, and the stage's room."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from ds_dynmo.partitioners.memory import StageMemory, resident_bytes
 
-__all__ = ["RECORD_WIDTH", "LayerRecord", "Room", "Stretch", "inner_sizes"]
+__all__ = ["LAYER_FLOATS", "LayerDemand", "Room", "Stretch", "inner_sizes"]
 
 
-class LayerRecord(NamedTuple):
-    """The cost of a layer or a group of layers, and with memory limits its bytes.
+class LayerDemand(NamedTuple):
+    """The cost of a layer or a group of layers, and its bytes if memory is limited.
 
-    ``inner`` holds the activation and input bytes of each layer of a group, where segments are checkpointed.
+    ``inner`` holds the activation and input bytes of each layer of a group, under activation checkpointing.
     """
 
     cost: float
@@ -24,7 +24,7 @@ class LayerRecord(NamedTuple):
     inner: tuple[float, ...] = ()
 
 
-RECORD_WIDTH = 4  # floats of a record, without those of inner layers
+LAYER_FLOATS = 4  # floats of a layer in a message, without those of inner layers
 
 
 class Room(NamedTuple):
@@ -44,7 +44,7 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, memory: StageMemory | None, speed: float) -> Room:
-        """Build the room of a stage from its own ``memory`` and ``speed``."""
+        """Build the room of a stage from its ``memory`` and ``speed``."""
         if memory is None:
             return cls(math.inf, 1, 0, speed)
         return cls(float(memory.limit), memory.in_flight, memory.checkpoint_interval, speed)
@@ -53,52 +53,52 @@ class Room(NamedTuple):
 class Stretch:
     """The layers ``[start, stop)``, numbered as in the model."""
 
-    def __init__(self, start: int, records: Sequence[LayerRecord]) -> None:
+    def __init__(self, start: int, demands: Sequence[LayerDemand]) -> None:
         self.start = start
-        self.stop = start + len(records)
-        self.records = list(records)
-        self._costs = [record.cost for record in records]
+        self.stop = start + len(demands)
+        self.demands = list(demands)
+        self._costs = [demand.cost for demand in demands]
 
     @classmethod
     def of(cls, start: int, costs: Sequence[float], memory: StageMemory | None) -> Stretch:
-        """Build the stretch of a stage's own layers, the first of which is ``start``."""
+        """Build the stretch of a stage's layers, the first of which is ``start``."""
         if memory is None:
-            return cls(start, [LayerRecord(float(cost)) for cost in costs])
+            return cls(start, [LayerDemand(float(cost)) for cost in costs])
         layers = zip(costs, memory.static_bytes, memory.activation_bytes, memory.input_bytes)
-        records = [LayerRecord(float(cost), float(a), float(b), float(c)) for cost, a, b, c in layers]
+        demands = [LayerDemand(float(cost), float(a), float(b), float(c)) for cost, a, b, c in layers]
         if inner_sizes(memory):
             for place, group in enumerate(memory.inner_bytes):
                 if len(group) > 1:
                     inner = tuple(float(value) for layer in group for value in layer)
-                    records[place] = records[place]._replace(inner=inner)
-        return cls(start, records)
+                    demands[place] = demands[place]._replace(inner=inner)
+        return cls(start, demands)
 
     def load(self, room: Room, start: int, stop: int) -> float:
         """Compute the load of layers ``[start, stop)`` on a stage with ``room``; it never falls as layers are added."""
         return math.fsum(self._costs[start - self.start : stop - self.start]) / room.speed
 
     def fits(self, room: Room, start: int, stop: int) -> bool:
-        """Tell whether layers ``[start, stop)`` fit on a stage with ``room``."""
+        """Return whether layers ``[start, stop)`` fit on a stage with ``room``."""
         if room.limit_bytes == math.inf:
             return True
-        records = self.records[start - self.start : stop - self.start]
-        static, activation, inputs = _bytes_of(records)
+        demands = self.demands[start - self.start : stop - self.start]
+        static, activation, inputs = _bytes_of(demands)
         needed = resident_bytes(static, activation, inputs, room.in_flight, room.checkpoint_interval)
         return needed <= room.limit_bytes
 
     def part(self, start: int, stop: int) -> Stretch:
         """Cut out layers ``[start, stop)``; empty if ``stop`` is not beyond ``start``."""
-        return Stretch(start, self.records[start - self.start : max(stop, start) - self.start])
+        return Stretch(start, self.demands[start - self.start : max(stop, start) - self.start])
 
     def joined(self, other: Stretch) -> Stretch:
-        """Join this stretch and ``other``, which begins where this one ends."""
+        """Join this stretch with ``other``, which starts where this one ends."""
         assert other.start == self.stop, (self.stop, other.start)
-        return Stretch(self.start, [*self.records, *other.records])
+        return Stretch(self.start, [*self.demands, *other.demands])
 
     def encoded(self) -> list[float]:
-        """Encode as flat floats: the start, the number of layers, and each layer's record."""
-        values = [float(self.start), float(len(self.records))]
-        for cost, static, activation, inputs, inner in self.records:
+        """Encode as flat floats: the start, the number of layers, and the values of each layer."""
+        values = [float(self.start), float(len(self.demands))]
+        for cost, static, activation, inputs, inner in self.demands:
             values += (cost, static, activation, inputs, *inner)
         return values
 
@@ -107,29 +107,29 @@ class Stretch:
         """Decode a stretch from the front of ``values``, and return it and the values behind it.
 
         Args:
-            group_sizes: of all groups of the model, if records hold inner layers; else empty.
+            group_sizes: of all groups of the model, if inner layers are encoded; else empty.
         """
         start, count = int(values[0]), int(values[1])
-        records, at = [], 2
+        demands, at = [], 2
         for place in range(start, start + count):
-            inner, end = at + RECORD_WIDTH, at + RECORD_WIDTH
+            inner, end = at + LAYER_FLOATS, at + LAYER_FLOATS
             if group_sizes and group_sizes[place] > 1:
                 end += 2 * group_sizes[place]
             cost, static, activation, inputs = values[at:inner]
-            records.append(LayerRecord(cost, static, activation, inputs, tuple(values[inner:end])))
+            demands.append(LayerDemand(cost, static, activation, inputs, tuple(values[inner:end])))
             at = end
-        return cls(start, records), values[at:]
+        return cls(start, demands), values[at:]
 
 
 def inner_sizes(memory: StageMemory | None) -> Sequence[int]:
-    """Return the size of each group of the model where segments may begin within a group; else nothing."""
+    """Return the size of each group of the model if segments may start within a group; else ()."""
     return memory.group_sizes if memory is not None and memory.checkpoint_interval else ()
 
 
-def _bytes_of(records: Sequence[LayerRecord]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """Give the static bytes of each record, and the activation and input bytes of each layer, as whole floats."""
-    _, static, activation, inputs, inner = zip(*records)
+def _bytes_of(demands: Sequence[LayerDemand]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Return the static bytes of each entry, and the activation and input bytes of each layer, as whole floats."""
+    _, static, activation, inputs, inner = zip(*demands)
     if not any(inner):
         return static, activation, inputs
-    layers = [value for record in records for value in record.inner or (record.activation_bytes, record.input_bytes)]
+    layers = [value for demand in demands for value in demand.inner or (demand.activation_bytes, demand.input_bytes)]
     return static, layers[::2], layers[1::2]

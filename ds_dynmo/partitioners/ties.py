@@ -1,7 +1,7 @@
 """Tie-breaking among partitions of least bottleneck: by least imbalance, then by fewest bytes moved.
 
-Their bottleneck and mean load are equal, so the paper's imbalance (equation 2) is least where the lightest stage's load
-is largest. Loads are exact integers.
+Their bottleneck and mean load are equal, so the paper's imbalance (equation 2) is least if the load of the lightest
+stage is largest. Loads are exact integers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def check_layer_bytes(layer_bytes: Sequence[int] | None, num_layers: int) -> Sequence[int]:
-    """Return ``layer_bytes``; 1 for each layer if they are not known.
+    """Return ``layer_bytes``, or 1 per layer if they are unknown.
 
     Raises:
         PartitionError: not one per layer.
@@ -38,13 +38,13 @@ def check_layer_bytes(layer_bytes: Sequence[int] | None, num_layers: int) -> Seq
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of what each stage may own.
+    """The limits of each stage's layers.
 
     Attributes:
         prefix: exact prefix sums of the layers' costs.
         slowness: per stage, the time of a unit of cost.
         bound: the largest load of a stage.
-        furthest: per stage and first layer, how far the stage may reach within its memory; None: no limit.
+        furthest: per stage and first layer, the furthest stop that fits in memory; None: no limit.
     """
 
     prefix: list[int]
@@ -61,20 +61,20 @@ class Limits:
         return min(self.load(stage, *bounds[stage : stage + 2]) for stage in range(len(bounds) - 1))
 
     def met(self, bounds: Sequence[int], floor: int) -> bool:
-        """Tell whether every stage fits and has a load from ``floor`` to the bound."""
+        """Return whether every stage fits and has a load from ``floor`` to the bound."""
         return all(
             stop in self.stops(stage, start, floor) for stage, (start, stop) in enumerate(zip(bounds, bounds[1:]))
         )
 
     def stops(self, stage: int, start: int, floor: int) -> range:
-        """Give where ``stage`` may end if it begins at ``start`` and has a load of at least ``floor``."""
+        """Return the possible stops of ``stage`` if it starts at ``start`` and has a load of at least ``floor``."""
         prefix, slow = self.prefix, self.slowness[stage]
         first = bisect_left(prefix, prefix[start] - (-floor // slow), start + 1)
         last = bisect_right(prefix, prefix[start] + self.bound // slow, start) - 1
         return range(first, min(last, self.furthest[stage][start]) + 1 if self.furthest is not None else last + 1)
 
     def ends(self, floor: int) -> list[range]:
-        """Give, per stage, where it may end so that the stages behind can share the rest, at least ``floor`` each."""
+        """Return, per stage, the stops with which later stages can share the rest, with at least ``floor`` each."""
         num_layers, total = len(self.prefix) - 1, self.prefix[-1]
         most = _sums_behind([self.bound // slow for slow in self.slowness])
         least = _sums_behind([-(-floor // slow) for slow in self.slowness])
@@ -86,15 +86,15 @@ class Limits:
 
 
 def _sums_behind(numbers: Sequence[int]) -> list[int]:
-    """Sum the last 0, 1, 2, ... of ``numbers``, the first of which is never included."""
+    """Sum the last 0, 1, 2, ... of ``numbers``, but never the first one."""
     return list(accumulate(reversed(numbers[1:]), initial=0))
 
 
 def lightest_loads(limits: Limits, floor: int) -> list[dict[int, int]]:
-    """Compute, per number of stages and boundary behind them, the largest load that their lightest one can have.
+    """Compute, per number of stages and boundary after them, the largest possible load of the lightest of them.
 
     Args:
-        floor: a load that some partition gives every stage; boundaries that need a smaller one are left out.
+        floor: a load that some partition gives every stage; boundaries that need a smaller load are left out.
     """
     prefix = limits.prefix
     reached = [{0: limits.bound}]
@@ -113,7 +113,7 @@ def lightest_loads(limits: Limits, floor: int) -> list[dict[int, int]]:
 
 
 def evenest(limits: Limits, reached: Sequence[dict[int, int]], floor: int) -> list[int]:
-    """Choose boundaries, the last one first, nearest to an even share, so that every load is at least ``floor``.
+    """Choose boundaries nearest to an even share, from the last to the first, with loads of at least ``floor``.
 
     Args:
         reached: the result of :func:`lightest_loads`.
@@ -130,14 +130,14 @@ def evenest(limits: Limits, reached: Sequence[dict[int, int]], floor: int) -> li
 
 
 def fewest_moved(limits: Limits, floor: int, start: Sequence[int], layer_bytes: Sequence[int]) -> list[int]:
-    """Find the partition to which fewest bytes move from ``start``, with loads of at least ``floor``; one must exist.
+    """Find the partition to which fewest bytes move from ``start``, with loads of at least ``floor``. One must exist.
 
     Args:
         layer_bytes: per layer, the bytes that move with it.
     """
     sizes = [0, *accumulate(layer_bytes)]
-    kept = {0: 0}  # per boundary behind the stages so far: the most bytes that stay
-    starts: list[dict[int, int]] = []  # per stage and its end: its start
+    kept = {0: 0}  # per boundary after the stages so far: the most bytes that stay
+    starts: list[dict[int, int]] = []  # per stage and stop: its start
     for stage, ends in enumerate(limits.ends(floor)):
         old_start, old_stop = start[stage : stage + 2]
         after: dict[int, int] = {}
@@ -158,13 +158,13 @@ def fewest_moved(limits: Limits, floor: int, start: Sequence[int], layer_bytes: 
 
 
 def even_out(prefix: list[int], bounds: list[int], fits: Callable[[int, int, int], bool] | None = None) -> list[int]:
-    """Move inner boundaries, in turn, to where the heavier of the two stages beside it is lightest.
+    """Move each inner boundary, in turn, to minimise the heavier load of the two stages beside it.
 
     No stage becomes heavier than the heavier of its pair was, nor lighter than the lighter one.
 
     Args:
         prefix: exact prefix sums of the layers' costs.
-        fits: ``fits(stage, start, stop)`` tells whether the layers fit in memory; None: all do.
+        fits: ``fits(stage, start, stop)`` is True if the layers fit in memory; None: all do.
 
     >>> even_out([0, 10, 11, 12, 13, 14], [0, 1, 2, 5])
     [0, 1, 3, 5]
@@ -183,9 +183,9 @@ def even_out(prefix: list[int], bounds: list[int], fits: Callable[[int, int, int
 
 
 def _even_bound(prefix: list[int], start: int, bound: int, stop: int) -> int:
-    """Find the boundary at which the heavier of two neighbours is lightest; of equals ``bound``."""
+    """Find the boundary that minimises the heavier load of two neighbours; among equals ``bound``."""
     low, high = prefix[start], prefix[stop]
-    # From the middle on the left stage is the heavier one, and grows; before it the right one.
+    # From the middle on, the left stage is the heavier one; before it, the right one.
     right = bisect_left(prefix, -(-(low + high) // 2), start + 1, stop - 1)
     left = max(right - 1, start + 1)
     best, heaviest = bound, max(prefix[bound] - low, high - prefix[bound])

@@ -209,7 +209,7 @@ def test_nodes_that_only_exchange_messages_reach_the_same_partition() -> None:
             assert node.fits
             assert node.start_bottleneck == bottleneck(costs, start)
             assert node.end_bottleneck == bottleneck(costs, landed)
-            assert [record.cost for record in node.layers.records] == costs[slice(*node.bounds)]
+            assert [demand.cost for demand in node.layers.demands] == costs[slice(*node.bounds)]
 
 
 def test_different_stage_speeds_rarely_cost_the_optimum() -> None:
