@@ -226,13 +226,13 @@ def _launchers() -> list[psutil.Process]:
 
 
 def _program(command_line: Sequence[str]) -> list[str]:
-    """Give the program that an interpreter runs, with its arguments, without those that DeepSpeed's launcher adds."""
+    """Return the program that an interpreter runs, with its arguments, without those that DeepSpeed's launcher adds."""
     given = dropwhile(lambda word: word.startswith("-"), command_line[1:])
     return [word for word in given if not word.startswith("--local_rank=")]
 
 
 def _program_of(launcher: psutil.Process, words: int) -> list[str]:
-    """Give the program that a launcher would start, if that and its arguments are so many words."""
+    """Return the program that a launcher would start, if it and its arguments are so many words."""
     return _by_name(_command_line(launcher)[-words:])
 
 
@@ -248,7 +248,7 @@ def _command_line(process: psutil.Process) -> list[str]:
 
 
 def _has_lost_launcher(top: psutil.Process) -> bool:
-    """Tell whether the process that started ``top`` has died already.
+    """Return whether the process that started ``top`` has died.
 
     Only what DeepSpeed started shows it: ranks are children of a launcher on their node, whose parent is the
     ``deepspeed`` command unless it was given its node's number, over ssh for example.
@@ -265,7 +265,7 @@ def _has_lost_launcher(top: psutil.Process) -> bool:
 
 
 def _is_adopted(process: psutil.Process) -> bool:
-    """Tell whether the parent of ``process`` has died: an orphan's parent is in another session."""
+    """Return whether the parent of ``process`` has died: an orphan's parent is in another session."""
     with suppress(psutil.Error, OSError):
         parent = process.ppid()
         session = os.getsid(process.pid)
@@ -291,7 +291,7 @@ def _end() -> None:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Tell whether ``process`` runs. One that has ended is a zombie until its parent has waited for it."""
+    """Return whether ``process`` runs. An ended one is a zombie until its parent has waited for it."""
     with suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False

@@ -82,7 +82,7 @@ class LayerGroups:
         return self.num_groups == self.num_layers
 
     def allows(self, partition: Sequence[int]) -> bool:
-        """Tell whether ``partition`` cuts no group."""
+        """Return whether ``partition`` cuts no group."""
         return set(partition) <= set(self.bounds)
 
     def check(self, partition: Sequence[int]) -> None:

@@ -16,10 +16,10 @@ class Stopwatch(Protocol):
     """Measures the seconds of layers."""
 
     def pause(self) -> None:
-        """Give the time from now on to no layer."""
+        """Stop counting time for the current layer."""
 
     def resume(self) -> None:
-        """Give time to the layer of before again."""
+        """Count time for the current layer again."""
 
 
 _stopwatch: ContextVar[Stopwatch | None] = ContextVar("stopwatch", default=None)  # of this thread

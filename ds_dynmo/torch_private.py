@@ -93,12 +93,12 @@ def backward_pass_number() -> int:
 
 
 def will_run(node: Any) -> bool:
-    """Will the backward pass that runs come to a node of its graph?"""
+    """Return whether the running backward pass will reach a node of its graph."""
     return bool(torch._C._will_engine_execute_node(node))
 
 
 def transforms_are_active() -> bool:
-    """Does a functorch transform, such as ``vmap``, run?"""
+    """Return whether a functorch transform, such as ``vmap``, is active."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
@@ -125,7 +125,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def is_only_tensor_of_its_memory(tensor: torch.Tensor) -> bool:
-    """Does no other tensor have the same storage? ``tensor`` is strided."""
+    """Return whether no other tensor shares the storage of ``tensor``, which is strided."""
     storage = tensor.untyped_storage()
     return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)  # ``tensor`` and ``storage``
 
@@ -151,7 +151,7 @@ def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def reshaped(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """Give a contiguous tensor another shape; for autograd it is no view."""
+    """Reshape a contiguous tensor; for autograd the result is no view."""
     found: torch.Tensor = torch.ops.aten._unsafe_view(tensor, shape)
     return found
 
@@ -180,7 +180,7 @@ def non_persistent_of(module: nn.Module) -> set[str]:
 
 
 def set_buffers(module: nn.Module, buffers: dict[str, torch.Tensor | None], non_persistent: set[str]) -> None:
-    """Give a module these buffers in place of its own."""
+    """Replace the buffers of a module."""
     module._buffers = buffers
     module._non_persistent_buffers_set = non_persistent
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.config.withdrawn import refusal
-from ds_dynmo.engine.decide.balancer import Balancer
+from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.deepspeed import buffers
 from ds_dynmo.engine.deepspeed.module import modules_of
@@ -37,11 +37,11 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     Attributes:
         dynmo: the "dynmo" block; None: the configuration has none, and this is DeepSpeed's engine, without parts.
-        profiler, balancer, migrator, repacker, checkpointer: its parts, as :class:`Parts` describes them.
+        profiler, rebalancer, migrator, repacker, checkpointer: its parts, as :class:`Parts` describes them.
     """
 
     profiler: Profiler
-    balancer: Balancer
+    rebalancer: Rebalancer
     migrator: Migrator
     repacker: Repacker
     checkpointer: Checkpointer
@@ -52,7 +52,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         if dynmo is None:
             return
         parts = self._parts = build_parts(self, dynmo)
-        self.profiler, self.balancer, self.migrator = parts.profiler, parts.balancer, parts.migrator
+        self.profiler, self.rebalancer, self.migrator = parts.profiler, parts.rebalancer, parts.migrator
         self.repacker, self.checkpointer = parts.repacker, parts.checkpointer
 
     def __getattr__(self, name: str) -> Any:
@@ -122,7 +122,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     @property
     def profile(self) -> Profile | None:
         """The latest profile, the same on every rank; None before the first."""
-        return None if self.dynmo is None else self.balancer.profile
+        return None if self.dynmo is None else self.rebalancer.profile
 
     @property
     def reports(self) -> list[RebalanceReport]:
@@ -160,8 +160,8 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             ConfigError: the configuration has no "dynmo" block, or one that is switched off.
         """
         if partition is None:
-            return self.balancer.rebalance_by_hand(self.train_batch)
-        return self.balancer.rebalance_to(partition, Request(Reason.EXPLICIT))
+            return self.rebalancer.rebalance_by_hand(self.train_batch)
+        return self.rebalancer.rebalance_to(partition, Request(Reason.EXPLICIT))
 
     @at_work
     def on_layer_arrival(self, callback: Callable[[int, nn.Module], None]) -> None:
@@ -174,7 +174,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         self.stage.on_arrival.append(callback)
 
     def model_changed(self, reason: str) -> None:
-        """Tell the engine that the model's work just changed: the next batch is profiled and a decision follows.
+        """Report that the model's work just changed: the next batch is profiled and a decision follows.
 
         Collective: call it on every rank between the same two batches. Call it also after layers were frozen or
         unfrozen (``requires_grad``).
@@ -184,11 +184,11 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         check_at_work(self, "model_changed")
         self._parts.trainable.agree("model_changed")
         self.stage.compiled.model_changed()
-        self.balancer.model_changed(reason)
+        self.rebalancer.model_changed(reason)
 
     @at_work
     def add_rng_tracker(self, name: str, tracker: Any) -> None:
-        """Give each layer streams of its own of a tracker's random states: :meth:`TrackedStates.add`.
+        """Add a tracker of random states, which then are separate for each layer: :meth:`TrackedStates.add`.
 
         Every rank makes the same call, between two batches. Megatron's and DeepSpeed's trackers need none.
         """
@@ -234,7 +234,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         return self.repacker.most_stages()
 
     def dismiss_parked(self) -> None:
-        """Tell parked ranks that the job has ended: their ``wait_for_recall`` is False. Rank 0 does so at exit too."""
+        """End parked ranks: their ``wait_for_recall`` returns False. Rank 0 does so at exit too."""
         if self.dynmo is not None:
             self.repacker.dismiss_parked()
 

@@ -27,7 +27,7 @@ class LayersMoved:
     stages_changed: bool = False
 
 
-class Event(Generic[T]):
+class EngineEvent(Generic[T]):
     """Calls its subscribers in the order in which they subscribed, on the rank where it is published."""
 
     def __init__(self) -> None:

@@ -128,14 +128,14 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynM
 def _go_to_first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> None:
     """Move layers to where training begins. Collective."""
     here = engine.stage.placement
-    first = engine.balancer.nearest_allowed(here.at(_first_partition(engine, dynmo)))
+    first = engine.rebalancer.nearest_allowed(here.at(_first_partition(engine, dynmo)))
     if first != here:
-        engine.balancer.rebalance_to(first.boundaries, Request(Reason.INITIAL), what="initialize")
+        engine.rebalancer.rebalance_to(first.boundaries, Request(Reason.INITIAL), what="initialize")
 
 
 def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequence[int]:
     """Choose the boundaries that ``dynmo.initial_partition`` asks for. Collective."""
-    first, layers, groups = dynmo.initial_partition, engine.stage.layers, engine.balancer.groups
+    first, layers, groups = dynmo.initial_partition, engine.stage.layers, engine.rebalancer.groups
     if first in (None, "profile"):
         return engine.partition
     if first == "uniform":

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.engine.decide.balancer import Balancer
+from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.reporter import Reporter
 from ds_dynmo.engine.measure.profiler import Profiler, device_clock
 from ds_dynmo.engine.measure.trace import Tracer
@@ -22,7 +22,7 @@ from ds_dynmo.engine.run.random_streams import LayerStreams
 from ds_dynmo.engine.run.rng_trackers import TrackedStates
 from ds_dynmo.engine.run.trainable import TrainableLayers
 from ds_dynmo.engine.save.checkpointer import Checkpointer
-from ds_dynmo.engine.save.progress import Progress
+from ds_dynmo.engine.save.progress import EngineProgress
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.training_step import TrainingStep
 from ds_dynmo.engine.validation import check_sharing, layer_groups
@@ -36,7 +36,7 @@ class Parts:
         reporter: keeps reports and writes them.
         profiler: measures the layers of this stage.
         migrator: moves layers.
-        balancer: decides where layers go.
+        rebalancer: decides where layers go.
         trainable: knows which layers have something to train.
         executor: surrounds the schedule of every batch.
         checkpointer: writes and reads checkpoints.
@@ -48,7 +48,7 @@ class Parts:
     reporter: Reporter
     profiler: Profiler
     migrator: Migrator
-    balancer: Balancer
+    rebalancer: Rebalancer
     trainable: TrainableLayers
     executor: Executor
     checkpointer: Checkpointer
@@ -70,7 +70,7 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
     ranks, data, clock = JobRanks(stage, engine.module.topology()), DataPosition(engine), device_clock()
     profiler = Profiler(clock, size_every_pass=config.memory_limit is not None)
     migrator = Migrator(partial(MigrationContext.of, stage, names))
-    balancer = Balancer(
+    rebalancer = Rebalancer(
         stage,
         groups=groups,
         profiler=profiler,
@@ -80,8 +80,8 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
         lacks_data=lambda: data.is_missing,
     )
     trainable = TrainableLayers(engine, stage)
-    progress = Progress(engine, balancer, trainable)
-    checkpointer = Checkpointer(engine, stage, names, balancer, trainable, progress, lambda: ranks.world.generation)
+    progress = EngineProgress(engine, rebalancer, trainable)
+    checkpointer = Checkpointer(engine, stage, names, rebalancer, trainable, progress, lambda: ranks.world.generation)
     tracer = _tracer(stage, clock, reporter, ranks)
     states = TrackedStates(stage.comm.gather_over_slices)
     streams = _random_streams(engine, config, states)
@@ -92,7 +92,7 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
     repacker = Repacker(
         engine,
         stage,
-        balancer,
+        rebalancer,
         migrator,
         reporter,
         ranks,
@@ -100,8 +100,8 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
         progress=progress,
         save_checkpoint=engine.save_checkpoint,
     )
-    step = TrainingStep(stage, trainable, executor, profiler, balancer, repacker, reporter, tracer)
-    return Parts(reporter, profiler, migrator, balancer, trainable, executor, checkpointer, repacker, step, states)
+    step = TrainingStep(stage, trainable, executor, profiler, rebalancer, repacker, reporter, tracer)
+    return Parts(reporter, profiler, migrator, rebalancer, trainable, executor, checkpointer, repacker, step, states)
 
 
 def _prepare_layers(engine: Any, config: DynMoConfig) -> References:

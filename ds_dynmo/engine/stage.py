@@ -1,6 +1,6 @@
 """The stage of one rank: the only interface between the engine and its parts.
 
-The parts are the balancer, migrator, repacker, checkpointer and profiler. Each is given the stage, and what else it
+The parts are the rebalancer, migrator, repacker, checkpointer and profiler. Each is given the stage, and what else it
 needs, when it is constructed: DeepSpeed's engine only if it runs, rebuilds or saves DeepSpeed's part of it.
 """
 
@@ -23,7 +23,7 @@ from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed.settings import sums_whole, waits_for_norm
 from ds_dynmo.engine.deepspeed.ties import UseFound, find_uses, own_uses
-from ds_dynmo.engine.events import AroundSchedule, Event, LayersMoved, Timeline
+from ds_dynmo.engine.events import AroundSchedule, EngineEvent, LayersMoved, Timeline
 from ds_dynmo.engine.run.compiled_layers import CompiledLayers
 from ds_dynmo.engine.run.gradient_flags import GradientFlags
 from ds_dynmo.engine.split.steps import ScheduleInForce
@@ -65,8 +65,8 @@ class StageContext:
     counters: TrainingCounters
     replicas_differ: bool
     replicas_would_differ: bool
-    layers_moved: Event[LayersMoved] = field(default_factory=Event)
-    parameters_replaced: Event[None] = field(default_factory=Event)
+    layers_moved: EngineEvent[LayersMoved] = field(default_factory=EngineEvent)
+    parameters_replaced: EngineEvent[None] = field(default_factory=EngineEvent)
     around_schedule: AroundSchedule = field(default_factory=AroundSchedule)
     timeline: Timeline = field(default_factory=Timeline)
     schedule: ScheduleInForce = field(default_factory=ScheduleInForce)
@@ -94,7 +94,7 @@ class StageContext:
         return f"{self.placement} -> {new}"
 
     def connect_replicas(self) -> None:
-        """Give the layers of this stage that ask for it the process group of their data-parallel replicas."""
+        """Pass the process group of this stage's replicas to the layers that ask for it."""
         replicas.use_replicas(self.layers.every_module(), self.comm.grid.get_data_parallel_group())
 
     def publish_move(self, *, stages_changed: bool = False) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from ds_dynmo.engine.decide.balancer import Balancer
+from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.reporter import Reporter
 from ds_dynmo.engine.decide.trigger import Request
 from ds_dynmo.engine.measure.profiler import Profiler
@@ -33,13 +33,13 @@ class TrainingStep:
         trainable: TrainableLayers,
         executor: Executor,
         profiler: Profiler,
-        balancer: Balancer,
+        rebalancer: Rebalancer,
         repacker: Repacker,
         reporter: Reporter,
         tracer: Tracer | None,
     ) -> None:
         self._stage, self._trainable, self._executor, self._profiler = stage, trainable, executor, profiler
-        self._balancer, self._repacker, self._reporter, self._tracer = balancer, repacker, reporter, tracer
+        self._rebalancer, self._repacker, self._reporter, self._tracer = rebalancer, repacker, reporter, tracer
 
     def run(self, train: Callable[[], Any]) -> Any:
         """Train a batch by ``train``; then re-pack or rebalance, if a decision is due. Collective.
@@ -53,22 +53,22 @@ class TrainingStep:
             self._stage.layers.tied_aliases.refresh(training=True)
             loss = self._train(train)
             self._stage.optimizer.after_step()
-            request = self._balancer.after_batch()
+            request = self._rebalancer.after_batch()
             if request is not None and not self._repack(request):
-                self._balancer.rebalance_or_stay(request)
-            self._balancer.report_profile()
+                self._rebalancer.rebalance_or_stay(request)
+            self._rebalancer.report_profile()
             return loss
 
     def _train(self, train: Callable[[], Any]) -> Any:
         """Train a batch, and profile it if that is due."""
         self._executor.ran = False
-        if self._balancer.trigger.profile_batch(self._stage.counters.steps + 1):
+        if self._rebalancer.trigger.profile_batch(self._stage.counters.steps + 1):
             with self._executor.profiled():
                 loss = train()
         else:
             began = time.perf_counter()
             loss = train()
-            if self._balancer.trigger.warm:
+            if self._rebalancer.trigger.warm:
                 self._profiler.batch_took(time.perf_counter() - began)
         if not self._executor.ran:
             raise ConfigError(REPLACED)

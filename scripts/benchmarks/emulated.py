@@ -174,7 +174,7 @@ class Benchmark:
         partitions, decisions = [arm.engine.partition], [self.batch_and_costs(arm)]
         partitions.append(arm.engine.partition)
         if arm.dynamic and phase.iterations > known_after(self.case, phase) + self.case.interval:
-            arm.engine.balancer.trigger.ask(Request(Reason.INTERVAL))
+            arm.engine.rebalancer.trigger.ask(Request(Reason.INTERVAL))
             decisions.append(self.batch_and_costs(arm))
             partitions.append(arm.engine.partition)
         moved = [old != new for old, new in zip(partitions, partitions[1:])]

@@ -39,7 +39,7 @@ def least_limit(run: TrainingRun) -> int:
     data = batches(run, engine, "train")
     while engine.profile is None:
         engine.train_batch(data.iterate(engine.micro_batches_taken))
-    model = memory_model(engine.profile, 0, engine.balancer.memory.checkpoint_interval)
+    model = memory_model(engine.profile, 0, engine.rebalancer.memory.checkpoint_interval)
     assert model is not None
     return max(model.bytes_per_stage(engine.partition)) + workspace_bytes(engine)
 
@@ -75,7 +75,7 @@ class MemoryRows:
 
     def _measure(self) -> dict[str, Any]:
         engine, layers = self._engine, self._engine.profile.layers
-        whole = memory_model(engine.profile, self._limit, engine.balancer.memory.checkpoint_interval)
+        whole = memory_model(engine.profile, self._limit, engine.rebalancer.memory.checkpoint_interval)
         assert whole is not None
         model = whole.on(engine.num_stages)
         workspace = workspace_bytes(engine)

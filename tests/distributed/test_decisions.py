@@ -40,14 +40,14 @@ def train_unsteady(
         "weights": {layer.number: layer.weight.tolist() for layer in engine.module.forward_funcs},
         "partition": engine.partition,
         "reports": engine.reports,
-        "speeds": engine.balancer.cost_model.history.speeds,
+        "speeds": engine.rebalancer.cost_model.history.speeds,
     }
     if folder is not None:
         engine.save_checkpoint(folder)
         again, _ = unsteady_engine(block, seconds, slowdowns, jitter)
         again.load_checkpoint(folder)
-        result["loaded"] = (again.partition, again.balancer.cost_model.history.speeds)
-        result["state"] = (engine.balancer.cost_model.state_dict(), again.balancer.cost_model.state_dict())
+        result["loaded"] = (again.partition, again.rebalancer.cost_model.history.speeds)
+        result["state"] = (engine.rebalancer.cost_model.state_dict(), again.rebalancer.cost_model.state_dict())
     return result
 
 
@@ -95,7 +95,7 @@ def decide_by_hand(block: dict[str, Any], slowdowns: Sequence[float], starts: Se
         for _ in range(3):  # includes one to warm up and one to profile the outcome of the move
             engine.train_batch(data)
         went.append(engine.rebalance().new_partition)
-    return {"went": went, "speeds": engine.balancer.cost_model.history.speeds}
+    return {"went": went, "speeds": engine.rebalancer.cost_model.history.speeds}
 
 
 def test_decentralised_diffusion_decides_the_same_with_a_slow_stage() -> None:

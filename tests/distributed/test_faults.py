@@ -64,7 +64,7 @@ def _first_of_prepare(engine: Any) -> tuple[Any, str]:
 
 HARMLESS: dict[str, Callable[[Any], None]] = {
     "gather": _no_load_signal,
-    "decide": lambda engine: setattr(engine.balancer, "_decide", broken),
+    "decide": lambda engine: setattr(engine.rebalancer, "_decide", broken),
     "prepare": lambda engine: setattr(*_first_of_prepare(engine), broken),
     "pack": lambda engine: setattr(engine.stage.state, "record", broken),
 }
@@ -78,10 +78,10 @@ def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
     if engine.global_rank == rank:
         HARMLESS[point](engine)
     if point in ("gather", "decide"):
-        engine.balancer.trigger.ask(Request(Reason.MODEL_CHANGED, "a test"))
+        engine.rebalancer.trigger.ask(Request(Reason.MODEL_CHANGED, "a test"))
     for _ in range(2):
         losses.append(engine.train_batch(data).item())
-    message = repr(engine.balancer.failure)
+    message = repr(engine.rebalancer.failure)
     if point not in ("gather", "decide"):
         try:
             engine.rebalance(MOVES[(rank + 1) % 3])  # the rank sends
@@ -89,7 +89,7 @@ def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
             assert error.harmless
             message = str(error)
     if engine.global_rank == rank:
-        for owner in (engine.balancer, engine.stage.state, _first_of_prepare(engine)[0]):
+        for owner in (engine.rebalancer, engine.stage.state, _first_of_prepare(engine)[0]):
             for name in ("_decide", "prepare", "take", "record"):
                 vars(owner).pop(name, None)
         for module in layers_of(engine).values():

@@ -155,7 +155,7 @@ def start_of_the_run(case: Case) -> tuple[float, float]:
     data = batches(engine)
     while engine.profile is None:
         engine.train_batch(data)
-    return engine.balancer.cost_model.first_seconds, DecisionInput.of(engine.profile).pipeline.iteration_seconds(
+    return engine.rebalancer.cost_model.first_seconds, DecisionInput.of(engine.profile).pipeline.iteration_seconds(
         engine.partition
     )
 

@@ -178,7 +178,7 @@ def test_gradients_make_room_for_weights_and_shards(precision: str) -> None:
 
 
 def with_limit(engine: Any, limit: int | None) -> None:
-    engine.balancer.memory.limit = limit
+    engine.rebalancer.memory.limit = limit
 
 
 def refused(case: Case, how: str, folder: str) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def refused(case: Case, how: str, folder: str) -> dict[str, Any]:
     needed = max(migration_peaks(plan, held_now(engine), engine.stage.layers.first_uses(), overlapped=overlapped))
     ask = {
         "rebalance": lambda: engine.rebalance(new),
-        "overlapped": lambda: go(engine, new, overlapped=True, check=engine.balancer.memory.check),
+        "overlapped": lambda: go(engine, new, overlapped=True, check=engine.rebalancer.memory.check),
         "shrink": lambda: engine.repack(partition=[0, case.num_layers]),
         "load": lambda: engine.load_checkpoint(folder, "there"),
     }[how]

@@ -38,7 +38,7 @@ def trained(how: str) -> dict[str, Any]:
     engine = build(Case(start=(0, 1, 8), dynmo=block))
     logged, warned, data = Warnings(logger), Warnings(), batches(engine)
     result: dict[str, Any] = {"losses": [engine.train_batch(data).item() for _ in range(3)]}
-    result.update(partition=engine.partition, warned=list(warned.messages), failure=engine.balancer.failure)
+    result.update(partition=engine.partition, warned=list(warned.messages), failure=engine.rebalancer.failure)
     try:
         engine.rebalance()
     except (PartitionError, MigrationError) as error:

@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 import ds_dynmo
-from ds_dynmo.engine.decide import balancer
+from ds_dynmo.engine.decide import rebalancer
 from ds_dynmo.engine.decide.decision import Decision
 from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.engine.split.steps import with_some_split
@@ -70,7 +70,7 @@ def decided(block: dict[str, Any]) -> Any:
     reports.append(engine.rebalance())
     engine.train_batch(data)
     running = engine.stage.schedule.running
-    given = engine.balancer.decision_input(engine.profile, None, in_force=False)
+    given = engine.rebalancer.decision_input(engine.profile, None, in_force=False)
     every = [(0, *inner, 7) for inner in itertools.combinations(range(1, 7), 2)]
     seconds = {partition: given.pipeline.iteration_seconds(partition) for partition in every}
     return gather((reports, seconds, engine.partition, running and running.schedule.hash))
@@ -99,15 +99,15 @@ def under_a_limit() -> Any:
     engine.train_batch(data), engine.rebalance()
     needed: list[list[int]] = []
     for limit in (None, 0.9):
-        engine.balancer.memory.limit = limit and int(limit * max(needed[0]))
+        engine.rebalancer.memory.limit = limit and int(limit * max(needed[0]))
         engine.rebalance(engine.partition)
         engine.train_batch(data)
         order, layers = engine.stage.schedule.in_force(3, 4), engine.profile.layers
-        passes = engine.balancer.decision_input(engine.profile, None, in_force=False).pipeline.passes
+        passes = engine.rebalancer.decision_input(engine.profile, None, in_force=False).pipeline.passes
         held = peak_bytes(order, passes.sizes(engine.partition))
         owned = map(engine.stage.placement.layers_of, range(3))
         needed.append([sum(layers[i].static_bytes for i in own) + more for own, more in zip(owned, held)])
-    return gather((needed, engine.balancer.memory.limit))
+    return gather((needed, engine.rebalancer.memory.limit))
 
 
 def test_an_order_stays_within_the_memory_limit() -> None:
@@ -120,7 +120,7 @@ def one_differs() -> Any:
     told_clock.UnsteadyLayer = SplitLayer  # type: ignore[misc]
     engine, data = unsteady_engine({"interval": 0, "schedule": {"kind": "zero_bubble"}}, SECONDS, [1.0] * 3, 0.0)
     engine.train_batch(data)
-    decide, before = balancer.decide, engine.partition
+    decide, before = rebalancer.decide, engine.partition
 
     def other(given: DecisionInput) -> Decision:
         found = decide(given)
@@ -128,7 +128,7 @@ def one_differs() -> Any:
         return replace(found, found=replace(found.found, schedule=one_f_one_b(3, 4)))
 
     if engine.global_rank == 1:
-        balancer.decide = other
+        rebalancer.decide = other
     with pytest.raises(
         ds_dynmo.MigrationError, match=r"ranks differ: .* on ranks \[0, 2\], .* on ranks \[1\]"
     ) as error:
@@ -136,7 +136,7 @@ def one_differs() -> Any:
     assert error.value.harmless and engine.partition == before
     ran = engine.stage.schedule.in_force(3, 4).hash
     engine.train_batch(data)
-    balancer.decide = decide
+    rebalancer.decide = decide
     engine.rebalance()
     engine.train_batch(data)
     return gather((ran, len(engine.reports), engine.partition))
@@ -152,7 +152,7 @@ def agreed() -> PassCosts:
     """Train by an order for other costs on each rank."""
     engine = build(Case(dynmo={"interval": 0, "schedule": "zero_bubble"}))
     costs = PassCosts.equal((0, 1), 1.0 + torch.distributed.get_rank())
-    engine.balancer._train_by(FoundSchedule(one_f_one_b(2, engine.micro_batches), 1.0, 1.0, (1, 1)), costs)
+    engine.rebalancer._train_by(FoundSchedule(one_f_one_b(2, engine.micro_batches), 1.0, 1.0, (1, 1)), costs)
     steps = engine.stage.schedule.steps(TrainSchedule(engine.micro_batches, 2, engine.stage_id))
     return steps.costs
 
@@ -184,7 +184,7 @@ def repacked(partitions: dict[int, list[int]]) -> Any:
         if engine.released and not engine.wait_for_recall():
             break
         if engine.profile is not None:
-            given = engine.balancer.decision_input(engine.profile, None, in_force=False)
+            given = engine.rebalancer.decision_input(engine.profile, None, in_force=False)
             found = given.pipeline.shortest_schedule(engine.partition)
     engine.dismiss_parked()
     return seen, reports, found and found.iteration_seconds
@@ -212,7 +212,7 @@ def sent_to(partitions: list[list[int]]) -> Any:
     seen, reports = [], []
     for partition in partitions:
         reports.append(engine.rebalance(partition))
-        given = engine.profile and engine.balancer.decision_input(engine.profile, None, in_force=False)
+        given = engine.profile and engine.rebalancer.decision_input(engine.profile, None, in_force=False)
         engine.train_batch(data)
         found = given and given.pipeline.shortest_schedule(partition)
         seen.append((engine.stage.schedule.running.schedule, found))

@@ -13,7 +13,7 @@ import deepspeed.runtime.config
 import pytest
 
 from ds_dynmo.engine.deepspeed import probe, settings
-from ds_dynmo.engine.deepspeed.names import BELOW, NEEDED, NEWEST, OLDEST, TESTED, Name
+from ds_dynmo.engine.deepspeed.names import BELOW, NEEDED, NEWEST, OLDEST, TESTED, PrivateName
 from ds_dynmo.errors import ConfigError
 
 
@@ -91,7 +91,7 @@ def test_removed_features_are_those_that_the_newest_deepspeed_refuses() -> None:
     assert refused is not None and sorted(refused) == sorted(settings.REMOVED)
 
 
-def _remove(name: Name, monkeypatch: pytest.MonkeyPatch) -> None:
+def _remove(name: PrivateName, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the name from DeepSpeed."""
     owner = probe._owner(name.owner)
     for holder in owner.__mro__ if isinstance(owner, type) else [owner]:

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from ds_dynmo.engine.events import AroundSchedule, Event, Timeline
+from ds_dynmo.engine.events import AroundSchedule, EngineEvent, Timeline
 
 
 def test_subscribers_are_called_in_the_order_of_subscription() -> None:
-    event: Event[int] = Event()
+    event: EngineEvent[int] = EngineEvent()
     heard: list[tuple[str, int]] = []
     event.publish(0)
     for name in ("profiler", "executor"):

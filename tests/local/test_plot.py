@@ -22,7 +22,7 @@ from ds_dynmo.cli.plotting.data import (
     traced,
 )
 from ds_dynmo.cli.plotting.html import rebalance_rows
-from ds_dynmo.engine.measure.trace_events import Event, TraceFile, Track, batch_events, track_names
+from ds_dynmo.engine.measure.trace_events import TraceEvent, TraceFile, Track, batch_events, track_names
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
@@ -94,9 +94,9 @@ def write_trace(folder: Path, replicas: int = 1) -> Path:
                 **{"rank": 2 * replica + stage, "replica": replica, "stage": stage, "slice": 0},
                 clock_error_seconds=0.0,
                 events=(
-                    Event("forward", "forward", 0, begin + stage, begin + stage + 1),
-                    Event("backward", "backward", 0, begin + 5 - stage, begin + 7 - stage),
-                    Event("optimizer step", "optimizer step", None, begin + 8, begin + 9),
+                    TraceEvent("forward", "forward", 0, begin + stage, begin + stage + 1),
+                    TraceEvent("backward", "backward", 0, begin + 5 - stage, begin + 7 - stage),
+                    TraceEvent("optimizer step", "optimizer step", None, begin + 8, begin + 9),
                 ),
             )
             for replica in range(replicas)
@@ -256,9 +256,9 @@ def test_both_parts_of_a_traced_backward_pass_have_a_colour() -> None:
             **{"rank": stage, "replica": 0, "stage": stage, "slice": 0},
             clock_error_seconds=0.0,
             events=(
-                Event("backward", "input gradient", 0, 0.0, 1.0),
-                Event("weight gradient", "weight gradient", 0, 1.0, 2.0),
-                Event("backward", "backward", 1, 2.0, 4.0),
+                TraceEvent("backward", "input gradient", 0, 0.0, 1.0),
+                TraceEvent("weight gradient", "weight gradient", 0, 1.0, 2.0),
+                TraceEvent("backward", "backward", 1, 2.0, 4.0),
             ),
         )
         for stage in range(2)

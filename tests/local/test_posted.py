@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.comm.posted import Posted, PostedTensor, wait_for_posted
+from ds_dynmo.engine.comm.posted import PostedBroadcast, PostedTensor, wait_for_posted
 
 
 class Arrival:
@@ -154,7 +154,7 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
 
 
 def test_a_process_that_ends_waits_for_what_it_sends(works: list[Work]) -> None:
-    posted = [Posted(torch.zeros(2), 0, None) for _ in works]
+    posted = [PostedBroadcast(torch.zeros(2), 0, None) for _ in works]
     posted[2].wait()
     wait_for_posted()
     wait_for_posted()
@@ -162,7 +162,7 @@ def test_a_process_that_ends_waits_for_what_it_sends(works: list[Work]) -> None:
 
 
 def test_elements_share_one_wait(works: list[Work]) -> None:
-    posted = Posted(torch.tensor([1.0, 2.0]), 0, None)
+    posted = PostedBroadcast(torch.tensor([1.0, 2.0]), 0, None)
     first, second = posted.element(0), posted.element(1)
     assert works[0].waits == 0
     assert (first.item(), second.item(), first.item()) == (1.0, 2.0, 1.0)
@@ -191,11 +191,11 @@ def test_who_does_not_wait_finds_no_number(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: Arriving())
-    posted = Posted(memory, 1, None)
+    posted = PostedBroadcast(memory, 1, None)
     loss = posted.element(1)
     assert torch.from_dlpack(torch.utils.dlpack.to_dlpack(loss)).isnan()  # type: ignore[attr-defined]
     assert loss.item() == 3.5
     posted.wait()
     sent = torch.ones(2)
-    Posted(sent, 0, None).wait()
+    PostedBroadcast(sent, 0, None).wait()
     assert sent.tolist() == [1.0, 1.0]

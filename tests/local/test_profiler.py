@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_dynmo.engine.deepspeed.module import layers_through
-from ds_dynmo.engine.measure.profiler import CpuClock, EventClock, Part, Profiler, device_clock, typical
+from ds_dynmo.engine.measure.profiler import CpuClock, EventClock, Profiler, device_clock, typical
+from ds_dynmo.schedules import Kind
 from ds_dynmo.stage_work import work_of_the_stage
 
 
@@ -91,10 +92,10 @@ def measure(
     module = SimpleNamespace(forward_funcs=list(layers))
     for _ in range(2):
         with measuring(profiler, module, range(start, start + len(layers)), has_loss=False):
-            with profiler.one_pass(Part.FORWARD):
+            with profiler.one_pass(Kind.FORWARD):
                 outputs = run(module.forward_funcs, x)
             clock.time += 100.0  # time between passes belongs to no layer
-            with profiler.one_pass(Part.BACKWARD):
+            with profiler.one_pass(Kind.BACKWARD):
                 total = outputs if isinstance(outputs, torch.Tensor) else sum(t.sum() for t in outputs)
                 total.sum().backward()
         assert module.forward_funcs == list(layers)
@@ -226,7 +227,7 @@ def test_the_loss_counts_as_the_last_layers() -> None:
     clock = Clock()
     profiler = Profiler(clock)
     module = SimpleNamespace(forward_funcs=[Layer(clock, 1.0, 3.0)])
-    with measuring(profiler, module, [0], has_loss=True), profiler.one_pass(Part.FORWARD):
+    with measuring(profiler, module, [0], has_loss=True), profiler.one_pass(Kind.FORWARD):
         module.forward_funcs[0](torch.ones(2, 3))
         clock.time += 10.0
     assert profiler.samples.forward_seconds(0) == 11.0
@@ -279,7 +280,7 @@ def test_what_the_loss_saves_is_counted(loss_fn: Any) -> None:
     x, target = torch.ones(2, 3, requires_grad=True), torch.ones(2, 5)
     profiler = Profiler(Clock())
     for has_loss in (False, True):
-        with measuring(profiler, module, [0], has_loss=has_loss), profiler.one_pass(Part.FORWARD):
+        with measuring(profiler, module, [0], has_loss=has_loss), profiler.one_pass(Kind.FORWARD):
             module.loss_fn(module.forward_funcs[0](x), target)
         assert module.loss_fn is loss_fn
         assert bool(profiler.samples.loss_bytes) == has_loss
@@ -297,7 +298,7 @@ def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most_or_of_the
     profiler = Profiler(Clock(), size_every_pass=every)
     with measuring(profiler, module, [0], has_loss=True):
         for _ in range(3):
-            with profiler.one_pass(Part.FORWARD):
+            with profiler.one_pass(Kind.FORWARD):
                 module.forward_funcs[0](torch.ones(4, 2, requires_grad=True))
     assert profiler.samples.activation_bytes == {0: rows_counted * 2 * 4}
 
@@ -341,14 +342,14 @@ def test_own_instructions_count_with_the_next_pass() -> None:
         for _ in range(2):
             with torch.no_grad(), profiler.another_pass():
                 plain(module.forward_funcs, torch.ones(2, 3))
-            with profiler.one_pass(Part.FORWARD):
+            with profiler.one_pass(Kind.FORWARD):
                 outputs = plain(module.forward_funcs, torch.ones(2, 3, requires_grad=True))
             plain(module.forward_funcs, torch.ones(2, 3))
             with profiler.another_pass():
                 outputs.sum().backward()
     assert not profiler.measures
     assert profiler.samples.forward == {4: [2.0, 2.0 + 3.0 + 3.0], 5: [4.0, 4.0 + 5.0 + 5.0]}
-    assert not profiler.samples.seconds[Part.BACKWARD]
+    assert not profiler.samples.seconds[Kind.BACKWARD]
 
 
 @pytest.mark.parametrize(("host_timers", "expected"), [(True, CpuClock), (False, EventClock)])

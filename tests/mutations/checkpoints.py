@@ -52,7 +52,7 @@ MUTATIONS = [
         "ds_dynmo/engine/save/reading.py",
         "        present = _gather(context, present_shapes)\n",
         "        if target != context.stage.placement:\n"
-        "            context.balancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)\n"
+        "            context.rebalancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)\n"
         "        present = _gather(context, present_shapes)\n",
         f"{DAMAGE}::test_a_damaged_file_is_named_and_changes_nothing",
     ),
@@ -94,14 +94,14 @@ MUTATIONS = [
     Mutation(
         "a resumed run decides as if it had just begun",
         "ds_dynmo/engine/save/progress.py",
-        '            balancer.trigger.load_state_dict(saved["controller"])\n',
+        '            rebalancer.trigger.load_state_dict(saved["controller"])\n',
         "",
         "tests/distributed/test_checkpoint.py::test_a_resumed_run_keeps_the_times_of_profiles_and_decisions",
     ),
     Mutation(
         "the state of frozen layers is not written",
         "ds_dynmo/engine/state/flat_shards.py",
-        '"parked": {number: dict(self.held(Buffer(number, parked=True))) for number in self.numbers},',
+        '"parked": {number: dict(self.held(Buffer(number, detached=True))) for number in self.numbers},',
         '"parked": {number: {} for number in self.numbers},',
         f"{CHANGED}::test_frozen_layers_get_their_state_back -k bf16",
     ),
@@ -165,7 +165,7 @@ MUTATIONS = [
     Mutation(
         "shards of stock DeepSpeed are taken for those of one replica",
         "ds_dynmo/engine/save/importers/flat.py",
-        'return shard_size(total, int(saved.read(stage_file(saved.layout.numbers[stage]))["dp_world_size"]))',
+        'return shard_size(total, int(saved.read(stage_file(saved.slice.numbers[stage]))["dp_world_size"]))',
         "return shard_size(total, 1)",
         f"{STOCK}::test_wrapped_checkpoints_load_in_stock_and_back -k 'stock-ours and bf16 and zero1'",
     ),

@@ -33,7 +33,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks train by different orders of passes",
-        f"{DECIDE}/balancer.py",
+        f"{DECIDE}/rebalancer.py",
         '        return f"{self._stage.route_to(decision.placement)}{schedule}"\n',
         "        return self._stage.route_to(decision.placement)\n",
         "tests/distributed/test_schedule_decisions.py::test_ranks_that_find_different_orders_stay_as_they_are",
@@ -132,7 +132,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a partition that parts what keep_together names is accepted",
-        f"{DECIDE}/balancer.py",
+        f"{DECIDE}/rebalancer.py",
         "            new = self._stage.placement.at(partition)\n            self.groups.check(new.boundaries)\n",
         "            new = self._stage.placement.at(partition)\n",
         "tests/distributed/test_keep_together_rules.py::test_a_forbidden_partition_is_refused_and_training_continues",

@@ -83,7 +83,7 @@ MUTATIONS = [
     Mutation(
         "a job is re-packed though a rank lacks the memory on the way",
         "ds_dynmo/engine/resize/repacker.py",
-        "        self._balancer.memory.check(plan.moves)\n",
+        "        self._rebalancer.memory.check(plan.moves)\n",
         "",
         "tests/distributed/test_move_memory.py::test_stages_stay_parked_if_a_recall_does_not_fit",
     ),

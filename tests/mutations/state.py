@@ -75,8 +75,8 @@ MUTATIONS = [
     Mutation(
         "the moments of a frozen layer are lost until it thaws",
         "ds_dynmo/engine/state/flat_shards.py",
-        "                    self._parked[number][name] = shard\n",
-        "                    self._parked[number][name] = shard if name == MASTER else torch.zeros_like(shard)\n",
+        "                    self._detached[number][name] = shard\n",
+        "                    self._detached[number][name] = shard if name == MASTER else torch.zeros_like(shard)\n",
         FROZEN,
     ),
     Mutation(

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ds_dynmo.engine.save.layout import Manifest, SavedFile, SliceLayout, join
-from ds_dynmo.engine.state.pieces import Slot, StageLayout
+from ds_dynmo.engine.save.manifest import Manifest, SavedFile, SliceManifest, join
+from ds_dynmo.engine.state.pieces import Slot, StageSlots
 from ds_dynmo.placement import Placement
 
 CHAIN, V = Placement.chain([0, 1, 3]), Placement.v([0, 1, 2, 3, 4])
@@ -22,8 +22,8 @@ def manifest(placement: Placement = CHAIN) -> Manifest:
         optimizer="flat",
         optimizer_class="AdamW",
         slices=(
-            SliceLayout(
-                stages=(StageLayout((slots[0],), (2,)), StageLayout((slots[1], slots[0]), (3,))),
+            SliceManifest(
+                stages=(StageSlots((slots[0],), (2,)), StageSlots((slots[1], slots[0]), (3,))),
                 numbers=(0, 1),
                 shapes={0: {"w": [2, 2]}, 1: {"w": [2]}},
                 weights={0: "layer_00-model_states.pt", 1: "layer_01-model_states.pt"},
@@ -53,12 +53,16 @@ def test_the_manifest_of_a_chain_has_no_new_keys() -> None:
 def test_slots_of_a_v_cover_both_chunks_of_a_stage() -> None:
     """Files are per stage, not per chunk: those of the first stage hold the first and the last layer."""
     stages = [
-        StageLayout(tuple(Slot(layer, "w", 0, place, place, 1) for place, layer in enumerate(V.layers_of(stage))))
+        StageSlots(tuple(Slot(layer, "w", 0, place, place, 1) for place, layer in enumerate(V.layers_of(stage))))
         for stage in V.stages
     ]
     every = [
-        (0, stage, SliceLayout((layout,), (stage,), {}, {layer: f"layer_{layer:02d}" for layer in V.layers_of(stage)}))
-        for stage, layout in enumerate(stages)
+        (
+            0,
+            stage,
+            SliceManifest((slots,), (stage,), {}, {layer: f"layer_{layer:02d}" for layer in V.layers_of(stage)}),
+        )
+        for stage, slots in enumerate(stages)
     ]
     (joined,) = join(every)
     whole = replace(manifest(V), slices=(joined,))
@@ -71,11 +75,11 @@ def test_a_tied_parameter_is_read_from_the_own_stage_or_the_first() -> None:
 
 
 def test_slice_layouts_are_joined_from_those_of_all_ranks() -> None:
-    def layout_of(slice_index: int, stage: int) -> tuple[int, int, SliceLayout]:
+    def layout_of(slice_index: int, stage: int) -> tuple[int, int, SliceManifest]:
         number = 2 * stage + slice_index
         slots = (Slot(stage, "w", 0, 0, 0, 1 + slice_index),)
         layers = {stage: {"w": [1 + slice_index]}}
-        return slice_index, stage, SliceLayout((StageLayout(slots),), (number,), layers, {stage: f"file {number}"})
+        return slice_index, stage, SliceManifest((StageSlots(slots),), (number,), layers, {stage: f"file {number}"})
 
     every = [layout_of(slice_index, stage) for stage in (1, 0) for slice_index in (1, 0)]
     first, second = join([*every, *every])  # two replicas

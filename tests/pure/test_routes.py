@@ -14,7 +14,7 @@ from ds_dynmo.engine.move.route import Route, Row
 from ds_dynmo.engine.state.keys import ParamKey
 
 Memory = dict[Shard, list[tuple[ParamKey, int] | None]]
-LIVE, PARKED = Buffer(0, parked=False), Buffer(0, parked=True)
+LIVE, DETACHED = Buffer(0, detached=False), Buffer(0, detached=True)
 
 
 def test_doctests() -> None:
@@ -23,14 +23,14 @@ def test_doctests() -> None:
 
 def test_shard_size() -> None:
     assert [shard_size(total, 2) for total in (0, 1, 4, 5, 8, 9)] == [2, 2, 2, 4, 4, 6]
-    assert shard_size(0, 3, parked=True) == 0 and shard_size(7, 1) == 8
+    assert shard_size(0, 3, detached=True) == 0 and shard_size(7, 1) == 8
 
 
 def laid_out(stages: Mapping[int, Mapping[Buffer, Sequence[tuple[ParamKey, int]]]], replicas: int) -> Layout:
     intervals, sizes = {}, {}
     for stage, buffers in stages.items():
         for buffer, parameters in buffers.items():
-            size = shard_size(sum(numel for _, numel in parameters), replicas, parked=buffer.parked)
+            size = shard_size(sum(numel for _, numel in parameters), replicas, detached=buffer.detached)
             for replica, held in enumerate(cut(parameters, replicas, size)):
                 shard = Shard(stage, replica, buffer)
                 intervals[shard], sizes[shard] = held, size
@@ -58,7 +58,7 @@ def carried(route: Route, memory: Memory) -> Memory:
 def random_layouts(chooser: random.Random) -> tuple[Layout, Layout]:
     """Make two layouts: layers move, freeze, thaw, go and come, and replicas become more or fewer."""
     before, after, stages, layers = chooser.choice([1, 2, 3]), chooser.choice([1, 2, 3]), chooser.choice([1, 2, 4]), 9
-    buffers = [Buffer(group, parked) for group in (0, 1) for parked in (False, True)]
+    buffers = [Buffer(group, detached) for group in (0, 1) for detached in (False, True)]
     numels = {
         ParamKey(layer, name): chooser.randint(0, 9)
         for layer in range(layers)
@@ -115,10 +115,10 @@ def test_what_lies_side_by_side_in_both_layouts_is_one_row() -> None:
 
 def test_a_parameter_comes_from_its_own_stage_if_that_has_it() -> None:
     weight = [(ParamKey(0, "weight"), 4)]
-    old = laid_out({0: {LIVE: weight}, 1: {LIVE: weight, PARKED: []}}, 1)
-    new = laid_out({1: {LIVE: [], PARKED: weight}}, 1)
+    old = laid_out({0: {LIVE: weight}, 1: {LIVE: weight, DETACHED: []}}, 1)
+    new = laid_out({1: {LIVE: [], DETACHED: weight}}, 1)
     (row,) = Route.between(old, new).rows
-    assert row == Row(Shard(1, 0, LIVE), Shard(1, 0, PARKED), 0, 0, 4)
+    assert row == Row(Shard(1, 0, LIVE), Shard(1, 0, DETACHED), 0, 0, 4)
 
 
 @pytest.mark.parametrize(

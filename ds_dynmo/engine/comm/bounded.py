@@ -125,7 +125,7 @@ class BoundedStore:
         return value
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all keys are there."""
+        """Return whether all keys exist."""
         return bool(self._ask(lambda: self.raw.check(list(keys))))
 
     def add(self, key: str, amount: int) -> int:

@@ -55,7 +55,7 @@ class Lane(Enum):
     GRADIENT = 2
 
 
-Layout = list[tuple[torch.Size, torch.dtype]]
+MessageShapes = list[tuple[torch.Size, torch.dtype]]
 Operation = tuple[bool, torch.Tensor]  # is it a send, and its tensor
 Post = Callable[[int, Sequence[Operation]], Sequence[Any]]
 
@@ -83,7 +83,7 @@ def kept(tensor: torch.Tensor, lane: Lane) -> torch.Tensor:
     return content.clone() if lane is Lane.ACTIVATION and not tensor.requires_grad else content
 
 
-class _Sent(NamedTuple):
+class _SentTensor(NamedTuple):
     """A tensor on its way, and how often its memory was written to when it was sent."""
 
     tensor: torch.Tensor
@@ -91,7 +91,7 @@ class _Sent(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Posted:
+class _PostedOperations:
     """Operations that were posted together.
 
     Attributes:
@@ -123,11 +123,11 @@ class _Posted:
 class _LaneState:
     """One lane in one direction, in one batch."""
 
-    layout: Layout | None = None  # of the message before
+    layout: MessageShapes | None = None  # of the message before
     is_settled: bool = False  # all messages that follow in this batch look like it
     messages: int = 0
-    made: deque[tuple[list[_Sent], bool]] = field(default_factory=deque)  # not yet posted; was it settled?
-    arriving: deque[tuple[_Posted, list[torch.Tensor]]] = field(default_factory=deque)  # posted, not yet needed
+    made: deque[tuple[list[_SentTensor], bool]] = field(default_factory=deque)  # not yet posted; whether it was settled
+    arriving: deque[tuple[_PostedOperations, list[torch.Tensor]]] = field(default_factory=deque)  # posted
 
 
 @dataclass
@@ -137,7 +137,7 @@ class _Link:
     stage: int
     groups: deque[tuple[PlannedMessage, ...]]  # not posted
     lanes: dict[PlannedMessage, _LaneState]
-    posted: deque[_Posted] = field(default_factory=deque)  # in their order; not known to be over
+    posted: deque[_PostedOperations] = field(default_factory=deque)  # in their order; not known to be over
 
 
 class Channels:
@@ -151,17 +151,17 @@ class Channels:
     def __init__(self, rank_of: Callable[[int], int], connect: Callable[[], Post]) -> None:
         self._rank_of, self._connect = rank_of, connect
         self._device: Any = torch.device("cpu")
-        self._layouts: dict[tuple[int, PlannedMessage], Layout] = {}  # of the last batch
+        self._layouts: dict[tuple[int, PlannedMessage], MessageShapes] = {}  # of the last batch
         self._links: dict[int, _Link] = {}
         self._alike = False
         self._now: PlannedMessage | None = None
-        self._sending: list[_Sent] = []
+        self._sending: list[_SentTensor] = []
         self._taking: deque[torch.Tensor] | None = None  # None: they are not posted
-        self._taken: Layout = []
+        self._taken: MessageShapes = []
 
     @contextmanager
     def batch(self, plan: LinkPlan, *, alike: bool) -> Iterator[None]:
-        """One batch: what was sent in it has arrived when it ends.
+        """Run one batch; when it ends, all messages sent in it have arrived.
 
         Args:
             plan: per neighbour, the groups of messages in their order.
@@ -195,7 +195,7 @@ class Channels:
 
     @contextmanager
     def sending(self, lane: Lane, dest_stage: int) -> Iterator[None]:
-        """Inside, what is sent to ``dest_stage`` is one message of ``lane``."""
+        """Send one message of ``lane``: all tensors sent to ``dest_stage`` inside."""
         link, message = self._links[dest_stage], PlannedMessage(lane, is_sent=True)
         state = link.lanes[message]
         self._now, self._sending = message, []
@@ -203,7 +203,7 @@ class Channels:
             yield
         finally:
             self._now = None
-        layout: Layout = [(sent.tensor.shape, sent.tensor.dtype) for sent in self._sending]
+        layout: MessageShapes = [(sent.tensor.shape, sent.tensor.dtype) for sent in self._sending]
         if state.is_settled and layout != state.layout:
             raise ConfigError(_unlike(lane, dest_stage, layout, state.layout))
         state.made.append((self._sending, state.is_settled))
@@ -212,7 +212,7 @@ class Channels:
 
     @contextmanager
     def receiving(self, lane: Lane, src_stage: int) -> Iterator[None]:
-        """Inside, what comes from ``src_stage`` is the next message of ``lane``."""
+        """Receive the next message of ``lane``: all tensors received from ``src_stage`` inside."""
         link, message = self._links[src_stage], PlannedMessage(lane, is_sent=False)
         state = link.lanes[message]
         if not state.arriving:
@@ -233,7 +233,7 @@ class Channels:
         self._note(state, self._taken)
         self._advance(link)
 
-    def _note(self, state: _LaneState, layout: Layout) -> None:
+    def _note(self, state: _LaneState, layout: MessageShapes) -> None:
         """Note how a message looked."""
         state.is_settled = state.is_settled or (self._alike and layout == state.layout)
         state.layout = list(layout)
@@ -275,13 +275,13 @@ class Channels:
         for state, tensors in receives:
             state.arriving.append((posted, tensors))
 
-    def _posted(self, link: _Link, tensors: list[tuple[torch.Tensor, int | None]]) -> _Posted:
+    def _posted(self, link: _Link, tensors: list[tuple[torch.Tensor, int | None]]) -> _PostedOperations:
         operations = [(version is not None, tensor) for tensor, version in tensors]
-        posted = _Posted(list(self._post(link.stage, operations)) if operations else [], tensors)
+        posted = _PostedOperations(list(self._post(link.stage, operations)) if operations else [], tensors)
         link.posted.append(posted)
         return posted
 
-    def _wait(self, link: _Link, until: _Posted | None) -> None:
+    def _wait(self, link: _Link, until: _PostedOperations | None) -> None:
         """Wait for ``until``, and so for all that was posted before; None: for everything."""
         while link.posted and (until is None or until in link.posted):
             link.posted.popleft().wait()
@@ -294,7 +294,7 @@ class Channels:
             dist.send(tensor, self._rank_of(dest_stage))
             return
         sent = kept(tensor, self._now.lane)
-        self._sending.append(_Sent(sent, version_of(sent)))
+        self._sending.append(_SentTensor(sent, version_of(sent)))
 
     def recv(self, tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> None:
         """Receive ``tensor``; what was posted for it becomes its content, without a copy."""
@@ -315,7 +315,7 @@ class Channels:
 
 
 def _is_settled(link: _Link, message: PlannedMessage) -> bool:
-    """Does the next message of this kind look like those before it, as both sides know?"""
+    """Return whether both sides know the shapes of the next message of this kind."""
     state = link.lanes[message]
     return state.made[0][1] if state.made else state.is_settled
 
@@ -329,8 +329,8 @@ def _may_begin(link: _Link, message: PlannedMessage, needed: PlannedMessage | No
     return message == needed or len(state.arriving) < AHEAD or any(one.made for one in link.lanes.values())
 
 
-def _unlike(lane: Lane, stage: int, found: Layout, before: Layout | None) -> str:
-    def listed(layout: Layout | None) -> str:
+def _unlike(lane: Lane, stage: int, found: MessageShapes, before: MessageShapes | None) -> str:
+    def listed(layout: MessageShapes | None) -> str:
         return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in layout or ()) or "nothing"
 
     return (

@@ -26,7 +26,7 @@ from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
 from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
-from ds_dynmo.engine.comm.posted import Posted
+from ds_dynmo.engine.comm.posted import PostedBroadcast
 from ds_dynmo.engine.comm.same_facts import ranks_by
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
 from ds_dynmo.torch_private import default_store
@@ -37,14 +37,14 @@ _EXPECTED = (PartitionError, MigrationError)  # after them training goes on as b
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _EncodedValue:
     """A value on its way to other ranks, or why it cannot be sent."""
 
     data: bytes
     problem: str = ""
 
     @classmethod
-    def of(cls, value: Any) -> _Sent:
+    def of(cls, value: Any) -> _EncodedValue:
         try:
             return cls(to_bytes(value))
         except Exception as error:  # whatever a user's object raises: the others have to hear of it
@@ -111,7 +111,7 @@ class Communicator:
         self.device = device
         self._timeout_seconds = timeout_seconds
         self._tied_groups: dict[tuple[int, ...], Any] = {}
-        self._posted: Posted | None = None
+        self._posted: PostedBroadcast | None = None
         self.worlds = 0
         self.connect("initialize")
 
@@ -159,10 +159,10 @@ class Communicator:
 
     # -- broadcasts that are waited for later ---------------------------------------------------------
 
-    def post(self, tensor: torch.Tensor, src: int, group: Any) -> Posted:
+    def post(self, tensor: torch.Tensor, src: int, group: Any) -> PostedBroadcast:
         """Post a broadcast in a group, and wait for the one posted before: there is never more than one."""
         self.settle()
-        self._posted = Posted(tensor, src, group)
+        self._posted = PostedBroadcast(tensor, src, group)
         return self._posted
 
     def settle(self) -> None:
@@ -238,7 +238,7 @@ class Communicator:
             MigrationError: on every rank, where that of one cannot be sent.
         """
         gathered: list[Any] = [None] * dist.get_world_size()
-        sent = _Sent.of(value)
+        sent = _EncodedValue.of(value)
         try:
             dist.all_gather_object(gathered, sent, group=self._control)
         except RuntimeError as error:
@@ -251,7 +251,7 @@ class Communicator:
         Raises:
             MigrationError: on every rank, where it cannot be sent.
         """
-        box = [_Sent.of(value) if dist.get_rank() == 0 else None]
+        box = [_EncodedValue.of(value) if dist.get_rank() == 0 else None]
         try:
             dist.broadcast_object_list(box, src=0, group=self._control)
         except RuntimeError as error:
@@ -271,7 +271,7 @@ class Communicator:
         """
         if self.grid.get_slice_parallel_world_size() == 1:
             return [value]
-        ranks, mine = dist.get_process_group_ranks(self.grid.get_slice_parallel_group()), _Sent.of(value)
+        ranks, mine = dist.get_process_group_ranks(self.grid.get_slice_parallel_group()), _EncodedValue.of(value)
         others = [rank for rank in ranks if rank != dist.get_rank()]
         received = self.p2p.exchange_bytes(dict.fromkeys(others, to_bytes(mine)), others)
         every = [from_bytes(received[rank], self.device) if rank in received else mine for rank in ranks]
@@ -289,7 +289,7 @@ class Communicator:
         """Gather one small picklable value of every rank on rank 0, in rank order; other ranks get an empty list."""
         gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         try:
-            dist.gather_object(_Sent.of(value), gathered, group_dst=0, group=self._control)
+            dist.gather_object(_EncodedValue.of(value), gathered, group_dst=0, group=self._control)
         except RuntimeError as error:
             raise self._control_failed(error) from error
         return self._received(gathered or [])

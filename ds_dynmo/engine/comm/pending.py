@@ -36,7 +36,7 @@ class PendingExchange:
         self._arrived: Any = None
 
     def is_done(self) -> bool:
-        """Tell whether :meth:`wait` would return, or raise, at once.
+        """Return whether :meth:`wait` would return, or raise, at once.
 
         Handles may say so only to whoever waits for them: ``is_completed`` of NCCL's, XCCL's and HCCL's looks whether
         the accelerator is done, that of gloo's stays False until then (seen in torch 2.13.0). So somebody waits, from

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from ds_dynmo.torch_private import subclassed, tree_map, without_torch_function
 
-_UNDER_WAY: set[Posted] = set()
+_UNDER_WAY: set[PostedBroadcast] = set()
 
 
-class Posted:
+class PostedBroadcast:
     """One broadcast that this rank has posted. Construction is collective.
 
     Args:

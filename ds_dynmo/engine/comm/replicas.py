@@ -16,12 +16,12 @@ from torch import nn
 
 
 def is_own(parameter: nn.Parameter) -> bool:
-    """Tell whether it differs between replicas."""
+    """Return whether a parameter differs between replicas."""
     return bool(getattr(parameter, "replica_own", False))
 
 
 def has_own(module: nn.Module) -> bool:
-    """Tell whether a module has such a parameter."""
+    """Return whether a module has a parameter that differs between replicas."""
     return any(map(is_own, module.parameters()))
 
 
@@ -31,12 +31,12 @@ def own_shapes(module: nn.Module) -> list[list[int]]:
 
 
 def shares_out(module: nn.Module) -> bool:
-    """Tell whether a part would have such parameters if there were several replicas: it has ``shares_out``."""
+    """Return whether a part of the module would have such parameters with several replicas: it sets ``shares_out``."""
     return any(getattr(part, "shares_out", False) for part in module.modules())
 
 
 def use_replicas(modules: Iterable[nn.Module], group: Any) -> None:
-    """Tell every layer part that asks for it who the replicas of this stage are.
+    """Pass the group of this stage's replicas to every layer part that has ``use_replicas``.
 
     Raises:
         ConfigError: it cannot be shared out over so many.

@@ -95,7 +95,7 @@ def decide(given: DecisionInput) -> Decision:
 
 
 def costs_and_speeds(given: DecisionInput) -> tuple[list[float], tuple[float, ...] | None]:
-    """Costs and stage speeds for the balancer: costs on a stage of speed 1 if it takes speeds, else as measured."""
+    """Return costs and stage speeds for the balancer: costs at speed 1 if it takes speeds, else as measured."""
     config = given.config
     if config.balance_by != "time":
         return given.costs(config.balance_by), None
@@ -190,7 +190,7 @@ def moved_bytes(profile: Profile, plan: MigrationPlan) -> int:
 
 
 def _improves(given: DecisionInput, proposed: Placement) -> bool:
-    """Does it lower the objective by ``min_improvement`` or, without raising it, the seconds of an iteration?"""
+    """Return whether it lowers the objective by ``min_improvement``, or the iteration's seconds without raising it."""
 
     def lower(before: float, after: float) -> bool:
         return after < before and before - after >= given.config.min_improvement * before
@@ -202,7 +202,7 @@ def _improves(given: DecisionInput, proposed: Placement) -> bool:
 
 
 def _objective(given: DecisionInput, placement: Placement) -> float:
-    """What the balancer minimises."""
+    """Compute what the balancer minimises."""
     config = given.config
     if config.balance_by != "time":
         return partitioners.bottleneck(given.profile.costs(config.balance_by), placement.boundaries)
@@ -212,12 +212,12 @@ def _objective(given: DecisionInput, placement: Placement) -> float:
 
 
 def _iteration_seconds(given: DecisionInput, placement: Placement) -> float:
-    """Simulated seconds of an iteration, under the shortest schedule."""
+    """Simulate an iteration under the shortest schedule, and return its seconds."""
     return given.pipeline.iteration_seconds(placement.boundaries)
 
 
 def _exceeds_noise(saved: float, given: DecisionInput, proposed: Placement, tradeoff: MoveTradeoff) -> bool:
-    """Does an iteration save more than noise explains, whichever stage turns out to be the slowest then?
+    """Return whether an iteration saves more than noise explains, whichever stage is then the slowest.
 
     Compares the slowest present stage with each stage to be. The standard error of their difference is that of the
     layers that only one of the two has, and that of the stages on which these were measured.
@@ -248,7 +248,7 @@ def _fits(given: DecisionInput, placement: Placement) -> bool:
 
 
 def _overflow(given: DecisionInput, proposed: Placement) -> Overflow | None:
-    """The stage that lacks the memory for a move to ``proposed``; None: no stage does."""
+    """Find the stage that lacks memory for a move to ``proposed``; None if no stage does."""
     memory = given.memory
     if memory is None:
         return None

@@ -99,7 +99,7 @@ class DecisionInput:
         return replace(under_1f1b, passes=self._passes(under_1f1b)) if self.searches else under_1f1b
 
     def costs(self, balance_by: Literal["time", "parameters"]) -> list[float]:
-        """Costs per layer for a balancer that does not know stage speeds: seconds are those on the present stage."""
+        """Return costs per layer for a balancer without stage speeds: seconds are those on the present stage."""
         if balance_by != "time":
             return self.profile.costs(balance_by)
         speeds, here = self.pipeline.speeds, self.placement
@@ -164,6 +164,6 @@ def memory_model(profile: Profile, limit_bytes: int | None, checkpoint_interval:
 
 
 def _first_part(cost: LayerCost) -> float:
-    """A layer of which no backward pass ran in two parts has all of it in the first."""
+    """Return the seconds of the first part; all of them if no backward pass of the layer was split."""
     measured = cost.input_gradient_seconds + cost.weight_gradient_seconds
     return cost.input_gradient_seconds if measured else cost.backward_seconds

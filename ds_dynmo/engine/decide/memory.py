@@ -64,7 +64,7 @@ class MemoryLimit:
         self._agreed: tuple[int, int] | None = None  # the world, and its limit
 
     def bytes(self) -> int | None:
-        """The least of all ranks' limits, as accelerators may differ. None: no limit. Collective, once in a world."""
+        """Return the smallest limit of all ranks, which may differ; None: no limit. Collective once in a world."""
         if not isinstance(self.limit, float):
             return self.limit
         comm = self._stage.comm

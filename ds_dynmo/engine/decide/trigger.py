@@ -99,7 +99,7 @@ class Trigger:
             self._pending, self._urgent = request, True
 
     def profile_batch(self, step: int) -> bool:
-        """Is the batch that will end with ``step`` to be profiled?"""
+        """Return whether to profile the batch that will end with ``step``."""
         if self._urgent:
             return True
         if not self.warm:
@@ -116,11 +116,11 @@ class Trigger:
             self._pending = Request(Reason.INTERVAL)
 
     def decision_due(self, profiled_batches: int) -> bool:
-        """Is a decision pending, and the profile long enough to take it?"""
+        """Return whether a decision is pending and the profile is long enough for it."""
         return self._pending is not None and profiled_batches >= self._config.profile.batches
 
     def outcome_due(self, profiled_batches: int) -> bool:
-        """Is the outcome of the last move not recorded yet, and the profile long enough for that?"""
+        """Return whether the last move's outcome is still to be recorded and the profile is long enough for it."""
         return self._outcome_wanted and profiled_batches >= self._config.profile.batches
 
     def outcome_recorded(self) -> None:

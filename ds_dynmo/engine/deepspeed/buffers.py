@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe import engine as deepspeeds
 
 
 def is_deepspeeds(instruction: Any) -> bool:
-    """Tell whether it is DeepSpeed's function for an instruction. Its name would not do: ``wraps`` copies it."""
+    """Return whether it is DeepSpeed's function for an instruction, by its code: ``wraps`` copies the name."""
     return getattr(instruction, "__globals__", None) is vars(deepspeeds)
 
 

@@ -26,7 +26,7 @@ def checkpointing_mpu() -> Any:
 
 
 def is_reentrant(module: Any) -> bool:
-    """Tell whether a PipelineModule that checkpoints activations does so the reentrant way."""
+    """Return whether a PipelineModule uses reentrant activation checkpointing."""
     return module.activation_checkpoint_func is not ds_checkpointing.non_reentrant_checkpoint
 
 

@@ -52,7 +52,7 @@ def slice_number(engine: Any) -> int:
 
 
 def writes_optimizer_shards(engine: Any) -> bool:
-    """Tell whether this rank writes a file of its own for its shard of the optimizer's state."""
+    """Return whether this rank writes a file for its shard of the optimizer's state."""
     return bool(engine.save_zero_checkpoint)
 
 

@@ -38,7 +38,7 @@ _BOUND = (
 
 
 def bound_by_wrapper(name: str) -> bool:
-    """Tell whether ``name`` is an attribute that DeepSpeed's wrappers set on their parameters."""
+    """Return whether ``name`` is an attribute that DeepSpeed's wrappers set on their parameters."""
     return name in _BOUND
 
 

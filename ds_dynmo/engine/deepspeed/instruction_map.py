@@ -28,7 +28,7 @@ def entry(kind: type, instruction: Any) -> str:
 
 
 def is_deepspeeds_1f1b(steps: Any) -> bool:
-    """Tell whether the steps of a batch are those of DeepSpeed's 1F1B, of which nobody has replaced a method."""
+    """Return whether a batch runs the steps of DeepSpeed's 1F1B, with no method replaced."""
     methods = [method for method in vars(type(steps)).values() if inspect.isfunction(method)]
     return type(steps) is schedule.TrainSchedule and all(m.__globals__ is vars(schedule) for m in methods)
 

@@ -82,7 +82,7 @@ class LayerList:
     # -- parameters of a stage ------------------------------------------------------------------------
 
     def owner(self, index: int, placement: Placement) -> bool:
-        """Tell whether layer ``index`` owns its module: a tied layer does not if an earlier use is on its stage."""
+        """Return whether layer ``index`` owns its module: a tied layer does not if an earlier use is on its stage."""
         key = self.key(index)
         if key is None:
             return True
@@ -96,7 +96,7 @@ class LayerList:
         return [self.first_use(index) for index in self._in_order(owners, here)]
 
     def _leads(self, index: int, here: Container[int]) -> bool:
-        """Tell whether a use that is a module of its own is the first on the stage that holds the layers ``here``."""
+        """Return whether a use with a separate module is the first use on the stage that holds the layers ``here``."""
         tie = self.tie_of(index)
         return tie is not None and index == min(use for use in tie.uses if use in here)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.engine.comm.posted import Posted
+from ds_dynmo.engine.comm.posted import PostedBroadcast
 
 
 def share_loss(
-    engine: Any, aggregate: Callable[[], Any], post: Callable[[torch.Tensor, int, Any], Posted]
+    engine: Any, aggregate: Callable[[], Any], post: Callable[[torch.Tensor, int, Any], PostedBroadcast]
 ) -> torch.Tensor:
     """Share the loss as DeepSpeed's ``_aggregate_total_loss`` does, without waiting for its broadcast. Collective.
 
@@ -41,7 +41,7 @@ def share_loss(
 
 @contextmanager
 def _without_broadcast(engine: Any) -> Iterator[None]:
-    """Inside, DeepSpeed sums losses as where there is one stage: nobody is sent any."""
+    """Let DeepSpeed aggregate losses as with one stage: without a broadcast."""
     before, engine.is_pipe_parallel = engine.is_pipe_parallel, False
     try:
         yield

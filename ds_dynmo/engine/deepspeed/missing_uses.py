@@ -83,7 +83,7 @@ def attach(model: PipelineModule, built: Mapping[int, nn.Module], ties: Mapping[
 
 
 def join_groups(optimizer: torch.optim.Optimizer, built: Sequence[BuiltParameter]) -> None:
-    """Give the optimizer what was built: copies join the group of their weight, other parameters an only group.
+    """Add built parameters to the optimizer: copies to the group of their weight, others to the only group.
 
     Raises:
         ConfigError: a parameter has no group; the optimizer is as it was.

@@ -24,7 +24,7 @@ LayerWrapper = Callable[[int, Callable[[Any], Any]], Callable[[Any], Any]]
 
 @contextmanager
 def layers_through(module: Any, wrappers: Sequence[LayerWrapper]) -> Iterator[None]:
-    """Inside, the layers of a stage run through ``wrappers``: each gets a layer's place in the stage, and what runs it.
+    """Run the layers of a stage through ``wrappers``: each gets the layer's place in the stage and its function.
 
     Args:
         wrappers: the innermost first.
@@ -66,10 +66,10 @@ def modules_of(module: Any, layers: Iterable[int]) -> Iterator[tuple[int, nn.Mod
 
 
 def has_deepspeeds_experts(module: nn.Module) -> bool:
-    """Tell whether it has experts of ``deepspeed.moe``."""
+    """Return whether a module has experts of ``deepspeed.moe``."""
     return any(isinstance(part, MoE | Experts) for part in module.modules())
 
 
 def is_split(parameter: nn.Parameter) -> bool:
-    """Tell whether every tensor-parallel slice holds another part of it."""
+    """Return whether a parameter is split over the tensor-parallel slices."""
     return bool(is_model_parallel_parameter(parameter))

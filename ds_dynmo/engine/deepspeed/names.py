@@ -17,7 +17,7 @@ BELOW = "0.20"  # the first that is refused unseen
 
 
 @dataclass(frozen=True)
-class Name:
+class PrivateName:
     """One name that has to be there.
 
     Attributes:
@@ -36,15 +36,15 @@ class Name:
         return f"{self.owner.replace(':', '.')}.{self.name}"
 
 
-def _of(owner: str, names: str, **functions: str) -> Iterator[Name]:
-    """``names``: separated by spaces; ``functions``: by name, the parameters, separated by spaces."""
-    yield from (Name(owner, name) for name in names.split())
-    yield from (Name(owner, name, tuple(takes.split())) for name, takes in functions.items())
+def _of(owner: str, names: str, **functions: str) -> Iterator[PrivateName]:
+    """Yield names of ``owner``: attributes in ``names``, and functions with parameters, separated by spaces."""
+    yield from (PrivateName(owner, name) for name in names.split())
+    yield from (PrivateName(owner, name, tuple(takes.split())) for name, takes in functions.items())
 
 
 _PIPE, _ZERO = "deepspeed.runtime.pipe", "deepspeed.runtime.zero.stage_1_and_2"
 
-NEEDED: tuple[Name, ...] = (
+NEEDED: tuple[PrivateName, ...] = (
     # The layers of a stage, and what goes by them.
     *_of(
         f"{_PIPE}.module:PipelineModule",
@@ -89,8 +89,8 @@ NEEDED: tuple[Name, ...] = (
         reset_activation_shape="",
         use_node_local_storage="",
     ),
-    Name(f"{_PIPE}.engine:PipelineEngine", "_backward_prologue_per_tensor", ("grad",)),
-    Name(f"{_PIPE}.engine:PipelineEngine", "checkpoint_mp_rank", since=NEWEST),
+    PrivateName(f"{_PIPE}.engine:PipelineEngine", "_backward_prologue_per_tensor", ("grad",)),
+    PrivateName(f"{_PIPE}.engine:PipelineEngine", "checkpoint_mp_rank", since=NEWEST),
     *_of(
         "deepspeed.runtime.config:DeepSpeedConfig",
         "optimizer_name optimizer_params scheduler_name scheduler_params",
@@ -142,8 +142,8 @@ NEEDED: tuple[Name, ...] = (
         scaled_global_norm="norm_type",
         state_dict="",
     ),
-    Name(f"{_ZERO}:DeepSpeedZeroOptimizer", "round_robin_bit16_offsets", since=NEWEST),
-    Name(f"{_ZERO}:DeepSpeedZeroOptimizer", "round_robin_bit16_padding", since=NEWEST),
+    PrivateName(f"{_ZERO}:DeepSpeedZeroOptimizer", "round_robin_bit16_offsets", since=NEWEST),
+    PrivateName(f"{_ZERO}:DeepSpeedZeroOptimizer", "round_robin_bit16_padding", since=NEWEST),
     *_of("deepspeed.runtime.utils", "", mask_nan_or_inf_with_val_inplace="input device"),
     *_of("deepspeed.utils.bwc", "", bwc_tensor_model_parallel_rank="mpu"),
     # The processes: what DeepSpeed keeps of a world.

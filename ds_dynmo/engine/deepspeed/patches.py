@@ -128,7 +128,7 @@ class PatchedPipelineEngine(PipelineEngine):
     # -- a batch --------------------------------------------------------------------------------------
 
     def _train_schedule(self) -> Any:
-        """The steps of a batch: DeepSpeed's, or those of the schedule in force where nobody has other ones."""
+        """Return the steps of a batch: of the schedule in force, or DeepSpeed's if the user replaced those."""
         steps = super()._train_schedule()
         return steps if self.dynmo is None else self.stage.schedule.steps(steps)
 

@@ -106,7 +106,7 @@ class StageLayers(LayerList):
         return found
 
     def counted_modules(self) -> dict[int, nn.Module]:
-        """Like :meth:`modules`, with a tied layer only on the stage of its first use in the whole model."""
+        """Return :meth:`modules`, with a tied layer only on the stage of its first use in the whole model."""
         return {
             index: module
             for index, module in self.modules().items()
@@ -114,7 +114,7 @@ class StageLayers(LayerList):
         }
 
     def modules_that_run(self) -> dict[int, nn.Module]:
-        """Like :meth:`modules`, with the tied aliases of later uses on this stage."""
+        """Return :meth:`modules`, with the tied aliases of later uses on this stage."""
         return {**self.modules(), **self.tied_aliases.by_layer}
 
     def every_module(self) -> Iterator[nn.Module]:
@@ -214,7 +214,7 @@ class StageLayers(LayerList):
         module._precompute_checkpointable_values()
 
     def split_uses(self) -> None:
-        """Give every use of a tied layer but the first on this stage a tied alias."""
+        """Replace every use of a tied layer after the first on this stage by a tied alias."""
         later = [i for i in self.indices if self.key(i) is not None and not self.owner(i, self._placement)]
         owners = {index: module for index in later if (module := self.local_module(index)) is not None}
         for index, alias in self.tied_aliases.replace(owners).items():
@@ -305,7 +305,7 @@ class StageLayers(LayerList):
 
 
 def is_dual_pipe_v(model: Any) -> bool:
-    """Tell whether it is a ``DualPipeVModule``, a PipelineModule whose stages hold two ranges of layers each."""
+    """Return whether it is a ``DualPipeVModule``, a PipelineModule with two ranges of layers per stage."""
     return DualPipeVModule is not None and isinstance(model, DualPipeVModule)
 
 

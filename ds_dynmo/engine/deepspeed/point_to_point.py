@@ -37,7 +37,7 @@ def receive_from_previous(engine: Any, tensor: torch.Tensor) -> None:
 
 @contextmanager
 def messages_through(transport: Transport) -> Iterator[None]:
-    """Inside, DeepSpeed's instructions send and receive through ``transport``."""
+    """Let DeepSpeed's instructions send and receive through ``transport``."""
     bare = p2p.send, p2p.recv
     p2p.send, p2p.recv = transport.send, transport.recv
     try:
@@ -47,5 +47,5 @@ def messages_through(transport: Transport) -> Iterator[None]:
 
 
 def shapes_are_known(engine: Any) -> bool:
-    """Do messages of a boundary look alike in every micro-batch, and is nothing to be announced before the next?"""
+    """Return whether messages of a boundary have the same shapes in every micro-batch and none is to be announced."""
     return not engine.dynamic_shape

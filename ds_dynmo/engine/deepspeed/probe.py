@@ -12,11 +12,11 @@ from typing import Any
 import deepspeed
 from packaging.version import InvalidVersion, Version
 
-from ds_dynmo.engine.deepspeed.names import BELOW, NEEDED, OLDEST, TESTED, Name
+from ds_dynmo.engine.deepspeed.names import BELOW, NEEDED, OLDEST, TESTED, PrivateName
 from ds_dynmo.errors import ConfigError
 
 
-def check_deepspeed(needed: Iterable[Name] = NEEDED) -> None:
+def check_deepspeed(needed: Iterable[PrivateName] = NEEDED) -> None:
     """Refuse a version of DeepSpeed that is out of range, or lacks one of the names ``needed``.
 
     Raises:
@@ -47,7 +47,7 @@ def _in_range(version: str) -> bool:
 _ABSENT = object()
 
 
-def _problem(name: Name) -> str | None:
+def _problem(name: PrivateName) -> str | None:
     """Say what is wrong with a name; None if nothing is."""
     try:
         owner = _owner(name.owner)

@@ -91,7 +91,7 @@ def removed_blocks(settings: Mapping[str, Any]) -> list[str]:
 
 
 def waits_for_norm(engine: Any) -> bool:
-    """Does an optimizer step wait for a norm, or a flag for overflows, of all stages? Read in DeepSpeed 0.19.8."""
+    """Return whether an optimizer step waits for a norm or an overflow flag of all stages. Read in DeepSpeed 0.19.8."""
     if engine.gradient_clipping() > 0:
         return True
     if not engine.zero_optimization():

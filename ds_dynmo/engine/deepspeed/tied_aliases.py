@@ -65,7 +65,7 @@ class TiedAliases:
                 own.grad = None
 
     def accumulate_gradients(self, dtype: torch.dtype) -> None:
-        """After a micro-batch: add the aliases' gradients to sums of their own, as BF16_Optimizer does."""
+        """Add the aliases' gradients of a micro-batch to separate sums, as BF16_Optimizer does."""
         for _, own in self._pairs():
             if own.grad is not None:
                 if id(own) not in self._sums:

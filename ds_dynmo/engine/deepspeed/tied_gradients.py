@@ -29,7 +29,7 @@ def join_copies(copies: Copies, gradient: str) -> None:
 
 
 def share_copies(copies: Copies, gradient: str) -> None:
-    """Give the gradient of the first copy, now the sum over all stages, to the other copies of this stage."""
+    """Copy the gradient of the first copy, now the sum over all stages, to the other copies of this stage."""
     for first, *others in copies:
         for other in others:
             total, own = getattr(first, gradient), getattr(other, gradient)

@@ -75,7 +75,7 @@ def uses_by_key(specs: Sequence[Any]) -> dict[str, list[int]]:
 
 
 def of_several_classes(specs: Sequence[Any], uses: Sequence[int]) -> bool:
-    """Tell whether these uses of a key are of different classes."""
+    """Return whether the uses of a key are of different classes."""
     return len({specs[use].typename for use in uses}) > 1
 
 

@@ -114,7 +114,7 @@ def source_file(engine: Any, count: int) -> int:
 
 
 def keeps_moments(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether an optimizer's state is :data:`MOMENTS` and a count of steps, and nothing else."""
+    """Return whether an optimizer's state is exactly :data:`MOMENTS` and a count of steps."""
     amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
     return isinstance(optimizer, _ADAM) and not amsgrad
 

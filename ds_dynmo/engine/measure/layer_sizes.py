@@ -92,7 +92,7 @@ def _stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState,
 
 
 def failed(table: torch.Tensor) -> bool:
-    """Does the maximum of all ranks' tables hold a failure?"""
+    """Return whether the maximum of all ranks' tables holds a failure."""
     return bool(table[-1, _FAILED])
 
 

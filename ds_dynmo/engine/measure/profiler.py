@@ -16,7 +16,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_dynmo.engine.measure.saved_bytes import loss_through, saved_for_backward, state_of
+from ds_dynmo.schedules import Kind
 from ds_dynmo.stage_work import measured_by
 from ds_dynmo.torch_private import version_of
 
@@ -67,20 +67,11 @@ def device_clock() -> CpuClock | EventClock:
     return CpuClock() if get_accelerator().use_host_timers() else EventClock(get_accelerator())
 
 
-class Part(Enum):
-    """What a pass through a stage calculates; a backward pass is one, or two parts."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    INPUT_GRADIENT = "input gradient"
-    WEIGHT_GRADIENT = "weight gradient"
-
-
 _Seconds = dict[int, list[float]]
 
 
-def _seconds_by_part() -> dict[Part, _Seconds]:
-    return {part: defaultdict(list) for part in Part}
+def _seconds_by_kind() -> dict[Kind, _Seconds]:
+    return {kind: defaultdict(list) for kind in Kind}
 
 
 @dataclass
@@ -88,12 +79,12 @@ class Samples:
     """The measurements of one stage by layer number; lists have one entry per micro-batch.
 
     Attributes:
-        seconds: of each part; a micro-batch's backward pass is in one list, or in two.
+        seconds: per kind of pass; a micro-batch's backward pass is in one list, or in two.
         deferred_bytes: that a layer holds between the two parts, per micro-batch.
         loss_bytes: that the loss saves for its backward pass, on the last stage, per micro-batch.
     """
 
-    seconds: dict[Part, _Seconds] = field(default_factory=_seconds_by_part)
+    seconds: dict[Kind, _Seconds] = field(default_factory=_seconds_by_kind)
     deferred_bytes: dict[int, int] = field(default_factory=dict)
     activation_bytes: dict[int, int] = field(default_factory=dict)
     input_bytes: dict[int, int] = field(default_factory=dict)
@@ -108,12 +99,12 @@ class Samples:
     @property
     def forward(self) -> _Seconds:
         """Seconds of forward passes."""
-        return self.seconds[Part.FORWARD]
+        return self.seconds[Kind.FORWARD]
 
     @property
     def backward(self) -> _Seconds:
         """Seconds of backward passes in one."""
-        return self.seconds[Part.BACKWARD]
+        return self.seconds[Kind.BACKWARD]
 
     def backward_seconds(self, index: int) -> float:
         """Return the :func:`typical` seconds per micro-batch; 0 for a layer that does no backward work.
@@ -124,7 +115,7 @@ class Samples:
 
     def part_seconds(self, index: int) -> tuple[float, float]:
         """Return the :func:`typical` seconds of the two parts; 0 where no pass was in two."""
-        first, second = (self.seconds[part][index] for part in (Part.INPUT_GRADIENT, Part.WEIGHT_GRADIENT))
+        first, second = (self.seconds[kind][index] for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT))
         return typical(first), typical(second)
 
 
@@ -170,7 +161,7 @@ class Profiler:
         self._owner: int | None = None
         self._paused: int | None = None  # the owner to go back to
         self._marks: list[Mark] = []
-        self._passes: list[tuple[Part | None, list[Mark]]] = []  # backward? None: of an instruction of the user's
+        self._passes: list[tuple[Kind | None, list[Mark]]] = []  # kind; None: of an instruction of the user
         self._deferred_bytes: Counter[int] = Counter()  # of this pass
         self._entered: dict[int, torch.Tensor] = {}  # inputs of the stage or a segment in this pass
 
@@ -217,18 +208,18 @@ class Profiler:
         self.samples.batches += 1
         self._recent_seconds.append(seconds)
 
-    def one_pass(self, part: Part) -> AbstractContextManager[None]:
+    def one_pass(self, kind: Kind) -> AbstractContextManager[None]:
         """Measure one micro-batch's pass through the stage, which runs inside."""
-        goes_back = part in (Part.BACKWARD, Part.INPUT_GRADIENT)
-        return self._one_pass(part, self._last if goes_back else None)
+        goes_back = kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+        return self._one_pass(kind, self._last if goes_back else None)
 
     def another_pass(self) -> AbstractContextManager[None]:
         """Measure an instruction of the user's, which may run layers; it counts with the next pass."""
         return self._one_pass(None, None)
 
     @contextmanager
-    def _one_pass(self, part: Part | None, owner: int | None) -> Iterator[None]:
-        self._backward, self._marks, self._entered = part is not Part.FORWARD, [], {}
+    def _one_pass(self, kind: Kind | None, owner: int | None) -> Iterator[None]:
+        self._backward, self._marks, self._entered = kind is not Kind.FORWARD, [], {}
         self._deferred_bytes = Counter()
         self._mark(owner)
         self._in_pass = True
@@ -237,7 +228,7 @@ class Profiler:
         finally:
             self._in_pass = False
         self._mark(None)
-        self._passes.append((part, self._marks))
+        self._passes.append((kind, self._marks))
         for index, held_bytes in self._deferred_bytes.items():
             self.samples.deferred_bytes[index] = max(self.samples.deferred_bytes.get(index, 0), held_bytes)
         self._backward = False
@@ -261,13 +252,13 @@ class Profiler:
         return marked
 
     def pause(self) -> None:
-        """Give the time from now on to no layer: torch compiles, or a layer works for all of its stage."""
+        """Stop counting time for the current layer: torch compiles, or the layer works for its whole stage."""
         if self._in_pass:
             self._paused = self._owner
             self._mark(None)
 
     def resume(self) -> None:
-        """Give time to the layer of before again."""
+        """Count time for the current layer again."""
         if self._in_pass:
             self._mark(self._paused)
 
@@ -352,14 +343,14 @@ class Profiler:
     def _read(self) -> None:
         spent: dict[int, float] = defaultdict(float)
         last = self.samples.forward
-        for part, marks in self._passes:
+        for kind, marks in self._passes:
             durations = self._clock.seconds_between([when for when, _ in marks])
             for (_, owner), seconds in zip(marks, durations):
                 if owner is not None:
                     spent[owner] += seconds
-            if part is None:
+            if kind is None:
                 continue
-            last = self.samples.seconds[part]
+            last = self.samples.seconds[kind]
             for index, seconds in spent.items():
                 last[index].append(seconds)
             spent.clear()

@@ -28,7 +28,7 @@ class SavedBytes:
                 self._storages[storage.data_ptr()] = storage
 
     def take(self) -> int:
-        """Give their bytes, and let go of them."""
+        """Return the bytes of the collected tensors, and drop these."""
         total = sum(storage.nbytes() for storage in self._storages.values())
         self._storages = {}
         return total
@@ -43,7 +43,7 @@ def saved_for_backward(own: Sequence[torch.Tensor]) -> Iterator[SavedBytes]:
 
 
 def state_of(layer: Any) -> list[torch.Tensor]:
-    """Give the parameters and buffers of a layer; a function has none."""
+    """Return the parameters and buffers of a layer; a function has none."""
     module = layer.args[0] if isinstance(layer, partial) and layer.args else layer
     if not isinstance(module, nn.Module):
         return []
@@ -52,7 +52,7 @@ def state_of(layer: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def loss_through(module: Any, around: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a PipelineModule calculates its loss by ``around(loss_fn, outputs, labels)``; without one, as ever."""
+    """Let a PipelineModule with a loss compute it by ``around(loss_fn, outputs, labels)``."""
     loss_fn, own = getattr(module, "loss_fn", None), vars(module)
     if loss_fn is None:
         yield

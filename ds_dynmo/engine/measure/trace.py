@@ -27,7 +27,7 @@ from ds_dynmo.config import TraceConfig
 from ds_dynmo.engine.decide.report_files import WarnsOnce, check_writable
 from ds_dynmo.engine.decide.reporter import Reporter
 from ds_dynmo.engine.deepspeed.instruction_map import Instructions
-from ds_dynmo.engine.measure.trace_events import Event, TraceFile, Track, batch_events, track_names
+from ds_dynmo.engine.measure.trace_events import TraceEvent, TraceFile, Track, batch_events, track_names
 from ds_dynmo.engine.run.instructions import is_own_kind
 from ds_dynmo.engine.split.steps import InputGradientPass, WeightGradientPass
 from ds_dynmo.engine.stage import StageContext
@@ -150,7 +150,7 @@ class Tracer:
         return recorded
 
     def _micro_batch(self, category: str, what: str) -> int:
-        """Instructions of a kind come in the order of the micro-batches; a backward pass in one part, or in two."""
+        """Return the micro-batch of the next instruction of this kind: they come in order."""
         if what == "weight gradient":
             return self._put_off.popleft()
         kind = category if category == "backward" else f"{category} {what}"
@@ -165,7 +165,8 @@ class Tracer:
         offset_seconds, error_seconds = self._comm.clock_offset(time.perf_counter)
         shared = [time - offset_seconds for time in seconds]
         events = tuple(
-            Event(*mark, begin, end) for mark, begin, end in zip(self._marks, shared[::2], shared[1::2], strict=True)
+            TraceEvent(*mark, begin, end)
+            for mark, begin, end in zip(self._marks, shared[::2], shared[1::2], strict=True)
         )
         error_seconds += self._base_error_seconds
         tracks = self._comm.gather_on_first(Track(**self._place, clock_error_seconds=error_seconds, events=events))

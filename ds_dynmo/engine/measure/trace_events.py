@@ -23,7 +23,7 @@ CATEGORIES = (
 _END = "\n]}\n"
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """Something that a rank did, in seconds of a clock that all ranks share."""
 
     category: str
@@ -46,7 +46,7 @@ class Track:
     stage: int
     slice: int
     clock_error_seconds: float
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
 
 
 def with_waits(tracks: Sequence[Track]) -> list[Track]:
@@ -59,7 +59,7 @@ def with_waits(tracks: Sequence[Track]) -> list[Track]:
     }
     cut = []
     for track in tracks:
-        events: list[Event] = []
+        events: list[TraceEvent] = []
         for event in track.events:
             source = track.stage + (-1 if event.what == "activation" else 1)
             sent = sends.get((track.replica, track.slice, source, event.what, event.micro_batch))
@@ -95,7 +95,7 @@ def batch_events(step: int, placement: Placement, tracks: Sequence[Track], origi
     ]
 
 
-def _complete(step: int, track: Track, event: Event, origin: float) -> dict[str, Any]:
+def _complete(step: int, track: Track, event: TraceEvent, origin: float) -> dict[str, Any]:
     number = {} if event.micro_batch is None else {"micro_batch": event.micro_batch}
     return {
         "name": " ".join(str(part) for part in (_verb(event), event.micro_batch) if part is not None),
@@ -109,7 +109,7 @@ def _complete(step: int, track: Track, event: Event, origin: float) -> dict[str,
     }
 
 
-def _verb(event: Event) -> str:
+def _verb(event: TraceEvent) -> str:
     if event.category in ("send", "receive"):
         return f"{event.category} {event.what}"
     return f"wait for {event.what}" if event.category == "wait" else event.what

@@ -60,7 +60,7 @@ class ArrivingLayer:
         self._makers = [self._maker(number, meta, device, buffer_of, known) for number, meta in enumerate(self._metas)]
 
     def _hand_over(self, wanted: Container[int]) -> dict[int, torch.Tensor]:
-        """Give up all buffers, and return the constant tensors ``wanted``, by number."""
+        """Release all buffers, and return the constant tensors ``wanted``, by number."""
         known = {number: data for number, data in enumerate(self._constant_data) if number in wanted}
         self._free()
         return known
@@ -125,7 +125,7 @@ class ArrivingLayer:
         self._layer = layer
 
     def materialize(self) -> LayerRecord:
-        """Give the layer that was built, once its buffers are filled, what belongs to its parameters."""
+        """Complete the built layer, once its buffers are filled, with what belongs to its parameters."""
         layer = self._layer
         assert layer is not None, "load comes first"
         for found in layer.parameters.values():

@@ -107,7 +107,7 @@ def why_it_stays(value: Any, references: Iterable[int] = ()) -> str | None:
 
 
 def can_be_sent(value: Any, references: Iterable[int] = ()) -> bool:
-    """Tell whether another rank would load ``value`` from a pickle as what it is here."""
+    """Return whether another rank would load an equal ``value`` from its pickle."""
     return why_it_stays(value, references) is None
 
 

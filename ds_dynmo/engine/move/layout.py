@@ -1,8 +1,8 @@
-"""Describe which elements of which parameters lie where. Pure values.
+"""Layouts of flat buffers: which elements of which parameters lie in which shard. Pure values.
 
 DeepSpeed's BF16_Optimizer and DeepSpeedZeroOptimizer keep, per parameter group, the stage's parameters in one flat
-buffer, padded and cut into one equal shard per data-parallel rank. Frozen parameters lie in a *parked* buffer of their
-group, cut the same way: the optimizer does not see it, and what it holds comes back when they are unfrozen.
+buffer, padded and cut into one equal shard per data-parallel rank. Frozen parameters lie in a *detached* buffer of
+their group, cut the same way. The optimizer does not see it, and gets its contents back when they are unfrozen.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["Buffer", "Interval", "Layout", "Shard", "cut", "cut_one", "shard_siz
 
 
 class Buffer(NamedTuple):
-    """The flat buffer of a parameter group, on any stage: of its frozen parameters (parked), or of the others."""
+    """The flat buffer of a parameter group, on any stage: of its frozen parameters (detached), or of the others."""
 
     group: int
-    parked: bool
+    detached: bool
 
 
 class Shard(NamedTuple):
@@ -42,7 +42,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What lies where.
+    """Which elements of which parameters each shard holds.
 
     Attributes:
         intervals: by shard, in ascending order of their offsets.
@@ -70,28 +70,28 @@ class Layout:
 
 
 def cut(parameters: Iterable[tuple[ParamKey, int]], shards: int, size: int) -> Iterator[tuple[Interval, ...]]:
-    """Cut a flat buffer into shards, and list what each of them holds.
+    """Cut a flat buffer into shards, and list the intervals of each.
 
     Args:
         parameters: in the buffer's order, each with the number of its elements.
-        shards: how many there are.
-        size: elements of each.
+        shards: number of shards.
+        size: elements of each shard.
 
     >>> weight, bias = ParamKey(0, "weight"), ParamKey(0, "bias")
     >>> [[(i.key.name, i.start, i.numel, i.offset) for i in shard] for shard in cut([(weight, 6), (bias, 1)], 2, 4)]
     [[('weight', 0, 4, 0)], [('weight', 4, 2, 0), ('bias', 0, 1, 2)]]
     """
-    found: list[list[Interval]] = [[] for _ in range(shards)]
+    intervals: list[list[Interval]] = [[] for _ in range(shards)]
     begin = 0
     for key, numel in parameters:
         for shard, interval in cut_one(key, numel, begin, size):
-            found[shard].append(interval)
+            intervals[shard].append(interval)
         begin += numel
-    return map(tuple, found)
+    return map(tuple, intervals)
 
 
 def cut_one(key: ParamKey, numel: int, begin: int, size: int) -> Iterator[tuple[int, Interval]]:
-    """List which shards hold a parameter that lies in a flat buffer from element ``begin`` on, with what they hold.
+    """Yield the shards, and their intervals, of a parameter that lies in a flat buffer from element ``begin`` on.
 
     Args:
         size: elements of each shard.
@@ -104,11 +104,11 @@ def cut_one(key: ParamKey, numel: int, begin: int, size: int) -> Iterator[tuple[
         done += length
 
 
-def shard_size(total: int, shards: int, *, parked: bool = False) -> int:
+def shard_size(total: int, shards: int, *, detached: bool = False) -> int:
     """Count elements per shard: padded to 2 x ``shards`` as DeepSpeed 0.19.8 does. A live buffer is never empty.
 
-    >>> shard_size(7, 2), shard_size(0, 2), shard_size(0, 2, parked=True)
+    >>> shard_size(7, 2), shard_size(0, 2), shard_size(0, 2, detached=True)
     (4, 2, 0)
     """
-    total = total if parked else max(total, 1)
+    total = total if detached else max(total, 1)
     return -(-total // (2 * shards)) * 2

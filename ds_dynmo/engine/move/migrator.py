@@ -208,7 +208,7 @@ class Migrator:
             self._post(sends + more_sends, receives + more_receives)
 
     def poll(self) -> bool:
-        """Tell whether :meth:`commit` would find all that was started done. Asks this rank only, and does not wait."""
+        """Return whether all started transfers of this rank are done, without waiting."""
         return all(pending.is_done() for pending in self._in_progress().pending)
 
     def commit(self) -> int:
@@ -254,7 +254,7 @@ class Migrator:
     # -- messages -------------------------------------------------------------------------------------
 
     def _pack_again(self, migration: _Migration) -> None:
-        """Tell the others what the layers consist of now, after batches were trained."""
+        """Send new descriptions of the layers to the other ranks, after batches were trained."""
         context, arrivals = migration.context, migration.arrivals
         context.state.refresh()
         migration.packed = context.pack_again(migration.packed)

@@ -30,7 +30,7 @@ _MOST_ENTRIES = 10_000  # larger containers are not searched for names: a loss f
 
 
 @dataclass(frozen=True)
-class Name:
+class ObjectName:
     """Where an object is on every rank: an anchor, and the steps from there.
 
     ``anchor`` is ``("layer", number)``, ``("pipeline", None)`` or ``("globals", name of a Python module)``.
@@ -66,20 +66,20 @@ class Names:
         self._in_several = {key: part for key, (part, layers) in users.items() if len(layers) > 1}
         self._names = self._find_names({key: min(layers) for key, (_, layers) in users.items() if len(layers) == 1})
 
-    def of(self, value: Any) -> Name | None:
+    def of(self, value: Any) -> ObjectName | None:
         """Find the name of ``value`` in the layer list or the ``PipelineModule``, or None if it has no name."""
         entry = self._names.get(id(value))
         return entry[1] if entry is not None else None
 
     def is_shared(self, value: Any) -> bool:
-        """Tell whether ``value`` has a name, so that it belongs to the rank rather than to a layer."""
+        """Return whether ``value`` has a name, and so belongs to the rank rather than to a layer."""
         return id(value) in self._names
 
     def is_own(self, part: nn.Module) -> bool:
-        """Tell whether ``part``, which is registered in a layer, is registered in no other."""
+        """Return whether ``part``, which is registered in a layer, is registered in no other layer."""
         return id(part) not in self._in_several
 
-    def find(self, name: Name) -> Any:
+    def find(self, name: ObjectName) -> Any:
         """Find the object with this name on this rank.
 
         Raises:
@@ -119,13 +119,13 @@ class Names:
         keys = [str(spec.key) if isinstance(spec, TiedLayerSpec) else layer for layer, spec in enumerate(specs)]
         return [first.setdefault(key, layer) for layer, key in enumerate(keys)]
 
-    def _find_names(self, owner: Mapping[int, int]) -> dict[int, tuple[Any, Name]]:
+    def _find_names(self, owner: Mapping[int, int]) -> dict[int, tuple[Any, ObjectName]]:
         """Map the ``id`` of each shared object to the object and its name.
 
         Args:
             owner: by ``id`` of a module, the only layer that registers it.
         """
-        found: dict[int, tuple[Any, Name]] = {}
+        found: dict[int, tuple[Any, ObjectName]] = {}
         users: dict[int, int] = {}
         for layer, spec in enumerate(layer_specs(self._pipeline)):
 
@@ -134,12 +134,12 @@ class Names:
                 return owner.get(id(value), layer) == layer and users[id(value)] <= 2
 
             for path, value in walk([((), spec)], enter):
-                found.setdefault(id(value), (value, Name((_LAYER, layer), path)))
+                found.setdefault(id(value), (value, ObjectName((_LAYER, layer), path)))
                 users[id(value)] = users.get(id(value), 0) + 1
         names = {key: found[key] for key, count in users.items() if count > 1}
         attributes = [((step,), value) for step, value in children(self._pipeline) if not _is_of_pipeline(step[1])]
         for path, value in walk(attributes, lambda value: id(value) not in owner and not _is_data(value)):
-            names.setdefault(id(value), (value, Name((_PIPELINE, None), path)))
+            names.setdefault(id(value), (value, ObjectName((_PIPELINE, None), path)))
         return {
             k: entry for k, entry in names.items() if k not in owner and not isinstance(entry[0], tuple | frozenset)
         }
@@ -151,14 +151,14 @@ class GlobalVariables:
     Those of Python's own modules, torch's, numpy's, DeepSpeed's and ours do not count.
     """
 
-    def of(self, value: Any) -> Name | None:
+    def of(self, value: Any) -> ObjectName | None:
         """Find the name of ``value``; None if no variable holds it."""
         module_name = self._holders.get(id(value))
         if module_name is None:
             return None
         variables = list(vars(sys.modules[module_name]).items())
         names = (name for name, held in variables if held is value)
-        return next((Name((_GLOBALS, module_name), (("attribute", name),)) for name in names), None)
+        return next((ObjectName((_GLOBALS, module_name), (("attribute", name),)) for name in names), None)
 
     @cached_property
     def _holders(self) -> dict[int, str]:
@@ -171,7 +171,7 @@ class GlobalVariables:
 
 
 def _is_of_pipeline(name: str) -> bool:
-    """Tell whether the attribute holds layers, or is one that every ``nn.Module`` has, such as its hooks."""
+    """Return whether the attribute holds layers, or is one of every ``nn.Module``, such as its hooks."""
     return name in HOLDS_LAYERS or name.isdigit() or name in MODULE_MACHINERY
 
 

@@ -69,7 +69,7 @@ MODULE_MACHINERY = frozenset(vars(nn.Module()))  # attributes that every module 
 
 
 def is_constant(value: Any) -> bool:
-    """Tell whether ``value`` cannot change and holds nothing that can, or is pickled as a name."""
+    """Return whether ``value`` and all it holds are immutable, or it is pickled by name."""
     return _is_kind_of_constants(type(value)) or _is_importable(value)  # type: ignore[arg-type]  # types are hashable
 
 
@@ -79,7 +79,7 @@ def _is_kind_of_constants(kind: type) -> bool:
 
 
 def is_frozen(value: Any) -> bool:
-    """Tell whether ``value`` itself cannot change, though what it holds may: a tuple, a frozen dataclass or model."""
+    """Return whether ``value`` itself is immutable, if not what it holds: a tuple, a frozen dataclass or model."""
     if isinstance(value, tuple | frozenset):
         return True
     if dataclasses.is_dataclass(value):
@@ -181,7 +181,7 @@ def place_in_class(method: types.MethodType) -> tuple[type, str] | None:
 
 
 def _is_importable(value: Any) -> bool:
-    """Tell whether it is a function, or the like, under its own name in its Python module."""
+    """Return whether ``value`` is a function or class that its Python module has under the same name."""
     if not callable(value) or isinstance(value, nn.Module | types.MethodType | functools.partial):
         return False
     try:

@@ -158,7 +158,7 @@ def dump(value: Any, references: Mapping[int, int] = _NO_REFERENCES) -> Dumped:
 
 
 def pickles_with(value: Any, sought: Any, references: Iterable[int]) -> bool:
-    """Tell whether a pickle of ``value`` has a copy of ``sought`` in it.
+    """Return whether a pickle of ``value`` contains a copy of ``sought``.
 
     Args:
         references: the ``id`` of each object that is not pickled.

@@ -21,7 +21,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_dynmo.engine.move.description import can_be_sent, checksum, kind_of, path_text
-from ds_dynmo.engine.move.names import GlobalVariables, Name, Names
+from ds_dynmo.engine.move.names import GlobalVariables, Names, ObjectName
 from ds_dynmo.engine.move.object_graph import Path, Step, children, is_frozen, members, walk
 from ds_dynmo.engine.move.pickling import pickles_with
 from ds_dynmo.torch_private import buffers_of, children_of, parameters_of
@@ -40,7 +40,7 @@ class Reference:
             in it. Those of the counterpart must be equal.
     """
 
-    name: Name
+    name: ObjectName
     where: str
     kind: str
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...] = ()
@@ -81,7 +81,7 @@ class References:
         self._rank_attributes = frozenset(rank_attributes)
 
     def is_shared(self, value: Any) -> bool:
-        """Tell whether ``value`` has a name, so that it belongs to the rank rather than to a layer."""
+        """Return whether ``value`` has a name, and so belongs to the rank rather than to a layer."""
         return self._names.is_shared(value)
 
     def empty(self, layer: nn.Module) -> None:
@@ -167,7 +167,7 @@ class References:
                     )
 
     def _leaves_with_layer(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor leaves with the layer that registers it: parameters do, other shared tensors stay."""
+        """Return whether a tensor leaves with the layer that registers it: parameters do, other shared tensors stay."""
         return isinstance(tensor, nn.Parameter) or not self._names.is_shared(tensor)
 
     def _others(self, layer: nn.Module) -> dict[int, nn.Module]:
@@ -223,7 +223,7 @@ class References:
             return text
         return f'{text}, or say that it belongs to the rank: "rank_attributes": ["{attribute}"] in the "dynmo" block'
 
-    def _reference(self, name: Name, path: Path, value: Any, layer: nn.Module) -> Reference:
+    def _reference(self, name: ObjectName, path: Path, value: Any, layer: nn.Module) -> Reference:
         tensors: dict[str, torch.Tensor] = {}
         if isinstance(value, torch.Tensor):
             tensors = {"": value}
@@ -294,7 +294,7 @@ def _walk_layer(
 
 
 def _travels(value: Any, layer: nn.Module, roots: Sequence[tuple[Path, Any]], found: Outside) -> bool:
-    """Tell whether ``value`` is sent when ``layer`` moves.
+    """Return whether ``value`` is sent when ``layer`` moves.
 
     An attribute that cannot be pickled, such as a process group, stays behind with all that it holds: the layer gets a
     new one when it is built there.

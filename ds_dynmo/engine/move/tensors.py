@@ -112,7 +112,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether there are no gaps and no overlap: a permutation of a contiguous tensor."""
+    """Return whether a tensor has no gaps and no overlap: it is a permuted contiguous tensor."""
     strides, shape = tensor.stride(), tensor.shape
     order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], -shape[axis]))
     return tensor.permute(order).is_contiguous()

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ds_dynmo import partitioners
-from ds_dynmo.engine.decide.balancer import DECIDING, Balancer
 from ds_dynmo.engine.decide.memory import HeldMemory
+from ds_dynmo.engine.decide.rebalancer import DECIDING, Rebalancer
 from ds_dynmo.engine.measure import layer_sizes
 from ds_dynmo.engine.resize.job_ranks import JobRanks
 from ds_dynmo.engine.resize.planning import Planner
@@ -34,9 +34,9 @@ class RankFacts:
 class StageDecision:
     """Chooses a number of stages, and a placement on them."""
 
-    def __init__(self, stage: StageContext, balancer: Balancer, ranks: JobRanks) -> None:
-        self._stage, self._config, self._balancer = stage, stage.config, balancer
-        self._ranks, self._groups = ranks, balancer.groups
+    def __init__(self, stage: StageContext, rebalancer: Rebalancer, ranks: JobRanks) -> None:
+        self._stage, self._config, self._rebalancer = stage, stage.config, rebalancer
+        self._ranks, self._groups = ranks, rebalancer.groups
         self._limit_bytes: int | None = None  # of a rank, as of the latest decision
 
     def by_hand(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[Placement, str]:
@@ -60,28 +60,28 @@ class StageDecision:
 
     def plan(self, new: Placement) -> RepackPlan:
         """Plan the way from the present placement to ``new``, over another number of stages."""
-        profile = self._balancer.profile
+        profile = self._rebalancer.profile
         layer_bytes = [cost.static_bytes for cost in profile.layers] if profile is not None else None
         return plan_repack(self._ranks.stages, self._stage.placement, new, layer_bytes)
 
     def predicted_seconds(self, placement: Placement) -> float | None:
         """Predict the seconds of an iteration at ``placement``, under the schedule in force; None without a profile."""
-        profile = self._balancer.profile
+        profile = self._rebalancer.profile
         if profile is None:
             return None
-        given = self._balancer.decision_input(profile, self._limit_bytes, in_force=False)
+        given = self._rebalancer.decision_input(profile, self._limit_bytes, in_force=False)
         return given.pipeline.on(placement.num_stages).iteration_seconds(placement.boundaries)
 
     def _gather_facts(self) -> RankFacts:
         """Gather what a decision needs. Collective."""
-        if self._balancer.profile is not None:
+        if self._rebalancer.profile is not None:
             return RankFacts(self._gather_held(), ())
         parameters = layer_sizes.per_layer(self._stage.layers, layer_sizes.trainable_parameters)
         return RankFacts(None, self._stage.comm.max_over_world(parameters).tolist())
 
     def _gather_held(self) -> HeldMemory | None:
         """Gather what ranks hold of each layer; None without a limit. Collective."""
-        held = self._balancer.memory.held()
+        held = self._rebalancer.memory.held()
         self._limit_bytes = held.limit if held is not None else None
         return held
 
@@ -109,17 +109,17 @@ class StageDecision:
 
     def _planner(self, held: HeldMemory | None, *, smoothed: bool) -> Planner:
         """Make a planner of one pipeline, which has the micro-batches of all its extra replicas."""
-        balancer, profile = self._balancer, self._balancer.profile
+        rebalancer, profile = self._rebalancer, self._rebalancer.profile
         assert profile is not None
-        whole = balancer.of_whole_batch(profile)
+        whole = rebalancer.of_whole_batch(profile)
 
         def find_overflow(partition: Sequence[int]) -> Overflow | None:
             return held.overflow(self.plan(Placement.chain(partition)).moves) if held is not None else None
 
         return Planner(
-            given=balancer.decision_input(whole, self._limit_bytes, smoothed=smoothed, in_force=False),
+            given=rebalancer.decision_input(whole, self._limit_bytes, smoothed=smoothed, in_force=False),
             most=self._ranks.stages.most,
-            first_seconds=balancer.cost_model.first_seconds,
+            first_seconds=rebalancer.cost_model.first_seconds,
             find_overflow=find_overflow,
         )
 

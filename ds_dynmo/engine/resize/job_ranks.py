@@ -58,11 +58,11 @@ class JobRanks:
         return released, [at for at in self.locations if at.rank in present]
 
     def have_exited(self, locations: Sequence[RankLocation]) -> bool:
-        """Have the processes of these released ranks said that they end?"""
+        """Return whether the processes of all these released ranks have announced their end."""
         return parking.have_exited(self.world.store, [location.rank for location in locations])
 
     def dismiss(self) -> None:
-        """Tell all ranks that are not at work that nobody will call them any more. Rank 0 does this."""
+        """Dismiss all ranks that are not at work: nobody will call them any more. On rank 0."""
         if self.world.launch_rank != 0:
             return
         at_work = self.world.launch_ranks(self.world.stages)

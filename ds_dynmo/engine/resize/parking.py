@@ -54,7 +54,7 @@ def post_recall(store: Any, launch_ranks: Sequence[int], recall: Recall, *, time
 
 
 def dismiss(store: Any, launch_ranks: Sequence[int]) -> None:
-    """Tell parked ranks that nobody will call any more."""
+    """Dismiss parked ranks: nobody will call them any more."""
     for launch_rank in launch_ranks:
         store.set(_key("call", launch_rank, _count(store, launch_rank)), _END)
 
@@ -87,7 +87,7 @@ def announce_exit(store: Any, launch_rank: int) -> None:
 
 
 def have_exited(store: Any, launch_ranks: Sequence[int]) -> bool:
-    """Have the processes of all these released ranks said that they end?"""
+    """Return whether the processes of all these released ranks have announced their end."""
     with suppress(RuntimeError):
         return bool(store.check([_exit_key(launch_rank) for launch_rank in launch_ranks]))
     return False

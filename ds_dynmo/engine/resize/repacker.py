@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ds_dynmo.engine.decide.balancer import Balancer
+from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.reporter import Reporter
 from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
@@ -47,7 +47,7 @@ class Repacker:
         self,
         engine: DeepSpeedPipeline,
         stage: StageContext,
-        balancer: Balancer,
+        rebalancer: Rebalancer,
         migrator: Migrator,
         reporter: Reporter,
         ranks: JobRanks,
@@ -57,11 +57,11 @@ class Repacker:
         save_checkpoint: Callable[[str, str], Any],
     ) -> None:
         self._stage, self._config, self._comm = stage, stage.config, stage.comm
-        self._balancer, self._reporter = balancer, reporter
+        self._rebalancer, self._reporter = rebalancer, reporter
         self._save_checkpoint = save_checkpoint
         self.ranks, self.data = ranks, data
-        self._change = WorldChange(engine, stage, balancer, migrator, ranks, data, progress)
-        self._decision = StageDecision(stage, balancer, ranks)
+        self._change = WorldChange(engine, stage, rebalancer, migrator, ranks, data, progress)
+        self._decision = StageDecision(stage, rebalancer, ranks)
         self._finishes_at_exit = False
         repack = self._config.repack
         self._policy = policy_for(repack)
@@ -106,8 +106,8 @@ class Repacker:
                 ``keep_together`` keeps together, or no partition fits in memory. Nothing has changed.
             MigrationError: see its message; nothing has changed unless it says that layers had begun to move.
         """
-        if self._balancer.profile is None and num_stages is None and partition is None:
-            self._balancer.train_until_profiled(train)
+        if self._rebalancer.profile is None and num_stages is None and partition is None:
+            self._rebalancer.train_until_profiled(train)
         began = time.perf_counter()
         self._comm.enter("repack")
         new, verdict = self._decision.by_hand(num_stages, partition)
@@ -135,7 +135,7 @@ class Repacker:
         return False
 
     def dismiss_parked(self) -> None:
-        """Tell parked ranks that the job has ended. Rank 0 does so too when its process ends."""
+        """End parked ranks. Rank 0 does so too when its process ends."""
         if not self.released:
             self.ranks.dismiss()
 
@@ -166,16 +166,16 @@ class Repacker:
         counters, old = self._stage.counters, self._stage.placement
         step = counters.steps
         before, after = self._decision.predicted_seconds(old), self._decision.predicted_seconds(new)
-        self._reporter.profiled(self._balancer.profile, counters.samples)  # the next one is of other stages
+        self._reporter.profiled(self._rebalancer.profile, counters.samples)  # the next one is of other stages
         if self._policy.restarts and new.num_stages < old.num_stages:
             done, saved = self._stop_for_restart(new)
             verdict = f"{verdict}; {saved}"
         elif new.num_stages == old.num_stages:
-            moved = self._balancer.go_to(new, Request(Reason.EXPLICIT))
+            moved = self._rebalancer.go_to(new, Request(Reason.EXPLICIT))
             done = RepackResult((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
         else:
             done = self._resize(new)
-        if self._balancer.profile is not None:
+        if self._rebalancer.profile is not None:
             after = self._decision.predicted_seconds(new)  # with the present number of replicas
         report = RepackReport(
             step=step,
@@ -202,7 +202,7 @@ class Repacker:
         """Go on with another number of stages."""
         change, ranks = self._change, self.ranks
         plan = self._decision.plan(new)
-        self._balancer.memory.check(plan.moves)
+        self._rebalancer.memory.check(plan.moves)
         if len(plan.stages) > len(self.world.stages):
             return growing.grow(change, plan)
         wants_replicas = self._config.repack.freed_ranks == "replicas" and not self._stage.replicas_would_differ

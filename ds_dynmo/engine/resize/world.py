@@ -79,7 +79,7 @@ class World:
         return self._generation
 
     def launch_ranks(self, stages: Sequence[int]) -> tuple[int, ...]:
-        """The ranks at the launch of all replicas and slices of these stages."""
+        """List the launch's ranks of all replicas and slices of these stages."""
         return tuple(sorted(rank for stage in stages for rank in self._launch.get_axis_list(axis="pipe", idx=stage)))
 
     @property
@@ -98,7 +98,7 @@ class World:
         return self.stages.index(self.launch_stage) // (len(self.stages) // self.replica_multiplier)
 
     def _topology(self) -> ProcessTopology:
-        """The axes of the launch, over the present stages and replicas."""
+        """Build a topology with the launch's axes, over the present stages and replicas."""
         sizes = {**self.axes, "pipe": len(self.stages) // self.replica_multiplier}
         if self.replica_multiplier > 1:
             sizes["data"] *= self.replica_multiplier

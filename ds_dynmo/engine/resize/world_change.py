@@ -16,7 +16,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.engine.comm.bounded import within
-from ds_dynmo.engine.decide.balancer import Balancer
+from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.deepspeed import buffers, process_groups
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.move.migration_context import MigrationContext
@@ -62,14 +62,14 @@ class WorldChange:
         self,
         engine: DeepSpeedPipeline,
         stage: StageContext,
-        balancer: Balancer,
+        rebalancer: Rebalancer,
         migrator: Migrator,
         ranks: JobRanks,
         data: DataPosition,
         progress: Stateful,
     ) -> None:
         self.engine, self.stage, self.comm = engine, stage, stage.comm
-        self.balancer, self.ranks, self.data = balancer, ranks, data
+        self.rebalancer, self.ranks, self.data = rebalancer, ranks, data
         self._migrator, self._progress = migrator, progress
         self.shared_states: dict[str, Stateful] = {}
 
@@ -115,7 +115,7 @@ class WorldChange:
         self.stage.state.forget()
         buffers.free_buffers(engine)
         buffers.free_losses(engine)
-        self.balancer.forget_profile()
+        self.rebalancer.forget_profile()
         self.ranks.released = True
         gc.collect()  # parameters are held by cycles through what DeepSpeed binds on them
         get_accelerator().empty_cache()

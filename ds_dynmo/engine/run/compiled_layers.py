@@ -15,24 +15,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ds_dynmo.engine.run import compiler
+from ds_dynmo.stage_work import Stopwatch
 from ds_dynmo.torch_private import call_uncompiled, compiled_call_of, set_compiled_call
 
 _logger = logging.getLogger("DynMo")
 _MANY = 32  # compilations for layers of one class, on one rank, that are worth a warning
-
-
-class Stopwatch(Protocol):
-    """Measures layers, and can leave out the time in between."""
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
 
 
 class CompiledLayers:
@@ -178,7 +171,7 @@ class _Call:
 
 
 def _parts(layers: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.Module]]:
-    """Give what is compiled of each layer: a module, with its path in the layer; "" is the layer itself."""
+    """Yield the compiled parts of each layer: a module and its path in the layer, "" for the layer itself."""
     for index, layer in layers.items():
         for path in getattr(type(layer), "compiled_parts", ("",)):
             try:
@@ -188,7 +181,7 @@ def _parts(layers: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.Modul
 
 
 def _variant(index: int, path: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Tell apart what may compile from what may not: the layer, what it runs for, and what its inputs look like."""
+    """Return the key of a compilation: the layer, what it runs for, and the form of its inputs."""
     named = tuple((name, _look(value)) for name, value in kwargs.items())
     return index, path, torch.is_grad_enabled(), module.training, _look(args), named
 
@@ -200,7 +193,7 @@ def _look(value: Any) -> Any:
 
 
 def _laid_out(value: Any) -> Any:
-    """Give what a message would bring: contiguous tensors, whatever their strides in the layer before on this rank."""
+    """Return contiguous tensors, as a message would bring them, whatever the previous layer on this rank returned."""
     if isinstance(value, torch.Tensor):
         return value.contiguous() if value.layout is torch.strided else value
     return type(value)(map(_laid_out, value)) if type(value) in (tuple, list) else value

@@ -34,7 +34,7 @@ _OF_THE_MACHINE = (OSError, MemoryError, subprocess.SubprocessError)
 
 
 def default_backend() -> str:
-    """The backend that DeepSpeed's accelerator names, ``"inductor"`` on a CPU."""
+    """Return the backend that DeepSpeed's accelerator names, ``"inductor"`` on a CPU."""
     return str(get_accelerator().get_compile_backend())
 
 
@@ -171,7 +171,7 @@ def _of_fixed_sizes(backend: Any) -> Callable[..., Any]:
 
 @contextmanager
 def compiling_through(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Inside, call ``begin`` and ``end`` around whatever torch compiles, and let it compile as often as it takes.
+    """Call ``begin`` and ``end`` around each compilation of torch, without its limit of compilations.
 
     Beyond a limit torch would run a layer as it is, or fail: which layer would depend on those that were here before.
     """
@@ -214,6 +214,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _while_compiling(error: Exception) -> bool:
-    """Was it raised while torch compiled? Some errors are of no class of the compiler's."""
+    """Return whether an error was raised while torch compiled; some have no compiler class."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__") == "torch._dynamo.convert_frame" for frame in frames)

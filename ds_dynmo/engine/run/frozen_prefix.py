@@ -23,7 +23,7 @@ Instruction = Callable[..., None]
 
 
 def trains(module: nn.Module) -> bool:
-    """Has it anything to train?"""
+    """Return whether a layer has trainable parameters."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
@@ -115,7 +115,7 @@ def frozen_prefix(trainable: Sequence[bool]) -> int:
 
 
 def goes_back(layers: Iterable[int], prefix: int) -> bool:
-    """Does a backward pass have anything to do in these layers: is one of them behind the frozen prefix?"""
+    """Return whether a backward pass has work in these layers: one of them is behind the frozen prefix."""
     return any(layer >= prefix for layer in layers)
 
 

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe import schedule
 
+from ds_dynmo.engine.comm.channels import MessageShapes
 from ds_dynmo.engine.deepspeed import buffers
 from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions
 from ds_dynmo.engine.deepspeed.point_to_point import receive_from_previous, send_to_next, shapes_are_known
 from ds_dynmo.errors import ConfigError
-
-Layout = list[tuple[torch.Size, torch.dtype]]
 
 _MOST = 256  # tensors in a message: DeepSpeed announces their shapes in so many numbers
 _INVOLVED = (
@@ -43,7 +42,7 @@ class GradientFlags:
     def __init__(self) -> None:
         self._sent: list[bool] | None = None  # to the next stage; None: to be announced
         self._received: list[bool] | None = None  # from the previous one
-        self._layout: Layout | None = None  # of what is sent, as DeepSpeed announced it; None: it will
+        self._layout: MessageShapes | None = None  # of what is sent, as DeepSpeed announced it; None: it will
 
     def forget(self) -> None:
         """Announce anew. Every stage has to forget between the same two batches."""
@@ -224,7 +223,7 @@ def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
-def _listed(layout: Layout) -> str:
+def _listed(layout: MessageShapes) -> str:
     return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in layout) or "nothing"
 
 

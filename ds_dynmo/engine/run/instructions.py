@@ -22,13 +22,14 @@ from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions, entry
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed.tied_gradients import join_copies, share_copies
-from ds_dynmo.engine.measure.profiler import Part, Profiler
+from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.run import frozen_prefix
 from ds_dynmo.engine.run.gradient_flags import GradientFlags
 from ds_dynmo.engine.run.random_streams import LayerStreams
 from ds_dynmo.engine.split.scheduled import ScheduledBatches
 from ds_dynmo.engine.split.steps import InputGradientPass, WeightGradientPass
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.schedules import Kind
 from ds_dynmo.torch_private import no_torch_function
 
 Around = Callable[[Instruction], Instruction]
@@ -37,7 +38,7 @@ _MESSAGES = (schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad
 
 
 def is_own_kind(kind: type) -> bool:
-    """Is it an instruction class of the user's, which neither DeepSpeed's schedules nor ours have?"""
+    """Return whether an instruction class is the user's: neither DeepSpeed's schedules nor ds_dynmo's have it."""
     return kind.__module__ != schedule.__name__ and kind not in (InputGradientPass, WeightGradientPass)
 
 
@@ -124,11 +125,11 @@ def compose(
 def marked(bare: Instructions, profiler: Profiler, *, backward: bool) -> Instructions:
     """Wrap ``bare`` so that the profiler sees where each pass begins and ends; ``backward``: there are such passes."""
     around: dict[type, Around] = {kind: partial(_another_pass, profiler) for kind in bare if is_own_kind(kind)}
-    around[schedule.ForwardPass] = partial(_one_pass, profiler, Part.FORWARD)
+    around[schedule.ForwardPass] = partial(_one_pass, profiler, Kind.FORWARD)
     if backward:
-        around[schedule.BackwardPass] = partial(_one_pass, profiler, Part.BACKWARD)
-        around[InputGradientPass] = partial(_one_pass, profiler, Part.INPUT_GRADIENT)
-        around[WeightGradientPass] = partial(_one_pass, profiler, Part.WEIGHT_GRADIENT)
+        around[schedule.BackwardPass] = partial(_one_pass, profiler, Kind.BACKWARD)
+        around[InputGradientPass] = partial(_one_pass, profiler, Kind.INPUT_GRADIENT)
+        around[WeightGradientPass] = partial(_one_pass, profiler, Kind.WEIGHT_GRADIENT)
     return MappingProxyType({kind: around.get(kind, _bare)(instruction) for kind, instruction in bare.items()})
 
 
@@ -136,9 +137,9 @@ def _bare(instruction: Instruction) -> Instruction:
     return instruction
 
 
-def _one_pass(profiler: Profiler, part: Part, instruction: Instruction) -> Instruction:
+def _one_pass(profiler: Profiler, kind: Kind, instruction: Instruction) -> Instruction:
     def one_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
-        with profiler.one_pass(part):
+        with profiler.one_pass(kind):
             instruction(engine, *args, **kwargs)
 
     return one_pass
@@ -165,7 +166,7 @@ class _Join(torch.autograd.Function):
         return (None, *ctx.gradients)
 
 
-class _Output(torch.Tensor):
+class _JoinedOutput(torch.Tensor):
     """One of several outputs of a stage. Its backward pass waits for those of the others, then all run as one."""
 
     __torch_function__ = no_torch_function
@@ -196,7 +197,7 @@ def _waiting_for_each_other(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
     def wait(output: torch.Tensor) -> torch.Tensor:
         if not output.is_floating_point():
             return output
-        one = output.as_subclass(_Output)
+        one = output.as_subclass(_JoinedOutput)
         one.output, one.waiting, one.of = output, waiting, count
         return one
 

@@ -52,7 +52,7 @@ class Draws(NamedTuple):
     micro_batch: int
 
 
-class Pass(NamedTuple):
+class LayerPass(NamedTuple):
     """A pipeline instruction that may run layers.
 
     Attributes:
@@ -162,7 +162,7 @@ class LayerStreams:
         self._numbers: list[int] = []  # of the stage's layers
         self._now: dict[str, Any] = {}  # step and training; with the draws they distinguish a layer's streams
         self._swapped: tuple[Any, ...] = (self._torch,)  # what activation checkpointing restores, too
-        self._pass: Pass | None = None
+        self._pass: LayerPass | None = None
         self._outer: list[Any] | None = None
         self._outer_of_python: Any = None
 
@@ -202,14 +202,14 @@ class LayerStreams:
         def forward_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
             buffer_id = _buffer_id(args, kwargs)
             self._in_buffer[buffer_id] = self._next("", self._seed)
-            self._run(Pass(buffer_id, self._in_buffer[buffer_id], recomputes=False), forward, engine, args, kwargs)
+            self._run(LayerPass(buffer_id, self._in_buffer[buffer_id], recomputes=False), forward, engine, args, kwargs)
 
         return forward_pass
 
     def _backward_pass(self, backward: Instruction) -> Instruction:
         def backward_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
             buffer_id = _buffer_id(args, kwargs)
-            self._run(Pass(buffer_id, self._in_buffer[buffer_id], recomputes=True), backward, engine, args, kwargs)
+            self._run(LayerPass(buffer_id, self._in_buffer[buffer_id], recomputes=True), backward, engine, args, kwargs)
 
         return backward_pass
 
@@ -217,7 +217,7 @@ class LayerStreams:
         seed = _seed_of_kind(self._seed, kind)
 
         def own_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
-            begun = Pass(_buffer_id(args, kwargs), self._next(kind, seed), recomputes=None)
+            begun = LayerPass(_buffer_id(args, kwargs), self._next(kind, seed), recomputes=None)
             self._run(begun, instruction, engine, args, kwargs)
 
         return own_pass
@@ -228,7 +228,7 @@ class LayerStreams:
         return Draws(seed, micro_batch)
 
     def _run(
-        self, begun: Pass, instruction: Instruction, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, begun: LayerPass, instruction: Instruction, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._pass = begun
         try:

@@ -11,7 +11,7 @@ from ds_dynmo.engine.deepspeed import files
 from ds_dynmo.engine.deepspeed.loss_scale import set_loss_scale_state
 from ds_dynmo.engine.save.context import CheckpointContext, universal_info
 from ds_dynmo.engine.save.layer_content import LoadedLayer, install
-from ds_dynmo.engine.save.layout import Manifest
+from ds_dynmo.engine.save.manifest import Manifest
 from ds_dynmo.engine.save.progress import restore_random_states
 from ds_dynmo.engine.state.pieces import StatePieces
 from ds_dynmo.engine.state.scheduler_lists import fill_state

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ds_dynmo.engine.decide.balancer import Balancer
+from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.move.references import References
 from ds_dynmo.engine.run.trainable import TrainableLayers
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
 from ds_dynmo.engine.save.initial_model import InitialModelSpec
-from ds_dynmo.engine.save.progress import Progress
+from ds_dynmo.engine.save.progress import EngineProgress
 from ds_dynmo.engine.save.reading import load
 from ds_dynmo.engine.save.writing import save
 from ds_dynmo.engine.stage import StageContext
@@ -31,12 +31,12 @@ class Checkpointer:
         engine: Any,
         stage: StageContext,
         names: References,
-        balancer: Balancer,
+        rebalancer: Rebalancer,
         trainable: TrainableLayers,
-        progress: Progress,
+        progress: EngineProgress,
         generation: Callable[[], int],
     ) -> None:
-        self._engine, self._stage, self._names, self._balancer = engine, stage, names, balancer
+        self._engine, self._stage, self._names, self._rebalancer = engine, stage, names, rebalancer
         self._trainable, self._progress, self._generation = trainable, progress, generation
         self._origin = InitialModelSpec.of(stage, engine.get_data_types()[0], names.is_shared)
         stage.optimizer.changed.subscribe("a checkpoint describes its files", self._describe_optimizer)
@@ -62,7 +62,7 @@ class Checkpointer:
             stage=self._stage,
             names=self._names,
             origin=self._origin,
-            balancer=self._balancer,
+            rebalancer=self._rebalancer,
             trainable=self._trainable,
             progress=self._progress,
             generation=self._generation(),

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ds_dynmo.engine.comm.coordinates import RankCoordinates
-from ds_dynmo.engine.decide.balancer import Balancer
+from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.deepspeed.files import slice_number, universal_information, writes_optimizer_shards
 from ds_dynmo.engine.move.references import References
 from ds_dynmo.engine.run.trainable import TrainableLayers
 from ds_dynmo.engine.save.initial_model import InitialModelSpec
-from ds_dynmo.engine.save.layout import SliceLayout
-from ds_dynmo.engine.save.progress import Progress
+from ds_dynmo.engine.save.manifest import SliceManifest
+from ds_dynmo.engine.save.progress import EngineProgress
 from ds_dynmo.engine.stage import StageContext
-from ds_dynmo.engine.state.pieces import StageLayout
+from ds_dynmo.engine.state.pieces import StageSlots
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files.checkpoints import layer_file
 
@@ -39,9 +39,9 @@ class CheckpointContext:
     stage: StageContext
     names: References
     origin: InitialModelSpec
-    balancer: Balancer
+    rebalancer: Rebalancer
     trainable: TrainableLayers
-    progress: Progress
+    progress: EngineProgress
     generation: int
 
     @property
@@ -61,12 +61,12 @@ class CheckpointContext:
         return self.stage.comm.everywhere("a checkpoint", function, same=same, error=CheckpointError)
 
 
-def own_layout(context: CheckpointContext, stage: StageLayout) -> SliceLayout:
-    """Make the layout of this rank's stage and layers alone; ``stage``: what is in its optimizer files."""
+def local_slice(context: CheckpointContext, stage: StageSlots) -> SliceManifest:
+    """Make the manifest of this rank's stage and layers alone; ``stage``: the slots of its optimizer files."""
     layers, slice_index = context.stage.layers, context.here.tp_rank
     own = layers.counted_modules()
     stored = {index: layers.stored_use(index) for index in own}
-    return SliceLayout(
+    return SliceManifest(
         stages=(stage,),
         numbers=(slice_number(context.engine),),
         shapes={index: context.origin.layers[index].shapes for index in own},
@@ -78,7 +78,7 @@ def own_layout(context: CheckpointContext, stage: StageLayout) -> SliceLayout:
 
 
 def universal_info(engine: Any, stage: StageContext, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Tell DeepSpeed's universal conversion, through the client state, which weights may be on several stages.
+    """Return the client state that tells DeepSpeed's universal conversion which weights may be on several stages.
 
     It takes these from the first stage, so a weight that the first stage lacks is not named.
     """

@@ -64,7 +64,7 @@ class CheckpointFolder:
         self._remove_abandoned()
 
     def commit(self, save_latest: bool) -> None:
-        """Give the temporary folder, which is complete, its name."""
+        """Rename the complete temporary folder to its final name."""
         sync(os.path.join(self.temporary, FOLDER))
         sync(self.temporary)
         if os.path.lexists(self._path):

@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_dynmo.engine.move.object_graph import MODULE_MACHINERY
 from ds_dynmo.engine.stage import StageContext
-from ds_dynmo.engine.state.pieces import StageLayout
+from ds_dynmo.engine.state.pieces import StageSlots
 from ds_dynmo.files.digests import digest
 from ds_dynmo.placement import Placement
 
@@ -82,12 +82,12 @@ class InitialModelSpec:
     Attributes:
         placement: at construction.
         layers: every layer with a module; a tied one under its first use. Of this rank's tensor-parallel slice.
-        layout: what DeepSpeed would write of this rank's stage at that placement.
+        slots: what DeepSpeed would write of this rank's stage at that placement.
     """
 
     placement: Placement
     layers: dict[int, LayerOrigin]
-    layout: StageLayout
+    slots: StageSlots
 
     @classmethod
     def of(cls, stage: StageContext, precision: torch.dtype, is_shared: IsShared) -> InitialModelSpec:
@@ -106,15 +106,15 @@ class InitialModelSpec:
         every = stage.comm.gather_objects((mine, described))
         of_slice = [found for slice_index, found in every if slice_index == mine]
         whole = {index: origin for found in of_slice for index, origin in found.items()}
-        return cls(stage.placement, dict(sorted(whole.items())), _layout(stage))
+        return cls(stage.placement, dict(sorted(whole.items())), _slots(stage))
 
     def with_optimizer(self, stage: StageContext) -> InitialModelSpec:
         """Describe an optimizer that was configured later, unless layers have moved since construction."""
-        return replace(self, layout=_layout(stage)) if stage.placement == self.placement else self
+        return replace(self, slots=_slots(stage)) if stage.placement == self.placement else self
 
 
-def _layout(stage: StageContext) -> StageLayout:
-    return stage.state.layout(stage.layers.named_parameters())
+def _slots(stage: StageContext) -> StageSlots:
+    return stage.state.slots(stage.layers.named_parameters())
 
 
 def aliases_of(module: nn.Module) -> dict[str, str]:

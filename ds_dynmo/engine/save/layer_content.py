@@ -272,7 +272,7 @@ def _as_built(module: nn.Module, origin: LayerOrigin) -> Extras:
 def _make_room(
     subs: dict[str, nn.Module], name: str, about: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Give the layer a parameter of the saved shape and ``dtype``; keep the present one if it has them."""
+    """Set a parameter of the saved shape and ``dtype`` in the layer; keep the present one if it has them."""
     path, _, leaf = name.rpartition(".")
     present = parameters_of(subs[path]).get(leaf)
     if present is not None and list(present.shape) == about["shape"] and present.dtype == dtype:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_dynmo.engine.decide.balancer import Balancer
+from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.deepspeed.checkpointing import deepspeeds_tracker
 from ds_dynmo.engine.deepspeed.counters import (
     micro_batch_counters,
@@ -20,40 +20,40 @@ from ds_dynmo.engine.deepspeed.counters import (
 from ds_dynmo.engine.run.trainable import TrainableLayers
 
 
-class Progress:
+class EngineProgress:
     """What an engine has counted and learnt, the same on every rank."""
 
-    def __init__(self, engine: Any, balancer: Balancer, trainable: TrainableLayers) -> None:
-        self._engine, self._balancer, self._trainable = engine, balancer, trainable
+    def __init__(self, engine: Any, rebalancer: Rebalancer, trainable: TrainableLayers) -> None:
+        self._engine, self._rebalancer, self._trainable = engine, rebalancer, trainable
 
     def counters(self) -> dict[str, Any]:
         """Return the counters that DeepSpeed's checkpoints lack, as plain JSON."""
-        balancer = self._balancer
+        rebalancer = self._rebalancer
         return {
             **micro_batch_counters(self._engine),
-            "last_move_step": balancer.last_move_step,
-            "controller": balancer.trigger.state_dict(),
-            "experience": balancer.cost_model.state_dict(),
+            "last_move_step": rebalancer.last_move_step,
+            "controller": rebalancer.trigger.state_dict(),
+            "experience": rebalancer.cost_model.state_dict(),
         }
 
     def restore_counters(self, saved: dict[str, Any], *, same_placement: bool) -> None:
         """Restore :meth:`counters`; those of decisions, and what was learnt for them, only at the saved placement."""
-        balancer = self._balancer
+        rebalancer = self._rebalancer
         set_micro_batch_counters(self._engine, saved)
         if same_placement:
-            balancer.last_move_step = saved["last_move_step"]
-            balancer.trigger.load_state_dict(saved["controller"])
-            balancer.cost_model.load_state_dict(saved["experience"])
+            rebalancer.last_move_step = saved["last_move_step"]
+            rebalancer.trigger.load_state_dict(saved["controller"])
+            rebalancer.cost_model.load_state_dict(saved["experience"])
         else:
-            balancer.cost_model.model_changed()
-            balancer.cost_model.first_seconds = saved["experience"].get("first_seconds")
+            rebalancer.cost_model.model_changed()
+            rebalancer.cost_model.first_seconds = saved["experience"].get("first_seconds")
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it, for a rank that was away."""
         return {
             "shared": shared_counters(self._engine),
             "counters": self.counters(),
-            "profile": self._balancer.profile,
+            "profile": self._rebalancer.profile,
             "trainable": self._trainable.state_dict(),
         }
 
@@ -61,7 +61,7 @@ class Progress:
         """Restore :meth:`state_dict`."""
         set_shared_counters(self._engine, state["shared"])
         self.restore_counters(state["counters"], same_placement=True)
-        self._balancer.profile = state["profile"]
+        self._rebalancer.profile = state["profile"]
         self._trainable.load_state_dict(state["trainable"])
 
 

@@ -14,7 +14,7 @@ from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.deepspeed.universal import LATEST as LATEST_UNIVERSAL
 from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.engine.save.applying import Loaded, LoadOptions, apply, client_state_of
-from ds_dynmo.engine.save.context import CheckpointContext, own_layout
+from ds_dynmo.engine.save.context import CheckpointContext, local_slice
 from ds_dynmo.engine.save.importers.optimizer import read_state
 from ds_dynmo.engine.save.importers.stock import how_it_is_read, stock_manifest, stock_state_of_use
 from ds_dynmo.engine.save.importers.universal import read_universal
@@ -29,7 +29,7 @@ from ds_dynmo.engine.save.layer_content import (
     present_digests,
     present_shapes,
 )
-from ds_dynmo.engine.save.layout import (
+from ds_dynmo.engine.save.manifest import (
     MANIFEST,
     Manifest,
     join,
@@ -95,7 +95,7 @@ def load(
                 raise
             raise CheckpointError(f"{how}: the partition {manifest.placement}. {error}") from error
     if target != context.stage.placement:
-        context.balancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)
+        context.rebalancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)
     try:
         apply(context, manifest, loaded, options)
     except Exception as error:
@@ -103,9 +103,11 @@ def load(
             f"{os.path.dirname(loaded.path)}: rank {context.here.rank} failed while putting it in place, so "
             f"the engine is neither what it was nor what was saved: {error}"
         ) from error
-    allowed = context.balancer.nearest_allowed(context.stage.placement)  # another dynmo.keep_together may have saved it
+    allowed = context.rebalancer.nearest_allowed(
+        context.stage.placement
+    )  # another dynmo.keep_together may have saved it
     if allowed != context.stage.placement:
-        context.balancer.go_to(allowed, Request(Reason.CHECKPOINT))
+        context.rebalancer.go_to(allowed, Request(Reason.CHECKPOINT))
     return loaded.path, client_state_of(context, loaded, options)
 
 
@@ -136,7 +138,7 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
     comm = context.stage.comm
     folder, text = context.everywhere(manifest, same=_content)
     slice_index = context.here.tp_rank
-    slices = join(comm.gather_objects((slice_index, context.here.stage, own_layout(context, context.origin.layout))))
+    slices = join(comm.gather_objects((slice_index, context.here.stage, local_slice(context, context.origin.slots))))
 
     def parse() -> Manifest:
         if text is None and context.generation:
@@ -171,7 +173,7 @@ def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions
 
 
 def _was_placed(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> bool:
-    """Does this run continue one in which a profile at the start placed the layers for good?"""
+    """Return whether this run continues one whose profile at the start placed the layers for good."""
     goes_on = context.stage.config.initial_partition == "profile" and not manifest.stock and not options.module_only
     return goes_on and bool(manifest.state["controller"].get("_placed"))
 
@@ -218,7 +220,7 @@ def _read(
 
 def _groups_of(saved: SavedCheckpoint, stage: int) -> list[int]:
     """List the parameter groups that a saved stage had parameters of."""
-    return sorted({slot.group for slot in saved.layout.stages[stage].slots if not slot.parked})
+    return sorted({slot.group for slot in saved.slice.stages[stage].slots if not slot.parked})
 
 
 def _read_optimizer(
@@ -243,7 +245,7 @@ def _read_common(
     context: CheckpointContext, saved: SavedCheckpoint, source: int, options: LoadOptions
 ) -> tuple[str, dict[str, Any]]:
     """Read counters, scheduler and client state from the file of the saved stage ``source``; with the file's path."""
-    name = stage_file(saved.layout.numbers[source])
+    name = stage_file(saved.slice.numbers[source])
     common: dict[str, Any] = saved.read(name)
     check_common(context, common, saved.path(name), options)
     return saved.path(name), common
@@ -273,7 +275,7 @@ def _read_layers(
         name = layers.first_use(index)
         if name not in origins or not layers.owner(index, target):
             continue
-        old = saved_as(layers, saved.layout, name)
+        old = saved_as(layers, saved.slice, name)
         found[index], path, strict = _read_layer(context, saved, index, old, replica, options.strict)
         check_state(
             found[index],
@@ -305,7 +307,7 @@ def _read_layer(
     extras = None
     if not saved.manifest.stock:
         extras = saved.read_to(context.stage.comm.device, layer_file(old, replica, saved.slice_index))
-    path = saved.layout.weights[old]
+    path = saved.slice.weights[old]
     state = saved.read(path)
     if path == layer_file(old, 0, saved.slice_index):
         state = state["weights"]

@@ -14,7 +14,7 @@ import torch
 from torch.serialization import safe_globals
 
 from ds_dynmo.engine.deepspeed.files import PICKLED, ZeroStageEnum
-from ds_dynmo.engine.save.layout import SavedFile
+from ds_dynmo.engine.save.manifest import SavedFile
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files import why_unreadable
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ds_dynmo.engine.save.layout import MANIFEST, Manifest, SliceLayout
+from ds_dynmo.engine.save.manifest import MANIFEST, Manifest, SliceManifest
 from ds_dynmo.engine.save.safe_load import check_file, safe_load
 from ds_dynmo.errors import CheckpointError
 
@@ -24,8 +24,8 @@ class SavedCheckpoint:
         self._read: dict[str, Any] = {}
 
     @property
-    def layout(self) -> SliceLayout:
-        """The layout of this rank's tensor-parallel slice."""
+    def slice(self) -> SliceManifest:
+        """The saved files of this rank's tensor-parallel slice."""
         return self.manifest.slices[self.slice_index]
 
     def path(self, name: str) -> str:

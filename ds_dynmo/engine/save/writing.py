@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from ds_dynmo.engine.deepspeed import files
-from ds_dynmo.engine.save.context import CheckpointContext, own_layout, universal_info
+from ds_dynmo.engine.save.context import CheckpointContext, local_slice, universal_info
 from ds_dynmo.engine.save.folder import CheckpointFolder, sync
 from ds_dynmo.engine.save.layer_content import add_left_out, add_own, extras_of
-from ds_dynmo.engine.save.layout import (
+from ds_dynmo.engine.save.manifest import (
     MANIFEST,
     Manifest,
     SavedFile,
-    SliceLayout,
+    SliceManifest,
     flat_file,
     join,
     rank_file,
@@ -55,7 +55,7 @@ def save(
         context.everywhere(lambda: folder.begin() if leads else None)
         context.everywhere(lambda: _write_files(context, folder.temporary, client_state, exclude_frozen_parameters))
         place = context.here.tp_rank, context.here.stage
-        share = context.everywhere(lambda: (*place, _layout(context), _check_files(context, folder.temporary)))
+        share = context.everywhere(lambda: (*place, _slice(context), _check_files(context, folder.temporary)))
         every = comm.gather_on_first(share)
 
         def finish() -> None:
@@ -122,21 +122,21 @@ def _check_files(context: CheckpointContext, folder: str) -> dict[str, SavedFile
     return found
 
 
-def _layout(context: CheckpointContext) -> SliceLayout:
-    return own_layout(context, context.stage.state.layout(context.stage.layers.named_parameters()))
+def _slice(context: CheckpointContext) -> SliceManifest:
+    return local_slice(context, context.stage.state.slots(context.stage.layers.named_parameters()))
 
 
 def _manifest(
-    context: CheckpointContext, every: list[tuple[int, int, SliceLayout, dict[str, SavedFile]]], exclude_frozen: bool
+    context: CheckpointContext, every: list[tuple[int, int, SliceManifest, dict[str, SavedFile]]], exclude_frozen: bool
 ) -> Manifest:
-    """Make the manifest; ``every``: per rank its slice, stage, layout of that, and the files that it checked."""
+    """Make the manifest; ``every``: per rank its slice, its stage, that stage's manifest, and the checked files."""
     optimizer = context.stage.optimizer.inner
     return Manifest(
         placement=context.stage.layers.placement,
         replicas=context.here.replicas,
         optimizer=context.stage.state.kind,
         optimizer_class=type(optimizer).__name__ if optimizer is not None else "",
-        slices=join((slice_index, stage, layout) for slice_index, stage, layout, _ in every),
+        slices=join((slice_index, stage, part) for slice_index, stage, part, _ in every),
         frozen_excluded=exclude_frozen,
         replicas_differ=context.stage.replicas_differ,
         ties=context.stage.layers.alike_uses(),

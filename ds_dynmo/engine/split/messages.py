@@ -7,7 +7,7 @@ from ds_dynmo.schedules import Action, Kind, PassCosts, Schedule, link_orders
 
 
 def receives(action: Action, schedule: Schedule) -> tuple[int, Lane] | None:
-    """From which stage ``action`` receives a message, and in which lane; None: from no other stage."""
+    """Return the stage from which ``action`` receives a message, and the lane; None: no other stage."""
     kind, chunk, _ = action
     if kind == Kind.WEIGHT_GRADIENT:
         return None
@@ -19,7 +19,7 @@ def receives(action: Action, schedule: Schedule) -> tuple[int, Lane] | None:
 
 
 def sends(action: Action, schedule: Schedule) -> tuple[int, Lane] | None:
-    """To which stage ``action`` sends a message, and in which lane; None: to no other stage."""
+    """Return the stage to which ``action`` sends a message, and the lane; None: no other stage."""
     kind, chunk, _ = action
     if kind == Kind.WEIGHT_GRADIENT:
         return None
@@ -31,7 +31,7 @@ def sends(action: Action, schedule: Schedule) -> tuple[int, Lane] | None:
 
 
 def link_plan(schedule: Schedule, stage: int, costs: PassCosts | None) -> LinkPlan:
-    """In which order ``stage`` sends to and receives from each neighbour.
+    """List the sends and receives of ``stage`` with each neighbour, in their order.
 
     Args:
         costs: that the schedule was made for; None: nothing has been measured.

@@ -175,7 +175,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Give ``rows`` the shape of ``like``, but for the last dimension. No view: the next layer may change it."""
+    """Reshape ``rows`` like ``like``, except for the last dimension. No view: the next layer may change it."""
     return reshaped(rows, [*like.shape[:-1], rows.shape[1]]) if like.dim() != 2 else rows
 
 

@@ -21,7 +21,7 @@ from ds_dynmo.weight_gradients import is_split
 
 
 def forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """Give what stands in for ``forward`` of those of ``modules`` that may multiply by weights of their own.
+    """Yield the modules that may multiply by their own weights, and a replacement for their ``forward``.
 
     What ``torch.compile`` or TorchScript compiled is left alone.
     """
@@ -34,7 +34,7 @@ def forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Callable
         if is_linear(module):
             yield module, _Forward(module, kinds[type(module).forward])
         elif any(parameter.dim() > 1 for parameter in own) and not any(id(m) in compiled for m in module.modules()):
-            yield module, _Watched(module)
+            yield module, _WatchedForward(module)
 
 
 def shared_weights(modules: Sequence[nn.Module]) -> set[int]:
@@ -47,7 +47,7 @@ def shared_weights(modules: Sequence[nn.Module]) -> set[int]:
 
 
 def _kinds() -> dict[Any, Any]:
-    """Per ``forward`` of a kind of module, the product that it is."""
+    """Map the ``forward`` of each kind of module to its product."""
     kinds: dict[Any, Any] = {nn.Linear.forward: Linear}
     transformers = sys.modules.get("transformers.pytorch_utils")
     if transformers is not None:
@@ -56,7 +56,7 @@ def _kinds() -> dict[Any, Any]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Does it compute as ``nn.Linear`` or ``Conv1D`` do, with parameters of its own (not parametrised ones)?"""
+    """Return whether it computes as ``nn.Linear`` or ``Conv1D`` do, with plain (not parametrised) parameters."""
     parameters = dict(module.named_parameters(recurse=False))
     return (
         type(module).forward in _kinds()
@@ -94,11 +94,11 @@ class _Forward:
         return self.__wrapped__(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """A copy of the module has the usual one."""
+        """Copy as the usual ``forward``."""
         return _same, (self.__wrapped__,)
 
 
-class _Watched:
+class _WatchedForward:
     """``forward`` of another module while a batch runs."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -107,7 +107,7 @@ class _Watched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_split():
             return self.__wrapped__(*args, **kwargs)
-        with _Watch(self._module):
+        with _ProductFinder(self._module):
             return self.__wrapped__(*args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -118,7 +118,7 @@ def _same(value: Any) -> Any:
     return value
 
 
-class _Watch(TorchFunctionMode):
+class _ProductFinder(TorchFunctionMode):
     """Finds the products by a module's own weights while its ``forward`` runs.
 
     Where a function is recomputed without the module around it (checkpointing inside ``forward``), nobody would watch
@@ -184,11 +184,11 @@ class _Watch(TorchFunctionMode):
 
 
 _HANDLERS: dict[Any, Callable[..., torch.Tensor | None]] = {
-    torch.Tensor.__getitem__: _Watch.getitem,
-    torch.Tensor.transpose: _Watch.transpose,
-    torch.transpose: _Watch.transpose,
-    nn.functional.linear: _Watch.linear,
-    grouped_mm: _Watch.grouped_mm,
+    torch.Tensor.__getitem__: _ProductFinder.getitem,
+    torch.Tensor.transpose: _ProductFinder.transpose,
+    torch.transpose: _ProductFinder.transpose,
+    nn.functional.linear: _ProductFinder.linear,
+    grouped_mm: _ProductFinder.grouped_mm,
 }
 
 
@@ -199,5 +199,5 @@ def _is_number(index: Any) -> bool:
 
 
 def _saved_tensors_hooks() -> Any:
-    """What checkpointing, among others, does with tensors that are saved now."""
+    """Return the hooks of saved tensors now in force, such as those of checkpointing."""
     return saved_tensors_hooks(ignore_disabled=True)

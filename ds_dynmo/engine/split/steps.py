@@ -69,11 +69,11 @@ class ScheduleSteps(deepspeeds.PipeSchedule):
         return super().__iter__()
 
     def num_pipe_buffers(self) -> int:
-        """As many as micro-batches are in flight at once, and one."""
+        """Return the largest number of micro-batches in flight, plus one."""
         return max(self._buffers.values()) + 2
 
     def steps(self) -> Iterator[list[deepspeeds.PipeInstruction]]:
-        """Per action its instructions; in the end the optimizer's."""
+        """Yield the instructions of each action, and those of the optimizer at the end."""
         for action in self._order:
             yield list(self._instructions(action))
         yield [deepspeeds.ReduceTiedGrads(), deepspeeds.ReduceGrads(), deepspeeds.OptimizerStep()]
@@ -126,7 +126,7 @@ def _parts(action: Action) -> tuple[Action, ...]:
 
 
 def _buffers(order: tuple[Action, ...]) -> dict[tuple[int, int], int]:
-    """Per chunk and micro-batch, the number of the buffer that it has from its forward pass to its input gradient."""
+    """Assign a buffer to each chunk and micro-batch, from its forward pass to its input gradient."""
     given: dict[tuple[int, int], int] = {}
     taken: set[int] = set()
     for kind, chunk, micro_batch in order:

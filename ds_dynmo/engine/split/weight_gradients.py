@@ -50,7 +50,7 @@ class DeferredGradients:
         self._of[key] = [*self._of.pop(key, []), (part, compute)]  # a run that goes on is later than those inside it
 
     def roots(self) -> list[torch.Tensor]:
-        """Scalars whose backward passes, one after the other, calculate all of them."""
+        """Return scalars whose backward passes, one after the other, compute all gradients."""
         of_parameter: dict[nn.Parameter, list[torch.Tensor]] = {}
         for (parameter, _), parts in self._of.items():
             of_parameter.setdefault(parameter, []).append(_Gradient.apply(parts, parameter))  # type: ignore[no-untyped-call]
@@ -106,7 +106,7 @@ class WeightGradients:
 
     @contextmanager
     def splitting(self, modules: Iterable[nn.Module], *, splits: bool = True) -> Iterator[None]:
-        """While a batch runs, ``modules`` can put their weight gradients off; afterwards they are as they were.
+        """Let ``modules`` defer their weight gradients while a batch runs, and restore them afterwards.
 
         Args:
             modules: all of a stage.
@@ -131,7 +131,7 @@ class WeightGradients:
 
     @contextmanager
     def forward_pass(self, *, split: bool) -> Iterator[None]:
-        """A micro-batch runs forward whose backward pass will be ``split``, or not."""
+        """Run a forward pass whose backward pass will be ``split`` or not."""
         self.puts_off = split
         try:
             yield
@@ -140,7 +140,7 @@ class WeightGradients:
 
     @contextmanager
     def first_part(self) -> Iterator[None]:
-        """A backward pass, recomputation too, whose weight gradients are put off."""
+        """Run a backward pass, with recomputation, whose weight gradients are deferred."""
         self.puts_off, self._collecting = True, DeferredGradients()
         try:
             yield
@@ -149,7 +149,7 @@ class WeightGradients:
             self.puts_off, self._collecting = False, None
 
     def second_part(self) -> DeferredGradients:
-        """What was put off first, and not taken yet."""
+        """Return the oldest deferred gradients that have not been computed."""
         return self._waiting.popleft()
 
     @property
@@ -165,7 +165,7 @@ class WeightGradients:
         return True
 
     def _reached(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """Give autograd what it adds to ``parameter.grad`` now.
+        """Return what autograd adds to ``parameter.grad`` now.
 
         Where it sees a hidden parameter too (the model also uses it in a function), wait with that as well: uses of a
         parameter are added up before they reach what earlier micro-batches gave.
@@ -190,7 +190,7 @@ class WeightGradients:
 
 
 def _set_forward(module: nn.Module, forward: Any) -> None:
-    """Give a module a ``forward`` of its own; None: that of its class."""
+    """Set the ``forward`` of a module; None: that of its class."""
     if forward is None:
         del module.forward
     else:
@@ -198,7 +198,7 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
-    """Does any other tensor have the same memory?"""
+    """Return whether another tensor shares the memory."""
     return tensor.layout is torch.strided and not is_only_tensor_of_its_memory(tensor)
 
 

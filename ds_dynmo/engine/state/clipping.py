@@ -90,7 +90,7 @@ def _elements(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def counts(parameter: nn.Parameter, location: RankCoordinates) -> bool:
-    """Tell whether it counts here: every part of a split parameter, others on the first slice and replica only."""
+    """Return whether a parameter counts here: each part of a split one, others on the first slice and replica only."""
     on_this_slice = location.tp_rank == 0 or is_split(parameter)
     return on_this_slice and (location.replica == 0 or is_own(parameter))
 

@@ -1,4 +1,4 @@
-"""The shards of optimizer state that a rank holds: live ones in DeepSpeed's wrapper, parked ones beside it."""
+"""The shards of optimizer state that a rank holds: live ones in DeepSpeed's wrapper, detached ones beside it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.engine.state.membership import Membership
 from ds_dynmo.engine.state.optimizer_state import KeptElements, held_alone
 from ds_dynmo.engine.state.parameter_groups import options_of
-from ds_dynmo.engine.state.pieces import Elements, Slot, StageLayout
+from ds_dynmo.engine.state.pieces import Elements, Slot, StageSlots
 from ds_dynmo.plan import HeldBytes
 
 
@@ -31,7 +31,7 @@ class Member(NamedTuple):
     buffer: Buffer
 
 
-class Part(NamedTuple):
+class KeptParameter(NamedTuple):
     """A parameter in a buffer, and the places of its elements that stay; None: all do."""
 
     key: ParamKey
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class FlatShards:
-    """One rank's shards: per parameter group, of a live and of a parked buffer. All sizes are elements.
+    """One rank's shards: per parameter group, of a live and of a detached buffer. All sizes are elements.
 
     Args:
         groups: per parameter group, all of its parameters on this stage, frozen ones too.
@@ -66,20 +66,20 @@ class FlatShards:
         self._wrapper, self._layers, self._comm = wrapper, layers, comm
         self.membership = Membership(groups)
         self.count = self._count_at_launch = comm.here.replicas
-        self._parked: dict[int, dict[str, torch.Tensor]] = {}
+        self._detached: dict[int, dict[str, torch.Tensor]] = {}
         for number in range(len(groups)):
-            weights = self.cut(number, {}, MASTER, parked=True)  # frozen from the start: no other state
-            self._parked[number] = {MASTER: weights} if weights.numel() else {}
+            weights = self.cut(number, {}, MASTER, detached=True)  # frozen from the start: no other state
+            self._detached[number] = {MASTER: weights} if weights.numel() else {}
 
     @property
     def numbers(self) -> range:
         """The numbers of the parameter groups."""
-        return range(len(self._parked))
+        return range(len(self._detached))
 
     @property
     def buffers(self) -> list[Buffer]:
-        """The buffers of all groups, live and parked ones."""
-        return [Buffer(number, parked) for number in self.numbers for parked in (False, True)]
+        """The buffers of all groups, live and detached ones."""
+        return [Buffer(number, detached) for number in self.numbers for detached in (False, True)]
 
     @property
     def own_groups(self) -> frozenset[int]:
@@ -93,32 +93,32 @@ class FlatShards:
     @property
     def members(self) -> list[dict[ParamKey, nn.Parameter]]:
         """Per group, the parameters in its live buffer, in the buffer's order; none where it holds a placeholder."""
-        return self.membership.by_group(self._layers.named_parameters(), parked=False)
+        return self.membership.by_group(self._layers.named_parameters(), detached=False)
 
     @property
-    def parked(self) -> list[dict[ParamKey, nn.Parameter]]:
-        """Per group, its frozen parameters, in the order of its parked buffer."""
-        return self.membership.by_group(self._layers.named_parameters(), parked=True)
+    def detached(self) -> list[dict[ParamKey, nn.Parameter]]:
+        """Per group, its frozen parameters, in the order of its detached buffer."""
+        return self.membership.by_group(self._layers.named_parameters(), detached=True)
 
     @property
     def numels(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Per group, the elements of this rank's shard of its live and of its parked buffer."""
+        """Per group, the elements of this rank's shard of its live and of its detached buffer."""
         return (
             tuple(self._wrapper.masters[number].numel() for number in self.numbers),
-            tuple(self._size(number, group, parked=True) for number, group in enumerate(self.parked)),
+            tuple(self._size(number, group, detached=True) for number, group in enumerate(self.detached)),
         )
 
-    def layout(self) -> StageLayout:
+    def slots(self) -> StageSlots:
         """Describe what DeepSpeed writes of this rank's stage, and :meth:`extras` of its frozen parameters."""
         slots: list[Slot] = []
         files = [number for number, members in enumerate(self.members) if members]
-        for parked, groups in ((False, self.members), (True, self.parked)):
+        for detached, groups in ((False, self.members), (True, self.detached)):
             for number, members in enumerate(groups):
-                index, offset = files.index(number) if number in files and not parked else -1, 0
+                index, offset = files.index(number) if number in files and not detached else -1, 0
                 for key, parameter in members.items():
-                    slots.append(Slot(*key, number, index, offset, parameter.numel(), parked))
+                    slots.append(Slot(*key, number, index, offset, parameter.numel(), detached))
                     offset += parameter.numel()
-        return StageLayout(tuple(slots), *self.numels)
+        return StageSlots(tuple(slots), *self.numels)
 
     @property
     def device(self) -> torch.device:
@@ -128,7 +128,7 @@ class FlatShards:
 
     def held(self, buffer: Buffer) -> dict[str, torch.Tensor]:
         """Return this rank's shard of each kind of state."""
-        return self._parked[buffer.group] if buffer.parked else self.live(buffer.group)
+        return self._detached[buffer.group] if buffer.detached else self.live(buffer.group)
 
     def live(self, group: int) -> dict[str, torch.Tensor]:
         """Return the shards of the group's live buffer: what DeepSpeed's optimizer holds."""
@@ -146,12 +146,12 @@ class FlatShards:
     def replace(self, name: str, fresh: Tensors, scalars: Mapping[int, dict[str, Any]]) -> None:
         """Hold these shards of one kind of state in place of the old ones; ``scalars`` where a group has none yet."""
         state = self._wrapper.inner.state
-        for (number, parked), shard in fresh.items():
-            if parked:
+        for (number, detached), shard in fresh.items():
+            if detached:
                 if shard.numel():
-                    self._parked[number][name] = shard
+                    self._detached[number][name] = shard
                 else:
-                    self._parked[number].pop(name, None)
+                    self._detached[number].pop(name, None)
                 continue
             master = self._wrapper.masters[number]
             if name == MASTER:
@@ -165,21 +165,21 @@ class FlatShards:
     def keep_elements(self, kept: Sequence[KeptElements], p2p: PointToPoint, rank_of: Callable[[Shard], int]) -> None:
         """Hold the state of the elements that stay alone, in shards cut anew. The old parameters are in place still."""
         index_of = {id(entry.old): entry.index for entry in kept}
-        for parked, groups in ((False, self.members), (True, self.parked)):
+        for detached, groups in ((False, self.members), (True, self.detached)):
             for number, group in enumerate(groups):
                 if any(id(parameter) in index_of for parameter in group.values()):
-                    parts = [Part(key, p.numel(), index_of.get(id(p))) for key, p in group.items()]
-                    self._compact(Buffer(number, parked), parts, p2p, rank_of)
+                    parts = [KeptParameter(key, p.numel(), index_of.get(id(p))) for key, p in group.items()]
+                    self._compact(Buffer(number, detached), parts, p2p, rank_of)
 
     def _compact(
-        self, buffer: Buffer, parts: Sequence[Part], p2p: PointToPoint, rank_of: Callable[[Shard], int]
+        self, buffer: Buffer, parts: Sequence[KeptParameter], p2p: PointToPoint, rank_of: Callable[[Shard], int]
     ) -> None:
         """Leave elements out where they lie, and bring the others to the replicas that hold them from now on."""
         holder = self._comm.here.stage, self._comm.here.replica
         shards = [Shard(holder[0], replica, buffer) for replica in range(self.count)]
         numels = [(part.key, part.kept) for part in parts]
-        old_size = shard_size(sum(part.numel for part in parts), self.count, parked=buffer.parked)
-        new_size = shard_size(sum(numel for _, numel in numels), self.count, parked=buffer.parked)
+        old_size = shard_size(sum(part.numel for part in parts), self.count, detached=buffer.detached)
+        new_size = shard_size(sum(numel for _, numel in numels), self.count, detached=buffer.detached)
         without = [intervals_kept(parts, shard.replica * old_size, old_size) for shard in shards]
         route = Route.between(
             Layout(dict(zip(shards, without)), dict.fromkeys(shards, old_size)),
@@ -197,10 +197,10 @@ class FlatShards:
         self, number: int, elements: Mapping[ParamKey, Elements], kinds: set[str], scalars: Mapping[str, Any]
     ) -> None:
         """Hold these ``elements`` of a group's parameters; ``scalars`` if there is state of any kind."""
-        for parked in (False, True):
-            fresh = {name: self.cut(number, elements, name, parked=parked) for name in {MASTER, *kinds}}
-            if parked:
-                self._parked[number] = {name: tensor for name, tensor in fresh.items() if tensor.numel()}
+        for detached in (False, True):
+            fresh = {name: self.cut(number, elements, name, detached=detached) for name in {MASTER, *kinds}}
+            if detached:
+                self._detached[number] = {name: tensor for name, tensor in fresh.items() if tensor.numel()}
                 continue
             master = self._wrapper.masters[number]
             master.data = fresh.pop(MASTER)
@@ -212,21 +212,21 @@ class FlatShards:
         """Free all tensors but the wrapper's fp32 weights."""
         for master in self._wrapper.masters:
             self._wrapper.inner.state.pop(master, None)
-        for tensors in self._parked.values():
+        for tensors in self._detached.values():
             tensors.clear()
 
     def follow_weights(self) -> None:
         """Set the fp32 weights to what the parameters are."""
-        for number, tensors in self._parked.items():
-            for parked in (False, True):
-                held = tensors.get(MASTER) if parked else self._wrapper.masters[number].data
+        for number, tensors in self._detached.items():
+            for detached in (False, True):
+                held = tensors.get(MASTER) if detached else self._wrapper.masters[number].data
                 if held is not None:
-                    held.copy_(self.cut(number, {}, MASTER, parked=parked))
+                    held.copy_(self.cut(number, {}, MASTER, detached=detached))
 
-    def cut(self, number: int, elements: Mapping[ParamKey, Elements], name: str, *, parked: bool) -> torch.Tensor:
+    def cut(self, number: int, elements: Mapping[ParamKey, Elements], name: str, *, detached: bool) -> torch.Tensor:
         """Cut this rank's shard of one kind of state. Without elements: the parameters as fp32 weights, else zeros."""
-        group = (self.parked if parked else self.members)[number]
-        size = self._size(number, group, parked=parked)
+        group = (self.detached if detached else self.members)[number]
+        size = self._size(number, group, detached=detached)
         shard = torch.zeros(size, dtype=torch.float32, device=self.device)
         for interval in self._intervals(number, group, size):
             rows = elements.get(interval.key, {}).get(name, [])
@@ -248,8 +248,8 @@ class FlatShards:
         numels = ((key, parameter.numel()) for key, parameter in group.items())
         return list(cut(numels, self.count_of(number), size))[self._position_in(number)]
 
-    def _size(self, number: int, group: Mapping[ParamKey, nn.Parameter], *, parked: bool) -> int:
-        return shard_size(sum(p.numel() for p in group.values()), self.count_of(number), parked=parked)
+    def _size(self, number: int, group: Mapping[ParamKey, nn.Parameter], *, detached: bool) -> int:
+        return shard_size(sum(p.numel() for p in group.values()), self.count_of(number), detached=detached)
 
     def _position_in(self, group: int) -> int:
         """Return the number of this rank's shard of a group's buffers."""
@@ -258,7 +258,7 @@ class FlatShards:
     def extras(self) -> dict[str, Any]:
         """Collect what DeepSpeed's checkpoint files have no place for."""
         return {
-            "parked": {number: dict(self.held(Buffer(number, parked=True))) for number in self.numbers},
+            "parked": {number: dict(self.held(Buffer(number, detached=True))) for number in self.numbers},
             "scalars": {number: self.scalars(number) for number in self.numbers},
             "options": {number: options_of(self._wrapper.inner.param_groups[number]) for number in self.numbers},
             "kinds": {number: sorted(self.live(number)) for number in self.numbers},
@@ -271,14 +271,14 @@ class FlatShards:
         number = self.membership.group(parameter)
         if number is None:
             return {}
-        parked = self.membership.is_parked(parameter)
-        group = (self.parked if parked else self.members)[number]
+        detached = self.membership.is_detached(parameter)
+        group = (self.detached if detached else self.members)[number]
         key = next(key for key, other in group.items() if other is parameter)
-        size = self._size(number, group, parked=parked)
+        size = self._size(number, group, detached=detached)
         held = [interval for interval in self._intervals(number, group, size) if interval.key == key]
         place = held[0] if held else Interval(key, 0, 0, 0)
-        found: dict[str, Any] = {} if parked else dict(self.scalars(number))
-        for name, tensor in self.held(Buffer(number, parked)).items():
+        found: dict[str, Any] = {} if detached else dict(self.scalars(number))
+        for name, tensor in self.held(Buffer(number, detached)).items():
             found[name] = (place.start, tensor.narrow(0, place.offset, place.numel))
         return found
 
@@ -297,7 +297,7 @@ class FlatShards:
             return 0
         width_bytes = sum(tensor.dtype.itemsize for tensor in self.live(number).values())
         state = parameter.numel() * width_bytes // self._least_count(number)
-        if self.membership.is_parked(parameter):
+        if self.membership.is_detached(parameter):
             return state
         return state + parameter.nbytes + parameter.numel() * self._wrapper.gradient_bytes_per_element
 
@@ -308,13 +308,13 @@ class FlatShards:
             return held_alone([parameter])
         widths = [tensor.dtype.itemsize for tensor in self.live(number).values()]
         largest = parameter.numel() * max(widths) // self._least_count(number)
-        parked = self.membership.is_parked(parameter)
+        detached = self.membership.is_detached(parameter)
         return HeldBytes(
-            own=parameter.nbytes if parked else 0,
-            flat=0 if parked else parameter.nbytes,
+            own=parameter.nbytes if detached else 0,
+            flat=0 if detached else parameter.nbytes,
             shards=parameter.numel() * sum(widths) // self._least_count(number),
             largest_shard=largest,
-            gradients=0 if parked else parameter.numel() * self._wrapper.gradient_bytes_per_element,
+            gradients=0 if detached else parameter.numel() * self._wrapper.gradient_bytes_per_element,
             staged=max(size for size in (0, parameter.nbytes, largest) if size <= SMALL_BYTES),
         )
 
@@ -323,7 +323,7 @@ class FlatShards:
         return 1 if group in self.own_groups else self._count_at_launch
 
 
-def intervals_kept(parts: Sequence[Part], begin: int, size: int) -> tuple[Interval, ...]:
+def intervals_kept(parts: Sequence[KeptParameter], begin: int, size: int) -> tuple[Interval, ...]:
     """List what is left of a shard, once elements are left out: ``size`` elements of a buffer from ``begin`` on."""
     intervals: list[Interval] = []
     offset = 0
@@ -336,7 +336,7 @@ def intervals_kept(parts: Sequence[Part], begin: int, size: int) -> tuple[Interv
     return tuple(intervals)
 
 
-def select_kept(shard: torch.Tensor, parts: Sequence[Part], begin: int) -> torch.Tensor:
+def select_kept(shard: torch.Tensor, parts: Sequence[KeptParameter], begin: int) -> torch.Tensor:
     """Copy the elements that stay of a shard, which holds a buffer from ``begin`` on."""
     rows = [shard.new_empty(0)]
     for part in parts:

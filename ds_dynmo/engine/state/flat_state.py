@@ -34,7 +34,7 @@ from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.engine.state.membership import Membership
 from ds_dynmo.engine.state.optimizer_state import KeptElements, Named
 from ds_dynmo.engine.state.parameter_groups import options_of
-from ds_dynmo.engine.state.pieces import FLAT, StageLayout, StatePieces, in_memory
+from ds_dynmo.engine.state.pieces import FLAT, StageSlots, StatePieces, in_memory
 from ds_dynmo.engine.state.resharding import Resharding, ReshardingPlan, plan_resharding
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
@@ -94,7 +94,7 @@ class FlatState:
         return self.shards.membership
 
     def is_current(self) -> bool:
-        """Tell whether every parameter is where its ``requires_grad`` says: with the optimizer, or parked."""
+        """Return whether each parameter is where its ``requires_grad`` says: in the optimizer, or detached."""
         return all(self._membership.is_current(p) for p in self._layers.parameters() if p in self._membership)
 
     def _frozen(self) -> set[ParamKey]:
@@ -126,8 +126,8 @@ class FlatState:
         for entry in kept:
             self._membership.replace(entry.old, entry.new)
             unbind(entry.old)
-        parked = {key for group in self.shards.parked for key in group}
-        groups, flats = self._weights.rebuild(self._layers.named_parameters(), parked)
+        detached = {key for group in self.shards.detached for key in group}
+        groups, flats = self._weights.rebuild(self._layers.named_parameters(), detached)
         self._wrapper.free_weights()
         self._wrap(groups, flats)
 
@@ -205,8 +205,8 @@ class FlatState:
         self._take_options(parameters, arrived)
         self._wrapper.free_gradients()
         # One that was frozen or unfrozen since the plan was made follows when the engine is told of it.
-        parked = {member.key for member in resharding.plan.members[self._stage] if member.buffer.parked}
-        groups, flats = self._weights.rebuild(self._layers.named_parameters(), parked)
+        detached = {member.key for member in resharding.plan.members[self._stage] if member.buffer.detached}
+        groups, flats = self._weights.rebuild(self._layers.named_parameters(), detached)
         self._wrapper.free_weights()
         self._run(resharding)
         self._wrap(groups, flats)
@@ -281,7 +281,7 @@ class FlatState:
         self._weights_lead = False
 
     def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
-        """Give a group that was empty here its options, such as the learning rate, from what arrives."""
+        """Set the options of a group that was empty here, such as the learning rate, from arriving layers."""
         joining = {id(found.parameter) for layer in arrived.values() for found in layer.parameters.values()}
         for number, group in enumerate(self._wrapper.inner.param_groups):
             if not any(self._membership.group(p) == number for p in parameters if id(p) not in joining):
@@ -301,7 +301,7 @@ class FlatState:
         """Hold all of this replica's own parameters, of which DeepSpeed's constructor made a shard."""
         self._wrapper.use_grid(self._comm.grid, self._comm.rank_alone)
         for number in self.shards.own_groups:
-            self._wrapper.masters[number].data = self.shards.cut(number, {}, MASTER, parked=False)
+            self._wrapper.masters[number].data = self.shards.cut(number, {}, MASTER, detached=False)
         self.rebuild_buffers()
 
     def _rank_of(self, shard: Shard) -> int:
@@ -316,14 +316,14 @@ class FlatState:
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
-    def layout(self, named: Named) -> StageLayout:
-        return self.shards.layout()
+    def slots(self, named: Named) -> StageSlots:
+        return self.shards.slots()
 
     def extras(self) -> dict[str, Any]:
         return self.shards.extras()
 
     def load(self, before: Named, after: Named, pieces: StatePieces | None) -> None:
-        """Hold these pieces, of frozen parameters in parked buffers.
+        """Hold these pieces, of frozen parameters in detached buffers.
 
         Without pieces fp32 weights become what was loaded, and moments stay. A parameter that had to become another one
         then starts without state, in the group of the one that it was.

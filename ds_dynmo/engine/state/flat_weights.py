@@ -33,7 +33,7 @@ class FlatWeights:
         """Allocate the next buffers, of so many parameters."""
         live: dict[int, list[Member]] = {}
         for member in members:
-            if not member.buffer.parked:
+            if not member.buffer.detached:
                 live.setdefault(member.buffer.group, []).append(member)
         for number in self._shards.numbers:
             of_group = live.get(number, [])
@@ -58,13 +58,13 @@ class FlatWeights:
         return self._next[group]
 
     def rebuild(
-        self, named: Mapping[ParamKey, nn.Parameter], parked: Container[ParamKey]
+        self, named: Mapping[ParamKey, nn.Parameter], detached: Container[ParamKey]
     ) -> tuple[Groups, list[torch.Tensor]]:
         """Put the weights of the stage into the next buffers, for DeepSpeed's wrapper to take over.
 
         Args:
             named: the stage's parameters.
-            parked: those that lie in parked buffers from now on.
+            detached: those that lie in detached buffers from now on.
 
         Returns:
             The parameters of each group, or its placeholder, and the buffers that they are views of.
@@ -73,10 +73,10 @@ class FlatWeights:
         for key, parameter in named.items():
             if parameter in membership:
                 unbind(parameter)
-                is_parked = key in parked
-                if membership.put(parameter, parked=is_parked) and is_parked:
+                is_detached = key in detached
+                if membership.put(parameter, detached=is_detached) and is_detached:
                     parameter.data = parameter.data.clone()  # no longer a part of the flat weights
-        live = membership.by_group(named, parked=False)
+        live = membership.by_group(named, detached=False)
         groups = [[*group.values()] or [placeholder] for group, placeholder in zip(live, self._placeholders)]
         flats = [self._flatten(number, group) for number, group in enumerate(groups)]
         self.abandon()

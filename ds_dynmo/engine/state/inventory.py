@@ -109,13 +109,13 @@ class StageInventory:
         self._before, self._replaced = None, frozenset()
 
     def _held(self, named: Named) -> tuple[Member, ...]:
-        return tuple(self._members(named, self._shards.membership.is_parked))
+        return tuple(self._members(named, self._shards.membership.is_detached))
 
-    def _members(self, named: Named, is_parked: Callable[[nn.Parameter], bool]) -> Iterator[Member]:
+    def _members(self, named: Named, is_detached: Callable[[nn.Parameter], bool]) -> Iterator[Member]:
         for key, parameter in named.items():
             group = self._shards.membership.group(parameter)
             if group is not None:
-                yield Member(key, parameter.numel(), Buffer(group, is_parked(parameter)))
+                yield Member(key, parameter.numel(), Buffer(group, is_detached(parameter)))
 
 
 def merge_scalars(every: Iterable[Scalars]) -> Scalars:

@@ -1,4 +1,4 @@
-"""Which parameter group each parameter of a stage is in, and in which of the group's two flat buffers it lies."""
+"""The parameter group of each parameter of a stage, and which of the group's two flat buffers holds it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ds_dynmo.engine.state.keys import ParamKey
 
 
 class Membership:
-    """The group of each parameter, and whether it is *parked*: frozen, in a buffer that the optimizer does not see.
+    """The group of each parameter, and whether it is *detached*: frozen, in a buffer that the optimizer does not see.
 
     Args:
         groups: per parameter group, all of its parameters on this stage, frozen ones too.
@@ -19,7 +19,7 @@ class Membership:
     def __init__(self, groups: Sequence[Iterable[nn.Parameter]]) -> None:
         self._num_groups = len(groups)
         self._group: dict[int, int] = {}
-        self._parked: set[int] = set()
+        self._detached: set[int] = set()
         for number, group in enumerate(groups):
             for parameter in group:
                 self.join(parameter, number)
@@ -31,43 +31,43 @@ class Membership:
         """Return the number of a parameter's group; None if it is in none."""
         return self._group.get(id(parameter))
 
-    def is_parked(self, parameter: nn.Parameter) -> bool:
-        """Tell whether it lies in its group's parked buffer."""
-        return id(parameter) in self._parked
+    def is_detached(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter lies in its group's detached buffer."""
+        return id(parameter) in self._detached
 
     def join(self, parameter: nn.Parameter, group: int) -> None:
-        """Put it into ``group``, parked if it is frozen."""
+        """Add a parameter to ``group``, detached if it is frozen."""
         self._group[id(parameter)] = group
-        self.put(parameter, parked=not parameter.requires_grad)
+        self.put(parameter, detached=not parameter.requires_grad)
 
-    def put(self, parameter: nn.Parameter, *, parked: bool) -> bool:
-        """Put it into that buffer of its group; True if it was in the other."""
-        if self.is_parked(parameter) == parked:
+    def put(self, parameter: nn.Parameter, *, detached: bool) -> bool:
+        """Put a parameter into this buffer of its group; return whether it was in the other."""
+        if self.is_detached(parameter) == detached:
             return False
-        self._parked ^= {id(parameter)}
+        self._detached ^= {id(parameter)}
         return True
 
     def is_current(self, parameter: nn.Parameter) -> bool:
-        """Tell whether it is where its ``requires_grad`` says: with the optimizer if it trains, else parked."""
-        return parameter.requires_grad != self.is_parked(parameter)
+        """Return whether it is where its ``requires_grad`` says: in the optimizer if it trains, else detached."""
+        return parameter.requires_grad != self.is_detached(parameter)
 
     def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Let ``new`` be where ``old`` was."""
+        """Put ``new`` in the place of ``old``."""
         if old in self:
             self._group[id(new)] = self._group[id(old)]
-            if self.is_parked(old):
-                self._parked.add(id(new))
+            if self.is_detached(old):
+                self._detached.add(id(new))
             self.leave(old)
 
     def leave(self, parameter: nn.Parameter) -> None:
-        """Take it out of its group: it was sent away."""
+        """Remove a parameter that was sent away."""
         self._group.pop(id(parameter), None)
-        self._parked.discard(id(parameter))
+        self._detached.discard(id(parameter))
 
-    def by_group(self, named: Mapping[ParamKey, nn.Parameter], *, parked: bool) -> list[dict[ParamKey, nn.Parameter]]:
-        """List, per group, those of ``named`` that lie in that buffer of it, in their order."""
-        found: list[dict[ParamKey, nn.Parameter]] = [{} for _ in range(self._num_groups)]
+    def by_group(self, named: Mapping[ParamKey, nn.Parameter], *, detached: bool) -> list[dict[ParamKey, nn.Parameter]]:
+        """Select, per group, the parameters of ``named`` in this buffer of the group, in their order."""
+        groups: list[dict[ParamKey, nn.Parameter]] = [{} for _ in range(self._num_groups)]
         for key, parameter in named.items():
-            if parameter in self and self.is_parked(parameter) == parked:
-                found[self._group[id(parameter)]][key] = parameter
-        return found
+            if parameter in self and self.is_detached(parameter) == detached:
+                groups[self._group[id(parameter)]][key] = parameter
+        return groups

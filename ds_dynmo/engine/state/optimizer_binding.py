@@ -18,7 +18,7 @@ from ds_dynmo.engine.deepspeed.loss_scale import present_loss_scale
 from ds_dynmo.engine.deepspeed.missing_uses import BuiltParameter, join_groups
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed.zero_wrapper import ZeroWrapper
-from ds_dynmo.engine.events import Event
+from ds_dynmo.engine.events import EngineEvent
 from ds_dynmo.engine.state import trained_parameters
 from ds_dynmo.engine.state.clipping import ModelNorm
 from ds_dynmo.engine.state.flat_state import FlatState
@@ -57,7 +57,7 @@ class OptimizerBinding:
         self._configured: Any = None  # the optimizer that the state is of
         self._state: OptimizerState | None = None
         self.wrapper: FlatWrapper | None = None
-        self.changed: Event[None] = Event()
+        self.changed: EngineEvent[None] = EngineEvent()
 
     @property
     def state(self) -> OptimizerState:
@@ -102,7 +102,7 @@ class OptimizerBinding:
 
     @contextmanager
     def configuring(self, given: Any, model_parameters: list[Any]) -> Iterator[torch.optim.Optimizer]:
-        """Give DeepSpeed an optimizer to wrap, with every parameter group on every rank, empty ones too. Collective.
+        """Pass DeepSpeed an optimizer to wrap, with every parameter group on every rank, empty ones too. Collective.
 
         Args:
             given: an optimizer, or what makes one of parameters.
@@ -179,7 +179,7 @@ class OptimizerBinding:
         self.state.after_step()
 
     def is_current(self) -> bool:
-        """Tell whether it updates exactly what is trainable. If not, :meth:`refit` follows."""
+        """Return whether the optimizer updates exactly the trainable parameters. If not, call :meth:`refit`."""
         return self.state.is_current()
 
     def refit(self) -> None:

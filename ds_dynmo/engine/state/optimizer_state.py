@@ -20,7 +20,7 @@ from ds_dynmo.engine.move.tensors import num_bytes
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.engine.state.parameter_groups import options_of
-from ds_dynmo.engine.state.pieces import PER_PARAMETER, Slot, StageLayout, StatePieces, in_memory, is_per_element
+from ds_dynmo.engine.state.pieces import PER_PARAMETER, Slot, StageSlots, StatePieces, in_memory, is_per_element
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
@@ -127,7 +127,7 @@ class OptimizerState(Protocol):
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
-    def layout(self, named: Named) -> StageLayout:
+    def slots(self, named: Named) -> StageSlots:
         """Describe what DeepSpeed writes of this rank's stage, whose parameters are ``named``."""
         ...
 
@@ -307,7 +307,7 @@ class PerParameterState:
             group["params"] = sorted(members, key=lambda p: place.get(id(p), -1))
             group.pop("param_names", None)  # optional labels of torch's, by position: no longer true
 
-    def layout(self, named: Named) -> StageLayout:
+    def slots(self, named: Named) -> StageSlots:
         key_of = {id(parameter): key for key, parameter in named.items()}
         slots, index = [], 0
         for number, group in enumerate(self._groups):
@@ -316,7 +316,7 @@ class PerParameterState:
                 if id(parameter) in key_of:
                     slots.append(Slot(*key_of[id(parameter)], number, index, offset, parameter.numel()))
                 index, offset = index + 1, offset + parameter.numel()
-        return StageLayout(tuple(slots))
+        return StageSlots(tuple(slots))
 
     def extras(self) -> None:
         return None

@@ -36,7 +36,7 @@ def complete_groups(
     *,
     separate: bool = False,
 ) -> None:
-    """Give this rank every parameter group that any rank has, in an order common to all.
+    """Add every parameter group that any rank has to this rank, in an order common to all.
 
     Args:
         optimizer: whose ``param_groups`` are completed in place.

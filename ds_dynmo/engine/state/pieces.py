@@ -16,7 +16,7 @@ __all__ = [
     "PER_PARAMETER",
     "Elements",
     "Slot",
-    "StageLayout",
+    "StageSlots",
     "StatePieces",
     "in_memory",
     "is_per_element",
@@ -59,7 +59,7 @@ class StatePieces:
 
 
 def is_per_element(name: str, value: Any, shape: Sequence[int]) -> bool:
-    """Tell whether ``value``, of an optimizer's state, has a value for each element of a parameter of ``shape``."""
+    """Return whether ``value``, of an optimizer's state, has one number per element of a parameter of ``shape``."""
     return name != "step" and isinstance(value, torch.Tensor) and list(value.shape) == list(shape)
 
 
@@ -106,7 +106,8 @@ class Slot:
         index: its position in the optimizer's ``state_dict``, counted over the groups.
         offset: of its first element in the flat vector of its group, which is all shards in order.
         numel: number of its elements.
-        parked: it was frozen: it lies in the parked buffer of its group; ``index`` has no meaning.
+        parked: it was detached (:class:`Membership`), and lies in the detached buffer of its group; ``index`` has no
+            meaning. Files have this name.
     """
 
     layer: int
@@ -123,13 +124,13 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class StageLayout:
-    """What the optimizer files of one saved stage hold.
+class StageSlots:
+    """The contents of the optimizer files of one saved stage.
 
     Attributes:
         slots: of the stage's parameters.
         shard_numels: per group, the elements of one data-parallel rank's shard; empty where state is not sharded.
-        parked_numels: the same for the parked buffers.
+        parked_numels: the same for the detached buffers. Files have this name.
     """
 
     slots: tuple[Slot, ...]

@@ -102,7 +102,7 @@ class _Drawing:
     """
 
     def __init__(self, groups: int, own: frozenset[int], replica: int, replicas: int) -> None:
-        self._buffers = [Buffer(group, parked) for group in range(groups) for parked in (False, True)]
+        self._buffers = [Buffer(group, detached) for group in range(groups) for detached in (False, True)]
         self._own, self._replica, self._replicas = own, replica, replicas
         self._intervals: dict[Shard, tuple[Interval, ...]] = {}
         self._sizes: dict[Shard, int] = {}
@@ -114,7 +114,7 @@ class _Drawing:
             parameters[member.buffer].append((member.key, member.numel))
         for buffer, of_buffer in parameters.items():
             replicas = [self._replica] if buffer.group in self._own else range(self._replicas)
-            size = shard_size(sum(numel for _, numel in of_buffer), len(replicas), parked=buffer.parked)
+            size = shard_size(sum(numel for _, numel in of_buffer), len(replicas), detached=buffer.detached)
             for replica, intervals in zip(replicas, cut(of_buffer, len(replicas), size)):
                 shard = Shard(stage, replica, buffer)
                 self._intervals[shard] = tuple(i for i in intervals if i.key not in leave_out)

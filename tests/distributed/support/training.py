@@ -118,7 +118,7 @@ def layers_of(engine: Any) -> dict[int, nn.Module]:
 
 def drop_decision(engine: Any) -> None:
     """Drop a pending decision: only the test moves layers."""
-    engine.balancer.trigger.decided(moved=False)
+    engine.rebalancer.trigger.decided(moved=False)
 
 
 def gather(value: Any) -> list[Any]:

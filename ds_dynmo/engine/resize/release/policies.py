@@ -15,7 +15,7 @@ class _Silent:
     silent = True
 
     def release(self, released: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
-        """No-op: there is no resource manager to tell."""
+        """Do nothing: there is no resource manager."""
         return ""
 
 

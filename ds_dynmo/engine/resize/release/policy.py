@@ -34,7 +34,7 @@ class RankLocation:
         return cls(rank, host, device, os.environ.get(POD) or None)
 
     def as_record(self) -> dict[str, Any]:
-        """Give what is known as plain values for JSON."""
+        """Return the fields as plain values for JSON."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -65,7 +65,7 @@ class ReleasePolicy(Protocol):
         ...
 
     def release(self, released: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
-        """Give back the accelerators of ``released``, all that are free by now; ``staying`` are at work.
+        """Hand back the accelerators of ``released``, all that are free by now; ``staying`` are at work.
 
         Returns:
             What was done, for the log; empty if there was nothing to do.

@@ -15,7 +15,7 @@ import torch
 from ds_dynmo.engine.deepspeed.loss_scale import saved_loss_scale
 from ds_dynmo.engine.move.layout import cut_one, shard_size
 from ds_dynmo.engine.save.importers.wanted import Wanted
-from ds_dynmo.engine.save.layout import flat_file, stage_file
+from ds_dynmo.engine.save.manifest import flat_file, stage_file
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import MASTER
 from ds_dynmo.engine.state.parameter_groups import options_of
@@ -27,10 +27,10 @@ def read_flat(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
     """Read what ``BF16_Optimizer`` or ``DeepSpeedZeroOptimizer`` stage 1 held for some parameters.
 
     Raises:
-        CheckpointError: a file does not match its layout.
+        CheckpointError: a file does not match the manifest.
     """
     pieces = StatePieces(loss_scale=saved_loss_scale(_content(saved, wanted.stage, 0)))
-    places = saved.layout.slots(prefer=wanted.stage)
+    places = saved.slice.slots(prefer=wanted.stage)
     sources = {wanted.stage: None}  # stages, each once, in this order
     for key, (saved_as, _) in wanted.parameters.items():
         if saved_as in places:
@@ -64,13 +64,13 @@ def _elements(saved: SavedCheckpoint, stage: int, slot: Slot, wanted: Wanted) ->
 
 
 def _shard_numel(saved: SavedCheckpoint, stage: int, slot: Slot) -> int:
-    layout = saved.layout.stages[stage]
+    stage_slots = saved.slice.stages[stage]
     if slot.parked:
-        return layout.parked_numels[slot.group]
+        return stage_slots.parked_numels[slot.group]
     if not saved.manifest.stock:
-        return layout.shard_numels[slot.group]
-    total = sum(other.numel for other in layout.slots if other.group == slot.group and not other.parked)
-    return shard_size(total, int(saved.read(stage_file(saved.layout.numbers[stage]))["dp_world_size"]))
+        return stage_slots.shard_numels[slot.group]
+    total = sum(other.numel for other in stage_slots.slots if other.group == slot.group and not other.parked)
+    return shard_size(total, int(saved.read(stage_file(saved.slice.numbers[stage]))["dp_world_size"]))
 
 
 def _tensors(saved: SavedCheckpoint, stage: int, shard: int, slot: Slot) -> dict[str, torch.Tensor]:
@@ -81,7 +81,7 @@ def _tensors(saved: SavedCheckpoint, stage: int, shard: int, slot: Slot) -> dict
         return tensors
     masters, base = _state_dict(saved, stage, shard)
     if saved.manifest.stock:
-        expected = len({other.group for other in saved.layout.stages[stage].slots if not other.parked})
+        expected = len({other.group for other in saved.slice.stages[stage].slots if not other.parked})
         if len(masters) != expected:
             raise CheckpointError(
                 f"{saved.path(_rank_file(saved, stage, shard))}: has {len(masters)} parameter groups, expected "
@@ -107,8 +107,8 @@ def _groups(
                 yield number, scalars, dict(extras["options"][number]), {*extras["kinds"][number]} - {MASTER}
         return
     seen: set[int] = set()
-    for source, layout in enumerate(saved.layout.stages):
-        for slot in layout.slots:
+    for source, stage_slots in enumerate(saved.slice.stages):
+        for slot in stage_slots.slots:
             if slot.parked or slot.group in seen:
                 continue
             seen.add(slot.group)
@@ -139,7 +139,7 @@ def _content(saved: SavedCheckpoint, stage: int, shard: int) -> dict[str, Any]:
 
 def _rank_file(saved: SavedCheckpoint, stage: int, shard: int) -> str:
     """Find DeepSpeed's file of a rank; its name begins with "bf16_" if weights are bf16."""
-    number = saved.layout.numbers[stage]
+    number = saved.slice.numbers[stage]
     names = [f"{prefix}zero_pp_rank_{shard}_mp_rank_{number:02d}_optim_states.pt" for prefix in ("bf16_", "")]
     return names[0] if os.path.isfile(saved.path(names[0])) else names[1]
 

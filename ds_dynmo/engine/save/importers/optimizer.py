@@ -8,7 +8,7 @@ from ds_dynmo.engine.save.importers.flat import read_flat
 from ds_dynmo.engine.save.importers.per_parameter import read_per_parameter
 from ds_dynmo.engine.save.importers.unsharded_fp16 import read_unsharded
 from ds_dynmo.engine.save.importers.wanted import Wanted
-from ds_dynmo.engine.save.layout import UNSHARDED_FP16
+from ds_dynmo.engine.save.manifest import UNSHARDED_FP16
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.pieces import FLAT, PER_PARAMETER, StatePieces
 
@@ -26,6 +26,6 @@ def read_state(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
     """Read what an optimizer held for some parameters. Changes nothing.
 
     Raises:
-        CheckpointError: a file does not match its layout.
+        CheckpointError: a file does not match the manifest.
     """
     return _READERS[saved.manifest.optimizer](saved, wanted)

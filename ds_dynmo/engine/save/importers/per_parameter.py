@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ds_dynmo.engine.save.importers.wanted import Wanted
-from ds_dynmo.engine.save.layout import stage_file
+from ds_dynmo.engine.save.manifest import stage_file
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.parameter_groups import options_of
 from ds_dynmo.engine.state.pieces import Slot, StatePieces
@@ -18,13 +18,13 @@ def read_per_parameter(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
     """Read the state of some parameters, whatever stage they were saved by.
 
     Raises:
-        CheckpointError: a file does not match its layout.
+        CheckpointError: a file does not match the manifest.
     """
     pieces = StatePieces(options=_options(saved, wanted, wanted.stage))
-    for stage, layout in enumerate(saved.layout.stages):
-        if saved.manifest.stock and not {slot.group for slot in layout.slots} <= pieces.options.keys():
+    for stage, stage_slots in enumerate(saved.slice.stages):
+        if saved.manifest.stock and not {slot.group for slot in stage_slots.slots} <= pieces.options.keys():
             pieces.options.update(_options(saved, wanted, stage) | pieces.options)  # DeepSpeed drops empty groups
-    places = saved.layout.slots(prefer=wanted.stage)
+    places = saved.slice.slots(prefer=wanted.stage)
     for key, (saved_as, shape) in wanted.parameters.items():
         if saved_as not in places:
             continue
@@ -32,7 +32,7 @@ def read_per_parameter(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
         pieces.groups[key] = slot.group
         state = _file(saved, source)["state"].get(slot.index)
         if state is not None:
-            _check_shapes(state, saved.layout.shapes[slot.layer].get(slot.name), saved, source, slot)
+            _check_shapes(state, saved.slice.shapes[slot.layer].get(slot.name), saved, source, slot)
             pieces.put(key, state, shape)
     return pieces
 
@@ -40,7 +40,7 @@ def read_per_parameter(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
 def _options(saved: SavedCheckpoint, wanted: Wanted, stage: int) -> dict[int, dict[str, Any]]:
     """Read the options of the parameter groups that a saved stage had."""
     path, groups = saved.path(_name(saved, stage)), _file(saved, stage)["param_groups"]
-    slots = saved.layout.stages[stage].slots
+    slots = saved.slice.stages[stage].slots
     numbers = list(range(wanted.num_groups))
     if saved.manifest.stock and len(groups) != len(numbers):
         numbers = sorted({slot.group for slot in slots})
@@ -58,7 +58,7 @@ def _options(saved: SavedCheckpoint, wanted: Wanted, stage: int) -> dict[int, di
 
 
 def _name(saved: SavedCheckpoint, stage: int) -> str:
-    return stage_file(saved.layout.numbers[stage])
+    return stage_file(saved.slice.numbers[stage])
 
 
 def _file(saved: SavedCheckpoint, stage: int) -> dict[str, Any]:

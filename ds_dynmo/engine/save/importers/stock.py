@@ -21,12 +21,12 @@ from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
 from ds_dynmo.engine.save.importers.universal import names_of
 from ds_dynmo.engine.save.initial_model import LayerOrigin
-from ds_dynmo.engine.save.layout import MANIFEST, UNSHARDED_FP16, Manifest, SliceLayout, stage_file
+from ds_dynmo.engine.save.manifest import MANIFEST, UNSHARDED_FP16, Manifest, SliceManifest, stage_file
 from ds_dynmo.engine.save.matching import check_slices
 from ds_dynmo.engine.save.safe_load import safe_load
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import ParamKey
-from ds_dynmo.engine.state.pieces import FLAT, Slot, StageLayout
+from ds_dynmo.engine.state.pieces import FLAT, Slot, StageSlots
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files.checkpoints import FOLDER
 from ds_dynmo.placement import Placement
@@ -43,7 +43,7 @@ def how_it_is_read(folder: str) -> str:
 
 
 def stock_manifest(
-    context: CheckpointContext, folder: str, slices: tuple[SliceLayout, ...], options: LoadOptions
+    context: CheckpointContext, folder: str, slices: tuple[SliceManifest, ...], options: LoadOptions
 ) -> Manifest:
     """Make up the manifest of a checkpoint that stock DeepSpeed wrote of this model.
 
@@ -63,7 +63,7 @@ def stock_manifest(
     check_slices(context, len(cut) or 1, folder)
     pattern = os.path.join(glob.escape(folder), "mp_rank_*_model_states.pt")
     stages = sorted(map(os.path.basename, glob.glob(pattern)))
-    expected = sorted(stage_file(number) for layout in slices for number in layout.numbers)
+    expected = sorted(stage_file(number) for part in slices for number in part.numbers)
     if not (options.module_only and stages):
         mine = slices[context.here.tp_rank]
         saved = _SavedPipeline(context, mine).find(folder, stages, strict=options.optimizer)
@@ -84,7 +84,7 @@ def _manifest(
     folder: str,
     placement: Placement,
     groups: list[Groups] | None,
-    slices: tuple[SliceLayout, ...],
+    slices: tuple[SliceManifest, ...],
 ) -> Manifest:
     """Make the manifest; ``groups``: per saved stage; None: as this engine was constructed."""
     kind = _kind(context, folder)
@@ -94,8 +94,8 @@ def _manifest(
         optimizer=kind,
         optimizer_class="",
         slices=tuple(
-            _trained(layout) if groups is None else _at(layout, _numbers(len(groups), len(slices), place), groups, kind)
-            for place, layout in enumerate(slices)
+            _trained(part) if groups is None else _at(part, _numbers(len(groups), len(slices), place), groups, kind)
+            for place, part in enumerate(slices)
         ),
         frozen_excluded=False,
         files={},
@@ -117,12 +117,12 @@ class _SavedPipeline:
     """Finds the partition at which this model was saved.
 
     Args:
-        layout: what DeepSpeed would write of this rank's slice, as this engine was constructed.
+        built: what DeepSpeed would write of this rank's slice, as this engine was constructed.
     """
 
-    def __init__(self, context: CheckpointContext, layout: SliceLayout) -> None:
-        self._context, self._layers, self._layout = context, context.stage.layers, layout
-        self._slots = {slot.key: slot for stage in _trained(layout).stages for slot in stage.slots}
+    def __init__(self, context: CheckpointContext, built: SliceManifest) -> None:
+        self._context, self._layers, self._built = context, context.stage.layers, built
+        self._slots = {slot.key: slot for stage in _trained(built).stages for slot in stage.slots}
 
     def find(self, folder: str, files: list[str], *, strict: bool) -> tuple[Placement, list[Groups]] | None:
         """Return the partition, and what groups the saved stages had; None: the files do not say.
@@ -132,7 +132,7 @@ class _SavedPipeline:
         """
         slices, mine = self._context.here.tp_size, self._context.here.tp_rank
         names = [stage_file(number) for number in _numbers(len(files) // slices, slices, mine)]
-        by_stage = _numbers(len(self._layout.stages), slices, mine) == self._layout.numbers
+        by_stage = _numbers(len(self._built.stages), slices, mine) == self._built.numbers
         if self._layers.own_uses or not self._context.origin.placement.is_chain:
             return None
         if not (by_stage and names and set(names) <= set(files)):
@@ -182,21 +182,21 @@ class _SavedPipeline:
         """List the parameters of each group of a stage, in the order of DeepSpeed's module."""
         groups: dict[int, list[ParamKey]] = {}
         for index in self._layers.first_uses_at(placement, stage):
-            for key in (ParamKey(index, name) for name in self._layout.shapes.get(index, ())):
+            for key in (ParamKey(index, name) for name in self._built.shapes.get(index, ())):
                 if key in self._slots:
                     groups.setdefault(self._slots[key].group, []).append(key)
         return [keys for _, keys in sorted(groups.items())]
 
     def _is_in_order(self) -> bool:
-        """Tell whether groups list parameters in the order of the module, as this engine was given them."""
+        """Return whether groups list parameters in the order of the module, as this engine got them."""
         return all(
             [slot.key for slot in stage.slots] == [*chain(*self._groups(self._context.origin.placement, number))]
-            for number, stage in enumerate(_trained(self._layout).stages)
+            for number, stage in enumerate(_trained(self._built).stages)
         )
 
 
 def _are_alike(groups: Groups, saved: list[Any]) -> bool:
-    """Tell whether groups have the parameters that were saved, or as many if only that is known."""
+    """Return whether groups have the saved parameters, or as many if only the number is known."""
     return len(groups) == len(saved) and all(
         len(keys) == theirs if isinstance(theirs, int) else set(keys) == set(theirs)
         for keys, theirs in zip(groups, saved)
@@ -212,19 +212,19 @@ def _numbers(stages: int, slices: int, mine: int) -> tuple[int, ...]:
     return tuple(stage * slices + mine for stage in range(stages))
 
 
-def _trained(layout: SliceLayout) -> SliceLayout:
+def _trained(part: SliceManifest) -> SliceManifest:
     """Leave out what was frozen at construction: DeepSpeed writes none of it."""
     return replace(
-        layout,
+        part,
         stages=tuple(
-            replace(stage, slots=tuple(slot for slot in stage.slots if not slot.parked)) for stage in layout.stages
+            replace(stage, slots=tuple(slot for slot in stage.slots if not slot.parked)) for stage in part.stages
         ),
     )
 
 
-def _at(layout: SliceLayout, numbers: tuple[int, ...], groups: list[Groups], kind: str) -> SliceLayout:
+def _at(part: SliceManifest, numbers: tuple[int, ...], groups: list[Groups], kind: str) -> SliceManifest:
     """Describe what DeepSpeed writes of a slice, of which each stage has these ``groups``."""
-    known = {slot.key: slot for stage in _trained(layout).stages for slot in stage.slots}
+    known = {slot.key: slot for stage in _trained(part).stages for slot in stage.slots}
     stages = []
     for of_stage in groups:
         slots: list[Slot] = []
@@ -234,8 +234,8 @@ def _at(layout: SliceLayout, numbers: tuple[int, ...], groups: list[Groups], kin
                 index = number if kind == FLAT else len(slots)
                 slots.append(replace(known[key], index=index, offset=offset))
                 offset += known[key].numel
-        stages.append(StageLayout(tuple(slots)))
-    return replace(layout, stages=tuple(stages), numbers=numbers)
+        stages.append(StageSlots(tuple(slots)))
+    return replace(part, stages=tuple(stages), numbers=numbers)
 
 
 # -- layers that share weights by a key ---------------------------------------------------------------
@@ -252,7 +252,7 @@ def stock_state_of_use(
     Returns:
         The file, the state, and whether that is all of the layer's state.
     """
-    tie, files = layers.tie_of(index), saved.layout.weights
+    tie, files = layers.tie_of(index), saved.slice.weights
     assert tie is not None
     source = next((use for use in tie.uses if layers.stored_use(use) is not None), index)
     first = _state(saved, files[source])

@@ -45,12 +45,12 @@ class WholeModel:
     def gather(cls, context: CheckpointContext) -> WholeModel:
         """Gather what every rank knows of its own layers. Collective."""
         stage, origins = context.stage, context.origin.layers
-        layout = stage.state.layout(stage.layers.named_parameters())
+        slots = stage.state.slots(stage.layers.named_parameters())
         every = stage.comm.gather_objects(
             (
                 context.here.tp_rank,
                 {index: origins[index].shapes for index in stage.layers.counted_modules()},
-                {slot.key: slot.group for slot in layout.slots},
+                {slot.key: slot.group for slot in slots.slots},
             )
         )
         shapes: dict[ParamKey, dict[int, Shape]] = {}

@@ -27,7 +27,7 @@ _STAGE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt$")
 
 
 def is_universal(folder: str) -> bool:
-    """Tell whether ``ds_to_universal`` wrote a folder."""
+    """Return whether ``ds_to_universal`` wrote a folder."""
     return os.path.isfile(os.path.join(folder, OPTIMIZER))
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ds_dynmo.engine.deepspeed.loss_scale import saved_loss_scale
 from ds_dynmo.engine.save.importers.wanted import Wanted
-from ds_dynmo.engine.save.layout import flat_file, stage_file
+from ds_dynmo.engine.save.manifest import flat_file, stage_file
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import MASTER
 from ds_dynmo.engine.state.parameter_groups import options_of
@@ -30,7 +30,7 @@ def read_unsharded(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
     Raises:
         CheckpointError: a file has another content, or the parameters of a group took different numbers of steps.
     """
-    stages = range(len(saved.layout.stages))
+    stages = range(len(saved.slice.stages))
     held = [entry for number in stages for entry in _states(saved, number)]
     groups = {slot.key: slot.group for slot, _ in held}
     steps_of_groups({slot.key: state["step"] for slot, state in held if "step" in state and not slot.parked}, groups)
@@ -52,7 +52,7 @@ def read_unsharded(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
 
 def _states(saved: SavedCheckpoint, stage: int) -> Iterator[tuple[Slot, State]]:
     """Read the state of each parameter of a saved stage."""
-    slots = saved.layout.stages[stage].slots
+    slots = saved.slice.stages[stage].slots
     try:
         yield from _trained(_wrapper_state(saved, stage), [slot for slot in slots if not slot.parked])
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -117,8 +117,8 @@ def _options(saved: SavedCheckpoint, wanted: Wanted) -> dict[int, dict[str, Any]
             )
         return options
     found: dict[int, dict[str, Any]] = {}
-    for source, layout in enumerate(saved.layout.stages):
-        numbers = sorted({slot.group for slot in layout.slots if not slot.parked})
+    for source, stage_slots in enumerate(saved.slice.stages):
+        numbers = sorted({slot.group for slot in stage_slots.slots if not slot.parked})
         groups = _wrapper_state(saved, source)["optimizer_state_dict"]["param_groups"]
         for number, group in zip(numbers, groups):
             found.setdefault(number, options_of(group))
@@ -126,7 +126,7 @@ def _options(saved: SavedCheckpoint, wanted: Wanted) -> dict[int, dict[str, Any]
 
 
 def _name(saved: SavedCheckpoint, stage: int) -> str:
-    return stage_file(saved.layout.numbers[stage])
+    return stage_file(saved.slice.numbers[stage])
 
 
 def _wrapper_state(saved: SavedCheckpoint, stage: int) -> dict[str, Any]:

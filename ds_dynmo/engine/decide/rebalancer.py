@@ -1,4 +1,4 @@
-"""Go from a profile to a decision, and from a decision to a move. :meth:`Balancer.after_batch` begins it.
+"""Go from a profile to a decision, and from a decision to a move. :meth:`Rebalancer.after_batch` begins it.
 
 Every rank takes the same decision from the same gathered numbers. Until layers begin to move, a failure leaves training
 as it was.
@@ -36,7 +36,7 @@ from ds_dynmo.schedules import FoundSchedule, PassCosts
 DECIDING = "deciding where layers go"
 
 
-class Balancer:
+class Rebalancer:
     """Decides where layers go.
 
     Attributes:

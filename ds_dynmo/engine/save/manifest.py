@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ds_dynmo.engine.state.keys import ParamKey
-from ds_dynmo.engine.state.pieces import Slot, StageLayout
+from ds_dynmo.engine.state.pieces import Slot, StageSlots
 from ds_dynmo.files.checkpoints import FOLDER
 from ds_dynmo.placement import Placement
 
@@ -22,17 +22,17 @@ UNSHARDED_FP16 = "fp16"  # without ZeRO, which is read only
 
 
 @dataclass(frozen=True)
-class SliceLayout:
-    """What the files of one tensor-parallel slice hold.
+class SliceManifest:
+    """The contents of the files of one tensor-parallel slice.
 
     Attributes:
-        stages: per saved stage, what its optimizer files hold.
+        stages: per saved stage, the slots of its optimizer files.
         numbers: per saved stage, DeepSpeed's number of this slice of it in file names ("mp_rank").
         shapes: per layer with a module, the shapes of its parameters when the engine was constructed, by name.
         weights: per layer with a module, the file that holds its weights.
     """
 
-    stages: tuple[StageLayout, ...]
+    stages: tuple[StageSlots, ...]
     numbers: tuple[int, ...]
     shapes: dict[int, dict[str, list[int]]]
     weights: dict[int, str]
@@ -46,10 +46,10 @@ class SliceLayout:
         return found
 
     @classmethod
-    def from_parsed(cls, read: dict[str, Any]) -> SliceLayout:
-        """Make the layout from parsed JSON."""
+    def from_parsed(cls, read: dict[str, Any]) -> SliceManifest:
+        """Build it from parsed JSON."""
         stages = tuple(
-            StageLayout(
+            StageSlots(
                 tuple(Slot(**slot) for slot in stage["slots"]),
                 tuple(stage["shard_numels"]),
                 tuple(stage["parked_numels"]),
@@ -64,16 +64,16 @@ class SliceLayout:
         )
 
 
-def join(every: Iterable[tuple[int, int, SliceLayout]]) -> tuple[SliceLayout, ...]:
-    """Join every rank's slice, stage and layout of that stage alone into the layouts of all slices."""
-    table: dict[int, dict[int, SliceLayout]] = {}
-    for slice_index, stage, layout in every:
-        table.setdefault(slice_index, {})[stage] = layout
+def join(every: Iterable[tuple[int, int, SliceManifest]]) -> tuple[SliceManifest, ...]:
+    """Join every rank's slice, stage and manifest of that stage alone into the manifests of all slices."""
+    table: dict[int, dict[int, SliceManifest]] = {}
+    for slice_index, stage, part in every:
+        table.setdefault(slice_index, {})[stage] = part
     joined = []
     for _, by_stage in sorted(table.items()):
-        parts = [layout for _, layout in sorted(by_stage.items())]
+        parts = [part for _, part in sorted(by_stage.items())]
         joined.append(
-            SliceLayout(
+            SliceManifest(
                 stages=tuple(stage for part in parts for stage in part.stages),
                 numbers=tuple(number for part in parts for number in part.numbers),
                 shapes={layer: shapes for part in parts for layer, shapes in part.shapes.items()},
@@ -112,7 +112,7 @@ class Manifest:
     replicas: int
     optimizer: str
     optimizer_class: str
-    slices: tuple[SliceLayout, ...]
+    slices: tuple[SliceManifest, ...]
     frozen_excluded: bool
     files: dict[str, SavedFile]
     state: dict[str, Any]
@@ -152,15 +152,15 @@ class Manifest:
                 raise ValueError(f"its format is not {FORMAT}")
             manifest = cls(
                 placement=Placement.of(read.pop("partition"), read.pop("partition_owners", None)),
-                slices=tuple(map(SliceLayout.from_parsed, read.pop("slices"))),
+                slices=tuple(map(SliceManifest.from_parsed, read.pop("slices"))),
                 files={path: SavedFile(**file) for path, file in read.pop("files").items()},
                 **read,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it is not a manifest: {error}") from error
-        for layout in manifest.slices:
-            if not len(layout.stages) == len(layout.numbers) == manifest.num_stages:
-                raise ValueError(f"it has {len(layout.stages)} stages but the partition {manifest.placement}")
+        for part in manifest.slices:
+            if not len(part.stages) == len(part.numbers) == manifest.num_stages:
+                raise ValueError(f"it has {len(part.stages)} stages but the partition {manifest.placement}")
         return manifest
 
 
