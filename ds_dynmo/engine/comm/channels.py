@@ -1,33 +1,33 @@
-"""Messages between stages that never keep a sender waiting.
+"""Messages between stages in which a sender never waits for its receiver.
 
-A *lane* is all messages of one kind (activations or gradients) between two stages in one direction. They come in the
-order of the micro-batches. A sender goes on at once; what it sent is kept until its receiver is known to have it. A
-receiver posts the next messages of a lane before it needs them, so that they arrive while it computes.
+A *lane* is all messages of one kind (activations or gradients) between two stages in one direction, in the order of the
+micro-batches. A sender continues at once; its tensors are kept until the receiver is known to have them. A receiver
+posts the next receives of a lane before it needs them, so that messages arrive while it computes.
 
-NCCL runs what two ranks send each other one after the other: there a receive that is posted keeps all that the two
-ranks post after it waiting, whatever its tag. So both stages post the same operations in the same order, that of
-:mod:`ds_dynmo.schedules.link_order`, which says why nobody waits in a circle. A stage posts an operation once all
-before it are posted, and
+NCCL runs the operations between two ranks one after the other: a posted receive blocks all operations that the two
+ranks post later, whatever its tag. So both stages post the same operations in the same order, that of
+:mod:`ds_dynmo.schedules.link_order`, which proves that there is no deadlock. A stage posts an operation once all
+operations before it are posted, and
 
-- a send: once its action has made the tensors;
-- a receive: where few messages of its lane are posted, and at the latest when a send behind it is ready;
+- a send: once its action has computed the tensors;
+- a receive: while few receives of its lane are posted, and at the latest when a send after it is ready;
 - two messages of one group: together, by ``batch_isend_irecv``.
 
-**Sizes.** Only a message whose tensors are known can be posted before it is needed. DeepSpeed announces shapes by a
-tensor of numbers in the first message, or in each. So a message is taken to look like the one before it only if that
-looked like the one before that, and from then on for the batch. Both stages have seen the same messages, so they know
-this of the same ones. Any other message is sent and received tensor by tensor, when its instruction runs, and not in a
-group. A message may have no tensor, where the receiver is frozen.
+**Shapes.** A receive can be posted early only if its shapes are known. DeepSpeed announces shapes by a tensor of
+numbers in the first message, or in each. Here the shapes of a lane are *settled* once two successive messages had
+the same, and stay so until the batch ends. Both stages have seen the same messages, so they agree. Other
+messages are sent and received tensor by tensor when their instruction runs, and not in a group. A message has no tensor
+if the receiver is frozen.
 
-**Streams.** NCCL queues an operation behind what the compute stream holds when it is posted. So what is sent has been
-made by then, and what used the memory of a receive's tensors before is over. Waiting for an operation makes the compute
-stream wait for it, not this process. Tensors are made and freed on the compute stream. They are kept here until that
-stream waits for their operation, or for one posted later between the same two ranks, which is over later. After that
-their memory may be used again, as whatever uses it is queued behind. A stage waits for its sends only where it has
-waited for a later receive anyway, and at the end of the batch.
+**Streams.** NCCL queues an operation after everything that the compute stream holds when it is posted. By then the sent
+tensors have been computed, and earlier uses of the memory of received tensors have ended. A wait for an operation makes
+the compute stream wait, not this process. Tensors are allocated and freed on the compute stream. They are kept here
+until that stream waits for their operation, or for a later one between the same two ranks, which ends later. Then their
+memory may be reused, as later uses are queued after it. A stage waits for its sends only after it has waited for a
+later receive, and at the end of the batch.
 
-gloo, on a CPU, runs the same. There a send ends when its receive is posted, a receive that is posted progresses by
-itself, and neither can be asked whether it has ended (``is_completed`` is False until ``wait``).
+gloo, on a CPU, runs the same code. There a send ends when its receive is posted, and a posted receive progresses by
+itself. Neither can be asked whether it has ended (``is_completed`` is False until ``wait``).
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ import torch.distributed as dist
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.torch_private import version_of
 
-AHEAD = 2  # how many micro-batches' messages a receiver posts before it needs them
+AHEAD = 2  # receives of a lane that are posted before they are needed
 
 
 class Lane(Enum):
-    """The kind of a message between stages; its value is the tag that tells it from the other."""
+    """The kind of a message between stages; its value is the message's tag."""
 
     ACTIVATION = 1
     GRADIENT = 2
 
 
 MessageShapes = list[tuple[torch.Size, torch.dtype]]
-Operation = tuple[bool, torch.Tensor]  # is it a send, and its tensor
+Operation = tuple[bool, torch.Tensor]  # whether it is a send, and the tensor
 Post = Callable[[int, Sequence[Operation]], Sequence[Any]]
 
 
 class PlannedMessage(NamedTuple):
-    """One message of the order of two stages, as one of them sees it; the next one of its lane.
+    """One message in the order of two stages, as seen by one of them: the next message of its lane.
 
     Attributes:
-        is_sent: by this stage; else it is received.
+        is_sent: this stage sends it; else it receives it.
     """
 
     lane: Lane
@@ -75,16 +75,16 @@ LinkPlan = Mapping[int, Sequence[tuple[PlannedMessage, ...]]]
 
 
 def kept(tensor: torch.Tensor, lane: Lane) -> torch.Tensor:
-    """Return what is sent for ``tensor``: it has the content still when ``tensor`` is given another.
+    """Return the tensor to send for ``tensor``, which keeps its content if ``tensor`` gets new data.
 
-    A tensor without gradient, a mask say, is copied: its layer may keep it, and change it for the next micro-batch.
+    A tensor without gradient, such as a mask, is copied: its layer may keep it and change it for the next micro-batch.
     """
     content = tensor.detach()
     return content.clone() if lane is Lane.ACTIVATION and not tensor.requires_grad else content
 
 
 class _SentTensor(NamedTuple):
-    """A tensor on its way, and how often its memory was written to when it was sent."""
+    """A tensor under way, and its version (torch's count of in-place changes) when it was sent."""
 
     tensor: torch.Tensor
     version: int
@@ -95,21 +95,21 @@ class _PostedOperations:
     """Operations that were posted together.
 
     Attributes:
-        tensors: of each, and of what is sent its version then; None: it is received.
+        tensors: per operation its tensor, and the version of a sent one; None: received.
     """
 
     works: list[Any]
     tensors: list[tuple[torch.Tensor, int | None]]
 
     def wait(self) -> None:
-        """Wait until they are over.
+        """Wait until the operations have ended.
 
         Raises:
-            ConfigError: what was sent was changed meanwhile, so nobody knows what arrived.
+            ConfigError: a sent tensor was changed meanwhile, so its received content is undefined.
         """
         for work in self.works:
             work.wait()
-        self.works = []  # gloo's handles can be waited for once
+        self.works = []  # a handle of gloo can be waited for only once
         for tensor, version in self.tensors:
             if version is not None and version_of(tensor) != version:
                 raise ConfigError(
@@ -123,73 +123,73 @@ class _PostedOperations:
 class _LaneState:
     """One lane in one direction, in one batch."""
 
-    layout: MessageShapes | None = None  # of the message before
-    is_settled: bool = False  # all messages that follow in this batch look like it
+    shapes: MessageShapes | None = None  # of the previous message
+    is_settled: bool = False  # all later messages of this batch have these shapes
     messages: int = 0
-    made: deque[tuple[list[_SentTensor], bool]] = field(default_factory=deque)  # not yet posted; whether it was settled
-    arriving: deque[tuple[_PostedOperations, list[torch.Tensor]]] = field(default_factory=deque)  # posted
+    ready: deque[tuple[list[_SentTensor], bool]] = field(default_factory=deque)  # sends to post; were shapes settled
+    arriving: deque[tuple[_PostedOperations, list[torch.Tensor]]] = field(default_factory=deque)  # posted receives
 
 
 @dataclass
 class _Link:
-    """All between this stage and a neighbour, in one batch."""
+    """All messages between this stage and a neighbour in one batch."""
 
     stage: int
-    groups: deque[tuple[PlannedMessage, ...]]  # not posted
+    groups: deque[tuple[PlannedMessage, ...]]  # still to post
     lanes: dict[PlannedMessage, _LaneState]
-    posted: deque[_PostedOperations] = field(default_factory=deque)  # in their order; not known to be over
+    posted: deque[_PostedOperations] = field(default_factory=deque)  # in order; not known to have ended
 
 
 class Channels:
     """All lanes of one stage.
 
     Args:
-        rank_of: the global rank of a stage of this pipeline.
-        connect: gives what posts operations with a neighbour, all of them at the same time. Collective the first time.
+        rank_of: returns the global rank of a stage of this pipeline.
+        connect: returns a function that posts operations with a neighbour together. Collective the first time.
     """
 
     def __init__(self, rank_of: Callable[[int], int], connect: Callable[[], Post]) -> None:
         self._rank_of, self._connect = rank_of, connect
         self._device: Any = torch.device("cpu")
-        self._layouts: dict[tuple[int, PlannedMessage], MessageShapes] = {}  # of the last batch
+        self._shapes: dict[tuple[int, PlannedMessage], MessageShapes] = {}  # of the last batch
         self._links: dict[int, _Link] = {}
         self._alike = False
         self._now: PlannedMessage | None = None
         self._sending: list[_SentTensor] = []
-        self._taking: deque[torch.Tensor] | None = None  # None: they are not posted
-        self._taken: MessageShapes = []
+        self._arrived: deque[torch.Tensor] | None = None  # tensors of the message to take; None: it was not posted
+        self._taken: MessageShapes = []  # shapes taken so far
 
     @contextmanager
     def batch(self, plan: LinkPlan, *, alike: bool) -> Iterator[None]:
         """Run one batch; when it ends, all messages sent in it have arrived.
 
         Args:
-            plan: per neighbour, the groups of messages in their order.
-            alike: may the messages of a lane be taken to look alike?
+            plan: per neighbour, the groups of messages in order.
+            alike: whether messages of a lane may be expected to have the same shapes.
         """
         self._post = self._connect()
         self._alike = alike
         self._links = {}
         for stage, groups in plan.items():
             kinds = {message for group in groups for message in group}
-            lanes = {message: _LaneState(self._layouts.get((stage, message))) for message in kinds}
+            lanes = {message: _LaneState(self._shapes.get((stage, message))) for message in kinds}
             self._links[stage] = _Link(stage, deque(groups), lanes)
         yield
         for link in self._links.values():
             assert not link.groups, f"messages with stage {link.stage} that no action made or took: {link.groups}"
             self._wait(link, None)
-        # a message alone in its batch may have been announced, and the next not
-        self._layouts = {
-            (link.stage, message): state.layout
+        # The only message of a lane in a batch may have been announced, and the next one not.
+        self._shapes = {
+            (link.stage, message): state.shapes
             for link in self._links.values()
             for message, state in link.lanes.items()
-            if state.messages > 1 and state.layout is not None
+            if state.messages > 1 and state.shapes is not None
         }
         self._links = {}
 
     def forget_shapes(self) -> None:
-        """Discard how messages looked: they may look other than before from now on."""
-        self._layouts = {}
+        """Discard recorded message shapes."""
+        self._shapes = {}
 
     # -- one instruction ------------------------------------------------------------------------------
 
@@ -203,11 +203,11 @@ class Channels:
             yield
         finally:
             self._now = None
-        layout: MessageShapes = [(sent.tensor.shape, sent.tensor.dtype) for sent in self._sending]
-        if state.is_settled and layout != state.layout:
-            raise ConfigError(_unlike(lane, dest_stage, layout, state.layout))
-        state.made.append((self._sending, state.is_settled))
-        self._note(state, layout)
+        shapes: MessageShapes = [(sent.tensor.shape, sent.tensor.dtype) for sent in self._sending]
+        if state.is_settled and shapes != state.shapes:
+            raise ConfigError(_unlike(lane, dest_stage, shapes, state.shapes))
+        state.ready.append((self._sending, state.is_settled))
+        self._note(state, shapes)
         self._advance(link)
 
     @contextmanager
@@ -221,11 +221,11 @@ class Channels:
         if state.arriving:
             posted, tensors = state.arriving.popleft()
             self._wait(link, posted)
-            self._taking = deque(tensors)
+            self._arrived = deque(tensors)
         else:
             assert link.groups[0] == (message,), f"{message} of stage {src_stage} is needed before {link.groups[0]}"
             link.groups.popleft()
-            self._taking = None
+            self._arrived = None
         try:
             yield
         finally:
@@ -233,19 +233,19 @@ class Channels:
         self._note(state, self._taken)
         self._advance(link)
 
-    def _note(self, state: _LaneState, layout: MessageShapes) -> None:
-        """Note how a message looked."""
-        state.is_settled = state.is_settled or (self._alike and layout == state.layout)
-        state.layout = list(layout)
+    def _note(self, state: _LaneState, shapes: MessageShapes) -> None:
+        """Record the shapes of a message."""
+        state.is_settled = state.is_settled or (self._alike and shapes == state.shapes)
+        state.shapes = list(shapes)
         state.messages += 1
 
     # -- the order ------------------------------------------------------------------------------------
 
     def _advance(self, link: _Link, needed: PlannedMessage | None = None) -> None:
-        """Post all that can be posted.
+        """Post all operations that may be posted now.
 
         Args:
-            needed: of what is received, the next message of this kind.
+            needed: the lane whose next message this stage needs now.
         """
         while link.groups:
             group = link.groups[0]
@@ -253,25 +253,25 @@ class Channels:
                 link.groups.popleft()
                 link.groups.extendleft((message,) for message in reversed(group))
                 continue
-            if not all(_may_begin(link, message, needed) for message in group):
+            if not all(_may_post(link, message, needed) for message in group):
                 return
             link.groups.popleft()
-            self._begin(link, group)
+            self._post_group(link, group)
 
-    def _begin(self, link: _Link, group: tuple[PlannedMessage, ...]) -> None:
+    def _post_group(self, link: _Link, group: tuple[PlannedMessage, ...]) -> None:
         operations: list[tuple[torch.Tensor, int | None]] = []
-        together, receives = True, []
+        settled, receives = True, []
         for message in group:
             state = link.lanes[message]
             if message.is_sent:
-                made, together = state.made.popleft()
-                operations += made
+                sent, settled = state.ready.popleft()
+                operations += sent
             else:
-                tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in state.layout or ()]
+                tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in state.shapes or ()]
                 receives.append((state, tensors))
                 operations += [(tensor, None) for tensor in tensors]
-        for part in [operations] if together else [[operation] for operation in operations]:
-            posted = self._posted(link, part)
+        for batch in [operations] if settled else [[operation] for operation in operations]:
+            posted = self._posted(link, batch)
         for state, tensors in receives:
             state.arriving.append((posted, tensors))
 
@@ -282,14 +282,14 @@ class Channels:
         return posted
 
     def _wait(self, link: _Link, until: _PostedOperations | None) -> None:
-        """Wait for ``until``, and so for all that was posted before; None: for everything."""
+        """Wait for ``until`` and all operations posted before it; None: for all."""
         while link.posted and (until is None or until in link.posted):
             link.posted.popleft().wait()
 
-    # -- what stands in for DeepSpeed's functions -----------------------------------------------------
+    # -- replacements of DeepSpeed's functions -----------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> None:
-        """Send ``tensor`` when its turn has come, and go on."""
+        """Queue ``tensor`` to be sent in order, and return."""
         if self._now is None:
             dist.send(tensor, self._rank_of(dest_stage))
             return
@@ -297,44 +297,44 @@ class Channels:
         self._sending.append(_SentTensor(sent, version_of(sent)))
 
     def recv(self, tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> None:
-        """Receive ``tensor``; what was posted for it becomes its content, without a copy."""
+        """Receive into ``tensor``: it takes over the memory that was posted for it, without a copy."""
         if self._now is None:
             dist.recv(tensor, self._rank_of(src_stage))
             return
         self._taken.append((tensor.shape, tensor.dtype))
         self._device = tensor.device
-        if self._taking is None:
+        if self._arrived is None:
             link, buffer = self._links[src_stage], torch.empty_like(tensor)
             self._wait(link, self._posted(link, [(buffer, None)]))
         else:
-            if not self._taking or self._taken[-1] != (self._taking[0].shape, self._taking[0].dtype):
-                assumed = self._links[src_stage].lanes[self._now].layout
+            if not self._arrived or self._taken[-1] != (self._arrived[0].shape, self._arrived[0].dtype):
+                assumed = self._links[src_stage].lanes[self._now].shapes
                 raise ConfigError(_unlike(self._now.lane, src_stage, self._taken, assumed))
-            buffer = self._taking.popleft()
+            buffer = self._arrived.popleft()
         tensor.data = buffer
 
 
 def _is_settled(link: _Link, message: PlannedMessage) -> bool:
     """Return whether both sides know the shapes of the next message of this kind."""
     state = link.lanes[message]
-    return state.made[0][1] if state.made else state.is_settled
+    return state.ready[0][1] if state.ready else state.is_settled
 
 
-def _may_begin(link: _Link, message: PlannedMessage, needed: PlannedMessage | None) -> bool:
+def _may_post(link: _Link, message: PlannedMessage, needed: PlannedMessage | None) -> bool:
     state = link.lanes[message]
     if message.is_sent:
-        return bool(state.made)
+        return bool(state.ready)
     if not state.is_settled:
         return False
-    return message == needed or len(state.arriving) < AHEAD or any(one.made for one in link.lanes.values())
+    return message == needed or len(state.arriving) < AHEAD or any(lane.ready for lane in link.lanes.values())
 
 
-def _unlike(lane: Lane, stage: int, found: MessageShapes, before: MessageShapes | None) -> str:
-    def listed(layout: MessageShapes | None) -> str:
-        return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in layout or ()) or "nothing"
+def _unlike(lane: Lane, stage: int, shapes: MessageShapes, expected: MessageShapes | None) -> str:
+    def listed(shapes: MessageShapes | None) -> str:
+        return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in shapes or ()) or "nothing"
 
     return (
         f"a message ({lane.name.lower()}, between this stage and stage {stage}) has other tensors than those before it "
-        f"in the batch: {listed(found)} instead of {listed(before)}. Give the PipelineModule dynamic_shape=True, or "
+        f"in the batch: {listed(shapes)} instead of {listed(expected)}. Give the PipelineModule dynamic_shape=True, or "
         'set dynmo.schedule.kind to "1f1b"'
     )

@@ -12,10 +12,10 @@ _QUESTIONS = 10
 
 
 def clock_offset(group: Any, now: Callable[[], float]) -> tuple[float, float]:
-    """Measure how many seconds this rank's clock is ahead of rank 0's, and how far off that can be. Collective.
+    """Measure by how many seconds this rank's clock is ahead of rank 0's, and the error bound. Collective.
 
-    A rank asks rank 0 for its time, a few times; the quickest answer counts: half of the time that it took is how
-    far off it can be (Cristian, "Probabilistic clock synchronization", 1989).
+    Each rank asks rank 0 for its time several times. The fastest answer counts, and half of its round trip is the error
+    bound (Cristian, "Probabilistic clock synchronization", 1989).
 
     Args:
         group: of all ranks, on the CPU.

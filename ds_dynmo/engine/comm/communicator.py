@@ -1,8 +1,8 @@
-"""The control plane: small values that ranks tell each other, and what they agree on before layers move.
+"""The control plane: small values that ranks exchange, and agreement between ranks before layers move.
 
-They travel on a gloo group of their own, on the CPU, with a time-out of their own: no synchronisation with an
-accelerator, and a rank that does not take part is an error that names it. Layers travel from rank to rank, on another
-group (:mod:`ds_dynmo.engine.comm.point_to_point`).
+It uses a separate gloo group on the CPU with a separate time-out. So it never waits for an accelerator, and if a rank
+does not take part, the error names it. Layers travel from rank to rank on another group
+(:mod:`ds_dynmo.engine.comm.point_to_point`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from ds_dynmo.torch_private import default_store
 
 Result = TypeVar("Result")
 
-_EXPECTED = (PartitionError, MigrationError)  # after them training goes on as before
+_EXPECTED = (PartitionError, MigrationError)  # training can continue after them
 
 
 @dataclass(frozen=True)
 class _EncodedValue:
-    """A value on its way to other ranks, or why it cannot be sent."""
+    """A pickled value for other ranks, or the reason why it cannot be sent."""
 
     data: bytes
     problem: str = ""
@@ -47,13 +47,13 @@ class _EncodedValue:
     def of(cls, value: Any) -> _EncodedValue:
         try:
             return cls(to_bytes(value))
-        except Exception as error:  # whatever a user's object raises: the others have to hear of it
+        except Exception as error:  # any error of a user's object; other ranks have to know
             return cls(b"", repr(error))
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """An exception as other ranks hear of it."""
+    """An exception in the form that is sent to other ranks."""
 
     kind: str
     text: str
@@ -71,17 +71,17 @@ class _Failure:
         return any(kind.__name__ == self.kind for kind in _EXPECTED)
 
     def error(self, message: str) -> Exception:
-        """Make what this rank raises for it."""
+        """Build the error that this rank raises for it."""
         if self.kind == PartitionError.__name__:
             return PartitionError(message)
         return MigrationError(message, harmless=True)
 
 
 def check_hosts(timeout_seconds: float) -> None:
-    """Refuse a job whose ranks would be on several hosts and could not meet. Collective where the ranks have met.
+    """Refuse a job whose hosts cannot reach each other. Collective once the ranks are connected.
 
     Raises:
-        ConfigError: see :mod:`ds_dynmo.engine.comm.hosts`. No group has been made.
+        ConfigError: see :mod:`ds_dynmo.engine.comm.hosts`. No group has been created.
     """
     if not dist.is_initialized():
         hosts.check_launch()
@@ -96,14 +96,14 @@ class Communicator:
     Args:
         grid: DeepSpeed's ``PipelineParallelGrid``.
         device: the engine's device.
-        timeout_seconds: how long a collective waits for the other ranks.
+        timeout_seconds: that a collective waits for the other ranks.
 
     Attributes:
-        here: this rank's place in the present world.
-        grid: that of the present world, for DeepSpeed's own parts.
-        device: the engine's.
-        p2p: messages from rank to rank, which only the two take part in.
-        worlds: how many this rank has been in, with the present one.
+        here: this rank's coordinates in the present world.
+        grid: DeepSpeed's grid of the present world.
+        device: the engine's device.
+        p2p: messages between two ranks.
+        worlds: number of worlds of this rank so far, the present one included.
     """
 
     def __init__(self, grid: Any, device: torch.device, timeout_seconds: float) -> None:
@@ -118,7 +118,7 @@ class Communicator:
     # -- who takes part -------------------------------------------------------------------------------
 
     def connect(self, what: str) -> None:
-        """Make the process groups of the present world, for the first time or anew. Collective. ``what``: what for."""
+        """Create the process groups of the present world for the operation ``what``. Collective."""
         timeout = timedelta(seconds=self._timeout_seconds)
         self.here = RankCoordinates.of(self.grid)
         self._control = within(2 * self._timeout_seconds, lambda: dist.new_group(backend="gloo", timeout=timeout))
@@ -133,7 +133,7 @@ class Communicator:
         self._announce()
 
     def _announce(self) -> None:
-        with suppress(RuntimeError):  # only says who is missing; the collective itself fails if this rank is cut off
+        with suppress(RuntimeError):  # only used to name missing ranks; a collective fails by itself
             self._store.set(_entered_key(dist.get_rank()), str(self._entered))
 
     def _missing(self) -> list[int]:
@@ -145,14 +145,14 @@ class Communicator:
         ]
 
     def enter(self, what: str) -> None:
-        """Say that this rank takes part in the collective ``what`` that now begins."""
+        """Announce that this rank takes part in the collective ``what``, which starts now."""
         self.settle()
         self._entered += 1
         self._what = what
         self._announce()
 
     def rank_of(self, stage: int, replica: int | None = None) -> int:
-        """Find the rank that holds ``stage`` for this tensor-parallel slice; ``replica``: None is this rank's."""
+        """Return the rank that holds ``stage`` for this tensor-parallel slice; ``replica`` None: this rank's."""
         if replica is None:
             return int(self.grid.stage_to_global(stage))
         return int(self.grid.stage_to_global(stage, data=replica))
@@ -160,13 +160,13 @@ class Communicator:
     # -- broadcasts that are waited for later ---------------------------------------------------------
 
     def post(self, tensor: torch.Tensor, src: int, group: Any) -> PostedBroadcast:
-        """Post a broadcast in a group, and wait for the one posted before: there is never more than one."""
+        """Post a broadcast in a group, after a wait for the previous one: at most one is under way."""
         self.settle()
         self._posted = PostedBroadcast(tensor, src, group)
         return self._posted
 
     def settle(self) -> None:
-        """Wait for the broadcast that was posted last. Ranks that are in an earlier batch still are not missing."""
+        """Wait for the broadcast that was posted last. Ranks that are still in an earlier batch are not missing."""
         posted, self._posted = self._posted, None
         if posted is not None:
             posted.wait()
@@ -176,7 +176,7 @@ class Communicator:
         if "timed out" in str(error).lower():
             try:
                 missing = self._missing()
-            except RuntimeError as silence:  # the first error has to be reported all the same
+            except RuntimeError as silence:  # report the first error anyway
                 who = f"after {self._timeout_seconds:g} s a rank is missing, and it is not known which: {silence}"
             else:
                 if missing:
@@ -198,14 +198,14 @@ class Communicator:
 
     def sum_in_pipeline(self, number: int) -> int:
         """Sum a number over the stages of this rank's pipeline."""
-        part, parts = self.here.pipeline
-        numbers = torch.zeros(parts, dtype=torch.int64)
-        numbers[part] = number
+        pipeline, pipelines = self.here.pipeline
+        numbers = torch.zeros(pipelines, dtype=torch.int64)
+        numbers[pipeline] = number
         try:
             dist.all_reduce(numbers, group=self._control)
         except RuntimeError as error:
             raise self._control_failed(error) from error
-        return int(numbers[part])
+        return int(numbers[pipeline])
 
     def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum elementwise over all ranks; the result is on the device of ``numbers``."""
@@ -235,7 +235,7 @@ class Communicator:
         """Gather one small picklable value of every rank, in rank order.
 
         Raises:
-            MigrationError: on every rank, where that of one cannot be sent.
+            MigrationError: on every rank, if the value of one rank cannot be sent.
         """
         gathered: list[Any] = [None] * dist.get_world_size()
         sent = _EncodedValue.of(value)
@@ -246,10 +246,10 @@ class Communicator:
         return self._received(gathered)
 
     def broadcast_object(self, value: Any) -> Any:
-        """Send the picklable value of rank 0 to all, whatever the others pass.
+        """Send the picklable value of rank 0 to all; the values of others are ignored.
 
         Raises:
-            MigrationError: on every rank, where it cannot be sent.
+            MigrationError: on every rank, if it cannot be sent.
         """
         box = [_EncodedValue.of(value) if dist.get_rank() == 0 else None]
         try:
@@ -258,27 +258,28 @@ class Communicator:
             raise self._control_failed(error) from error
         return self._received(box)[0]
 
-    def _received(self, every: Sequence[Any]) -> list[Any]:
-        problems = {rank: sent.problem for rank, sent in enumerate(every) if sent.problem}
+    def _received(self, values: Sequence[Any]) -> list[Any]:
+        problems = {rank: sent.problem for rank, sent in enumerate(values) if sent.problem}
         if problems:
             raise MigrationError(f"{self._what}: ranks cannot send what they have to: {problems}", harmless=True)
-        return [from_bytes(sent.data, self.device) for sent in every]
+        return [from_bytes(sent.data, self.device) for sent in values]
 
     def gather_over_slices(self, value: Any) -> list[Any]:
         """Gather one small picklable value of every tensor-parallel slice of this stage and replica, by slice index.
 
-        Collective over these slices alone.
+        Collective over these slices only.
         """
         if self.grid.get_slice_parallel_world_size() == 1:
             return [value]
-        ranks, mine = dist.get_process_group_ranks(self.grid.get_slice_parallel_group()), _EncodedValue.of(value)
+        ranks = dist.get_process_group_ranks(self.grid.get_slice_parallel_group())
+        encoded = _EncodedValue.of(value)
         others = [rank for rank in ranks if rank != dist.get_rank()]
-        received = self.p2p.exchange_bytes(dict.fromkeys(others, to_bytes(mine)), others)
-        every = [from_bytes(received[rank], self.device) if rank in received else mine for rank in ranks]
-        return self._received(every)
+        received = self.p2p.exchange_bytes(dict.fromkeys(others, to_bytes(encoded)), others)
+        values = [from_bytes(received[rank], self.device) if rank in received else encoded for rank in ranks]
+        return self._received(values)
 
     def clock_offset(self, now: Callable[[], float]) -> tuple[float, float]:
-        """Measure how many seconds this rank's clock is ahead of rank 0's, and how far off that can be."""
+        """Measure by how many seconds this rank's clock is ahead of rank 0's, and the error bound."""
         self.settle()
         try:
             return clock_offset(self._control, now)
@@ -305,17 +306,17 @@ class Communicator:
     ) -> Result:
         """Call ``function`` on every rank, and return its result once it has succeeded on all. Collective.
 
-        One small reduction while all is well; ranks send details only if one has failed.
+        If all succeed, this is one small reduction. Ranks send details only after a failure.
 
         Args:
-            what: the ranks do, for messages, such as "deciding where layers go".
-            same: returns the part of a result that has to be the same on all ranks, by its text; None: none has to be.
-            within: of the parts that ranks are divided in, the number of this rank's, and how many there are. ``same``
-                holds between ranks of one part.
-            error: raised on every rank in place of those below if ``function`` fails on any, or results differ.
+            what: name of the operation in messages, such as "deciding where layers go".
+            same: returns the part of a result that has to be the same on all ranks, by its text; None: nothing has to.
+            within: number of this rank's part, and number of parts, if ranks are divided into parts within which
+                ``same`` is compared.
+            error: raised on every rank instead of the errors below.
 
         Raises:
-            PartitionError: on every rank: it is the first failure by rank.
+            PartitionError: on every rank, if the first failure by rank is one.
             MigrationError: harmless, on every rank: the first failure by rank is of another type, or results differ.
                 Not harmless: a collective within ``function`` failed, as it does on the other ranks.
         """
@@ -324,20 +325,20 @@ class Communicator:
         try:
             result = function()
             text = str(same(result)) if same is not None else ""
-        except Exception as found:  # whatever a user's object raises: the others have to hear of it
+        except Exception as raised:  # any error of a user's object; other ranks have to know
             if error is None:
-                raise_unless_harmless(found)
-            failure = found
+                raise_unless_harmless(raised)
+            failure = raised
         part, parts = within
         digest = _number_of(text)
         most_and_least = torch.full((2, parts), torch.iinfo(torch.int64).min)
         most_and_least[:, part] = torch.tensor([digest, -digest])
-        failed, *found_numbers = self.max_over_world(
+        failed, *digests = self.max_over_world(
             torch.cat([torch.tensor([int(failure is not None)]), most_and_least.flatten()])
         ).tolist()
         if failed:
             raise self._first_failure(what, failure, error) from failure
-        if any(most != -least for most, least in zip(found_numbers[:parts], found_numbers[parts:])):
+        if any(most != -least for most, least in zip(digests[:parts], digests[parts:])):
             differing = self._differing_texts(part, text)
             if error is not None:
                 raise error(f"{what}: ranks differ: {differing}")
@@ -345,27 +346,26 @@ class Communicator:
         return result
 
     def _differing_texts(self, part: int, text: str) -> str:
-        """Say which ranks have which text in the parts where they differ. Collective."""
-        every = self.gather_objects((part, text))
+        """Describe which ranks have which text, in parts where texts differ. Collective."""
+        entries = self.gather_objects((part, text))
         texts_of: dict[int, set[str]] = {}
-        for number, theirs in every:
+        for number, theirs in entries:
             texts_of.setdefault(number, set()).add(theirs)
-        ranks_of = ranks_by([theirs if len(texts_of[number]) > 1 else "" for number, theirs in every])
+        ranks_of = ranks_by([theirs if len(texts_of[number]) > 1 else "" for number, theirs in entries])
         return ", ".join(f"{theirs} on ranks {ranks}" for theirs, ranks in ranks_of.items() if theirs)
 
     def _first_failure(self, what: str, failure: Exception | None, error: type[Exception] | None) -> Exception:
-        """Return the first failure by rank, to be raised on all. Collective.
+        """Return the error for all ranks to raise: the first failure by rank. Collective.
 
-        Its rank logs an unexpected one, unless the caller says by ``error`` what is raised.
+        That rank logs an unexpected failure, unless the caller passes ``error``.
         """
-        mine = None if failure is None else _Failure.of(failure)
-        every: list[_Failure | None] = self.gather_objects(mine)
-        failed = [rank for rank, theirs in enumerate(every) if theirs is not None]
-        first = every[failed[0]]
+        failures: list[_Failure | None] = self.gather_objects(None if failure is None else _Failure.of(failure))
+        failed = [rank for rank, theirs in enumerate(failures) if theirs is not None]
+        first = failures[failed[0]]
         assert first is not None
         if error is not None:
             return error(f"rank {failed[0]}: {first.text if first.kind == error.__name__ else first}")
-        if failure is not None and first.is_expected and all(theirs == first for theirs in every):
+        if failure is not None and first.is_expected and all(theirs == first for theirs in failures):
             return failure
         if dist.get_rank() == failed[0]:
             trace = "".join(traceback.format_exception(failure))
@@ -373,37 +373,37 @@ class Communicator:
         return first.error(f"{what} failed on ranks {failed}, first with {first}. No layer has moved")
 
     def all_done(self) -> None:
-        """Wait until every rank is done. A rank that failed is missed after the time-out."""
+        """Wait until every rank is done. After the time-out, report that a rank failed."""
         try:
             dist.barrier(group=self._control)
         except RuntimeError as error:
             raise MigrationError(f"another rank did not finish its part of the move ({error})") from error
 
     def tied_group(self, ranks: Sequence[int]) -> Any:
-        """Make the process group of ``ranks``, once. Every rank of the world asks in the same order."""
+        """Return the process group of ``ranks``, created once. Every rank of the world calls this in the same order."""
         key = tuple(ranks)
         if key not in self._tied_groups:
             self._tied_groups[key] = within(2 * self._timeout_seconds, lambda: dist.new_group(ranks=list(key)))
         return self._tied_groups[key]
 
     def rank_alone(self) -> Any:
-        """Return the process group of this rank alone, made once in a world. Not collective."""
+        """Return the process group of this rank alone, created once per world. Not collective."""
         if self._rank_alone is None:
             self._rank_alone = dist.new_group(ranks=[dist.get_rank()], use_local_synchronization=True)
         return self._rank_alone
 
     def neighbour_links(self) -> NeighbourLinks:
-        """Return what posts messages between neighbouring stages in order, made once in a world."""
+        """Return the links between neighbouring stages, created once per world."""
         if self._neighbour_links is None:
             self._neighbour_links = NeighbourLinks(self.here.stage, self.rank_of, self.device, self._timeout_seconds)
         return self._neighbour_links
 
 
 def _number_of(text: str) -> int:
-    """Hash a text to a number that ranks can compare."""
+    """Hash a text to a number for comparison between ranks."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def _entered_key(rank: int) -> str:
-    """Name the key under which a rank counts its collectives."""
+    """Return the store's key of a rank's count of collectives."""
     return f"ds_dynmo/entered/{rank}"

@@ -1,4 +1,4 @@
-"""The place of one rank in the job: its stage, its data-parallel replica and its tensor-parallel slice."""
+"""The position of one rank in the job: its stage, its data-parallel replica and its tensor-parallel slice."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """The place of one rank in the present world.
+    """The position of one rank in the present world.
 
     Attributes:
-        rank, world_size: its number among all ranks, and how many there are.
-        stage, num_stages: its pipeline stage, and how many there are.
-        replica, replicas: its data-parallel index, and how many there are.
-        tp_rank, tp_size: its tensor-parallel index, and how many there are.
+        rank, world_size: global rank, and number of ranks.
+        stage, num_stages: pipeline stage, and number of stages.
+        replica, replicas: data-parallel index, and number of replicas.
+        tp_rank, tp_size: tensor-parallel index, and number of slices.
     """
 
     rank: int = 0
@@ -42,10 +42,10 @@ class RankCoordinates:
 
     @property
     def slice_of_stage(self) -> tuple[int, int]:
-        """Number this rank's stage and slice, which every replica has, and count all."""
+        """The number of this rank's pair of stage and slice, and the count of such pairs."""
         return self.stage * self.tp_size + self.tp_rank, self.num_stages * self.tp_size
 
     @property
     def pipeline(self) -> tuple[int, int]:
-        """Number this rank's pipeline, of one replica and slice, and count all."""
+        """The number of this rank's pipeline (pair of replica and slice), and the count of pipelines."""
         return self.replica * self.tp_size + self.tp_rank, self.replicas * self.tp_size

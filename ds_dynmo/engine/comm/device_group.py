@@ -14,18 +14,18 @@ from ds_dynmo.engine.comm.bounded import within
 def device_group(device: torch.device, timeout: timedelta, timeout_seconds: float) -> Any:
     """Make a group of all ranks on the default backend, and connect it. Collective.
 
-    Some backends, such as NCCL, connect a group at its first operation, in which all its ranks have to take part.
-    Messages between two ranks would be the first otherwise. gloo, which is connected already, loses nothing by it.
+    Some backends, such as NCCL, connect a group in its first operation, in which all ranks have to take part. So the
+    first operation must not be a message between two ranks. gloo groups are connected already.
 
     Args:
         device: the engine's device.
         timeout: of operations on the group.
-        timeout_seconds: how long making the group waits for the other ranks.
+        timeout_seconds: that creating the group waits for the other ranks.
     """
 
-    def connected() -> Any:
+    def make() -> Any:
         group = dist.new_group(timeout=timeout)
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         return group
 
-    return within(2 * timeout_seconds, connected)
+    return within(2 * timeout_seconds, make)

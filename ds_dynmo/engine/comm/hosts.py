@@ -1,4 +1,4 @@
-"""Find out before gloo does that the ranks' hosts cannot reach each other by the addresses that gloo would give out."""
+"""Check, before gloo connects, that the ranks' hosts can reach each other by the addresses that gloo would offer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # of torchrun, and of DeepSpe
 
 
 def check_launch(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse what the launcher's environment shows already, before any process group is made.
+    """Refuse a launch whose environment cannot work, before any process group is made.
 
     Raises:
-        ConfigError: this host cannot find rank 0's by its name; or ranks are on other hosts, and this one would give
-            out an address that only it can reach.
+        ConfigError: this host cannot resolve the name of rank 0's host; or there are ranks on other hosts, and this one
+            would offer an address that only it can reach.
     """
     _check_master(environment.get("MASTER_ADDR"))
     here = next((environment[name] for name in _LOCAL_SIZES if name in environment), None)
@@ -33,10 +33,10 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _check_master(address: str | None) -> None:
-    """Find the host of rank 0 by its name.
+    """Refuse a name of rank 0's host that this host cannot resolve.
 
     Raises:
-        ConfigError: this host does not know it.
+        ConfigError: with the name and the reason.
     """
     if address is None:
         return
@@ -52,10 +52,10 @@ def _check_master(address: str | None) -> None:
 def check_hosts(store: BoundedStore, rank: int, world_size: int, timeout_seconds: float) -> None:
     """Refuse ranks on several hosts if one of them would offer an address that only it can reach. Collective.
 
-    Nothing comes of it if a rank does not take part within the time-out: what follows says so.
+    If a rank does not take part within the time-out, nothing is checked; a later collective reports the rank.
 
     Raises:
-        ConfigError: on every rank: names the hosts, and what to set there.
+        ConfigError: on every rank: names the hosts, and the variable to set there.
     """
     turn = (store.add("ds_dynmo/hosts/calls", 1) - 1) // world_size  # a process may make several engines
     part = f"ds_dynmo/hosts/{turn}"
@@ -70,10 +70,10 @@ def check_hosts(store: BoundedStore, rank: int, world_size: int, timeout_seconds
         meet(store, f"{part}/done", world_size, timedelta(seconds=timeout_seconds))
     except RuntimeError:
         return
-    found = store.add(f"{part}/loopbacks", 0)
-    if found and store.add(f"{part}/elsewhere", 0):
-        names = {store.get(f"{part}/loopback/{number}").decode() for number in range(1, found + 1)}
-        with suppress(RuntimeError):  # the process that has the store ends only when all have read it
+    loopbacks = store.add(f"{part}/loopbacks", 0)
+    if loopbacks and store.add(f"{part}/elsewhere", 0):
+        names = {store.get(f"{part}/loopback/{number}").decode() for number in range(1, loopbacks + 1)}
+        with suppress(RuntimeError):  # so that the process with the store does not end before all have read it
             meet(store, f"{part}/read", world_size, timedelta(seconds=timeout_seconds))
         raise ConfigError(_refusal(sorted(names)))
 
@@ -100,12 +100,12 @@ def _loopback(environment: Mapping[str, str]) -> str | None:
 
 
 def _usable_address(host: str) -> str | None:
-    """Find the first address of the name that this host can bind to, as torch 2.13.0 and gloo choose it."""
+    """Return the first address of the name that this host can bind to, as torch 2.13.0 and gloo do."""
     try:
-        found = socket.getaddrinfo(host, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
     except OSError:
         return None
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         try:
             with socket.socket(family, kind, protocol) as trial:
                 trial.bind(address)

@@ -1,4 +1,4 @@
-"""Process groups of the messages between neighbouring stages, where a backend runs them in the order of posting."""
+"""Process groups for messages between neighbouring stages, for backends that run operations in the order of posting."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from ds_dynmo.engine.comm.device_group import device_group
 
 
 class NeighbourLinks:
-    """Posts operations with a neighbouring stage, one after the other. Construction is collective.
+    """Operations with the neighbouring stages, in the order of posting. Construction is collective.
 
-    NCCL runs what a rank posts on a process group on one stream, in order, whoever it is sent to: batches always, and
-    single operations where the default group is bound to a device, as DeepSpeed binds it. But messages with one
-    neighbour must not wait for those with the other. So there are two groups, one for every other boundary of the
-    pipeline: on each a rank has one neighbour. All replicas and slices share them.
+    NCCL runs all operations that a rank posts on a process group on one stream, in order, whatever their peer: batches
+    always, and single operations if the default group is bound to a device, as DeepSpeed binds it. But messages with
+    one neighbour must not wait for those with the other. So there are two groups, for alternate boundaries of the
+    pipeline: in each of them a rank has one neighbour. All replicas and slices share them.
 
     Args:
         stage: of this rank.
-        rank_of: finds the rank that holds a stage.
+        rank_of: returns the rank that holds a stage.
         device: the engine's device.
-        timeout_seconds: how long making a group waits for the other ranks.
+        timeout_seconds: that creating a group waits for the other ranks.
     """
 
     def __init__(self, stage: int, rank_of: Callable[[int], int], device: torch.device, timeout_seconds: float) -> None:
         self._stage, self._rank_of = stage, rank_of
-        timeout = default_timeout()  # as DeepSpeed's messages: a receive waits for as long as a pass takes
+        timeout = default_timeout()  # as for DeepSpeed's messages: a receive may wait for a whole pass
         self._groups = [device_group(device, timeout, timeout_seconds) for _ in range(2)]
 
     def post(self, stage: int, operations: Sequence[tuple[bool, torch.Tensor]]) -> list[Any]:
-        """Begin to send to ``stage`` and to receive from it, all at the same time, after all that was begun before.
+        """Start these operations with ``stage`` together, after all that were posted before.
 
         Args:
-            operations: is it a send, and the tensor.
+            operations: pairs of whether it is a send, and the tensor.
         """
         group, rank = self._groups[min(stage, self._stage) % 2], self._rank_of(stage)
         return dist.batch_isend_irecv(

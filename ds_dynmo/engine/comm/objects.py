@@ -1,8 +1,8 @@
-"""Turn objects into bytes for other ranks, with every tensor on the CPU.
+"""Pickling of objects for other ranks, with every tensor on the CPU.
 
-A tensor that is pickled where it lies is unpickled there too: whoever reads it opens a context on the sender's device.
-So the optimizer's count of steps (on the accelerator with ``fused`` or ``capturable``), a learning rate that is a
-tensor, or whatever state a user shares, is copied to the CPU first, and put on the reader's own device afterwards.
+A tensor is unpickled on the device on which it was pickled, which opens a context on the sender's device. So tensors
+are copied to the CPU first, and to the reader's device afterwards: the optimizer's count of steps (on the accelerator
+with ``fused`` or ``capturable``), a learning rate that is a tensor, or other state of a user.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def to_bytes(value: Any) -> bytes:
     """Pickle ``value``, its tensors on the CPU.
 
     Raises:
-        TypeError: a tensor without data ("meta"). What cannot be pickled raises what ``pickle`` raises.
+        TypeError: a tensor has no data ("meta"). Other errors are those of ``pickle``.
     """
     dumped = dump(value)
     on_cpu = [_is_on_cpu(tensor) for tensor in dumped.tensors]
@@ -28,7 +28,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes, device: torch.device) -> Any:
-    """Load what :func:`to_bytes` wrote on another rank. What was not on the CPU there goes to ``device``."""
+    """Load what :func:`to_bytes` returned on another rank. Tensors that were not on the CPU there go to ``device``."""
     shell, tensors, on_cpu = pickle.loads(data)
     return load(shell, [tensor if stays else _moved(tensor, device) for tensor, stays in zip(tensors, on_cpu)])
 

@@ -1,4 +1,4 @@
-"""Wait for messages that were posted, or ask whether they are done."""
+"""Posted messages: wait for them, or ask whether they are done."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ds_dynmo.engine.comm.transfer_stream import TransferStream
 
 
 class PendingExchange:
-    """Messages that were posted: ask whether they are done, or wait for them.
+    """Messages that have been posted.
 
     Args:
         works: torch's handles.
-        buffers: what is sent and received; held until all is done.
-        staged: what is to be copied once all is received, each tensor with the memory that its values come in. Those
-            of several small tensors are parts of one message, which may itself come by way of the accelerator.
+        buffers: sent and received tensors; held until all operations are done.
+        staged: copies to make once all is received, as pairs of a tensor and the memory with its values. The values of
+            several small tensors are parts of one message, which may itself come by way of the accelerator.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class PendingExchange:
     def is_done(self) -> bool:
         """Return whether :meth:`wait` would return, or raise, at once.
 
-        Handles may say so only to whoever waits for them: ``is_completed`` of NCCL's, XCCL's and HCCL's looks whether
-        the accelerator is done, that of gloo's stays False until then (seen in torch 2.13.0). So somebody waits, from
-        the first call on: a stream of its own, and on a CPU a thread.
+        A handle may not know without a wait: ``is_completed`` of NCCL, XCCL and HCCL asks the accelerator, but that of
+        gloo stays False until ``wait`` (seen in torch 2.13.0). So the first call starts a wait: on a separate stream,
+        or on a CPU in a thread.
         """
         if not self._works:
             return True
@@ -54,10 +54,10 @@ class PendingExchange:
         return not self._waiter.is_alive()
 
     def wait(self) -> None:
-        """Wait until all is received and everything that was sent may be written to again.
+        """Wait until everything is received and sent tensors may be written to again.
 
         Raises:
-            RuntimeError: not within the time-out, or a peer is gone.
+            RuntimeError: the time-out has passed, or a peer is gone.
         """
         with self._stream.before_compute():
             if self._waiter is not None:
@@ -72,7 +72,7 @@ class PendingExchange:
 
 
 class _Waiter(threading.Thread):
-    """Wait for handles, which releases the interpreter meanwhile."""
+    """A thread that waits for handles; a wait releases the interpreter."""
 
     def __init__(self, works: Sequence[Any], timeout: timedelta) -> None:
         super().__init__(name="ds_dynmo transfers", daemon=True)
@@ -82,7 +82,7 @@ class _Waiter(threading.Thread):
     def run(self) -> None:
         try:
             _wait(self._works, self._timeout)
-        except BaseException as error:  # to be raised by whoever asks for the result
+        except BaseException as error:  # raised by result()
             self._error = error
         self._works.clear()
 

@@ -1,4 +1,4 @@
-"""Messages from rank to rank: byte strings between stages, and the tensors of layers on a group of their own."""
+"""Messages from rank to rank: byte strings between stages, and the tensors of layers on a separate group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_dynmo.engine.comm.device_group import device_group
 from ds_dynmo.engine.comm.pending import PendingExchange
 from ds_dynmo.engine.comm.transfer_stream import TransferStream
 
-SMALL_BYTES = 1 << 16  # a tensor of no more travels in one message with others
+SMALL_BYTES = 1 << 16  # tensors up to this size are packed into one message
 
 PeerTensor = tuple[int, torch.Tensor]  # a tensor and the rank it goes to or comes from
 
@@ -21,15 +21,15 @@ PeerTensor = tuple[int, torch.Tensor]  # a tensor and the rank it goes to or com
 class PointToPoint:
     """One rank's messages to others. Construction is collective.
 
-    Byte strings travel on the control group, on the CPU. Tensors travel on a process group of their own: messages of
-    one group arrive in the order in which they were sent, so layers under way would hold up, or be taken for, the
-    activations of a batch that runs meanwhile.
+    Byte strings travel on the control group, on the CPU. Tensors travel on a separate process group: messages of one
+    group arrive in the order of sending, so layers would delay, or be mistaken for, the activations of a batch that
+    runs meanwhile.
 
     Args:
-        rank_of: finds the rank that holds a stage.
+        rank_of: returns the rank that holds a stage.
         control: the gloo group of small numbers.
         device: the engine's device.
-        timeout_seconds: how long an operation waits for the other ranks.
+        timeout_seconds: that an operation waits for the other ranks.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class PointToPoint:
     # -- tensors --------------------------------------------------------------------------------------
 
     def post(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> PendingExchange:
-        """Begin to send contiguous tensors to ranks and to receive into others, in place, and return at once.
+        """Start to send contiguous tensors to ranks and to receive into others, in place, and return at once.
 
-        Between two ranks, both sides have to name the same sizes in the same order, from one call to the next too.
-        Small tensors of a pair travel together in one message; large ones are sent from and received into their own
-        memory. Until the exchange is done, nobody may write to what is sent, or touch what is received.
+        Two ranks have to pass the same sizes in the same order, across calls too. Small tensors of a pair of ranks
+        travel in one message; large ones are sent and received in place. Until the exchange is done, sent tensors must
+        not be written to, and received ones must not be used.
         """
         operations: list[Any] = []
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -110,14 +110,14 @@ class PointToPoint:
         receives: Sequence[PeerTensor],
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Send and receive as :meth:`post` does, and wait; ``meanwhile`` is called while tensors are under way."""
+        """Send and receive like :meth:`post`, and wait; call ``meanwhile`` while tensors are under way."""
         pending = self.post(sends, receives)
         if meanwhile is not None:
             meanwhile()
         pending.wait()
 
     def _transportable(self, tensor: torch.Tensor, copy: bool) -> torch.Tensor:
-        """Return ``tensor``, or a copy of it where the group's backend can reach it (NCCL: the accelerator)."""
+        """Return ``tensor``, or a copy on the device of the group's backend (NCCL: the accelerator)."""
         if tensor.device.type == self._device.type:
             return tensor
         return tensor.to(self._device) if copy else torch.empty_like(tensor, device=self._device)

@@ -1,8 +1,8 @@
-"""Broadcasts that nobody waits for until their value is read.
+"""Broadcasts that are waited for when their value is read.
 
-All ranks of a group post a broadcast and go on. :class:`PostedTensor` stands for the value on a rank that receives it:
-a tensor, whose first reader waits until it has arrived. That takes nothing of the other ranks but what they have
-posted, so any rank may read, at any time, and none has to.
+All ranks of a group post a broadcast and continue. On a receiving rank, :class:`PostedTensor` represents the value: a
+tensor whose first reader waits until it has arrived. The other ranks only have to have posted the broadcast. So any
+rank may read at any time, or not at all.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _UNDER_WAY: set[PostedBroadcast] = set()
 
 
 class PostedBroadcast:
-    """One broadcast that this rank has posted. Construction is collective.
+    """A broadcast that this rank has posted. Construction is collective.
 
     Args:
-        tensor: what rank ``src`` sends, and others receive; nothing else may write to it until it has arrived.
+        tensor: sent by rank ``src``, received by others; nothing else may write to it until it has arrived.
     """
 
     def __init__(self, tensor: torch.Tensor, src: int, group: Any) -> None:
         self.tensor = tensor
         if dist.get_rank() != src:
-            tensor.fill_(torch.nan)  # for whoever gets at the memory without waiting
+            tensor.fill_(torch.nan)  # so that a read without a wait is noticed
         self._work: Any = dist.broadcast(tensor, src, group=group, async_op=True)
         _UNDER_WAY.add(self)
 
     def wait(self) -> None:
-        """Wait until it has arrived, or left; at once if that was waited for.
+        """Wait until the value has arrived or left; return at once if it has.
 
         Raises:
             RuntimeError: another rank is gone.
@@ -47,12 +47,12 @@ class PostedBroadcast:
             self._work = None
 
     def element(self, index: int) -> PostedTensor:
-        """Stand for an element of what arrives."""
+        """Return a tensor for one element of the value."""
         return PostedTensor(self.tensor[index], self.wait)
 
 
 def wait_for_posted() -> None:
-    """Wait for all broadcasts of this process, so that it does not end before others have what it sends."""
+    """Wait for all broadcasts of this process, so that it does not end before others have received them."""
     for posted in tuple(_UNDER_WAY):
         with suppress(RuntimeError):
             posted.wait()
@@ -62,10 +62,10 @@ atexit.register(wait_for_posted)
 
 
 class PostedTensor(torch.Tensor):
-    """A tensor whose value is still to arrive. Whatever is done with it waits first, and gives plain tensors.
+    """A tensor whose value has yet to arrive. Each use waits for it, and returns plain tensors.
 
     Args:
-        value: has the value, once ``wait`` returns.
+        value: has the value once ``wait`` returns.
     """
 
     _value: torch.Tensor
@@ -82,7 +82,7 @@ class PostedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out what Python asks for, down to ``numpy()``, ``float()`` and pickling."""
+        """Run operations called from Python, ``numpy()``, ``float()`` and pickling included."""
         with without_torch_function():
             return func(*tree_map(_arrived, args), **tree_map(_arrived, kwargs or {}))
 
@@ -90,7 +90,7 @@ class PostedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Carry out what comes another way, such as collectives."""
+        """Run operations called in other ways, such as collectives."""
         return func(*tree_map(_arrived, args), **tree_map(_arrived, kwargs or {}))
 
 

@@ -1,10 +1,10 @@
 """Parameters that differ between data-parallel replicas, such as each replica's share of a layer's experts.
 
-A layer that has some marks them, ``parameter.replica_own = True``: they are neither broadcast at the start nor averaged
-with other replicas'. When a batch's backward work is done their gradients have to be sums over all replicas' samples.
-Such a layer reaches its peers by a method ``use_replicas(group)``, which is called when the engine is built, before the
-optimizer is, and again wherever the layer arrives. The group belongs to the stage: it must not be pickled or copied
-with the layer.
+A layer marks such a parameter with ``parameter.replica_own = True``. It is neither broadcast at the start nor averaged
+over replicas. After the backward passes of a batch, its gradient has to be the sum over the samples of all replicas.
+The layer gets the process group of the replicas by a method ``use_replicas(group)``, which is called when the engine is
+built, before the optimizer, and again on each stage where the layer arrives. The group belongs to the stage: it must
+not be pickled or copied with the layer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def use_replicas(modules: Iterable[nn.Module], group: Any) -> None:
     """Pass the group of this stage's replicas to every layer part that has ``use_replicas``.
 
     Raises:
-        ConfigError: it cannot be shared out over so many.
+        ConfigError: a layer cannot be shared out over so many replicas.
     """
     for module in modules:
         use = getattr(module, "use_replicas", None)

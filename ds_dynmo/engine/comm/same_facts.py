@@ -1,6 +1,6 @@
-"""Find out, before anything is built, whether all ranks of a launch were given the same.
+"""Check, before anything is built, that all ranks of a launch have the same inputs.
 
-Each of them reads its own files: one whose host has others would train on, with other numbers than the rest.
+Each rank reads the files of its host. With different files it would train with other numbers than the rest, unnoticed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ TIMEOUT_SECONDS = 60.0  # the ranks have met already
 def check_same(facts: Mapping[str, str]) -> None:
     """Refuse ranks whose facts differ. Collective.
 
-    Nothing comes of it if a rank does not take part within the time-out: what follows says so.
+    If a rank does not take part within the time-out, nothing is checked; a later collective reports the rank.
 
     Args:
         facts: by name, a short text that has to be the same on every rank.
 
     Raises:
-        ConfigError: on every rank: names what differs, and which ranks have what.
+        ConfigError: on every rank: names the facts that differ, and the ranks that have each value.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = BoundedStore(default_store(), TIMEOUT_SECONDS)
@@ -42,23 +42,23 @@ def check_same(facts: Mapping[str, str]) -> None:
             store.wait(keys, timeout)
             store.set(f"{part}/found", "; ".join(differences([json.loads(store.get(key)) for key in keys])))
         store.wait([f"{part}/found"], timeout)
-        found = store.get(f"{part}/found").decode()
+        differing = store.get(f"{part}/found").decode()
     except RuntimeError:
         return
-    with suppress(RuntimeError):  # the process that has the store may end only when all have read it
+    with suppress(RuntimeError):  # so that the process with the store does not end before all have read it
         meet(store, f"{part}/read", world_size, timeout)
-    if found:
-        raise ConfigError(f"ranks were not given the same: {found}")
+    if differing:
+        raise ConfigError(f"ranks were not given the same: {differing}")
 
 
-def differences(every: Sequence[Mapping[str, str]]) -> list[str]:
-    """Say of each fact that is not the same on every rank which ranks have what."""
-    found = []
-    for name in dict.fromkeys(name for facts in every for name in facts):
-        ranks = ranks_by([facts.get(name, "nothing") for facts in every])
+def differences(facts_of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
+    """Describe each fact that differs between ranks, with the ranks that have each value."""
+    differing = []
+    for name in dict.fromkeys(name for facts in facts_of_ranks for name in facts):
+        ranks = ranks_by([facts.get(name, "nothing") for facts in facts_of_ranks])
         if len(ranks) > 1:
-            found.append(f"{name}: {', '.join(f'{value} on ranks {having}' for value, having in ranks.items())}")
-    return found
+            differing.append(f"{name}: {', '.join(f'{value} on ranks {having}' for value, having in ranks.items())}")
+    return differing
 
 
 def ranks_by(values: Sequence[str]) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""The stream on which an accelerator queues transfers, beside the one on which it computes."""
+"""The accelerator stream for transfers, besides the compute stream."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from deepspeed.accelerator import get_accelerator
 
 
 class TransferStream:
-    """Order transfers against the work of layers, without making either wait longer than it has to.
+    """A stream that orders transfers and the work of layers, so that neither waits longer than necessary.
 
-    NCCL runs the operations of a process group on a stream of that group's: it lets them wait for the stream that is
-    current when they are posted, and ``Work.wait`` lets the stream that is current then wait for them. What surrounds
-    them, copies into messages and out of them, would be queued behind the layers on the stream of the layers. So both
-    are done on this stream, and two events order it:
+    NCCL runs the operations of a process group on the group's stream. They wait for the stream that is current when
+    they are posted, and ``Work.wait`` makes the current stream wait for them. The copies into and out of messages would
+    be queued behind the layers if they ran on the compute stream. So operations and copies run on this stream, and two
+    events order it:
 
-    - *ready*, recorded on the compute stream when transfers are posted: what is sent has been written by then, and
-      whatever used the memory of the receive buffers before is over. What the layers queue later is not waited for.
-    - *arrived*, recorded here behind the last copy: the compute stream waits for it before it touches what arrived.
+    - *ready*, recorded on the compute stream when transfers are posted. By then the sent tensors have been written, and
+      earlier uses of the receive buffers' memory have ended. Transfers do not wait for layers that are queued later.
+    - *arrived*, recorded on this stream after the last copy. The compute stream waits for it before it uses what
+      arrived.
 
-    Tensors made on the compute stream are used here. Whoever posts transfers holds those tensors until the compute
-    stream waits for *arrived*: only then may the allocator give their memory to others.
+    Tensors that were allocated on the compute stream are used here. The code that posts transfers holds these tensors
+    until the compute stream waits for *arrived*. Only then may the allocator reuse their memory.
 
-    On a CPU, where nothing is queued, this does nothing.
+    On a CPU this does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +34,7 @@ class TransferStream:
 
     @contextmanager
     def after_compute(self) -> Iterator[None]:
-        """Queue on this stream, behind what the compute stream was given so far."""
+        """Queue on this stream, after everything that the compute stream has queued so far."""
         if self._stream is None:
             yield
             return
@@ -43,11 +44,11 @@ class TransferStream:
 
     @property
     def is_queue(self) -> bool:
-        """Whether what is done here is queued on an accelerator."""
+        """Whether operations are queued on an accelerator."""
         return self._stream is not None
 
     def event_after(self, queue: Callable[[], None]) -> Any:
-        """Return an event behind what ``queue`` puts on a stream of its own: no transfer waits for that."""
+        """Return an event after what ``queue`` puts on a separate stream, so that no transfer waits for it."""
         event, stream = get_accelerator().Event(), get_accelerator().Stream()
         with get_accelerator().stream(stream):
             queue()
@@ -56,7 +57,7 @@ class TransferStream:
 
     @contextmanager
     def before_compute(self) -> Iterator[None]:
-        """Queue on this stream; what the compute stream is given afterwards waits for it."""
+        """Queue on this stream, and let the compute stream wait for it afterwards."""
         if self._stream is None:
             yield
             return
