@@ -127,10 +127,10 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
 
     built, uses = comm.everywhere("initialize", check, error=ConfigError)
     if flat:
-        shapes_of = partial(replicas.own_shapes, model)
+        shapes_of = partial(replicas.per_replica_shapes, model)
         comm.everywhere(_SAME_SHAPES, shapes_of, same=str, within=comm.here.slice_of_stage, error=ConfigError)
-    every = comm.gather_objects((replicas.has_own(model), replicas.shares_out(model), uses, bool(built)))
-    differ = any(has_own for has_own, *_ in every)
+    every = comm.gather_objects((replicas.has_per_replica(model), replicas.shares_out(model), uses, bool(built)))
+    differ = any(has_per_replica for has_per_replica, *_ in every)
     ties = own_uses((uses for *_, uses, _ in every), layer_specs(model))
     of_others = attach(model, built, ties) if any(builds for *_, builds in every) else None
     layers = StageLayers(model, ties)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_dynmo.config import DynMoConfig, load_settings, parse_type_partition
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.comm.replicas import has_own
+from ds_dynmo.engine.comm.replicas import has_per_replica
 from ds_dynmo.engine.deepspeed.module import has_deepspeeds_experts, layer_specs
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers, is_dual_pipe_v
 from ds_dynmo.engine.deepspeed.settings import removed_blocks
@@ -126,7 +126,7 @@ def check_layers(model: PipelineModule, *, flat: bool, sums_whole: str | None) -
             "layers with experts of deepspeed.moe cannot be moved: they keep process groups, and every data-parallel "
             "rank holds other experts, whose gradients are not those of its replicas"
         )
-    if sums_whole and has_own(model):
+    if sums_whole and has_per_replica(model):
         raise ConfigError(
             f"zero_optimization.{sums_whole} = false with layers of which every data-parallel replica holds others "
             "(moe.expert_parallel): their gradients would be summed with one another; allowed is true, the default"

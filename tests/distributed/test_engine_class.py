@@ -232,7 +232,7 @@ def test_a_users_engine_resumes_at_another_number_of_stages(tmp_path: Path) -> N
 def an_attribute_of_the_same_name() -> str:
     class TheirEngine(PipelineEngine):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.balancer, self._harmless_too = "theirs", 2
+            self.rebalancer, self._harmless_too = "theirs", 2
             super().__init__(*args, **kwargs)
             self._parts, self._harmless, self.micro_batches = "theirs", 1, self.micro_batches
 
@@ -241,7 +241,7 @@ def an_attribute_of_the_same_name() -> str:
 
 def test_an_engine_class_whose_constructor_sets_our_attributes_is_refused() -> None:
     for message in run(2, an_attribute_of_the_same_name):
-        assert "TheirEngine: its constructor sets _parts, balancer, which ds_dynmo's engine uses" in message
+        assert "TheirEngine: its constructor sets _parts, rebalancer, which ds_dynmo's engine uses" in message
 
 
 def patched_engine_class_of_deepspeed() -> tuple[bool, bool]:

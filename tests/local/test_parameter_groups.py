@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime import lr_schedules
 from torch import nn
 
-from ds_dynmo.engine.state.parameter_groups import complete_groups, leave_out_frozen, merged_order, separate_own
+from ds_dynmo.engine.state.parameter_groups import complete_groups, leave_out_frozen, merged_order, separate_per_replica
 from ds_dynmo.engine.state.scheduler_lists import group_lists, unclear_lists
 from ds_dynmo.errors import ConfigError
 
@@ -115,7 +115,7 @@ def test_what_is_a_replicas_own_gets_groups_of_its_own_with_all_options() -> Non
     groups = [{"params": [other], "lr": 1.0}, {"params": [own, shared], "lr": 2.0, "weight_decay": 0.5}]
     optimizer = torch.optim.AdamW(groups)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda step: 0.5**step])
-    separate_own(optimizer, scheduler)
+    separate_per_replica(optimizer, scheduler)
     assert [group["params"] for group in optimizer.param_groups] == [[other], [shared], [own]]
     assert [group.get("replica_own") for group in optimizer.param_groups] == [None, None, True]
     assert scheduler.base_lrs == [1.0, 2.0, 2.0]

@@ -33,8 +33,8 @@ MUTATIONS = [
     Mutation(
         "attributes that a layer keeps are left behind",
         "ds_dynmo/engine/move/dismantling.py",
-        "    own.update({**parts.attributes, **(parts.hooks or {})})\n",
-        "    own.update(parts.hooks or {})\n",
+        "    attributes.update({**parts.attributes, **(parts.hooks or {})})\n",
+        "    attributes.update(parts.hooks or {})\n",
         TRAVELS,
     ),
     Mutation(
@@ -68,21 +68,21 @@ MUTATIONS = [
     Mutation(
         "gradients that are held are lost",
         "ds_dynmo/engine/move/arriving.py",
-        "            found.parameter.grad = found.gradient\n",
+        "            record.parameter.grad = record.gradient\n",
         "",
         TRAVELS,
     ),
     Mutation(
         "what a user set on a parameter is lost",
         "ds_dynmo/engine/move/arriving.py",
-        "            vars(found.parameter).update(found.attributes)\n",
+        "            vars(record.parameter).update(record.attributes)\n",
         "",
         TRAVELS,
     ),
     Mutation(
         "a user's hook on a parameter is lost",
         "ds_dynmo/engine/move/arriving.py",
-        "            register_hooks(found.parameter, found.hooks)\n",
+        "            register_hooks(record.parameter, record.hooks)\n",
         "",
         TRAVELS,
     ),

@@ -24,24 +24,24 @@ MUTATIONS = [
     Mutation(
         "the two moments of a moved layer are exchanged",
         "ds_dynmo/engine/state/optimizer_state.py",
-        "                self._state[found.parameter] = found.state\n",
-        "                self._state[found.parameter] = state = found.state\n"
+        "                self._state[record.parameter] = record.state\n",
+        "                self._state[record.parameter] = state = record.state\n"
         '                state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]\n',
         PLAIN,
     ),
     Mutation(
         "the steps of a moved layer are counted from 0",
         "ds_dynmo/engine/state/optimizer_state.py",
-        "                self._state[found.parameter] = found.state\n",
-        "                self._state[found.parameter] = found.state\n"
-        '                found.state["step"] = torch.zeros_like(found.state["step"])\n',
+        "                self._state[record.parameter] = record.state\n",
+        "                self._state[record.parameter] = record.state\n"
+        '                record.state["step"] = torch.zeros_like(record.state["step"])\n',
         PLAIN,
     ),
     Mutation(
         "a moved layer trains in the first parameter group",
         "ds_dynmo/engine/state/optimizer_state.py",
-        "joining.setdefault(found.group, []).append(found.parameter)",
-        "joining.setdefault(0, []).append(found.parameter)",
+        "joining.setdefault(record.group, []).append(record.parameter)",
+        "joining.setdefault(0, []).append(record.parameter)",
         GROUPS + "[two]",
     ),
     Mutation(
@@ -68,7 +68,7 @@ MUTATIONS = [
     Mutation(
         "an interval ends with the old shards, though the new ones are cut elsewhere",
         "ds_dynmo/engine/move/route.py",
-        "numel = min(interval.start + interval.numel, wanted.start + wanted.numel) - start",
+        "numel = min(interval.start + interval.numel, target.start + target.numel) - start",
         "numel = interval.start + interval.numel - start",
         ROUTES,
     ),
@@ -89,8 +89,8 @@ MUTATIONS = [
     Mutation(
         "the entries of a scheduler's lists stay in the order of a rank's own groups",
         "ds_dynmo/engine/state/parameter_groups.py",
-        "found.set([entries[name] for name in order])",
-        "found.set([entries[name] for name in [*mine, *(name for name in order if name not in mine)]])",
+        "group_list.set([entries[name] for name in order])",
+        "group_list.set([entries[name] for name in [*mine, *(name for name in order if name not in mine)]])",
         "tests/distributed/test_lr_schedulers.py::test_as_many_phases_as_groups_stay_in_their_order[sequential]",
     ),
     Mutation(
@@ -117,14 +117,14 @@ MUTATIONS = [
     Mutation(
         "experts of all replicas but the first are left out of the norm",
         "ds_dynmo/engine/state/clipping.py",
-        "return on_this_slice and (location.replica == 0 or is_own(parameter))",
+        "return on_this_slice and (location.replica == 0 or is_per_replica(parameter))",
         "return on_this_slice and location.replica == 0",
         "tests/distributed/test_expert_parallel.py::test_split_experts_train_as_all_experts_on_every_replica",
     ),
     Mutation(
         "the experts of a replica are cut as if all replicas had the same",
         "ds_dynmo/engine/state/flat_shards.py",
-        "return 0 if group in self.own_groups else self._comm.here.replica",
+        "return 0 if group in self.per_replica_groups else self._comm.here.replica",
         "return self._comm.here.replica",
         "tests/distributed/test_expert_parallel_precisions.py::test_split_experts_train_as_all_experts_on_every_replica",
     ),
@@ -152,7 +152,7 @@ MUTATIONS = [
     Mutation(
         "the step counts of a move in phases are those at its beginning",
         "ds_dynmo/engine/state/flat_state.py",
-        "        self._next.plan = replace(self._next.plan, scalars=counted)\n",
+        "        self._next.plan = replace(self._next.plan, scalars=scalars)\n",
         "",
         "tests/distributed/test_migration_phases.py::test_step_counts_are_those_at_the_commit",
     ),

@@ -124,7 +124,7 @@ def test_a_parameter_comes_from_its_own_stage_if_that_has_it() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        pytest.param([], "0 elements come to .*, 8 are due", id="an element does not arrive"),
+        pytest.param([], "0 elements arrive in .*, 8 are due", id="an element does not arrive"),
         pytest.param([(0, 0, 8), (4, 4, 4)], "overlaps", id="an element arrives twice"),
         pytest.param([(0, 2, 6), (6, 0, 2)], "due is", id="elements are swapped"),
         pytest.param([(0, 0, 9)], "longer than what is held and due", id="a row reaches into another parameter"),

@@ -15,19 +15,19 @@ from typing import Any
 from torch import nn
 
 
-def is_own(parameter: nn.Parameter) -> bool:
+def is_per_replica(parameter: nn.Parameter) -> bool:
     """Return whether a parameter differs between replicas."""
     return bool(getattr(parameter, "replica_own", False))
 
 
-def has_own(module: nn.Module) -> bool:
+def has_per_replica(module: nn.Module) -> bool:
     """Return whether a module has a parameter that differs between replicas."""
-    return any(map(is_own, module.parameters()))
+    return any(map(is_per_replica, module.parameters()))
 
 
-def own_shapes(module: nn.Module) -> list[list[int]]:
+def per_replica_shapes(module: nn.Module) -> list[list[int]]:
     """List the shapes of the parameters of a module that differ between replicas."""
-    return [list(parameter.shape) for parameter in module.parameters() if is_own(parameter)]
+    return [list(parameter.shape) for parameter in module.parameters() if is_per_replica(parameter)]
 
 
 def shares_out(module: nn.Module) -> bool:

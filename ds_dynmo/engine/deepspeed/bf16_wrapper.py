@@ -75,7 +75,7 @@ class Bf16Wrapper(FlatWrapper):
             gradients = torch.zeros_like(flat, dtype=wrapper.grad_acc_dtype)
             wrapper.bf16_partitioned_groups.append([flat.narrow(0, j * shard, shard) for j in range(count)])
             wrapper.fp32_groups_gradients_flat.append(gradients)
-            if i not in self.own_groups:
+            if i not in self.per_replica_groups:
                 wrapper.non_expert_gradients.append(gradients)
             wrapper.fp32_groups_gradients.append(wrapper._split_flat_tensor(gradients, sizes))
             wrapper.fp32_groups_gradient_dict[i] = wrapper.fp32_groups_gradients[i]
@@ -94,7 +94,7 @@ class Bf16Wrapper(FlatWrapper):
 
         def get_grads_for_reduction() -> Any:
             """List the gradients to average, once per batch. Divide a replica's own, which are sums over replicas."""
-            for number in self.own_groups:
+            for number in self.per_replica_groups:
                 wrapper.fp32_groups_gradients_flat[number].div_(grid.data_parallel_size)
             return stock(wrapper)
 

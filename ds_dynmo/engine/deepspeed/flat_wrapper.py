@@ -70,7 +70,7 @@ class FlatWrapper(ABC):
         return inner
 
     @property
-    def own_groups(self) -> frozenset[int]:
+    def per_replica_groups(self) -> frozenset[int]:
         """The groups whose parameters are each replica's own: not one shard of them but all are here."""
         return frozenset(number for number, group in enumerate(self.inner.param_groups) if group.get(REPLICA_OWN))
 
@@ -146,7 +146,7 @@ class FlatWrapper(ABC):
         wrapper.dp_process_group = grid.get_data_parallel_group()
         for number, members in enumerate(self.groups):
             group, count = wrapper.dp_process_group, grid.data_parallel_size
-            if number in self.own_groups:
+            if number in self.per_replica_groups:
                 group, count = rank_alone(), 1
             wrapper.real_dp_process_group[number], wrapper.partition_count[number] = group, count
             for parameter in members:
@@ -155,7 +155,7 @@ class FlatWrapper(ABC):
 
     def _position_in(self, group: int) -> int:
         """Return the number of this rank's shard of a group's flat buffer."""
-        return 0 if group in self.own_groups else int(self._wrapper.mpu.get_data_parallel_rank())
+        return 0 if group in self.per_replica_groups else int(self._wrapper.mpu.get_data_parallel_rank())
 
     def accumulate(self, steps: int) -> None:  # noqa: B027
         """Take note that a batch has so many micro-batches on each replica from now on."""

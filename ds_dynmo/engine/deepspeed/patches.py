@@ -74,7 +74,7 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def _broadcast_model(self) -> None:
         """Broadcast the model as DeepSpeed does, but for parameters that are a replica's own."""
-        kept = [(p, p.detach().clone()) for p in self.module.parameters() if replicas.is_own(p)]
+        kept = [(p, p.detach().clone()) for p in self.module.parameters() if replicas.is_per_replica(p)]
         super()._broadcast_model()
         for parameter, own in kept:
             parameter.data.copy_(own)
@@ -85,9 +85,9 @@ class PatchedPipelineEngine(PipelineEngine):
         if self.dynmo is None or not self.stage.replicas_differ:
             return gradients, of_experts
         reduced = [p for p in self.module.parameters() if p.requires_grad and p.numel()]
-        for parameter in filter(replicas.is_own, reduced):
+        for parameter in filter(replicas.is_per_replica, reduced):
             parameter.grad.div_(self.grid.get_data_parallel_world_size())
-        return [g for p, g in zip(reduced, gradients, strict=True) if not replicas.is_own(p)], of_experts
+        return [g for p, g in zip(reduced, gradients, strict=True) if not replicas.is_per_replica(p)], of_experts
 
     # -- optimizer ------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class ZeroWrapper(FlatWrapper):
 
     def use_grid(self, grid: Any, rank_alone: Callable[[], Any]) -> None:
         super().use_grid(grid, rank_alone)
-        if self.own_groups:
+        if self.per_replica_groups:
             self._wrapper.expert_dp_process_group = {REPLICA_OWN: rank_alone()}
         self._wrapper.model_parallel_group = grid.get_model_parallel_group()
         self._wrapper.model_parallel_world_size = grid.get_model_parallel_world_size()
@@ -99,7 +99,9 @@ class ZeroWrapper(FlatWrapper):
             for position, parameter in enumerate(group):
                 parameter.grad_accum = None  # type: ignore[attr-defined]
                 parameter.param_idx_in_group = position  # type: ignore[attr-defined]
-                if i in self.own_groups:  # what DeepSpeed divides as the others and sums over a group of its own
+                if (
+                    i in self.per_replica_groups
+                ):  # what DeepSpeed divides as the others and sums over a group of its own
                     parameter.allreduce, parameter.group_name = False, REPLICA_OWN  # type: ignore[attr-defined]
         self._number_parameters()
         wrapper.initialize_gradient_partitioning_data_structures()

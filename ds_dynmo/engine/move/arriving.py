@@ -1,4 +1,4 @@
-"""Receive a layer: allocate its buffers, and build it from what arrived."""
+"""A layer that arrives: its receive buffers, and its module built around them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ RecvBufferOf = Callable[[str], torch.Tensor | None]
 
 
 class ArrivingLayer:
-    """A layer on its way: :meth:`allocate`, :meth:`load`, receive into the buffers, :meth:`materialize`.
+    """A layer that arrives: :meth:`allocate`, :meth:`load`, receive into the buffers, :meth:`materialize`.
 
     Attributes:
-        constants, changing: what :attr:`PackedLayer.constants` and :attr:`PackedLayer.changing` are received into.
+        constants, changing: receive buffers of :attr:`PackedLayer.constants` and :attr:`PackedLayer.changing`.
     """
 
     def __init__(self, header: bytes) -> None:
@@ -37,14 +37,14 @@ class ArrivingLayer:
 
     @property
     def recv_buffers(self) -> list[torch.Tensor]:
-        """All that is received, in the order of :attr:`PackedLayer.tensors`."""
+        """All receive buffers, in the order of :attr:`PackedLayer.tensors`."""
         return [*self.constants, *self.changing]
 
     def bind(self, names: References, device: torch.device) -> None:
-        """Find what the layer refers to on this rank. Changes no layer.
+        """Find the counterparts of the layer's references on this rank. No layer changes.
 
         Raises:
-            LookupError: something is not here, or is something else.
+            LookupError: a counterpart is missing or differs.
         """
         self._counterparts = {n: names.resolve(reference, device) for n, reference in enumerate(self._references)}
 
@@ -52,8 +52,8 @@ class ArrivingLayer:
         """Allocate the receive buffers.
 
         Args:
-            buffer_of: by its name, the flat memory in which a parameter is to lie; None: memory of its own.
-            sent_ahead: has what was received before. It gives up all of its buffers.
+            buffer_of: returns the flat memory for a parameter by name; None: allocate memory.
+            sent_ahead: the layer with the tensors received before. Its buffers are released.
         """
         wanted = {meta.sent_ahead for meta in self._metas if meta.sent_ahead is not None}
         known = sent_ahead._hand_over(wanted) if sent_ahead is not None else {}
@@ -92,9 +92,9 @@ class ArrivingLayer:
         return lambda: restored(meta, data)
 
     def _recv_buffer(self, meta: TensorMeta, device: torch.device, buffer_of: RecvBufferOf) -> torch.Tensor:
-        given = buffer_of(meta.name) if meta.name is not None and meta.is_contiguous else None
-        if given is not None and given.dtype == meta.dtype:
-            data = given.view(meta.shape)
+        memory = buffer_of(meta.name) if meta.name is not None and meta.is_contiguous else None
+        if memory is not None and memory.dtype == meta.dtype:
+            data = memory.view(meta.shape)
         else:
             assert meta.strides is not None, "sparse tensors come in parts"
             where = torch.device("cpu") if meta.on_cpu else device
@@ -109,14 +109,14 @@ class ArrivingLayer:
         return base.as_strided(meta.shape, meta.strides, base.storage_offset() + meta.offset)
 
     def load(self, build: Build, device: torch.device, complete: Complete = lambda module: None) -> None:
-        """Build the layer around its buffers, which are not filled yet. Changes no other layer.
+        """Build the layer around its buffers, which are not filled yet. No other layer changes.
 
         Args:
-            build: makes a layer that cannot be pickled from its spec.
-            complete: does what a user wants done to a layer that arrives.
+            build: builds a layer that cannot be pickled from its spec.
+            complete: the user's callbacks for a layer that arrives.
 
         Raises:
-            Exception: whatever an object of the user's raises, or a :class:`TypeError`: it is not what was sent.
+            Exception: any error of a user's object, or a :class:`TypeError`: the layer is not what was sent.
         """
         tensors = [make() for make in self._makers]
         layer = self._shell.load(tensors, self._counterparts, build, device)
@@ -128,9 +128,9 @@ class ArrivingLayer:
         """Complete the built layer, once its buffers are filled, with what belongs to its parameters."""
         layer = self._layer
         assert layer is not None, "load comes first"
-        for found in layer.parameters.values():
-            found.parameter.grad = found.gradient
-            vars(found.parameter).update(found.attributes)
-            register_hooks(found.parameter, found.hooks)
+        for record in layer.parameters.values():
+            record.parameter.grad = record.gradient
+            vars(record.parameter).update(record.attributes)
+            register_hooks(record.parameter, record.hooks)
         self._free()
         return layer

@@ -1,4 +1,4 @@
-"""Carry out one rank's part in a route: what it sends, receives and copies, of one kind of state."""
+"""One rank's part of a route: its messages and copies, of one kind of state."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ds_dynmo.engine.move.route import Row
 
 __all__ = ["Holder", "Tensors", "Transfers", "copy_staying", "transfers"]
 
-Holder = tuple[int, int]  # a rank of a tensor-parallel slice: stage, data-parallel index
+Holder = tuple[int, int]  # a rank within a tensor-parallel slice: stage, data-parallel index
 Tensors = Mapping[Buffer, torch.Tensor]  # a rank's shards of one kind of state
-Transfers = tuple[list[PeerTensor], list[PeerTensor]]  # what is sent and what is received
+Transfers = tuple[list[PeerTensor], list[PeerTensor]]  # sends and receives
 
 
 def transfers(
     rows: Iterable[Row], holder: Holder, rank_of: Callable[[Shard], int], old: Tensors, new: Tensors
 ) -> Transfers:
-    """List what a rank sends to others, of its old shards, and what it receives, in its new ones.
+    """List a rank's sends from its old shards, and its receives into its new ones.
 
     Args:
-        rank_of: the rank that holds a shard.
+        rank_of: returns the rank that holds a shard.
     """
     sends: list[PeerTensor] = []
     receives: list[PeerTensor] = []
@@ -38,7 +38,7 @@ def transfers(
 
 
 def copy_staying(rows: Iterable[Row], holder: Holder, old: Tensors, new: Tensors) -> None:
-    """Copy what stays on a rank from its old shards to its new ones."""
+    """Copy the elements that stay on a rank from its old shards to its new ones."""
     for row in rows:
         if row.source[:2] == row.destination[:2] == holder:
             _destination(row, new).copy_(_source(row, old))

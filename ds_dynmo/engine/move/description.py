@@ -1,7 +1,7 @@
-"""Describe what an object consists of, so that two descriptions are equal where the objects are, on any rank.
+"""Descriptions of objects, which are equal on any rank if and only if the objects are.
 
-A copy that pickle made may differ from what was pickled, without an error: a method may come back as another of the
-same name, an attribute may be lost, two references to one object may lead to two. Its description then differs.
+An unpickled copy may differ from the original without an error: a method may come back as another of the same name, an
+attribute may be lost, two references to one object may become references to two. The descriptions differ in such cases.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _NONE_LEFT_OUT: Mapping[int, Container[str]] = {}
 def describe(
     roots: Sequence[tuple[Path, Any]], known: Mapping[int, str], left_out: Mapping[int, Container[str]] = _NONE_LEFT_OUT
 ) -> list[Line]:
-    """Describe every object that can be reached from ``roots``: one line each, by its path.
+    """Describe every object that can be reached from ``roots``: one line each, by path.
 
     Args:
-        known: by ``id``, the text for objects that are not entered, such as tensors that travel.
-        left_out: by ``id`` of a module, its attributes that do not count.
+        known: by ``id``, the text of objects that are not entered, such as tensors that travel.
+        left_out: by ``id`` of a module, attributes to leave out.
     """
     lines: list[Line] = []
     first: dict[int, Path] = {}
     frozen: dict[int, str | None] = {}
     waiting = list(roots)
-    for path, value in waiting:  # which grows meanwhile
+    for path, value in waiting:  # grows during the loop
         whole = known.get(id(value)) or _plain(value, frozen)
         if whole is None and id(value) in first:
             whole = f"the same object as {path_text(first[id(value)])}"
@@ -79,19 +79,19 @@ def first_difference(sent: Sequence[Line], arrived: Sequence[Line]) -> tuple[Pat
 
 
 def known_texts(tensors: Sequence[torch.Tensor], references: Mapping[int, Any]) -> dict[int, str]:
-    """Name what is loaded around, for :func:`describe`."""
-    found = {id(value): f"reference {number}" for number, value in references.items()}
-    return {**found, **{id(tensor): f"tensor {n}, a {kind_of(tensor)}" for n, tensor in enumerate(tensors)}}
+    """Return the texts of tensors and references for :func:`describe`."""
+    texts = {id(value): f"reference {number}" for number, value in references.items()}
+    return {**texts, **{id(tensor): f"tensor {n}, a {kind_of(tensor)}" for n, tensor in enumerate(tensors)}}
 
 
 def why_it_stays(value: Any, references: Iterable[int] = ()) -> str | None:
-    """Say why ``value`` cannot be sent to another rank: it cannot be pickled, or comes back as something else.
+    """Return why ``value`` cannot be sent to another rank: it cannot be pickled, or it is unpickled as something else.
 
     Args:
-        references: the ``id`` of each object of which there is one where ``value`` is sent.
+        references: the ``id`` of each object that has a counterpart on the receiving rank.
 
     Returns:
-        None: it can be sent.
+        None if it can be sent.
     """
     if is_constant(value):
         return None
@@ -125,9 +125,9 @@ def path_text(path: Path) -> str:
 
 
 def _plain(value: Any, frozen: dict[int, str | None]) -> str | None:
-    """Return all of an object that cannot change, as text; None: it can, or holds what can.
+    """Return an immutable object as text; None: it, or something that it holds, can change.
 
-    A copy of such an object is as good, so it does not count which of two equal ones it is.
+    Two equal objects of this kind are interchangeable.
     """
     if is_constant(value):
         return _constant(value)
@@ -158,8 +158,8 @@ def _short(text: str) -> str:
 
 
 def _text(value: Any, frozen: dict[int, str | None]) -> str:
-    """Describe an object itself, without what it refers to."""
-    if isinstance(value, torch.Tensor):  # it does not travel as a tensor: its values say whether it is the same
+    """Describe an object without the objects that it refers to."""
+    if isinstance(value, torch.Tensor):  # not sent as a tensor, so its values are compared
         return f"a {kind_of(value)} of {value.dtype}, shape {list(value.shape)}, checksum {checksum(value):08x}"
     if isinstance(value, types.FunctionType):
         return f"the function {value.__module__}.{value.__qualname__} ({_code_checksum(value.__code__):08x})"
@@ -172,12 +172,12 @@ def _text(value: Any, frozen: dict[int, str | None]) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
-    """List what an object refers to: what its class pickles, if it says so itself, and else what it holds."""
+    """Yield the parts of an object: the state that its class pickles, if it defines that, else what it refers to."""
     if isinstance(value, torch.Tensor | RemovableHandle | set | frozenset):
         return
     if isinstance(value, nn.Module):
         yield from _of_module(value)
-    elif type(value) in _READ_AS_THEY_ARE or (state := _own_state(value)) is None:
+    elif type(value) in _READ_AS_THEY_ARE or (state := _custom_state(value)) is None:
         yield from (((step,), part) for step, part in all_children(value))
     else:
         yield from state
@@ -188,24 +188,24 @@ def _order(part: tuple[tuple[Step, ...], Any]) -> list[tuple[str, str]]:
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[tuple[Step, ...], Any]]:
-    own = vars(module)
+    state = vars(module)
     if type(module).__getstate__ is not nn.Module.__getstate__:
         try:
-            own = module.__getstate__()
-        except Exception:  # it refuses, or it is a user's and fails
-            own = vars(module)
-    for name, part in own.items():
+            state = module.__getstate__()
+        except Exception:  # it refuses, or a user's method fails
+            state = vars(module)
+    for name, part in state.items():
         step: Step = ("attribute", name)
         if name not in MODULE_MACHINERY:
             yield (step,), part
         elif name in ("_parameters", "_buffers", "_modules"):
             yield from (((("attribute", of),), child) for of, child in part.items())
-        elif isinstance(part, dict):  # hooks, by numbers that depend on what else this process registered
+        elif isinstance(part, dict):  # hooks: their numbers depend on others of this process
             yield from (((step, ("item", place)), hook) for place, hook in enumerate(part.values()))
 
 
-def _own_state(value: Any) -> list[tuple[tuple[Step, ...], Any]] | None:
-    """Return what the class of ``value`` pickles of it; None: all that it holds, or nothing, as it refuses."""
+def _custom_state(value: Any) -> list[tuple[tuple[Step, ...], Any]] | None:
+    """Return the state that the class of ``value`` pickles; None: the class does not define it, or refuses."""
     kind = type(value)
     customs = ("__reduce__", "__reduce_ex__", "__getstate__")
     if all(getattr(kind, name, None) is getattr(object, name, None) for name in customs):
@@ -230,7 +230,7 @@ def _constant_text(value: Any) -> str:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Sum up a tensor's values; -1: it has none."""
+    """Compute a checksum of a tensor's values; -1: it has no values."""
     if tensor.is_meta:
         return -1
     data = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()

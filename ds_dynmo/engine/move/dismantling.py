@@ -1,8 +1,8 @@
-"""Take apart modules that cannot be sent whole, and put them together around ones that are built from a spec.
+"""Sending modules in parts, if they cannot be pickled whole, into modules that the receiver builds from a spec.
 
-A module whose attribute is a lambda, or whose hook is a closure, cannot be pickled. It becomes :class:`Dismantled`: all
-of it that can be sent, its children whole where they can be. The receiver puts it into a module that it builds from the
-layer's spec. References to such a module are references to the one that is built.
+A module with a lambda as an attribute, or a closure as a hook, cannot be pickled. It becomes :class:`Dismantled`: all
+parts of it that can be sent, and whole children where possible. The receiver puts these into a module that it builds
+from the layer's spec. References to the module become references to the built one.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ HOOKS = MODULE_MACHINERY - _TRAVELS_ANYHOW  # tables that refer to each other by
 
 @dataclass
 class Dismantled:
-    """What can be sent of a module that cannot.
+    """The parts that can be sent of a module that cannot be pickled.
 
     Attributes:
-        attributes: plain ones.
-        left: names of attributes that are those of the module that is built.
-        hooks: torch's tables of them; None: those of the module that is built.
+        attributes: plain attributes.
+        left: names of attributes that keep the values of the built module.
+        hooks: torch's tables of hooks; None: those of the built module.
         extra_state: as bytes; None: the module has none.
-        children: per name, a module, its parts if it cannot be sent either, or None.
+        children: per name, a module, its parts if it cannot be pickled either, or None.
     """
 
     parameters: dict[str, nn.Parameter | None]
@@ -56,20 +56,20 @@ class Dismantled:
 def find_parts(
     module: nn.Module, references: Collection[int], of_rank: Mapping[int, Container[str]], path: str = ""
 ) -> dict[str, nn.Module]:
-    """Find the modules that have to be taken apart, ``module`` and some below it, by their paths.
+    """Find the modules to take apart, ``module`` and some below it, by path.
 
     Args:
         references: see :func:`why_it_stays`.
         of_rank: by ``id`` of a module, attributes that stay behind.
     """
-    found = {path: module}
+    parts = {path: module}
     for name, child in children_of(module).items():
-        known = {*references, *map(id, found.values())}
+        known = {*references, *map(id, parts.values())}
         if child is None or id(child) in known:
             continue
         if any(id(part) in of_rank for part in child.modules()) or not can_be_sent(child, known):
-            found |= find_parts(child, known, of_rank, f"{path}.{name}" if path else name)
-    return found
+            parts |= find_parts(child, known, of_rank, f"{path}.{name}" if path else name)
+    return parts
 
 
 def dismantle(
@@ -82,15 +82,15 @@ def dismantle(
     """Take ``module`` apart.
 
     Args:
-        references: see :func:`why_it_stays`; those to modules that are taken apart are among them.
-        apart: the ``id`` of each of those.
+        references: see :func:`why_it_stays`; references to modules that are taken apart are among them.
+        apart: the ``id`` of each module that is taken apart.
         of_rank: by ``id`` of a module, attributes that stay behind.
-        reasons: gets, by name, why an attribute stays behind.
+        reasons: filled with the reason why an attribute stays behind, by name.
     """
-    own = {name: value for name, value in vars(module).items() if name not in MODULE_MACHINERY}
-    left = {name for name in own if name in of_rank.get(id(module), ())}
-    for name in own.keys() - left:
-        if (reason := why_it_stays(own[name], references)) is not None:
+    attributes = {name: value for name, value in vars(module).items() if name not in MODULE_MACHINERY}
+    left = {name for name in attributes if name in of_rank.get(id(module), ())}
+    for name in attributes.keys() - left:
+        if (reason := why_it_stays(attributes[name], references)) is not None:
             left.add(name)
             reasons[name] = reason
     hooks = {name: value for name, value in vars(module).items() if name in HOOKS}
@@ -100,7 +100,7 @@ def dismantle(
         parameters=dict(parameters_of(module)),
         buffers=dict(buffers_of(module)),
         non_persistent=set(non_persistent_of(module)),
-        attributes={name: value for name, value in own.items() if name not in left},
+        attributes={name: value for name, value in attributes.items() if name not in left},
         left=left,
         hooks=hooks if reason is None else None,
         training=module.training,
@@ -116,10 +116,10 @@ def dismantle(
 
 def assemble(shell: nn.Module, parts: Dismantled, device: torch.device) -> nn.Module:
     """Put ``parts`` into ``shell``, a module of the same class."""
-    own = vars(shell)
-    for name in own.keys() - MODULE_MACHINERY - parts.left:
-        del own[name]
-    own.update({**parts.attributes, **(parts.hooks or {})})
+    attributes = vars(shell)
+    for name in attributes.keys() - MODULE_MACHINERY - parts.left:
+        del attributes[name]
+    attributes.update({**parts.attributes, **(parts.hooks or {})})
     children = {
         name: assemble(children_of(shell)[name], child, device) if isinstance(child, Dismantled) else child  # type: ignore[arg-type]
         for name, child in parts.children.items()

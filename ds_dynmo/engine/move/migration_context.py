@@ -1,4 +1,4 @@
-"""One rank's stage in a migration: which layers are sent from it, and how it takes in those that arrive."""
+"""One rank's stage in a migration: the layers that leave it, and those that arrive."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from ds_dynmo.plan import LayerMove, MigrationPlan
 
 @dataclass(frozen=True)
 class MigrationContext:
-    """What a migration works on: one rank's stage, its layers and the state of its optimizer.
+    """One rank's stage, its layers and the state of its optimizer.
 
     Attributes:
         stage: this rank's stage.
-        layers: its layers.
-        names: of what layers refer to and do not own.
-        state: what the optimizer holds for them.
-        device: where arriving layers go.
-        check: raises what would make a move wrong; called before anything is changed.
+        layers: the stage's layers.
+        names: references of layers to objects that they do not own.
+        state: the optimizer's state of the layers.
+        device: of arriving layers.
+        check: raises if a move would be wrong; called before anything is changed.
         rebuilt: called when the stage's modules are in place, before the optimizer settles.
-        on_arrival: callbacks of the user's for layers that arrive, called with their number and module.
+        on_arrival: the user's callbacks for layers that arrive, called with number and module.
     """
 
     stage: int
@@ -65,9 +65,9 @@ class MigrationContext:
     # -- which layers ---------------------------------------------------------------------------------
 
     def sent(self, plan: MigrationPlan) -> list[LayerMove]:
-        """List the moves of layers that have a module and own it where they go, on every rank alike.
+        """List the moves of layers with a module that they own at the destination; the same on every rank.
 
-        A tied layer may find its parameters there.
+        A tied layer may find its parameters at the destination.
         """
         layers = self.layers
         return [
@@ -77,7 +77,7 @@ class MigrationContext:
         ]
 
     def staying(self, plan: MigrationPlan) -> dict[int, nn.Module]:
-        """Find the modules that stay, by the layer that owns each from now on."""
+        """Return the modules that stay, by the layer that owns each under the new placement."""
         here = plan.new.layers_of(self.stage)
         stay = [index for index in self.layers.indices if index in here and self.layers.owner(index, plan.new)]
         modules = {index: self.layers.local_module(index) for index in stay}
@@ -86,19 +86,19 @@ class MigrationContext:
     # -- packing --------------------------------------------------------------------------------------
 
     def pack(self, index: int, module: nn.Module, sent_ahead: PackedLayer | None = None) -> PackedLayer:
-        """Make a layer of this stage ready to be sent.
+        """Pack a layer of this stage.
 
         Args:
-            sent_ahead: what it was when its constant tensors were sent.
+            sent_ahead: the layer as it was packed when its constant tensors were sent.
         """
         build = partial(self.layers.build, index, self.device)
         return pack(self.state.record(module), build, self.names, sent_ahead, completed=bool(self.on_arrival))
 
     def pack_leaving(self, plan: MigrationPlan) -> dict[int, PackedLayer]:
-        """Make the layers ready that are sent from here.
+        """Pack the layers that leave this stage.
 
         Raises:
-            TypeError: one refers to what does not travel, or one that stays refers to a part of it.
+            TypeError: a layer refers to an object that cannot travel, or a layer that stays refers to a part of it.
         """
         leaving = {move.layer: self.layers.local_module(move.layer) for move in plan.moves if move.source == self.stage}
         modules = {index: module for index, module in leaving.items() if module is not None}
@@ -109,7 +109,7 @@ class MigrationContext:
         return packed
 
     def pack_again(self, packed: Mapping[int, PackedLayer]) -> dict[int, PackedLayer]:
-        """Make layers ready once more, whose constant tensors were sent."""
+        """Pack layers again after their constant tensors were sent."""
         again: dict[int, PackedLayer] = {}
         for index, sent_ahead in packed.items():
             module = self.layers.local_module(index)
@@ -120,10 +120,10 @@ class MigrationContext:
     def receive(
         self, arrivals: Mapping[int, ArrivingLayer], sent_ahead: Mapping[int, ArrivingLayer] | None = None
     ) -> None:
-        """Find what arriving layers refer to, and build them around receive buffers.
+        """Find the references of arriving layers, and build the layers around receive buffers.
 
         Args:
-            sent_ahead: have the constant tensors that arrived before.
+            sent_ahead: layers with the constant tensors that arrived before.
         """
         for index, arrival in arrivals.items():
             arrival.bind(self.names, self.device)
@@ -154,15 +154,15 @@ class MigrationContext:
             if module is None or id(module) in staying:
                 continue
             self.state.drop(module.parameters())
-            for parameter in module.parameters():  # whoever still holds the parameter does not hold its memory
+            for parameter in module.parameters():  # other references to the parameter must not keep its memory
                 parameter.data = parameter.data.new_empty(0)
             spec = self.layers.spec(index)
             self.layers.detach(index)
             if isinstance(spec, nn.Module):
-                self.names.empty(spec)  # the layer list still holds a layer that the user gave as a module
+                self.names.empty(spec)  # the layer list still refers to a layer that was given as a module
 
     def rebuild(self, plan: MigrationPlan, arrived: Mapping[int, LayerRecord]) -> None:
-        """Rebuild the stage around the layers that stay and those that arrived, and drop tied layers without a use."""
+        """Rebuild the stage from the layers that stay and those that arrived; drop tied layers without a use."""
         modules = self.staying(plan) | {index: layer.module for index, layer in arrived.items()}
         kept = {id(module) for module in modules.values()}
         for module in [module for module in self.layers.modules().values() if id(module) not in kept]:

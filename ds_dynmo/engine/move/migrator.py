@@ -1,16 +1,14 @@
-"""Carry out a migration plan in four phases: layers are packed, travel, and arrive with all that belongs to them.
+"""Migration: carry out a plan in four phases.
 
-1. :meth:`Migrator.prepare`: the ranks, which have agreed on the plan, tell each other what their layers consist of, and
-   build what they will receive, without its values. All that can fail without harm fails here, on every rank alike;
-   nothing has changed.
-2. :meth:`Migrator.start`: what is constant between two steps of the optimizer begins to travel: weights, and the
-   optimizer's state of them. From here on an exception is fatal, and says so.
-3. :meth:`Migrator.poll`: has it arrived? Batches may train meanwhile.
-4. :meth:`Migrator.commit`, at an optimizer's step: what can have changed since follows (buffers, attributes, step
-   counts, gradients), layers change places, and what was sent is freed.
+1. :meth:`Migrator.prepare`: the ranks, which have agreed on the plan, exchange descriptions of their layers, and build
+   the arriving layers without values. Every harmless failure happens here, on all ranks alike, before anything changes.
+2. :meth:`Migrator.start`: weights and optimizer state, which are constant between two steps of the optimizer, start to
+   travel. From here on an exception is fatal, and its message says so.
+3. :meth:`Migrator.poll`: ask whether they have arrived. Batches may train meanwhile.
+4. :meth:`Migrator.commit`, at an optimizer's step: what may have changed since then follows (buffers, attributes, step
+   counts, gradients). The stages are rebuilt, and layers that left are freed.
 
-A rebalance that waits is the four in a row. What a stage holds at the peak is worked out before, in
-:mod:`ds_dynmo.partitioners.move_memory`.
+A blocking rebalance runs the four in a row. :mod:`ds_dynmo.partitioners.move_memory` predicts the peak of memory.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _MAKING_ROOM = "making room for what arrives along one route"
 
 
 class MoveCheck(Protocol):
-    """Refuses a plan on which all ranks have agreed. Collective: it raises on every rank or on none."""
+    """A check that refuses a plan on which all ranks have agreed. Collective: it raises on every rank or on none."""
 
     def __call__(self, plan: MigrationPlan, *, overlapped: bool) -> None:
         """Raise if ``plan`` must not be carried out. ``overlapped``: see :meth:`Migrator.prepare`."""
@@ -45,13 +43,13 @@ class MoveCheck(Protocol):
 
 @dataclass
 class _Migration:
-    """A plan that is prepared.
+    """A prepared plan.
 
     Attributes:
-        packed: this rank's layers that leave.
-        arrivals: layers that arrive here.
+        packed: layers that leave this rank.
+        arrivals: layers that arrive on this rank.
         num_bytes: that move in this rank's pipeline.
-        pending: what travels.
+        pending: messages under way.
     """
 
     plan: MigrationPlan
@@ -63,15 +61,15 @@ class _Migration:
     pending: list[PendingExchange] = field(default_factory=list)
 
     def remaining(self, layer: PackedLayer | ArrivingLayer) -> Sequence[torch.Tensor]:
-        """Select what did not travel ahead: all of a layer that was packed again, else what is not constant."""
+        """Return the tensors still to send: all of a layer that was packed again, else the changing ones."""
         return (*layer.constants, *layer.changing) if self.overlapped else layer.changing
 
 
 class Migrator:
-    """Move layers between stages, one plan at a time. Every method but :meth:`poll` is collective.
+    """Moves layers between stages, one plan at a time. Every method but :meth:`poll` is collective.
 
     Args:
-        context: describes this rank's stage as it is now.
+        context: returns this rank's present stage.
     """
 
     def __init__(self, context: Callable[[], MigrationContext]) -> None:
@@ -88,7 +86,7 @@ class Migrator:
             Bytes moved in this rank's pipeline.
 
         Raises:
-            MigrationError: on every rank that can still say so. The message says whether layers had begun to move.
+            MigrationError: on every rank that can still raise it. The message says whether layers had begun to move.
         """
         if not self.prepare(plan, check):
             return 0
@@ -96,11 +94,11 @@ class Migrator:
         return self.commit()
 
     def rehearse(self, plan: MigrationPlan, *, stage: int | None = None, copies: bool = False) -> None:
-        """Find out whether the ranks could send their layers, before they take a step that cannot be undone.
+        """Check that the ranks can send their layers, before a step that cannot be undone.
 
         Args:
-            stage: this rank's in ``plan``; None: its present one.
-            copies: the layers that stay are copied to other ranks as well.
+            stage: of this rank in ``plan``; None: its present one.
+            copies: whether the layers that stay are copied to other ranks too.
 
         Raises:
             MigrationError: harmless, on every rank. Nothing has changed.
@@ -120,7 +118,7 @@ class Migrator:
 
     @property
     def is_moving(self) -> bool:
-        """Whether a plan is prepared and not carried out yet."""
+        """Whether a plan is prepared but not committed."""
         return self._migration is not None
 
     # -- the phases -----------------------------------------------------------------------------------
@@ -132,19 +130,19 @@ class Migrator:
         *,
         overlapped: bool = False,
     ) -> bool:
-        """Make ready what ``plan`` takes. Nothing has moved, and :meth:`abandon` is possible.
+        """Prepare ``plan``. Nothing has moved afterwards, and :meth:`abandon` is possible.
 
         Args:
             plan: the same on every rank.
-            check: refuses what must not be carried out, such as a plan that some rank lacks the memory for.
-            overlapped: batches train between :meth:`start` and :meth:`commit`. All of the optimizer's state then
-                travels ahead, and is there twice; else its flat buffers follow at the commit, kind after kind.
+            check: refuses plans, such as one for which a rank lacks memory.
+            overlapped: whether batches train between :meth:`start` and :meth:`commit`. Then all optimizer state
+                travels ahead, and exists twice meanwhile; else flat buffers follow at the commit, kind after kind.
 
         Returns:
             Whether there is a layer to move.
 
         Raises:
-            MigrationError: on every rank that can still say so.
+            MigrationError: on every rank that can still raise it.
         """
         assert self._migration is None, "one plan at a time"
         context = self.context()
@@ -160,7 +158,7 @@ class Migrator:
         return True
 
     def _prepared(self, plan: MigrationPlan, context: MigrationContext, overlapped: bool) -> _Migration:
-        """Pack what leaves, make room for what arrives, and agree that every rank has done so. Collective."""
+        """Pack leaving layers, allocate arriving ones, and agree that every rank has done so. Collective."""
 
         def pack() -> tuple[int, str, dict[int, PackedLayer]]:
             num_bytes, route = context.state.prepare(plan, overlapped=overlapped)
@@ -186,14 +184,14 @@ class Migrator:
         return _Migration(plan, context, overlapped, packed, arrivals, num_bytes)
 
     def abandon(self) -> None:
-        """Leave everything as it is, after :meth:`prepare`. Every rank has to do so."""
+        """Drop the prepared plan; nothing has changed. Every rank has to call this."""
         migration = self._in_progress()
         assert not migration.pending, "layers have begun to move"
         migration.context.state.abandon()
         self._migration = None
 
     def start(self) -> None:
-        """Begin to send what only the optimizer's step changes, and return at once.
+        """Start to send what only the optimizer's step changes, and return at once.
 
         Raises:
             MigrationError: fatal.
@@ -212,10 +210,10 @@ class Migrator:
         return all(pending.is_done() for pending in self._in_progress().pending)
 
     def commit(self) -> int:
-        """Send what can have changed, put the layers in their places, and free what was sent.
+        """Send what may have changed, rebuild the stages, and free the layers that left.
 
-        Call it between two batches. Gradients that parameters hold travel too. Those that DeepSpeed's wrappers (bf16,
-        ZeRO-1) sum in flat buffers do not: it fails if there are any, as there are from a backward pass to the step.
+        Call it between two batches. Gradients of parameters travel too, except those that DeepSpeed's wrappers (bf16,
+        ZeRO-1) sum in flat buffers. It fails if there are any of those, as between a backward pass and the step.
 
         Returns:
             Bytes moved in this rank's pipeline.
@@ -264,7 +262,7 @@ class Migrator:
     def _transfers(
         self, leaving: Mapping[int, Sequence[torch.Tensor]], arriving: Mapping[int, Sequence[torch.Tensor]]
     ) -> tuple[list[PeerTensor], list[PeerTensor]]:
-        """List what is sent and received of each layer, with the other rank, in the order that both ranks know."""
+        """List the sends and receives of each layer, in the order that both ranks use."""
         sends: list[PeerTensor] = []
         receives: list[PeerTensor] = []
         migration = self._in_progress()
@@ -286,7 +284,7 @@ class Migrator:
 
     @contextmanager
     def _no_way_back(self, step: str) -> Iterator[None]:
-        """Make an exception fatal, and say so: bytes have begun to move."""
+        """Turn an exception into a fatal error: bytes have begun to move."""
         try:
             yield
         except Exception as error:
@@ -301,7 +299,7 @@ class Migrator:
 def _exchange_headers(
     plan: MigrationPlan, context: MigrationContext, packed: Mapping[int, PackedLayer]
 ) -> dict[int, ArrivingLayer]:
-    """Exchange headers: what the layers that leave consist of, for what those that arrive do."""
+    """Exchange the headers of leaving layers for those of arriving ones."""
     leaving: dict[int, list[int]] = {}
     arriving: dict[int, list[int]] = {}
     for move in context.sent(plan):

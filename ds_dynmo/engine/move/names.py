@@ -1,6 +1,6 @@
-"""Name objects that several layers refer to, so that every rank finds its own.
+"""Names of objects that several layers refer to, by which every rank finds its counterpart.
 
-An object that was shared when the model was built has the same path on every rank. The path begins at
+An object that was shared when the model was built has the same path on every rank. The path starts at
 
 - the layer list, for what two of its entries refer to, such as a configuration that several LayerSpecs take;
 - the ``PipelineModule``, for its attributes, such as the process grid;
@@ -31,7 +31,7 @@ _MOST_ENTRIES = 10_000  # larger containers are not searched for names: a loss f
 
 @dataclass(frozen=True)
 class ObjectName:
-    """Where an object is on every rank: an anchor, and the steps from there.
+    """The path of an object on every rank: an anchor, and the steps from there.
 
     ``anchor`` is ``("layer", number)``, ``("pipeline", None)`` or ``("globals", name of a Python module)``.
     """
@@ -49,8 +49,8 @@ class Names:
 
     Args:
         pipeline: DeepSpeed's module, as built.
-        modules: returns the layers that this rank has now, by number.
-        gather: returns one picklable value of every rank.
+        modules: returns the present layers of this rank, by number.
+        gather: gathers one picklable value of every rank.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Names:
         self._names = self._find_names({key: min(layers) for key, (_, layers) in users.items() if len(layers) == 1})
 
     def of(self, value: Any) -> ObjectName | None:
-        """Find the name of ``value`` in the layer list or the ``PipelineModule``, or None if it has no name."""
+        """Return the name of ``value`` in the layer list or the ``PipelineModule``; None if it has none."""
         entry = self._names.get(id(value))
         return entry[1] if entry is not None else None
 
@@ -75,7 +75,7 @@ class Names:
         """Return whether ``value`` has a name, and so belongs to the rank rather than to a layer."""
         return id(value) in self._names
 
-    def is_own(self, part: nn.Module) -> bool:
+    def is_of_one_layer(self, part: nn.Module) -> bool:
         """Return whether ``part``, which is registered in a layer, is registered in no other layer."""
         return id(part) not in self._in_several
 
@@ -83,7 +83,7 @@ class Names:
         """Find the object with this name on this rank.
 
         Raises:
-            LookupError: there is none.
+            LookupError: there is no such object.
         """
         kind, key = name.anchor
         if kind == _LAYER:
@@ -93,15 +93,15 @@ class Names:
         return follow(start, name.path)
 
     def _users(self, gather: Callable[[Any], list[Any]]) -> dict[int, tuple[nn.Module, set[int]]]:
-        """Map the ``id`` of each module that layers register to those layers. Tied layers count as the first of them.
+        """Map the ``id`` of each module that layers register to these layers. Tied layers count as the first of them.
 
-        Layers given as modules are on every rank. For modules among the arguments of LayerSpecs, only a rank that has
-        built a layer knows which of them the layer registers, so the ranks tell each other.
+        Layers given as modules are on every rank. Of modules among the arguments of LayerSpecs, only a rank that has
+        built a layer knows which of them the layer registers, so the ranks exchange this.
         """
         users: dict[int, tuple[nn.Module, set[int]]] = {}
         first_use = self._first_uses()
-        given = {i: spec for i, spec in enumerate(layer_specs(self._pipeline)) if isinstance(spec, nn.Module)}
-        for layer, module in {**given, **self._modules()}.items():
+        modules = {i: spec for i, spec in enumerate(layer_specs(self._pipeline)) if isinstance(spec, nn.Module)}
+        for layer, module in {**modules, **self._modules()}.items():
             for part in module.modules():
                 users.setdefault(id(part), (part, set()))[1].add(first_use[layer])
         specs = [((("item", i),), s) for i, s in enumerate(layer_specs(self._pipeline)) if isinstance(s, LayerSpec)]
@@ -113,7 +113,7 @@ class Names:
         return users
 
     def _first_uses(self) -> list[int]:
-        """Find, per layer, the first layer with the same tie key: the layer itself if it has none."""
+        """Return, per layer, the first layer with the same tie key; the layer itself if it has no key."""
         first: dict[str | int, int] = {}
         specs = layer_specs(self._pipeline)
         keys = [str(spec.key) if isinstance(spec, TiedLayerSpec) else layer for layer, spec in enumerate(specs)]
@@ -123,14 +123,14 @@ class Names:
         """Map the ``id`` of each shared object to the object and its name.
 
         Args:
-            owner: by ``id`` of a module, the only layer that registers it.
+            owner: by ``id`` of a module that one layer registers, that layer.
         """
         found: dict[int, tuple[Any, ObjectName]] = {}
         users: dict[int, int] = {}
         for layer, spec in enumerate(layer_specs(self._pipeline)):
 
             def enter(value: Any, layer: int = layer) -> bool:
-                """Do not enter what another layer owns, nor an object on its third visit: it is known to be shared."""
+                """Skip modules of another layer, and objects on the third visit: they are known to be shared."""
                 return owner.get(id(value), layer) == layer and users[id(value)] <= 2
 
             for path, value in walk([((), spec)], enter):
@@ -146,13 +146,13 @@ class Names:
 
 
 class GlobalVariables:
-    """The global variables of Python modules as they are when the first name is asked for.
+    """The global variables of Python modules at the time of the first lookup.
 
-    Those of Python's own modules, torch's, numpy's, DeepSpeed's and ours do not count.
+    Those of the standard library, torch, numpy, DeepSpeed and ds_dynmo are left out.
     """
 
     def of(self, value: Any) -> ObjectName | None:
-        """Find the name of ``value``; None if no variable holds it."""
+        """Return the name of ``value``; None if no variable holds it."""
         module_name = self._holders.get(id(value))
         if module_name is None:
             return None
@@ -162,12 +162,12 @@ class GlobalVariables:
 
     @cached_property
     def _holders(self) -> dict[int, str]:
-        """The name of the module that holds an object, by the object's ``id``: the first of several."""
-        found: dict[int, str] = {}
+        """By the ``id`` of an object, the name of the first module that holds it."""
+        holders: dict[int, str] = {}
         for module_name, module in reversed(list(sys.modules.items())):
             if module is not None and module_name.partition(".")[0] not in _NO_GLOBALS_OF_A_MODEL:
-                found.update(dict.fromkeys(map(id, list(vars(module).values())), module_name))
-        return found
+                holders.update(dict.fromkeys(map(id, list(vars(module).values())), module_name))
+        return holders
 
 
 def _is_of_pipeline(name: str) -> bool:

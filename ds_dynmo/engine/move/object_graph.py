@@ -1,6 +1,6 @@
-"""Walk over what a Python object refers to, by steps that lead to its counterpart on another rank.
+"""Walks over the objects that a Python object refers to, by steps that lead to their counterparts on another rank.
 
-What cannot change (numbers, strings, types, functions of a Python module, ...) is left out: a copy of it is as good.
+Immutable objects (numbers, strings, types, functions of a Python module, ...) are left out: copies of them are equal.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import nn
 
 from ds_dynmo.torch_private import OpOverload, OpOverloadPacket
 
-# ("attribute", name), ("item", key), ("cell", number of a closure's variable), ("member", number): see members; or
-# ("state", number), of what its class pickles
+# ("attribute", name), ("item", key), ("cell", number of a closure's variable), ("member", number): see members(), or
+# ("state", number): of the state that the class pickles
 Step = tuple[str, Any]
 Path = tuple[Step, ...]
 
@@ -89,14 +89,14 @@ def is_frozen(value: Any) -> bool:
 
 
 def children(value: Any) -> Iterator[tuple[Step, Any]]:
-    """List what ``value`` refers to directly, without constants, in an order that is the same on every rank."""
+    """Yield the objects that ``value`` refers to directly, without constants, in the same order on every rank."""
     for step, child in all_children(value):
         if not is_constant(child):
             yield step, child
 
 
 def members(value: Any) -> Iterator[tuple[Step, Any]]:
-    """List what ``value`` refers to by no step that leads to its counterpart: members of a set, keys of a dict."""
+    """Yield objects of ``value`` that no step leads to on another rank: members of a set, keys of a dict."""
     held: Iterable[Any] = ()
     if isinstance(value, set | frozenset):
         held = list(value)
@@ -109,7 +109,7 @@ def follow(start: Any, path: Sequence[Step]) -> Any:
     """Follow ``path`` from ``start``.
 
     Raises:
-        LookupError: it leads nowhere here.
+        LookupError: no object has this path here.
     """
     for kind, key in path:
         try:
@@ -137,12 +137,12 @@ def walk(
     """Visit every object that can be reached from ``roots``, each once, by one of the shortest paths.
 
     Args:
-        enter: does the walk go on from this object (which is given all the same)?
-        children: what an object refers to.
+        enter: returns whether to continue from an object (which is yielded in any case).
+        children: yields the objects that an object refers to.
     """
     waiting = [(path, value) for path, value in roots if not is_constant(value)]
     met: dict[int, Any] = {}
-    for path, value in waiting:  # which grows meanwhile
+    for path, value in waiting:  # grows during the loop
         if id(value) in met:
             continue
         met[id(value)] = value
@@ -152,10 +152,10 @@ def walk(
 
 
 def copy_of_modules(layer: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """Copy a layer's modules and tensors; whatever else they refer to, both refer to.
+    """Copy a layer's modules and tensors; the copy shares all other objects with the layer.
 
     Args:
-        memo: as ``copy.deepcopy`` takes it: by ``id``, what is to stand for a tensor or a module.
+        memo: of ``copy.deepcopy``: by ``id`` of a tensor or module, what replaces it.
     """
     own = {id(part) for part in (*layer.modules(), *layer.parameters(), *layer.buffers())}
 
@@ -169,9 +169,9 @@ def copy_of_modules(layer: nn.Module, memo: dict[int, Any] | None = None) -> nn.
 
 
 def place_in_class(method: types.MethodType) -> tuple[type, str] | None:
-    """Find the class of the method's owner that has its function, and the name there; None: no class has it.
+    """Find the class of the method's owner with this function, and the name there; None: no class has it.
 
-    The name may be another than the function's own: of a private method, or of one that a decorator made.
+    The name may differ from the function's ``__name__``: for a private method, or one that a decorator made.
     """
     for kind in type(method.__self__).__mro__:
         for name, value in vars(kind).items():
@@ -194,7 +194,7 @@ def _is_importable(value: Any) -> bool:
 
 
 def all_children(value: Any) -> Iterator[tuple[Step, Any]]:
-    """List what ``value`` refers to directly, constants too."""
+    """Yield the objects that ``value`` refers to directly, constants too."""
     if isinstance(value, torch.Tensor):
         return
     if isinstance(value, nn.Module):
@@ -211,9 +211,7 @@ def all_children(value: Any) -> Iterator[tuple[Step, Any]]:
     if isinstance(value, functools.partial):
         yield from ((("attribute", name), getattr(value, name)) for name in ("func", "args", "keywords"))
         return
-    if isinstance(
-        value, dict
-    ):  # read as a dict is, whatever its class makes of it: some import what they are asked for
+    if isinstance(value, dict):  # by dict's methods: some subclasses import what they are asked for
         yield from ((("item", key), item) for key, item in list(dict.items(value)) if is_constant(key))
     elif isinstance(value, list):
         yield from ((("item", number), item) for number, item in enumerate(list.__iter__(value)))
@@ -225,10 +223,10 @@ def all_children(value: Any) -> Iterator[tuple[Step, Any]]:
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[Step, Any]]:
-    own = vars(module)
+    attributes = vars(module)
     for held in _HELD_BY_NAME:
-        yield from ((("attribute", name), child) for name, child in own.get(held, {}).items())
-    for name, child in own.items():
+        yield from ((("attribute", name), child) for name, child in attributes.get(held, {}).items())
+    for name, child in attributes.items():
         if name not in MODULE_MACHINERY or (name not in _HELD_BY_NAME and isinstance(child, dict) and child):
             yield ("attribute", name), child
 
@@ -248,7 +246,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     for kind in type(value).__mro__:
         if "__slots__" not in vars(kind):
             continue
-        for name, slot in vars(kind).items():  # by its own name: that of a private one begins with its class's
+        for name, slot in vars(kind).items():  # the name of a private slot begins with that of its class
             if isinstance(slot, types.MemberDescriptorType):
                 try:
                     yield name, slot.__get__(value)

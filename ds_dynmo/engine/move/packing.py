@@ -1,13 +1,13 @@
-"""Pack a layer as it is now into what travels: a header of bytes and flat byte tensors.
+"""Packing of a layer in its present state into a header of bytes and flat byte tensors.
 
-The layer's module is pickled with its tensors taken out, so that attributes, masks, extra state, buffers
-(non-persistent ones too) and parameters of any present shape arrive as they left, nothing is initialised and
-no random number drawn. Optimizer state, gradients, hooks and parameter groups go the same way, in the same pickle.
-What the layer refers to and does not own goes as a name (:mod:`ds_dynmo.engine.move.references`).
+The layer's module is pickled with its tensors taken out. So attributes, masks, extra state, buffers (non-persistent
+ones too) and parameters of any shape arrive as they left, nothing is initialised, and no random number is drawn.
+Optimizer state, gradients, hooks and parameter groups are in the same pickle. Objects that the layer refers to but does
+not own travel as names (:mod:`ds_dynmo.engine.move.references`).
 
-Weights and moments are *constant* between two steps of the optimizer and may travel while a batch trains. The rest,
-buffers, attributes, step counts and gradients, may change meanwhile: a layer whose constant tensors were sent ahead is
-packed once more, with what is there by then.
+Weights and moments are *constant* between two steps of the optimizer and may travel while a batch trains. Buffers,
+attributes, step counts and gradients may change meanwhile. So a layer whose constant tensors were sent ahead is packed
+again, in its state at the commit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ds_dynmo.torch_private import compiled_call_of, version_of
 
 @dataclass(frozen=True)
 class _Constant:
-    """A constant tensor, and what shows whether it has changed since."""
+    """A constant tensor, with version and address to detect changes."""
 
     tensor: torch.Tensor
     version: int
@@ -48,9 +48,9 @@ class PackedLayer:
     """A layer ready to be sent.
 
     Attributes:
-        header: for :class:`ArrivingLayer`; refers to the tensors by number.
+        header: for :class:`ArrivingLayer`; refers to tensors by number.
         constants: flat byte views of the tensors that only the optimizer's step changes.
-        changing: of the others; parts of sparse tensors one by one.
+        changing: flat byte views of the others; parts of sparse tensors one by one.
     """
 
     header: bytes
@@ -60,7 +60,7 @@ class PackedLayer:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that is to be sent, in the order of :attr:`ArrivingLayer.recv_buffers`."""
+        """All tensors to send, in the order of :attr:`ArrivingLayer.recv_buffers`."""
         return (*self.constants, *self.changing)
 
     @property
@@ -77,22 +77,22 @@ def pack(
     *,
     completed: bool = False,
 ) -> PackedLayer:
-    """Pack ``layer`` into a header and tensors, which are views of the layer's own memory where they can be.
+    """Pack ``layer`` into a header and tensors, which are views of the layer's memory where possible.
 
     Args:
-        build: makes the layer anew from its spec, as the receiver will where the module cannot be pickled.
-        names: of what the layer refers to and does not own; None: everything in it is its own.
-        sent_ahead: the layer as it was when its constant tensors were sent; those that changed since are sent again.
-        completed: a callback of the user's will complete the layer where it arrives.
+        build: builds the layer from its spec, as the receiver does if the module cannot be pickled.
+        names: references of layers to objects that they do not own; None: the layer owns all of its objects.
+        sent_ahead: the layer as it was packed when its constant tensors were sent; changed ones are sent again.
+        completed: whether a user's callback completes the layer on arrival.
 
     Raises:
-        TypeError: a part of the layer can neither be sent nor be built by the receiver, it refers to something of
-            another layer's that has no name, or the user has compiled a part in place.
+        TypeError: a part of the layer can neither be sent nor be built by the receiver, the layer refers to an object
+            of another layer that has no name, or the user has compiled a part in place.
     """
     _check_not_compiled_in_place(layer.module)
     outside = names.outside(layer.module, _marks(layer)) if names is not None else Outside()
     shell, tensors = Shell.of(layer, build, outside, completed)
-    name_of = {id(found.parameter): name for name, found in layer.parameters.items()}
+    name_of = {id(record.parameter): name for name, record in layer.parameters.items()}
     known = sent_ahead._constants if sent_ahead is not None else ()
     ahead = {id(constant.tensor): number for number, constant in enumerate(known) if constant.is_unchanged()}
     constant = _constant_tensors(layer)
@@ -121,7 +121,7 @@ def pack(
 
 
 def _check_not_compiled_in_place(layer: nn.Module | None) -> None:
-    """Refuse a layer that would run uncompiled where it arrives: torch does not say how ``Module.compile`` was called.
+    """Refuse a layer compiled in place: it would arrive uncompiled, as torch does not record the arguments.
 
     Raises:
         TypeError: naming the module.
@@ -136,19 +136,19 @@ def _check_not_compiled_in_place(layer: nn.Module | None) -> None:
 
 
 def _constant_tensors(layer: LayerRecord) -> set[int]:
-    """Find weights and what the optimizer keeps per element, by ``id``. Sparse ones do not show a change."""
+    """Return the ``id`` of weights and of optimizer state per element, except sparse ones, which have no version."""
     parameters = layer.parameters.values()
-    state = [value for found in parameters for value in (found.state or {}).values()]
+    state = [value for record in parameters for value in (record.state or {}).values()]
     moments = [value for value in state if isinstance(value, torch.Tensor) and value.dim()]
-    tensors = (*(found.parameter for found in parameters), *moments)
+    tensors = (*(record.parameter for record in parameters), *moments)
     return {id(tensor) for tensor in tensors if tensor.layout == torch.strided and not tensor.is_inference()}
 
 
 def _marks(layer: LayerRecord) -> dict[str, Any]:
-    """Collect what users set on the layer's parameters and may refer to anything, by the parameters' names."""
+    """Collect the users' attributes and hooks of the layer's parameters, which may refer to any object, by name."""
     marks: dict[str, Any] = {}
-    for name, found in layer.parameters.items():
-        attributes = {name: value for name, value in found.attributes.items() if not is_constant(value)}
-        hooks = {method: each for method, each in found.hooks.items() if each}
+    for name, record in layer.parameters.items():
+        attributes = {name: value for name, value in record.attributes.items() if not is_constant(value)}
+        hooks = {method: each for method, each in record.hooks.items() if each}
         marks |= {f"{name}.{kind}": held for kind, held in (("marks", attributes), ("hooks", hooks)) if held}
     return marks

@@ -1,4 +1,4 @@
-"""Pickle anything between the ranks of one job, tensors apart."""
+"""Pickling of any object between the ranks of one job, without its tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def _reduce_method(method: types.MethodType) -> _Reduced:
-    """Reduce a bound method to its owner and its own function: the class may have another under the same name."""
+    """Reduce a bound method to its owner and its function: the class may have another one under this name."""
     if isinstance(method.__self__, type):
         return getattr, (method.__self__, method.__func__.__name__)
     place = place_in_class(method)
@@ -36,7 +36,7 @@ def _reduce_method(method: types.MethodType) -> _Reduced:
 
 
 def _method(owner: Any, function: Callable[..., Any]) -> types.MethodType:
-    return types.MethodType(function, owner)  # which pickle does not find by its name
+    return types.MethodType(function, owner)  # pickle would not find it by name
 
 
 def _method_of_class(owner: Any, kind: type, name: str) -> types.MethodType:
@@ -48,7 +48,7 @@ def _reduce_limits(limits: torch.finfo | torch.iinfo) -> _Reduced:
 
 
 def _reduce_generator(generator: torch.Generator) -> _Reduced:
-    """Reduce a generator to bytes: torch's own way is a tensor, which has no values yet where a layer is loaded."""
+    """Reduce a generator to bytes: torch's tensor would have no values yet when a layer is loaded."""
     return _generator, (generator.device.type, generator.get_state().numpy().tobytes())
 
 
@@ -78,7 +78,7 @@ _DISPATCH_TABLE: ChainMap[type, Any] = ChainMap(
 
 
 class _Pickler(pickle.Pickler):
-    """Pickle anything: tensors are collected, each once, and references are written as their numbers."""
+    """Pickles any object; collects each tensor once, and writes references as numbers."""
 
     dispatch_table = _DISPATCH_TABLE
 
@@ -103,7 +103,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Seeker(_Pickler):
-    """Pickle anything, and note whether one object is part of it."""
+    """Pickles any object, and records whether it contains ``sought``."""
 
     found = False
 
@@ -117,7 +117,7 @@ class _Seeker(_Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Load what :class:`_Pickler` wrote on another rank of the same job."""
+    """Loads what :class:`_Pickler` wrote on another rank of the same job."""
 
     def __init__(
         self, file: io.BytesIO, tensors: Sequence[torch.Tensor], references: Sequence[Any] | Mapping[int, Any]
@@ -135,9 +135,9 @@ class Dumped:
     """An object as bytes.
 
     Attributes:
-        data: refers to tensors and references by number.
-        tensors: in the object, each once.
-        referred: by number, the references in the object.
+        data: the pickle, with tensors and references by number.
+        tensors: of the object, each once.
+        referred: the object's references, by number.
     """
 
     data: bytes
@@ -149,7 +149,7 @@ def dump(value: Any, references: Mapping[int, int] = _NO_REFERENCES) -> Dumped:
     """Pickle ``value`` to bytes, without its tensors.
 
     Args:
-        references: by ``id``, the number of each object that is not pickled: who loads it has one of its own.
+        references: by ``id``, the number of each object that is not pickled, because the receiver has a counterpart.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, references)
@@ -175,12 +175,12 @@ def pickles_with(value: Any, sought: Any, references: Iterable[int]) -> bool:
 
 
 def load(data: bytes, tensors: Sequence[torch.Tensor], references: Sequence[Any] | Mapping[int, Any] = ()) -> Any:
-    """Load what was dumped, around ``tensors`` and ``references``."""
+    """Load dumped data with these tensors and references."""
     return _Unpickler(io.BytesIO(data), tensors, references).load()
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """Make what arrives for ``tensor`` on another rank, without values and without memory."""
+    """Return a tensor like the one that arrives for ``tensor`` on another rank, without values and memory."""
     data = tensor.detach()
     if tensor.layout == torch.strided:
         data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -191,7 +191,7 @@ def stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Leave every random number generator as it was, whatever is drawn or raised inside."""
+    """Restore every random number generator afterwards, also after an exception."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():

@@ -1,13 +1,13 @@
-"""Find what a layer refers to but does not own. Where it arrives, it refers to that rank's counterparts, not to copies.
+"""References of a layer to objects that it does not own. After a move it refers to the counterparts of the new rank.
 
-A layer owns the modules, parameters and buffers that are registered in it and in no other layer, and whatever else
-only it refers to. That moves. An object that was shared when the model was built does not: its name travels instead
+A layer owns the modules, parameters and buffers that are registered in it and in no other layer, and all other objects
+that only it refers to. These move. Of an object that was shared when the model was built, only the name travels
 (:mod:`ds_dynmo.engine.move.names`).
 
-Two things are refused before bytes move, with the attribute's path: an object that layers share without a name, which
-would become one copy per layer, and a tensor of another layer. A user who declares attributes to belong to the rank
-(``rank_attributes`` in the "dynmo" block, or in a module's class) avoids this: a layer that arrives has the values that
-it gets when it is built there.
+Two cases are refused before bytes move, with the attribute's path: an object that layers share without a name, which
+would become one copy per layer, and a tensor of another layer. To avoid a refusal, users declare that attributes belong
+to the rank (``rank_attributes`` in the "dynmo" block, or in a module's class). An arriving layer then has the values
+that it gets when it is built on that rank.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Reference:
     """An object that a layer refers to by name.
 
     Attributes:
-        where: the path of the layer's attribute that refers to it, for messages.
-        kind: its type. The counterpart must have the same.
+        where: path of the layer's attribute that refers to it, for messages.
+        kind: type of the object; that of the counterpart must be the same.
         tensors: for a tensor, or a module that the layer computes with: name, dtype, shape and checksum of each tensor
-            in it. Those of the counterpart must be equal.
+            in it; those of the counterpart must be equal.
     """
 
     name: ObjectName
@@ -48,10 +48,10 @@ class Reference:
 
 @dataclass
 class Outside:
-    """What a layer refers to that does not travel with it.
+    """The objects that a layer refers to and that do not travel with it.
 
     Attributes:
-        references: by ``id``, what is found by name where the layer arrives.
+        references: by ``id``, the objects that are found by name on arrival.
         rank_attributes: by ``id`` of a module, its attributes that belong to the rank.
     """
 
@@ -60,12 +60,12 @@ class Outside:
 
 
 class References:
-    """Tells what the layers of one rank own, and what they only refer to. Construction is collective.
+    """Separates what the layers of one rank own from what they only refer to. Construction is collective.
 
     Args:
         pipeline: DeepSpeed's module, as built.
-        modules: returns the layers that this rank has now, by number.
-        gather: returns one picklable value of every rank.
+        modules: returns the present layers of this rank, by number.
+        gather: gathers one picklable value of every rank.
         rank_attributes: names of attributes that belong to the rank, in every module of every layer.
     """
 
@@ -85,33 +85,33 @@ class References:
         return self._names.is_shared(value)
 
     def empty(self, layer: nn.Module) -> None:
-        """Free the memory of a layer that left, except for what other layers use too."""
+        """Free the memory of a layer that left, except for modules that other layers use too."""
         for part in layer.modules():
-            if self._names.is_own(part):
+            if self._names.is_of_one_layer(part):
                 part._apply(lambda tensor: torch.empty_like(tensor, device="meta"), recurse=False)
 
     # -- a layer that leaves --------------------------------------------------------------------------
 
     def outside(self, layer: nn.Module, marks: Mapping[str, Any]) -> Outside:
-        """Find what ``layer`` refers to that does not move with it.
+        """Find the objects that ``layer`` refers to and that do not move with it.
 
         Args:
-            marks: other objects that travel with it and may refer to anything, by a name for messages.
+            marks: other objects that travel with the layer and may refer to any object, by a name for messages.
 
         Raises:
             TypeError: it refers to an object that it shares with another layer and that has no name, to a tensor of
                 another layer, or to a tensor without values. The message has the attribute's path.
         """
-        found, variables, others = Outside(), GlobalVariables(), self._others(layer)
-        own_modules = {id(part): part for part in layer.modules() if self._names.is_own(part)}
+        outside, variables, others = Outside(), GlobalVariables(), self._others(layer)
+        own_modules = {id(part): part for part in layer.modules() if self._names.is_of_one_layer(part)}
         own_tensors = {id(t) for part in own_modules.values() for t in _registered(part)}
         nameless: dict[int, tuple[Path, Any]] = {}
 
         def enter(value: Any) -> bool:
-            return id(value) not in found.references
+            return id(value) not in outside.references
 
         roots: list[tuple[Path, Any]] = [((), layer), *(((("attribute", name),), held) for name, held in marks.items())]
-        for path, value in _walk_layer(roots, enter, self._rank_attributes_of, found):
+        for path, value in _walk_layer(roots, enter, self._rank_attributes_of, outside):
             if id(value) in own_tensors or id(value) in own_modules:
                 if isinstance(value, torch.Tensor):
                     _check_has_values(path, value)
@@ -122,17 +122,17 @@ class References:
             if name is not None:
                 if isinstance(value, nn.Parameter | nn.Module):
                     self._check_not_of_others(path, value, others)
-                found.references[id(value)] = self._reference(name, path, value, layer)
+                outside.references[id(value)] = self._reference(name, path, value, layer)
             elif not is_frozen(value):
                 nameless[id(value)] = (path, value)
-        self._check_nameless(nameless, layer, roots, found)
-        return found
+        self._check_nameless(nameless, layer, roots, outside)
+        return outside
 
     def check_left_behind(self, leaving: Mapping[int, nn.Module]) -> None:
-        """Refuse to send layers away if layers that stay hold parts of them: those parts would be empty.
+        """Refuse to send layers of which layers that stay hold parts: these parts would be empty.
 
         Args:
-            leaving: by number.
+            leaving: layers by number.
 
         Raises:
             TypeError: with the path of the attribute that refers to such a part.
@@ -141,11 +141,11 @@ class References:
         tensors: list[tuple[torch.Tensor, tuple[int, str]]] = []
         for number, layer in leaving.items():
             for path, part in layer.named_modules():
-                if not self._names.is_own(part):
+                if not self._names.is_of_one_layer(part):
                     continue
                 owner[id(part)] = number, path or "the layer itself"
                 tensors += [(t, (number, name)) for name, t in _named_tensors(path, part) if self._leaves_with_layer(t)]
-        owner.update({id(tensor): found for tensor, found in tensors})
+        owner.update({id(tensor): place for tensor, place in tensors})
         gone = set(map(id, leaving.values()))
 
         def enter(value: Any) -> bool:
@@ -158,7 +158,7 @@ class References:
             for path, value in _walk_layer([((), layer)], enter, self._rank_attributes_of, Outside()):
                 held = owner.get(id(value))
                 if held is None and isinstance(value, torch.Tensor):
-                    held = next((found for tensor, found in tensors if _lies_in(value, tensor)), None)
+                    held = next((place for tensor, place in tensors if _lies_in(value, tensor)), None)
                 if held is not None and id(value) not in registered:
                     raise TypeError(
                         f"layer {number} stays and its {path_text(path)} is {held[1]} of layer {held[0]}, which "
@@ -167,7 +167,7 @@ class References:
                     )
 
     def _leaves_with_layer(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor leaves with the layer that registers it: parameters do, other shared tensors stay."""
+        """Return whether a tensor leaves with its layer: parameters do, other shared tensors stay."""
         return isinstance(tensor, nn.Parameter) or not self._names.is_shared(tensor)
 
     def _others(self, layer: nn.Module) -> dict[int, nn.Module]:
@@ -178,7 +178,7 @@ class References:
         return frozenset(name for name in declared if name in vars(module))
 
     def _check_not_of_others(self, path: Path, value: Any, others: Mapping[int, nn.Module]) -> None:
-        """Refuse a tensor that is another layer's, or a view of one, and a module that another layer owns."""
+        """Refuse a tensor of another layer or a view of one, and a module that another layer owns."""
         for number, other in others.items():
             if isinstance(value, torch.Tensor):
                 for name, theirs in (*other.named_parameters(), *other.named_buffers()):
@@ -187,16 +187,20 @@ class References:
                             f"{path_text(path)} is {name} of layer {number}: a layer does not take another's weights "
                             "along; refer to the layer by an argument of the LayerSpecs, or tie the two (TiedLayerSpec)"
                         )
-            elif any(value is part for part in other.modules()) and self._names.is_own(value):
+            elif any(value is part for part in other.modules()) and self._names.is_of_one_layer(value):
                 raise TypeError(
                     f"{path_text(path)} is a part of layer {number}: a layer does not take another's parts along, and "
                     "it may be on another stage; tie the two (TiedLayerSpec)"
                 )
 
     def _check_nameless(
-        self, nameless: dict[int, tuple[Path, Any]], layer: nn.Module, roots: Sequence[tuple[Path, Any]], found: Outside
+        self,
+        nameless: dict[int, tuple[Path, Any]],
+        layer: nn.Module,
+        roots: Sequence[tuple[Path, Any]],
+        outside: Outside,
     ) -> None:
-        """Refuse objects without a name that another layer refers to, too."""
+        """Refuse objects without a name that another layer refers to as well."""
         others = self._others(layer)
         for path, value in nameless.values():
             if isinstance(value, torch.Tensor):
@@ -204,22 +208,22 @@ class References:
                 self._check_not_of_others(path, value, others)
         for number, other in others.items():
             for _, value in walk([((), other)], lambda value: not self._names.is_shared(value), children=_all_of):
-                if id(value) in nameless and _travels(value, layer, roots, found):
+                if id(value) in nameless and _travels(value, layer, roots, outside):
                     path, shared = nameless[id(value)]
                     if isinstance(shared, nn.Module):
                         self._check_not_of_others(path, shared, others)
                     raise TypeError(self._shared_text(layer, path, shared, number))
 
     def _shared_text(self, layer: nn.Module, path: Path, shared: Any, other: int) -> str:
-        """Say that ``layer`` shares an object without a name with layer ``other``, and what to do."""
-        own = next(number for number, module in self._modules().items() if module is layer)
+        """Build the message that ``layer`` shares an object without a name with layer ``other``."""
+        number = next(number for number, module in self._modules().items() if module is layer)
         text = (
-            f"layer {own}'s {path_text(path)}, a {kind_of(shared)}, is shared with layer {other} and would become a "
+            f"layer {number}'s {path_text(path)}, a {kind_of(shared)}, is shared with layer {other} and would become a "
             "copy: make it an argument of their LayerSpecs, an attribute of the PipelineModule or a global variable of "
             "a Python module"
         )
         attribute = _attribute_in(layer, path)
-        if attribute is None:  # it is no attribute of a module
+        if attribute is None:  # not an attribute of a module
             return text
         return f'{text}, or say that it belongs to the rank: "rank_attributes": ["{attribute}"] in the "dynmo" block'
 
@@ -248,7 +252,7 @@ class References:
         """Find the counterpart of an object on this rank.
 
         Args:
-            device: where a module that a layer computes with must be.
+            device: of modules that layers compute with.
 
         Raises:
             LookupError: there is no counterpart, or its type or its tensors differ.
@@ -277,9 +281,9 @@ def _walk_layer(
     roots: Sequence[tuple[Path, Any]],
     enter: Callable[[Any], bool],
     rank_attributes: Callable[[nn.Module], frozenset[str]],
-    found: Outside,
+    outside: Outside,
 ) -> Iterator[tuple[Path, Any]]:
-    """Walk as :func:`walk` does, but skip attributes that belong to the rank and record them in ``found``."""
+    """Walk like :func:`walk`, but skip attributes that belong to the rank and record them in ``outside``."""
 
     def refers_to(value: Any) -> Iterator[tuple[Step, Any]]:
         if not isinstance(value, nn.Module):
@@ -287,34 +291,34 @@ def _walk_layer(
             return
         of_rank = rank_attributes(value)
         if of_rank:
-            found.rank_attributes[id(value)] = of_rank
+            outside.rank_attributes[id(value)] = of_rank
         yield from (entry for entry in children(value) if entry[0][1] not in of_rank)
 
     yield from walk(roots, enter, children=refers_to)
 
 
-def _travels(value: Any, layer: nn.Module, roots: Sequence[tuple[Path, Any]], found: Outside) -> bool:
+def _travels(value: Any, layer: nn.Module, roots: Sequence[tuple[Path, Any]], outside: Outside) -> bool:
     """Return whether ``value`` is sent when ``layer`` moves.
 
-    An attribute that cannot be pickled, such as a process group, stays behind with all that it holds: the layer gets a
-    new one when it is built there.
+    An attribute that cannot be pickled, such as a process group, stays behind with all that it holds. The layer gets a
+    new one when it is built at the destination.
     """
-    known = {*found.references, *map(id, layer.modules())}
+    known = {*outside.references, *map(id, layer.modules())}
     attributes = [held for _, held in roots[1:]]
     for part in layer.modules():
-        of_rank = found.rank_attributes.get(id(part), ())
+        of_rank = outside.rank_attributes.get(id(part), ())
         attributes += [held for name, held in vars(part).items() if name not in of_rank]
     return any(pickles_with(held, value, known) and can_be_sent(held, known) for held in attributes)
 
 
 def _all_of(value: Any) -> Iterator[tuple[Step, Any]]:
-    """List every object that ``value`` refers to, in any way."""
+    """Yield every object that ``value`` refers to directly."""
     yield from children(value)
     yield from members(value)
 
 
 def _attribute_in(layer: nn.Module, path: Path) -> str | None:
-    """Return the attribute of a module of ``layer`` by which ``path`` leaves its modules; None: it begins elsewhere."""
+    """Return the attribute of a module by which ``path`` leaves the modules of ``layer``; None: there is none."""
     module = layer
     for _, key in path:
         child = children_of(module).get(key)
@@ -348,7 +352,7 @@ def _lies_in(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
 def _counterpart(value: Any, part: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """Find the tensor named ``part`` of ``value``, and convert it to the layer's device and dtype.
 
-    A rank on which no layer has computed with a module holds it as the user built it. DeepSpeed has not converted it.
+    If no layer of this rank has computed with a module, DeepSpeed has not converted it.
     """
     if not part:
         return value if isinstance(value, torch.Tensor) else None

@@ -1,4 +1,4 @@
-"""Plan how state gets from one layout to another: the rows of elements that are copied or sent. Pure, alike everywhere.
+"""Routes of state from one layout to another: the rows of elements to copy or send. Pure; the same on every rank.
 
 Resharding, freezing, re-packing, and keeping some elements of parameters are routes between two layouts.
 """
@@ -21,7 +21,7 @@ __all__ = ["Route", "Row"]
 
 
 class Row(NamedTuple):
-    """``numel`` elements that lie in a row in a shard before and in one after, from these offsets on."""
+    """``numel`` consecutive elements of an old shard and of a new one, from these offsets on."""
 
     source: Shard
     destination: Shard
@@ -32,13 +32,13 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """All that is copied or sent between two layouts. It checks itself on construction.
+    """All copies and messages between two layouts. It checks itself on construction.
 
     Attributes:
         rows: sorted by destination.
 
     Raises:
-        AssertionError: a row does not bring the elements that belong there, or an element comes twice or not at all.
+        AssertionError: a row has other elements than belong there, or an element arrives twice or not at all.
     """
 
     old: Layout
@@ -47,10 +47,10 @@ class Route:
 
     @classmethod
     def between(cls, old: Layout, new: Layout) -> Route:
-        """Plan the way from ``old`` to ``new``.
+        """Plan the route from ``old`` to ``new``.
 
-        A parameter comes from the stage that gets it if that has it, else from the first stage that does. Parameters
-        that ``old`` lacks come from nowhere.
+        A parameter comes from its new stage if that stage has it already, else from the first stage that has it.
+        Parameters that ``old`` lacks have no rows.
         """
         return cls(old, new, tuple(_joined(_rows(old, new))))
 
@@ -65,10 +65,10 @@ class Route:
             assert not (overlaps and row.destination == following.destination), f"{following} overlaps {row}"
         for shard, held in self.new.intervals.items():
             due = sum(interval.numel for interval in held if interval.key in known)
-            assert coming[shard] == due, f"{coming[shard]} elements come to {shard}, {due} are due"
+            assert coming[shard] == due, f"{coming[shard]} elements arrive in {shard}, {due} are due"
 
     def inverse(self) -> Route:
-        """Return the way back, of the parameters that both layouts have."""
+        """Return the route back, of the parameters that both layouts have."""
         return Route.between(self.new, self.old)
 
     @cached_property
@@ -78,25 +78,25 @@ class Route:
 
 
 def _rows(old: Layout, new: Layout) -> Iterator[Row]:
-    """List the rows, each of one parameter, by destination."""
+    """Yield the rows, each of one parameter, sorted by destination."""
     holders: dict[ParamKey, dict[int, list[tuple[Shard, Interval]]]] = {}
     for shard in sorted(old.intervals):
         for interval in old.intervals[shard]:
             holders.setdefault(interval.key, {}).setdefault(shard.stage, []).append((shard, interval))
     for destination in sorted(new.intervals):
-        for wanted in new.intervals[destination]:
-            stages = holders.get(wanted.key, {})
+        for target in new.intervals[destination]:
+            stages = holders.get(target.key, {})
             held = stages.get(destination.stage) or next(iter(stages.values()), [])
-            for source, interval in sorted(held, key=lambda each: each[1].start):
-                start = max(interval.start, wanted.start)
-                numel = min(interval.start + interval.numel, wanted.start + wanted.numel) - start
+            for source, interval in sorted(held, key=lambda held: held[1].start):
+                start = max(interval.start, target.start)
+                numel = min(interval.start + interval.numel, target.start + target.numel) - start
                 if numel > 0:
                     source_offset = interval.offset + start - interval.start
-                    yield Row(source, destination, source_offset, wanted.offset + start - wanted.start, numel)
+                    yield Row(source, destination, source_offset, target.offset + start - target.start, numel)
 
 
 def _joined(rows: Iterator[Row]) -> Iterator[Row]:
-    """Join rows that lie side by side in both shards."""
+    """Join rows that are adjacent in both shards."""
     last: Row | None = None
     for row in rows:
         if last is not None and row[:4] == (

@@ -1,7 +1,7 @@
-"""A layer without its tensors: as bytes, and loaded from them.
+"""A layer without its tensors, as bytes.
 
-Whoever sends a layer loads it back once, around tensors without values, and compares what came back with the layer. So
-a layer that would arrive as something else stays where it is.
+The sender loads these bytes once, with tensors without values, and compares the result with the layer. So a layer that
+would arrive as something else is not sent.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Shell:
-    """A layer's objects as bytes, which refer to its tensors by number.
+    """A layer's objects as bytes, with its tensors by number.
 
     Attributes:
-        parts: paths of modules that are filled in a layer built from the spec; none: the layer is pickled whole.
+        parts: paths of modules that are filled into a layer built from the spec; (): the layer is pickled whole.
         of_rank: by path of a module, its attributes that belong to the rank.
-        reasons: by name, why attributes are not sent.
-        description: of the layer. What arrives must have the same; None: the sender has made sure of it.
+        reasons: by name of an attribute, why it is not sent.
+        description: of the layer, to compare on arrival; None: the sender has compared already.
     """
 
     data: bytes
@@ -59,9 +59,9 @@ class Shell:
         """Pickle ``layer``, and return its tensors too.
 
         Args:
-            build: makes the layer anew from its spec, as the receiver will where the module cannot be pickled.
-            outside: what the layer refers to and does not own.
-            completed: a callback of the user's will complete the layer where it arrives.
+            build: builds the layer from its spec, as the receiver does if the module cannot be pickled.
+            outside: references of the layer to objects that it does not own.
+            completed: whether a user's callback completes the layer on arrival.
 
         Raises:
             TypeError: something would arrive as something else, or not at all.
@@ -72,10 +72,10 @@ class Shell:
     def load(
         self, tensors: Sequence[torch.Tensor], references: Mapping[int, Any], build: Build, device: torch.device
     ) -> LayerRecord:
-        """Load the layer around ``tensors`` and ``references``.
+        """Load the layer with these tensors and references.
 
         Raises:
-            TypeError: the layer that ``build`` makes lacks modules.
+            TypeError: the layer from ``build`` lacks modules.
         """
         layer: LayerRecord = (
             self._load_in_parts(tensors, references, build, device)
@@ -102,10 +102,10 @@ class Shell:
         return layer
 
     def check(self, arrived: LayerRecord, tensors: Sequence[torch.Tensor], references: Mapping[int, Any]) -> None:
-        """Refuse a layer that is not what was sent.
+        """Refuse a layer that differs from the one sent.
 
         Raises:
-            TypeError: naming the first difference.
+            TypeError: with the first difference.
         """
         if self.description is None:
             return
@@ -124,14 +124,14 @@ class Shell:
 
 
 def _number_later_hooks_after(module: nn.Module) -> None:
-    """Let hooks that are registered from now on not replace those of a module that comes from another process."""
+    """Let hooks registered later not replace those of a module from another process."""
     tables = [table for part in module.modules() for name, table in vars(part).items() if name in HOOKS]
     numbers = [number for table in tables if isinstance(table, dict) for number in table]
     number_hooks_after(max(numbers, default=-1))
 
 
 def _pickled_whole(layer: LayerRecord, outside: Outside, completed: bool) -> tuple[Shell, list[torch.Tensor]] | None:
-    """Pickle a layer whole; None: that cannot be done, or what is loaded differs."""
+    """Pickle a whole layer; None: it cannot be pickled, or the loaded layer differs."""
     try:
         dumped = dump(layer, {key: number for number, key in enumerate(outside.references)})
         sent = describe(_roots(layer), known_texts(dumped.tensors, dumped.referred))
@@ -139,7 +139,7 @@ def _pickled_whole(layer: LayerRecord, outside: Outside, completed: bool) -> tup
         back = load(dumped.data, tensors, dumped.referred)
         if first_difference(sent, describe(_roots(back), known_texts(tensors, dumped.referred))) is not None:
             return None
-    except Exception:  # whatever a user's object raises: in parts it is named
+    except Exception:  # any error of a user's object; the attempt in parts names it
         return None
     return Shell(dumped.data, (), {}, {}, sent if completed else None), dumped.tensors
 
@@ -147,7 +147,7 @@ def _pickled_whole(layer: LayerRecord, outside: Outside, completed: bool) -> tup
 def _pickled_in_parts(
     layer: LayerRecord, build: Build, outside: Outside, completed: bool
 ) -> tuple[Shell, list[torch.Tensor]]:
-    """Pickle what can be sent of a layer, to be put into one that is built."""
+    """Pickle the parts of a layer that can be sent, for a layer that the receiver builds."""
     module, of_rank = layer.module, outside.rank_attributes
     parts = find_parts(module, outside.references, of_rank)
     apart = {id(part): number for number, part in enumerate(parts.values())}
@@ -161,7 +161,7 @@ def _pickled_in_parts(
     shell = Shell(dumped.data, tuple(parts), paths, reasons, description)
     if not completed:
         tensors = [stand_in(tensor) for tensor in dumped.tensors]
-        device = next((found.parameter.device for found in layer.parameters.values()), torch.device("cpu"))
+        device = next((record.parameter.device for record in layer.parameters.values()), torch.device("cpu"))
         shell.check(shell.load(tensors, referred, build, device), tensors, referred)
     return shell, dumped.tensors
 

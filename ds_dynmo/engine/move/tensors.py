@@ -12,14 +12,15 @@ from ds_dynmo.torch_private import parts_of_sparse
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What a tensor is, so that whoever receives it can allocate it.
+    """The description of a tensor by which a receiver allocates it.
 
     Attributes:
         strides: None for a sparse tensor, which travels as its dense ``parts``.
-        name: in the layer, if it is one of its parameters.
-        constant: only the optimizer's step changes it.
-        sent_ahead: its number among the constant tensors that were sent before: it does not travel again.
-        base, offset: the number of the tensor in whose memory it lies, and where, in elements: it does not travel.
+        name: in the layer, if it is a parameter of the layer.
+        constant: whether only the optimizer's step changes it.
+        sent_ahead: number among the constant tensors that were sent before; it does not travel again.
+        base, offset: for a view, the number of the tensor in whose memory it lies, and the offset in elements; it does
+            not travel.
     """
 
     is_parameter: bool
@@ -43,7 +44,7 @@ class TensorMeta:
 
 
 def describe(tensor: torch.Tensor) -> tuple[TensorMeta, list[torch.Tensor]]:
-    """Describe a tensor, and give the flat byte tensors that it travels as: views of its memory where possible."""
+    """Describe a tensor, and return the flat byte tensors to send: views of its memory where possible."""
     data = tensor.detach()
     if data.layout != torch.strided:
         parts = [describe(part) for part in dense_parts(data)]
@@ -69,18 +70,18 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
 
 
 def find_bases(tensors: list[torch.Tensor]) -> dict[int, int]:
-    """Map each tensor that lies in another's memory to that one, by number: a view stays a view."""
-    found: dict[int, int] = {}
+    """Map each tensor that lies in the memory of another to that one, by number, so that views stay views."""
+    bases: dict[int, int] = {}
     strided = [n for n, tensor in enumerate(tensors) if tensor.layout == torch.strided and tensor.numel()]
     order = sorted(strided, key=lambda n: (str(tensors[n].device), tensors[n].data_ptr(), -_span(tensors[n]), n))
     base: int | None = None
     for number in order:
         tensor = tensors[number]
         if base is not None and _lies_in(tensor, tensors[base]):
-            found[number] = base
+            bases[number] = base
         elif _is_dense(tensor):
             base = number
-    return found
+    return bases
 
 
 def _lies_in(tensor: torch.Tensor, base: torch.Tensor) -> bool:
@@ -102,12 +103,12 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if data.layout == torch.sparse_csr:
         return data.crow_indices(), data.col_indices(), data.values()
     if data.layout == torch.sparse_coo:
-        return parts_of_sparse(data)  # as they are: coalescing would change the order of later sums
+        return parts_of_sparse(data)  # not coalesced, which would change the order of later sums
     raise TypeError(f"a tensor of layout {data.layout} cannot be sent")
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Count the bytes of a tensor's memory (torch's ``nbytes`` knows no sparse one)."""
+    """Count the bytes of a tensor's memory; unlike torch's ``nbytes``, of sparse ones too."""
     return sum(part.nbytes for part in dense_parts(tensor))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.comm.replicas import is_own
+from ds_dynmo.engine.comm.replicas import is_per_replica
 from ds_dynmo.engine.deepspeed.module import is_split
 from ds_dynmo.engine.save.initial_model import (
     IsShared,
@@ -126,7 +126,9 @@ def present_shapes(module: nn.Module) -> Shapes:
 
 def add_left_out(extras: Extras, module: nn.Module) -> Extras:
     """Add digests of frozen weights that are not saved."""
-    frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad and not is_own(p)}
+    frozen = {
+        name: p.detach() for name, p in module.named_parameters() if not p.requires_grad and not is_per_replica(p)
+    }
     return {**extras, LEFT_OUT: {name: digest(weight) for name, weight in frozen.items()}}
 
 
@@ -337,7 +339,7 @@ def add_own(extras: Extras, module: nn.Module, state: OptimizerState) -> Extras:
 
     State in flat shards is not added: DeepSpeed's file of the rank has it.
     """
-    own = {name: parameter for name, parameter in module.named_parameters() if is_own(parameter)}
+    own = {name: parameter for name, parameter in module.named_parameters() if is_per_replica(parameter)}
     content = {
         name: {"weight": p.detach(), "state": state.state_of(p) if state.kind == PER_PARAMETER else {}}
         for name, p in own.items()

@@ -233,7 +233,7 @@ def _read_optimizer(
     """Read what the optimizer held for ``parameters``, those of ``layers``."""
     stage = context.stage
     wrapper, groups = stage.optimizer.wrapper, context.stage.optimizer.inner.param_groups
-    own = wrapper.own_groups if wrapper is not None else frozenset[int]()
+    own = wrapper.per_replica_groups if wrapper is not None else frozenset[int]()
     replica = context.here.replica
     pieces = read_state(saved, Wanted(parameters, source, len(groups), own, replica))
     for index, layer in layers.items() if saved.manifest.optimizer == PER_PARAMETER else ():

@@ -1,9 +1,9 @@
 """Gradient clipping by a norm that does not depend on the partition.
 
-DeepSpeed 0.19.8 counts the first stage only in fp32 (its "model parallel rank" includes the stage,
-runtime/utils.py:394), so what is clipped depends on where layers are. Here every layer counts, once: squares are
-summed per layer on the rank that owns it, and the layers' sums are added in layer order on every rank. DeepSpeed clips
-at 1.0 unless "gradient_clipping" is 0.0, so a run that never names the key differs from stock DeepSpeed's too.
+In fp32, DeepSpeed 0.19.8 counts the first stage only (its "model parallel rank" includes the stage,
+runtime/utils.py:394), so its norm depends on the partition. Here every layer counts once: squares are summed per layer
+on the rank that owns it, and every rank adds the layers' sums in layer order. DeepSpeed clips at 1.0 unless
+"gradient_clipping" is 0.0, so runs without this key differ from stock DeepSpeed's too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.coordinates import RankCoordinates
-from ds_dynmo.engine.comm.replicas import is_own
+from ds_dynmo.engine.comm.replicas import is_per_replica
 from ds_dynmo.engine.deepspeed.module import is_split
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.torch_private import norms_of
@@ -35,14 +35,14 @@ def gradient_norm(
 ) -> torch.Tensor:
     """Take the 2-norm of the whole model's gradients, already averaged over replicas; the same on every rank.
 
-    Nothing here waits for the accelerator.
+    This does not wait for the accelerator.
 
     Args:
-        layers: this stage's layers by number. A tied layer is here only on the stage of its first use.
-        location: this rank's among those that hold its layers.
-        sum_over_all: collective; the elementwise sum over stages and ranks (zeros but for one rank in every element,
-            so that it is exact).
-        gradient_of: the gradient of a parameter, or None.
+        layers: this stage's layers by number; a tied layer only on the stage of its first use.
+        location: this rank's coordinates among the ranks with its layers.
+        sum_over_all: collective; the elementwise sum over stages and ranks. It is exact, as each element is zero on all
+            ranks except one.
+        gradient_of: returns the gradient of a parameter, or None.
 
     Returns:
         fp64 ``[]`` on ``device``.
@@ -68,15 +68,15 @@ def gradient_magnitudes(
 
     Args:
         layers: of this stage, by number.
-        location: this rank's among those that hold its layers.
-        gradient_of: the gradient of a parameter or this rank's part of it, or None.
+        location: this rank's coordinates among the ranks with its layers.
+        gradient_of: returns the gradient of a parameter or this rank's part of it, or None.
     """
     sums = torch.zeros(num_layers, dtype=torch.float64, device=device)
     for index, layer in layers.items():
-        found = [gradient_of(parameter) for parameter in layer.parameters() if counts(parameter, location)]
+        gradients = [gradient_of(parameter) for parameter in layer.parameters() if counts(parameter, location)]
         norms = [
             torch.linalg.vector_norm(_elements(gradient), ord=1, dtype=torch.float64)
-            for gradient in found
+            for gradient in gradients
             if gradient is not None
         ]
         if norms:
@@ -85,14 +85,14 @@ def gradient_magnitudes(
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the values of a gradient; a sparse one (``nn.Embedding(sparse=True)``) may hold a row in several terms."""
+    """Return the values of a gradient; a sparse one (``nn.Embedding(sparse=True)``) is coalesced first."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def counts(parameter: nn.Parameter, location: RankCoordinates) -> bool:
     """Return whether a parameter counts here: each part of a split one, others on the first slice and replica only."""
     on_this_slice = location.tp_rank == 0 or is_split(parameter)
-    return on_this_slice and (location.replica == 0 or is_own(parameter))
+    return on_this_slice and (location.replica == 0 or is_per_replica(parameter))
 
 
 def sharded_norm(
@@ -100,8 +100,8 @@ def sharded_norm(
 ) -> torch.Tensor:
     """Take the 2-norm of gradients of which every rank holds a part, rounded to fp32; the same on every rank.
 
-    Which part depends on where layers are, so the order of summation does too. Squares are summed in fp64, whose
-    rounding reaches the fp32 result about once in ten million steps. Nothing here waits for the accelerator.
+    The parts, and so the order of summation, depend on the partition. Squares are summed in fp64, whose rounding
+    changes the fp32 result about once in ten million steps. This does not wait for the accelerator.
 
     Returns:
         fp32 ``[]`` on ``device``.
@@ -112,10 +112,10 @@ def sharded_norm(
 
 
 class ModelNorm:
-    """Takes the norm of all gradients of the model, as this rank's optimizer has them.
+    """The norm of all gradients of the model, in each form in which an optimizer holds them.
 
     Args:
-        replicas_differ: the model has parameters that are each replica's own.
+        replicas_differ: whether the model has parameters that differ between replicas.
     """
 
     def __init__(self, layers: StageLayers, comm: Communicator, *, replicas_differ: bool) -> None:
@@ -123,16 +123,16 @@ class ModelNorm:
 
     @property
     def coordinates(self) -> RankCoordinates:
-        """This rank among those that hold parts of its layers, where all replicas hold the same."""
+        """This rank's coordinates among the ranks with its layers, if all replicas hold the same."""
         return replace(self._comm.here, replica=0, replicas=1)
 
     @property
     def replica_coordinates(self) -> RankCoordinates:
-        """This rank among all those that hold its layers, where replicas may have parameters of their own."""
+        """This rank's coordinates among the ranks with its layers, if parameters may differ between replicas."""
         return self._comm.here
 
     def of(self, gradient_of: GradientOf) -> torch.Tensor:
-        """Take the norm of gradients that lie beside their parameters, averaged over the replicas. Collective."""
+        """Take the norm of the parameters' gradients, averaged over the replicas. Collective."""
         modules, count, location = self._layers.counted_modules(), self._layers.num_layers, self.coordinates
         sum_over_all = self._comm.sum_over_model
         if self._replicas_differ:
@@ -142,25 +142,25 @@ class ModelNorm:
 
     def of_sums(self, gradients: Gradients) -> torch.Tensor:
         """Take the norm of the sums of gradients that ``BF16_Optimizer`` keeps. Collective."""
-        found = {id(parameter): gradient for parameter, gradient in gradients}
-        return self.of(lambda parameter: found.get(id(parameter)))
+        gradient_of = {id(parameter): gradient for parameter, gradient in gradients}
+        return self.of(lambda parameter: gradient_of.get(id(parameter)))
 
     def of_shards(self, gradients: Gradients) -> torch.Tensor:
         """Take the norm of gradients of which every replica holds a part (ZeRO). Collective."""
-        modules, mine = self._layers.counted_modules().values(), self.coordinates
-        counted = {id(p) for module in modules for p in module.parameters() if counts(p, mine)}
+        modules, location = self._layers.counted_modules().values(), self.coordinates
+        counted = {id(p) for module in modules for p in module.parameters() if counts(p, location)}
         counted -= {id(p) for p in self._layers.later_copies()}
         held = [gradient for p, gradient in gradients if id(p) in counted]
         return sharded_norm(held, self._comm.sum_over_world, self._comm.device)
 
     def counted_once(self, gradient_of: GradientOf) -> GradientOf:
-        """Return ``gradient_of``, but None for a weight that counts with the module that has it first in the model."""
+        """Return ``gradient_of``, but with None for later copies of a weight, which counts with its first use."""
         copies = {id(parameter) for parameter in self._layers.later_copies()}
         return (lambda p: None if id(p) in copies else gradient_of(p)) if copies else gradient_of
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Multiply the gradients by ``max_norm / norm`` where that is below 1, else by 1, without waiting for ``norm``."""
+    """Multiply the gradients by ``min(1, max_norm / norm)``, without waiting for ``norm``."""
     factor = torch.full_like(norm, max_norm) / (norm + 1e-6)  # a number over a tensor would be rounded twice
     factor.masked_fill_(~(factor < 1.0), 1.0)
     for gradient in [p.grad for p in parameters if p.grad is not None]:

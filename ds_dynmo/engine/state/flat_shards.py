@@ -1,4 +1,4 @@
-"""The shards of optimizer state that a rank holds: live ones in DeepSpeed's wrapper, detached ones beside it."""
+"""A rank's shards of optimizer state: live ones in DeepSpeed's wrapper, and detached ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ds_dynmo.plan import HeldBytes
 
 
 class Member(NamedTuple):
-    """A parameter that an optimizer group holds, and the buffer it lies in."""
+    """A parameter of a parameter group, and the buffer that holds it."""
 
     key: ParamKey
     numel: int
@@ -32,7 +32,7 @@ class Member(NamedTuple):
 
 
 class KeptParameter(NamedTuple):
-    """A parameter in a buffer, and the places of its elements that stay; None: all do."""
+    """A parameter in a buffer, and the places of the elements to keep; None: all."""
 
     key: ParamKey
     numel: int
@@ -40,24 +40,24 @@ class KeptParameter(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """How many elements stay."""
+        """The number of elements to keep."""
         return self.numel if self.places is None else len(self.places)
 
     def kept_before(self, place: int) -> int:
-        """Count the elements that stay before a place."""
+        """Count the kept elements before a place."""
         place = min(max(place, 0), self.numel)
         return place if self.places is None else int(torch.searchsorted(self.places, place))
 
 
 class FlatShards:
-    """One rank's shards: per parameter group, of a live and of a detached buffer. All sizes are elements.
+    """One rank's shards: per parameter group, of a live and of a detached buffer. Sizes are in elements.
 
     Args:
         groups: per parameter group, all of its parameters on this stage, frozen ones too.
 
     Attributes:
-        membership: which buffer each parameter of the stage lies in.
-        count: the shards of a buffer, as many as there are replicas.
+        membership: the buffer of each parameter of the stage.
+        count: number of shards of a buffer, one per replica.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FlatShards:
         self.count = self._count_at_launch = comm.here.replicas
         self._detached: dict[int, dict[str, torch.Tensor]] = {}
         for number in range(len(groups)):
-            weights = self.cut(number, {}, MASTER, detached=True)  # frozen from the start: no other state
+            weights = self.cut(number, {}, MASTER, detached=True)  # frozen from the start: without other state
             self._detached[number] = {MASTER: weights} if weights.numel() else {}
 
     @property
@@ -82,17 +82,17 @@ class FlatShards:
         return [Buffer(number, detached) for number in self.numbers for detached in (False, True)]
 
     @property
-    def own_groups(self) -> frozenset[int]:
-        """The groups whose parameters are each replica's own: their buffers are not cut."""
-        return self._wrapper.own_groups
+    def per_replica_groups(self) -> frozenset[int]:
+        """The groups of parameters that differ between replicas: their buffers are not cut."""
+        return self._wrapper.per_replica_groups
 
     def count_of(self, group: int) -> int:
         """Return the number of shards of a group's buffers."""
-        return 1 if group in self.own_groups else self.count
+        return 1 if group in self.per_replica_groups else self.count
 
     @property
     def members(self) -> list[dict[ParamKey, nn.Parameter]]:
-        """Per group, the parameters in its live buffer, in the buffer's order; none where it holds a placeholder."""
+        """Per group, the parameters in its live buffer, in order; none if it holds a placeholder."""
         return self.membership.by_group(self._layers.named_parameters(), detached=False)
 
     @property
@@ -109,7 +109,7 @@ class FlatShards:
         )
 
     def slots(self) -> StageSlots:
-        """Describe what DeepSpeed writes of this rank's stage, and :meth:`extras` of its frozen parameters."""
+        """List the slots of this rank's stage in DeepSpeed's files, and of frozen parameters in :meth:`extras`."""
         slots: list[Slot] = []
         files = [number for number, members in enumerate(self.members) if members]
         for detached, groups in ((False, self.members), (True, self.detached)):
@@ -131,20 +131,20 @@ class FlatShards:
         return self._detached[buffer.group] if buffer.detached else self.live(buffer.group)
 
     def live(self, group: int) -> dict[str, torch.Tensor]:
-        """Return the shards of the group's live buffer: what DeepSpeed's optimizer holds."""
+        """Return the shards of the group's live buffer, which DeepSpeed's optimizer holds."""
         master = self._wrapper.masters[group]
         state = self._wrapper.inner.state.get(master, {})
         tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor) and v.shape == master.shape}
         return {MASTER: master.detach(), **tensors}
 
     def scalars(self, group: int) -> dict[str, Any]:
-        """Return what the optimizer's state of a group has beside tensors of a shard's size."""
+        """Return the optimizer's state of a group except tensors of a shard's size."""
         master = self._wrapper.masters[group]
         state = self._wrapper.inner.state.get(master, {})
         return {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and v.shape == master.shape)}
 
     def replace(self, name: str, fresh: Tensors, scalars: Mapping[int, dict[str, Any]]) -> None:
-        """Hold these shards of one kind of state in place of the old ones; ``scalars`` where a group has none yet."""
+        """Replace the shards of one kind of state; set ``scalars`` of groups that have none yet."""
         state = self._wrapper.inner.state
         for (number, detached), shard in fresh.items():
             if detached:
@@ -163,7 +163,7 @@ class FlatShards:
                     state[master].setdefault(scalar, value)
 
     def keep_elements(self, kept: Sequence[KeptElements], p2p: PointToPoint, rank_of: Callable[[Shard], int]) -> None:
-        """Hold the state of the elements that stay alone, in shards cut anew. The old parameters are in place still."""
+        """Keep the state of these elements only, in new shards. The old parameters must still be in place."""
         index_of = {id(entry.old): entry.index for entry in kept}
         for detached, groups in ((False, self.members), (True, self.detached)):
             for number, group in enumerate(groups):
@@ -174,15 +174,15 @@ class FlatShards:
     def _compact(
         self, buffer: Buffer, parts: Sequence[KeptParameter], p2p: PointToPoint, rank_of: Callable[[Shard], int]
     ) -> None:
-        """Leave elements out where they lie, and bring the others to the replicas that hold them from now on."""
+        """Remove elements from this rank's shards, and send the others to the replicas that will hold them."""
         holder = self._comm.here.stage, self._comm.here.replica
         shards = [Shard(holder[0], replica, buffer) for replica in range(self.count)]
         numels = [(part.key, part.kept) for part in parts]
         old_size = shard_size(sum(part.numel for part in parts), self.count, detached=buffer.detached)
         new_size = shard_size(sum(numel for _, numel in numels), self.count, detached=buffer.detached)
-        without = [intervals_kept(parts, shard.replica * old_size, old_size) for shard in shards]
+        kept = [intervals_kept(parts, shard.replica * old_size, old_size) for shard in shards]
         route = Route.between(
-            Layout(dict(zip(shards, without)), dict.fromkeys(shards, old_size)),
+            Layout(dict(zip(shards, kept)), dict.fromkeys(shards, old_size)),
             Layout(dict(zip(shards, cut(numels, self.count, new_size))), dict.fromkeys(shards, new_size)),
         )
         held = dict(self.held(buffer))
@@ -196,7 +196,7 @@ class FlatShards:
     def load(
         self, number: int, elements: Mapping[ParamKey, Elements], kinds: set[str], scalars: Mapping[str, Any]
     ) -> None:
-        """Hold these ``elements`` of a group's parameters; ``scalars`` if there is state of any kind."""
+        """Set the state of a group's parameters to ``elements``, and ``scalars`` if there is state of any kind."""
         for detached in (False, True):
             fresh = {name: self.cut(number, elements, name, detached=detached) for name in {MASTER, *kinds}}
             if detached:
@@ -209,14 +209,14 @@ class FlatShards:
                 self._wrapper.inner.state[master] = {**scalars, **fresh}
 
     def forget(self) -> None:
-        """Free all tensors but the wrapper's fp32 weights."""
+        """Free all tensors except the wrapper's fp32 weights."""
         for master in self._wrapper.masters:
             self._wrapper.inner.state.pop(master, None)
         for tensors in self._detached.values():
             tensors.clear()
 
     def follow_weights(self) -> None:
-        """Set the fp32 weights to what the parameters are."""
+        """Set the fp32 weights to the parameters."""
         for number, tensors in self._detached.items():
             for detached in (False, True):
                 held = tensors.get(MASTER) if detached else self._wrapper.masters[number].data
@@ -224,7 +224,7 @@ class FlatShards:
                     held.copy_(self.cut(number, {}, MASTER, detached=detached))
 
     def cut(self, number: int, elements: Mapping[ParamKey, Elements], name: str, *, detached: bool) -> torch.Tensor:
-        """Cut this rank's shard of one kind of state. Without elements: the parameters as fp32 weights, else zeros."""
+        """Cut this rank's shard of one kind of state. Missing elements are the parameters (fp32 weights) or zeros."""
         group = (self.detached if detached else self.members)[number]
         size = self._size(number, group, detached=detached)
         shard = torch.zeros(size, dtype=torch.float32, device=self.device)
@@ -244,7 +244,7 @@ class FlatShards:
         return shard
 
     def _intervals(self, number: int, group: Mapping[ParamKey, nn.Parameter], size: int) -> tuple[Interval, ...]:
-        """List what this rank's shard holds of ``group``, which lies in one of a group's buffers."""
+        """List the intervals of ``group``, the parameters of one buffer, in this rank's shard."""
         numels = ((key, parameter.numel()) for key, parameter in group.items())
         return list(cut(numels, self.count_of(number), size))[self._position_in(number)]
 
@@ -253,10 +253,10 @@ class FlatShards:
 
     def _position_in(self, group: int) -> int:
         """Return the number of this rank's shard of a group's buffers."""
-        return 0 if group in self.own_groups else self._comm.here.replica
+        return 0 if group in self.per_replica_groups else self._comm.here.replica
 
     def extras(self) -> dict[str, Any]:
-        """Collect what DeepSpeed's checkpoint files have no place for."""
+        """Collect the state for which DeepSpeed's checkpoint files have no place."""
         return {
             "parked": {number: dict(self.held(Buffer(number, detached=True))) for number in self.numbers},
             "scalars": {number: self.scalars(number) for number in self.numbers},
@@ -267,7 +267,7 @@ class FlatShards:
     # -- by parameter ---------------------------------------------------------------------------------
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Return a parameter's part in each shard, with where it begins, and its group's scalars if it trains."""
+        """Return the start and the values of a parameter in each shard, and its group's scalars if it is live."""
         number = self.membership.group(parameter)
         if number is None:
             return {}
@@ -277,13 +277,13 @@ class FlatShards:
         size = self._size(number, group, detached=detached)
         held = [interval for interval in self._intervals(number, group, size) if interval.key == key]
         place = held[0] if held else Interval(key, 0, 0, 0)
-        found: dict[str, Any] = {} if detached else dict(self.scalars(number))
+        state: dict[str, Any] = {} if detached else dict(self.scalars(number))
         for name, tensor in self.held(Buffer(number, detached)).items():
-            found[name] = (place.start, tensor.narrow(0, place.offset, place.numel))
-        return found
+            state[name] = (place.start, tensor.narrow(0, place.offset, place.numel))
+        return state
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
-        """Set these elements, and what this rank holds of their state, to 0."""
+        """Set these elements, and this rank's part of their state, to 0."""
         parameter.detach().masked_fill_(where, 0)
         for held in self.state_of(parameter).values():
             if isinstance(held, tuple):  # this rank's part of the master weights or of a moment
@@ -302,7 +302,7 @@ class FlatShards:
         return state + parameter.nbytes + parameter.numel() * self._wrapper.gradient_bytes_per_element
 
     def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
-        """Count a parameter and all that a rank holds for it between two batches."""
+        """Count the bytes of a parameter and its state on a rank between two batches."""
         number = self.membership.group(parameter)
         if number is None:
             return held_alone([parameter])
@@ -319,12 +319,12 @@ class FlatShards:
         )
 
     def _least_count(self, group: int) -> int:
-        """Return the number of shards that counts: a re-packing gives up further replicas than the launch's first."""
-        return 1 if group in self.own_groups else self._count_at_launch
+        """Return the number of shards with the launch's replicas; a re-packing releases further ones."""
+        return 1 if group in self.per_replica_groups else self._count_at_launch
 
 
 def intervals_kept(parts: Sequence[KeptParameter], begin: int, size: int) -> tuple[Interval, ...]:
-    """List what is left of a shard, once elements are left out: ``size`` elements of a buffer from ``begin`` on."""
+    """List the kept intervals of a shard: of ``size`` elements of a buffer from ``begin`` on."""
     intervals: list[Interval] = []
     offset = 0
     for part in parts:
@@ -337,7 +337,7 @@ def intervals_kept(parts: Sequence[KeptParameter], begin: int, size: int) -> tup
 
 
 def select_kept(shard: torch.Tensor, parts: Sequence[KeptParameter], begin: int) -> torch.Tensor:
-    """Copy the elements that stay of a shard, which holds a buffer from ``begin`` on."""
+    """Copy the kept elements of a shard, which holds a buffer from ``begin`` on."""
     rows = [shard.new_empty(0)]
     for part in parts:
         first, last = min(max(begin, 0), part.numel), min(max(begin + len(shard), 0), part.numel)

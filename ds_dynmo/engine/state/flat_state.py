@@ -1,15 +1,15 @@
-"""Optimizer state in flat shards follows the layers in intervals, sent directly from the ranks that hold them.
+"""Optimizer state in flat shards, and its part in a migration.
 
-DeepSpeed's wrappers know shards of the fp32 weights and of each moment, whose boundaries have nothing to do with
-layers. When layers move, every stage's buffers change, and with them the shards of layers that stay. So all ranks work
-out where each interval lies before and after (:mod:`ds_dynmo.engine.move.route`), copy what stays on a rank,
-and send the rest (:mod:`ds_dynmo.engine.state.resharding`).
+DeepSpeed's wrappers hold shards of the fp32 weights and of each moment, whose boundaries do not match layers. When
+layers move, the buffers of every stage change, and with them the shards of layers that stay. So all ranks compute the
+place of each interval before and after (:mod:`ds_dynmo.engine.move.route`), copy the elements that stay on a rank, and
+send the others (:mod:`ds_dynmo.engine.state.resharding`).
 
 Gradients do not travel: between two batches the wrappers hold none, and a move at any other time is refused.
 
-Beside its state, a stage holds the new flat weights while layers travel. Then the old weights and the buffers of
-gradients are freed, and each kind of state in turn is there old and new. If state travels while a batch trains, all
-kinds are. :mod:`ds_dynmo.partitioners.move_memory` counts this before a byte moves.
+While layers travel, a stage holds the new flat weights beside its state. Then the old weights and gradient buffers are
+freed, and each kind of state in turn exists old and new. If state travels while a batch trains, all kinds exist twice.
+:mod:`ds_dynmo.partitioners.move_memory` predicts this before a byte moves.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class FlatState:
 
     Args:
         groups: per parameter group, all of its parameters on this stage, frozen ones too.
-        placeholders: one element per group that keeps a group alive where a stage has nothing of it.
+        placeholders: one element per group, for stages without parameters of the group.
 
     Attributes:
-        shards: the optimizer's state that this rank holds.
+        shards: this rank's optimizer state.
         inventory: lists it for the other ranks.
     """
 
@@ -66,12 +66,12 @@ class FlatState:
         self.shards = FlatShards(wrapper, layers, comm, groups)
         self._weights = FlatWeights(self.shards, placeholders)
         self._next: Resharding | None = None
-        self._lacks_gradients = False  # their buffers are freed, and made anew by wrapping
+        self._lacks_gradients = False  # their buffers are freed until the next wrap
         self._linked = False
         self.inventory = StageInventory(layers, self.shards, comm)
         self._weights_lead = False
-        if self.shards.own_groups:
-            self._take_own_whole()
+        if self.shards.per_replica_groups:
+            self._take_per_replica_whole()
         self._mark_tied()
 
     # -- what is held ---------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class FlatState:
         self._wrap(groups, flats)
 
     def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
-        """Gather what every stage holds, plan all copies and messages, and allocate the next flat weights."""
+        """Gather all inventories, plan all copies and messages, and allocate the next flat weights."""
         self.abandon()
         if not plan.moves:
             return 0, ""
@@ -144,7 +144,7 @@ class FlatState:
             )
         planned = plan_resharding(plan, every, self._layers, self._comm.here)
         self._next = self._resharding(planned)
-        if not overlapped:  # all zeros until the next batch: they make room for weights
+        if not overlapped:  # gradients are zero until the next batch; free memory for weights
             self._wrapper.free_gradients()
             self._lacks_gradients = True
         self._weights.allocate(planned.members[self._stage])
@@ -176,19 +176,19 @@ class FlatState:
         assert self._next is not None, "prepare comes first"
         tp_rank = self._comm.here.tp_rank
         scalars = {number: self.shards.scalars(number) for number in self.shards.numbers}
-        every = self._comm.gather_objects((tp_rank, scalars))
-        counted = merge_scalars(of_rank for of_slice, of_rank in every if of_slice == tp_rank)
-        self._next.plan = replace(self._next.plan, scalars=counted)
+        gathered = self._comm.gather_objects((tp_rank, scalars))
+        scalars = merge_scalars(of_rank for of_slice, of_rank in gathered if of_slice == tp_rank)
+        self._next.plan = replace(self._next.plan, scalars=scalars)
 
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
-        """Copy the weights of layers that stay to where they will lie."""
+        """Copy the weights of layers that stay to the next buffers."""
         for index, module in staying.items():
             for name, parameter in module.named_parameters():
-                there = self.recv_buffer_of(ParamKey(self._layers.first_use(index), name))
-                if there is not None:
+                view = self.recv_buffer_of(ParamKey(self._layers.first_use(index), name))
+                if view is not None:
                     unbind(parameter)
-                    there.copy_(parameter.data.view(-1))
-                    parameter.data = there.view(parameter.shape)
+                    view.copy_(parameter.data.view(-1))
+                    parameter.data = view.view(parameter.shape)
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -199,12 +199,12 @@ class FlatState:
         resharding, self._next = self._next, None
         assert resharding is not None, "prepare comes first"
         assert not self._wrapper.holds_gradients, "gradients in flat buffers do not travel: settle after a step"
-        for found in (found for layer in arrived.values() for found in layer.parameters.values()):
-            if found.group is not None:
-                self._membership.join(found.parameter, found.group)
+        for record in (record for layer in arrived.values() for record in layer.parameters.values()):
+            if record.group is not None:
+                self._membership.join(record.parameter, record.group)
         self._take_options(parameters, arrived)
         self._wrapper.free_gradients()
-        # One that was frozen or unfrozen since the plan was made follows when the engine is told of it.
+        # Parameters frozen or unfrozen since the plan was made are handled by the next refit.
         detached = {member.key for member in resharding.plan.members[self._stage] if member.buffer.detached}
         groups, flats = self._weights.rebuild(self._layers.named_parameters(), detached)
         self._wrapper.free_weights()
@@ -218,7 +218,9 @@ class FlatState:
         self._linked = self._wrapper.link_state()
         self._mark_tied()
         counted = {frozenset(self.shards.scalars(n)) for n in self.shards.numbers if len(self.shards.live(n)) > 1}
-        assert len(counted) <= 1, f"state without a count of steps: {counted}"  # torch takes what it finds for whole
+        assert len(counted) <= 1, (
+            f"state without a count of steps: {counted}"
+        )  # torch initialises state only if there is none
 
     def plan_scatter_shards(self, placement: Placement, num_replicas: int) -> ReshardingPlan:
         return self._reshard(placement, num_replicas, (num_replicas, self.shards.count))
@@ -233,14 +235,14 @@ class FlatState:
         self._run(self._resharding(self._reshard(placement, num_replicas, (self.shards.count, num_replicas))))
 
     def _inventories(self) -> list[Inventory]:
-        """List what the optimizer holds on each rank. Collective."""
+        """Gather the inventory of each rank. Collective."""
         return self._comm.gather_objects(self._comm.everywhere("listing what the optimizer holds", self.inventory.take))
 
     def _reshard(self, placement: Placement, num_replicas: int, shards: tuple[int, int]) -> ReshardingPlan:
-        """Plan other shards of the same buffers, from what ``num_replicas`` replicas hold."""
+        """Plan new shards of the same buffers, from the state of ``num_replicas`` replicas."""
         every = self._inventories()
         known = [inventory for inventory in every if inventory.replica < num_replicas]
-        stays = MigrationPlan.between(placement, placement)  # a replica to be filled has no placement of its own yet
+        stays = MigrationPlan.between(placement, placement)  # a new replica has no placement yet
         return plan_resharding(stays, known, self._layers, self._comm.here, shards)
 
     def rebuild_buffers(self) -> None:
@@ -263,12 +265,12 @@ class FlatState:
         self._linked = False
 
     def after_step(self) -> None:
-        """Link the optimizer's state once there is some. Called after every batch."""
+        """Link the optimizer's state once it exists. Called after every batch."""
         if not self._linked:
             self._linked = self._wrapper.link_state()
 
     def refit(self) -> None:
-        """Follow what was frozen or unfrozen, and weights that were loaded. Collective."""
+        """Update after parameters were frozen or unfrozen, or weights were loaded. Collective."""
         assert self._next is None, "layers are on their way"
         every = self._inventories()
         if not all(inventory.is_current for inventory in every):
@@ -282,7 +284,7 @@ class FlatState:
 
     def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         """Set the options of a group that was empty here, such as the learning rate, from arriving layers."""
-        joining = {id(found.parameter) for layer in arrived.values() for found in layer.parameters.values()}
+        joining = {id(record.parameter) for layer in arrived.values() for record in layer.parameters.values()}
         for number, group in enumerate(self._wrapper.inner.param_groups):
             if not any(self._membership.group(p) == number for p in parameters if id(p) not in joining):
                 for layer in arrived.values():
@@ -297,10 +299,10 @@ class FlatState:
             device=self.shards.device,
         )
 
-    def _take_own_whole(self) -> None:
-        """Hold all of this replica's own parameters, of which DeepSpeed's constructor made a shard."""
+    def _take_per_replica_whole(self) -> None:
+        """Hold whole buffers of parameters that differ between replicas, which DeepSpeed's constructor has sharded."""
         self._wrapper.use_grid(self._comm.grid, self._comm.rank_alone)
-        for number in self.shards.own_groups:
+        for number in self.shards.per_replica_groups:
             self._wrapper.masters[number].data = self.shards.cut(number, {}, MASTER, detached=False)
         self.rebuild_buffers()
 
@@ -323,10 +325,10 @@ class FlatState:
         return self.shards.extras()
 
     def load(self, before: Named, after: Named, pieces: StatePieces | None) -> None:
-        """Hold these pieces, of frozen parameters in detached buffers.
+        """Hold these pieces, those of frozen parameters in detached buffers.
 
-        Without pieces fp32 weights become what was loaded, and moments stay. A parameter that had to become another one
-        then starts without state, in the group of the one that it was.
+        Without pieces, fp32 weights follow the loaded ones, and moments stay. A parameter that was replaced then starts
+        without state, in the group of its predecessor.
         """
         if pieces is None:
             self._weights_lead = True
@@ -343,7 +345,7 @@ class FlatState:
         self._hold([[after[key] for key in members if members[key] == n] for n in self.shards.numbers], pieces)
 
     def _hold(self, groups: list[list[nn.Parameter]], pieces: StatePieces) -> None:
-        """Hold ``groups`` of parameters, and of their state what is in ``pieces``."""
+        """Hold ``groups`` of parameters with the state in ``pieces``."""
         self.shards.membership = Membership(groups)
         for number in self.shards.numbers:
             kinds, options = pieces.kinds.get(number, set()), pieces.options.get(number, {})

@@ -1,7 +1,7 @@
-"""The flat buffers in which the weights of a stage lie, one per parameter group: how they are filled anew.
+"""The flat buffers of a stage's weights, one per parameter group, and their replacement in a migration.
 
-The next buffers are allocated beside the present ones. Weights of layers that stay are copied, those that arrive are
-received into them; then DeepSpeed's wrapper takes them over, and nothing holds the old ones.
+The next buffers are allocated beside the present ones. Weights of layers that stay are copied into them, and those of
+arriving layers are received into them. Then DeepSpeed's wrapper takes them over, and the old buffers are freed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FlatWeights:
     """Builds the next flat weights of a stage.
 
     Args:
-        placeholders: one element per group that keeps a group alive where a stage has nothing of it.
+        placeholders: one element per group, for stages without parameters of the group.
     """
 
     def __init__(self, shards: FlatShards, placeholders: Sequence[nn.Parameter]) -> None:
@@ -30,7 +30,7 @@ class FlatWeights:
         self._views: dict[ParamKey, torch.Tensor] = {}
 
     def allocate(self, members: Sequence[Member]) -> None:
-        """Allocate the next buffers, of so many parameters."""
+        """Allocate the next buffers, for these parameters."""
         live: dict[int, list[Member]] = {}
         for member in members:
             if not member.buffer.detached:
@@ -42,7 +42,7 @@ class FlatWeights:
             self._views.update(zip((member.key for member in of_group), views))
 
     def next_view(self, key: ParamKey) -> torch.Tensor | None:
-        """Return where a parameter will lie, flat; None: in no next buffer."""
+        """Return the flat memory of a parameter in a next buffer; None: it is in no buffer."""
         return self._views.get(key)
 
     def abandon(self) -> None:
@@ -51,7 +51,7 @@ class FlatWeights:
         self._views.clear()
 
     def _next_of(self, group: int, total: int) -> torch.Tensor:
-        """Return a group's next buffer, of so many elements. It is allocated once."""
+        """Return a group's next buffer for ``total`` elements, allocated once."""
         if group not in self._next:
             count = self._shards.count_of(group)
             self._next[group] = self._placeholders[group].data.new_empty(shard_size(total, count) * count)
@@ -64,7 +64,7 @@ class FlatWeights:
 
         Args:
             named: the stage's parameters.
-            detached: those that lie in detached buffers from now on.
+            detached: parameters in detached buffers from now on.
 
         Returns:
             The parameters of each group, or its placeholder, and the buffers that they are views of.
@@ -83,7 +83,7 @@ class FlatWeights:
         return groups, flats
 
     def _flatten(self, number: int, group: Sequence[nn.Parameter]) -> torch.Tensor:
-        """Make the parameters of a group views of its next buffer. Some lie there already."""
+        """Make the parameters of a group views of its next buffer, if they are not yet."""
         total = sum(parameter.numel() for parameter in group)
         flat = self._next_of(number, total)
         offset = 0

@@ -1,4 +1,4 @@
-"""Gradients of a batch for a dynamic model: set elements to 0 or measure them, before the optimizer's step."""
+"""Access of dynamic models to the gradients of a batch before the optimizer's step: zero or measure them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ds_dynmo.engine.state import clipping
 
 
 def zero_gradients(stage: StageContext, elements: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
-    """Set elements of the batch's gradients to 0. For ``engine.before_step``: before the norm is taken for clipping.
+    """Set elements of the batch's gradients to 0. Use in ``engine.before_step``, before the norm for clipping.
 
     Not collective, but every replica has to make the same call.
 
     Args:
-        elements: parameters of this stage, each with a bool in its shape: where its gradient is to be 0.
+        elements: parameters of this stage, each with a bool tensor of its shape: where to set its gradient to 0.
     """
     reduced = stage.optimizer.gradients()
     for parameter, where in elements:
@@ -34,11 +34,11 @@ def zero_gradients(stage: StageContext, elements: Iterable[tuple[nn.Parameter, t
 def gradient_magnitudes(stage: StageContext) -> torch.Tensor:
     """Sum the magnitudes of the gradients that this rank counts, per layer of the model.
 
-    Summed over all ranks, each element of each gradient counts once. In fp16 they are divided by the loss scale; those
-    of a batch whose step will be skipped may be infinite, or no number.
+    Summed over all ranks, each element of each gradient counts once. In fp16 the sums are divided by the loss scale;
+    in a batch whose step will be skipped they may be infinite or NaN.
 
     Returns:
-        fp64 ``[num_layers]`` on the CPU; 0 where a layer is elsewhere, counted elsewhere, or frozen.
+        fp64 ``[num_layers]`` on the CPU; 0 for a layer that is on or counts on another rank, or is frozen.
     """
     wrapper, norm, reduced = stage.optimizer.wrapper, stage.optimizer.norm, stage.optimizer.gradients()
     sharded = wrapper is not None and wrapper.shards_gradients

@@ -1,4 +1,4 @@
-"""List what a rank holds in flat buffers, for the other ranks, before the buffers change."""
+"""The inventory of a rank's flat buffers, for the other ranks, before the buffers change."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ds_dynmo.engine.state.flat_shards import FlatShards, Member
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.engine.state.optimizer_state import Named
 
-Scalars = dict[int, dict[str, Any]]  # per parameter group, what the optimizer keeps once for all of it
+Scalars = dict[int, dict[str, Any]]  # per parameter group, the state that the optimizer keeps once
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What one rank tells the others: its parameters, and the kinds of state it keeps for them.
+    """The parameters of one rank, and the kinds of state that it holds for them.
 
     Attributes:
         tp_rank: the rank's index on the tensor ("model") axis.
-        replica: its data-parallel index.
-        before: what its buffers hold, in their order.
-        after: what they are to hold, by the layer that names it.
-        replaced: parameters that became others, whose state is not kept.
+        replica: the rank's data-parallel index.
+        before: the parameters in its buffers, in order.
+        after: the parameters that the buffers will hold, by layer.
+        replaced: parameters that were replaced by others, whose state is not kept.
         kinds: per buffer, the dtypes of the fp32 weights and of the optimizer's tensors in it.
-        scalars: such as the count of steps.
-        own_groups: the parameter groups whose parameters are each replica's own.
+        scalars: per group, such as the count of steps.
+        per_replica_groups: the parameter groups whose parameters differ between replicas.
     """
 
     stage: int
@@ -43,11 +43,11 @@ class Inventory:
     replaced: frozenset[ParamKey]
     kinds: Mapping[Buffer, Mapping[str, torch.dtype]]
     scalars: Scalars
-    own_groups: frozenset[int] = frozenset()
+    per_replica_groups: frozenset[int] = frozenset()
 
     @property
     def is_current(self) -> bool:
-        """Whether its buffers hold what they are to."""
+        """Whether the buffers need no change."""
         return not self.replaced and {*self.before} == {
             member for of_layer in self.after.values() for member in of_layer
         }
@@ -56,16 +56,16 @@ class Inventory:
 class StageInventory:
     """Takes the inventory of a rank.
 
-    Between a load of weights and the next resharding, its buffers hold parameters that became others.
+    Between a load of weights and the next resharding, the buffers still hold parameters that were replaced.
     """
 
     def __init__(self, layers: StageLayers, shards: FlatShards, comm: Communicator) -> None:
         self._layers, self._shards, self._comm = layers, shards, comm
         self._replaced: frozenset[ParamKey] = frozenset()
-        self._before: tuple[Member, ...] | None = None  # None: they hold the layers' parameters
+        self._before: tuple[Member, ...] | None = None  # in the buffers; None: the layers' parameters
 
     def take(self) -> Inventory:
-        """List this rank's parameters, and the kinds of state that it holds."""
+        """Return this rank's parameters and kinds of state."""
         named, shards, here = self._layers.named_parameters(), self._shards, self._comm.here
         after: dict[int, list[Member]] = {}
         for member in self._members(named, lambda parameter: not parameter.requires_grad):
@@ -82,17 +82,17 @@ class StageInventory:
                 buffer: {name: held.dtype for name, held in shards.held(buffer).items()} for buffer in shards.buffers
             },
             scalars={number: shards.scalars(number) for number in shards.numbers},
-            own_groups=shards.own_groups,
+            per_replica_groups=shards.per_replica_groups,
         )
 
     def replace(self, before: Named, after: Named) -> list[nn.Parameter]:
-        """Note which parameters became others. A new one joins the group of the one whose place it takes.
+        """Record which parameters were replaced. A new one joins the group of its predecessor.
 
         Args:
             before, after: the stage's parameters, in the order of its layers.
 
         Returns:
-            Those that are to leave their groups.
+            The replaced parameters, which have to leave their groups.
         """
         membership = self._shards.membership
         replaced = {key: old for key, old in before.items() if old in membership and after.get(key) is not old}
@@ -105,7 +105,7 @@ class StageInventory:
         return [*replaced.values()]
 
     def settled(self) -> None:
-        """Forget which parameters became others: the buffers hold the new ones."""
+        """Forget replaced parameters: the buffers now hold the new ones."""
         self._before, self._replaced = None, frozenset()
 
     def _held(self, named: Named) -> tuple[Member, ...]:
@@ -118,10 +118,10 @@ class StageInventory:
                 yield Member(key, parameter.numel(), Buffer(group, is_detached(parameter)))
 
 
-def merge_scalars(every: Iterable[Scalars]) -> Scalars:
-    """Merge the scalars of each group, from whichever ranks have them."""
+def merge_scalars(of_ranks: Iterable[Scalars]) -> Scalars:
+    """Merge the scalars of each group over the ranks."""
     merged: Scalars = {}
-    for scalars in every:
+    for scalars in of_ranks:
         for number, values in scalars.items():
             merged.setdefault(number, {}).update(values)
     return merged

@@ -1,4 +1,4 @@
-"""Keep some elements of parameters, so that weights, gradients and the optimizer's state take less memory."""
+"""Reduction of parameters to some of their elements, which saves memory of weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine import validation
-from ds_dynmo.engine.comm.replicas import is_own
+from ds_dynmo.engine.comm.replicas import is_per_replica
 from ds_dynmo.engine.deepspeed.flat_wrapper import bound_by_wrapper
 from ds_dynmo.engine.deepspeed.module import is_split
 from ds_dynmo.engine.stage import StageContext
@@ -25,41 +25,41 @@ _SAME = f"{_CALL}: ranks that hold copies of the same parameters keep the same e
 
 
 def refusal(stage: StageContext) -> str | None:
-    """Say why no element of a parameter can be left out; None: it can."""
+    """Return why elements of parameters cannot be removed; None: they can."""
     optimizer = stage.optimizer.inner
     return None if optimizer is None else validation.not_elementwise(optimizer)
 
 
 def keep_elements(stage: StageContext, kept: Kept, *, is_moving: bool) -> None:
-    """Make 1-D parameters of some elements of parameters: ``engine.keep_elements``. Collective.
+    """Reduce parameters to some of their elements, as 1-D parameters: ``engine.keep_elements``. Collective.
 
     Args:
-        kept: modules of this stage, each with the name of its parameter and the places of the elements that stay.
-        is_moving: layers are on their way.
+        kept: modules of this stage, each with the name of its parameter and the places of the elements to keep.
+        is_moving: whether layers are travelling.
 
     Raises:
         ConfigError: on every rank that calls; nothing has changed.
-        MigrationError: on every rank that can still say so; parameters had begun to change.
+        MigrationError: on every rank that can still raise it; parameters had begun to change.
     """
     if stage.around_schedule.running:
         raise ConfigError(f"{_CALL} was called inside a batch: call it between two batches, on every rank")
     comm = stage.comm
     comm.enter("keep_elements")
 
-    def find() -> tuple[_Found, list[KeptElements]]:
+    def find() -> tuple[_ElementSelection, list[KeptElements]]:
         _check_state(stage, is_moving)
-        found = _Found(stage)
+        selection = _ElementSelection(stage)
         for module, name, index in kept:
-            found.add(module, name, index)
-        return found, [_shorter(parameter, index) for *_, parameter, index in found.entries.values()]
+            selection.add(module, name, index)
+        return selection, [_shorter(parameter, index) for *_, parameter, index in selection.entries.values()]
 
-    found, shorter = comm.everywhere(_CALL, find, error=ConfigError)
+    selection, shorter = comm.everywhere(_CALL, find, error=ConfigError)
     for split, within in ((True, comm.here.slice_of_stage), (False, (comm.here.stage, comm.here.num_stages))):
-        comm.everywhere(_SAME, partial(found.digest, split=split), same=str, within=within, error=ConfigError)
+        comm.everywhere(_SAME, partial(selection.digest, split=split), same=str, within=within, error=ConfigError)
     if not comm.max_over_world(torch.tensor([len(shorter)])).item():
         return
     try:
-        _replace_parameters(stage, found, shorter)
+        _replace_parameters(stage, selection, shorter)
         stage.comm.all_done()
     except Exception as error:
         raise MigrationError(
@@ -78,8 +78,8 @@ def _check_state(stage: StageContext, is_moving: bool) -> None:
         raise ConfigError("the optimizer's flat buffers hold gradients of a batch: call it after the optimizer's step")
 
 
-class _Found:
-    """The parameters of a stage that are to become some of their elements, each checked.
+class _ElementSelection:
+    """The parameters of a stage to reduce, each checked.
 
     Attributes:
         entries: by layer and name.
@@ -98,10 +98,10 @@ class _Found:
         self.entries: dict[tuple[int, str], tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = {}
 
     def add(self, module: nn.Module, name: str, index: torch.Tensor) -> None:
-        """Note one more.
+        """Add a parameter.
 
         Raises:
-            ConfigError: it cannot be done, with the layer, the name and why.
+            ConfigError: it cannot be reduced; with the layer, the name and the reason.
         """
         place = self._places.get(id(module))
         if place is None:
@@ -120,28 +120,28 @@ class _Found:
     def _check_alone(self, where: str, parameter: nn.Parameter) -> None:
         if id(parameter) in self._tied:
             raise ConfigError(f"{where} is tied: its copies on other stages would keep all elements")
-        if is_own(parameter):
+        if is_per_replica(parameter):
             raise ConfigError(f"{where} is each replica's own: other elements could stay on each")
         users = self._users[id(parameter)]
         if len(users) > 1:
             raise ConfigError(f"{where} has other names too, {[name for _, name in users]}: register it once")
 
     def digest(self, *, split: bool) -> str:
-        """Hash what is kept of parameters that tensor-parallel slices split, or of the others, to compare ranks."""
-        found = hashlib.sha256()
+        """Hash the selection of parameters that slices split, or of the others, for comparison between ranks."""
+        digest = hashlib.sha256()
         for key, (*_, parameter, index) in sorted(self.entries.items(), key=lambda entry: entry[0]):
             if is_split(parameter) is not split:
                 continue
-            found.update(repr((key, len(index))).encode())
-            found.update(index.cpu().numpy().tobytes())
-        return found.hexdigest()[:16]
+            digest.update(repr((key, len(index))).encode())
+            digest.update(index.cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
 
 def _checked(where: str, parameter: nn.Parameter, index: torch.Tensor) -> torch.Tensor:
     """Return the places as int64, on the parameter's device.
 
     Raises:
-        ConfigError: they are not places in the flattened parameter, in ascending order.
+        ConfigError: they are not ascending places in the flattened parameter.
     """
     if parameter.dim() == 0:
         raise ConfigError(f"{where} has one element and no dimension: there are none to choose from")
@@ -159,21 +159,21 @@ def _checked(where: str, parameter: nn.Parameter, index: torch.Tensor) -> torch.
     return places
 
 
-def _replace_parameters(stage: StageContext, found: _Found, kept: Sequence[KeptElements]) -> None:
+def _replace_parameters(stage: StageContext, selection: _ElementSelection, kept: Sequence[KeptElements]) -> None:
     def replace() -> None:
-        for (module, name, *_), entry in zip(found.entries.values(), kept):
+        for (module, name, *_), entry in zip(selection.entries.values(), kept):
             parameters_of(module)[name] = entry.new
         stage.optimizer.name_parameters()
 
     if kept:
         stage.state.keep_elements(kept, replace)
-    for entry in kept:  # whoever still holds the old parameter does not hold its memory
+    for entry in kept:  # other references to the old parameter must not keep its memory
         entry.old.data, entry.old.grad = entry.old.data.new_empty(0), None
-    stage.parameters_replaced.publish(None)  # everywhere: stages tell each other the shapes of activations anew
+    stage.parameters_replaced.publish(None)  # on every rank: stages announce shapes of activations again
 
 
 def _shorter(old: nn.Parameter, index: torch.Tensor) -> KeptElements:
-    """Make the parameter that takes the place of ``old``, with what belongs to it."""
+    """Build the parameter that replaces ``old``, with its gradient, attributes and hooks."""
     new = nn.Parameter(select(old, index), requires_grad=old.requires_grad)
     new.grad = None if old.grad is None else select(old.grad, index)
     vars(new).update({name: value for name, value in vars(old).items() if not bound_by_wrapper(name)})

@@ -1,4 +1,4 @@
-"""The name of a parameter, everywhere: in the optimizer, on its way between ranks, and in checkpoints."""
+"""The name of a parameter in the optimizer, in messages between ranks, and in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer consists of: its module, and what belongs to its parameters."""
+"""A layer as a record: its module, and the state that belongs to its parameters."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ds_dynmo.torch_private import HOOKS_OF_PARAMETERS, hooks_of
 
 @dataclass
 class ParameterRecord:
-    """A parameter of a layer, and what belongs to it.
+    """A parameter of a layer, and the state that belongs to it.
 
     Attributes:
-        group: its index among the optimizer's parameter groups; None if it is in none.
-        state: the optimizer's for it, where that travels inside the layer; None if it has none.
-        gradient: one that is held; usually None at a batch boundary.
-        attributes: what was set on it (``ds_pipe_replicated``, a user's own marks).
-        hooks: the user's on it, by the method that registers them.
+        group: number of its parameter group; None: it is in none.
+        state: its optimizer state, if that travels inside the layer; None: it has none.
+        gradient: its gradient; usually None between batches.
+        attributes: attributes set on it (``ds_pipe_replicated``, or by users).
+        hooks: the user's hooks on it, by the method that registers them.
     """
 
     parameter: nn.Parameter
@@ -36,12 +36,12 @@ class ParameterRecord:
 
 @dataclass
 class LayerRecord:
-    """What a layer consists of.
+    """A layer with all state that belongs to it.
 
     Attributes:
         module: the layer, or its :class:`Dismantled` parts.
         parameters: by name, each once.
-        group_options: options of the parameters' groups, as they are now.
+        group_options: present options of the parameters' groups.
     """
 
     module: Any
@@ -58,7 +58,7 @@ class LayerRecord:
         state_of: Callable[[nn.Parameter], dict[Any, Any] | None] = lambda parameter: None,
         gradient_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: None,
     ) -> LayerRecord:
-        """Collect a layer with all that belongs to it.
+        """Collect a layer with all state that belongs to it.
 
         Raises:
             TypeError: a hook of a parameter cannot be pickled.
@@ -79,29 +79,29 @@ class LayerRecord:
 
 
 def parameter_attributes(parameter: nn.Parameter) -> dict[str, Any]:
-    """Collect what was set on a parameter and can travel."""
+    """Collect the attributes set on a parameter that can travel."""
     return {name: value for name, value in vars(parameter).items() if not bound_by_wrapper(name) and can_be_sent(value)}
 
 
 def parameter_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
-    """Collect the user's hooks on a parameter, by the method that registers them. DeepSpeed makes its own anew.
+    """Collect the user's hooks on a parameter, by the method that registers them. DeepSpeed registers its hooks again.
 
     Raises:
         TypeError: a hook cannot be pickled: it would be lost.
     """
-    found = user_hooks(parameter)
-    for hook in (hook for hooks in found.values() for hook in hooks):
+    hooks = user_hooks(parameter)
+    for hook in (hook for registered in hooks.values() for hook in registered):
         reason = why_it_stays(hook)
         if reason is not None:
             raise TypeError(
                 f"a parameter of shape {list(parameter.shape)} has the hook {hook!r}, which cannot be pickled and "
                 f"would be lost: use a function of a Python module, or a method of the layer ({reason})"
             )
-    return found
+    return hooks
 
 
 def user_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
-    """Collect the user's hooks on a parameter, also those that cannot be pickled."""
+    """Collect the user's hooks on a parameter, including those that cannot be pickled."""
     return {
         method: [hook for hook in hooks_of(parameter, method) if not _is_deepspeeds(hook)]
         for method in HOOKS_OF_PARAMETERS
@@ -113,9 +113,9 @@ def _is_deepspeeds(hook: Any) -> bool:
 
 
 def register_hooks(parameter: nn.Parameter, hooks: dict[str, list[Any]]) -> None:
-    """Register what :func:`parameter_hooks` found on a parameter that takes another's place."""
+    """Register the hooks from :func:`parameter_hooks` on a parameter that replaces the old one."""
     trains = parameter.requires_grad
-    parameter.requires_grad_(True)  # torch takes no hook on a frozen one, but keeps those that were there
+    parameter.requires_grad_(True)  # torch refuses hooks on a frozen parameter, but keeps earlier ones
     for method, functions in hooks.items():
         for function in functions:
             getattr(parameter, method)(function)

@@ -30,15 +30,15 @@ from ds_dynmo.errors import ConfigError
 class OptimizerBinding:
     """The optimizer of a pipeline engine, bound to the layers of its stage.
 
-    DeepSpeed configures an optimizer inside :meth:`configuring`: in its constructor, and again whenever a program asks
-    for it. When its constructor is done, :meth:`follow` makes the state.
+    DeepSpeed configures an optimizer inside :meth:`configuring`: in the engine's constructor, and again whenever a
+    program asks for it. When the constructor is done, :meth:`follow` creates the state.
 
     Attributes:
-        wrapper: DeepSpeed's around the optimizer; None: it has none.
-        changed: published once another optimizer than before follows the layers.
+        wrapper: DeepSpeed's wrapper of the optimizer; None: there is none.
+        changed: published after the optimizer was replaced by another.
 
     Args:
-        engine: DeepSpeed's, under construction.
+        engine: DeepSpeed's engine, under construction.
         built: parameters of layers that DeepSpeed did not build on some stage; None: it built all.
     """
 
@@ -54,21 +54,21 @@ class OptimizerBinding:
         self._built = built
         self._members: list[list[nn.Parameter]] = []
         self._placeholders: Placeholders | None = None
-        self._configured: Any = None  # the optimizer that the state is of
+        self._configured: Any = None  # the optimizer of the state
         self._state: OptimizerState | None = None
         self.wrapper: FlatWrapper | None = None
         self.changed: EngineEvent[None] = EngineEvent()
 
     @property
     def state(self) -> OptimizerState:
-        """What the optimizer holds for the layers of this stage."""
+        """The optimizer's state of this stage's layers."""
         assert self._state is not None, "DeepSpeed's constructor is done"
         return self._state
 
     def missing(self) -> str | None:
-        """Say that there is no optimizer, which the engine may be given after its construction; None: there is one."""
+        """Return the message that there is no optimizer (yet); None: there is one."""
         engine = self._engine
-        if self.inner is None and (engine.optimizer is None or self.is_flat):  # DeepSpeed wraps none too
+        if self.inner is None and (engine.optimizer is None or self.is_flat):  # DeepSpeed may wrap None
             return (
                 'optimizer: the engine has none to train with: "optimizer" in the configuration, or the argument '
                 "optimizer of initialize, gives it one"
@@ -79,7 +79,7 @@ class OptimizerBinding:
         """Refuse to train without an optimizer.
 
         Raises:
-            ConfigError: saying where to give one.
+            ConfigError: says how to pass one.
         """
         if (missing := self.missing()) is not None:
             raise ConfigError(missing)
@@ -90,12 +90,12 @@ class OptimizerBinding:
         return self._engine.basic_optimizer
 
     def loss_scale(self) -> float:
-        """Return what the loss is multiplied by in fp16, else 1."""
+        """Return the loss scale in fp16, else 1."""
         return present_loss_scale(self._engine.optimizer)
 
     @property
     def is_flat(self) -> bool:
-        """Whether DeepSpeed keeps its state in flat shards (bf16, ZeRO-1)."""
+        """Whether DeepSpeed keeps optimizer state in flat shards (bf16, ZeRO-1)."""
         return bool(self._engine.zero_optimization() or self._engine.bfloat16_enabled())
 
     # -- configuration --------------------------------------------------------------------------------
@@ -105,18 +105,17 @@ class OptimizerBinding:
         """Pass DeepSpeed an optimizer to wrap, with every parameter group on every rank, empty ones too. Collective.
 
         Args:
-            given: an optimizer, or what makes one of parameters.
+            given: an optimizer, or a function that builds one for parameters.
 
         Raises:
-            ConfigError: its state cannot be moved, or it trains what no layer of the stage has.
+            ConfigError: its state cannot be moved, or it trains parameters of no layer of the stage.
         """
         is_another = self._state is not None
         if isinstance(given, torch.optim.Optimizer):
             optimizer = given
         else:
-            optimizer = given(
-                model_parameters or [{"params": []}]
-            )  # a stage with nothing to train: torch wants a group
+            # Torch needs a group, even on a stage without trainable parameters.
+            optimizer = given(model_parameters or [{"params": []}])
         if not model_parameters:
             optimizer.param_groups.clear()
         validation.check_optimizer(optimizer, flat=self.is_flat)
@@ -175,7 +174,7 @@ class OptimizerBinding:
         trained_parameters.check(self._engine.optimizer, self._configured, self._layers, self.state)
 
     def after_step(self) -> None:
-        """Take note that a batch was trained on."""
+        """Update after a batch was trained."""
         self.state.after_step()
 
     def is_current(self) -> bool:
@@ -183,17 +182,17 @@ class OptimizerBinding:
         return self.state.is_current()
 
     def refit(self) -> None:
-        """Take frozen parameters out of what DeepSpeed's wrapper trains, and unfrozen ones back in. Collective."""
+        """Detach frozen parameters from DeepSpeed's wrapper, and attach unfrozen ones again. Collective."""
         self.state.refit()
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """Map the ``id`` of a parameter to its gradient of this batch; under ZeRO to the part in this rank's shard."""
+        """Map the ``id`` of each parameter to its gradient of this batch; under ZeRO to the part in this shard."""
         if self.wrapper is None:
             return {id(p): p.grad for p in self._engine.module.parameters() if p.grad is not None}
         return {id(p): gradient for p, gradient in self.wrapper.gradients()}
 
     def accumulate(self, micro_batches: int) -> None:
-        """Take note that gradients are summed over so many micro-batches from now on."""
+        """Set the number of micro-batches over which gradients are summed from now on."""
         if self.wrapper is not None:
             self.wrapper.accumulate(micro_batches)
 
@@ -206,7 +205,7 @@ class OptimizerBinding:
             names.update(self._placeholders.names)
 
     def without_placeholders(self, shapes: list[Any]) -> list[Any]:
-        """Select, of DeepSpeed's tables for checkpoints, one per group, those without placeholders."""
+        """Select the groups without placeholders from DeepSpeed's tables for checkpoints."""
         if self.wrapper is None or self._placeholders is None:
             return shapes
         names = set(self._placeholders.names.values())

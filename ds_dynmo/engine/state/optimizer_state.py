@@ -1,7 +1,7 @@
-"""What the optimizer holds for the layers of a stage, and how it follows them when they move.
+"""The optimizer's state of a stage's layers, and its part in a migration.
 
-Two kinds: a plain torch optimizer keeps state per parameter, which travels inside the layer
-(:class:`PerParameterState`); DeepSpeed's wrappers keep it in flat shards (:mod:`ds_dynmo.engine.state.flat_state`).
+There are two kinds. A plain torch optimizer keeps state per parameter, which travels inside the layer
+(:class:`PerParameterState`). DeepSpeed's wrappers keep it in flat shards (:mod:`ds_dynmo.engine.state.flat_state`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ds_dynmo.plan import HeldBytes, MigrationPlan
 
 @dataclass(frozen=True)
 class KeptElements:
-    """A parameter that becomes some of its elements.
+    """A parameter that is reduced to some of its elements.
 
     Attributes:
         old: the parameter, of any shape.
-        new: the 1-D parameter that takes its place.
+        new: the 1-D parameter that replaces it.
         index: ascending places in the flattened ``old``, int64, on its device.
     """
 
@@ -40,7 +40,7 @@ class KeptElements:
     index: torch.Tensor
 
     def select(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy the elements that stay of a tensor in the shape of ``old``."""
+        """Copy the kept elements of a tensor in the shape of ``old``."""
         return select(tensor, self.index)
 
 
@@ -53,7 +53,7 @@ Named = Mapping[ParamKey, nn.Parameter]
 
 
 class OptimizerState(Protocol):
-    """What the optimizer holds for a stage, and its part in a migration.
+    """The optimizer's state of a stage, and its part in a migration.
 
     Attributes:
         kind: :data:`PER_PARAMETER` or :data:`FLAT`.
@@ -62,47 +62,47 @@ class OptimizerState(Protocol):
     kind: str
 
     def trained(self) -> dict[int, nn.Parameter] | None:
-        """Return the parameters that it updates, frozen ones too, by ``id``; None: there is no optimizer."""
+        """Return the parameters of the optimizer, frozen ones too, by ``id``; None: there is no optimizer."""
         ...
 
     # -- training ---------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """Take note that a batch was trained on."""
+        """Update after a batch was trained."""
         ...
 
     def is_current(self) -> bool:
-        """Return whether it updates exactly what is trainable. If not, :meth:`refit` follows."""
+        """Return whether the optimizer updates exactly the trainable parameters. If not, call :meth:`refit`."""
         ...
 
     def refit(self) -> None:
-        """Follow what was frozen or unfrozen, and weights that were loaded. Collective."""
+        """Update after parameters were frozen or unfrozen, or weights were loaded. Collective."""
         ...
 
     # -- the phases of a migration, in this order, on every rank ------------------------------------------
 
     def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
-        """Find out what has to be sent, and allocate what is received. May gather.
+        """Plan the state to send, and allocate buffers for the state to receive. May gather.
 
         Args:
-            overlapped: batches train before :meth:`settle`, so that all state travels ahead.
+            overlapped: whether batches train before :meth:`settle`, so that all state travels ahead.
 
         Returns:
-            Bytes this rank will send apart from those in its layers, and a hash of the route that they take, which has
-            to be the same on all ranks of a pipeline.
+            Bytes that this rank will send apart from its layers, and a hash of their route, which has to be the same on
+            all ranks of a pipeline.
         """
         ...
 
     def abandon(self) -> None:
-        """Return to what was before :meth:`prepare`: nothing will move."""
+        """Undo :meth:`prepare`: nothing will move."""
         ...
 
     def record(self, module: nn.Module) -> LayerRecord:
-        """Collect a layer with all of the optimizer's that travels inside it."""
+        """Collect a layer with the optimizer state that travels inside it."""
         ...
 
     def recv_buffer_of(self, key: ParamKey) -> torch.Tensor | None:
-        """Return flat memory to receive a parameter of an arriving layer in; None: it gets memory of its own."""
+        """Return flat memory for a parameter of an arriving layer; None: it is allocated separately."""
         ...
 
     def transfers(self) -> Transfers:
@@ -110,37 +110,37 @@ class OptimizerState(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Take note of what batches changed since :meth:`prepare`. May gather."""
+        """Update what batches have changed since :meth:`prepare`. May gather."""
         ...
 
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
-        """Copy weights of layers that stay to where they will lie, while others are on their way."""
+        """Copy the weights of layers that stay to their new memory, while others travel."""
         ...
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Free what is held for parameters that were sent away."""
+        """Free the state of parameters that were sent away."""
         ...
 
     def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
-        """Take over ``parameters``, the stage's from now on, in this order; ``arrived`` are the layers that came."""
+        """Take over ``parameters`` of the stage, in this order; ``arrived``: the layers that arrived."""
         ...
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def slots(self, named: Named) -> StageSlots:
-        """Describe what DeepSpeed writes of this rank's stage, whose parameters are ``named``."""
+        """List the slots of ``named``, the parameters of this rank's stage, in DeepSpeed's files."""
         ...
 
     def extras(self) -> dict[str, Any] | None:
-        """Collect what DeepSpeed's files have no place for; None: they have everything."""
+        """Collect the state for which DeepSpeed's files have no place; None: there is none."""
         ...
 
     def load(self, before: Named, after: Named, pieces: StatePieces | None) -> None:
-        """Update the parameters ``after`` instead of ``before``. The weights are loaded already. Not collective.
+        """Train the parameters ``after`` instead of ``before``. Their weights are already loaded. Not collective.
 
         Args:
-            before, after: the stage's; a parameter may be another object in ``after``, or missing.
-            pieces: what is held from now on; None: what is held stays, and :meth:`refit` follows.
+            before, after: the stage's parameters; one may be another object in ``after``, or missing.
+            pieces: the new state; None: keep the present state, and call :meth:`refit` afterwards.
         """
         ...
 
@@ -151,29 +151,29 @@ class OptimizerState(Protocol):
         ...
 
     def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
-        """Count a parameter and all that is held for it on this rank between two batches."""
+        """Count the bytes of a parameter and its state on this rank between two batches."""
         ...
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Return what the optimizer holds for a parameter on this rank; for tests and reports."""
+        """Return the optimizer's state of a parameter on this rank; for tests and reports."""
         ...
 
     # -- stages that get other replicas -------------------------------------------------------------------
 
     def use_grid(self) -> None:
-        """Take note that the grid is now that of another world."""
+        """Update after the grid became that of another world."""
         ...
 
     def plan_scatter_shards(self, placement: Placement, num_replicas: int) -> Any:
-        """Plan how the state of so many replicas is shared by all that there are now. May gather."""
+        """Plan the distribution of the state of ``num_replicas`` replicas over all present ones. May gather."""
         ...
 
     def scatter_shards(self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
-        """Settle as :meth:`settle` does, where more replicas hold the stages than before."""
+        """Settle like :meth:`settle` after replicas were added."""
         ...
 
     def gather_shards(self, placement: Placement, num_replicas: int) -> None:
-        """Gather all state on so many replicas; :meth:`rebuild_buffers` follows in their new world."""
+        """Gather all state on ``num_replicas`` replicas; :meth:`rebuild_buffers` follows in their new world."""
         ...
 
     def rebuild_buffers(self) -> None:
@@ -181,31 +181,31 @@ class OptimizerState(Protocol):
         ...
 
     def clear(self) -> None:
-        """Free what is held for all parameters: the stage's layers are gone without having been sent."""
+        """Free the state of all parameters: the stage's layers are gone without being sent."""
         ...
 
     def forget(self) -> None:
-        """Free all that is still held: this stage has no layer any more."""
+        """Free all remaining state: this stage has no layers any more."""
         ...
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
-        """Set elements of a parameter, and all that is held for them, to 0. ``where``: bool, in its shape."""
+        """Set elements of a parameter and of its state to 0. ``where``: bool, in its shape."""
         ...
 
     def keep_elements(self, kept: Sequence[KeptElements], replace: Callable[[], None]) -> None:
-        """Hold what belongs to the elements that stay, and nothing of the others. Collective over the replicas.
+        """Reduce state to the kept elements. Collective over the replicas.
 
         Args:
-            replace: puts the new parameters into their modules, and names them. It is called once.
+            replace: puts the new parameters into their modules, and names them; called once.
         """
         ...
 
 
 class PerParameterState:
-    """A plain torch optimizer, or none.
+    """The state of a plain torch optimizer, or of none.
 
     Args:
-        gather: collective, gathers one value of every rank; None: this rank is alone.
+        gather: collective; gathers one value of every rank. None: there is one rank.
     """
 
     kind = PER_PARAMETER
@@ -246,11 +246,11 @@ class PerParameterState:
         pass
 
     def _count_steps_per_parameter(self, everywhere: Callable[[Any], list[Any]] | None = None) -> None:
-        """Correct DeepSpeed's FusedAdam: it counts a group's steps on the last parameter that had a gradient.
+        """Correct DeepSpeed's FusedAdam, which counts a group's steps only at the last parameter with a gradient.
 
         Args:
-            everywhere: collective, gathers one value of every rank: the count then is the whole model's, as it has
-                to be where a stage did not count because it was frozen. None: this stage's.
+            everywhere: collective; gathers one value of every rank. The count is then that of the whole model, which a
+                frozen stage has not followed. None: use this stage's count.
         """
         if not isinstance(self._optimizer, FusedAdam):
             return
@@ -293,11 +293,11 @@ class PerParameterState:
 
     def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         joining: dict[int, list[nn.Parameter]] = {}
-        for found in (found for layer in arrived.values() for found in layer.parameters.values()):
-            if found.group is not None:
-                joining.setdefault(found.group, []).append(found.parameter)
-            if found.state is not None:
-                self._state[found.parameter] = found.state
+        for record in (record for layer in arrived.values() for record in layer.parameters.values()):
+            if record.group is not None:
+                joining.setdefault(record.group, []).append(record.parameter)
+            if record.state is not None:
+                self._state[record.parameter] = record.state
         place = {id(parameter): position for position, parameter in enumerate(parameters)}
         for number, group in enumerate(self._groups):
             if not group["params"]:
@@ -305,7 +305,7 @@ class PerParameterState:
                     group.update(layer.group_options.get(number, {}))
             members = [*group["params"], *joining.get(number, [])]
             group["params"] = sorted(members, key=lambda p: place.get(id(p), -1))
-            group.pop("param_names", None)  # optional labels of torch's, by position: no longer true
+            group.pop("param_names", None)  # torch's optional labels, by position: no longer valid
 
     def slots(self, named: Named) -> StageSlots:
         key_of = {id(parameter): key for key, parameter in named.items()}
@@ -403,7 +403,7 @@ class PerParameterState:
 def _assembled(
     parameter: nn.Parameter, pieces: StatePieces, key: ParamKey, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Make the state of a parameter out of pieces, in memory of its own."""
+    """Build the state of a parameter from pieces, as a copy."""
     state = {name: in_memory(name, value, options, parameter.device) for name, value in pieces.values[key].items()}
     for name, runs in pieces.elements[key].items():
         if name != MASTER:
@@ -413,7 +413,7 @@ def _assembled(
 
 
 def held_alone(tensors: Iterable[torch.Tensor]) -> HeldBytes:
-    """Count tensors in memory of their own."""
+    """Count the bytes of tensors that are allocated separately."""
     sizes = [num_bytes(tensor) for tensor in tensors]
     return HeldBytes(own=sum(sizes), staged=sum(size for size in sizes if size <= SMALL_BYTES))
 

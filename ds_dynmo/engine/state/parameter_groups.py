@@ -1,10 +1,10 @@
 """The optimizer's parameter groups, made the same list on every rank.
 
-A parameter that moves has to arrive in its own group. Positions do not say which that is: DeepSpeed drops
-groups that are empty on a rank, and users leave them out themselves. A group is known by its own options; one
-that a rank lacks is added there, empty, so that every rank holds every group in one order, and so that LR
-schedulers drive all of them everywhere. Groups with equal options are one group where ranks have different numbers of
-them, as with a group for each parameter: nothing tells which is which, and as long as they stay equal nothing needs to.
+A parameter that moves has to arrive in the same group. Positions do not identify groups: DeepSpeed drops groups that
+are empty on a rank, and so do users. So a group is identified by its options. Groups that a rank lacks are added there,
+empty. Then every rank has all groups in the same order, and LR schedulers drive all of them everywhere. Groups with
+equal options are merged if ranks have different numbers of them, as with a group for each parameter: they cannot be
+told apart, and while their options are equal this does not matter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.comm.replicas import is_own
+from ds_dynmo.engine.comm.replicas import is_per_replica
 from ds_dynmo.engine.deepspeed.flat_wrapper import REPLICA_OWN
 from ds_dynmo.engine.move.description import can_be_sent
 from ds_dynmo.engine.state.scheduler_lists import group_lists, unclear_lists
@@ -40,17 +40,17 @@ def complete_groups(
 
     Args:
         optimizer: whose ``param_groups`` are completed in place.
-        scheduler: an LR scheduler that was built on it already, whose per-group lists are completed too, or None.
-        gather: collective; one picklable value of every rank.
-        separate: give parameters that are each replica's own groups of their own first.
+        scheduler: an LR scheduler built on the optimizer, whose per-group lists are completed too, or None.
+        gather: collective; gathers one picklable value of every rank.
+        separate: first put parameters that differ between replicas into separate groups.
 
     Raises:
-        ConfigError: a scheduler treats groups with equal options that not every rank has as often differently (which
-            one is which?), or it has a list whose entries cannot be sent to a rank that lacks them, or one that may
-            have an entry for each group or not.
+        ConfigError: a scheduler has different entries for groups with equal options of which ranks have different
+            numbers, or a list whose entries cannot be sent to a rank that lacks them, or a list that may or may not
+            have an entry per group.
     """
     unclear = unclear_lists(scheduler, len(optimizer.param_groups))
-    separated = separate and separate_own(optimizer, scheduler)
+    separated = separate and separate_per_replica(optimizer, scheduler)
     mine = _named([options_of(group) for group in optimizer.param_groups])
     every: list[dict[str, Options]] = gather(dict(zip(mine, map(options_of, optimizer.param_groups))))
     later = _later_equals(every)
@@ -68,7 +68,7 @@ def complete_groups(
 
 
 def _named(options: list[Options]) -> list[str]:
-    """Name each group by its options, and by how many groups before it have the same."""
+    """Name each group by its options and the number of earlier groups with the same options."""
     names: list[str] = []
     for entry in options:
         text = repr(sorted((name, _plain(value)) for name, value in entry.items()))
@@ -81,7 +81,7 @@ def _plain(value: Any) -> Any:
 
 
 def _later_equals(every: list[dict[str, Options]]) -> set[str]:
-    """Find names of groups with the options of one before them, where the ranks have different numbers of those."""
+    """Find groups with the options of an earlier one, if ranks have different numbers of such groups."""
     names = {name for rank in every for name in rank}
     numbers = {text: [0] * len(every) for text in map(_options_text, names)}
     for place, rank in enumerate(every):
@@ -96,61 +96,65 @@ def _options_text(name: str) -> str:
 
 
 def _merge(optimizer: torch.optim.Optimizer, scheduler: Any | None, mine: list[str], later: set[str]) -> list[str]:
-    """Put the parameters of groups ``later`` into the first group with the same options, in place.
+    """Move the parameters of groups ``later`` into the first group with the same options, in place.
 
     Returns:
-        The scheduler's lists whose entries for such groups differ.
+        Paths of the scheduler's lists whose entries for such groups differ.
     """
     first = {_options_text(name): number for number, name in reversed(list(enumerate(mine)))}
     into = {number: first[_options_text(name)] for number, name in enumerate(mine) if name in later}
     groups, differing = list(optimizer.param_groups), []
     for number, target in into.items():
         groups[target]["params"] = [*groups[target]["params"], *groups[number]["params"]]
-        groups[target].pop("param_names", None)  # optional labels of torch's, by position
+        groups[target].pop("param_names", None)  # torch's optional labels, by position
     if into:
         optimizer.param_groups[:] = [group for number, group in enumerate(groups) if number not in into]
-    for found in group_lists(scheduler, len(mine)) if into else []:
-        if any(_differ(found.entries[number], found.entries[target]) for number, target in into.items()):
-            differing.append(found.path)
-        found.set([entry for number, entry in enumerate(found.entries) if number not in into])
+    for group_list in group_lists(scheduler, len(mine)) if into else []:
+        entries = group_list.entries
+        if any(_differ(entries[number], entries[target]) for number, target in into.items()):
+            differing.append(group_list.path)
+        group_list.set([entry for number, entry in enumerate(entries) if number not in into])
     return differing
 
 
 def leave_out_frozen(optimizer: torch.optim.Optimizer) -> None:
-    """Take parameters out of their groups that are frozen for good, which they say by ``stays_frozen``.
+    """Remove parameters that are frozen for good, as their attribute ``stays_frozen`` says, from their groups.
 
-    Any other frozen parameter may thaw: under bf16 and ZeRO its state is kept, and moves with it.
+    Other frozen parameters may be unfrozen: under bf16 and ZeRO their state is kept, and moves with them.
     """
     for group in optimizer.param_groups:
         kept = [p for p in group["params"] if p.requires_grad or not getattr(p, "stays_frozen", False)]
         if len(kept) < len(group["params"]):
             group["params"] = kept
-            group.pop("param_names", None)  # optional labels of torch's, by position
+            group.pop("param_names", None)  # torch's optional labels, by position
 
 
-def separate_own(optimizer: torch.optim.Optimizer, scheduler: Any | None) -> bool:
-    """Put parameters that are each replica's own into groups after the others, with the options of those they were in.
+def separate_per_replica(optimizer: torch.optim.Optimizer, scheduler: Any | None) -> bool:
+    """Move parameters that differ between replicas into additional groups with the options of their old ones.
 
     Return whether there are any.
 
     Args:
         optimizer: whose ``param_groups`` are changed in place.
-        scheduler: an LR scheduler that was built on it already, whose lists get entries for these groups, or None.
+        scheduler: an LR scheduler built on the optimizer, whose lists get entries for these groups, or None.
     """
     groups = optimizer.param_groups
     count = len(groups)
-    sources = [number for number, group in enumerate(groups) if any(map(is_own, group["params"]))]
+    sources = [number for number, group in enumerate(groups) if any(map(is_per_replica, group["params"]))]
     for group in [groups[number] for number in sources]:
-        groups.append({**options_of(group), REPLICA_OWN: True, "params": [p for p in group["params"] if is_own(p)]})
-        group["params"] = [p for p in group["params"] if not is_own(p)]
-        group.pop("param_names", None)  # optional labels of torch's, by position
-    for of_groups in group_lists(scheduler, count) if sources else []:
-        of_groups.set([*of_groups.entries, *(of_groups.entries[number] for number in sources)])
+        groups.append(
+            {**options_of(group), REPLICA_OWN: True, "params": [p for p in group["params"] if is_per_replica(p)]}
+        )
+        group["params"] = [p for p in group["params"] if not is_per_replica(p)]
+        group.pop("param_names", None)  # torch's optional labels, by position
+    for group_list in group_lists(scheduler, count) if sources else []:
+        entries = group_list.entries
+        group_list.set([*entries, *(entries[number] for number in sources)])
     return bool(sources)
 
 
 def in_order(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Sort every group's parameters in the order of ``parameters``; others stay in front."""
+    """Sort every group's parameters in the order of ``parameters``; others come first."""
     place = {id(parameter): position for position, parameter in enumerate(parameters)}
     for group in optimizer.param_groups:
         group["params"] = sorted(group["params"], key=lambda p: place.get(id(p), -1))
@@ -158,10 +162,10 @@ def in_order(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter
 
 
 class Placeholders:
-    """One element per group, which keeps the group alive in DeepSpeed's wrappers on a stage that has nothing of it.
+    """One element per group, for stages without parameters of the group under DeepSpeed's wrappers.
 
-    The wrappers reduce group by group over all stages: a stage that lacked one would hang the job. Nothing uses
-    the element, and it does not reach a checkpoint.
+    The wrappers reduce group by group over all stages, so the job would hang if a stage lacked a group. The element is
+    not used and not saved.
     """
 
     def __init__(
@@ -181,7 +185,7 @@ class Placeholders:
 
 
 def merged_order(orders: list[list[str]]) -> list[str]:
-    """Merge orders into one that holds every name; each rank's own order is kept as far as they agree.
+    """Merge orders into one with every name, which keeps the order of each rank as far as these agree.
 
     >>> merged_order([["a", "c"], ["b", "c"], ["a", "b"]])
     ['a', 'b', 'c']
@@ -207,9 +211,13 @@ def _complete_scheduler(
     unclear: list[str],
     differing: list[str],
 ) -> None:
-    """Reorder and fill the scheduler's lists that hold one entry per group."""
-    lists = {found.path: found for found in group_lists(scheduler, len(mine))}
-    sendable = {path: dict(zip(mine, found.entries)) for path, found in lists.items() if can_be_sent(found.entries)}
+    """Reorder and complete the scheduler's lists with one entry per group."""
+    lists = {group_list.path: group_list for group_list in group_lists(scheduler, len(mine))}
+    sendable = {
+        path: dict(zip(mine, group_list.entries))
+        for path, group_list in lists.items()
+        if can_be_sent(group_list.entries)
+    }
     every = gather((complete, mine, list(lists), sendable, unclear, differing))
     if names := sorted({name for *_, of_rank in every for name in of_rank}):
         raise ConfigError(
@@ -239,10 +247,10 @@ def _complete_scheduler(
                     f"but rank {rank} lacks group {missing[0]} and its entry cannot be sent there; give every rank "
                     "every parameter group (empty ones are kept), or pass the scheduler as a callable"
                 )
-    for path, found in lists.items():
-        entries = {**known.get(path, {}), **dict(zip(mine, found.entries))}
-        found.set([entries[name] for name in order])
+    for path, group_list in lists.items():
+        entries = {**known.get(path, {}), **dict(zip(mine, group_list.entries))}
+        group_list.set([entries[name] for name in order])
 
 
-def _differ(one: Any, other: Any) -> bool:
-    return one is not other and bool(_plain(one) != _plain(other))
+def _differ(entry: Any, other: Any) -> bool:
+    return entry is not other and bool(_plain(entry) != _plain(other))

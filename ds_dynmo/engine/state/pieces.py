@@ -1,4 +1,4 @@
-"""What an optimizer holds, as a value: whatever files it comes from, and however a rank keeps it in memory."""
+"""An optimizer's state as a value, independent of its files and of its form in memory."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ __all__ = [
 PER_PARAMETER = "per parameter"
 FLAT = "flat"
 
-Elements = dict[str, list[tuple[int, torch.Tensor]]]  # per kind of state, runs of elements with the place of the first
+Elements = dict[str, list[tuple[int, torch.Tensor]]]  # per kind of state, runs of elements with their start
 
 
 @dataclass(frozen=True)
 class StatePieces:
-    """What an optimizer holds for some parameters.
+    """The state of an optimizer for some parameters.
 
     Attributes:
-        groups: per parameter, the number of its group; one that is missing stays in the group that it is in.
-        elements: per parameter, what has a value for each of its elements. The tensors may lie in their files still.
-        values: per parameter, what else its state has, such as a count of steps, where that is kept per parameter.
-        kinds, scalars: per group that has state in flat buffers: its kinds beside the fp32 weights, and what it has
-            once, such as a count of steps.
+        groups: per parameter, the number of its group; a missing parameter stays in its present group.
+        elements: per parameter, state with one value per element. Tensors may be memory-mapped files.
+        values: per parameter, other state that is kept per parameter, such as a count of steps.
+        kinds, scalars: per group with state in flat buffers: the kinds of state besides fp32 weights, and values that
+            are kept once, such as a count of steps.
         options: per group, such as the learning rate.
         loss_scale: state of a dynamic loss scale (fp16); empty: there is none.
     """
@@ -52,7 +52,7 @@ class StatePieces:
     loss_scale: dict[str, Any] = field(default_factory=dict)
 
     def put(self, key: ParamKey, state: Mapping[str, Any], shape: Sequence[int]) -> None:
-        """Put in what torch's optimizer holds for a parameter of ``shape``."""
+        """Add the state that torch's optimizer holds for a parameter of ``shape``."""
         per_element = {name for name, value in state.items() if is_per_element(name, value, shape)}
         self.elements[key] = {name: [(0, state[name])] for name in state if name in per_element}
         self.values[key] = {name: value for name, value in state.items() if name not in per_element}
@@ -64,9 +64,9 @@ def is_per_element(name: str, value: Any, shape: Sequence[int]) -> bool:
 
 
 def in_memory(name: str, value: Any, options: Mapping[str, Any], device: torch.device) -> Any:
-    """Copy a value of a file to where torch's optimizers keep it.
+    """Copy a value from a file to the device on which torch's optimizers keep it.
 
-    That is the device of the weights, but the CPU for a step count, unless a kernel reads it.
+    That is the device of the weights, or the CPU for a step count, unless a kernel reads it.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -75,10 +75,10 @@ def in_memory(name: str, value: Any, options: Mapping[str, Any], device: torch.d
 
 
 def steps_of_groups(steps: Mapping[ParamKey, Any], groups: Mapping[ParamKey, int]) -> dict[int, Any]:
-    """Return the count of steps of each parameter group, of which all parameters took as many.
+    """Return the count of steps of each parameter group, which must be the same for all of its parameters.
 
     Raises:
-        CheckpointError: naming two that did not.
+        CheckpointError: names two parameters with different counts.
     """
     first: dict[int, ParamKey] = {}
     for key, step in steps.items():
@@ -97,14 +97,14 @@ def steps_of_groups(steps: Mapping[ParamKey, Any], groups: Mapping[ParamKey, int
 
 @dataclass(frozen=True)
 class Slot:
-    """Where the optimizer state of one parameter lies in the files of one saved stage.
+    """The place of one parameter's optimizer state in the files of one saved stage.
 
     Attributes:
-        layer: the layer's number; of a layer that is tied whole, that of its first use in the model.
+        layer: number of the layer; for a layer that is tied whole, of its first use in the model.
         name: the parameter's name inside the layer.
         group: number of its parameter group.
-        index: its position in the optimizer's ``state_dict``, counted over the groups.
-        offset: of its first element in the flat vector of its group, which is all shards in order.
+        index: position in the optimizer's ``state_dict``, counted over the groups.
+        offset: of its first element in the flat vector of its group, which is the concatenation of all shards.
         numel: number of its elements.
         parked: it was detached (:class:`Membership`), and lies in the detached buffer of its group; ``index`` has no
             meaning. Files have this name.
@@ -129,7 +129,7 @@ class StageSlots:
 
     Attributes:
         slots: of the stage's parameters.
-        shard_numels: per group, the elements of one data-parallel rank's shard; empty where state is not sharded.
+        shard_numels: per group, the elements of one data-parallel rank's shard; () if state is not sharded.
         parked_numels: the same for the detached buffers. Files have this name.
     """
 

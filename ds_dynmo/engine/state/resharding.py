@@ -1,4 +1,4 @@
-"""Bring flat optimizer state from the shards that hold it to those that will, along a route planned alike on all."""
+"""Resharding: move flat optimizer state to new shards, along a route that is planned equally on all ranks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Replace = Callable[[str, Tensors], None]
 
 @dataclass(frozen=True)
 class ReshardingPlan:
-    """The way of the state of every stage.
+    """The route of the state of every stage.
 
     Attributes:
         members: the parameters that each stage will hold, in the order of their buffers.
-        kinds: the kinds of state that any stage holds, the fp32 weights first.
-        group_kinds: those that any stage holds of a parameter group: every stage will hold all of them or none.
-        held: those of one buffer of one stage.
+        kinds: the kinds of state on any stage, the fp32 weights first.
+        group_kinds: the kinds of a parameter group on any stage; each stage will hold all of them or none.
+        held: the kinds of one buffer of one stage.
     """
 
     route: Route
@@ -41,34 +41,35 @@ class ReshardingPlan:
     scalars: Scalars
 
     def rows(self, kind: str) -> list[Row]:
-        """List the rows for which there is such state. What was frozen from the start has none."""
+        """List the rows with this kind of state. Parameters that were frozen from the start have none."""
         return [row for row in self.route.rows if kind in self.held[row.source.stage, row.source.buffer]]
 
 
 def plan_resharding(
     plan: MigrationPlan,
-    every: Sequence[Inventory],
+    inventories: Sequence[Inventory],
     layers: StageLayers,
     here: RankCoordinates,
     replicas: tuple[int, int] | None = None,
 ) -> ReshardingPlan:
-    """Plan what changes by ``plan`` and by freezing, from the inventory of ``every`` rank.
+    """Plan the changes by ``plan`` and by freezing, from the inventories of all ranks.
 
-    Of what each replica has of its own, a rank plans what its own replica copies and sends: that alone concerns it.
+    For parameters that differ between replicas, a rank plans only the copies and messages of its replica.
 
     Args:
-        layers: this rank's, which know the order of the parameters of any stage.
-        here: this rank's place.
-        replicas: that hold the state before and after; None: all.
+        layers: this rank's layers, which know the order of the parameters of any stage.
+        here: this rank's coordinates.
+        replicas: numbers of replicas that hold the state before and after; None: all.
     """
     replicas = replicas or (here.replicas, here.replicas)
     replica = here.replica
-    every = [inventory for inventory in every if inventory.tp_rank == here.tp_rank]
-    every.sort(key=lambda inventory: inventory.replica == replica)  # what is this replica's own counts here
-    of_stage = {inventory.stage: inventory for inventory in every}
-    of_layer = {layer: members for inventory in every for layer, members in inventory.after.items()}
-    groups, own = every[0].num_groups, every[0].own_groups
-    old, new = _Drawing(groups, own, replica, replicas[0]), _Drawing(groups, own, replica, replicas[1])
+    inventories = [inventory for inventory in inventories if inventory.tp_rank == here.tp_rank]
+    inventories.sort(key=lambda inventory: inventory.replica == replica)  # this replica's come last, and override
+    of_stage = {inventory.stage: inventory for inventory in inventories}
+    of_layer = {layer: members for inventory in inventories for layer, members in inventory.after.items()}
+    groups, per_replica = inventories[0].num_groups, inventories[0].per_replica_groups
+    old = _LayoutBuilder(groups, per_replica, replica, replicas[0])
+    new = _LayoutBuilder(groups, per_replica, replica, replicas[1])
     members: dict[int, list[Member]] = {}
     for stage in range(here.num_stages):
         uses = layers.first_uses_at(plan.new, stage)
@@ -76,7 +77,7 @@ def plan_resharding(
         new.add(stage, members[stage])
         if stage in of_stage:
             old.add(stage, of_stage[stage].before, leave_out=of_stage[stage].replaced)
-    held = {(inventory.stage, buffer): kinds for inventory in every for buffer, kinds in inventory.kinds.items()}
+    held = {(inventory.stage, buffer): kinds for inventory in inventories for buffer, kinds in inventory.kinds.items()}
     kinds = {name: dtype for of_buffer in held.values() for name, dtype in of_buffer.items()}
     group_kinds: dict[int, set[str]] = {}
     for (_, buffer), of_buffer in held.items():
@@ -87,33 +88,33 @@ def plan_resharding(
         kinds=dict(sorted(kinds.items(), key=lambda item: (item[0] != MASTER, item[0]))),
         group_kinds=group_kinds,
         held=held,
-        scalars=merge_scalars(inventory.scalars for inventory in every),
+        scalars=merge_scalars(inventory.scalars for inventory in inventories),
     )
 
 
-class _Drawing:
-    """A layout that is drawn stage by stage.
+class _LayoutBuilder:
+    """Builds a layout stage by stage.
 
     Args:
         groups: number of parameter groups.
-        own: of which these are of parameters that are each replica's own: each has other buffers, whole.
-        replica: whose those are.
-        replicas: that share all other buffers.
+        per_replica: groups of parameters that differ between replicas: each replica has whole buffers of these.
+        replica: the replica whose buffers of these groups are in the layout.
+        replicas: number of replicas that share all other buffers.
     """
 
-    def __init__(self, groups: int, own: frozenset[int], replica: int, replicas: int) -> None:
+    def __init__(self, groups: int, per_replica: frozenset[int], replica: int, replicas: int) -> None:
         self._buffers = [Buffer(group, detached) for group in range(groups) for detached in (False, True)]
-        self._own, self._replica, self._replicas = own, replica, replicas
+        self._per_replica, self._replica, self._replicas = per_replica, replica, replicas
         self._intervals: dict[Shard, tuple[Interval, ...]] = {}
         self._sizes: dict[Shard, int] = {}
 
     def add(self, stage: int, members: Iterable[Member], leave_out: frozenset[ParamKey] = frozenset()) -> None:
-        """Add a stage whose buffers hold ``members``, in this order. ``leave_out``: their values are of no use."""
+        """Add a stage whose buffers hold ``members``, in this order. ``leave_out``: parameters without valid values."""
         parameters: dict[Buffer, list[tuple[ParamKey, int]]] = {buffer: [] for buffer in self._buffers}
         for member in members:
             parameters[member.buffer].append((member.key, member.numel))
         for buffer, of_buffer in parameters.items():
-            replicas = [self._replica] if buffer.group in self._own else range(self._replicas)
+            replicas = [self._replica] if buffer.group in self._per_replica else range(self._replicas)
             size = shard_size(sum(numel for _, numel in of_buffer), len(replicas), detached=buffer.detached)
             for replica, intervals in zip(replicas, cut(of_buffer, len(replicas), size)):
                 shard = Shard(stage, replica, buffer)
@@ -127,14 +128,14 @@ class _Drawing:
 class Resharding:
     """One rank's part in a :class:`ReshardingPlan`.
 
-    Usually one kind of state goes after the other, so that there are old and new shards of one kind at a time
-    (:meth:`run`). State that is to travel while a batch trains is sent ahead: all kinds are allocated at once
-    (:meth:`allocate`) and handed over as :meth:`transfers`; :meth:`run` then finds it in place.
+    Usually one kind of state follows the other, so that old and new shards of one kind exist at a time (:meth:`run`).
+    State that travels while a batch trains is sent ahead: all kinds are allocated at once (:meth:`allocate`) and
+    sent by :meth:`transfers`; :meth:`run` then only completes them.
 
     Args:
-        old: this rank's shards; each kind is taken out of them once the new shards of it are filled.
+        old: this rank's shards; each kind is removed once its new shards are filled.
         holder: this rank.
-        rank_of: the rank that holds a shard.
+        rank_of: returns the rank that holds a shard.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class Resharding:
             self._allocate(kind)
 
     def transfers(self) -> Transfers:
-        """List what is sent and received of the kinds whose new shards are there."""
+        """List the sends and receives of the kinds whose new shards are allocated."""
         sends: list[PeerTensor] = []
         receives: list[PeerTensor] = []
         for kind in self._new:
@@ -172,7 +173,7 @@ class Resharding:
         return sends, receives
 
     def run(self, p2p: PointToPoint, replace: Replace) -> None:
-        """Fill the new shards, and give them to ``replace`` kind by kind."""
+        """Fill the new shards, and pass them to ``replace``, one kind after the other."""
         for kind in self.plan.kinds:
             if kind in self._new:
                 self._copy_staying(kind)
@@ -184,14 +185,14 @@ class Resharding:
             replace(kind, self._new.pop(kind))
 
     def _allocate(self, kind: str) -> None:
-        """Allocate new shards; zeros where nothing will come: the padding, and what had no state."""
+        """Allocate new shards, with zeros where nothing arrives: in the padding, and for parameters without state."""
         new, rows = self.plan.route.new, self.plan.rows(kind)
         self._new[kind] = {}
         for place, size in new.sizes.items():
             if place[:2] == self._holder and kind in self.plan.group_kinds.get(place.buffer.group, ()):
-                coming = sum(row.numel for row in rows if row.destination == place)
+                arriving = sum(row.numel for row in rows if row.destination == place)
                 shard = torch.empty(size, dtype=self.plan.kinds[kind], device=self._device)
-                shard[coming if coming == new.used(place) else 0 :].zero_()
+                shard[arriving if arriving == new.used(place) else 0 :].zero_()
                 self._new[kind][place.buffer] = shard
 
     def _transfers(self, kind: str) -> Transfers:

@@ -1,7 +1,7 @@
 """Lists of an LR scheduler that have an entry for each parameter group.
 
-A list that is only as long as there are groups may be anything: the phases of a ``OneCycleLR``, the milestones of a
-``SequentialLR``. Names say what a list is. Of lists with other names nothing is assumed.
+A list with as many entries as there are groups may be something else: the phases of a ``OneCycleLR``, the milestones of
+a ``SequentialLR``. So lists are recognised by name, and lists with other names are not touched.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["GroupList", "fill_state", "group_lists", "unclear_lists"]
 
-RUNS = "_schedulers"  # schedulers that torch's ChainedScheduler and SequentialLR run
+RUNS = "_schedulers"  # the inner schedulers of torch's ChainedScheduler and SequentialLR
 
 OF_GROUPS = frozenset(
     {
@@ -26,10 +26,10 @@ OF_OTHERS = frozenset({RUNS, "_milestones", "_schedule_phases"})
 
 
 class GroupList(NamedTuple):
-    """A list of ``holder``, a scheduler or one that it runs.
+    """A list of ``holder``, which is a scheduler or an inner one.
 
     Attributes:
-        path: of the list, from the scheduler that was given.
+        path: of the list, from the outermost scheduler.
     """
 
     path: str
@@ -46,13 +46,14 @@ class GroupList(NamedTuple):
 
 
 def group_lists(scheduler: Any | None, num_groups: int) -> list[GroupList]:
-    """List the lists of a scheduler, and of those that it runs, that have an entry for each of ``num_groups``."""
-    return [found for found in _lists(scheduler, num_groups) if found.name in OF_GROUPS]
+    """Find the lists of a scheduler and its inner ones with an entry for each of ``num_groups`` groups."""
+    return [candidate for candidate in _lists(scheduler, num_groups) if candidate.name in OF_GROUPS]
 
 
 def unclear_lists(scheduler: Any | None, num_groups: int) -> list[str]:
-    """List the paths of lists of which only the length, ``num_groups``, suggests that they are of groups."""
-    return [found.path for found in _lists(scheduler, num_groups) if found.name not in OF_GROUPS | OF_OTHERS]
+    """Return the paths of lists of unknown name whose length is ``num_groups``."""
+    known = OF_GROUPS | OF_OTHERS
+    return [candidate.path for candidate in _lists(scheduler, num_groups) if candidate.name not in known]
 
 
 def fill_state(scheduler: Any, saved: dict[str, Any], numbers: Sequence[int | None], num_groups: int) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def fill_state(scheduler: Any, saved: dict[str, Any], numbers: Sequence[int | No
     A list of an unknown name counts too if its length has changed with the number of groups.
 
     Args:
-        numbers: of the groups that ``saved`` has entries for; None: the group is no longer there.
+        numbers: of the groups that ``saved`` has entries for; None: the group no longer exists.
     """
     filled = dict(saved)
     if len(numbers) < num_groups:
@@ -80,9 +81,9 @@ def fill_state(scheduler: Any, saved: dict[str, Any], numbers: Sequence[int | No
 
 
 def _lists(scheduler: Any | None, length: int, path: str = "", *, inner: bool = True) -> Iterator[GroupList]:
-    """Iterate over all lists of so many entries; with ``inner`` also over those of the schedulers that it runs."""
+    """Yield all lists with ``length`` entries; with ``inner``, of inner schedulers too."""
     for name, value in list(vars(scheduler).items()) if scheduler is not None else []:
         if isinstance(value, list) and len(value) == length:
             yield GroupList(path + name, scheduler, name)
-    for number, one in enumerate(getattr(scheduler, RUNS, ()) if inner else ()):
-        yield from _lists(one, length, f"{path}{RUNS}[{number}].")
+    for number, inner_scheduler in enumerate(getattr(scheduler, RUNS, ()) if inner else ()):
+        yield from _lists(inner_scheduler, length, f"{path}{RUNS}[{number}].")

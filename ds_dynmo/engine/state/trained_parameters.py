@@ -1,4 +1,4 @@
-"""Check before every move that the optimizer trains exactly what is trainable on this stage."""
+"""Checks before every move that the optimizer trains exactly the trainable parameters of this stage."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def check(optimizer: Any, configured: Any, layers: StageLayers, state: Optimizer
     """Refuse an optimizer that is not the one whose state would move, or that trains other parameters.
 
     Args:
-        optimizer: the engine's, as it is now.
-        configured: the engine's when it was configured, whose state is ``state``.
+        optimizer: the engine's present optimizer.
+        configured: the engine's optimizer when it was configured, whose state is ``state``.
 
     Raises:
-        ValueError: naming the optimizer, or the first parameter that is trainable here and not in it, or the reverse.
+        ValueError: names the optimizer, or the first parameter that is trainable but not in it, or in it but not here.
     """
     if optimizer is not configured:
         raise ValueError(
@@ -62,31 +62,31 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, layers: StageLayers) -> N
         )
 
 
-TiedGroups = dict[tuple[str, int], set[int | None]]  # by key and number of the weight: numbers of groups, None: in none
+TiedGroups = dict[tuple[str, int], set[int | None]]  # by tie key and number of the weight: groups; None: no group
 
 
 def groups_of_ties(optimizer: torch.optim.Optimizer, layers: StageLayers) -> TiedGroups:
-    """Find in which parameter groups of the optimizer each tied weight of this stage is."""
+    """Map each tied weight of this stage to its parameter groups."""
     number = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    found: TiedGroups = {}
+    tied: TiedGroups = {}
     for key, weights in layers.tied_by_key():
         for position, weight in enumerate(weights):
-            found.setdefault((key, position), set()).add(number.get(id(weight)))
-    return found
+            tied.setdefault((key, position), set()).add(number.get(id(weight)))
+    return tied
 
 
-def refuse_ties_apart(every: Sequence[TiedGroups]) -> None:
+def refuse_ties_apart(of_ranks: Sequence[TiedGroups]) -> None:
     """Refuse a weight of tied layers whose copies are in different groups: they would diverge.
 
     Args:
-        every: each rank's :func:`groups_of_ties`; groups have the same number on all.
+        of_ranks: :func:`groups_of_ties` of each rank; groups have the same numbers on all ranks.
 
     Raises:
         ConfigError: naming the key; the same on every rank.
     """
     whole: TiedGroups = {}
-    for found in every:
-        for weight, groups in found.items():
+    for tied in of_ranks:
+        for weight, groups in tied.items():
             whole.setdefault(weight, set()).update(groups)
     for (key, position), groups in sorted(whole.items()):
         if len(groups) > 1:

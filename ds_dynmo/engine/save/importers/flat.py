@@ -50,7 +50,7 @@ def _elements(saved: SavedCheckpoint, stage: int, slot: Slot, wanted: Wanted) ->
     """Find the elements of one parameter in the shards of a saved stage."""
     found: Elements = {}
     for shard, interval in cut_one(slot.key, slot.numel, slot.offset, _shard_numel(saved, stage, slot)):
-        replica = wanted.replica if slot.group in wanted.own_groups else shard
+        replica = wanted.replica if slot.group in wanted.per_replica_groups else shard
         stop = interval.offset + interval.numel
         for name, tensor in _tensors(saved, stage, replica, slot).items():
             if tensor.numel() < stop:

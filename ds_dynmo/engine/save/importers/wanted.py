@@ -26,12 +26,12 @@ class Wanted:
         parameters: those that the rank will have.
         stage: the saved stage whose files have the options of parameter groups.
         num_groups: of parameter groups here.
-        own_groups: groups of parameters that each replica has of its own.
+        per_replica_groups: groups of parameters that each replica has of its own.
         replica: this rank's, whose those are.
     """
 
     parameters: Mapping[ParamKey, SavedParameter]
     stage: int
     num_groups: int
-    own_groups: frozenset[int]
+    per_replica_groups: frozenset[int]
     replica: int
