@@ -1,7 +1,7 @@
-"""What a kernel asks before it hides a weight from autograd, and what it calls for the weight's gradient later.
+"""Functions for kernels that hide weights from autograd and defer their gradients.
 
-The engine's schedule says which gradients wait (:mod:`ds_dynmo.engine.split.weight_gradients`). Without an engine
-none does.
+The engine's schedule decides which gradients are deferred (:mod:`ds_dynmo.engine.split.weight_gradients`). Without an
+engine none is.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import nn
 from ds_dynmo.torch_private import transforms_are_active
 
 Compute = Callable[[], torch.Tensor]
-Part = int | None  # the row of a parameter that a gradient is of; None: of all
+Part = int | None  # a row of a parameter; None: the whole parameter
 
 
 class Collector(Protocol):
-    """Who keeps gradients that wait.
+    """Collects deferred gradients.
 
     Attributes:
-        puts_off: does the pass that runs put its weight gradients off?
+        defers: whether the running pass defers weight gradients.
     """
 
-    puts_off: bool
+    defers: bool
 
     def hides(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Say whether all ``parameters`` are hidden from autograd where they are used now."""
+        """Return whether all ``parameters`` are hidden from autograd in their present use."""
 
     def add(self, parameter: nn.Parameter, compute: Compute, *, part: Part = None, held_bytes: int = 0) -> bool:
-        """Keep ``compute``, if a backward pass in two parts runs. Returns whether it does."""
+        """Keep ``compute`` if a backward pass in two parts runs; return whether it is kept."""
 
 
 _collector: Collector | None = None
@@ -40,7 +40,7 @@ _collector: Collector | None = None
 
 @contextmanager
 def collected_by(collector: Collector) -> Iterator[None]:
-    """Ask ``collector`` in the meantime."""
+    """Defer gradients to ``collector`` inside."""
     global _collector
     outer, _collector = _collector, collector
     try:
@@ -50,21 +50,21 @@ def collected_by(collector: Collector) -> Iterator[None]:
 
 
 def is_split() -> bool:
-    """Say whether the backward pass of what runs now is in two parts."""
+    """Return whether the backward pass of the running forward pass is in two parts."""
     return (
         not torch.compiler.is_compiling()  # first, so that compiled code does not depend on the others
         and _collector is not None
-        and _collector.puts_off
+        and _collector.defers
         and torch.is_grad_enabled()
         and not transforms_are_active()
     )
 
 
 def waits(*weights: Any) -> bool:
-    """Say whether the gradients of ``weights`` will wait, for their use in the forward pass that runs.
+    """Return whether the gradients of ``weights`` are deferred, for their use in the running forward pass.
 
-    Then hide them from autograd, and call :func:`defer_weight_gradient` in the backward pass; else let autograd see
-    all of them.
+    If so, hide the weights from autograd, and call :func:`defer_weight_gradient` in the backward pass. Else let
+    autograd see all of them.
     """
     if not is_split() or _collector is None:
         return False
@@ -74,23 +74,23 @@ def waits(*weights: Any) -> bool:
 
 
 def defer_weight_gradient(parameter: nn.Parameter, compute: Compute, *, held_bytes: int = 0) -> None:
-    """Calculate the gradient of a parameter later, where the pipeline schedule has time for it.
+    """Compute the gradient of a parameter later, when the pipeline schedule has time for it.
 
-    Call it in ``backward`` of a ``torch.autograd.Function`` that hides ``parameter`` from autograd: it takes the
-    parameter inside a tuple, say, and gives no gradient for it. ``compute()`` returns the gradient in the parameter's
-    shape; it is added to ``parameter.grad``, and all hooks of the parameter see it. Where the backward pass is not
-    split, and without a pipeline engine of ours, that happens at once.
+    Call it in ``backward`` of a ``torch.autograd.Function`` that hides ``parameter`` from autograd, for example in a
+    tuple, and returns no gradient for it. ``compute()`` returns the gradient in the parameter's shape; it is added to
+    ``parameter.grad``, and all hooks of the parameter see it. If the backward pass is not split, or without an engine
+    of ds_dynmo, this happens at once.
 
     Args:
         parameter: a leaf that requires a gradient.
-        compute: what it needs is held until it is called, once.
-        held_bytes: of what it needs, for the memory that the schedule may take; what several calls share counts once.
+        compute: called once; its inputs are held until then.
+        held_bytes: of these inputs, for the memory limit of the schedule; count inputs that several calls share once.
     """
     defer_part(parameter, None, compute, held_bytes=held_bytes)
 
 
 def defer_part(parameter: nn.Parameter, part: Part, compute: Compute, *, held_bytes: int = 0) -> None:
-    """Defer the gradient of ``parameter[part]`` as :func:`defer_weight_gradient` does; the others have zeros."""
+    """Defer the gradient of ``parameter[part]`` like :func:`defer_weight_gradient`; other rows have zeros."""
     if _collector is None or not _collector.add(parameter, compute, part=part, held_bytes=held_bytes):
         gradient = whole(parameter, part, compute())
         with torch.enable_grad():
@@ -98,7 +98,7 @@ def defer_part(parameter: nn.Parameter, part: Part, compute: Compute, *, held_by
 
 
 def whole(parameter: nn.Parameter, part: Part, gradient: torch.Tensor) -> torch.Tensor:
-    """Put the gradient of ``parameter[part]`` among zeros."""
+    """Return the gradient of ``parameter[part]`` as one of ``parameter``, with zeros elsewhere."""
     if part is None:
         return gradient
     among_zeros = gradient.new_zeros(parameter.shape)

@@ -17,9 +17,9 @@ class LayersMoved:
     """Layers have moved, or were replaced by other modules.
 
     Attributes:
-        placement: where layers are from now on.
-        step: ``global_steps`` then.
-        stages_changed: by a re-packing: there are fewer or more stages than before, or other ranks hold them.
+        placement: the new placement.
+        step: ``global_steps`` at the move.
+        stages_changed: whether a re-packing changed the number of stages or their ranks.
     """
 
     placement: Placement
@@ -28,7 +28,7 @@ class LayersMoved:
 
 
 class EngineEvent(Generic[T]):
-    """Calls its subscribers in the order in which they subscribed, on the rank where it is published."""
+    """An event of this rank, which calls its subscribers in the order of subscription."""
 
     def __init__(self) -> None:
         self._subscribers: list[tuple[str, Callable[[T], None]]] = []
@@ -37,7 +37,7 @@ class EngineEvent(Generic[T]):
         """Call ``call`` whenever the event is published.
 
         Args:
-            why: in one line, what would be wrong otherwise.
+            why: what would be wrong otherwise, in one line.
         """
         self._subscribers.append((why, call))
 
@@ -47,15 +47,15 @@ class EngineEvent(Generic[T]):
 
     @property
     def reasons(self) -> list[str]:
-        """Why each subscriber must know, in order."""
+        """The reasons of the subscribers, in order."""
         return [why for why, _ in self._subscribers]
 
 
 class AroundSchedule:
-    """The context managers that the schedule of a batch runs inside.
+    """The context managers around the schedule of a batch.
 
     Attributes:
-        running: a schedule runs now, training or evaluation.
+        running: whether a schedule runs now, training or evaluation.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class AroundSchedule:
         self._entered: list[Callable[[bool], AbstractContextManager[None]]] = []
 
     def add(self, enter: Callable[[bool], AbstractContextManager[None]]) -> None:
-        """Enter ``enter(training)`` before a schedule runs; ``training`` is False in an evaluation."""
+        """Add a context manager ``enter(training)``; ``training`` is False in an evaluation."""
         self._entered.append(enter)
 
     @contextmanager
@@ -77,15 +77,15 @@ class AroundSchedule:
 
 
 class Timeline:
-    """Lets the parts mark what they do while a batch is traced; costs nothing otherwise.
+    """Marks of the engine's phases while a batch is traced; without effect otherwise.
 
     Attributes:
-        record: makes a context manager for a phase of a category and a name; None: nothing is traced.
+        record: returns a context manager for a phase of a category and a name; None: no trace.
     """
 
     def __init__(self) -> None:
         self.record: Callable[[str, str], AbstractContextManager[None]] | None = None
 
     def phase(self, category: str, name: str) -> AbstractContextManager[None]:
-        """Mark a part of a batch, or of what follows it."""
+        """Mark a phase of a batch, or after it."""
         return nullcontext() if self.record is None else self.record(category, name)

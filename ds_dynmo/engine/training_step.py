@@ -21,7 +21,7 @@ from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, raise_u
 
 
 class TrainingStep:
-    """Trains a batch and does what is due after it.
+    """Trains a batch, then rebalances or re-packs if that is due.
 
     Args:
         tracer: None: batches are not traced.
@@ -45,8 +45,8 @@ class TrainingStep:
         """Train a batch by ``train``; then re-pack or rebalance, if a decision is due. Collective.
 
         Raises:
-            ConfigError: layers were frozen without ``engine.model_changed``; nothing was trained. Or ``train`` ran no
-                schedule of the engine's.
+            ConfigError: layers were frozen without ``engine.model_changed``; nothing was trained. Or ``train`` did not
+                run the engine's schedule.
         """
         with self._tracer.batch() if self._tracer is not None else nullcontext():
             self._trainable.check()
@@ -75,7 +75,7 @@ class TrainingStep:
         return loss
 
     def _repack(self, request: Request) -> bool:
-        """Continue with fewer ranks or more if the planner finds that better; return False if it does not."""
+        """Continue with fewer or more ranks if the planner finds that better; return whether it did."""
         if not (self._stage.config.enabled and self._stage.config.repack.enabled):
             return False
         try:

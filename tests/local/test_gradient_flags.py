@@ -25,7 +25,7 @@ STOCK = PipelineEngine._INSTRUCTION_MAP
 class Stage:
     """A stage whose instructions send, and receive, what is announced alone."""
 
-    def __init__(self, *, dynamic_shape: bool = False, present: Any = STOCK, own_kinds: bool = False) -> None:
+    def __init__(self, *, dynamic_shape: bool = False, present: Any = STOCK, user_kinds: bool = False) -> None:
         self.flags = GradientFlags()
         self.engine = SimpleNamespace(
             pipe_buffers={"inputs": [None], "outputs": [None]},
@@ -35,7 +35,7 @@ class Stage:
             prev_stage=0,
             is_pipe_partitioned=False,
         )
-        self.around = self.flags.changes(present, last_layer=3, own_kinds=own_kinds)
+        self.around = self.flags.changes(present, last_layer=3, user_kinds=user_kinds)
 
     def run(self, kind: type) -> None:
         self.around[kind](lambda engine, buffer_id: None)(self.engine, buffer_id=0)
@@ -182,7 +182,7 @@ def test_tensors_are_made_contiguous() -> None:
 def test_with_an_instruction_of_the_users_all_floating_tensors_get_one(kind: type | None) -> None:
     """None: with an instruction of another kind."""
     own = {} if kind is None else {kind: lambda *_: None}
-    first, second = (Stage(present={**STOCK, **own}, own_kinds=kind is None) for _ in range(2))
+    first, second = (Stage(present={**STOCK, **own}, user_kinds=kind is None) for _ in range(2))
     outputs = with_graph(), plain(), torch.arange(3)
     assert first.send(outputs) == outputs
     assert second.receive((plain(), plain(), torch.arange(3))) == [True, True, False]

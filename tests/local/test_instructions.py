@@ -138,7 +138,7 @@ class Deciding(PipelineEngine):
     def rebalance(self) -> None:
         pass
 
-    balancer = rebalance
+    rebalancer = rebalance
 
 
 def test_an_engine_class_is_built_once_and_keeps_its_name() -> None:
@@ -162,7 +162,7 @@ def test_an_engine_class_is_built_once_and_keeps_its_name() -> None:
         (dict, "engine_class = <class 'dict'>: has to be a subclass of deepspeed.*PipelineEngine"),
         ("Theirs", "engine_class = 'Theirs': has to be a subclass"),
         (partial(Theirs, 1), "has to be a subclass .* with keyword arguments"),
-        (Deciding, "engine_class = Deciding: it defines balancer, rebalance, which ds_dynmo's engine uses"),
+        (Deciding, "engine_class = Deciding: it defines rebalance, rebalancer, which ds_dynmo's engine uses"),
     ],
 )
 def test_wrong_engine_classes_are_refused(given: Any, message: str) -> None:

@@ -41,7 +41,7 @@ MUTATIONS = [
     Mutation(
         "a move begins though a rank lacks the memory for it",
         f"{DECIDE}/memory.py",
-        "        if found is not None:\n",
+        "        if overflow is not None:\n",
         "        if False:\n",
         "tests/distributed/test_move_memory.py::test_a_move_that_does_not_fit_is_refused_before_a_byte_moves"
         " -k 'rebalance-fp32'",

@@ -40,7 +40,7 @@ MUTATIONS = [
     Mutation(
         "two micro-batches in flight share a buffer",
         f"{SPLIT}/steps.py",
-        "            taken.add(given[key])\n",
+        "            taken.add(buffers[key])\n",
         "",
         TRAINS,
     ),

@@ -1,4 +1,4 @@
-"""Remember what a run has learnt for its decisions."""
+"""Estimates from earlier profiles and moves, for decisions."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ds_dynmo.plan import MigrationPlan, Profile
 
 @dataclass
 class CostModel:
-    """What a run has learnt about its layers, its stages and its moves. Checkpoints save it.
+    """Estimates of the costs of layers, stages and moves. Checkpoints save them.
 
     Attributes:
         history: costs of layers, their noise and the speeds of stages.
         move_costs: seconds and bytes of the moves so far.
-        first_seconds: of an iteration at the start of the run, simulated, with layers balanced; None: not profiled yet.
+        first_seconds: of a simulated, balanced iteration at the start of the run; None: not profiled yet.
     """
 
     history: CostHistory = field(default_factory=CostHistory)
     move_costs: MoveCosts = field(default_factory=MoveCosts)
     first_seconds: float | None = None
-    _moved_bytes: int | None = None  # of moves whose seconds come with the next profile
+    _moved_bytes: int | None = None  # of moves whose seconds arrive with the next profile
     _missed_seconds: float = 0.0
 
     def profiled(self, profile: Profile, move_seconds: float) -> None:
-        """Learn from one more profile.
+        """Update the estimates with a profile.
 
         Args:
             move_seconds: of the moves since the last profile, on the slowest rank.
@@ -41,10 +41,10 @@ class CostModel:
         self._moved_bytes = None
 
     def begin(self, given: DecisionInput) -> None:
-        """Note what an iteration takes at the start of the run, under the better of two partitions.
+        """Record the seconds of an iteration at the start of the run, under the better of two partitions.
 
         Args:
-            given: what a decision from the first profile would be taken from, where no schedule of ours is in force.
+            given: the input of a decision from the first profile, without a schedule of ds_dynmo in force.
         """
         profile = given.profile
         groups = given.groups or LayerGroups.single(len(profile.layers))
@@ -52,25 +52,25 @@ class CostModel:
         self.first_seconds = min(map(given.pipeline.iteration_seconds, (profile.partition, balanced)))
 
     def model_changed(self) -> None:
-        """Discard the costs so far: layers cost something else from here on."""
+        """Discard the costs so far: those of layers have changed."""
         self.history.forget()
         self._missed_seconds = 0.0
 
     def stages_changed(self) -> None:
-        """Discard the stage speeds: there are fewer or more stages than before."""
+        """Discard the stage speeds: the number of stages has changed."""
         self.history.forget_stages()
         self._moved_bytes, self._missed_seconds = None, 0.0
 
     def decided(self, decision: Decision) -> None:
-        """Add what a decision missed to what those before it missed; a decision that missed nothing resets the sum."""
+        """Add the gain that a decision missed to the sum of missed gains, or reset the sum if it missed none."""
         self._missed_seconds = self._missed_seconds + decision.missed_seconds if decision.missed_seconds else 0.0
 
     def moved(self, profile: Profile, plan: MigrationPlan) -> None:
-        """Note how many bytes a move took, by the sizes in ``profile``."""
+        """Record the bytes of a move, by the sizes in ``profile``."""
         self._moved_bytes = (self._moved_bytes or 0) + moved_bytes(profile, plan)
 
     def tradeoff(self) -> MoveTradeoff:
-        """Make what an automatic decision weighs a gain against."""
+        """Return the costs that the gain of an automatic decision has to exceed."""
         return MoveTradeoff(self.move_costs, self.history.errors, self.history.stage_errors, self._missed_seconds)
 
     def state_dict(self) -> dict[str, Any]:

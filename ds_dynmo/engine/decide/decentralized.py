@@ -1,13 +1,13 @@
-"""Diffusion as a decentralised algorithm: neighbouring stages settle pair by pair where layers should go.
+"""Diffusion as a decentralised algorithm: pairs of neighbouring stages agree on their boundaries.
 
 :class:`ds_dynmo.partitioners.DiffusionNode` is the algorithm of one stage. The pure ``diffusion`` runs it in memory for
-all stages; here it exchanges point-to-point messages. So both find the same partition. A stage uses the costs of its
-own layers only. Afterwards one reduction of a number per stage tells every rank the boundaries, because DeepSpeed's
-module needs them everywhere.
+all stages; here stages exchange point-to-point messages. So both find the same partition. A stage uses the costs of its
+layers only. Afterwards one reduction of a number per stage gives every rank the boundaries, which DeepSpeed's module
+needs on all ranks.
 
-The engine as a whole still uses collectives. It reduces the profile, a few kilobytes, over the world before every
-decision, because it estimates noise and fits stage speeds over all layers, and judges every proposal by the simulated
-iteration of all stages. ``engine.profile`` and the reports hold all layers too.
+The engine as a whole still uses collectives. Before every decision it reduces the profile, a few kilobytes, over the
+world, because it estimates noise and stage speeds over all layers and evaluates every proposal by the simulated
+iteration of all stages. ``engine.profile`` and the reports contain all layers too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ds_dynmo.placement import Placement
 
 
 def decide_among_neighbours(
-    own_costs: Sequence[float],
+    costs: Sequence[float],
     placement: Placement,
     memory: MemoryModel | None,
     stage: int,
@@ -36,20 +36,20 @@ def decide_among_neighbours(
     """Find the placement on which the stages agree, pair by pair. Collective over the pipeline.
 
     Args:
-        own_costs: of this stage's layers only, on a stage of speed 1, the same on every data-parallel replica.
+        costs: of this stage's layers only, on a stage of speed 1; the same on every data-parallel replica.
         placement: the present one, a chain; used for this stage's bounds only.
         memory: used for this stage's layers and limit only.
         speed: of this stage.
-        groups: layers that stay together; None: each may be anywhere.
+        groups: layers that are kept together; None: none are.
 
     Raises:
         PartitionError: on every rank, if the stages find no partition that meets the memory limit.
     """
     groups = groups or LayerGroups.single(placement.num_layers)
-    own = Placement.chain(groups.fold_partition(placement.boundaries)).run_of(stage)  # numbers of groups
-    own_memory = memory.folded(groups).of_stage(stage, own.start, own.stop) if memory is not None else None
-    folded = groups.fold(own_costs, placement.run_of(stage).start)
-    node = DiffusionNode(stage, placement.num_stages, own.start, folded, memory=own_memory, speed=speed)
+    run = Placement.chain(groups.fold_partition(placement.boundaries)).run_of(stage)  # numbers of groups
+    stage_memory = memory.folded(groups).of_stage(stage, run.start, run.stop) if memory is not None else None
+    folded = groups.fold(costs, placement.run_of(stage).start)
+    node = DiffusionNode(stage, placement.num_stages, run.start, folded, memory=stage_memory, speed=speed)
     while not node.done:
         exchange_round(node, comm)
     if not node.fits:

@@ -1,4 +1,4 @@
-"""Decide where layers should go, and whether that is worth a move. Every rank decides the same."""
+"""Decisions: which partition to use, and whether it is worth a move. Pure, so equal on every rank."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile
 from ds_dynmo.schedules import FoundSchedule, PassCosts, Schedule, idle_share, replay
 
-_STANDARD_ERRORS = 3.0  # of the measurement, which a saving has to exceed
+_STANDARD_ERRORS = 3.0  # of the measurement; a saving has to exceed them
 _TIE = 1e-9  # relative difference below which two bottlenecks are equal
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A placement to go to, and what is predicted of it.
+    """A placement, with predictions.
 
     Attributes:
-        placement: the present one, if layers stay.
+        placement: the new placement; the present one if layers stay.
         stage_seconds_before, stage_seconds_after: per micro-batch of each stage.
         verdict: why layers move or stay, in a few words.
-        missed_seconds: what a move would have saved until the next decision, where it was rejected for its cost.
+        missed_seconds: seconds that a move would have saved until the next decision, if its cost was too high.
         iteration_seconds_before, bubble_ratio_before: under the schedule in force.
         iteration_seconds_after, bubble_ratio_after: under ``found``.
-        found: the schedule to go on with; None: DeepSpeed's 1F1B.
-        pass_costs: that ``found`` is for; None: there is none.
+        found: the schedule to use; None: DeepSpeed's 1F1B.
+        pass_costs: costs of the search for ``found``; None: there is none.
     """
 
     placement: Placement
@@ -74,7 +74,7 @@ class Decision:
 
 
 def decide(given: DecisionInput) -> Decision:
-    """Ask the balancer for a partition; stay where layers are if that is not worth a move.
+    """Ask the balancer for a partition, and accept it if it is worth a move.
 
     Raises:
         PartitionError: no partition meets the memory limit, or a cost is negative or not finite.
@@ -105,18 +105,18 @@ def costs_and_speeds(given: DecisionInput) -> tuple[list[float], tuple[float, ..
 
 
 def accept_move(given: DecisionInput, proposed: Placement) -> Decision:
-    """Go to ``proposed`` if that is worth a move, or if the present placement breaks the memory limit; else stay.
+    """Accept ``proposed`` if it is worth a move, or if the present placement breaks the memory limit; else stay.
 
     A move is worth it if
 
     - it lowers the bottleneck (for a balancer that takes the pipeline: the seconds of an iteration) by
       ``min_improvement``, or does not raise it and lowers the seconds of an iteration by as much, each placement under
       its shortest schedule;
-    - with a ``tradeoff``, where time is balanced: it saves more than noise explains, and what it saves until the next
-      decision, with what was missed before, exceeds its cost. So a small gain that lasts is taken in the end, at no
-      more than twice the least possible cost, however short the interval.
+    - with a ``tradeoff``, if time is balanced: it saves more than noise explains, and its savings until the next
+      decision, plus the missed ones of earlier decisions, exceed its cost. So a small gain that lasts is taken in the
+      end, at no more than twice the least possible cost, however short the interval.
 
-    If a stage lacks the memory that the move takes, layers go as far as every stage has it.
+    If a stage lacks memory for the move, layers move only as far as every stage has memory for.
     """
     here, groups, tradeoff = given.placement, given.groups, given.tradeoff
     if proposed == here:
@@ -125,7 +125,7 @@ def accept_move(given: DecisionInput, proposed: Placement) -> Decision:
     if too_much is not None:
         way = partitioners.between(here.boundaries, proposed.boundaries)
         allowed = (here.at(bounds) for bounds in way if groups is None or groups.allows(bounds))
-        fitting = (on_it for on_it in allowed if _fits(given, on_it) and _overflow(given, on_it) is None)
+        fitting = (between for between in allowed if _fits(given, between) and _overflow(given, between) is None)
         nearer = next(fitting, None)
         if nearer is None:
             return predict(given, here, f"going to {proposed}, {too_much}")
@@ -149,7 +149,7 @@ def accept_move(given: DecisionInput, proposed: Placement) -> Decision:
 
 
 def predict(given: DecisionInput, placement: Placement, verdict: str = "") -> Decision:
-    """Predict what ``placement`` gives under its shortest schedule, in seconds even where parameters are balanced."""
+    """Predict ``placement`` under its shortest schedule, in seconds even if parameters are balanced."""
     found, passes = given.pipeline.shortest_schedule(placement.boundaries), given.pipeline.passes
     before = _simulated(given.pipeline, given.partition, given.in_force)
     after = _simulated(given.pipeline, placement.boundaries, found.schedule if found is not None else None)
@@ -168,7 +168,7 @@ def predict(given: DecisionInput, placement: Placement, verdict: str = "") -> De
 
 
 class _Simulated(NamedTuple):
-    """An iteration, simulated."""
+    """A simulated iteration."""
 
     seconds: float
     bubble_ratio: float
@@ -219,8 +219,8 @@ def _iteration_seconds(given: DecisionInput, placement: Placement) -> float:
 def _exceeds_noise(saved: float, given: DecisionInput, proposed: Placement, tradeoff: MoveTradeoff) -> bool:
     """Return whether an iteration saves more than noise explains, whichever stage is then the slowest.
 
-    Compares the slowest present stage with each stage to be. The standard error of their difference is that of the
-    layers that only one of the two has, and that of the stages on which these were measured.
+    Compares the slowest present stage with each new stage. The standard error of their difference has two parts: that
+    of layers in only one of the two, and that of the stages on which these were measured.
     """
     pipeline, here = given.pipeline, given.placement
     seconds = pipeline.micro_batches * np.array(pipeline.layer_seconds)

@@ -1,4 +1,4 @@
-"""What a decision is taken from, as one value: the same on every rank, and so is the decision. Pure."""
+"""The input of a decision as one value. Equal inputs give equal decisions on every rank. Pure."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile, limit_without_workspace
 from ds_dynmo.schedules import Schedule
 
-_SEARCH_SHARE = 0.01  # of the seconds until the next decision, for which orders may be searched
-_SECONDS_PER_ACTION = 3e-6  # of a search, about; what counts is that all ranks count alike
+_SEARCH_SHARE = 0.01  # of the seconds until the next decision that searches for orders may take
+_SECONDS_PER_ACTION = 3e-6  # of a search, about; a constant, so that all ranks count alike
 
 
 @dataclass(frozen=True)
 class MoveTradeoff:
-    """What an automatic decision weighs a gain against.
+    """The costs that the gain of an automatic decision has to exceed.
 
     Attributes:
         move_costs: seconds and bytes of the moves so far.
         errors: per layer, the relative standard error of its cost.
-        stage_errors: per layer, a part that it shares with its stage.
-        missed_seconds: gains that the decisions before this one rejected in a row for the cost of the move.
+        stage_errors: per layer, the part of the error that it shares with its stage.
+        missed_seconds: sum of the gains that the latest decisions in a row rejected because of the move's cost.
     """
 
     move_costs: MoveCosts
@@ -38,22 +38,22 @@ class MoveTradeoff:
 
 @dataclass(frozen=True)
 class DecisionInput:
-    """What a decision is taken from.
+    """The input of a decision.
 
     Attributes:
         profile: costs, and the placement under which they were measured.
-        placement: where layers are.
+        placement: the present placement.
         config: the "dynmo" block.
         speeds: per stage; None: equal.
-        groups: layers that stay together; None: each may be anywhere.
+        groups: layers that are kept together; None: none are.
         limit_bytes: of a rank, its layers included; None: no limit.
-        checkpoint_interval: layers of a segment that is recomputed; 0: none are.
-        batches: until the next decision; None: not known, and searches take the time that they take.
-        tradeoff: what a move has to be worth; None: its cost and the noise of the measurement do not count.
-        searches: schedules of ours may be chosen, as the configuration says.
-        in_force: that of them which runs now; None: DeepSpeed's 1F1B does.
-        in_force_over_bound: what that took, over the bound, when it was searched; 0.0: not under measured costs.
-        back_to_back: stages begin a batch before the last ones end the one before.
+        checkpoint_interval: layers per checkpointed segment; 0: no checkpointing.
+        batches: until the next decision; None: unknown, and searches are not limited.
+        tradeoff: costs that a gain has to exceed; None: the move's cost and the noise do not count.
+        searches: whether schedules of ds_dynmo may be chosen.
+        in_force: the schedule of ds_dynmo that runs now; None: DeepSpeed's 1F1B runs.
+        in_force_over_bound: its iteration over the bound when it was searched; 0.0 if costs were not measured.
+        back_to_back: whether the first stages start a batch before the last ones end the one before.
     """
 
     profile: Profile
@@ -72,7 +72,7 @@ class DecisionInput:
 
     @classmethod
     def of(cls, profile: Profile, **values: Any) -> DecisionInput:
-        """Take the profile's own placement for the present one."""
+        """Build the input with the profile's placement as the present one."""
         return cls(profile, profile.placement, **values)
 
     @property
@@ -82,12 +82,12 @@ class DecisionInput:
 
     @cached_property
     def memory(self) -> MemoryModel | None:
-        """What stages hold; None without a limit."""
+        """The memory model; None without a limit."""
         return memory_model(self.profile, self.limit_bytes, self.checkpoint_interval)
 
     @cached_property
     def pipeline(self) -> PipelineModel:
-        """The layers' seconds on a stage of speed 1, and what else a simulated iteration needs."""
+        """The model of an iteration, with the layers' seconds on a stage of speed 1."""
         layers = self.profile.layers
         under_1f1b = PipelineModel(
             self._scaled(cost.forward_seconds for cost in layers),
@@ -106,7 +106,7 @@ class DecisionInput:
         return [seconds / speeds[here.stage_of(layer)] for layer, seconds in enumerate(self.pipeline.layer_seconds)]
 
     def _scaled(self, seconds: Iterable[float]) -> tuple[float, ...]:
-        """Convert seconds of each layer from the stage that it was measured on to a stage of speed 1."""
+        """Convert the seconds of each layer to a stage of speed 1."""
         if self.speeds is None:
             return tuple(seconds)
         measured_at = self.profile.placement
@@ -140,16 +140,16 @@ class DecisionInput:
         )
 
     def _search_actions(self, work_seconds: float) -> float:
-        """Limit the actions that searches may simulate."""
+        """Return the limit of actions that searches may simulate."""
         if self.batches is None:
             return math.inf
         return _SEARCH_SHARE * self.batches * work_seconds / _SECONDS_PER_ACTION
 
 
 def memory_model(profile: Profile, limit_bytes: int | None, checkpoint_interval: int) -> MemoryModel | None:
-    """Make the memory model of a profile's layers under a limit of every rank; None without a limit.
+    """Build the memory model of a profile's layers under a limit per rank; None without a limit.
 
-    The largest workspace of any layer is set aside on every stage.
+    The largest workspace of any layer is reserved on every stage.
     """
     if limit_bytes is None:
         return None

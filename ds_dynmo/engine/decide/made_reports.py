@@ -1,4 +1,4 @@
-"""Make reports: of a decision, and of what was measured after it."""
+"""Reports of decisions and of measurements after them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceRepor
 
 
 def measured_report(profile: Profile, rebalance_step: int | None) -> MeasuredReport:
-    """Report what a profile measured under its placement.
+    """Build the report of a profile under its placement.
 
     Args:
-        rebalance_step: when layers moved there; None: they were built there.
+        rebalance_step: step of the move to this placement; None: the first placement.
     """
     seconds = profile.costs("time")
     loads = partitioners.loads(seconds, profile.partition)
@@ -38,12 +38,12 @@ def rebalance_report(
     load_signals: tuple[float | None, ...],
     own_schedule: str = "",
 ) -> RebalanceReport:
-    """Report a decision that was carried out.
+    """Build the report of a decision that was carried out.
 
     Args:
-        decision: None: there was no profile to predict from.
-        seconds: of profile, decide and migrate.
-        own_schedule: of the user's engine.
+        decision: None: there was no profile for predictions.
+        seconds: of profile, decision and migration.
+        own_schedule: class of the schedule of a user's engine class.
     """
     found = decision.found if decision else None
     return RebalanceReport(

@@ -1,4 +1,4 @@
-"""The memory limit of a rank: which partitions meet it, and which moves meet it while layers move."""
+"""The memory limit of a rank, in training and while layers move."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ds_dynmo.plan import HeldBytes, MigrationPlan, Profile
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """What ranks hold of each layer between two batches. Pure.
+    """The bytes of each layer between two batches. Pure.
 
     Attributes:
         limit: of a rank, in bytes.
-        layers: per layer, what a rank holds that has it.
-        static_bytes: per layer, what it holds in training without activations.
-        first_uses: per layer, the first layer that uses the same parameters; None: it is a function.
+        layers: per layer, its bytes on a rank of its stage.
+        static_bytes: per layer, its bytes in training without activations.
+        first_uses: per layer, the first layer with the same parameters; None: it is a function.
     """
 
     limit: int
@@ -35,11 +35,11 @@ class HeldMemory:
     def overflow(
         self, plan: MigrationPlan, present: MemoryModel | None = None, *, overlapped: bool = False
     ) -> Overflow | None:
-        """Find the stage that ``plan`` takes furthest above the limit; None: it takes none above.
+        """Find the stage that ``plan`` takes furthest above the limit; None: no stage exceeds it.
 
         Args:
-            present: what stages need now, with activations; None: what their layers hold, without.
-            overlapped: batches train while layers travel.
+            present: bytes that stages need now, with activations; None: without activations.
+            overlapped: whether batches train while layers travel.
         """
         old = plan.old
         if present is None:
@@ -61,7 +61,7 @@ class MemoryLimit:
     def __init__(self, stage: StageContext) -> None:
         self._stage = stage
         self.limit = stage.config.memory_limit
-        self._agreed: tuple[int, int] | None = None  # the world, and its limit
+        self._agreed: tuple[int, int] | None = None  # number of the world, and its limit
 
     def bytes(self) -> int | None:
         """Return the smallest limit of all ranks, which may differ; None: no limit. Collective once in a world."""
@@ -75,14 +75,14 @@ class MemoryLimit:
 
     @property
     def checkpoint_interval(self) -> int:
-        """Layers of a segment that is recomputed for its backward pass; 0: none are."""
+        """Layers per checkpointed segment; 0: no checkpointing."""
         return self._stage.layers.checkpoint_interval
 
     def held(self) -> HeldMemory | None:
-        """Gather what ranks hold of each layer; None without a limit. Collective.
+        """Gather the bytes of each layer; None without a limit. Collective.
 
         Raises:
-            MigrationError: harmless, on every rank; a rank cannot tell what its layers hold.
+            MigrationError: harmless, on every rank; a rank cannot size its layers.
         """
         limit = self.bytes()
         if limit is None:
@@ -97,8 +97,8 @@ class MemoryLimit:
         """Refuse a plan that takes a rank above the limit while layers move. Collective, before a byte moves.
 
         Args:
-            profile: that ``plan`` was decided from; None: there is none, and activations do not count.
-            overlapped: batches train while layers travel.
+            profile: of the decision; None: there is none, and activations do not count.
+            overlapped: whether batches train while layers travel.
 
         Raises:
             MigrationError: harmless, on every rank, with both numbers.
@@ -107,9 +107,9 @@ class MemoryLimit:
         if held is None:
             return
         present = memory_model(profile, held.limit, self.checkpoint_interval) if profile is not None else None
-        found = held.overflow(plan, present, overlapped=overlapped)
-        if found is not None:
+        overflow = held.overflow(plan, present, overlapped=overlapped)
+        if overflow is not None:
             raise MigrationError(
-                f"from {plan.old} to {plan.new}, {found} (dynmo.memory_limit). No layer has moved",
+                f"from {plan.old} to {plan.new}, {overflow} (dynmo.memory_limit). No layer has moved",
                 harmless=True,
             )

@@ -1,7 +1,6 @@
-"""Go from a profile to a decision, and from a decision to a move. :meth:`Rebalancer.after_batch` begins it.
+"""Rebalancing: from a profile to a decision, and from a decision to a move; :meth:`Rebalancer.after_batch` starts it.
 
-Every rank takes the same decision from the same gathered numbers. Until layers begin to move, a failure leaves training
-as it was.
+Every rank takes the same decision from the same numbers. Until layers start to move, a failure changes nothing.
 """
 
 from __future__ import annotations
@@ -37,20 +36,21 @@ DECIDING = "deciding where layers go"
 
 
 class Rebalancer:
-    """Decides where layers go.
+    """Profiles, decides and moves layers.
 
     Attributes:
-        groups: layers that stay together.
-        memory: the limit of a rank.
-        trigger: says which batches are profiled and when a decision is due.
-        cost_model: what the run has learnt about its layers, its stages and its moves.
-        profile: the latest, the same on every rank; None before the first.
-        last_move_step: ``global_steps`` when layers last moved; None: they never did.
-        failure: why the latest automatic decision was not carried out; None: none failed since a profile was requested.
+        groups: layers that are kept together.
+        memory: the memory limit of a rank.
+        trigger: determines which batches are profiled and when a decision is due.
+        cost_model: estimates of the costs of layers, stages and moves.
+        profile: the latest profile, the same on every rank; None before the first.
+        last_move_step: ``global_steps`` of the last move; None: layers never moved.
+        failure: why the latest automatic decision was not carried out; None: no failure since the last request.
 
     Args:
-        migrate: carries out a plan after a check that may raise, and returns the bytes that moved. Collective.
-        replica_multiplier: gives how many times the launch's replicas there are.
+        migrate: carries out a plan after a check that may raise, and returns the bytes moved. Collective.
+        replica_multiplier: returns the number of replicas over that of the launch.
+        lacks_data: returns whether the engine has no data to train on.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class Rebalancer:
         self.last_move_step: int | None = None
         self.failure: Exception | None = None
         self._move_seconds = 0.0  # of moves since the last profile, on this rank
-        self._profile_seconds = 0.0  # that gathering the latest profile took
+        self._profile_seconds = 0.0  # spent gathering the latest profile
         self._waits_for_profile = False
-        stage.layers_moved.subscribe("what was measured and learnt is of the stages before", self._layers_moved)
+        stage.layers_moved.subscribe("measurements and estimates are of the stages before", self._layers_moved)
 
     # -- after a batch --------------------------------------------------------------------------------
 
     def after_batch(self) -> Request | None:
-        """Count a batch that was trained on, and gather its profile if that is due. Collective.
+        """Count a trained batch, and gather its profile if that is due. Collective.
 
         Returns:
-            What asks for a decision now; None: nothing does.
+            The request of a decision that is due now; None: none is.
         """
         self.trigger.batch_done(self._stage.counters.steps)
         batches = self._profiler.batches
@@ -103,14 +103,14 @@ class Rebalancer:
         return self.trigger.pending if decision and not self._waits_for_profile else None
 
     def rebalance_or_stay(self, request: Request) -> None:
-        """Decide and go there; if that is impossible, warn on rank 0 and continue as before. Collective."""
+        """Decide and move layers; if that fails harmlessly, warn on rank 0 and continue. Collective."""
         try:
             self.rebalance(request, profile_seconds=self._profile_seconds)
         except (PartitionError, MigrationError) as error:
             self._stay(error)
 
     def report_profile(self) -> None:
-        """Write the latest profile once, after the decision that was taken from it."""
+        """Write the latest profile once, after its decision."""
         if not self._waits_for_profile:
             self._reporter.profiled(self.profile, self._stage.counters.samples)
 
@@ -124,10 +124,10 @@ class Rebalancer:
     # -- by hand --------------------------------------------------------------------------------------
 
     def rebalance_by_hand(self, train: Callable[[], Any]) -> RebalanceReport:
-        """Decide now, from the latest profile; without one, train until there is. Collective.
+        """Decide now from the latest profile; without one, train until there is one. Collective.
 
         Args:
-            train: trains a batch on the data that the engine has. Collective.
+            train: trains a batch on the engine's data. Collective.
         """
         profile_seconds = self.train_until_profiled(train) if self.profile is None else 0.0
         report = self.rebalance(Request(Reason.BY_HAND), profile_seconds=profile_seconds)
@@ -135,7 +135,7 @@ class Rebalancer:
         return report
 
     def train_until_profiled(self, train: Callable[[], Any]) -> float:
-        """Train until there is a profile, decide nothing, and return the seconds that gathering it took. Collective.
+        """Train until there is a profile, without a decision, and return the seconds of gathering it. Collective.
 
         Args:
             train: as for :meth:`rebalance_by_hand`.
@@ -162,7 +162,7 @@ class Rebalancer:
         return self._profile_seconds
 
     def model_changed(self, reason: str) -> None:
-        """Note that layers cost something else from here on: the next batch is profiled and a decision follows."""
+        """Update after the model's work changed: the next batch is profiled and a decision follows."""
         self._profiler.forget(batches_too=True)
         self.cost_model.model_changed()
         self.trigger.model_changed(reason)
@@ -170,11 +170,11 @@ class Rebalancer:
     # -- profile, decide, move ------------------------------------------------------------------------
 
     def gather_profile(self) -> Profile:
-        """Reduce what all ranks measured to one profile. Collective.
+        """Reduce the measurements of all ranks to one profile. Collective.
 
         Raises:
             PartitionError: on every rank; a layer did not run.
-            MigrationError: on every rank, harmless; a rank cannot tell what its layers cost.
+            MigrationError: on every rank, harmless; a rank cannot size its layers.
         """
         with self._stage.timeline.phase("profile", "gather the profile"):
             began = time.perf_counter()
@@ -190,7 +190,7 @@ class Rebalancer:
             return self.profile
 
     def rebalance(self, request: Request, *, profile_seconds: float) -> RebalanceReport:
-        """Decide from the latest profile, and go there. Collective.
+        """Decide from the latest profile, and move layers. Collective.
 
         Raises:
             PartitionError: no partition meets the memory limit. Nothing has changed.
@@ -233,11 +233,11 @@ class Rebalancer:
     def decision_input(
         self, profile: Profile, limit_bytes: int | None, *, smoothed: bool = False, in_force: bool = True
     ) -> DecisionInput:
-        """Collect what a decision is taken from, where layers are now.
+        """Build the input of a decision under the present placement.
 
         Args:
             smoothed: average the costs of ``profile`` over earlier profiles.
-            in_force: count on the schedule that runs now; False: on DeepSpeed's 1F1B.
+            in_force: assume the schedule that runs now; False: assume DeepSpeed's 1F1B.
         """
         schedule, num_stages = self._stage.schedule, self._stage.placement.num_stages
         counts = in_force and self.chooses_schedule
@@ -258,7 +258,7 @@ class Rebalancer:
 
     @property
     def chooses_schedule(self) -> bool:
-        """Is there a schedule to choose beside a partition?"""
+        """Whether decisions choose a schedule too."""
         return self._stage.schedule.is_ours and self._stage.placement.num_stages > 1
 
     def go_to(
@@ -270,12 +270,12 @@ class Rebalancer:
         profile_and_decide_seconds: tuple[float, float] = (0.0, 0.0),
         settles: bool = True,
     ) -> RebalanceReport:
-        """Move layers to ``new``, train by the schedule that was found for it, and report it. Collective.
+        """Move layers to ``new``, train by the schedule found for it, and report it. Collective.
 
         Args:
             new: the same on all ranks.
-            decision: that ``new`` comes from; None: it was given, and the latest profile says which schedule is best.
-            settles: drop a decision that is pending.
+            decision: that chose ``new``; None: the user did, and the schedule is searched from the latest profile.
+            settles: whether to drop a pending decision.
         """
         decided_from = self.profile if decision is not None else None
         if decision is None and self.profile is not None:
@@ -304,7 +304,7 @@ class Rebalancer:
                 bytes_moved=moved_bytes,
                 seconds=(*profile_and_decide_seconds, migrate_seconds),
                 load_signals=tuple(layer.load_signal for layer in self.profile.layers) if self.profile else (),
-                own_schedule=self._stage.schedule.own,
+                own_schedule=self._stage.schedule.user_steps,
             )
             self._reporter.rebalanced(report, self._stage.counters.samples)
         if decision is not None:
@@ -312,7 +312,7 @@ class Rebalancer:
         return report
 
     def _predict(self, profile: Profile, new: Placement, *, in_force: bool = True) -> Decision:
-        """Find the schedule for ``new``. Collective.
+        """Search the schedule for ``new``. Collective.
 
         Args:
             in_force: as in :meth:`decision_input`.
@@ -325,20 +325,20 @@ class Rebalancer:
         return self._comm.everywhere(DECIDING, decision, same=self._agreed)
 
     def _agreed(self, decision: Decision) -> str:
-        """Say what ranks have to agree on: collectives inside passes come in one order only under one schedule."""
+        """Return what ranks have to agree on: also the schedule, as passes may contain collectives."""
         schedule = f" by schedule {decision.found.schedule.hash}" if decision.found is not None else ""
         return f"{self._stage.route_to(decision.placement)}{schedule}"
 
     def _train_by(self, found: FoundSchedule | None, costs: PassCosts | None) -> None:
-        """Train by ``found``, made for ``costs``, from the next batch on; None: by DeepSpeed's 1F1B. Collective."""
+        """Train by ``found``, searched under ``costs``, from the next batch on; None: DeepSpeed's 1F1B. Collective."""
         if self.chooses_schedule:
-            costs = self._comm.broadcast_object(costs)  # messages are ordered by them: a rounding error would be one
+            costs = self._comm.broadcast_object(costs)  # they order messages, so rounding must not differ
             if found is None:
                 self._stage.schedule.decide(None)
             else:
                 self._stage.schedule.decide(found.schedule, costs, over_bound=found.over_bound)
 
-    # -- what the repacker and checkpoints ask --------------------------------------------------------
+    # -- for the repacker and checkpoints --------------------------------------------------------
 
     def nearest_allowed(self, placement: Placement) -> Placement:
         """Find the nearest placement that ``dynmo.keep_together`` allows; log it if it is not ``placement``."""
@@ -357,8 +357,8 @@ class Rebalancer:
             what: the engine's method that the user called, for messages.
 
         Raises:
-            PartitionError: on every rank, if ``partition`` is invalid on one, or cuts what ``keep_together`` keeps
-                together. Nothing has changed.
+            PartitionError: on every rank, if ``partition`` is invalid on one rank, or cuts a group of
+                ``keep_together``. Nothing has changed.
             MigrationError: see its message.
         """
 
@@ -382,7 +382,7 @@ class Rebalancer:
     def _layers_moved(self, moved: LayersMoved) -> None:
         self.last_move_step = moved.step
         self._profiler.forget(batches_too=True)
-        if moved.stages_changed:  # what was learnt of the layers holds
+        if moved.stages_changed:  # estimates of layers stay valid
             self.cost_model.stages_changed()
             self._stage.schedule.forget()
             self._move_seconds = 0.0

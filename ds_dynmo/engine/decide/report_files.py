@@ -1,6 +1,6 @@
-"""Files that rank 0 writes alone.
+"""Files that only rank 0 writes.
 
-If rank 0 cannot write one, all ranks refuse to start. A failure later on does not end training.
+If rank 0 cannot write one at the start, all ranks refuse to start. A later failure does not end training.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Warn = Callable[[str], None]
 
 
 def check_writable(path: str | None, key: str, comm: Communicator, *, writes: bool) -> None:
-    """Make the folder of ``path`` on rank 0, and check that the file opens. Collective.
+    """Create the folder of ``path`` on rank 0, and check that the file opens. Collective.
 
     Args:
-        path: rank 0's counts, other ranks may have another; None: rank 0 writes no such file.
+        path: used on rank 0 only; None: there is no such file.
         key: of the configuration, for the error.
-        writes: is this rank 0?
+        writes: whether this is rank 0.
 
     Raises:
         ConfigError: on every rank, if rank 0 cannot write the file.
@@ -42,11 +42,11 @@ def check_writable(path: str | None, key: str, comm: Communicator, *, writes: bo
 
 
 class WarnsOnce:
-    """Calls ``write``, and warns of its first failure instead of raising: the other ranks would wait for this one.
+    """Calls ``write``, and warns of its first failure instead of raising, as other ranks would wait for this one.
 
     Args:
-        what: names the file or monitor in the warning.
-        errors: what ``write`` may raise.
+        what: name of the file or monitor in the warning.
+        errors: errors of ``write`` that are caught.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class WarnsOnce:
 
 
 def record_writer(path: Path, warn: Warn) -> Callable[[dict[str, Any]], None]:
-    """Make a function that appends a record to a file of JSON lines, or warns once that it cannot."""
+    """Return a function that appends a record to a file of JSON lines, or warns once that it cannot."""
     return WarnsOnce(str(path), lambda record: append_line(path, json.dumps(record)), warn, OSError)
 
 
 def guard_monitors(master: Any, warn: Warn) -> None:
-    """Make every DeepSpeed monitor warn instead of raise: a failure neither ends training nor stops the others.
+    """Let every DeepSpeed monitor warn instead of raise: a failure must not end training or stop other monitors.
 
     Args:
-        master: DeepSpeed's ``MonitorMaster``, which DeepSpeed's own events pass through too.
+        master: DeepSpeed's ``MonitorMaster``, which DeepSpeed's events use too.
     """
     for name in ("tb_monitor", "wandb_monitor", "csv_monitor", "comet_monitor"):  # read in DeepSpeed 0.19.8
         monitor = getattr(master, name, None)

@@ -1,4 +1,4 @@
-"""The lines that are logged for reports."""
+"""Log lines of reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep the reports of an engine; log them, write them as JSON lines and send their numbers to DeepSpeed's monitors."""
+"""The reports of an engine: kept, logged, written as JSON lines, and sent to DeepSpeed's monitors."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ds_dynmo.engine.deepspeed.logs import logger_named
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport, RepackReport
 
-# DeepSpeed's own logger starts at WARNING, which would hide the one line per rebalance.
+# DeepSpeed's logger starts at WARNING, which would hide the one line per rebalance.
 logger = logger_named("DynMo")
 
 
 class Reporter:
-    """Keeps every report; on rank 0 logs, writes and monitors them as the configuration says.
+    """Keeps every report. Rank 0 logs, writes and monitors them as the configuration says.
 
-    Construction is collective. If rank 0 cannot write later on, it warns once, and training continues.
+    Construction is collective. If rank 0 cannot write later, it warns once, and training continues.
 
     Attributes:
-        speaks: this rank logs, writes and monitors for all: it is rank 0.
+        speaks: whether this rank logs, writes and monitors: it is rank 0.
         rebalances, repacks, measurements: every report so far.
-        write: appends a record to the report, or warns once that it cannot; a no-op where nothing is written.
+        write: appends a record to the report, or warns once that it cannot; does nothing without a report.
 
     Args:
         monitor: DeepSpeed's ``MonitorMaster``.
@@ -53,7 +53,7 @@ class Reporter:
         """Record a decision.
 
         Args:
-            samples: trained on so far, the x-axis of DeepSpeed's monitors.
+            samples: number of samples trained so far, the x-axis of DeepSpeed's monitors.
         """
         self.rebalances.append(report)
         if self._log and report.moved:
@@ -116,7 +116,7 @@ class Reporter:
             logger.warning(message)
 
     def inform(self, message: str) -> None:
-        """Log an action, where the configuration asks for log lines."""
+        """Log an action, if logging is configured."""
         if self._log:
             logger.info(message)
 
@@ -128,16 +128,16 @@ class Reporter:
 
 
 def _boundaries(placement: Placement) -> dict[str, float]:
-    """Name the first layer of every chunk but the first."""
+    """Return the first layer of every chunk except the first, by name."""
     return {f"boundary_{number}": placement.chunk(number).start for number in range(1, placement.num_chunks)}
 
 
 def _stage_loads(profile: Profile) -> dict[str, float]:
-    """Name the seconds per micro-batch of every stage."""
+    """Return the seconds per micro-batch of every stage, by name."""
     seconds, placement = profile.costs("time"), profile.placement
     of_stages = ((stage, placement.layers_of(stage)) for stage in placement.stages)
     return {f"stage_{stage}_load_seconds": math.fsum(seconds[layer] for layer in layers) for stage, layers in of_stages}
 
 
 def _write_nothing(record: dict[str, Any]) -> None:
-    """Drop ``record``: no report is asked for, or another rank writes it."""
+    """Drop ``record``: there is no report, or another rank writes it."""

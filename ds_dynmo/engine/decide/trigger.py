@@ -1,4 +1,4 @@
-"""Say when to profile and when to decide: the same on every rank."""
+"""The times of profiles and decisions: the same on every rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_dynmo.config import DynMoConfig
 
-_LEAST_SPAN = 100  # batches that a change lasts at least, where only changes cause decisions
+_LEAST_SPAN = 100  # least batches that a decision is expected to last without an interval
 
 
 class Reason(Enum):
@@ -16,14 +16,14 @@ class Reason(Enum):
 
     INITIAL = "initial"  # the first partition of a run
     INTERVAL = "interval"
-    MODEL_CHANGED = "model changed"  # reports say what the model gave as reason
+    MODEL_CHANGED = "model changed"  # reports have the model's reason
     BY_HAND = "by hand"  # the user requests a decision
-    EXPLICIT = "explicit"  # the user says where to go
-    CHECKPOINT = "checkpoint"  # layers go where they were saved
+    EXPLICIT = "explicit"  # the user gives a partition
+    CHECKPOINT = "checkpoint"  # the partition of a checkpoint
 
     @property
     def is_automatic(self) -> bool:
-        """Must a move repay its cost? Decisions by hand, and the first of a run, need only be better."""
+        """Whether a move has to repay its cost; decisions by hand, and the first of a run, need only be better."""
         return self in (Reason.INTERVAL, Reason.MODEL_CHANGED)
 
 
@@ -32,7 +32,7 @@ class Request:
     """A request for a decision.
 
     Attributes:
-        text: the reason in reports; "": the value of ``reason``.
+        text: the reason in reports; "" for the value of ``reason``.
     """
 
     reason: Reason
@@ -43,7 +43,7 @@ class Request:
 
 
 class Trigger:
-    """Says which batches are profiled, and after which a decision is due.
+    """Determines which batches are profiled, and after which a decision is due.
 
     Steps are DeepSpeed's ``global_steps``: batch ``n`` ends with ``global_steps == n``. A decision is due after every
     ``interval`` batches within [start_step, stop_step]. Only the ``profile.batches`` batches before it are profiled.
@@ -67,29 +67,29 @@ class Trigger:
 
     @property
     def pending(self) -> Request | None:
-        """The request for the decision that is pending; None: no decision is."""
+        """The request of the pending decision; None: none is pending."""
         return self._pending
 
     @property
     def warm(self) -> bool:
-        """Is the warm-up after the start or the last move over?"""
+        """Whether the warm-up after the start or the last move is over."""
         return self._settled >= self._config.profile.warmup_batches
 
     @property
     def placed(self) -> bool:
-        """Did a profile at the start place the layers for good?"""
+        """Whether a profile at the start placed the layers for good."""
         return self._placed
 
     @property
     def batches_to_gain(self) -> int:
-        """How many batches a decision is expected to last.
+        """The number of batches that a decision is expected to last.
 
-        ``interval``, or without intervals the batches between the model's last two changes, at least 100.
+        It is ``interval``, or without an interval the batches between the model's last two changes, at least 100.
         """
         return self._config.interval or max(_LEAST_SPAN, self._span)
 
     def model_changed(self, reason: str) -> None:
-        """Request a decision, as layers cost something else from here on."""
+        """Request a decision, because the costs of layers have changed."""
         self._span, self._unchanged = self._unchanged, 0
         self.ask(Request(Reason.MODEL_CHANGED, reason))
 
@@ -124,18 +124,18 @@ class Trigger:
         return self._outcome_wanted and profiled_batches >= self._config.profile.batches
 
     def outcome_recorded(self) -> None:
-        """Note that the outcome of the last move was recorded."""
+        """Update after the outcome of the last move was recorded."""
         self._outcome_wanted = False
 
     def decided(self, moved: bool) -> None:
-        """Note that a decision was taken."""
+        """Update after a decision."""
         self._placed = not self._config.enabled and self._config.initial_partition == "profile"
         self._pending, self._urgent = None, False
         if moved:
             self.moved()
 
     def moved(self) -> None:
-        """Note that layers have moved: begin the warm-up again, and measure the outcome after it."""
+        """Update after a move: start the warm-up again, and measure the outcome after it."""
         self._settled, self._outcome_wanted = 0, True
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,8 +150,8 @@ class Trigger:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`.
 
-        If switched off, drop a decision that the saved run was about to take. If ``initial_partition`` is then
-        "profile", a profile places the layers, unless one did so in the saved run, also switched off.
+        If rebalancing is off, drop a pending decision of the saved run. If ``initial_partition`` is then "profile", a
+        profile places the layers, unless one did so in the saved run with rebalancing off.
         """
         for name in self._SAVED:
             setattr(self, name, state[name])
@@ -173,7 +173,7 @@ class Trigger:
 
 
 def _request_saved(state: dict[str, Any]) -> Request | None:
-    """Read the pending request of a checkpoint: its text, and the reason's name if the text is another reason's."""
+    """Read the pending request of a checkpoint: its text, and the reason's name if the text is that of another."""
     text = state["_reason"]
     if text is None:
         return None

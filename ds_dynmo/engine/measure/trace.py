@@ -28,7 +28,7 @@ from ds_dynmo.engine.decide.report_files import WarnsOnce, check_writable
 from ds_dynmo.engine.decide.reporter import Reporter
 from ds_dynmo.engine.deepspeed.instruction_map import Instructions
 from ds_dynmo.engine.measure.trace_events import TraceEvent, TraceFile, Track, batch_events, track_names
-from ds_dynmo.engine.run.instructions import is_own_kind
+from ds_dynmo.engine.run.instructions import is_user_kind
 from ds_dynmo.engine.split.steps import InputGradientPass, WeightGradientPass
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.placement import Placement
@@ -82,7 +82,7 @@ class Tracer:
         self._marks: list[tuple[str, str, int | None]] = []
         self._times: list[Any] = []
         self._counts: Counter[str] = Counter()
-        self._put_off: deque[int] = deque()  # micro-batches whose weight gradients are still to come
+        self._deferred: deque[int] = deque()  # micro-batches whose weight gradients are still to come
         self._origin: float | None = None
         self._base_error_seconds = 0.0
         self._file: TraceFile | None = None
@@ -106,7 +106,7 @@ class Tracer:
         }
         get_accelerator().synchronize()
         beginning, base_seconds, self._base_error_seconds = begin(self._clock)
-        self._marks, self._times, self._counts, self._put_off = [], [beginning], Counter(), deque()
+        self._marks, self._times, self._counts, self._deferred = [], [beginning], Counter(), deque()
         self.records, self._stage.timeline.record = True, self._phase
         try:
             yield
@@ -131,7 +131,7 @@ class Tracer:
 
     def recorded(self, bare: Instructions) -> Instructions:
         """Wrap the instructions of a batch so that they record when they begin and end."""
-        shown = {kind: ("instruction", kind.__name__) for kind in bare if is_own_kind(kind)} | INSTRUCTIONS
+        shown = {kind: ("instruction", kind.__name__) for kind in bare if is_user_kind(kind)} | INSTRUCTIONS
         return MappingProxyType(
             {
                 kind: self._recorded(instruction, *shown[kind]) if kind in shown else instruction
@@ -152,12 +152,12 @@ class Tracer:
     def _micro_batch(self, category: str, what: str) -> int:
         """Return the micro-batch of the next instruction of this kind: they come in order."""
         if what == "weight gradient":
-            return self._put_off.popleft()
+            return self._deferred.popleft()
         kind = category if category == "backward" else f"{category} {what}"
         micro_batch = self._counts[kind]
         self._counts[kind] += 1
         if what == "input gradient":
-            self._put_off.append(micro_batch)
+            self._deferred.append(micro_batch)
         return micro_batch
 
     def _write(self, step: int, placement: Placement, seconds: list[float]) -> None:

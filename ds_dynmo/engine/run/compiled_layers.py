@@ -1,11 +1,11 @@
-"""Run the layers of a stage compiled: each as one graph, where it is, and again where it arrives.
+"""Compiled layers: each layer of a stage as one graph, which is compiled again on each stage where it arrives.
 
-While a batch runs, what is called in place of a layer, as ``nn.Module.compile`` sets it, leads here. Between batches
-layers are as ever, so nothing of it travels or is saved. Marks of the profiler, random streams, activation
-checkpointing of a stage and the split of backward passes are all around a layer, outside the compiled graph.
+While a batch runs, a call of a layer is replaced in the way of ``nn.Module.compile``. Between batches layers are
+unchanged, so nothing of this travels or is saved. The profiler's marks, random streams, activation checkpointing of a
+stage and the split of backward passes are around a layer, outside the compiled graph.
 
-Numbers must not depend on where a layer was before. So the same layer with the same inputs is compiled to the same
-code, or runs as it is, on every rank (:mod:`ds_dynmo.engine.run.compiler`).
+Numbers must not depend on where a layer was before. So on every rank the same layer with the same inputs is either
+compiled to the same code, or runs uncompiled (:mod:`ds_dynmo.engine.run.compiler`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ds_dynmo.stage_work import Stopwatch
 from ds_dynmo.torch_private import call_uncompiled, compiled_call_of, set_compiled_call
 
 _logger = logging.getLogger("DynMo")
-_MANY = 32  # compilations for layers of one class, on one rank, that are worth a warning
+_MANY = 32  # compilations of one class on one rank after which a warning is logged
 
 
 class CompiledLayers:
     """Compiles the layers of one stage.
 
     Attributes:
-        stopwatch: is paused while torch compiles; None: nobody measures.
-        seconds: that torch has compiled on this rank.
+        stopwatch: paused while torch compiles; None: no measurement.
+        seconds: that torch has spent compiling on this rank.
 
     Args:
-        log: log what was compiled in a batch, and in how many seconds.
+        log: whether to log the layers compiled in a batch, and the seconds.
     """
 
     def __init__(self, *, log: bool = True) -> None:
@@ -64,48 +64,48 @@ class CompiledLayers:
         self._runners, self._as_is = {}, set()
 
     def model_changed(self) -> None:
-        """Try once more to compile layers that could not be: they may be others now."""
+        """Try again to compile layers that could not be compiled: they may have changed."""
         self._as_is.clear()
 
     def keep(self, present: Container[int]) -> None:
-        """Forget what is known of layers that have left."""
+        """Forget layers that have left."""
         self._as_is = {variant for variant in self._as_is if variant[0] in present}
 
     @contextmanager
     def batch(self, layers: Mapping[int, nn.Module]) -> Iterator[None]:
-        """Compile ``layers``, by their numbers, while a batch runs; not what the user or TorchScript compiled.
+        """Compile ``layers`` while a batch runs, except those compiled by the user or TorchScript.
 
-        Of a layer whose class has ``compiled_parts``, names of submodules, these are compiled.
+        If a layer's class has ``compiled_parts``, names of submodules, only these are compiled.
         """
         if not self:
             yield
             return
-        ours = []
-        for index, path, module in list(_parts(layers)):  # a module without weights may be there twice
+        replaced = []
+        for index, path, module in list(_parts(layers)):  # a module without weights may occur twice
             if compiled_call_of(module) is None and not isinstance(module, torch.jit.ScriptModule):
                 set_compiled_call(module, _Call(self, index, path, module))
-                ours.append(module)
+                replaced.append(module)
         before, self._in_this_batch = self.seconds, {}
         try:
             with compiler.compiling_through(self._begin, self._end):
                 yield
         finally:
-            for module in ours:
+            for module in replaced:
                 set_compiled_call(module, None)
         if self._log and self._in_this_batch:
             what = ", ".join(f"{index} ({kind.__name__})" for index, kind in sorted(self._in_this_batch.items()))
             _logger.info(f"compile: layer {what} in {self.seconds - before:.1f} s")
 
     def call(self, index: int, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer, or the part of it at ``path``, compiled if it can be."""
+        """Run a layer, or its part at ``path``, compiled if possible."""
         kind = type(module)
         if not self._as_is or _variant(index, path, module, args, kwargs) not in self._as_is:
             if kind not in self._runners:
                 self._runners[kind] = compiler.runner(kind, self._backend)
             before = self.seconds
             try:
-                laid_out = {name: _laid_out(value) for name, value in kwargs.items()}
-                result = self._runners[kind](module, *map(_laid_out, args), **laid_out)
+                contiguous = {name: _contiguous(value) for name, value in kwargs.items()}
+                result = self._runners[kind](module, *map(_contiguous, args), **contiguous)
             except Exception as error:
                 if (reason := compiler.why_not(error)) is None:
                     raise
@@ -118,7 +118,7 @@ class CompiledLayers:
         return call_uncompiled(module, *args, **kwargs)
 
     def runs_as_is(self, index: int, path: str = "") -> bool:
-        """Say whether a layer, or a part of it, could not be compiled where it trains."""
+        """Return whether a layer, or a part of it, could not be compiled for training."""
         return any(variant[:3] == (index, path, True) for variant in self._as_is)
 
     def _warn_as_is(self, index: int, kind: type, reason: str) -> None:
@@ -153,10 +153,10 @@ class CompiledLayers:
 
 
 class _Call:
-    """Is called in place of a layer.
+    """The replacement of a layer's call.
 
     Attributes:
-        runs_as_is: the layer could not be compiled where it trains.
+        runs_as_is: whether the layer could not be compiled for training.
     """
 
     def __init__(self, layers: CompiledLayers, index: int, path: str, module: nn.Module) -> None:
@@ -181,19 +181,19 @@ def _parts(layers: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.Modul
 
 
 def _variant(index: int, path: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Return the key of a compilation: the layer, what it runs for, and the form of its inputs."""
-    named = tuple((name, _look(value)) for name, value in kwargs.items())
-    return index, path, torch.is_grad_enabled(), module.training, _look(args), named
+    """Return the key of a compilation: the layer, its mode, and the types of its inputs."""
+    named = tuple((name, _type_of(value)) for name, value in kwargs.items())
+    return index, path, torch.is_grad_enabled(), module.training, _type_of(args), named
 
 
-def _look(value: Any) -> Any:
+def _type_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.requires_grad
-    return tuple(map(_look, value)) if isinstance(value, tuple | list) else type(value)
+    return tuple(map(_type_of, value)) if isinstance(value, tuple | list) else type(value)
 
 
-def _laid_out(value: Any) -> Any:
+def _contiguous(value: Any) -> Any:
     """Return contiguous tensors, as a message would bring them, whatever the previous layer on this rank returned."""
     if isinstance(value, torch.Tensor):
         return value.contiguous() if value.layout is torch.strided else value
-    return type(value)(map(_laid_out, value)) if type(value) in (tuple, list) else value
+    return type(value)(map(_contiguous, value)) if type(value) in (tuple, list) else value

@@ -1,4 +1,4 @@
-"""torch's compiler: what it needs on this machine, and what it is asked to do.
+"""torch's compiler: its requirements on this machine, and its use.
 
 Several names here are private in torch (read in 2.13.0).
 """
@@ -39,10 +39,10 @@ def default_backend() -> str:
 
 
 def prepare(backend: Any, asked_by: str) -> None:
-    """Choose the folder where torch keeps what it compiled, and check that it can compile here.
+    """Choose torch's cache folder, and check that torch can compile on this machine.
 
     Args:
-        asked_by: what asks for it, for messages.
+        asked_by: the key or call that needs it, for messages.
 
     Raises:
         ConfigError: the folder cannot be written; on a CPU the C++ compiler or Python's headers are missing; on an
@@ -57,7 +57,7 @@ def prepare(backend: Any, asked_by: str) -> None:
         _try_on_device(asked_by)
 
 
-_AS_EVER = {"fullgraph": True, "dynamic": False, "disable": False}  # arguments that change nothing here
+_ALLOWED = {"fullgraph": True, "dynamic": False, "disable": False}  # allowed arguments, which are the defaults here
 
 
 def backend_of_call(
@@ -66,15 +66,15 @@ def backend_of_call(
     schedule: Any = None,
     compiled_autograd_enabled: bool = False,
 ) -> Any:
-    """Read the arguments of a call of DeepSpeed's ``engine.compile``, and make ready for its backend.
+    """Read the arguments of DeepSpeed's ``engine.compile``, and prepare its backend.
 
     Raises:
-        ConfigError: it asks for what cannot be done layer by layer, or :func:`prepare` does.
+        ConfigError: an argument is impossible layer by layer, or :func:`prepare` raises it.
     """
     call = "engine.compile"
     for key, value in (compile_kwargs or {}).items():
-        if key not in _AS_EVER or value is not _AS_EVER[key]:
-            allowed = ", ".join(f"{name!r}: {only}" for name, only in _AS_EVER.items())
+        if key not in _ALLOWED or value is not _ALLOWED[key]:
+            allowed = ", ".join(f"{name!r}: {only}" for name, only in _ALLOWED.items())
             raise ConfigError(
                 f"{call}: compile_kwargs[{key!r}] = {value!r}: each layer is one graph of fixed sizes, compiled in one "
                 f"way on every rank; allowed are {allowed}"
@@ -122,7 +122,7 @@ def _check_cpp(asked_by: str) -> None:
 
 
 def _try_on_device(asked_by: str) -> None:
-    """Compile one small function: what a device needs (Triton, a C compiler) differs, and each layer would fail."""
+    """Compile one small function: requirements differ between devices (Triton, a C compiler)."""
     device = get_accelerator().current_device_name()
     try:
         torch.compile(torch.neg, backend="inductor", dynamic=False)(torch.ones(2, device=device))
@@ -134,27 +134,29 @@ def _try_on_device(asked_by: str) -> None:
 
 
 def runner(kind: type, backend: Any) -> Callable[..., Any]:
-    """Make what runs layers of a class, compiled: ``run(layer, *args, **kwargs)``.
+    """Build the function that runs layers of a class compiled: ``run(layer, *args, **kwargs)``.
 
-    Layers that look alike share compiled code. The code depends on the layer and its inputs alone, and not on what ran
-    before in this process: one graph or nothing, sizes as they are.
+    Equal layers share compiled code. The code depends only on the layer and its inputs, not on earlier layers of this
+    process: each is one graph with fixed sizes, or not compiled.
     """
 
     def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
         return call_uncompiled(layer, *args, **kwargs)
 
-    code = run.__code__.replace(co_name=kind.__name__)  # torch keeps what it compiled with a code object
-    own = FunctionType(code, globals(), kind.__name__)
-    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, dynamic=False, backend=_of_fixed_sizes(backend))
+    code = run.__code__.replace(co_name=kind.__name__)  # torch caches compiled code per code object
+    function = FunctionType(code, globals(), kind.__name__)
+    compiled: Callable[..., Any] = torch.compile(
+        function, fullgraph=True, dynamic=False, backend=_of_fixed_sizes(backend)
+    )
     return compiled
 
 
 class _DependsOnDataError(RuntimeError):
-    """A layer whose sizes or numbers depend on its data: compiled, it may fail on data that nobody has seen yet."""
+    """A layer whose sizes or numbers depend on its data: compiled, it might fail on other data."""
 
 
 def _of_fixed_sizes(backend: Any) -> Callable[..., Any]:
-    """Let ``backend`` compile a graph in which all sizes and numbers are known."""
+    """Restrict ``backend`` to graphs in which all sizes and numbers are known."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     compile_graph = dynamo().lookup_backend(backend)
@@ -173,7 +175,7 @@ def _of_fixed_sizes(backend: Any) -> Callable[..., Any]:
 def compiling_through(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
     """Call ``begin`` and ``end`` around each compilation of torch, without its limit of compilations.
 
-    Beyond a limit torch would run a layer as it is, or fail: which layer would depend on those that were here before.
+    Beyond a limit torch would run a layer uncompiled, or fail; which layer would depend on the layers compiled before.
     """
 
     def begins(_: Any) -> None:
@@ -194,9 +196,9 @@ def compiling_through(begin: Callable[[], None], end: Callable[[], None]) -> Ite
 
 
 def why_not(error: Exception) -> str | None:
-    """Say why a layer cannot be compiled; None: the error is the layer's own, or the machine's.
+    """Return why a layer cannot be compiled; None: the error is the layer's or the machine's.
 
-    The machine's (no space left, a compiler that was killed) would strike one rank and not another.
+    An error of the machine (no space left, a killed compiler) occurs on one rank only.
     """
     errors = dynamo_errors()
     cause = error.inner_exception if isinstance(error, errors.BackendCompilerFailed) else error

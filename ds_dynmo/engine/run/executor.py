@@ -1,4 +1,4 @@
-"""Surround the schedule of a batch: choose the functions for its instructions, and seed each layer's random numbers."""
+"""The context of a batch's schedule: the functions of its instructions, and the random numbers of its layers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ds_dynmo.engine.stage import StageContext
 
 
 class Executor:
-    """Surrounds the schedule of every batch, training or evaluation.
+    """Runs the schedule of every batch, training or evaluation, in its context.
 
     Attributes:
-        ran: has a schedule run in this batch? Whoever begins a batch sets it to False.
+        ran: whether a schedule has run in this batch; the code that starts a batch sets it to False.
 
     Args:
-        engine: DeepSpeed's, whose schedule runs.
+        engine: DeepSpeed's engine, whose schedule runs.
         tracer: None: batches are not traced.
-        streams: each layer's random numbers; None: layers use the rank's generators.
-        first_micro_batch: gives the number of this rank's first micro-batch in a batch.
+        streams: random numbers per layer; None: layers use the rank's generators.
+        first_micro_batch: returns the number of this rank's first micro-batch in a batch.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class Executor:
         stage.compiled.stopwatch = profiler
         self.ran = False
         stage.around_schedule.add(self._around)
-        stage.layers_moved.subscribe("instructions depend on where the stage's layers are", self._compose_anew)
+        stage.layers_moved.subscribe("instructions depend on the stage's layers", self._recompose)
         stage.layers_moved.subscribe(
             "what could not be compiled may have left", lambda _: stage.compiled.keep(stage.layers.indices)
         )
-        stage.optimizer.changed.subscribe("instructions depend on how it takes gradients", self._compose_anew)
+        stage.optimizer.changed.subscribe("instructions depend on how it takes gradients", self._recompose)
 
     def profiled(self) -> AbstractContextManager[None]:
-        """Measure the layers in the batch that runs inside."""
+        """Measure the layers of the batch inside."""
         return self._profiler.batch(self._engine.module, self._stage.layers.indices, self._engine.is_last_stage())
 
     def before_step(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on this rank in every batch, between the reduction of gradients and the step."""
         self._callbacks.append(callback)
-        self._compose_anew()
+        self._recompose()
 
     @contextmanager
     def _around(self, training: bool) -> Iterator[None]:
@@ -84,7 +84,7 @@ class Executor:
         self.ran = True
 
     def _wrappers(self, training: bool) -> list[LayerWrapper]:
-        """Say what layers run through, the innermost first."""
+        """Return the wrappers of layers, the innermost first."""
         wrappers: list[LayerWrapper] = [self._profiler.wrap] if training and self._profiler.measures else []
         if self._streams is not None:
             first = self._first_micro_batch() if training else 0
@@ -93,20 +93,20 @@ class Executor:
             wrappers.append(self._streams.wrap)
         return wrappers
 
-    def _instructions(self, training: bool, ours: bool) -> Instructions:
-        found = self._composed(ours)
+    def _instructions(self, training: bool, scheduled: bool) -> Instructions:
+        composed = self._composed(scheduled)
         self._scheduled.gradients.observe = self._profiler.deferred if self._profiler.measures else None
         if training and self._profiler.measures:
             backward = goes_back(self._stage.layers.indices, self._trainable.prefix)
-            found = instructions.marked(found, self._profiler, backward=backward)
+            composed = instructions.marked(composed, self._profiler, backward=backward)
         if training and self._tracer is not None and self._tracer.records:
-            found = self._tracer.recorded(found)
-        return found
+            composed = self._tracer.recorded(composed)
+        return composed
 
-    def _composed(self, ours: bool) -> Instructions:
-        """Compose the instructions of a batch, anew only if something has changed."""
+    def _composed(self, scheduled: bool) -> Instructions:
+        """Compose the instructions of a batch; again only if something has changed."""
         present, prefix = dict(present_instructions(self._engine)), self._trainable.prefix
-        if (present, prefix, ours) != self._composed_for:
+        if (present, prefix, scheduled) != self._composed_for:
             self._composition = instructions.compose(
                 present,
                 self._stage.layers,
@@ -115,11 +115,11 @@ class Executor:
                 callbacks=self._callbacks,
                 streams=self._streams,
                 flags=self._stage.gradient_flags,
-                scheduled=self._scheduled if ours else None,
+                scheduled=self._scheduled if scheduled else None,
             )
-            self._composed_for = present, prefix, ours
+            self._composed_for = present, prefix, scheduled
         return self._composition
 
-    def _compose_anew(self, _: LayersMoved | None = None) -> None:
+    def _recompose(self, _: LayersMoved | None = None) -> None:
         self._composed_for = None
         self._scheduled.forget_shapes()

@@ -1,9 +1,9 @@
-"""Skip backward work and gradient messages in a frozen prefix of the model.
+"""A frozen prefix of the model, without backward work and gradient messages.
 
-The prefix is the leading layers without a trainable parameter. A stage inside it skips its backward passes, its
-successor sends nothing back, and the stage where the prefix ends receives activations that need no gradient
-(DeepSpeed 0.19.8 makes every received activation require one: runtime/pipe/engine.py:1129, 1152). These functions
-replace pipeline instructions or wrap them, and take the engine as DeepSpeed's do.
+The prefix consists of the leading layers without trainable parameters. A stage inside it skips its backward passes, its
+successor sends no gradients, and the stage in which the prefix ends receives activations without gradient (DeepSpeed
+0.19.8 lets every received activation require one: runtime/pipe/engine.py:1129, 1152). These functions replace or wrap
+pipeline instructions, and take the engine as DeepSpeed's do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_ties(layers: StageLayers, trainable: Sequence[bool]) -> None:
     """Refuse a tie of which only some uses are frozen.
 
     Args:
-        trainable: per layer of the model, has it anything to train? The same on every rank.
+        trainable: per layer of the model, whether it has trainable parameters; the same on every rank.
 
     Raises:
         ConfigError: on every rank.
@@ -46,7 +46,7 @@ def check_ties(layers: StageLayers, trainable: Sequence[bool]) -> None:
 
 
 def check_tied_weights(layers: StageLayers, trainable: Sequence[Sequence[float]]) -> None:
-    """Refuse a tied weight that is frozen in only some of the modules that have it.
+    """Refuse a tied weight that is frozen in only some of its modules.
 
     Args:
         trainable: per layer, the maximum of all ranks' :func:`tied_weights_that_train`.
@@ -70,24 +70,24 @@ def _named(weights: Mapping[int, str]) -> str:
 
 
 def tied_weights_that_train(layers: StageLayers) -> torch.Tensor:
-    """Find which of the weights train that a layer shares with other modules.
+    """Return which weights shared with other modules are trainable.
 
     Returns:
-        float32 ``[num_layers, most weights of a key]``: 1 or 0, zeros for layers elsewhere.
+        float32 ``[num_layers, most weights of a key]``: 1 or 0; zeros for layers on other stages.
     """
-    found = torch.zeros(layers.num_layers, max((tie.num_weights for tie in layers.own_uses), default=0))
+    training = torch.zeros(layers.num_layers, max((tie.num_weights for tie in layers.own_uses), default=0))
     for index in layers.indices:
         for number, weight in enumerate(layers.tied_weights(index)):
-            found[index, number] = float(weight.requires_grad)
-    return found
+            training[index, number] = float(weight.requires_grad)
+    return training
 
 
 def check_unchanged(layers: StageLayers, trainable: Sequence[bool], tied: Sequence[Sequence[float]]) -> None:
     """Refuse to train after layers were frozen or unfrozen without ``engine.model_changed``.
 
     Args:
-        trainable: per layer of the model, had it anything to train at the last ``engine.model_changed``?
-        tied: per layer, the :func:`tied_weights_that_train` of that time.
+        trainable: per layer of the model, whether it was trainable at the last ``engine.model_changed``.
+        tied: per layer, :func:`tied_weights_that_train` at that time.
     """
     for index in layers.indices:
         for weight, trained in zip(layers.tied_weights(index), tied[index], strict=False):
@@ -106,7 +106,7 @@ def check_unchanged(layers: StageLayers, trainable: Sequence[bool], tied: Sequen
 
 
 def frozen_prefix(trainable: Sequence[bool]) -> int:
-    """Count the leading layers that have nothing to train.
+    """Count the leading layers without trainable parameters.
 
     >>> frozen_prefix([False, False, True, False])
     2
@@ -119,19 +119,19 @@ def goes_back(layers: Iterable[int], prefix: int) -> bool:
     return any(layer >= prefix for layer in layers)
 
 
-def changes(chunk: range, prefix: int, *, own_backward: bool) -> dict[type, Callable[[Instruction], Instruction]]:
-    """List what goes around the instructions of a chunk, or in their place.
+def changes(chunk: range, prefix: int, *, user_backward: bool) -> dict[type, Callable[[Instruction], Instruction]]:
+    """Return the wrappers or replacements of a chunk's instructions.
 
     Args:
-        chunk: its layers.
-        prefix: how many leading layers of the model are frozen.
-        own_backward: the backward pass is the user's instead of DeepSpeed's: it is called even with nothing to do.
+        chunk: layers of the chunk.
+        prefix: number of leading layers of the model that are frozen.
+        user_backward: whether the backward pass is the user's, which is called even without work.
     """
     changed: dict[type, Callable[[Instruction], Instruction]] = {}
     if prefix == 0:
         return changed
     if not goes_back(chunk, prefix):
-        changed[schedule.BackwardPass] = _through_nothing if own_backward else lambda _: _skip_backward
+        changed[schedule.BackwardPass] = _through_nothing if user_backward else lambda _: _skip_backward
         changed[schedule.RecvGrad] = lambda _: _nothing
     if prefix >= chunk.start:
         changed[schedule.SendGrad] = lambda _: _free_input
@@ -149,7 +149,7 @@ def _skip_backward(engine: Any, buffer_id: int) -> None:
 
 
 def _through_nothing(backward: Instruction) -> Instruction:
-    """Call the user's ``backward`` with an output of no elements, as there is nothing to go back through."""
+    """Call the user's ``backward`` with an output of no elements, as there is no graph."""
 
     def backward_pass(engine: Any, buffer_id: int) -> None:
         nothing = torch.empty(0, device=engine.device, requires_grad=True)

@@ -1,9 +1,8 @@
-"""Gradients go back only for tensors that have one: not for masks, positions, or tables that layers pass on.
+"""Gradient messages only for tensors that require a gradient: not for masks, positions or tables passed by layers.
 
-DeepSpeed (0.19.8, runtime/pipe/engine.py:1129, 1187, 1224) makes every floating tensor that a stage receives require a
-gradient, sends one back for each, and waits for one for each that was sent. It fails where a mask, or a table of
-cosines, has none. Here the sender announces which tensors require a gradient. The receiver differentiates these alone,
-and gradients are sent for these alone.
+DeepSpeed (0.19.8, runtime/pipe/engine.py:1129, 1187, 1224) lets every received floating tensor require a gradient,
+sends one back for each, and waits for one for each sent tensor. It fails if a mask or a table of cosines has none. Here
+the sender announces which tensors require a gradient, and gradients are computed and sent only for these.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions
 from ds_dynmo.engine.deepspeed.point_to_point import receive_from_previous, send_to_next, shapes_are_known
 from ds_dynmo.errors import ConfigError
 
-_MOST = 256  # tensors in a message: DeepSpeed announces their shapes in so many numbers
+_MOST = 256  # tensors in a message: DeepSpeed's limit
 _INVOLVED = (
     schedule.ForwardPass,
     schedule.SendActivation,
@@ -34,56 +33,56 @@ _INVOLVED = (
 
 
 class GradientFlags:
-    """Which tensors of the messages of one stage get a gradient back.
+    """The tensors of one stage's messages for which gradients are sent back.
 
-    They are announced in the first micro-batch that trains after :meth:`forget`, and where shapes change in each one.
+    They are announced in the first training micro-batch after :meth:`forget`, or in each one if shapes change.
     """
 
     def __init__(self) -> None:
-        self._sent: list[bool] | None = None  # to the next stage; None: to be announced
+        self._sent: list[bool] | None = None  # to the next stage; None: announce them in the next message
         self._received: list[bool] | None = None  # from the previous one
-        self._layout: MessageShapes | None = None  # of what is sent, as DeepSpeed announced it; None: it will
+        self._shapes: MessageShapes | None = None  # sent shapes, as announced by DeepSpeed; None: not yet
 
     def forget(self) -> None:
-        """Announce anew. Every stage has to forget between the same two batches."""
+        """Announce again. Every stage has to call this between the same two batches."""
         self._sent = self._received = None
 
     def forget_shapes(self) -> None:
-        """Announce anew, as DeepSpeed does the shapes."""
+        """Announce again, as DeepSpeed does with shapes."""
         self.forget()
-        self._layout = None
+        self._shapes = None
 
     def changes(
-        self, present: Instructions, last_layer: int, *, own_kinds: bool
+        self, present: Instructions, last_layer: int, *, user_kinds: bool
     ) -> Mapping[type, Callable[[Instruction], Instruction]]:
-        """List what goes around the instructions of ``present``.
+        """Return the wrappers of the instructions of ``present``.
 
-        If an instruction of the user's is among those involved, every floating tensor gets a gradient, as DeepSpeed's
-        do. So they do with kinds of the user's: one may send what a pass without gradients gave.
+        With a user's instruction among those involved, every floating tensor gets a gradient, as in DeepSpeed. The same
+        holds with kinds of the user, as one may send the result of a pass without gradients.
 
         Args:
             last_layer: number of the last layer of this stage.
-            own_kinds: instructions of kinds that DeepSpeed does not have are among ``present``.
+            user_kinds: whether ``present`` has kinds of instructions that DeepSpeed does not have.
         """
-        own = own_kinds or any(not is_deepspeeds(present[kind]) for kind in _INVOLVED if kind in present)
-        found: dict[type, Callable[[Instruction], Instruction]] = {
+        for_all = user_kinds or any(not is_deepspeeds(present[kind]) for kind in _INVOLVED if kind in present)
+        wrappers: dict[type, Callable[[Instruction], Instruction]] = {
             schedule.SendActivation: lambda send: (
-                partial(self._send_for_all, send) if own else partial(self._send, send, last_layer)
+                partial(self._send_for_all, send) if for_all else partial(self._send, send, last_layer)
             ),
             schedule.RecvActivation: lambda receive: partial(self._receive, receive),
         }
-        if not own:
-            found[schedule.SendGrad] = lambda send: partial(self._send_gradients, send, last_layer)
+        if not for_all:
+            wrappers[schedule.SendGrad] = lambda send: partial(self._send_gradients, send, last_layer)
         if is_deepspeeds(present.get(schedule.LoadMicroBatch)):
-            found[schedule.LoadMicroBatch] = lambda load: partial(self._load, load)
-        return found
+            wrappers[schedule.LoadMicroBatch] = lambda load: partial(self._load, load)
+        return wrappers
 
     # -- the instructions -----------------------------------------------------------------------------
 
     def _load(self, load: Instruction, engine: Any, buffer_id: int) -> None:
-        """Load, and differentiate no mask that comes with the tokens.
+        """Load a micro-batch whose masks require no gradient.
 
-        DeepSpeed does so for reentrant checkpointing, which works without it here (``checkpoint_any_input``).
+        DeepSpeed lets them require one for reentrant checkpointing, which needs none here (``checkpoint_any_input``).
         """
         load(engine, buffer_id=buffer_id)
         inputs = buffers.inputs_of(engine, buffer_id)
@@ -92,11 +91,11 @@ class GradientFlags:
                 tensor.requires_grad_(False)
 
     def _send(self, send: Instruction, last_layer: int, engine: Any, buffer_id: int) -> None:
-        """Send, and keep of the outputs only those that a gradient comes back for."""
+        """Send the outputs, and keep only those for which a gradient comes back."""
         outputs = _sendable(buffers.outputs_of(engine, buffer_id), last_layer)
         tensors, are_known = _in_tuple(outputs), shapes_are_known(engine)
         if are_known:
-            self._check_layout(last_layer, tensors)
+            self._check_shapes(last_layer, tensors)
         buffers.set_outputs(engine, buffer_id, outputs)
         send(engine, buffer_id=buffer_id)
         if not torch.is_grad_enabled():  # an evaluation
@@ -108,26 +107,26 @@ class GradientFlags:
             self._announce(engine, flags)
         elif flags != self._sent:
             _check_flags(last_layer, flags, self._sent)
-        buffers.set_outputs(engine, buffer_id, self._that_go_back(outputs, kept=2 * engine.is_pipe_partitioned))
+        buffers.set_outputs(engine, buffer_id, self._with_gradients(outputs, kept=2 * engine.is_pipe_partitioned))
 
     def _send_for_all(self, send: Instruction, engine: Any, buffer_id: int) -> None:
-        """Send, and let a gradient come back for every floating tensor."""
+        """Send the outputs, with a gradient for every floating tensor."""
         send(engine, buffer_id=buffer_id)
         if torch.is_grad_enabled() and (self._sent is None or not shapes_are_known(engine)):
             self._announce(engine, [True] * _MOST)
 
-    def _check_layout(self, last_layer: int, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Refuse other tensors than those announced: their receivers would wait, fail, or keep old elements.
+    def _check_shapes(self, last_layer: int, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Refuse tensors that differ from those announced: receivers would hang, fail, or keep old elements.
 
         Raises:
             ConfigError: their number, or the shape or dtype of one, has changed.
         """
-        layout = [(tensor.shape, tensor.dtype) for tensor in outputs]
-        if self._layout is None:
-            self._layout = layout
-        if layout != self._layout:
+        shapes = [(tensor.shape, tensor.dtype) for tensor in outputs]
+        if self._shapes is None:
+            self._shapes = shapes
+        if shapes != self._shapes:
             raise ConfigError(
-                f"layer {last_layer}, the last one of a stage, returned {_listed(layout)}, and {_listed(self._layout)} "
+                f"layer {last_layer}, the last one of a stage, returned {_listed(shapes)}, and {_listed(self._shapes)} "
                 "in the first micro-batch: give the PipelineModule dynamic_shape=True, or call "
                 "engine.reset_activation_shape() on every rank before a batch of another shape"
             )
@@ -138,8 +137,8 @@ class GradientFlags:
         send_to_next(engine, announced)
         self._sent = flags
 
-    def _that_go_back(self, outputs: Any, kept: int) -> Any:
-        """Leave out of ``outputs`` what gets no gradient, but for the first ``kept``."""
+    def _with_gradients(self, outputs: Any, kept: int) -> Any:
+        """Remove outputs without a gradient, except the first ``kept``."""
         assert self._sent is not None
         if isinstance(outputs, torch.Tensor):
             return _with_graph(outputs) if self._sent[0] else ()
@@ -147,7 +146,7 @@ class GradientFlags:
         return (*first, *(_with_graph(tensor) for tensor, flag in others if flag))
 
     def _receive(self, receive: Instruction, engine: Any, buffer_id: int) -> None:
-        """Receive, and let those tensors require a gradient that get one."""
+        """Receive tensors, and let those require a gradient for which one is sent."""
         receive(engine, buffer_id=buffer_id)
         if not torch.is_grad_enabled():
             return
@@ -160,7 +159,7 @@ class GradientFlags:
                 tensor.requires_grad_(flag)
 
     def _send_gradients(self, send: Instruction, last_layer: int, engine: Any, buffer_id: int) -> None:
-        """Send the gradients of what requires one; of what no layer used, zeros."""
+        """Send the gradients of tensors that require one; zeros for unused tensors."""
         inputs = buffers.inputs_of(engine, buffer_id)
         if not engine.is_pipe_partitioned:
             tensors = _in_tuple(inputs)
@@ -183,32 +182,32 @@ def _sendable(outputs: Any, last_layer: int) -> Any:
     """Return the outputs with contiguous memory, which a message needs.
 
     Raises:
-        ConfigError: they are no tensor and no tuple of tensors, or one is complex and requires a gradient.
+        ConfigError: they are neither a tensor nor a tuple of tensors, or one is complex and requires a gradient.
     """
     tensors = _in_tuple(outputs)
     if all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        complex_ones = [number for number, one in enumerate(tensors) if one.is_complex() and one.requires_grad]
-        if complex_ones:
+        numbers = [number for number, tensor in enumerate(tensors) if tensor.is_complex() and tensor.requires_grad]
+        if numbers:
             raise ConfigError(
-                f"layer {last_layer}, the last one of a stage: its outputs {complex_ones} are complex and require a "
+                f"layer {last_layer}, the last one of a stage: its outputs {numbers} are complex and require a "
                 "gradient, and pipelines send gradients of floating tensors alone: return torch.view_as_real of them"
             )
         contiguous = tuple(tensor.contiguous() for tensor in tensors)
         return contiguous if isinstance(outputs, tuple) else contiguous[0]
-    found = type(outputs).__name__
+    kind = type(outputs).__name__
     if isinstance(outputs, tuple | list):
-        found += f" of {', '.join(type(output).__name__ for output in outputs)}"
+        kind += f" of {', '.join(type(output).__name__ for output in outputs)}"
     raise ConfigError(
-        f"layer {last_layer}, the last one of a stage, returned a {found}: a stage can send a tensor or a tuple of "
+        f"layer {last_layer}, the last one of a stage, returned a {kind}: a stage can send a tensor or a tuple of "
         f"tensors; return one of these, or never cut after it: dynmo.keep_together = [[{last_layer}, {last_layer + 1}]]"
     )
 
 
 def _check_flags(last_layer: int, now: list[bool], before: list[bool]) -> None:
-    """Refuse gradients that nobody would send.
+    """Refuse new tensors with gradients, which the receiver would not send.
 
     Raises:
-        ConfigError: a tensor has come to require a gradient.
+        ConfigError: a tensor requires a gradient that did not before.
     """
     which = [number for number, (flag, flagged) in enumerate(zip(now, before)) if flag and not flagged]
     if which:
@@ -219,12 +218,12 @@ def _check_flags(last_layer: int, now: list[bool], before: list[bool]) -> None:
 
 
 def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or if it has lost its graph, what takes the gradient that comes back all the same."""
+    """Return ``tensor``, or a leaf that takes the gradient if the tensor has lost its graph."""
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
-def _listed(layout: MessageShapes) -> str:
-    return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in layout) or "nothing"
+def _listed(shapes: MessageShapes) -> str:
+    return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in shapes) or "nothing"
 
 
 def _in_tuple(tensors: Any) -> tuple[Any, ...]:

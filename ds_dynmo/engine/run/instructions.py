@@ -1,9 +1,9 @@
-"""Compose the function that carries out each pipeline instruction on this stage.
+"""The functions that carry out the pipeline instructions on this stage.
 
-Its core is the function in the engine's present ``_INSTRUCTION_MAP``, DeepSpeed's or the user's: an entry in the map of
-``PipelineEngine`` or of a subclass, set before or after ``initialize``, or a map on the engine itself. It is wrapped in
-what several outputs, a frozen prefix, tied aliases, callbacks, random streams or a profile need. So an instruction of
-the user's is called as often as DeepSpeed calls it, or is refused by name (:func:`check`). The functions here take the
+The core of each is the function in the engine's present ``_INSTRUCTION_MAP``, of DeepSpeed or of the user: an entry in
+the map of ``PipelineEngine`` or of a subclass, set before or after ``initialize``, or a map on the engine itself. It is
+wrapped for several outputs, a frozen prefix, tied aliases, callbacks, random streams or a profile. So a user's
+instruction is called as often as DeepSpeed calls it, or is refused by name (:func:`check`). The functions here take the
 engine as DeepSpeed's do.
 """
 
@@ -37,35 +37,35 @@ Around = Callable[[Instruction], Instruction]
 _MESSAGES = (schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad, schedule.RecvGrad)
 
 
-def is_own_kind(kind: type) -> bool:
+def is_user_kind(kind: type) -> bool:
     """Return whether an instruction class is the user's: neither DeepSpeed's schedules nor ds_dynmo's have it."""
     return kind.__module__ != schedule.__name__ and kind not in (InputGradientPass, WeightGradientPass)
 
 
 def check(present: Instructions, prefix: int, *, partitioned: bool, ours: bool) -> None:
-    """Refuse instructions of the user's that would not be called as DeepSpeed calls them.
+    """Refuse user's instructions that would not be called as DeepSpeed calls them.
 
     Args:
-        prefix: how many leading layers of the model are frozen.
-        partitioned: messages are split over tensor-parallel slices.
-        ours: batches are trained by a schedule of ours, or may be.
+        prefix: number of leading layers of the model that are frozen.
+        partitioned: whether messages are split over tensor-parallel slices.
+        ours: whether batches may be trained by a schedule of ds_dynmo.
 
     Raises:
-        ConfigError: naming the first.
+        ConfigError: names the first.
     """
     if ours:
         reason = "under a schedule of ds_dynmo no message may wait for its receiver, as one of yours may"
-        _refuse_own(present, _MESSAGES, reason, 'set dynmo.schedule.kind to "1f1b"')
+        _refuse_users(present, _MESSAGES, reason, 'set dynmo.schedule.kind to "1f1b"')
     if prefix:
         kinds = (schedule.SendGrad, schedule.RecvGrad, *((schedule.BackwardPass,) if partitioned else ()))
         reason = (
             f"the first {prefix} layers have nothing to train, so a stage that holds no others is sent no gradients, "
             "and an instruction of yours cannot know that"
         )
-        _refuse_own(present, kinds, reason, "train a parameter of layer 0")
+        _refuse_users(present, kinds, reason, "train a parameter of layer 0")
 
 
-def _refuse_own(present: Instructions, kinds: Iterable[type], reason: str, instead: str) -> None:
+def _refuse_users(present: Instructions, kinds: Iterable[type], reason: str, instead: str) -> None:
     for kind in kinds:
         instruction = present.get(kind)
         if instruction is not None and not is_deepspeeds(instruction):
@@ -86,12 +86,12 @@ def compose(
     """Compose the instructions of a stage around those of ``present``.
 
     Args:
-        prefix: how many leading layers of the model are frozen.
-        accumulates: the optimizer takes gradients after every micro-batch (``BF16_Optimizer``).
-        callbacks: the user's, called before the optimizer's step.
-        streams: each layer's random numbers; None: layers use the rank's generators.
-        flags: which tensors between stages get a gradient; None: all floating ones.
-        scheduled: what runs a schedule of ours; None: DeepSpeed's runs.
+        prefix: number of leading layers of the model that are frozen.
+        accumulates: whether the optimizer takes gradients after every micro-batch (``BF16_Optimizer``).
+        callbacks: of the user, called before the optimizer's step.
+        streams: random numbers per layer; None: layers use the rank's generators.
+        flags: tensors between stages that get a gradient; None: all floating ones.
+        scheduled: runs a schedule of ds_dynmo; None: DeepSpeed's schedule runs.
     """
     composed = dict(present)
 
@@ -100,14 +100,14 @@ def compose(
             composed[kind] = around(composed[kind])
 
     if flags is not None:
-        own_kinds, last_layer = any(map(is_own_kind, present)), max(layers.indices, default=-1)
-        for kind, around in flags.changes(present, last_layer, own_kinds=own_kinds).items():
+        user_kinds, last_layer = any(map(is_user_kind, present)), max(layers.indices, default=-1)
+        for kind, around in flags.changes(present, last_layer, user_kinds=user_kinds).items():
             put_around(kind, around)
     put_around(schedule.RecvGrad, _into_new_memory)
     put_around(schedule.BackwardPass, _from_all_outputs)
     backward = present.get(schedule.BackwardPass)
-    own_backward = backward is not None and not is_deepspeeds(backward)
-    for kind, around in frozen_prefix.changes(layers.run, prefix, own_backward=own_backward).items():
+    user_backward = backward is not None and not is_deepspeeds(backward)
+    for kind, around in frozen_prefix.changes(layers.run, prefix, user_backward=user_backward).items():
         put_around(kind, around)
     if layers.tied_aliases or layers.copies():
         put_around(schedule.ReduceTiedGrads, partial(_of_all_uses, layers))
@@ -118,13 +118,13 @@ def compose(
     if scheduled is not None:
         composed = scheduled.compose(composed)
     if streams is not None:
-        composed.update(streams.instructions(composed, own_kinds=filter(is_own_kind, composed)))
+        composed.update(streams.instructions(composed, user_kinds=filter(is_user_kind, composed)))
     return MappingProxyType(composed)
 
 
 def marked(bare: Instructions, profiler: Profiler, *, backward: bool) -> Instructions:
-    """Wrap ``bare`` so that the profiler sees where each pass begins and ends; ``backward``: there are such passes."""
-    around: dict[type, Around] = {kind: partial(_another_pass, profiler) for kind in bare if is_own_kind(kind)}
+    """Wrap ``bare`` so that the profiler sees the start and end of each pass; ``backward``: with backward passes."""
+    around: dict[type, Around] = {kind: partial(_another_pass, profiler) for kind in bare if is_user_kind(kind)}
     around[schedule.ForwardPass] = partial(_one_pass, profiler, Kind.FORWARD)
     if backward:
         around[schedule.BackwardPass] = partial(_one_pass, profiler, Kind.BACKWARD)
@@ -154,7 +154,7 @@ def _another_pass(profiler: Profiler, instruction: Instruction) -> Instruction:
 
 
 class _Join(torch.autograd.Function):
-    """A tensor without elements whose backward pass goes through several tensors at once, each with its gradient."""
+    """A tensor without elements whose backward pass runs through several tensors at once, each with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, gradients: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ class _Join(torch.autograd.Function):
 
 
 class _JoinedOutput(torch.Tensor):
-    """One of several outputs of a stage. Its backward pass waits for those of the others, then all run as one."""
+    """One of several outputs of a stage. Its backward pass waits for the others; then all run as one."""
 
     __torch_function__ = no_torch_function
     output: torch.Tensor
@@ -197,19 +197,19 @@ def _waiting_for_each_other(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
     def wait(output: torch.Tensor) -> torch.Tensor:
         if not output.is_floating_point():
             return output
-        one = output.as_subclass(_JoinedOutput)
-        one.output, one.waiting, one.of = output, waiting, count
-        return one
+        joined = output.as_subclass(_JoinedOutput)
+        joined.output, joined.waiting, joined.of = output, waiting, count
+        return joined
 
     return tuple(wait(output) for output in outputs)
 
 
 def _into_new_memory(receive: Instruction) -> Instruction:
-    """Receive every gradient into memory of its own, not over the one before: a backward pass may keep that.
+    """Receive every gradient into new memory: a backward pass may keep the previous one.
 
-    It does so where a stage's last layer adds a parameter to one sample (``hidden + places[None]``): the gradient of
-    the parameter is what was received, in another shape. DeepSpeed (0.19.8, runtime/pipe/engine.py:1178) overwrites it
-    with each micro-batch.
+    It does so if a stage's last layer adds a parameter to one sample (``hidden + places[None]``): the gradient of the
+    parameter is the received tensor in another shape. DeepSpeed (0.19.8, runtime/pipe/engine.py:1178) overwrites it in
+    each micro-batch.
     """
 
     def receive_gradients(engine: Any, buffer_id: int) -> None:
@@ -222,9 +222,9 @@ def _into_new_memory(receive: Instruction) -> Instruction:
 def _from_all_outputs(backward: Instruction) -> Instruction:
     """Run one backward pass per stage, not one per output tensor.
 
-    DeepSpeed (0.19.8, runtime/pipe/engine.py:853) runs one per output. Layers that several outputs depend on then do
-    their backward work again; a checkpointed one fails, as it recomputes only once; and gradients are summed in another
-    order than on the last stage, so that numbers would depend on where a stage ends.
+    DeepSpeed (0.19.8, runtime/pipe/engine.py:853) runs one per output. Layers on which several outputs depend then
+    repeat their backward work; a checkpointed layer fails, as it recomputes only once; and gradients are summed in
+    another order than on the last stage, so numbers would depend on the partition.
     """
 
     def backward_pass(engine: Any, buffer_id: int) -> None:

@@ -1,14 +1,14 @@
-"""Give each layer random numbers of its own, which do not depend on its rank.
+"""Random numbers per layer, which do not depend on the layer's rank.
 
-Whenever a layer runs, the global generators (torch's, the accelerator's, Python's ``random``, numpy's legacy one) are
-seeded from the run's seed, the step, the micro-batch, the layer's number and the data-parallel index. So the layer gets
-the same numbers on any stage, when it is recomputed for backward, and after a resume. The named states of trackers are
-seeded likewise (:mod:`ds_dynmo.engine.run.rng_trackers`). A layer's ``draws_as_layer`` replaces its number here: a
-model that is cut into layers in another way then gets the same numbers.
+Before a layer runs, the global generators (of torch, the accelerator, Python's ``random`` and numpy's legacy generator)
+are seeded from the run's seed, the step, the micro-batch, the layer's number and the data-parallel index. So the layer
+gets the same numbers on any stage, when it is recomputed for backward, and after a resume. The named states of trackers
+are seeded in the same way (:mod:`ds_dynmo.engine.run.rng_trackers`). A layer's ``draws_as_layer`` replaces its number
+here, so that a model that is cut into layers in another way gets the same numbers.
 
-After a pass (a micro-batch's forward or backward through the stage) the generators are as before its first layer, so
-the rank's own random numbers are not disturbed. The loss continues the last layer's stream. A backward function that
-uses random numbers has no stream; dropout's keeps its mask and needs none.
+After a pass (a micro-batch's forward or backward through the stage) the generators are restored to their states before
+its first layer, so that the rank's other random numbers are unchanged. The loss continues the last layer's stream. A
+backward function that uses random numbers has no stream; that of dropout keeps its mask and needs none.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _POSITION = struct.Struct("i")
 
 
 def stream_seed(seed: int, *, step: int, micro_batch: int, layer: int, replica: int, training: bool) -> int:
-    """Hash what distinguishes a stream to 64 bits, the same in every process (Python's ``hash`` is not)."""
+    """Hash the identity of a stream to 64 bits, equal in every process (unlike Python's ``hash``)."""
     key = _KEY.pack(seed % 2**64, step, micro_batch, layer, replica, training)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
 class Draws(NamedTuple):
-    """What distinguishes the random numbers of a micro-batch from those of others in the batch."""
+    """The identity of a micro-batch's random numbers within a batch."""
 
     seed: int
     micro_batch: int
@@ -56,9 +56,10 @@ class LayerPass(NamedTuple):
     """A pipeline instruction that may run layers.
 
     Attributes:
-        buffer_id: DeepSpeed's pipeline buffer that it is about; None: none.
-        draws: for layers that run for the first time.
-        recomputes: do layers repeat what is in ``buffer_id``? None: only those that run in autograd's backward pass.
+        buffer_id: its DeepSpeed pipeline buffer; None: it has none.
+        draws: of layers that run for the first time.
+        recomputes: whether layers recompute the micro-batch of ``buffer_id``; None: only those in autograd's backward
+            pass do.
     """
 
     buffer_id: int | None
@@ -91,14 +92,14 @@ class NumpyGenerator:
     """numpy's legacy global generator.
 
     numpy takes 40 microseconds to return its state, as it copies 624 numbers one by one. So the state is read again
-    only if the generator's memory, which is these numbers and a position, is no longer that of the last one read. A
-    normal number that waits to be drawn is kept elsewhere: while there is one, the state is read every time.
+    only if the generator's memory (these numbers and a position) has changed since the last read. A cached normal
+    number is not in this memory: while there is one, the state is read every time.
     """
 
     def __init__(self) -> None:
         self._state: dict[str, Any] = {}
-        self._memory = b""  # of the generator in that state
-        self._known: Any = None  # the generator, if its memory tells its state
+        self._memory = b""  # of the generator in this state
+        self._known: Any = None  # the generator, if its memory is its whole state
 
     def seed(self, seed: int) -> None:
         numpy.random.seed(seed)
@@ -128,7 +129,7 @@ class PythonGenerators:
 
     def seed(self, seed: int) -> None:
         random.seed(seed)
-        self._numpy.seed(seed >> 32)  # torch on the CPU has the same algorithm, and takes the low half
+        self._numpy.seed(seed >> 32)  # torch on the CPU has the same algorithm and takes the low half
 
     def state(self) -> tuple[Any, Any]:
         return random.getstate(), self._numpy.state()
@@ -139,16 +140,16 @@ class PythonGenerators:
 
 
 class LayerStreams:
-    """Runs each layer of one stage under its own random stream.
+    """Runs each layer of one stage with the layer's random stream.
 
-    States are saved once in a pass, when its first layer runs, because each layer seeds the generators anyway. But
-    activation checkpointing swaps the states of torch and of the trackers around what it recomputes, so there they are
-    restored after every layer.
+    States are saved once in a pass, before its first layer, because each layer seeds the generators anyway. But
+    activation checkpointing sets the states of torch and of trackers around a recomputation, so there they are restored
+    after every layer.
 
     Args:
         seed: of the run.
-        replica: the data-parallel index.
-        trackers: the named random states that layers fork.
+        replica: data-parallel index.
+        trackers: named random states that layers fork.
     """
 
     def __init__(self, seed: int, replica: int, trackers: TrackedStates | None = None) -> None:
@@ -157,22 +158,22 @@ class LayerStreams:
         self._torch = TorchGenerators()
         self._trackers = TrackedStates(lambda mine: [mine]) if trackers is None else trackers
         self._python = PythonGenerators()
-        self._begun: Counter[str] = Counter()  # passes in this batch, which come in the order of the micro-batches
+        self._begun: Counter[str] = Counter()  # passes in this batch so far, by kind; in the order of the micro-batches
         self._in_buffer: dict[int | None, Draws] = {}  # by DeepSpeed's pipeline buffer
         self._numbers: list[int] = []  # of the stage's layers
-        self._now: dict[str, Any] = {}  # step and training; with the draws they distinguish a layer's streams
-        self._swapped: tuple[Any, ...] = (self._torch,)  # what activation checkpointing restores, too
+        self._now: dict[str, Any] = {}  # step and training, which identify streams together with the draws
+        self._swapped: tuple[Any, ...] = (self._torch,)  # also restored by activation checkpointing
         self._pass: LayerPass | None = None
         self._outer: list[Any] | None = None
         self._outer_of_python: Any = None
 
     def begin(self, numbers: Sequence[int], *, step: int, training: bool, first_micro_batch: int = 0) -> None:
-        """Begin a batch, whose layers run through :meth:`wrap` and seed their streams.
+        """Start a batch, whose layers run through :meth:`wrap`.
 
         Args:
-            numbers: per layer of the stage, the number that its stream is seeded by.
-            training: an evaluation has streams of its own.
-            first_micro_batch: this rank's first in the batch; other ranks may train on those before it.
+            numbers: per layer of the stage, the number that seeds its stream.
+            training: whether it is a training batch; evaluations have different streams.
+            first_micro_batch: number of this rank's first micro-batch in the batch; other ranks may train earlier ones.
         """
         self._trackers.find()
         self._swapped = (self._torch, self._trackers) if self._trackers.are_there else (self._torch,)
@@ -180,16 +181,16 @@ class LayerStreams:
         self._now, self._first, self._begun = {"step": step, "training": training}, first_micro_batch, Counter()
 
     def instructions(
-        self, present: Mapping[type, Instruction], own_kinds: Iterable[type] = ()
+        self, present: Mapping[type, Instruction], user_kinds: Iterable[type] = ()
     ) -> dict[type, Instruction]:
-        """Wrap those of a stage's ``present`` instructions that may run layers: each then says which micro-batch it is.
+        """Wrap the ``present`` instructions that may run layers, so that each sets its micro-batch.
 
         Args:
-            own_kinds: instructions that are not DeepSpeed's. Layers have streams of that kind there, or repeat those of
-                their forward pass where they are recomputed.
+            user_kinds: kinds of instructions that are not DeepSpeed's. Layers have separate streams in each kind, or
+                repeat those of their forward pass in a recomputation.
         """
         around: dict[type, Callable[[Instruction], Instruction]] = {
-            kind: partial(self._own_pass, f"{kind.__module__}.{kind.__qualname__}") for kind in own_kinds
+            kind: partial(self._user_pass, f"{kind.__module__}.{kind.__qualname__}") for kind in user_kinds
         }
         around |= {
             schedule.ForwardPass: self._forward_pass,
@@ -213,14 +214,14 @@ class LayerStreams:
 
         return backward_pass
 
-    def _own_pass(self, kind: str, instruction: Instruction) -> Instruction:
+    def _user_pass(self, kind: str, instruction: Instruction) -> Instruction:
         seed = _seed_of_kind(self._seed, kind)
 
-        def own_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
+        def user_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
             begun = LayerPass(_buffer_id(args, kwargs), self._next(kind, seed), recomputes=None)
             self._run(begun, instruction, engine, args, kwargs)
 
-        return own_pass
+        return user_pass
 
     def _next(self, kind: str, seed: int) -> Draws:
         micro_batch = self._first + self._begun[kind]
@@ -248,7 +249,7 @@ class LayerStreams:
 
         def drawing(inputs: Any) -> Any:
             begun = self._pass
-            if begun is None:  # the user's engine runs it outside instructions
+            if begun is None:  # a user's engine runs it outside instructions
                 return layer(inputs)
             recomputes = begun.recomputes
             if recomputes is None:
@@ -283,9 +284,9 @@ class LayerStreams:
 
 
 def _buffer_id(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Find DeepSpeed's pipeline buffer that an instruction is about; None: it is about none."""
-    found: int | None = kwargs.get("buffer_id", args[0] if args else None)
-    return found
+    """Return the DeepSpeed pipeline buffer of an instruction; None: it has none."""
+    buffer_id: int | None = kwargs.get("buffer_id", args[0] if args else None)
+    return buffer_id
 
 
 def _seed_of_kind(seed: int, kind: str) -> int:

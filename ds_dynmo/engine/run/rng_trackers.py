@@ -1,10 +1,10 @@
-"""Seed the named random states that layers fork: Megatron's and DeepSpeed's trackers, and the user's.
+"""Seeds of the named random states that layers fork, in trackers of Megatron, DeepSpeed and the user.
 
-A tracker (``get_cuda_rng_tracker()``) keeps states of its own beside the default generators, for example one for random
-numbers that differ between tensor-parallel slices. The states belong to the rank, and Megatron seeds them by the stage
-too. So while a layer runs, each state is set to one derived from the layer's seed, the tracker, the state's name and a
-slice: the first slice of the stage whose state was equal when it was first seen. So slices with equal states get equal
-numbers, others do not, and neither depends on the stage.
+A tracker (``get_cuda_rng_tracker()``) keeps states besides the default generators, for example one for random numbers
+that differ between tensor-parallel slices. The states belong to the rank, and Megatron seeds them by the stage too. So
+while a layer runs, each state is set to one derived from the layer's seed, the tracker, the state's name and a slice:
+the first slice of the stage with an equal state when it was first seen. So slices with equal states get equal numbers,
+slices with different states do not, and numbers do not depend on the stage.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _KEY = struct.Struct("<Qq")
 
 
 def find_trackers() -> dict[str, Any]:
-    """Find the trackers of this process by name, each once, in the libraries that are loaded."""
-    found = {"deepspeed.checkpointing": deepspeeds_tracker()}
+    """Return the trackers in the loaded libraries by name, each once."""
+    trackers = {"deepspeed.checkpointing": deepspeeds_tracker()}
     for name in _MODULES:
-        found[name] = _tracker_of(sys.modules.get(name))
-    found["mpu"] = _tracker_of(checkpointing_mpu())
-    each: dict[int, str] = {}
-    for name, tracker in found.items():
-        each.setdefault(id(tracker), name)
-    return {name: found[name] for name in each.values() if found[name] is not None}
+        trackers[name] = _tracker_of(sys.modules.get(name))
+    trackers["mpu"] = _tracker_of(checkpointing_mpu())
+    names: dict[int, str] = {}
+    for name, tracker in trackers.items():
+        names.setdefault(id(tracker), name)
+    return {name: trackers[name] for name in names.values() if trackers[name] is not None}
 
 
 def _tracker_of(holder: Any) -> Any:
-    """Find the tracker of a module or an ``mpu``; None: it has none, or none yet.
+    """Return the tracker of a module or an ``mpu``; None: it has none (yet).
 
-    Megatron's ``get_cuda_rng_tracker`` makes a missing tracker and so chooses its kind. So it is not called before.
+    Megatron's ``get_cuda_rng_tracker`` creates a missing tracker and so fixes its kind. So it is not called before.
     """
     if hasattr(holder, TRACKER):
         return getattr(holder, TRACKER)
@@ -100,8 +100,8 @@ class TrackedStates:
 
     def __init__(self, gather: Callable[[Any], list[Any]]) -> None:
         self._gather = gather
-        self._own: dict[str, Any] = {}
-        self._trackers: dict[str, Any] = {}  # those that have states
+        self._added: dict[str, Any] = {}  # by the user
+        self._trackers: dict[str, Any] = {}  # trackers with states
         self._slices: dict[tuple[str, str], int] = {}  # by tracker and state name, the first slice with an equal state
         self._generators = [torch.Generator()]
         if get_accelerator().device_name() != "cpu":
@@ -109,24 +109,24 @@ class TrackedStates:
 
     @property
     def are_there(self) -> bool:
-        """Did :meth:`find` find any?"""
+        """Whether :meth:`find` has found states."""
         return bool(self._trackers)
 
     def add(self, name: str, tracker: Any) -> None:
-        """Add a tracker of the user's.
+        """Add a user's tracker.
 
         Args:
-            name: unlike other trackers', and the same in every run.
-            tracker: has ``get_states()``, a dict from a name to a state (the tensor that a generator's ``get_state``
-                gives, or a ``torch.Generator``), and ``set_states(states)``.
+            name: unique, and the same in every run.
+            tracker: with ``get_states()``, which returns a dict of states by name (the tensor of a generator's
+                ``get_state``, or a ``torch.Generator``), and ``set_states(states)``.
 
         Raises:
-            ConfigError: its states cannot be enumerated, or there is another one of that name.
+            ConfigError: its states cannot be enumerated, or there is another tracker of this name.
         """
         states_of(name, tracker)
-        if self._own.get(name, tracker) is not tracker:
+        if self._added.get(name, tracker) is not tracker:
             raise ConfigError(f"there is another tracker of random states named {name!r}: give each a name of its own")
-        self._own[name] = tracker
+        self._added[name] = tracker
 
     def find(self) -> None:
         """Find new trackers and states. Collective over the tensor-parallel slices of a stage, if there are new states.
@@ -135,34 +135,34 @@ class TrackedStates:
             ConfigError: a tracker's states cannot be enumerated.
         """
         known = find_trackers()
-        known |= {name: own for name, own in self._own.items() if all(own is not other for other in known.values())}
+        known |= {name: added for name, added in self._added.items() if not any(added is t for t in known.values())}
         states = {name: states_of(name, tracker) for name, tracker in known.items()}
         self._trackers = {name: tracker for name, tracker in known.items() if states[name]}
-        held = {(name, key): state for name, found in states.items() for key, state in found.items()}
+        held = {(name, key): state for name, of_tracker in states.items() for key, state in of_tracker.items()}
         new = {key: _digest(state) for key, state in held.items() if key not in self._slices}
         if new:
-            every = self._gather(new)
+            of_slices = self._gather(new)
             for key, digest in new.items():
-                self._slices[key] = next(index for index, theirs in enumerate(every) if theirs.get(key) == digest)
+                self._slices[key] = next(index for index, theirs in enumerate(of_slices) if theirs.get(key) == digest)
 
     def seed(self, seed: int) -> None:
         """Set each state to one derived from ``seed``."""
         for name, tracker in self._trackers.items():
             states = dict(tracker.get_states())
             for key, state in states.items():
-                if (name, key) in self._slices:  # a state that a layer added in this batch is seeded from the next on
+                if (name, key) in self._slices:  # states added in this batch are seeded from the next on
                     states[key] = self._seeded(state, _derived(seed, name, key, self._slices[name, key]))
             tracker.set_states(states)
 
     def state(self) -> Saved:
-        """Return what :meth:`restore` takes."""
+        """Return all states, for :meth:`restore`."""
         return [
             (tracker, {key: _bytes_of(state) for key, state in tracker.get_states().items()})
             for tracker in self._trackers.values()
         ]
 
     def restore(self, saved: Saved) -> None:
-        """Restore states; those added since stay."""
+        """Restore states; keep those added since."""
         for tracker, states in saved:
             present = dict(tracker.get_states())
             for key in present.keys() & states.keys():

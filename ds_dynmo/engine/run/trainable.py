@@ -1,4 +1,4 @@
-"""Agree on which layers of the model have something to train, and refuse changes that the engine was not told of."""
+"""Agreement of the ranks on trainable layers, and refusal of changes without ``engine.model_changed``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ds_dynmo.errors import ConfigError
 
 
 class TrainableLayers:
-    """Knows what the ranks have agreed on.
+    """The trainable layers on which the ranks have agreed.
 
     Args:
-        engine: DeepSpeed's, whose instructions are checked.
+        engine: DeepSpeed's engine, whose instructions are checked.
 
     Attributes:
-        prefix: how many leading layers of the model have nothing to train.
+        prefix: number of leading layers of the model without trainable parameters.
     """
 
     def __init__(self, engine: DeepSpeedPipeline, stage: StageContext) -> None:
@@ -29,13 +29,13 @@ class TrainableLayers:
         self.prefix = 0
 
     def agree(self, what: str) -> None:
-        """Agree on which layers have something to train, and let the optimizer train just those. Collective.
+        """Agree on the trainable layers, and let the optimizer train exactly those. Collective.
 
         Args:
             what: the engine's method that the user called, for messages.
 
         Raises:
-            ConfigError: on every rank; a tie is frozen in part, or an instruction of the user's cannot be honoured.
+            ConfigError: on every rank; a tie is frozen in part, or a user's instruction is refused.
         """
         stage, layers = self._stage, self._stage.layers
         stage.comm.enter(what)
@@ -55,7 +55,7 @@ class TrainableLayers:
         self._layers, self._tied_weights, self.prefix = trainable, tied.tolist(), prefix
 
     def check(self) -> None:
-        """Refuse a batch if anything was frozen or unfrozen since :meth:`agree`, or an instruction cannot be honoured.
+        """Refuse a batch if parameters were frozen or unfrozen since :meth:`agree`, or an instruction is refused.
 
         Raises:
             ConfigError: on this rank; nothing was trained.
@@ -74,9 +74,9 @@ class TrainableLayers:
         instructions.check(present_instructions(engine), prefix, partitioned=engine.is_pipe_partitioned, ours=ours)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values for a rank that was away while the others agreed."""
+        """Return plain values for a rank that did not take part."""
         return {"layers": self._layers, "tied_weights": self._tied_weights, "prefix": self.prefix}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what the others agreed on."""
+        """Take over the values of the other ranks."""
         self._layers, self._tied_weights, self.prefix = state["layers"], state["tied_weights"], state["prefix"]

@@ -1,4 +1,4 @@
-"""Which messages the actions of a schedule send and receive, and in which order those of two stages are posted."""
+"""The messages of a schedule's actions, and the order of posting between two stages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def link_plan(schedule: Schedule, stage: int, costs: PassCosts | None) -> LinkPl
     """List the sends and receives of ``stage`` with each neighbour, in their order.
 
     Args:
-        costs: that the schedule was made for; None: nothing has been measured.
+        costs: of the search for the schedule; None: nothing has been measured.
     """
     plan: dict[int, list[tuple[PlannedMessage, ...]]] = {}
     owners = schedule.owners

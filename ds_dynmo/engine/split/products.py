@@ -1,7 +1,6 @@
-"""Products by weights that autograd does not see: their gradients are put off.
+"""Products by weights that are hidden from autograd, so that their gradients can be deferred.
 
-Formulas are those by which autograd differentiates these products (torch 2.13, csrc/autograd/FunctionsManual.cpp), so
-that no bit differs.
+The formulas are those of autograd (torch 2.13, csrc/autograd/FunctionsManual.cpp), so that results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from ds_dynmo.weight_gradients import Compute, Part, defer_part, waits
 
 
 class Operand(NamedTuple):
-    """What a product is by; in a tuple autograd does not see it.
+    """The second operand of a product; a tuple, so that autograd does not see it.
 
     Attributes:
         value: a tensor without gradient; None: there is no bias.
-        owner: the parameter that gets the gradient; None: it is a constant.
-        part: the row of the owner that ``value`` is; None: all of it.
+        owner: the parameter that gets the gradient; None: a constant.
+        part: the row of the owner that ``value`` is; None: the whole owner.
     """
 
     value: torch.Tensor | None
@@ -32,30 +31,30 @@ class Operand(NamedTuple):
 
 
 class _Product(torch.autograd.Function):
-    """What the products have in common."""
+    """The common base of products."""
 
     @staticmethod
     def keep(ctx: Any, input: torch.Tensor, *arguments: Any) -> None:
         ctx.save_for_backward(input)
-        ctx.set_materialize_grads(False)  # no gradient is no gradient for the weights either
+        ctx.set_materialize_grads(False)  # without a gradient the weights get none either
         ctx.arguments = arguments
 
     @staticmethod
     def defer(ctx: Any, operand: Operand, compute: Compute, held: Sequence[torch.Tensor], held_bytes: int = 0) -> None:
-        """Put ``compute`` off, if this backward pass is asked for the gradients of weights.
+        """Defer ``compute``, if this backward pass computes gradients of weights.
 
         Args:
-            held: what it is made of, as it is now.
+            held: its inputs, unchanged so far.
         """
         if operand.owner is not None and will_run(ctx.next_functions[-1][0]):  # the anchor's
             defer_part(operand.owner, operand.part, _of_unchanged(held, compute), held_bytes=held_bytes)
 
     @staticmethod
     def check() -> None:
-        """Refuse a backward pass that is to be differentiated itself: hidden weights would be missing in it.
+        """Refuse a backward pass that is differentiated itself: hidden weights would be missing.
 
         Raises:
-            ConfigError: it is.
+            ConfigError: with the remedy.
         """
         if torch.is_grad_enabled():
             raise ConfigError(
@@ -151,9 +150,9 @@ class GroupedMM(_Product):
 
 
 def _of_unchanged(held: Sequence[torch.Tensor], compute: Compute) -> Compute:
-    """Wrap ``compute``, which is called later, so that it fails if anyone has changed what it is made of by then.
+    """Wrap a deferred ``compute`` so that it fails if its inputs were changed in place meanwhile.
 
-    Autograd checks no more what was saved: it has given it to the backward pass already.
+    Autograd does not check this any more: it has already passed the saved tensors to the backward pass.
     """
     versions = [version_of(tensor) for tensor in held]
 
@@ -180,14 +179,14 @@ def _shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def operand(weight: Any) -> Operand | None:
-    """See a parameter or constant as an operand; None: it is neither."""
+    """Return a parameter or constant as an operand; None: it is neither."""
     if weight is None or not weight.requires_grad:
         return Operand(weight)
     return Operand(weight, weight) if type(weight) is nn.Parameter else None
 
 
 def split(product: Any, input: Any, weight: Operand | None, bias: Operand | None) -> torch.Tensor | None:
-    """Multiply by hidden weights; None: autograd has to see them, or would give gradients of other bits.
+    """Multiply by hidden weights; None: autograd has to see them, or would compute other bits.
 
     Args:
         product: :class:`Linear` or :class:`Conv1D`.
@@ -196,7 +195,7 @@ def split(product: Any, input: Any, weight: Operand | None, bias: Operand | None
         return None
     if not input.is_contiguous() and (product is Conv1D or (input.dim() > 2 and weight.owner is None)):
         return None
-    owners = [given.owner for given in (weight, bias) if given.owner is not None]
+    owners = [factor.owner for factor in (weight, bias) if factor.owner is not None]
     return _multiply(product, input, weight, bias) if owners and waits(*owners) else None
 
 
@@ -210,7 +209,7 @@ def split_grouped(rows: Any, weight: Operand, offsets: torch.Tensor, *, transpos
 
 
 def _multiply(product: Any, input: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Apply a product; an anchor makes autograd come to its backward pass where the input needs no gradient."""
+    """Apply a product; an anchor makes autograd run its backward pass if the input needs no gradient."""
     result: torch.Tensor = product.apply(input, *arguments, torch.empty(0, requires_grad=True))
     return result
 

@@ -1,4 +1,4 @@
-"""What runs a batch by a schedule of ours: DeepSpeed's instructions, messages that do not wait, and split passes."""
+"""Batches under a schedule of ds_dynmo: DeepSpeed's instructions, messages that do not wait, and split passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.schedules import Kind, PassCosts, Schedule
 
 _logger = logging.getLogger("DynMo")
-_MESSAGES = {  # kind of instruction: lane, and the attribute of the engine that names the neighbour
+_MESSAGES = {  # by kind of instruction: the lane, and the engine's attribute with the neighbour
     deepspeeds.SendActivation: (Lane.ACTIVATION, "next_stage"),
     deepspeeds.RecvActivation: (Lane.ACTIVATION, "prev_stage"),
     deepspeeds.SendGrad: (Lane.GRADIENT, "prev_stage"),
@@ -32,19 +32,19 @@ _MESSAGES = {  # kind of instruction: lane, and the attribute of the engine that
 }
 _SENDS = (deepspeeds.SendActivation, deepspeeds.SendGrad)
 
-Through = Callable[[Lane, int], AbstractContextManager[None]]  # of a message with a stage
+Through = Callable[[Lane, int], AbstractContextManager[None]]  # the context of a message with a stage
 
 
 class ScheduledBatches:
-    """Runs batches by schedules of ours."""
+    """Runs batches by schedules of ds_dynmo."""
 
     def __init__(self, engine: DeepSpeedPipeline, stage: StageContext) -> None:
         self._engine, self._stage = engine, stage
         self._channels = Channels(stage.comm.rank_of, lambda: stage.comm.neighbour_links().post)
         self.gradients = WeightGradients()
-        self._splits: list[bool] = []  # per micro-batch: its backward pass runs in two parts
+        self._splits: list[bool] = []  # per micro-batch, whether its backward pass runs in two parts
         self._forward_passes = 0
-        self._losses: dict[int, Any] = {}  # of the last stage, by buffer
+        self._losses: dict[int, Any] = {}  # on the last stage, by buffer
         self._named_fused = False
         self._planned: tuple[Schedule | None, PassCosts | None, int] = (None, None, -1)  # latest schedule, costs, stage
         self._plan: LinkPlan = {}
@@ -54,8 +54,8 @@ class ScheduledBatches:
         """Run a batch by ``steps``.
 
         Args:
-            present: the instructions of the engine. A backward pass of the user's own runs as one, where the schedule
-                has its first part; so do passes of which tensor-parallel slices have a share each.
+            present: the engine's instructions. A user's backward pass runs in one part, in the place of the schedule's
+                first part; so do passes that are split over tensor-parallel slices.
         """
         engine = self._engine
         order = steps.schedule.orders[self._stage.comm.here.stage]
@@ -74,7 +74,7 @@ class ScheduledBatches:
                 self._name_fused()
 
     def _name_fused(self) -> None:
-        """Log, once, which layers of this stage multiply by weights and put off none of their gradients."""
+        """Log, once, the layers of this stage that have weight matrices but defer no gradient."""
         self._named_fused = True
         here = self._stage.comm.here
         if not self._stage.config.log or here.replica or here.tp_rank:
@@ -82,7 +82,7 @@ class ScheduledBatches:
         fused = [
             f"{index} ({type(layer).__name__})"
             for index, layer in self._stage.layers.modules().items()
-            if index > 0 and self._puts_nothing_off(layer)  # no stage waits for what layer 0 sends back: nothing
+            if index > 0 and self._defers_nothing(layer)  # layer 0 sends no gradient back
         ]
         if fused:
             _logger.info(
@@ -90,14 +90,14 @@ class ScheduledBatches:
                 "see docs/schedules.md, split backward passes"
             )
 
-    def _puts_nothing_off(self, layer: Any) -> bool:
+    def _defers_nothing(self, layer: Any) -> bool:
         weights = [weight for weight in layer.parameters() if weight.requires_grad and weight.dim() > 1]
         return bool(weights) and not any(weight in self.gradients.hidden for weight in weights)
 
     def _message_plan(self, steps: ScheduleSteps) -> LinkPlan:
-        """Look up what the channels have to know of a schedule: worked out once for it and this stage."""
+        """Return the order of messages of a schedule on this stage, computed once."""
         schedule, costs, stage = self._planned
-        present = self._stage.comm.here.stage  # a re-packing may make it another
+        present = self._stage.comm.here.stage  # a re-packing may change it
         if schedule is not steps.schedule or costs != steps.costs or stage != present:
             self._planned = steps.schedule, steps.costs, present
             self._plan = link_plan(steps.schedule, present, steps.costs)
@@ -107,21 +107,21 @@ class ScheduledBatches:
         return [module for layer in self._stage.layers.modules().values() for module in layer.modules()]
 
     def forget_shapes(self) -> None:
-        """Discard how messages looked: they may look other than before from now on."""
+        """Discard recorded message shapes."""
         self._channels.forget_shapes()
 
     def compose(self, composed: dict[type, Instruction]) -> dict[type, Instruction]:
-        """Put around ``composed`` what the steps of a schedule of ours need."""
-        done = dict(composed)
+        """Wrap ``composed`` for the steps of a schedule of ds_dynmo."""
+        wrapped = dict(composed)
         backward = composed[deepspeeds.BackwardPass]
-        done[deepspeeds.ForwardPass] = partial(self._forward, composed[deepspeeds.ForwardPass])
-        done[deepspeeds.BackwardPass] = partial(self._backward, backward)
-        done[InputGradientPass] = partial(self._first_part, backward)
-        done[WeightGradientPass] = self._second_part
+        wrapped[deepspeeds.ForwardPass] = partial(self._forward, composed[deepspeeds.ForwardPass])
+        wrapped[deepspeeds.BackwardPass] = partial(self._backward, backward)
+        wrapped[InputGradientPass] = partial(self._first_part, backward)
+        wrapped[WeightGradientPass] = self._second_part
         for kind, (lane, neighbour) in _MESSAGES.items():
             through = self._channels.sending if kind in _SENDS else self._channels.receiving
-            done[kind] = partial(_message, composed[kind], through, lane, neighbour)
-        return done
+            wrapped[kind] = partial(_message, composed[kind], through, lane, neighbour)
+        return wrapped
 
     # -- passes ---------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""The modules of a stage that multiply by weights of their own, and their ``forward`` while a batch runs.
+"""The modules of a stage that multiply by their weights, and their ``forward`` while a batch runs.
 
-``nn.Linear`` and Hugging Face's ``Conv1D`` are products. In every other module with weights of its own, what
-``forward`` multiplies by them is found out while it runs: ``F.linear`` by a weight or by a row of a weight
-``[experts, outputs, inputs]``, and ``F.grouped_mm`` by such a weight or its transpose. All else autograd sees.
+``nn.Linear`` and Hugging Face's ``Conv1D`` are products. In all other modules with weights, products by these weights
+are found while ``forward`` runs: ``F.linear`` by a weight or by a row of a weight ``[experts, outputs, inputs]``, and
+``F.grouped_mm`` by such a weight or its transpose. All other uses are left to autograd.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from ds_dynmo.weight_gradients import is_split
 
 
 def forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """Yield the modules that may multiply by their own weights, and a replacement for their ``forward``.
+    """Yield the modules that may multiply by their weights, and a replacement for their ``forward``.
 
-    What ``torch.compile`` or TorchScript compiled is left alone.
+    Modules compiled by ``torch.compile`` or TorchScript are left out.
     """
     kinds = _kinds()
     compiled = {id(inner) for module in modules if _is_compiled(module) for inner in module.modules()}
     for module in modules:
-        own = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
-        if not own or id(module) in compiled:
+        weights = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+        if not weights or id(module) in compiled:
             continue
         if is_linear(module):
             yield module, _Forward(module, kinds[type(module).forward])
-        elif any(parameter.dim() > 1 for parameter in own) and not any(id(m) in compiled for m in module.modules()):
+        elif any(weight.dim() > 1 for weight in weights) and not any(id(m) in compiled for m in module.modules()):
             yield module, _WatchedForward(module)
 
 
 def shared_weights(modules: Sequence[nn.Module]) -> set[int]:
-    """Collect the ids of weights that several of ``modules`` have, of which not all are linear layers."""
+    """Return the ids of weights that several of ``modules`` share, unless all of these are linear layers."""
     owners: dict[int, list[nn.Module]] = {}
     for module in modules:
         for parameter in {id(parameter) for parameter in module.parameters(recurse=False)}:
             owners.setdefault(parameter, []).append(module)
-    return {weight for weight, of in owners.items() if len(of) > 1 and not all(map(is_linear, of))}
+    return {weight for weight, users in owners.items() if len(users) > 1 and not all(map(is_linear, users))}
 
 
 def _kinds() -> dict[Any, Any]:
@@ -79,7 +79,7 @@ class _Forward:
     """``forward`` of a linear layer while a batch runs.
 
     Attributes:
-        __wrapped__: the usual one, whose signature a caller may ask for.
+        __wrapped__: the usual ``forward``, for callers that inspect its signature.
     """
 
     def __init__(self, module: nn.Module, product: Any) -> None:
@@ -119,16 +119,16 @@ def _same(value: Any) -> Any:
 
 
 class _ProductFinder(TorchFunctionMode):
-    """Finds the products by a module's own weights while its ``forward`` runs.
+    """Finds the products by a module's weights while its ``forward`` runs.
 
-    Where a function is recomputed without the module around it (checkpointing inside ``forward``), nobody would watch
-    the second time: there autograd sees the weights in the first place.
+    A function that is recomputed outside ``forward`` (checkpointing inside ``forward``) would not be watched the second
+    time, so there weights are left to autograd the first time too.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._own = {id(parameter): parameter for parameter in module.parameters(recurse=False)}
-        self._rows: dict[int, tuple[torch.Tensor, Operand]] = {}  # alive, so that nothing else has their ids
+        self._weights = {id(parameter): parameter for parameter in module.parameters(recurse=False)}
+        self._rows: dict[int, tuple[torch.Tensor, Operand]] = {}  # kept alive, so that their ids are not reused
         self._transposes: dict[int, tuple[torch.Tensor, Operand]] = {}
         self._hooks = _saved_tensors_hooks()
 
@@ -139,8 +139,8 @@ class _ProductFinder(TorchFunctionMode):
         return function(*args, **kwargs) if result is None else result
 
     def getitem(self, weight: Any, index: Any) -> torch.Tensor | None:
-        """Note which row of an own weight was taken."""
-        if not self._is_own(weight) or weight.dim() != 3 or not _is_number(index):
+        """Record a row of a weight."""
+        if not self._is_weight(weight) or weight.dim() != 3 or not _is_number(index):
             return None
         number = int(index)
         row: torch.Tensor = weight[number]
@@ -148,18 +148,18 @@ class _ProductFinder(TorchFunctionMode):
         return row
 
     def transpose(self, weight: Any, dim0: int, dim1: int) -> torch.Tensor | None:
-        """Note that an own weight was transposed."""
-        if not self._is_own(weight) or weight.dim() != 3 or {dim0 % 3, dim1 % 3} != {1, 2}:
+        """Record the transpose of a weight."""
+        if not self._is_weight(weight) or weight.dim() != 3 or {dim0 % 3, dim1 % 3} != {1, 2}:
             return None
         transposed: torch.Tensor = weight.transpose(1, 2)
         self._transposes[id(transposed)] = transposed, Operand(weight, weight)
         return transposed
 
     def linear(self, input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
-        """Multiply by an own weight, or a row of one."""
+        """Multiply by a weight of the module, or a row of one."""
         _, row = self._rows.get(id(weight), (None, None))
-        by = row or self._own_operand(weight)
-        is_seen = bias is not None and bias.requires_grad and not self._is_own(bias)
+        by = row or self._operand(weight)
+        is_seen = bias is not None and bias.requires_grad and not self._is_weight(bias)
         if by is None or is_seen or self._hooks != _saved_tensors_hooks():
             return None
         return split(Linear, input, by, operand(bias))
@@ -167,20 +167,20 @@ class _ProductFinder(TorchFunctionMode):
     def grouped_mm(
         self, rows: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
     ) -> torch.Tensor | None:
-        """Multiply groups of rows by own weights, or by their transposes."""
+        """Multiply groups of rows by weights of the module, or by their transposes."""
         _, transposed = self._transposes.get(id(weight), (None, None))
-        by = transposed or self._own_operand(weight)
+        by = transposed or self._operand(weight)
         if by is None or offs is None or bias is not None or out_dtype is not None:
             return None
         if self._hooks != _saved_tensors_hooks():
             return None
         return split_grouped(rows, by, offs, transposed=transposed is not None)
 
-    def _is_own(self, weight: Any) -> bool:
-        return id(weight) in self._own
+    def _is_weight(self, weight: Any) -> bool:
+        return id(weight) in self._weights
 
-    def _own_operand(self, weight: Any) -> Operand | None:
-        return operand(weight) if self._is_own(weight) else None
+    def _operand(self, weight: Any) -> Operand | None:
+        return operand(weight) if self._is_weight(weight) else None
 
 
 _HANDLERS: dict[Any, Callable[..., torch.Tensor | None]] = {

@@ -1,4 +1,4 @@
-"""A pipeline schedule as DeepSpeed's instructions: what one stage does, action by action."""
+"""A pipeline schedule as DeepSpeed's instructions of one stage."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ REPLACED = (
     "_exec_schedule: instructions ran without what moving layers needs. Call it, or override it in a class given as "
     "engine_class"
 )
-SPLIT_IN_PROFILES = 2  # backward passes of a chunk that a profile runs in two parts, where a schedule splits none
+SPLIT_IN_PROFILES = 2  # backward passes per chunk that a profile splits if the schedule splits none
 
 
 class InputGradientPass(deepspeeds.BufferOpInstruction):
-    """The part of a backward pass that makes the gradient of what came in, and all of it that cannot be put off."""
+    """The first part of a backward pass: the gradient of the input, and all gradients that cannot be deferred."""
 
 
 class WeightGradientPass(deepspeeds.BufferOpInstruction):
-    """The part of a backward pass that was put off."""
+    """The second part of a backward pass: the deferred gradients."""
 
 
 _BACKWARD = {
@@ -48,11 +48,11 @@ _BACKWARD = {
 class ScheduleSteps(deepspeeds.PipeSchedule):
     """One batch of a stage. A step is an action, with its messages.
 
-    Buffers are handed out as micro-batches come and go, the lowest that is free; the last one is for weight gradients.
+    A micro-batch gets the lowest free buffer; the last buffer is for weight gradients.
 
     Attributes:
-        costs: that the schedule was made for; None: nothing has been measured.
-        begun: does the engine run it by its own ``_exec_schedule``?
+        costs: of the search for the schedule; None: nothing has been measured.
+        begun: whether the engine's ``_exec_schedule`` runs it.
     """
 
     def __init__(self, schedule: Schedule, stage: int, costs: PassCosts | None = None) -> None:
@@ -63,7 +63,7 @@ class ScheduleSteps(deepspeeds.PipeSchedule):
         self.begun = False
 
     def __iter__(self) -> Any:
-        """Begin a batch, as the engine's own ``_exec_schedule`` does; nobody else has what these instructions need."""
+        """Start a batch; only the engine's ``_exec_schedule`` may, which prepares what these instructions need."""
         if not self.begun:
             raise ConfigError(REPLACED)
         return super().__iter__()
@@ -102,9 +102,9 @@ class ScheduleSteps(deepspeeds.PipeSchedule):
 
 
 def with_some_split(schedule: Schedule, count: int = SPLIT_IN_PROFILES) -> Schedule:
-    """Split the last ``count`` backward passes of every chunk that has none in two parts, one directly after the other.
+    """Split the last ``count`` backward passes of every chunk without splits; the parts follow each other directly.
 
-    A profile then learns what each part takes where the schedule has no use for that.
+    So a profile measures both parts even if the schedule does not use them.
     """
     first = schedule.micro_batches - count
     in_two = {action.chunk for order in schedule.orders for action in order if action.kind == Kind.INPUT_GRADIENT}
@@ -127,58 +127,60 @@ def _parts(action: Action) -> tuple[Action, ...]:
 
 def _buffers(order: tuple[Action, ...]) -> dict[tuple[int, int], int]:
     """Assign a buffer to each chunk and micro-batch, from its forward pass to its input gradient."""
-    given: dict[tuple[int, int], int] = {}
+    buffers: dict[tuple[int, int], int] = {}
     taken: set[int] = set()
     for kind, chunk, micro_batch in order:
         key = (chunk, micro_batch)
         if kind == Kind.FORWARD:
-            given[key] = next(number for number in range(len(order)) if number not in taken)
-            taken.add(given[key])
+            buffers[key] = next(number for number in range(len(order)) if number not in taken)
+            taken.add(buffers[key])
         elif kind in _BACKWARD:
-            taken.discard(given[key])
-    return given
+            taken.discard(buffers[key])
+    return buffers
 
 
 class ScheduleInForce:
-    """Which schedule batches are trained by: DeepSpeed's 1F1B, by DeepSpeed's own code, or one of ours.
+    """The schedule in force: DeepSpeed's 1F1B, run by DeepSpeed's code, or a schedule of ds_dynmo.
 
     Attributes:
-        found: by the latest decision, from what was measured; None: nothing was yet, or DeepSpeed's is as short.
+        found: the schedule of the latest decision; None: there was no decision, or DeepSpeed's 1F1B is as short.
         over_bound: of ``found``, as in a :class:`FoundSchedule`; 0.0: there is none.
-        running: the steps of the batch that runs, where they are not DeepSpeed's.
-        own: the class of the steps that the latest batch was trained by, where it is the user's; "": it is not.
-        is_profiled: is the batch that begins measured? Then some backward passes run in two parts everywhere.
-        back_to_back: do orders count on it that stages begin the next batch before the last ones end this one?
+        running: the steps of the running batch; None: they are DeepSpeed's.
+        user_steps: the name of the class of the latest batch's steps, if it is the user's; "": it is not.
+        is_profiled: returns whether the batch that starts is measured. Then each chunk splits some backward passes.
+        back_to_back: whether schedules assume that batches overlap between stages.
 
     Args:
-        cautious: run 1F1B's order, not the one for equal costs, until a decision: what passes hold matters, and is not
-            known before.
-        batches_wait: every stage waits for the others when a batch ends.
+        cautious: use 1F1B's order, not that for equal costs, until a decision, because memory is limited and the bytes
+            of passes are not yet known.
+        batches_wait: whether every stage waits for the others at the end of a batch.
     """
 
     def __init__(
         self, config: ScheduleConfig | None = None, *, cautious: bool = False, batches_wait: bool = True
     ) -> None:
         self._config, self._cautious = config or ScheduleConfig(), cautious
-        self.back_to_back = self._config.memory > 1 and not batches_wait  # 1F1B's memory lets no stage begin earlier
+        self.back_to_back = (
+            self._config.memory > 1 and not batches_wait
+        )  # with 1F1B's memory no stage can start earlier
         self._undecided: Schedule | None = None
         self._decided = False
         self.found: Schedule | None = None
         self._found_for: PassCosts | None = None
         self.over_bound = 0.0
         self.running: ScheduleSteps | None = None
-        self.own = ""
+        self.user_steps = ""
         self._chosen: Any = None  # for the next batch
-        self._others_ran = False  # in place of those chosen
+        self._others_ran = False  # whether other steps ran than those chosen
         self.is_profiled: Callable[[], bool] = lambda: False
 
     @property
     def is_ours(self) -> bool:
-        """Can a schedule of ours be in force? Not where the user's engine makes the steps itself."""
+        """Whether a schedule of ds_dynmo may be in force: not if a user's engine class defines the steps."""
         return self._config.kind != "1f1b" and not self._others_ran
 
     def decide(self, found: Schedule | None, costs: PassCosts | None = None, *, over_bound: float = 0.0) -> None:
-        """Train by ``found``, which was made for ``costs``, from the next batch on; None: by DeepSpeed's.
+        """Train by ``found``, which was searched under ``costs``, from the next batch on; None: by DeepSpeed's 1F1B.
 
         Args:
             over_bound: as in a :class:`FoundSchedule`.
@@ -186,40 +188,40 @@ class ScheduleInForce:
         self.found, self._found_for, self.over_bound, self._decided = found, costs, over_bound, True
 
     def forget(self) -> None:
-        """Train as before the first decision until the next one: ranks that were away do not know the latest."""
+        """Train as before the first decision until the next one: new ranks do not know the latest."""
         self.found, self._found_for, self.over_bound, self._decided = None, None, 0.0, False
-        self.own, self._others_ran = "", False  # the next batch tells
+        self.user_steps, self._others_ran = "", False  # until the next batch
 
-    def steps(self, given: Any) -> Any:
+    def steps(self, default: Any) -> Any:
         """Choose the steps of the next batch.
 
         Args:
-            given: DeepSpeed's, or those of an engine of the user's, which stay.
+            default: DeepSpeed's steps, or those of a user's engine class, which are kept.
         """
-        self._chosen = given
-        if self._config.kind == "1f1b" or not is_deepspeeds_1f1b(given) or given.stages == 1:
-            return given
-        schedule = self.in_force(given.stages, given.micro_batches)
+        self._chosen = default
+        if self._config.kind == "1f1b" or not is_deepspeeds_1f1b(default) or default.stages == 1:
+            return default
+        schedule = self.in_force(default.stages, default.micro_batches)
         if schedule is None:
-            return given
+            return default
         costs = self._found_for if schedule is self.found else None
         if self.is_profiled():
             schedule = with_some_split(schedule)
-        self._chosen = ScheduleSteps(schedule, given.stage_id, costs)
+        self._chosen = ScheduleSteps(schedule, default.stage_id, costs)
         return self._chosen
 
     def begin(self, steps: Any) -> None:
-        """Note which steps the engine is about to run: ours, DeepSpeed's, or the user's."""
+        """Record the steps that the engine is about to run: of ds_dynmo, DeepSpeed or the user."""
         self.running = steps if isinstance(steps, ScheduleSteps) else None
         if self.running is not None:
             self.running.begun = True
-        if torch.is_grad_enabled():  # else it is an evaluation
-            is_own = type(steps) is not ScheduleSteps and not is_deepspeeds_1f1b(steps)
-            self.own = type(steps).__name__ if is_own else ""
-            self._others_ran = is_own or steps is not self._chosen
+        if torch.is_grad_enabled():  # not in an evaluation
+            of_user = type(steps) is not ScheduleSteps and not is_deepspeeds_1f1b(steps)
+            self.user_steps = type(steps).__name__ if of_user else ""
+            self._others_ran = of_user or steps is not self._chosen
 
     def in_force(self, num_stages: int, micro_batches: int) -> Schedule | None:
-        """Say what the next batch of this shape is trained by; None: DeepSpeed's 1F1B."""
+        """Return the schedule of the next batch of this shape; None: DeepSpeed's 1F1B."""
         shape = num_stages, micro_batches
         if self._decided and (self.found is None or _shape(self.found) == shape):
             return self.found

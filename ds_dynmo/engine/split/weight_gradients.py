@@ -1,13 +1,13 @@
-"""Weight gradients that are put off: a backward pass in two parts.
+"""Deferred weight gradients: backward passes in two parts.
 
-Only the gradient of a pass's input keeps another stage waiting. What a layer's weights need can be calculated later,
-when the stage would have nothing to do (Qi et al. 2024, section 2). Put off are weights by which a module multiplies
-(:mod:`ds_dynmo.engine.split.split_modules`), and those of kernels that call :func:`ds_dynmo.defer_weight_gradient`;
-everything else stays in the first part.
+Another stage waits only for the gradient of a pass's input. Weight gradients can be computed later, when the stage
+would be idle (Qi et al. 2024, section 2). Gradients of weights in matrix products are deferred
+(:mod:`ds_dynmo.engine.split.split_modules`), and those of kernels that call :func:`ds_dynmo.defer_weight_gradient`.
+All other gradients are computed in the first part.
 
-While a micro-batch runs forward whose backward pass is in two parts, these hide their weights from autograd; going
-back, they keep what the gradients are made of. In the second part autograd runs over a graph of these weights alone, so
-that whatever hangs on their gradients (DeepSpeed's hooks, the user's) sees each of them once per micro-batch, as ever.
+In a forward pass whose backward pass is in two parts, these weights are hidden from autograd. The first part of the
+backward pass keeps the inputs of their gradients. In the second part autograd runs over a graph of these weights only,
+so that hooks on their gradients (of DeepSpeed and of the user) see each gradient once per micro-batch, as usual.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Parts = list[tuple[Part, Compute]]
 
 
 class DeferredGradients:
-    """The weight gradients of one pass that wait, in the order in which they came up.
+    """The deferred weight gradients of one pass, in the order in which they were deferred.
 
-    Autograd adds up the uses of a parameter before they reach what earlier micro-batches gave, in each of its runs:
-    under reentrant checkpointing there are several in a pass.
+    In each of its runs, autograd sums the uses of a parameter before it adds them to the gradient of earlier
+    micro-batches. Under reentrant checkpointing there are several runs in a pass.
     """
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class DeferredGradients:
         return bool(self._of)
 
     def add(self, parameter: nn.Parameter, part: Part, compute: Compute) -> None:
-        """Let ``compute`` give the gradient of ``parameter[part]`` later, or a share in it."""
+        """Defer ``compute``, which returns the gradient of ``parameter[part]`` or a term of it."""
         key = parameter, backward_pass_number()
-        self._of[key] = [*self._of.pop(key, []), (part, compute)]  # a run that goes on is later than those inside it
+        self._of[key] = [*self._of.pop(key, []), (part, compute)]  # an outer run ends after those inside it
 
     def roots(self) -> list[torch.Tensor]:
         """Return scalars whose backward passes, one after the other, compute all gradients."""
@@ -60,7 +60,7 @@ class DeferredGradients:
 
 
 class _Gradient(torch.autograd.Function):
-    """A scalar whose gradient with respect to a parameter is a sum of what was put off."""
+    """A scalar whose gradient with respect to a parameter is the sum of deferred gradients."""
 
     @staticmethod
     def forward(ctx: Any, parts: Parts, parameter: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class _Gradient(torch.autograd.Function):
 
 
 def _sum(parameter: nn.Parameter, parts: Parts) -> torch.Tensor:
-    """Add up as autograd does, to which the gradient of a row is a whole one with zeros around it."""
+    """Sum in the order of autograd, for which the gradient of a row is a whole gradient with zeros elsewhere."""
     rows = {part for part, _ in parts}
     if len(rows) == 1 or None in rows:
         common = rows.pop() if len(rows) == 1 else None
@@ -88,16 +88,16 @@ def _sum(parameter: nn.Parameter, parts: Parts) -> torch.Tensor:
 
 
 class WeightGradients:
-    """What the passes of a stage put off, and the modules that do.
+    """The deferred weight gradients of a stage's passes.
 
     Attributes:
-        puts_off: does the pass that runs put its weight gradients off?
-        observe: is given everything that is put off and the bytes that it holds, and gives what is called in its place;
-            None: nobody measures.
+        defers: whether the running pass defers weight gradients.
+        observe: called with each deferred function and the bytes that it holds; returns the function to call instead.
+            None: no measurement.
     """
 
     def __init__(self) -> None:
-        self.puts_off = False
+        self.defers = False
         self.observe: Callable[[Compute, int], Compute] | None = None
         self._collecting: DeferredGradients | None = None
         self._waiting: deque[DeferredGradients] = deque()
@@ -109,8 +109,8 @@ class WeightGradients:
         """Let ``modules`` defer their weight gradients while a batch runs, and restore them afterwards.
 
         Args:
-            modules: all of a stage.
-            splits: are there passes in two parts in this batch?
+            modules: all modules of a stage.
+            splits: whether the batch has backward passes in two parts.
         """
         modules = list(dict.fromkeys(modules))
         self._visible = split_modules.shared_weights(modules)
@@ -132,21 +132,21 @@ class WeightGradients:
     @contextmanager
     def forward_pass(self, *, split: bool) -> Iterator[None]:
         """Run a forward pass whose backward pass will be ``split`` or not."""
-        self.puts_off = split
+        self.defers = split
         try:
             yield
         finally:
-            self.puts_off = False
+            self.defers = False
 
     @contextmanager
     def first_part(self) -> Iterator[None]:
         """Run a backward pass, with recomputation, whose weight gradients are deferred."""
-        self.puts_off, self._collecting = True, DeferredGradients()
+        self.defers, self._collecting = True, DeferredGradients()
         try:
             yield
             self._waiting.append(self._collecting)
         finally:
-            self.puts_off, self._collecting = False, None
+            self.defers, self._collecting = False, None
 
     def second_part(self) -> DeferredGradients:
         """Return the oldest deferred gradients that have not been computed."""
@@ -154,12 +154,12 @@ class WeightGradients:
 
     @property
     def hidden(self) -> Set[nn.Parameter]:
-        """Parameters of which a gradient was put off in this batch."""
+        """Parameters with a deferred gradient in this batch."""
         return self._hidden
 
     def hides(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Say whether all ``parameters`` are hidden from autograd where they are used now."""
-        if not self.puts_off or not self._visible.isdisjoint(map(id, parameters)):
+        """Return whether all ``parameters`` are hidden from autograd in their present use."""
+        if not self.defers or not self._visible.isdisjoint(map(id, parameters)):
             return False
         self._hidden.update(parameters)
         return True
@@ -167,12 +167,12 @@ class WeightGradients:
     def _reached(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
         """Return what autograd adds to ``parameter.grad`` now.
 
-        Where it sees a hidden parameter too (the model also uses it in a function), wait with that as well: uses of a
-        parameter are added up before they reach what earlier micro-batches gave.
+        If autograd also sees a hidden parameter (the model uses it in a function too), this gradient is deferred as
+        well: the uses of a parameter are summed before they are added to the gradient of earlier micro-batches.
 
-        Autograd may keep a gradient as ``parameter.grad``, and add those of later micro-batches in place. So where
-        something else holds its memory, it gets a copy: for one sample, ``linear(x) + places[None]`` makes one gradient
-        for both, and that of ``linear`` waits, as do messages.
+        Autograd may keep a gradient as ``parameter.grad``, and add those of later micro-batches in place. So a gradient
+        whose memory is shared is copied: for one sample, ``linear(x) + places[None]`` has one gradient for both, and
+        that of ``linear`` is deferred, as messages may be.
         """
         if parameter in self._hidden and self.add(parameter, lambda: gradient):
             _check_hooks(parameter)
@@ -180,7 +180,7 @@ class WeightGradients:
         return gradient.clone() if _is_shared(gradient) else gradient
 
     def add(self, parameter: nn.Parameter, compute: Compute, *, part: Part = None, held_bytes: int = 0) -> bool:
-        """Put ``compute`` off, if a first part runs. Returns whether it was."""
+        """Defer ``compute`` if the first part of a backward pass runs; return whether it was deferred."""
         if self._collecting is None:
             return False
         if self.observe is not None:
@@ -203,14 +203,14 @@ def _is_shared(tensor: torch.Tensor) -> bool:
 
 
 def _check_hooks(parameter: nn.Parameter) -> None:
-    """Refuse hooks of the user's that would see the gradient of a micro-batch twice: in each part, what is known then.
+    """Refuse user's hooks that would see the gradient of a micro-batch twice, once per part.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is such a hook.
     """
     accumulated = hooks_of(parameter, "register_post_accumulate_grad_hook")
     of_user = [hook for hook in accumulated if not getattr(hook, "__module__", "").startswith("deepspeed")]
-    if of_user or len(hooks_of(parameter, "register_hook")) > 1:  # one is ours
+    if of_user or len(hooks_of(parameter, "register_hook")) > 1:  # one is from splitting()
         raise ConfigError(
             f"a weight of shape {list(parameter.shape)} has a hook of yours on its gradient, and is used outside its "
             "module too (in a penalty, say): a backward pass in two parts would call the hook in each; set "
