@@ -1,7 +1,6 @@
-"""DynMo for DeepSpeed: a pipeline that measures itself while it trains and moves layers until its stages are even.
+"""DynMo for DeepSpeed: a pipeline that measures its layers while it trains, and moves them to balance its stages.
 
-Names are loaded when first used, so that a module needs only its own dependencies: ``ds_dynmo.partitioners`` numpy
-alone.
+Names are loaded on first use, so that each module needs only its dependencies: ``ds_dynmo.partitioners`` only numpy.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _MODULES = {
     **dict.fromkeys(("Layer", "LayerParameter"), "layer"),
     **dict.fromkeys(("LayerCost", "MeasuredReport", "Profile", "RebalanceReport", "RepackReport"), "plan"),
 }
-"""Per name, the module that has it."""
+"""By name, the module that defines it."""
 
 
 def __getattr__(name: str) -> Any:

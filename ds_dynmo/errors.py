@@ -1,4 +1,4 @@
-"""The errors that users of ds_dynmo may want to catch, and how their messages count."""
+"""The errors of ds_dynmo, and the plural of nouns in messages."""
 
 __all__ = [
     *("CheckpointError", "ConfigError", "MigrationError", "PackingError", "PartitionError", "ReleasedError"),
@@ -21,7 +21,7 @@ class ConfigError(ValueError):
 
 
 class PackingError(ConfigError):
-    """A model in which documents that are packed into one sequence would see each other; padded ones do not."""
+    """A model in which documents packed into one sequence would attend to each other; padded ones do not."""
 
 
 class PartitionError(ValueError):
@@ -35,8 +35,8 @@ class MigrationError(RuntimeError):
     """A rebalance could not be carried out.
 
     Attributes:
-        harmless: nothing has moved, every rank raised this error, and training can go on. Otherwise resume the job from
-            its last checkpoint; the message says so.
+        harmless: whether nothing has moved, every rank raised this error, and training can continue. Otherwise resume
+            the job from its last checkpoint; the message says so.
     """
 
     def __init__(self, message: str, *, harmless: bool = False) -> None:
@@ -45,7 +45,7 @@ class MigrationError(RuntimeError):
 
 
 def raise_unless_harmless(error: Exception) -> None:
-    """Raise ``error`` again if layers may have moved: training cannot go on."""
+    """Raise ``error`` again if layers may have moved, so that training cannot continue."""
     if isinstance(error, MigrationError) and not error.harmless:
         raise error
 

@@ -1,7 +1,7 @@
-"""Layers that stay on one stage together (``keep_together``), as groups that no partition cuts.
+"""Groups of layers that are kept on one stage (``keep_together``), which no partition cuts.
 
-A balancer takes each group for one layer: its costs and bytes are the sums over its layers. So the best partition of
-the groups is the best partition of the layers that cuts no group.
+A balancer treats each group as one layer, whose costs and bytes are sums over its layers. So the best partition of the
+groups is the best partition of the layers that cuts no group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LayerGroups:
 
     Attributes:
         bounds: group ``g`` is layers ``[bounds[g], bounds[g + 1])``; a partition may cut at these.
-        reasons: the layers that no stage may begin with, each with the reason.
+        reasons: the layers with which no stage may start, each with the reason.
 
     >>> groups = LayerGroups.of([(1, 2)], ["Embedding", "Norm", "Head"])
     >>> groups.bounds
@@ -78,7 +78,7 @@ class LayerGroups:
 
     @property
     def single_layers(self) -> bool:
-        """Tell whether every group is one layer."""
+        """Whether every group is one layer."""
         return self.num_groups == self.num_layers
 
     def allows(self, partition: Sequence[int]) -> bool:
@@ -97,7 +97,7 @@ class LayerGroups:
                 raise PartitionError(f"partition {list(partition)} cuts before layer {cut}: {forbidden[cut]}")
 
     def shortage(self, num_stages: int) -> str | None:
-        """Say why there are too few groups for ``num_stages`` stages; None if there are enough."""
+        """Return why there are too few groups for ``num_stages`` stages; None if there are enough."""
         if num_stages <= self.num_groups:
             return None
         if self.single_layers:
@@ -112,10 +112,10 @@ class LayerGroups:
         """Sum ``numbers`` over the layers of each group: ints exactly, floats rounded once.
 
         Args:
-            numbers: one per layer from ``start`` on; they begin and end with a group.
+            numbers: one per layer from ``start`` on, for whole groups.
 
         Raises:
-            PartitionError: they begin or end within a group.
+            PartitionError: they start or end within a group.
         """
         cuts = [cut - start for cut in self.bounds if start <= cut <= start + len(numbers)]
         if not cuts or cuts[0] != 0 or cuts[-1] != len(numbers):
@@ -144,7 +144,7 @@ class LayerGroups:
         return tuple(self.bounds[group] for group in partition)
 
     def nearest(self, partition: Sequence[int]) -> tuple[int, ...]:
-        """Find the nearest partition that cuts no group: the sum of its boundaries' distances, in layers, is least.
+        """Find the nearest partition that cuts no group: with the least sum of its boundaries' distances, in layers.
 
         >>> LayerGroups((0, 1, 2, 5, 6)).nearest([0, 3, 4, 6])
         (0, 2, 5, 6)
@@ -158,21 +158,21 @@ class LayerGroups:
             return wanted
         if (problem := self.shortage(num_stages)) is not None:
             raise PartitionError(problem)
-        # best[group]: the distance so far and the boundaries, the latest of which is at this group
+        # best[group]: the distance so far and the boundaries, the last of which is at this group
         best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
         for stage in range(1, num_stages):
             least: tuple[int, tuple[int, ...]] | None = None
             following = {}
             for group in range(stage, self.num_groups - (num_stages - stage) + 1):
-                least = min(filter(None, (least, best.get(group - 1))), key=lambda found: found[0])
+                least = min(filter(None, (least, best.get(group - 1))), key=lambda reached: reached[0])
                 cut = self.bounds[group]
                 following[group] = (least[0] + abs(cut - wanted[stage]), (*least[1], cut))
             best = following
-        return (*min(best.values(), key=lambda found: found[0])[1], self.num_layers)
+        return (*min(best.values(), key=lambda reached: reached[0])[1], self.num_layers)
 
 
 def _joined(place: int, rule: KeepRule, names: Sequence[str]) -> list[int]:
-    """List the layers that stay with the one before them."""
+    """List the layers that are kept with the layer before them."""
     key = f"dynmo.keep_together[{place}] = {_shown(rule)}"
     if isinstance(rule, str):
         pattern = rule.removeprefix(TYPE_RULE)

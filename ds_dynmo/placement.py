@@ -1,4 +1,4 @@
-"""Which stage holds which layers: the value type :class:`Placement`. Pure.
+"""The placement of layers on stages: the value type :class:`Placement`. Pure.
 
 Layers are numbered 0 .. num_layers - 1 for life. A *chunk* is a run of consecutive layers, chunk ``c`` is layers
 ``[boundaries[c], boundaries[c + 1])``. A *stage* is a position on the pipeline axis (DeepSpeed's ``stage_id``), and
@@ -37,7 +37,7 @@ def check_partition(
     """Check the boundaries of a chain, and return them as plain ints.
 
     Args:
-        empty: stages that may own no layer: they are being released, or were just taken back.
+        empty: stages that may own no layer: they are being released, or were just recalled.
 
     Raises:
         PartitionError: not ``num_stages + 1`` ints, not strictly increasing (a stage would be empty),
@@ -169,7 +169,7 @@ class Placement:
         return record if self.is_chain else {**record, f"{name}_owners": self.owners}
 
     def among(self, places: Sequence[int], num_stages: int) -> Placement:
-        """Put this chain on the stages ``places`` of ``num_stages``; the other stages own no layer.
+        """Return this chain on the stages ``places`` of ``num_stages``; other stages own no layer.
 
         >>> str(Placement.chain([0, 3, 8]).among([0, 3], 4))
         '[0, 3, 3, 3, 8]'
@@ -179,7 +179,7 @@ class Placement:
         return Placement.chain([0, *itertools.accumulate(counts)], empty={*range(num_stages)} - {*places})
 
     def without_empty_stages(self) -> Placement:
-        """Drop the stages of this chain that own no layer.
+        """Return this chain without the stages that own no layer.
 
         >>> str(Placement.chain([0, 3, 3, 8], empty=[1]).without_empty_stages())
         '[0, 3, 8]'
@@ -207,7 +207,7 @@ class Placement:
 
     @property
     def is_chain(self) -> bool:
-        """Tell whether every stage owns one chunk, in the order of the stages."""
+        """Whether every stage owns one chunk, in the order of the stages."""
         return self.owners == tuple(range(len(self.owners)))
 
     @property

@@ -1,7 +1,7 @@
-"""Work that a layer does for all layers of its stage: it counts as no layer's seconds.
+"""Work of a layer for all layers of its stage, which must not count as the layer's seconds.
 
-Which layer does it is chance, and it stays with the stage when that layer moves. So a partition that took it for the
-layer's own work would be a wrong one.
+It is arbitrary which layer does this work, and the work stays on the stage when that layer moves. If it counted as the
+layer's, decisions would be wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _stopwatch: ContextVar[Stopwatch | None] = ContextVar("stopwatch", default=None)
 
 @contextmanager
 def measured_by(stopwatch: Stopwatch) -> Iterator[None]:
-    """Pause ``stopwatch`` in the meantime where this thread works for the stage."""
+    """Use ``stopwatch`` inside, and pause it during this thread's work for the stage."""
     token = _stopwatch.set(stopwatch)
     try:
         yield
@@ -37,7 +37,7 @@ def measured_by(stopwatch: Stopwatch) -> Iterator[None]:
 
 @contextmanager
 def work_of_the_stage() -> Iterator[None]:
-    """Work for all layers of the stage inside."""
+    """Mark the code inside as work for all layers of the stage."""
     stopwatch = _stopwatch.get()
     if stopwatch is None:
         yield

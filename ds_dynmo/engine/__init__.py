@@ -1,6 +1,6 @@
-"""Measure, decide, migrate, train: the pipeline engine.
+"""The pipeline engine, which measures, decides, migrates and trains.
 
-Its names are loaded on first use, because models import a module of the adapter without the engine.
+Names are loaded on first use, because models import a module of the adapter without the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
         except ImportError:
             from ds_dynmo.engine.deepspeed.probe import check_deepspeed
 
-            check_deepspeed()  # says what DeepSpeed lacks
+            check_deepspeed()  # raises, and names what DeepSpeed lacks
             raise
         return initialize
     if name == "skip_shm_operator":

@@ -1,4 +1,4 @@
-"""The pipeline engine that re-balances itself: the methods that users and models call. Each calls one part."""
+"""The pipeline engine that re-balances itself: the methods for users and models. Each calls one part."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     Attributes:
         dynmo: the "dynmo" block; None: the configuration has none, and this is DeepSpeed's engine, without parts.
-        profiler, rebalancer, migrator, repacker, checkpointer: its parts, as :class:`Parts` describes them.
+        profiler, rebalancer, migrator, repacker, checkpointer: see :class:`Parts`.
     """
 
     profiler: Profiler
@@ -56,7 +56,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         self.repacker, self.checkpointer = parts.repacker, parts.checkpointer
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse a call that was withdrawn, and say what to do instead."""
+        """Refuse a withdrawn method, and name its replacement."""
         if said := refusal(f"engine.{name}"):
             raise AttributeError(said)
         return super().__getattr__(name)
@@ -64,16 +64,16 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     # -- training -------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train a batch by DeepSpeed's ``train_batch``, or the user's; then profile, decide and move what is due.
+        """Train a batch by DeepSpeed's or the user's ``train_batch``; then profile, decide and move if that is due.
 
         Raises:
             ReleasedError: this rank was released: it has no layers any more.
-            ConfigError: there is no optimizer, layers were frozen without :meth:`model_changed`, or an instruction of
-                the user's does not work with frozen layers; nothing was trained. Or ``train_batch`` ran no schedule of
-                the engine's.
+            ConfigError: there is no optimizer, layers were frozen without :meth:`model_changed`, or a user's
+                instruction does not work with frozen layers; nothing was trained. Or ``train_batch`` did not run the
+                engine's schedule.
         """
-        given = args if data_iter is None and not args else (data_iter, *args)  # the user's may take no argument
-        train = partial(super().train_batch, *given, **kwargs)
+        positional = args if data_iter is None and not args else (data_iter, *args)  # a user's may take no argument
+        train = partial(super().train_batch, *positional, **kwargs)
         if self.dynmo is None:
             return train()
         check_at_work(self, "train_batch")
@@ -97,20 +97,20 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @property
     def partition(self) -> list[int]:
-        """Current boundaries: stage ``s`` owns layers ``[p[s], p[s + 1])``."""
+        """The current boundaries: stage ``s`` owns layers ``[p[s], p[s + 1])``."""
         return [int(bound) for bound in self.module.parts]
 
     @property
     def chunks(self) -> tuple[range, ...]:
-        """The numbers of this rank's layers, a range for each chunk that it owns."""
+        """The numbers of this rank's layers, one range per chunk."""
         placement = Placement.chain(self.module.parts) if self.dynmo is None else self.stage.placement
         return placement.chunks_of(self.stage_id)
 
     def layers(self) -> dict[int, nn.Module]:
         """Map the numbers of this rank's layers to their modules, in the order in which they run.
 
-        It holds until layers move next. Plain functions are left out. The uses of a tied layer that share one module
-        each map to it.
+        The result is valid until layers move. Plain functions are left out. All uses of a tied layer that share a
+        module map to it.
 
         Raises:
             ReleasedError: this rank was released.
@@ -126,18 +126,18 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @property
     def reports(self) -> list[RebalanceReport]:
-        """Every decision so far, also those that moved nothing."""
+        """Every decision so far, including those that moved nothing."""
         return [] if self.dynmo is None else self._parts.reporter.rebalances
 
     @property
     def measurements(self) -> list[MeasuredReport]:
-        """What was measured in the first profile of a run, and in the first after each move."""
+        """The measurements of the first profile of a run, and of the first after each move."""
         return [] if self.dynmo is None else self._parts.reporter.measurements
 
     def write_record(self, record: dict[str, Any]) -> None:
-        """Append a record to ``dynmo.report`` on rank 0, as a line of JSON; a no-op where nothing is reported.
+        """Append a record to ``dynmo.report`` on rank 0, as a line of JSON; do nothing without a report.
 
-        Records of the engine and of others are written in one place, so a full disk is warned of once.
+        All records are written in one place, so there is one warning of a full disk.
         """
         if self.dynmo is not None:
             self._parts.reporter.write(record)
@@ -149,15 +149,15 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         A decision by hand must improve by ``min_improvement``. The cost of the move does not count.
 
         Args:
-            partition: the boundaries to go to; None: decide from the latest profile. If there is no profile yet,
-                batches are trained first, on the data iterator that the engine has, until there is one.
+            partition: the new boundaries; None: decide from the latest profile. If there is no profile yet, batches are
+                trained first, on the engine's data iterator, until there is one.
 
         Raises:
-            PartitionError: ``partition`` is invalid, it cuts what ``keep_together`` keeps together, or no partition
-                meets the memory limit. Nothing has changed.
+            PartitionError: ``partition`` is invalid or cuts a group of ``keep_together``, or no partition meets the
+                memory limit. Nothing has changed.
             MigrationError: see its message; nothing has changed unless it says that layers had begun to move. Harmless,
                 with both numbers, if the move takes a rank above the memory limit.
-            ConfigError: the configuration has no "dynmo" block, or one that is switched off.
+            ConfigError: the configuration has no "dynmo" block, or ``enabled`` is false.
         """
         if partition is None:
             return self.rebalancer.rebalance_by_hand(self.train_batch)
@@ -165,11 +165,11 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @at_work
     def on_layer_arrival(self, callback: Callable[[int, nn.Module], None]) -> None:
-        """Call ``callback(number, layer)`` for each layer that a move brings to this rank. Call it on every rank.
+        """Call ``callback(number, layer)`` for each layer that arrives on this rank. Call this on every rank.
 
-        It sets again what cannot be sent: a lambda, a hook that is a closure. It is called before anything moves: the
-        layer is complete, but its tensors have no values yet, and the move may still be refused. A layer that then is
-        not what was sent stays where it is.
+        The callback sets what cannot be sent: a lambda, or a hook that is a closure. It runs before anything moves: the
+        layer is complete, but its tensors have no values yet, and the move may still be refused. If the layer then
+        differs from the one sent, the move is refused.
         """
         self.stage.on_arrival.append(callback)
 
@@ -190,7 +190,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     def add_rng_tracker(self, name: str, tracker: Any) -> None:
         """Add a tracker of random states, which then are separate for each layer: :meth:`TrackedStates.add`.
 
-        Every rank makes the same call, between two batches. Megatron's and DeepSpeed's trackers need none.
+        Every rank makes the same call, between two batches. Trackers of Megatron and DeepSpeed are found without it.
         """
         self._parts.tracked_states.add(name, tracker)
 
@@ -198,7 +198,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @property
     def released(self) -> bool:
-        """True on a rank whose accelerator was handed back."""
+        """Whether this rank's accelerator was handed back."""
         return self.dynmo is not None and self.repacker.released
 
     @where_layers_may_move
@@ -208,23 +208,23 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @property
     def repacks(self) -> list[RepackReport]:
-        """Every re-packing so far, also those by hand that found nothing better."""
+        """Every re-packing so far, including those by hand that found nothing better."""
         return [] if self.dynmo is None else self._parts.reporter.repacks
 
     @property
     def micro_batches_taken(self) -> int:
-        """How many micro-batches of this rank's data were trained on: a script's own data continues there.
+        """The number of micro-batches of this rank's data trained so far, at which a script's data has to continue.
 
-        ``global_samples`` over the micro-batch size and the launch's replicas, however a batch was divided before.
+        It is ``global_samples`` over the micro-batch size and the launch's replicas, however batches were divided.
         """
         if self.dynmo is None:
             return micro_batches_of(self, self.grid.data_parallel_size)
         return self.repacker.data.taken
 
     def wait_for_recall(self) -> bool:
-        """Wait on a released rank: True once it is called back, False once the job has ended.
+        """Wait on a released rank; return True once it is recalled, False once the job has ended.
 
-        Returns at once True on a rank at work, and False if released ranks are not parked.
+        Return True at once on a rank at work, and False at once if released ranks are not parked.
         """
         return not self.released or self.repacker.wait_for_recall()
 
@@ -243,11 +243,11 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """Keep the state of ``holder`` through re-packings. Every rank makes the same call.
 
         ``holder.state_dict()`` is the same on every rank, and may be collective. After each re-packing all ranks load
-        it, also those that came back.
+        it, including recalled ones.
         """
         self.repacker.share_state(name, holder)
 
-    # -- what a dynamic model may ask -----------------------------------------------------------------
+    # -- for dynamic models -----------------------------------------------------------------
 
     @at_work
     def before_step(self, callback: Callable[[], None]) -> None:
@@ -280,24 +280,24 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @at_work
     def keep_elements(self, kept: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
-        """Make 1-D parameters of some elements of parameters: :func:`kept_elements.keep_elements`. Collective.
+        """Reduce parameters to some of their elements, as 1-D parameters. Collective.
 
-        A new parameter takes the place of ``getattr(module, name)`` in its module, its parameter group and the
-        optimizer's state. Values, gradients, fp32 master weights and moments of the elements that stay are the same;
-        memory for the others is freed.
+        A new parameter replaces ``getattr(module, name)`` in its module, its parameter group and the optimizer's state.
+        Values, gradients, fp32 master weights and moments of the kept elements are unchanged; memory of the others is
+        freed.
 
         Args:
-            kept: of this stage, modules with the name of a parameter and the places of the elements that stay:
+            kept: modules of this stage, each with the name of a parameter and the places of the elements to keep:
                 ascending, in the flattened parameter. Every replica passes the same; a stage may pass none.
 
         Raises:
-            ConfigError: on every rank, naming the first problem; nothing has changed.
+            ConfigError: on every rank, with the first problem; nothing has changed.
         """
         kept_elements.keep_elements(self.stage, kept, is_moving=self.migrator.is_moving)
 
     @at_work
     def keep_elements_refusal(self) -> str | None:
-        """Say why :meth:`keep_elements` would refuse the optimizer; None: it would not."""
+        """Return why :meth:`keep_elements` would refuse the optimizer; None: it would not."""
         return kept_elements.refusal(self.stage)
 
     @at_work
@@ -320,9 +320,10 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write a checkpoint that loads at any partition. It appears as a whole or not at all. Collective.
+        """Write a checkpoint that loads at any partition. It is complete or does not appear. Collective.
 
-        Raises CheckpointError on every rank; earlier checkpoints are untouched.
+        Raises:
+            CheckpointError: on every rank; earlier checkpoints are untouched.
         """
         arguments = (save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         if self.dynmo is None:
@@ -342,15 +343,14 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint of any partition and any number of stages and replicas. Collective.
 
-        The tensor-parallel degree must be the one that was saved: each slice reads its own files. With as many stages
-        as saved, layers go where they were saved; otherwise they stay where they are. With
-        ``checkpoint.load_universal``, DeepSpeed's universal checkpoints of any degrees are loaded instead, and layers
-        stay. No code in a file is run.
+        The tensor-parallel degree must be the saved one, as each slice reads its files. With the saved number of
+        stages, layers move to the saved partition; otherwise they stay. With ``checkpoint.load_universal``, DeepSpeed's
+        universal checkpoints of any degrees are loaded instead, and layers stay. No code in a file is run.
 
         Raises:
             CheckpointError: on every rank; the engine is as it was, unless the message says otherwise.
-            MigrationError: harmless; moving layers to where they were saved takes a rank above the memory limit.
-            ConfigError: a ``custom_load_fn``, which pipelines do not take.
+            MigrationError: harmless; a move to the saved partition takes a rank above the memory limit.
+            ConfigError: ``custom_load_fn`` was given, which pipelines do not support.
         """
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         if self.dynmo is None:

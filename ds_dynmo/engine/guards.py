@@ -1,4 +1,4 @@
-"""Refuse calls of the engine's methods without a "dynmo" block, on a released rank, or with ``"enabled": false``."""
+"""Guards of the engine's methods without a "dynmo" block, on a released rank, or with ``"enabled": false``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_at_work(engine: Any, what: str) -> None:
 
 
 def at_work(method: Method) -> Method:
-    """Let a method of the engine run on ranks at work only: :func:`check_at_work`."""
+    """Restrict a method of the engine to ranks at work: :func:`check_at_work`."""
 
     @wraps(method)
     def guarded(engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def at_work(method: Method) -> Method:
 
 
 def where_layers_may_move(method: Method) -> Method:
-    """Let a method of the engine run on ranks at work only, and only where the block is not switched off."""
+    """Restrict a method of the engine to ranks at work and configurations in which layers may move."""
 
     @wraps(method)
     def guarded(engine: Any, *args: Any, **kwargs: Any) -> Any:

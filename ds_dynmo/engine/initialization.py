@@ -1,4 +1,4 @@
-"""``ds_dynmo.initialize``: ``deepspeed.initialize`` with one more block in its configuration."""
+"""``ds_dynmo.initialize``: ``deepspeed.initialize`` with a "dynmo" block in its configuration."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def initialize(
     Args:
         model: a ``deepspeed.pipe.PipelineModule``.
         config: as for DeepSpeed (a dict, a path, or ``args.deepspeed_config``), with an optional "dynmo" block:
-            see :class:`ds_dynmo.DynMoConfig`. Without the block the engine behaves as DeepSpeed's own. With it, fp32
-            gradients are clipped by the norm of all layers instead of the first stage's: also where the configuration
-            has no "gradient_clipping", since DeepSpeed clips at 1.0 unless told 0.0.
-        engine_class: a subclass of DeepSpeed's ``PipelineEngine`` that the engine is built upon, or
-            ``functools.partial`` of one with keyword arguments of its own; None: ``deepspeed.PipelineEngine``.
+            see :class:`ds_dynmo.DynMoConfig`. Without the block the engine behaves like DeepSpeed's. With it, fp32
+            gradients are clipped by the norm of all layers instead of the first stage's, even without
+            "gradient_clipping", since DeepSpeed clips at 1.0 unless the key is 0.0.
+        engine_class: a subclass of DeepSpeed's ``PipelineEngine`` as the base of the engine, or ``functools.partial``
+            of one with additional keyword arguments; None: ``deepspeed.PipelineEngine``.
 
     Returns:
         ``engine, optimizer, training_dataloader, lr_scheduler``.
 
     Raises:
-        ConfigError: a wrong block, module, precision, optimizer, engine class or feature, or a DeepSpeed that lacks
-            what moving layers relies on; nothing has been created or touched. Or a layer that cannot be moved, or a
+        ConfigError: a wrong block, module, precision, optimizer, engine class or feature, or a DeepSpeed without the
+            names that ds_dynmo relies on; nothing has been created or touched. Or a layer that cannot be moved, or a
             block that differs between ranks, on every rank; the optimizer is untouched.
-        PartitionError: more stages than layers, an empty stage, or an initial partition that does not suit.
+        PartitionError: more stages than layers, an empty stage, or an invalid initial partition.
     """
     dynmo = _checked_block(validation.load_config(args, config, config_params), model, optimizer)
     with _constructing(partial(built_upon(engine_class or deepspeed.PipelineEngine), dynmo=dynmo)):
@@ -93,13 +93,13 @@ def initialize(
 
 
 def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynMoConfig | None:
-    """Read the "dynmo" block, and refuse what cannot work with it before anything is created.
+    """Read the "dynmo" block, and refuse incompatible settings before anything is created.
 
     Args:
         settings: the whole DeepSpeed configuration.
 
     Returns:
-        None without such a block: then only ``model`` is checked.
+        The block; None without one: then only ``model`` is checked.
 
     Raises:
         ConfigError, PartitionError: see :func:`initialize`.
@@ -126,7 +126,7 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynM
 
 
 def _go_to_first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> None:
-    """Move layers to where training begins. Collective."""
+    """Move layers to the initial partition. Collective."""
     here = engine.stage.placement
     first = engine.rebalancer.nearest_allowed(here.at(_first_partition(engine, dynmo)))
     if first != here:
@@ -134,7 +134,7 @@ def _go_to_first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> N
 
 
 def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequence[int]:
-    """Choose the boundaries that ``dynmo.initial_partition`` asks for. Collective."""
+    """Return the boundaries of ``dynmo.initial_partition``. Collective."""
     first, layers, groups = dynmo.initial_partition, engine.stage.layers, engine.rebalancer.groups
     if first in (None, "profile"):
         return engine.partition
@@ -153,7 +153,7 @@ def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequenc
 
 @contextmanager
 def _constructing(engine_class: Any) -> Iterator[None]:
-    """Let ``deepspeed.initialize`` construct ``engine_class``: it has no argument for that (DeepSpeed 0.19.8)."""
+    """Let ``deepspeed.initialize`` construct ``engine_class``, for which it has no argument (DeepSpeed 0.19.8)."""
     original = deepspeed.PipelineEngine
     deepspeed.PipelineEngine = engine_class
     try:

@@ -1,4 +1,4 @@
-"""Build the parts of an engine: this is where each part is given what it needs."""
+"""The construction of an engine's parts, each with its dependencies."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from ds_dynmo.engine.validation import check_sharing, layer_groups
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine with a "dynmo" block consists of, beside its stage.
+    """The parts of an engine with a "dynmo" block, besides its stage.
 
     Attributes:
         reporter: keeps reports and writes them.
         profiler: measures the layers of this stage.
         migrator: moves layers.
-        rebalancer: decides where layers go.
-        trainable: knows which layers have something to train.
-        executor: surrounds the schedule of every batch.
+        rebalancer: decides when and where layers move.
+        trainable: the trainable layers on which the ranks have agreed.
+        executor: runs the schedule of every batch in its context.
         checkpointer: writes and reads checkpoints.
-        repacker: continues with fewer ranks, or with more.
-        step: trains a batch and does what is due after it.
-        tracked_states: named states of random number generators, which layers fork.
+        repacker: continues with fewer or more ranks.
+        step: trains a batch, then rebalances or re-packs if that is due.
+        tracked_states: named random states that layers fork.
     """
 
     reporter: Reporter
@@ -58,7 +58,7 @@ class Parts:
 
 
 def build_parts(engine: Any, config: DynMoConfig) -> Parts:
-    """Compose ``engine``, whose stage is there. Collective.
+    """Build the parts of ``engine``, whose stage exists. Collective.
 
     Raises:
         ConfigError: on every rank; layers share parameters, a file cannot be written, or a tie is frozen in part.
@@ -105,7 +105,7 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
 
 
 def _prepare_layers(engine: Any, config: DynMoConfig) -> References:
-    """Make the layers of this stage ready to move, and name the objects that they refer to and do not own. Collective.
+    """Prepare the layers of this stage for moves, and name the objects that they refer to but do not own. Collective.
 
     Raises:
         ConfigError: on every rank; layers share parameters and are not tied.
@@ -119,7 +119,7 @@ def _prepare_layers(engine: Any, config: DynMoConfig) -> References:
 
 
 def _tracer(stage: StageContext, clock: Any, reporter: Reporter, ranks: JobRanks) -> Tracer | None:
-    """Make the tracer; None: ``dynmo.trace`` asks for none. Collective."""
+    """Build the tracer; None: ``dynmo.trace`` is not set. Collective."""
     if stage.config.trace is None:
         return None
     return Tracer(
@@ -128,7 +128,7 @@ def _tracer(stage: StageContext, clock: Any, reporter: Reporter, ranks: JobRanks
 
 
 def _random_streams(engine: Any, config: DynMoConfig, states: TrackedStates) -> LayerStreams | None:
-    """Make each layer's random streams; None: layers use the rank's generators."""
+    """Build the layers' random streams; None: layers use the rank's generators."""
     if not config.randomness.per_layer:
         return None
     seed = engine.module.base_seed if config.randomness.seed is None else config.randomness.seed

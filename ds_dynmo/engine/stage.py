@@ -1,7 +1,7 @@
 """The stage of one rank: the only interface between the engine and its parts.
 
-The parts are the rebalancer, migrator, repacker, checkpointer and profiler. Each is given the stage, and what else it
-needs, when it is constructed: DeepSpeed's engine only if it runs, rebuilds or saves DeepSpeed's part of it.
+The parts are the rebalancer, migrator, repacker, checkpointer and profiler. Each gets the stage and its other
+dependencies at construction, and DeepSpeed's engine only if it runs, rebuilds or saves DeepSpeed's part.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ _SAME_SHAPES = "parameters that are each replica's own (replica_own) have one sh
 
 @dataclass(frozen=True)
 class StageContext:
-    """One rank's stage, in an engine with a "dynmo" block. It exists once DeepSpeed has placed the model.
+    """One rank's stage in an engine with a "dynmo" block. It exists once DeepSpeed has placed the model.
 
     Attributes:
         config: the "dynmo" block.
-        comm: all our communication.
+        comm: all communication of ds_dynmo.
         layers: of this stage.
-        optimizer: the engine's, and its state.
-        counters: of what the engine has trained on.
-        replicas_differ: each data-parallel replica has parameters of its own.
-        replicas_would_differ: so it would be with several replicas.
-        layers_moved: published once layers are in place after a move, a re-packing or a load.
-        parameters_replaced: published on every rank once parameters of layers that stayed were replaced on any.
-        around_schedule: the context managers that the schedule of every batch runs inside.
-        timeline: where parts mark what they do, for a trace.
-        schedule: in which order passes run.
-        compiled: runs the layers compiled, where that is asked for.
-        gradient_flags: which tensors between stages get a gradient.
-        on_arrival: callbacks of the user's for layers that arrive, called with their number and module.
+        optimizer: the engine's optimizer and its state.
+        counters: of steps, samples and micro-batches trained.
+        replicas_differ: whether some parameters differ between data-parallel replicas.
+        replicas_would_differ: whether some would with several replicas.
+        layers_moved: published when layers are in place after a move, a re-packing or a load.
+        parameters_replaced: published on every rank after parameters of layers that stayed were replaced on any rank.
+        around_schedule: the context managers around the schedule of every batch.
+        timeline: marks of the engine's phases, for a trace.
+        schedule: the schedule in force.
+        compiled: runs layers compiled, if configured.
+        gradient_flags: tensors between stages that get a gradient.
+        on_arrival: the user's callbacks for layers that arrive, called with number and module.
     """
 
     config: DynMoConfig
@@ -81,7 +81,7 @@ class StageContext:
 
     @property
     def placement(self) -> Placement:
-        """Where all layers of the model are."""
+        """The present placement of all layers."""
         return self.layers.placement
 
     @property
@@ -90,7 +90,7 @@ class StageContext:
         return self.placement.boundaries
 
     def route_to(self, new: Placement) -> str:
-        """Say from where to where layers go, for ranks to compare."""
+        """Return the present and the new placement as text, for comparison between ranks."""
         return f"{self.placement} -> {new}"
 
     def connect_replicas(self) -> None:
@@ -103,10 +103,10 @@ class StageContext:
 
 
 def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
-    """Make the stage of an engine whose constructor is about to place ``model``. Collective.
+    """Build the stage of an engine whose constructor is about to place ``model``. Collective.
 
     Raises:
-        ConfigError: on every rank, if one has another "dynmo" block or a layer that cannot be moved.
+        ConfigError: on every rank, if a rank has another "dynmo" block or a layer that cannot be moved.
     """
     comm = Communicator(engine.mpu, engine.device, config.timeout_seconds)
     comm.enter("initialize")
@@ -120,7 +120,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
         try:
             built = build_missing(model)
             return built, find_uses(model, built)
-        except Exception as error:  # whatever a user's layer raises
+        except Exception as error:  # any error of a user's layer
             raise ConfigError(
                 f"a layer that DeepSpeed did not build, as it is tied to one before: {error!r}"
             ) from error
@@ -129,10 +129,10 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     if flat:
         shapes_of = partial(replicas.per_replica_shapes, model)
         comm.everywhere(_SAME_SHAPES, shapes_of, same=str, within=comm.here.slice_of_stage, error=ConfigError)
-    every = comm.gather_objects((replicas.has_per_replica(model), replicas.shares_out(model), uses, bool(built)))
-    differ = any(has_per_replica for has_per_replica, *_ in every)
-    ties = own_uses((uses for *_, uses, _ in every), layer_specs(model))
-    of_others = attach(model, built, ties) if any(builds for *_, builds in every) else None
+    gathered = comm.gather_objects((replicas.has_per_replica(model), replicas.shares_out(model), uses, bool(built)))
+    differ = any(has_per_replica for has_per_replica, *_ in gathered)
+    ties = own_uses((uses for *_, uses, _ in gathered), layer_specs(model))
+    of_others = attach(model, built, ties) if any(builds for *_, builds in gathered) else None
     layers = StageLayers(model, ties)
     norm = ModelNorm(layers, comm, replicas_differ=differ)
     stage = StageContext(
@@ -142,7 +142,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
         optimizer=OptimizerBinding(engine, layers, comm, norm, of_others),
         counters=TrainingCounters(engine),
         replicas_differ=differ,
-        replicas_would_differ=any(shares for _, shares, *_ in every),
+        replicas_would_differ=any(shares for _, shares, *_ in gathered),
         schedule=ScheduleInForce(
             config.schedule,
             cautious=config.memory_limit is not None or model.activation_checkpoint_interval > 0,

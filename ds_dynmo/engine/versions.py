@@ -1,4 +1,4 @@
-"""Versions of other packages that the tests passed with: docs/versions.md has the results."""
+"""Tested versions of other packages; docs/versions.md has the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TESTED: dict[str, tuple[str, ...]] = {
 
 
 def newer_than_tested() -> str | None:
-    """Return one line that names the imported packages that are newer than any tested version; None without one."""
+    """Return a line about imported packages that are newer than any tested version; None if there are none."""
     newer = []
     for name, tested in TESTED.items():
         if name in sys.modules:

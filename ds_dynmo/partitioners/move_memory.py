@@ -134,11 +134,11 @@ def _peak(
 ) -> int:
     """Compute the peak of one stage from its layers before and after, and the layers that it receives and sends."""
     travelling = [*arriving, *leaving]
-    travels = old.total + new.flat + sum(layer.own + layer.staged for layer in arriving)
+    travels = old.total + new.flat + sum(layer.separate + layer.staged for layer in arriving)
     travels += sum(layer.staged for layer in leaving)
     if overlapped:
         return max(travels + new.shards, new.total)
     travels -= old.gradients
     one_kind = max(old.shards + new.largest_shard, new.shards + old.largest_shard)
     shards_staged = sum(min(layer.staged, layer.largest_shard) for layer in travelling)
-    return max(old.total, travels, new.own + new.flat + one_kind + shards_staged, new.total)
+    return max(old.total, travels, new.separate + new.flat + one_kind + shards_staged, new.total)

@@ -14,19 +14,19 @@ __all__ = ["HeldBytes", "LayerCost", "Profile", "limit_without_workspace"]
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes that a layer holds on a rank between two batches, by what happens to them when layers move.
+    """Bytes of a layer on a rank between two batches, by their treatment when layers move.
 
     Attributes:
-        own: in tensors of its own, freed where the layer has left: buffers, and without a flat optimizer also
+        separate: in separate tensors, freed when the layer has left: buffers, and without a flat optimizer also
             weights and optimizer state.
         flat: weights in the stage's flat buffer.
         shards: fp32 weights and moments in this rank's shards, all kinds of state together.
         largest_shard: the largest kind of state in ``shards``.
-        gradients: buffers in which its gradients are summed; freed before layers move and allocated again afterwards.
-        staged: the most that is held twice while the layer or its state travels: small tensors are packed together.
+        gradients: buffers of summed gradients; freed before layers move and allocated again afterwards.
+        staged: the most bytes held twice while the layer or its state travels, because small tensors are packed.
     """
 
-    own: int = 0
+    separate: int = 0
     flat: int = 0
     shards: int = 0
     largest_shard: int = 0
@@ -35,7 +35,7 @@ class HeldBytes:
 
     def __add__(self, other: HeldBytes) -> HeldBytes:
         return HeldBytes(
-            self.own + other.own,
+            self.separate + other.separate,
             self.flat + other.flat,
             self.shards + other.shards,
             self.largest_shard + other.largest_shard,
@@ -45,13 +45,13 @@ class HeldBytes:
 
     @property
     def total(self) -> int:
-        """The bytes that are held while nothing moves."""
-        return self.own + self.flat + self.shards + self.gradients
+        """The bytes held while nothing moves."""
+        return self.separate + self.flat + self.shards + self.gradients
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs, measured (paper, section 3.1: the first iteration after each dynamism step).
+    """The measured costs of a layer (paper, section 3.1: the first iteration after each dynamism step).
 
     Attributes:
         forward_seconds, backward_seconds: per micro-batch; recomputation under activation checkpointing
@@ -59,16 +59,16 @@ class LayerCost:
             data-parallel replica.
         parameters, trainable_parameters: numbers of elements, with and without frozen ones.
         static_bytes: weights, gradients, optimizer state and buffers.
-        activation_bytes: per micro-batch, what the layer saves for its backward pass; the last one's loss too.
-        input_bytes: per micro-batch, the layer's input, what a checkpointed segment keeps.
-        load_signal: the fraction of its dense work that the layer says it does now; None: it does not say.
-        held: bytes that it holds between two batches.
+        activation_bytes: per micro-batch, saved for the backward pass; for the last layer, with those of the loss.
+        input_bytes: per micro-batch, of the layer's input, which a checkpointed segment keeps.
+        load_signal: the fraction of its dense work that the layer reports; None: it does not report any.
+        held: bytes held between two batches.
         input_gradient_seconds, weight_gradient_seconds: per micro-batch, of a backward pass in two parts; 0: no pass
-            was. Together usually more than ``backward_seconds``.
-        deferred_bytes: per micro-batch, what the layer holds from the first part to the second.
-        first_use: the first layer that uses the same parameters, itself unless it is tied; None: a plain function.
-        output_bytes: per micro-batch, the layer's output.
-        workspace_bytes: that the layer says it needs beside, only while it runs.
+            was split. Their sum is usually more than ``backward_seconds``.
+        deferred_bytes: per micro-batch, held from the first part to the second.
+        first_use: the first layer with the same parameters: itself unless it is tied; None: a plain function.
+        output_bytes: per micro-batch, of the layer's output.
+        workspace_bytes: that the layer reports to need only while it runs.
     """
 
     forward_seconds: float
@@ -94,10 +94,10 @@ class LayerCost:
 
 
 def limit_without_workspace(limit_bytes: int, layers: Sequence[LayerCost]) -> int:
-    """Set the largest workspace of any layer aside: one layer runs at a time, and it may be on any stage.
+    """Return a rank's limit without the largest workspace of any layer: one layer runs at a time, on any stage.
 
     Returns:
-        Bytes of a rank's limit that are left for what stays.
+        Bytes of the limit that are left for everything else.
     """
     return max(0, limit_bytes - max((layer.workspace_bytes for layer in layers), default=0))
 
@@ -108,7 +108,7 @@ class Profile:
 
     Attributes:
         step: ``global_steps`` after the last profiled batch.
-        placement: the one under which it was measured; after a re-packing, the new one.
+        placement: under which it was measured; after a re-packing, the new one.
         layers: one :class:`LayerCost` per layer of the model.
         micro_batches: micro-batches per batch.
         batch_seconds: wall-clock seconds of a batch, median of the latest since layers moved or changed, slowest rank.
@@ -152,10 +152,10 @@ class Profile:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Profile:
-        """Read what :meth:`as_record` wrote. Of each layer it has forward and backward seconds alone.
+        """Read a record of :meth:`as_record`, which has only the forward and backward seconds of layers.
 
         Raises:
-            ValueError, TypeError, LookupError: it is no such record.
+            ValueError, TypeError, LookupError: the record is invalid.
         """
         placement = Placement.of(record["partition"], record.get("partition_owners"))
         passes = zip(record["forward_seconds"], record["backward_seconds"], strict=True)
@@ -163,7 +163,7 @@ class Profile:
         if len(layers) != placement.num_layers:
             raise ValueError(f"{len(layers)} layers were measured, the partition {placement} has another number")
         seconds = [layer.seconds for layer in layers]
-        if not all(one >= 0.0 for one in seconds) or sum(seconds) == math.inf:
+        if not all(value >= 0.0 for value in seconds) or sum(seconds) == math.inf:
             raise ValueError(f"layers were measured to take {seconds} seconds")
         micro_batches, batch_seconds = int(record["micro_batches"]), float(record["batch_seconds"])
         return cls(int(record["step"]), placement, layers, micro_batches, batch_seconds)

@@ -44,16 +44,16 @@ class RebalanceReport(_BetweenPlacements):
             decision, and while layers moved.
         load_signals: per layer, None where a layer does not report one.
         iteration_seconds_before, iteration_seconds_after: predicted by simulating the schedule, without the
-            optimizer's step and messages: before under the schedule that was in force, after under the one that is now.
+            optimizer's step and messages; before: under the old schedule, after: under the new one.
         verdict: why layers moved or stayed.
         bubble_ratio_before, bubble_ratio_after: of the same two iterations, the fraction of ``num_stages`` x seconds in
             which no pass runs; None without a profile.
-        schedule_splits: how many backward passes of a batch run in two parts under the schedule in force now; None:
-            DeepSpeed's 1F1B is in force, or there is no profile.
-        lower_bound_seconds: below which no schedule's iteration can be at ``new_placement``; None: none was searched.
-        own_schedule: the class of the schedule that the user's engine runs in place of that; "": it has none.
+        schedule_splits: number of backward passes of a batch that run in two parts under the new schedule; None: it is
+            DeepSpeed's 1F1B, or there is no profile.
+        lower_bound_seconds: of the iteration under any schedule at ``new_placement``; None: no search was made.
+        own_schedule: class of the schedule that the user's engine class runs instead; "": it has none.
         stage_seconds_before, stage_seconds_after: predicted per micro-batch of each stage; None without a profile.
-        model_changed: ``reason`` is what the model gave to ``model_changed``, which may be any text.
+        model_changed: whether ``reason`` is the text that the model passed to ``model_changed``.
     """
 
     step: int
@@ -98,7 +98,7 @@ class RebalanceReport(_BetweenPlacements):
 
     @property
     def moved(self) -> bool:
-        """Tell whether a layer changed stage."""
+        """Whether a layer changed stage."""
         return self.old_placement != self.new_placement
 
     def as_record(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class RebalanceReport(_BetweenPlacements):
 
 @dataclass(frozen=True)
 class MeasuredReport:
-    """What a profile measured after a rebalance, to compare with the prediction.
+    """The measurement of a profile after a rebalance, for comparison with the prediction.
 
     Attributes:
         step: ``global_steps`` after the last profiled batch.

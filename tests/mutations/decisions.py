@@ -49,7 +49,7 @@ MUTATIONS = [
     Mutation(
         "the memory of layers that arrive is not counted while they move",
         "ds_dynmo/partitioners/move_memory.py",
-        "travels = old.total + new.flat + sum(layer.own + layer.staged for layer in arriving)",
+        "travels = old.total + new.flat + sum(layer.separate + layer.staged for layer in arriving)",
         "travels = old.total + new.flat",
         "tests/distributed/test_move_memory.py::test_the_peak_of_a_move_is_as_predicted -k 'fp32-2x1 and not zero1'",
     ),

@@ -51,7 +51,7 @@ def test_moves_of_a_v() -> None:
 
 
 def test_peak_bytes_of_a_move_of_a_v() -> None:
-    held = [HeldBytes(own=10**layer) for layer in range(6)]
+    held = [HeldBytes(separate=10**layer) for layer in range(6)]
     peaks = migration_peaks(MigrationPlan.between(*VS), held, range(6))
     assert peaks == (110011, 11110)  # all that stage 0 has at the end, and all that stage 1 had before
 

@@ -1,4 +1,4 @@
-"""Gather what every stage measured into one profile of the whole model."""
+"""Reduction of the measurements of all stages to one profile of the model."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ds_dynmo.plan import HeldBytes, LayerCost, Profile
 _FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _DEFERRED = range(5)
 _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _OUTPUT, _SIGNAL, _MEASURED, _WORKSPACE, _HELD = range(5, 15)
 _COLUMNS = _HELD + len(fields(HeldBytes))
-_BATCH, _FAILED, _MOVES = 0, 1, 2  # in the row after the last layer
+_BATCH, _FAILED, _MOVES = 0, 1, 2  # columns of the row after the last layer
 
 
 def gather_profile(stage: StageContext, profiler: Profiler, move_seconds: float) -> tuple[Profile, float]:
-    """Reduce what every rank measured to one profile, and move seconds to those of the slowest rank. Collective.
+    """Reduce the measurements of all ranks to one profile, and move seconds to their maximum. Collective.
 
     Args:
         move_seconds: of the moves since the last profile, on this rank.
 
     Raises:
-        PartitionError: on every rank; a layer was not measured on any.
-        MigrationError: on every rank, harmless; a rank cannot tell what its layers cost.
+        PartitionError: on every rank; a layer was not measured on any rank.
+        MigrationError: on every rank, harmless; a rank failed to size its layers.
     """
     table = stage_costs(stage.layers, profiler, stage.state, move_seconds)
     stage.comm.max_over_world(table)
@@ -44,18 +44,18 @@ def gather_profile(stage: StageContext, profiler: Profiler, move_seconds: float)
 
 
 def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
-    """Make a table of what this rank measured of its layers.
+    """Return a table of this rank's measurements of its layers.
 
     Args:
         move_seconds: of the moves since the last table, on this rank.
 
     Returns:
-        ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers elsewhere. If this rank fails, a table that
-        says so: :func:`failed` finds that in the maximum of all ranks' tables.
+        ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers on other ranks. If this rank fails, the
+        table has a mark that :func:`failed` finds in the maximum of all ranks' tables.
     """
     try:
         return _stage_costs(layers, profiler, state, move_seconds)
-    except Exception as error:  # whatever a user's load_signal raises: the others have to hear of it
+    except Exception as error:  # any error of a user's load_signal; other ranks have to know
         logger.error(f"layers {[*layers.indices]}: cannot tell what they cost: {error!r}")
         table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
         table[-1, _FAILED] = 1.0
@@ -103,10 +103,10 @@ def profile_from(
     micro_batches: int,
     first_uses: Sequence[int | None] = (),
 ) -> Profile:
-    """Make the profile from the elementwise maximum of all ranks' tables: the slowest replica counts.
+    """Build the profile from the elementwise maximum of all ranks' tables, so that the slowest replica counts.
 
     Args:
-        first_uses: per layer, as in :class:`LayerCost`; empty: not known.
+        first_uses: per layer, as in :class:`LayerCost`; (): unknown.
 
     Raises:
         PartitionError: a layer was not measured on any rank.
@@ -138,7 +138,7 @@ def profile_from(
 
 
 def per_layer(layers: StageLayers, number: Callable[[nn.Module], float]) -> torch.Tensor:
-    """Call ``number`` on this stage's modules: ``[num_layers]``, float64, zeros for functions and layers elsewhere."""
+    """Call ``number`` on this stage's modules; return ``[num_layers]``, float64, zeros for other layers."""
     numbers = torch.zeros(layers.num_layers, dtype=torch.float64)
     for index in layers.indices:
         module = layers.local_module(index)
@@ -148,21 +148,21 @@ def per_layer(layers: StageLayers, number: Callable[[nn.Module], float]) -> torc
 
 
 def held_table(layers: StageLayers, state: OptimizerState) -> torch.Tensor:
-    """Make a table like :func:`stage_costs` of what this rank's layers hold now, and while they train."""
+    """Return a table like :func:`stage_costs` of the bytes of this rank's layers, now and in training."""
     table = torch.zeros(layers.num_layers + 1, len(fields(HeldBytes)) + 1, dtype=torch.float64)
     try:
         for index in layers.indices:
             module = layers.local_module(index)
             if module is not None:
                 table[index] = torch.tensor([*astuple(held_bytes(module, state)), static_bytes(module, state)])
-    except Exception as error:  # whatever a user's tensor raises: the others have to hear of it
+    except Exception as error:  # any error of a user's tensor; other ranks have to know
         logger.error(f"layers {[*layers.indices]}: cannot tell what they hold: {error!r}")
         table[-1, _FAILED] = 1.0
     return table
 
 
 def held_from(table: torch.Tensor) -> tuple[tuple[HeldBytes, ...], tuple[int, ...]]:
-    """Read what each layer holds, and its static bytes, from the maximum of all ranks' :func:`held_table`."""
+    """Read the held and static bytes of each layer from the maximum of all ranks' :func:`held_table`."""
     rows = [list(map(int, row)) for row in table[:-1].tolist()]
     return tuple(HeldBytes(*row[:-1]) for row in rows), tuple(row[-1] for row in rows)
 

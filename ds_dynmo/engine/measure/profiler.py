@@ -107,14 +107,14 @@ class Samples:
         return self.seconds[Kind.BACKWARD]
 
     def backward_seconds(self, index: int) -> float:
-        """Return the :func:`typical` seconds per micro-batch; 0 for a layer that does no backward work.
+        """Return the :func:`typical` seconds per micro-batch; 0 for a layer without backward work.
 
-        Where every pass was in two parts, of both.
+        If every pass was in two parts, return the sum of both.
         """
         return typical(self.backward[index]) if self.backward[index] else sum(self.part_seconds(index))
 
     def part_seconds(self, index: int) -> tuple[float, float]:
-        """Return the :func:`typical` seconds of the two parts; 0 where no pass was in two."""
+        """Return the :func:`typical` seconds of the two parts; 0 if no pass was split."""
         first, second = (self.seconds[kind][index] for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT))
         return typical(first), typical(second)
 
@@ -122,8 +122,8 @@ class Samples:
 def typical(seconds: Sequence[float]) -> float:
     """Average without the largest and the smallest eighth.
 
-    A mean, because a stage takes the sum over its micro-batches: a layer with work in half of them costs half as much,
-    which a median would miss. The outer eighths are where a stall of the machine shows.
+    It is a mean, because a stage takes the sum over its micro-batches: a layer with work in half of them costs half as
+    much, which a median would miss. Stalls of the machine are in the outer eighths.
 
     >>> typical([1.0] * 7 + [50.0]), typical([0.0, 4.0, 0.0, 4.0]), typical([])
     (1.0, 2.0, 0.0)
@@ -138,13 +138,13 @@ class Profiler:
 
     Args:
         clock: a :class:`CpuClock` or :class:`EventClock`.
-        size_every_pass: count what is saved for backward in every micro-batch and keep the most, instead of in the
-            first one of a profile. That takes about a twentieth of a batch. It matters if memory is limited and layers
+        size_every_pass: count the bytes saved for backward in every micro-batch and keep the maximum, instead of in the
+            first micro-batch of a profile. This takes about 5% of a batch. It matters if memory is limited and layers
             do more work in some micro-batches than in others.
 
     Attributes:
         samples: the measurements of the present profile.
-        measures: is a batch being measured?
+        measures: whether a batch is being measured.
     """
 
     def __init__(self, clock: Any, *, size_every_pass: bool = False) -> None:
@@ -159,7 +159,7 @@ class Profiler:
         self._in_pass = False
         self._backward = False
         self._owner: int | None = None
-        self._paused: int | None = None  # the owner to go back to
+        self._paused: int | None = None  # the owner to resume
         self._marks: list[Mark] = []
         self._passes: list[tuple[Kind | None, list[Mark]]] = []  # kind; None: of an instruction of the user
         self._deferred_bytes: Counter[int] = Counter()  # of this pass
@@ -172,27 +172,27 @@ class Profiler:
             self._recent_seconds.clear()
 
     def batch_took(self, seconds: float) -> None:
-        """Note how long a batch took that was not profiled."""
+        """Record the seconds of a batch that was not profiled."""
         self._recent_seconds.append(seconds)
 
     @property
     def batch_seconds(self) -> float:
-        """The median over the latest batches, so that a stall in one does not count."""
+        """The median over the latest batches, which ignores single stalls."""
         return statistics.median(self._recent_seconds)
 
     @property
     def batches(self) -> int:
-        """How many batches the present profile holds."""
+        """The number of batches in the present profile."""
         return self.samples.batches
 
     @contextmanager
     def batch(self, module: Any, layers: Sequence[int], has_loss: bool) -> Iterator[None]:
-        """Measure a batch that runs inside, its layers through :meth:`wrap`.
+        """Measure the batch inside, whose layers run through :meth:`wrap`.
 
         Args:
             module: the PipelineModule.
-            layers: the numbers of the stage's layers.
-            has_loss: is this the last stage?
+            layers: numbers of the stage's layers.
+            has_loss: whether this is the last stage.
         """
         self._layers, self._last, self._has_loss, self._passes = list(layers), max(layers, default=-1), has_loss, []
         self.measures = True
@@ -209,12 +209,12 @@ class Profiler:
         self._recent_seconds.append(seconds)
 
     def one_pass(self, kind: Kind) -> AbstractContextManager[None]:
-        """Measure one micro-batch's pass through the stage, which runs inside."""
+        """Measure the pass of a micro-batch through the stage inside."""
         goes_back = kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
         return self._one_pass(kind, self._last if goes_back else None)
 
     def another_pass(self) -> AbstractContextManager[None]:
-        """Measure an instruction of the user's, which may run layers; it counts with the next pass."""
+        """Measure a user's instruction, which may run layers; it counts with the next pass."""
         return self._one_pass(None, None)
 
     @contextmanager
@@ -234,10 +234,10 @@ class Profiler:
         self._backward = False
 
     def deferred(self, compute: Callable[[], torch.Tensor], held_bytes: int) -> Callable[[], torch.Tensor]:
-        """Mark ``compute``, which is put off by the layer whose gradients are calculated now, as that layer's work.
+        """Mark the deferred ``compute`` as work of the layer whose gradients are now computed.
 
         Args:
-            held_bytes: that it needs until then.
+            held_bytes: of its inputs.
         """
         owner = self._owner
         if owner is None or not self._in_pass:
@@ -269,11 +269,11 @@ class Profiler:
         self._marks.append((self._clock.now(), owner))
 
     def wrap(self, place: int, layer: Layer) -> Layer:
-        """Wrap the layer at a place in the stage, so that it marks when its work begins and ends."""
+        """Wrap the layer at a place in the stage, so that it marks the start and end of its work."""
         index = self._layers[place]
 
         def marked(inputs: Any) -> Any:
-            if not self._in_pass:  # the user's engine runs it outside instructions
+            if not self._in_pass:  # a user's engine runs it outside instructions
                 return layer(inputs)
             before = self._owner
             versions = {id(tensor): version_of(tensor) for tensor in _tensors(inputs)}
@@ -286,7 +286,7 @@ class Profiler:
             if torch.is_grad_enabled():
                 self._watch_entering(inputs)
                 for tensor in _passing(outputs):
-                    # A tensor that passes through untouched is watched already, for the layer that made it.
+                    # An unchanged input is watched already, for the layer that computed it.
                     if tensor.requires_grad and versions.get(id(tensor)) != version_of(tensor):
                         tensor.register_hook(partial(self._gradient_complete, index))
             return outputs
@@ -330,7 +330,7 @@ class Profiler:
         return outputs
 
     def _sized_loss(self, loss_fn: Callable[..., Any], outputs: Any, labels: Any) -> Any:
-        """Calculate the loss, and count what it saves for its backward pass."""
+        """Compute the loss, and count the bytes that it saves for its backward pass."""
         if (self.samples.loss_bytes and not self._size_every_pass) or not torch.is_grad_enabled():
             return loss_fn(outputs, labels)
         with saved_for_backward([*state_of(loss_fn), *_tensors(outputs)]) as saved:
@@ -360,7 +360,7 @@ class Profiler:
 
 
 def _passing(value: Any) -> list[torch.Tensor]:
-    """List tensors that live for one micro-batch: a weight that layers pass on would keep what is hooked to it."""
+    """List tensors of one micro-batch, without weights that layers pass on, which would keep hooks."""
     return [tensor for tensor in _tensors(value) if not isinstance(tensor, nn.Parameter)]
 
 

@@ -1,4 +1,4 @@
-"""Count what layers, and the loss, save for their backward pass."""
+"""The bytes that layers and the loss save for their backward pass."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ds_dynmo.torch_private import saved_tensors_hooks
 
 
 class SavedBytes:
-    """The storages that were saved. They live until then, or another one might come to have the address of one."""
+    """The saved storages, kept alive so that their addresses are not reused."""
 
-    def __init__(self, own: Sequence[torch.Tensor]) -> None:
-        self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
+    def __init__(self, left_out: Sequence[torch.Tensor]) -> None:
+        self._left_out = {tensor.untyped_storage().data_ptr() for tensor in left_out}
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count what holds the content of ``tensor``, once."""
+        """Count the storage of ``tensor``, once."""
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._own:
+            if storage.data_ptr() not in self._left_out:
                 self._storages[storage.data_ptr()] = storage
 
     def take(self) -> int:
@@ -35,9 +35,9 @@ class SavedBytes:
 
 
 @contextmanager
-def saved_for_backward(own: Sequence[torch.Tensor]) -> Iterator[SavedBytes]:
-    """Count what is saved for backward inside, beside ``own``."""
-    saved = SavedBytes(own)
+def saved_for_backward(left_out: Sequence[torch.Tensor]) -> Iterator[SavedBytes]:
+    """Count the bytes saved for backward inside, except those of ``left_out``."""
+    saved = SavedBytes(left_out)
     with _saved_tensors(saved.add):
         yield saved
 
@@ -53,22 +53,22 @@ def state_of(layer: Any) -> list[torch.Tensor]:
 @contextmanager
 def loss_through(module: Any, around: Callable[..., Any]) -> Iterator[None]:
     """Let a PipelineModule with a loss compute it by ``around(loss_fn, outputs, labels)``."""
-    loss_fn, own = getattr(module, "loss_fn", None), vars(module)
+    loss_fn, attributes = getattr(module, "loss_fn", None), vars(module)
     if loss_fn is None:
         yield
         return
-    before = {"loss_fn": own["loss_fn"]} if "loss_fn" in own else {}  # not there if it is an nn.Module
-    own["loss_fn"] = partial(around, loss_fn)
+    before = {"loss_fn": attributes["loss_fn"]} if "loss_fn" in attributes else {}  # absent if it is an nn.Module
+    attributes["loss_fn"] = partial(around, loss_fn)
     try:
         yield
     finally:
-        del own["loss_fn"]
-        own.update(before)
+        del attributes["loss_fn"]
+        attributes.update(before)
 
 
 @contextmanager
 def _saved_tensors(count: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call ``count`` with every tensor saved for backward, and keep the hooks that are set (checkpointing's)."""
+    """Call ``count`` with every tensor saved for backward, and keep other hooks (of checkpointing)."""
     outer = saved_tensors_hooks(ignore_disabled=False)
 
     def pack(tensor: torch.Tensor) -> Any:

@@ -1,11 +1,11 @@
-"""Trace a batch: record when each rank carried out each pipeline instruction.
+"""Traces of batches: the times of each pipeline instruction on each rank.
 
-While a batch is traced, every pipeline instruction, DeepSpeed's or the user's, records when it begins and ends; so does
-what the parts of the engine do after them. Other batches run unwrapped functions, which costs nothing.
+While a batch is traced, every pipeline instruction of DeepSpeed or the user records its start and end. So do the
+engine's phases after them. Other batches run unwrapped functions, at no cost.
 
-On the CPU times are those of a monotonic clock. On an accelerator they are events on the current stream, which waits
-for each receive: they show when the device did the work, and need one synchronisation only, before the batch. After the
-batch each rank estimates how far its clock is ahead of rank 0's (:meth:`Communicator.clock_offset`), and rank 0 writes
+On a CPU, times are those of a monotonic clock. On an accelerator they are events on the current stream, which waits for
+each receive: they show when the device did the work, and need only one synchronisation, before the batch. After the
+batch each rank estimates the offset of its clock from rank 0's (:meth:`Communicator.clock_offset`), and rank 0 writes
 the file.
 """
 
@@ -33,7 +33,7 @@ from ds_dynmo.engine.split.steps import InputGradientPass, WeightGradientPass
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.placement import Placement
 
-INSTRUCTIONS: dict[type, tuple[str, str]] = {  # the category, and the name that is shown
+INSTRUCTIONS: dict[type, tuple[str, str]] = {  # category and displayed name
     schedule.ForwardPass: ("forward", "forward"),
     schedule.BackwardPass: ("backward", "backward"),
     InputGradientPass: ("backward", "input gradient"),
@@ -47,20 +47,20 @@ INSTRUCTIONS: dict[type, tuple[str, str]] = {  # the category, and the name that
     schedule.ReduceGrads: ("reduce", "reduce gradients"),
     schedule.OptimizerStep: ("optimizer step", "optimizer step"),
 }
-_BEGINNINGS = 3  # tries to read both clocks at the same time
+_TRIES = 3  # readings of both clocks
 
 
 class Tracer:
-    """Records batches as ``dynmo.trace`` says. Construction is collective.
+    """Records the batches of ``dynmo.trace``. Construction is collective.
 
     Attributes:
-        records: is a batch being recorded?
+        records: whether a batch is being recorded.
 
     Args:
-        clock: the profiler's.
-        reporter: warns, and its rank that speaks writes the file.
-        world: gives another value after every re-packing, and on a rank that was released: the ranks that recorded a
-            batch are then no longer together.
+        clock: the profiler's clock.
+        reporter: warns; its first rank writes the file.
+        world: returns another value after every re-packing and on a released rank, so that the ranks of a recorded
+            batch are no longer the same.
 
     Raises:
         ConfigError: on every rank, if rank 0 cannot write the file.
@@ -82,17 +82,17 @@ class Tracer:
         self._marks: list[tuple[str, str, int | None]] = []
         self._times: list[Any] = []
         self._counts: Counter[str] = Counter()
-        self._deferred: deque[int] = deque()  # micro-batches whose weight gradients are still to come
+        self._deferred: deque[int] = deque()  # micro-batches with pending weight gradients
         self._origin: float | None = None
         self._base_error_seconds = 0.0
         self._file: TraceFile | None = None
         self._append = WarnsOnce(config.path, self._append_batch, reporter.warn, OSError)
-        # The first traced batch creates the file: a run that is resumed has the same path and must not overwrite it.
+        # The first traced batch creates the file, as a resumed run with the same path must not overwrite it at once.
         check_writable(config.path, "dynmo.trace.path", self._comm, writes=reporter.speaks)
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Record and write the batch that runs inside, with what follows it, if its step is traced. Collective."""
+        """Record and write the batch inside and the phases after it, if its step is traced. Collective."""
         (first, last), step = self._config.steps, self._stage.counters.steps + 1
         if not first <= step <= last:
             yield
@@ -130,7 +130,7 @@ class Tracer:
             self._times += begin, self._clock.now()
 
     def recorded(self, bare: Instructions) -> Instructions:
-        """Wrap the instructions of a batch so that they record when they begin and end."""
+        """Wrap the instructions of a batch so that they record start and end."""
         shown = {kind: ("instruction", kind.__name__) for kind in bare if is_user_kind(kind)} | INSTRUCTIONS
         return MappingProxyType(
             {
@@ -187,13 +187,13 @@ class Tracer:
 def begin(clock: Any) -> tuple[Any, float, float]:
     """Read ``clock`` and the host's monotonic clock at the same time.
 
-    The process may be suspended between the two, so the quickest of a few tries counts.
+    The process may be suspended between the two, so the fastest of a few tries counts.
 
     Returns:
-        The time of ``clock``, the host's seconds, and by how many seconds those may be off.
+        The time of ``clock``, the host's seconds, and their error bound in seconds.
     """
     tries = []
-    for _ in range(_BEGINNINGS):
+    for _ in range(_TRIES):
         before = time.perf_counter()
         mark = clock.now()
         half = (time.perf_counter() - before) / 2

@@ -1,7 +1,7 @@
-"""Write what ranks recorded of a batch in Chrome's trace format, which Perfetto and chrome://tracing open.
+"""Trace files in Chrome's trace format, which Perfetto and chrome://tracing open.
 
 A pipeline (one data-parallel replica) is a process, and a rank in it a thread. Each event has ``ph`` "X", microseconds
-and a category out of :data:`CATEGORIES`. Format: "Trace Event Format", Google, 2016.
+and a category of :data:`CATEGORIES`. Format: "Trace Event Format", Google, 2016.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _END = "\n]}\n"
 
 
 class TraceEvent(NamedTuple):
-    """Something that a rank did, in seconds of a clock that all ranks share."""
+    """An instruction or phase of a rank, in seconds of a clock that all ranks share."""
 
     category: str
     what: str
@@ -35,10 +35,10 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Track:
-    """What one rank recorded of one batch.
+    """The events of one rank in one batch.
 
     Attributes:
-        clock_error_seconds: how far its times may be off from rank 0's.
+        clock_error_seconds: error bound of its times relative to rank 0's.
     """
 
     rank: int
@@ -50,14 +50,14 @@ class Track:
 
 
 def with_waits(tracks: Sequence[Track]) -> list[Track]:
-    """Cut each receive in two where its neighbour began to send: before that it is a wait."""
+    """Split each receive at the start of the neighbour's send; the first part is a wait."""
     sends = {
         (track.replica, track.slice, track.stage, event.what, event.micro_batch): event.begin_seconds
         for track in tracks
         for event in track.events
         if event.category == "send"
     }
-    cut = []
+    split = []
     for track in tracks:
         events: list[TraceEvent] = []
         for event in track.events:
@@ -69,15 +69,15 @@ def with_waits(tracks: Sequence[Track]) -> list[Track]:
             arrives = min(sent, event.end_seconds)
             events.append(event._replace(category="wait", end_seconds=arrives))
             events.append(event._replace(begin_seconds=arrives))
-        cut.append(Track(**{**vars(track), "events": tuple(events)}))
-    return cut
+        split.append(Track(**{**vars(track), "events": tuple(events)}))
+    return split
 
 
 def batch_events(step: int, placement: Placement, tracks: Sequence[Track], origin: float) -> list[dict[str, Any]]:
-    """Make the events of one batch: a marker at its start, with its partition, and what every rank did.
+    """Return the events of one batch: a marker at its start, with its partition, and those of all ranks.
 
     Args:
-        origin: the seconds that are 0 in the file.
+        origin: seconds of time 0 in the file.
     """
     beginning = min(event.begin_seconds for track in tracks for event in track.events)
     marker = {
@@ -120,7 +120,7 @@ def _microseconds(seconds: float) -> float:
 
 
 def track_names(tracks: Iterable[Track]) -> list[dict[str, Any]]:
-    """Make the events that name and order the tracks."""
+    """Return the events that name and order the tracks."""
     tracks = list(tracks)
     sliced = len({track.slice for track in tracks}) > 1
     named: list[dict[str, Any]] = []
@@ -136,10 +136,10 @@ def track_names(tracks: Iterable[Track]) -> list[dict[str, Any]]:
 
 
 class TraceFile:
-    """A trace file that grows batch by batch and is complete JSON after each, also after one that cannot be written.
+    """A trace file that is complete JSON after each batch, even if a write fails.
 
     Attributes:
-        empty: no events were written yet.
+        empty: whether no events were written yet.
 
     Raises:
         OSError: the file cannot be written.

@@ -310,7 +310,7 @@ class FlatShards:
         largest = parameter.numel() * max(widths) // self._least_count(number)
         detached = self.membership.is_detached(parameter)
         return HeldBytes(
-            own=parameter.nbytes if detached else 0,
+            separate=parameter.nbytes if detached else 0,
             flat=0 if detached else parameter.nbytes,
             shards=parameter.numel() * sum(widths) // self._least_count(number),
             largest_shard=largest,

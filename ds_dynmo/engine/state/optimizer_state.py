@@ -415,7 +415,7 @@ def _assembled(
 def held_alone(tensors: Iterable[torch.Tensor]) -> HeldBytes:
     """Count the bytes of tensors that are allocated separately."""
     sizes = [num_bytes(tensor) for tensor in tensors]
-    return HeldBytes(own=sum(sizes), staged=sum(size for size in sizes if size <= SMALL_BYTES))
+    return HeldBytes(separate=sum(sizes), staged=sum(size for size in sizes if size <= SMALL_BYTES))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

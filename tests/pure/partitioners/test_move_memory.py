@@ -21,16 +21,16 @@ def peaks(
 
 
 def test_arriving_layers_are_held_beside_leaving_ones_until_they_change_places() -> None:
-    layers = [HeldBytes(own=own) for own in (10, 20, 30, 40)]
+    layers = [HeldBytes(separate=size) for size in (10, 20, 30, 40)]
     assert peaks([0, 2, 4], [0, 1, 4], layers, [0, 1, 2, 3]) == (30, 90)
     assert peaks([0, 2, 3, 4], [0, 1, 2, 4], layers, [0, 1, 2, 3]) == (30, 50, 70)
     # Stage 1 gets 20 and 30 and still has 40 and 50, which it sends.
-    layers = [HeldBytes(own=own) for own in (10, 20, 30, 40, 50, 60)]
+    layers = [HeldBytes(separate=size) for size in (10, 20, 30, 40, 50, 60)]
     assert peaks([0, 3, 5, 6], [0, 1, 3, 6], layers, [0, 1, 2, 3, 4, 5]) == (60, 140, 150)
 
 
 def test_small_tensors_are_held_twice_while_they_travel() -> None:
-    layers = [HeldBytes(own=10), HeldBytes(own=20, staged=5), HeldBytes(own=30), HeldBytes(own=40)]
+    layers = [HeldBytes(separate=10), HeldBytes(separate=20, staged=5), HeldBytes(separate=30), HeldBytes(separate=40)]
     assert peaks([0, 2, 4], [0, 1, 4], layers, [0, 1, 2, 3]) == (35, 95)
 
 
@@ -46,7 +46,7 @@ def test_flat_weights_are_held_twice_then_one_kind_of_state_at_a_time() -> None:
 def test_all_state_is_held_twice_during_a_batch() -> None:
     layer = HeldBytes(flat=2, shards=12, largest_shard=4, gradients=4)
     assert peaks([0, 2, 4], [0, 1, 4], [layer] * 4, [0, 1, 2, 3], overlapped=True) == (36 + 2 + 12, 36 + 6 + 36)
-    assert peaks([0, 2, 4], [0, 1, 4], [HeldBytes(own=10)] * 4, [0, 1, 2, 3], overlapped=True) == (20, 30)
+    assert peaks([0, 2, 4], [0, 1, 4], [HeldBytes(separate=10)] * 4, [0, 1, 2, 3], overlapped=True) == (20, 30)
 
 
 def test_every_stage_rebuilds_its_flat_buffers() -> None:
@@ -55,13 +55,13 @@ def test_every_stage_rebuilds_its_flat_buffers() -> None:
 
 
 def test_without_moves_nothing_is_held_twice() -> None:
-    layers = [HeldBytes(own=own) for own in (10, 20, 30)]
+    layers = [HeldBytes(separate=size) for size in (10, 20, 30)]
     assert peaks([0, 1, 3], [0, 1, 3], layers, [0, 1, 2]) == (10, 50)
     assert overflow(MigrationPlan.between([0, 1, 3], [0, 1, 3]), layers, [0, 1, 2], 5, [0, 0]) is None
 
 
 def test_tied_layers_count_once_on_a_stage_and_on_every_stage_that_has_them() -> None:
-    layers = [HeldBytes(own=100), HeldBytes(own=10), HeldBytes(own=10), HeldBytes(own=100)]
+    layers = [HeldBytes(separate=100), HeldBytes(separate=10), HeldBytes(separate=10), HeldBytes(separate=100)]
     uses: list[int | None] = [0, 1, 2, 0]
     assert peaks([0, 2, 4], [0, 3, 4], layers, uses) == (120, 110)
     # Both uses end on stage 0. It has the parameters already, and stage 1 keeps them until the end of the move.
@@ -70,7 +70,7 @@ def test_tied_layers_count_once_on_a_stage_and_on_every_stage_that_has_them() ->
 
 
 def test_a_function_holds_nothing_and_is_not_sent() -> None:
-    layers = [HeldBytes(own=10), HeldBytes(), HeldBytes(own=30), HeldBytes(own=40)]
+    layers = [HeldBytes(separate=10), HeldBytes(), HeldBytes(separate=30), HeldBytes(separate=40)]
     assert peaks([0, 3, 4], [0, 1, 4], layers, [0, None, 2, 3]) == (40, 70)
 
 
@@ -78,17 +78,17 @@ def test_a_function_holds_nothing_and_is_not_sent() -> None:
 def test_a_peak_exceeds_the_bytes_at_rest_only_by_what_arrives(seed: int) -> None:
     rng = random.Random(seed)
     num_layers, num_stages = 12, rng.randint(1, 5)
-    layers = [HeldBytes(own=rng.randint(0, 9)) for _ in range(num_layers)]
+    layers = [HeldBytes(separate=rng.randint(0, 9)) for _ in range(num_layers)]
     old, new = random_start(rng, num_layers, num_stages), random_start(rng, num_layers, num_stages)
     plan = MigrationPlan.between(old, new)
     for stage, peak in enumerate(migration_peaks(plan, layers, list(range(num_layers)))):
-        rest = [sum(layer.own for layer in layers[p[stage] : p[stage + 1]]) for p in (old, new)]
-        arriving = sum(layers[move.layer].own for move in plan.moves if move.destination == stage)
+        rest = [sum(layer.separate for layer in layers[p[stage] : p[stage + 1]]) for p in (old, new)]
+        arriving = sum(layers[move.layer].separate for move in plan.moves if move.destination == stage)
         assert max(rest) <= peak <= rest[0] + arriving
 
 
 def test_a_stage_above_its_limit_is_named_if_layers_arrive() -> None:
-    layers, plan = [HeldBytes(own=own) for own in (10, 20, 30, 40)], MigrationPlan.between([0, 2, 4], [0, 1, 4])
+    layers, plan = [HeldBytes(separate=size) for size in (10, 20, 30, 40)], MigrationPlan.between([0, 2, 4], [0, 1, 4])
     found = overflow(plan, layers, [0, 1, 2, 3], 89, [30, 70])
     assert found is not None and astuple(found) == (1, 90, 89)
     assert str(found) == "stage 1 would hold 90 bytes while layers move, its limit is 89"
