@@ -22,7 +22,7 @@ from ds_dynmo.engine.deepspeed.missing_uses import attach, build_missing
 from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed.settings import sums_whole, waits_for_norm
-from ds_dynmo.engine.deepspeed.ties import UseFound, find_uses, own_uses
+from ds_dynmo.engine.deepspeed.ties import UseFound, find_uses, separate_uses
 from ds_dynmo.engine.events import AroundSchedule, EngineEvent, LayersMoved, Timeline
 from ds_dynmo.engine.run.compiled_layers import CompiledLayers
 from ds_dynmo.engine.run.gradient_flags import GradientFlags
@@ -131,7 +131,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
         comm.everywhere(_SAME_SHAPES, shapes_of, same=str, within=comm.here.slice_of_stage, error=ConfigError)
     gathered = comm.gather_objects((replicas.has_per_replica(model), replicas.shares_out(model), uses, bool(built)))
     differ = any(has_per_replica for has_per_replica, *_ in gathered)
-    ties = own_uses((uses for *_, uses, _ in gathered), layer_specs(model))
+    ties = separate_uses((uses for *_, uses, _ in gathered), layer_specs(model))
     of_others = attach(model, built, ties) if any(builds for *_, builds in gathered) else None
     layers = StageLayers(model, ties)
     norm = ModelNorm(layers, comm, replicas_differ=differ)

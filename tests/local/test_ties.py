@@ -10,7 +10,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.ties import UseFound, own_uses, tied_weight
+from ds_dynmo.engine.deepspeed.ties import UseFound, separate_uses, tied_weight
 from ds_dynmo.errors import ConfigError
 
 SPECS: list[Any] = [
@@ -34,7 +34,7 @@ def found(layer: int, name: str = "weight", **changed: Any) -> UseFound:
 
 
 def decide(*uses: UseFound) -> Any:
-    return own_uses([[use] for use in uses], SPECS)
+    return separate_uses([[use] for use in uses], SPECS)
 
 
 def test_equal_uses_share_one_module() -> None:

@@ -62,8 +62,8 @@ MUTATIONS = [
     Mutation(
         "all copies of a replica train on the same part of a batch",
         "ds_dynmo/engine/resize/data_position.py",
-        "        return self.copy_index * own, own, (self.replica_multiplier - 1 - self.copy_index) * own\n",
-        "        return 0, own, (self.replica_multiplier - 1) * own\n",
+        "        return self.copy_index * count, count, (self.replica_multiplier - 1 - self.copy_index) * count\n",
+        "        return 0, count, (self.replica_multiplier - 1) * count\n",
         f"{REPLICAS}::test_replicas_share_the_samples_and_random_numbers_of_a_batch",
     ),
     Mutation(

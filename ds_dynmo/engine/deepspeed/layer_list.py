@@ -9,7 +9,7 @@ from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe.module import LayerSpec
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.ties import OwnUses
+from ds_dynmo.engine.deepspeed.ties import SeparateUses
 from ds_dynmo.placement import Placement
 
 
@@ -21,7 +21,7 @@ class LayerList:
         ties: the keys whose uses are modules of their own.
     """
 
-    def __init__(self, specs: Sequence[Any], ties: Mapping[str, OwnUses]) -> None:
+    def __init__(self, specs: Sequence[Any], ties: Mapping[str, SeparateUses]) -> None:
         self._specs = specs
         self._ties = dict(ties)
 
@@ -48,19 +48,19 @@ class LayerList:
         """List the layers of the whole model that share the parameters of ``key``."""
         return [index for index in range(self.num_layers) if self.key(index) == key]
 
-    def tie_of(self, index: int) -> OwnUses | None:
+    def tie_of(self, index: int) -> SeparateUses | None:
         """Return how layer ``index`` is tied to others that are modules of their own; None if it is not."""
         spec = self.spec(index)
         return self._ties.get(str(spec.key)) if isinstance(spec, TiedLayerSpec) else None
 
     @property
-    def own_uses(self) -> list[OwnUses]:
+    def separate_uses(self) -> list[SeparateUses]:
         """The keys whose uses are modules of their own."""
         return [self._ties[key] for key in sorted(self._ties)]
 
     def alike_uses(self) -> dict[str, list[int]]:
         """Map a key to its uses, where these are modules of their own and a checkpoint of one will do for any."""
-        return {tie.key: tie.uses for tie in self.own_uses if tie.alike}
+        return {tie.key: tie.uses for tie in self.separate_uses if tie.alike}
 
     def first_use(self, index: int) -> int:
         """Return the layer that names the parameters of layer ``index``: the first use of a tied one, else itself."""

@@ -17,7 +17,7 @@ from deepspeed.runtime import utils as ds_utils
 from torch import nn
 
 from ds_dynmo.engine.deepspeed.module import layer_specs, own_layers
-from ds_dynmo.engine.deepspeed.ties import OwnUses, of_several_classes, tied_weight, uses_by_key
+from ds_dynmo.engine.deepspeed.ties import SeparateUses, of_several_classes, tied_weight, uses_by_key
 from ds_dynmo.engine.move.object_graph import copy_of_modules
 from ds_dynmo.engine.move.pickling import random_state_kept
 from ds_dynmo.errors import ConfigError
@@ -58,7 +58,9 @@ def _build(model: PipelineModule, index: int) -> nn.Module:
     return copy_of_modules(module) if shares else module  # built around the very weights that the first use has
 
 
-def attach(model: PipelineModule, built: Mapping[int, nn.Module], ties: Mapping[str, OwnUses]) -> list[BuiltParameter]:
+def attach(
+    model: PipelineModule, built: Mapping[int, nn.Module], ties: Mapping[str, SeparateUses]
+) -> list[BuiltParameter]:
     """Put the modules ``built`` into the PipelineModule, with the tied weights of the first use on the stage.
 
     Returns:

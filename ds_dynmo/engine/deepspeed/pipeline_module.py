@@ -18,7 +18,7 @@ from torch import nn
 from ds_dynmo.engine.deepspeed.layer_list import LayerList
 from ds_dynmo.engine.deepspeed.tied_aliases import TiedAliases
 from ds_dynmo.engine.deepspeed.tied_gradients import tied_comms
-from ds_dynmo.engine.deepspeed.ties import OwnUses, tied_weight
+from ds_dynmo.engine.deepspeed.ties import SeparateUses, tied_weight
 from ds_dynmo.engine.move.object_graph import copy_of_modules
 from ds_dynmo.engine.move.pickling import stand_in
 from ds_dynmo.engine.state.keys import ParamKey
@@ -37,7 +37,7 @@ class StageLayers(LayerList):
     A tied layer has one module per stage (DeepSpeed keeps it in ``tied_modules``), which the first use on the stage
     owns; later uses there run a tied alias of it.
 
-    Uses that are modules of their own (:class:`OwnUses`) are layers like any other here, and have no :meth:`key`.
+    Uses that are modules of their own (:class:`SeparateUses`) are layers like any other here, and have no :meth:`key`.
     The module of their first use on a stage is in ``tied_modules``, where DeepSpeed sums the gradients of stages.
 
     Args:
@@ -47,7 +47,7 @@ class StageLayers(LayerList):
         tied_aliases: of the later uses on this stage.
     """
 
-    def __init__(self, module: PipelineModule, ties: Mapping[str, OwnUses] | None = None) -> None:
+    def __init__(self, module: PipelineModule, ties: Mapping[str, SeparateUses] | None = None) -> None:
         super().__init__(module._layer_specs, ties or {})
         self._module = module
         self._placement = Placement.chain(module.parts)
@@ -169,7 +169,7 @@ class StageLayers(LayerList):
     def copies(self) -> list[tuple[nn.Parameter, ...]]:
         """List each tied weight that several modules of this stage have: all of its copies, in layer order."""
         found: list[tuple[nn.Parameter, ...]] = []
-        for tie in self.own_uses:
+        for tie in self.separate_uses:
             here = [use for use in tie.uses if use in self.indices]
             if len(here) > 1:
                 found += zip(*(self.tied_weights(use) for use in here), strict=True)
@@ -282,7 +282,10 @@ class StageLayers(LayerList):
             grid, make_group: see :func:`tied_comms`.
         """
         module = self._module
-        uses_of = {**{key: self.uses(key) for key in self.tied_keys()}, **{tie.key: tie.uses for tie in self.own_uses}}
+        uses_of = {
+            **{key: self.uses(key) for key in self.tied_keys()},
+            **{tie.key: tie.uses for tie in self.separate_uses},
+        }
         stages_of = {key: sorted({self._placement.stage_of(use) for use in uses_of[key]}) for key in sorted(uses_of)}
         module.tied_comms = tied_comms(module, stages_of, grid, make_group)
         for parameter in module.parameters():

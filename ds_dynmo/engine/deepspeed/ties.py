@@ -2,7 +2,7 @@
 
 DeepSpeed ties what ``tied_weight_attr`` names, and builds the first use of a key on each stage. Where all uses are
 one class built from the same arguments, whose parameters are all tied, a stage needs one module for all of them.
-Anything else is an :class:`OwnUses`: an embedding and a head of another class, or a head with a norm of its own.
+Anything else is an :class:`SeparateUses`: an embedding and a head of another class, or a head with a norm of its own.
 Each use then is a layer like any other, with a copy of the tied weights; copies begin equal, get the sum of all
 gradients, and so stay equal wherever they are.
 """
@@ -22,7 +22,7 @@ from ds_dynmo.torch_private import children_of
 
 
 @dataclass(frozen=True)
-class OwnUses:
+class SeparateUses:
     """The uses of one key, each with a module of its own.
 
     Attributes:
@@ -132,7 +132,7 @@ def _same_arguments(spec: TiedLayerSpec, other: TiedLayerSpec) -> bool:
         return False
 
 
-def own_uses(every: Iterable[Sequence[UseFound]], specs: Sequence[Any]) -> dict[str, OwnUses]:
+def separate_uses(every: Iterable[Sequence[UseFound]], specs: Sequence[Any]) -> dict[str, SeparateUses]:
     """Find the keys whose uses have modules of their own. The same on every rank.
 
     Args:
@@ -153,7 +153,7 @@ def own_uses(every: Iterable[Sequence[UseFound]], specs: Sequence[Any]) -> dict[
         assert apart, "what DeepSpeed did not build of several classes was built here"
         _check_weights(key, built)
         weights = {use.layer: use.names for use in built}
-        ties[key] = OwnUses(key, weights, alike=one_class and (equal or complete))
+        ties[key] = SeparateUses(key, weights, alike=one_class and (equal or complete))
     return ties
 
 

@@ -1,6 +1,6 @@
-"""Copy the stages of the launch's data-parallel replicas to extra ones: layers with their optimizer state.
+"""Copies of the stages of the launch's data-parallel replicas on extra ones: layers with their optimizer state.
 
-All replicas of a stage hold the same. A rank receives its copy from the rank that reads the same replica's data.
+All replicas of a stage are equal. A rank receives its copy from the rank that reads the same replica's data.
 :meth:`OptimizerState.scatter_shards` splits sharded optimizer state.
 """
 
@@ -15,22 +15,23 @@ from ds_dynmo.placement import Placement
 
 
 def copy_stage(context: MigrationContext, placement: Placement, num_replicas: int) -> None:
-    """Copy a stage to every replica from number ``num_replicas`` on. Collective.
+    """Copy a stage to all replicas from number ``num_replicas`` on. Collective.
 
     Args:
-        context: this rank's stage, which is empty on the replicas to be filled.
+        context: this rank's stage, which is empty on the new replicas.
         placement: of the layers of one pipeline.
     """
     replica = context.comm.here.replica
     has_layers = replica < num_replicas
     plan = context.state.plan_scatter_shards(placement, num_replicas)
-    own = context.layers.modules() if has_layers else {}
-    packed = {index: context.pack(index, module) for index, module in own.items()}
+    modules = context.layers.modules() if has_layers else {}
+    packed = {index: context.pack(index, module) for index, module in modules.items()}
     source = context.comm.rank_of(context.stage, replica % num_replicas)
-    mine = {index: layer.header for index, layer in packed.items()}
+    packed_headers = {index: layer.header for index, layer in packed.items()}
     if has_layers:
-        context.comm.p2p.exchange_bytes(dict.fromkeys(_ranks_of_copies(context, num_replicas), pickle.dumps(mine)), [])
-    headers = mine if has_layers else pickle.loads(context.comm.p2p.exchange_bytes({}, [source])[source])
+        copies = _ranks_of_copies(context, num_replicas)
+        context.comm.p2p.exchange_bytes(dict.fromkeys(copies, pickle.dumps(packed_headers)), [])
+    headers = packed_headers if has_layers else pickle.loads(context.comm.p2p.exchange_bytes({}, [source])[source])
     arrived: dict[int, LayerRecord] = {}
     for index, header in headers.items():
         if has_layers:

@@ -44,7 +44,7 @@ class DataPosition:
 
     @property
     def can_read(self) -> bool:
-        """Could this rank read data, if it were on the first or the last stage?"""
+        """Whether this rank could read data on the first or the last stage."""
         return self._was_given or self._engine.data_iterator is not None or bool(self._engine.training_data)
 
     @property
@@ -63,22 +63,22 @@ class DataPosition:
         return self._parts()[0]
 
     def before_batch(self, data_iter: Any) -> None:
-        """Skip to the others' position before a batch; ``data_iter`` is the argument of ``train_batch``."""
+        """Skip to the position of the other ranks before a batch; ``data_iter``: the argument of ``train_batch``."""
         engine = self._engine
         self._was_given = data_iter is not None
         reads = engine.is_first_stage() or engine.is_last_stage()
         if data_iter is None and engine.data_iterator is None and reads:
-            self._make_own()
+            self._read_training_data()
         elif data_iter is not None and data_iter is not self._iterator:
             self._iterator, self._behind = data_iter, 0
-        before, own, after = self._parts()
-        self.passed += before + own + after
+        before, count, after = self._parts()
+        self.passed += before + count + after
         self._behind += before
         if reads:
             for _ in range(self._behind if self._iterator is not None else 0):
                 next(self._iterator)
-            self._behind, own = 0, 0
-        self._behind += own + after
+            self._behind, count = 0, 0
+        self._behind += count + after
 
     def evaluate_part(self, data_iter: Any, evaluate: Callable[[], Any]) -> Any:
         """Call ``evaluate`` on this rank's part of a whole batch."""
@@ -86,18 +86,18 @@ class DataPosition:
         reads = data_iter is not None and (self._engine.is_first_stage() or self._engine.is_last_stage())
         for _ in range(before if reads else 0):
             next(data_iter)
-        found = evaluate()
+        result = evaluate()
         for _ in range(after if reads else 0):
             next(data_iter)
-        return found
+        return result
 
     def _parts(self) -> tuple[int, int, int]:
-        """Count a batch's micro-batches: of the copies before this one, of this one, of those after it."""
-        own = self._engine.micro_batches
-        return self.copy_index * own, own, (self.replica_multiplier - 1 - self.copy_index) * own
+        """Count the micro-batches of a batch: of the copies before this one, of this one, and of those after it."""
+        count = self._engine.micro_batches
+        return self.copy_index * count, count, (self.replica_multiplier - 1 - self.copy_index) * count
 
-    def _make_own(self) -> None:
-        """Read ``training_data``. DeepSpeed sets this up at the start, on the first and the last stage alone."""
+    def _read_training_data(self) -> None:
+        """Read ``training_data``, which DeepSpeed sets up at the start on the first and the last stage only."""
         engine = self._engine
         dataset = engine.training_data
         if dataset is None:

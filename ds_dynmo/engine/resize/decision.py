@@ -1,4 +1,4 @@
-"""Decide how many stages to go on with, and which layers each of them holds: the same on every rank."""
+"""Decisions on the number of stages and their partition: the same on every rank."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ds_dynmo.placement import Placement
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a decision needs to know of all ranks.
+    """Facts of all ranks for a decision.
 
     Attributes:
         held: the memory of layers; None without a profile, or without a memory limit.
-        parameters: how many each layer trains; empty once there is a profile.
+        parameters: trainable parameters per layer; empty once there is a profile.
     """
 
     held: HeldMemory | None
@@ -32,7 +32,7 @@ class RankFacts:
 
 
 class StageDecision:
-    """Chooses a number of stages, and a placement on them."""
+    """Chooses a number of stages and a placement on them."""
 
     def __init__(self, stage: StageContext, rebalancer: Rebalancer, ranks: JobRanks) -> None:
         self._stage, self._config, self._rebalancer = stage, stage.config, rebalancer
@@ -40,7 +40,7 @@ class StageDecision:
         self._limit_bytes: int | None = None  # of a rank, as of the latest decision
 
     def by_hand(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[Placement, str]:
-        """Decide what :meth:`Repacker.repack` was asked for, and give a verdict in a few words. Collective.
+        """Return the placement for :meth:`Repacker.repack`, and a verdict in a few words. Collective.
 
         Raises:
             PartitionError, MigrationError: see :meth:`Repacker.repack`. Nothing has changed.
@@ -59,7 +59,7 @@ class StageDecision:
         return new
 
     def plan(self, new: Placement) -> RepackPlan:
-        """Plan the way from the present placement to ``new``, over another number of stages."""
+        """Plan the re-packing from the present placement to ``new``, over another number of stages."""
         profile = self._rebalancer.profile
         layer_bytes = [cost.static_bytes for cost in profile.layers] if profile is not None else None
         return plan_repack(self._ranks.stages, self._stage.placement, new, layer_bytes)
@@ -73,14 +73,14 @@ class StageDecision:
         return given.pipeline.on(placement.num_stages).iteration_seconds(placement.boundaries)
 
     def _gather_facts(self) -> RankFacts:
-        """Gather what a decision needs. Collective."""
+        """Gather the facts for a decision. Collective."""
         if self._rebalancer.profile is not None:
             return RankFacts(self._gather_held(), ())
         parameters = layer_sizes.per_layer(self._stage.layers, layer_sizes.trainable_parameters)
         return RankFacts(None, self._stage.comm.max_over_world(parameters).tolist())
 
     def _gather_held(self) -> HeldMemory | None:
-        """Gather what ranks hold of each layer; None without a limit. Collective."""
+        """Gather the bytes of each layer; None without a limit. Collective."""
         held = self._rebalancer.memory.held()
         self._limit_bytes = held.limit if held is not None else None
         return held
@@ -108,7 +108,7 @@ class StageDecision:
         return planner.best().placement, f"best by planner {self._config.repack.planner}"
 
     def _planner(self, held: HeldMemory | None, *, smoothed: bool) -> Planner:
-        """Make a planner of one pipeline, which has the micro-batches of all its extra replicas."""
+        """Build a planner of one pipeline with the micro-batches of all its extra replicas."""
         rebalancer, profile = self._rebalancer, self._rebalancer.profile
         assert profile is not None
         whole = rebalancer.of_whole_batch(profile)
@@ -124,10 +124,10 @@ class StageDecision:
         )
 
     def _agree(self, decide: Callable[[], tuple[Placement, str]]) -> tuple[Placement, str]:
-        """Call ``decide``, and make sure that every rank got the same placement. Collective.
+        """Call ``decide``, and check that every rank has the same placement. Collective.
 
         Raises:
-            PartitionError: where ``decide`` does, on every rank.
+            PartitionError: on every rank, if ``decide`` raises it.
             MigrationError: on every rank, if ``decide`` fails otherwise, or ranks differ. Nothing has moved.
         """
         return self._stage.comm.everywhere(DECIDING, decide, same=lambda decided: self._stage.route_to(decided[0]))

@@ -1,4 +1,4 @@
-"""Use freed ranks as extra data-parallel replicas: how many there can be, and how a job that has some is re-packed."""
+"""Freed ranks as extra data-parallel replicas: their number, and the re-packing of a job with such replicas."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange, fatal
 
 
 def replica_multiplier_for(change: WorldChange, num_stages: int) -> int:
-    """Choose how many copies of the launch's replicas there are on pipelines of ``num_stages`` stages. Collective.
+    """Choose the number of copies of the launch's replicas for pipelines of ``num_stages`` stages. Collective.
 
-    One copy, that is no extra replica, where the stages at work are too few for two, a batch cannot be split evenly,
-    or a rank has no data of its own to read.
+    It is 1, without extra replicas, if there are too few stages at work for two copies, a batch cannot be split evenly,
+    or a rank cannot read data.
     """
     world = change.world
     micro_batches = change.stage.counters.micro_batches * world.replica_multiplier
@@ -29,7 +29,7 @@ def replica_multiplier_for(change: WorldChange, num_stages: int) -> int:
 
 
 def merge_replicas(change: WorldChange, plan: RepackPlan, *, park: bool, replica_multiplier: int) -> RepackResult:
-    """Merge extra replicas into one pipeline, and go on with any number of the stages at work. Collective.
+    """Merge extra replicas into one pipeline, and continue with any number of the stages at work. Collective.
 
     Raises:
         MigrationError: harmless; a layer cannot be sent.
@@ -40,10 +40,10 @@ def merge_replicas(change: WorldChange, plan: RepackPlan, *, park: bool, replica
         _form_one_pipeline(change, plan)
         formed_seconds = time.perf_counter() - began
         if plan.freed:
-            done = free_stages(change, plan, plan.stages_of_copies(replica_multiplier), park=park)
+            result = free_stages(change, plan, plan.stages_of_copies(replica_multiplier), park=park)
         else:
-            done = _move_to_all(change, plan)
-    return replace(done, world_seconds=done.world_seconds + formed_seconds)
+            result = _move_to_all(change, plan)
+    return replace(result, world_seconds=result.world_seconds + formed_seconds)
 
 
 def _form_one_pipeline(change: WorldChange, plan: RepackPlan) -> None:

@@ -1,4 +1,4 @@
-"""Go on with more stages: call ranks that are parked, and move layers onto them."""
+"""More stages: recall parked ranks, and move layers to them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ds_dynmo.errors import MigrationError
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """What rank 0 broadcasts when stages come back.
+    """The state of the job that rank 0 broadcasts to recalled stages.
 
     Attributes:
-        plan: how layers get onto them.
-        before: the stages at work without them, and those that stay parked.
-        job: what :meth:`WorldChange.describe_job` gave, for ``from_bytes``.
+        plan: of the layers' moves.
+        before: the stages at work before, and those that stay parked.
+        job: :meth:`WorldChange.describe_job`, for ``from_bytes``.
     """
 
     plan: RepackPlan
@@ -31,10 +31,10 @@ class JobSnapshot:
 
 
 def grow(change: WorldChange, plan: RepackPlan) -> RepackResult:
-    """Call more stages and go on with them. Collective over the ranks at work; called ones run :func:`rejoin`.
+    """Recall stages and continue with them. Collective over the ranks at work; recalled ones run :func:`rejoin`.
 
     Raises:
-        MigrationError: harmless; a layer cannot be sent or taken in, or a parked rank does not answer.
+        MigrationError: harmless; a layer cannot be sent or received, or a parked rank does not answer.
     """
     world, ranks = change.world, change.ranks
     recalled = tuple(stage for stage in plan.stages if stage not in world.stages)
@@ -47,24 +47,24 @@ def grow(change: WorldChange, plan: RepackPlan) -> RepackResult:
         change.gather_shards()
         change.end()
         ranks.unpark(recalled)
-        done = _enlarge(change, recall, JobSnapshot(plan, ranks.stages, job))
-    if isinstance(done, MigrationError):
-        raise done
+        result = _enlarge(change, recall, JobSnapshot(plan, ranks.stages, job))
+    if isinstance(result, MigrationError):
+        raise result
     whole_seconds = time.perf_counter() - began
     return replace(
-        done, recalled_ranks=world.launch_ranks(recalled), world_seconds=whole_seconds - done.migrate_seconds
+        result, recalled_ranks=world.launch_ranks(recalled), world_seconds=whole_seconds - result.migrate_seconds
     )
 
 
 def rejoin(change: WorldChange, recall: Recall) -> None:
-    """Take part in :func:`grow` on a rank that was called; it is released again if a layer cannot be taken in."""
+    """Take part in :func:`grow` on a recalled rank; it is released again if a layer cannot be received."""
     change.ranks.released = False
     with fatal_from_here():
         _enlarge(change, recall, None)
 
 
 def _post(change: WorldChange, recalled: Sequence[int], recall: Recall) -> None:
-    """Call parked ranks, on rank 0; every rank learns whether they answered. Collective.
+    """Recall parked ranks on rank 0, and broadcast which did not answer. Collective.
 
     Raises:
         MigrationError: harmless, on every rank; some do not answer and are given up.
@@ -85,13 +85,13 @@ def _post(change: WorldChange, recalled: Sequence[int], recall: Recall) -> None:
 
 
 def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) -> RepackResult | MigrationError:
-    """Begin the larger world and move layers onto the recalled stages.
+    """Start the larger world, and move layers to the recalled stages.
 
     Args:
         snapshot: None on a recalled rank.
 
     Returns:
-        A harmless error where a rank refused its layers: the recalled stages are parked again.
+        The result, or a harmless error if a rank refused its layers: the recalled stages are parked again.
     """
     ranks = change.ranks
     was_away = snapshot is None
@@ -118,7 +118,7 @@ def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) 
 
 
 def _shrink_back(change: WorldChange, plan: RepackPlan, before: JobStages) -> None:
-    """Go back to the stages that were at work before, and still hold their layers. Collective over the larger world."""
+    """Return to the previous stages, which still hold their layers. Collective over the larger world."""
     owners = [plan.stages.index(stage) for stage in before.at_work]
     num_stages = len(owners) // before.replica_multiplier
     if before.replica_multiplier > 1:

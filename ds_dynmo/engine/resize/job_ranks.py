@@ -1,4 +1,4 @@
-"""Know the ranks of the job: those at work, and those that are parked."""
+"""The ranks of the job: at work, parked and released."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ds_dynmo.engine.stage import StageContext
 
 
 class JobRanks:
-    """Keeps track of the job's ranks, alike on every rank at work. Construction is collective.
+    """Tracks the job's ranks; the same on every rank at work. Construction is collective.
 
     Args:
         topology: of the launch.
 
     Attributes:
         world: the ranks at work.
-        parked: stages that can be called, in order.
-        released: this rank is not at work.
-        locations: where each rank runs, by its rank at the launch.
+        parked: stages that can be recalled, in order.
+        released: whether this rank is not at work.
+        locations: of each rank, by its rank at the launch.
     """
 
     def __init__(self, stage: StageContext, topology: ProcessTopology) -> None:
@@ -39,20 +39,20 @@ class JobRanks:
 
     @property
     def stages(self) -> JobStages:
-        """The stages at work, and those that can be called."""
+        """The stages at work, and those that can be recalled."""
         world = self.world
         return JobStages(world.stages, world.replica_multiplier, self.parked, world.last_stage)
 
     def park(self, stages: Sequence[int]) -> None:
-        """Add stages that can be called."""
+        """Add stages that can be recalled."""
         self.parked = tuple(sorted([*self.parked, *stages]))
 
     def unpark(self, stages: Sequence[int]) -> None:
-        """Drop stages that were called, or that do not answer."""
+        """Remove stages that were recalled or do not answer."""
         self.parked = tuple(stage for stage in self.parked if stage not in stages)
 
     def released_and_staying(self) -> tuple[list[RankLocation], list[RankLocation]]:
-        """List the ranks that were released for good, and those that are at work or parked."""
+        """List the ranks released for good, and those at work or parked."""
         present = self.world.launch_ranks((*self.world.stages, *self.parked))
         released = [at for at in self.locations if at.rank not in present]
         return released, [at for at in self.locations if at.rank in present]
@@ -62,7 +62,7 @@ class JobRanks:
         return parking.have_exited(self.world.store, [location.rank for location in locations])
 
     def dismiss(self) -> None:
-        """Dismiss all ranks that are not at work: nobody will call them any more. On rank 0."""
+        """End the wait of all ranks that are not at work: they will not be recalled. Rank 0 does this."""
         if self.world.launch_rank != 0:
             return
         at_work = self.world.launch_ranks(self.world.stages)

@@ -1,4 +1,4 @@
-"""Describe the state of a job for ranks that come back: counters that are the same on all ranks, and shared states."""
+"""The state of a job for recalled ranks: counters that are the same on all ranks, and shared states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_dynmo.engine.state.parameter_groups import options_of
 
 
 class Stateful(Protocol):
-    """What a rank that comes back has to load from the others."""
+    """State that a recalled rank loads from the others."""
 
     def state_dict(self) -> Any: ...
 
@@ -34,7 +34,7 @@ def describe_job(
         states: the shared states by name; their ``state_dict`` may be collective.
 
     Raises:
-        MigrationError: harmless; a rank could not describe it, or shares other states than rank 0.
+        MigrationError: harmless; a rank failed, or shares other states than rank 0.
     """
     comm.everywhere("engine.share_state is called alike, in one order", lambda: list(states), same=str)
 
@@ -60,7 +60,7 @@ def _job(
 
 
 def restore_job(engine: DeepSpeedPipeline, data: DataPosition, progress: Stateful, job: Mapping[str, Any]) -> None:
-    """Load the state of the job on a rank that was away."""
+    """Load the state of the job on a recalled rank."""
     data.others_took(job["passed"])
     if engine.train_batch_size() != job["batch_size"]:
         engine.set_train_batch_size(job["batch_size"])
@@ -72,6 +72,6 @@ def restore_job(engine: DeepSpeedPipeline, data: DataPosition, progress: Statefu
 
 
 def load_states(job: Mapping[str, Any], states: Mapping[str, Stateful]) -> None:
-    """Load the shared states on every rank, as after a checkpoint: a released rank's part of them would be missing."""
+    """Load the shared states on every rank, as from a checkpoint: the part of released ranks would be missing."""
     for name, holder in states.items():
         holder.load_state_dict(job["states"][name])

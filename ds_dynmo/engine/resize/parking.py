@@ -1,7 +1,7 @@
-"""Call parked ranks back, and learn that released processes end, through the store of the launch.
+"""Recalls of parked ranks, and announcements of released processes that end, through the store of the launch.
 
-A recall says which stages the next world has. Every rank that is called answers. The recall is confirmed only if all
-do, so that a parked process that has died is noticed before the present world ends.
+A recall contains the stages of the next world. Every recalled rank answers. The recall is confirmed only if all do, so
+that a dead parked process is noticed before the present world ends.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any
 from ds_dynmo.engine.resize.world import STORE_LOST
 
 _END = "end"
-_MOST_WAIT_SECONDS = 60.0  # at a time; a parked rank waits again
+_MOST_WAIT_SECONDS = 60.0  # of one wait; a parked rank waits repeatedly
 
 
 @dataclass(frozen=True)
 class Recall:
-    """A call to parked ranks: to the world of number ``generation``, which has these stages of the job."""
+    """A call of parked ranks to world number ``generation``, which has these stages of the job."""
 
     generation: int
     stages: tuple[int, ...]
 
 
 def post_recall(store: Any, launch_ranks: Sequence[int], recall: Recall, *, timeout_seconds: float) -> list[int]:
-    """Call the parked ranks ``launch_ranks``; confirm the call if all answer, else cancel it. Rank 0 does this.
+    """Recall the parked ranks ``launch_ranks``; confirm if all answer, else cancel. Rank 0 does this.
 
     Returns:
-        The ranks that did not answer; the call is cancelled if there are any.
+        The ranks that did not answer; the recall is cancelled if there are any.
     """
     text = json.dumps({"generation": recall.generation, "stages": recall.stages})
     for launch_rank in launch_ranks:
         store.set(_key("call", launch_rank, _count(store, launch_rank)), text)
-    with suppress(RuntimeError):  # the ranks that are missing are found next
+    with suppress(RuntimeError):  # missing ranks are found below
         store.wait(
             [_key("answer", launch_rank, _count(store, launch_rank)) for launch_rank in launch_ranks],
             timedelta(seconds=timeout_seconds),
@@ -54,16 +54,16 @@ def post_recall(store: Any, launch_ranks: Sequence[int], recall: Recall, *, time
 
 
 def dismiss(store: Any, launch_ranks: Sequence[int]) -> None:
-    """Dismiss parked ranks: nobody will call them any more."""
+    """End the wait of parked ranks: they will not be recalled."""
     for launch_rank in launch_ranks:
         store.set(_key("call", launch_rank, _count(store, launch_rank)), _END)
 
 
 def await_recall(store: Any, launch_rank: int, timeout_seconds: float) -> Recall | None:
-    """Wait until this parked rank is called and the call is confirmed; None: the job has ended, or is out of reach.
+    """Wait until this parked rank is recalled and the recall is confirmed; None: the job has ended or is unreachable.
 
     Args:
-        timeout_seconds: the longest wait at a time; as long as the store answers, there is another.
+        timeout_seconds: of one wait; waits are repeated while the store answers.
     """
     wait_seconds = min(_MOST_WAIT_SECONDS, timeout_seconds)
     try:
@@ -77,7 +77,7 @@ def await_recall(store: Any, launch_rank: int, timeout_seconds: float) -> Recall
                 message = json.loads(text)
                 return Recall(message["generation"], tuple(message["stages"]))
     except STORE_LOST:
-        return None  # rank 0's process has ended, or no link leads to it
+        return None  # rank 0's process has ended or is unreachable
 
 
 def announce_exit(store: Any, launch_rank: int) -> None:
@@ -106,7 +106,7 @@ def _get(store: Any, key: str, wait_seconds: float) -> str:
 
 
 def _count(store: Any, launch_rank: int) -> int:
-    """Count the calls that this rank has had."""
+    """Count the recalls of this rank so far."""
     return int(store.add(_counter(launch_rank), 0))
 
 

@@ -1,4 +1,4 @@
-"""Plan a re-packing from a profile: the number of stages and the partition. Pure."""
+"""The planner of a re-packing: it chooses the number of stages and the partition from a profile. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ds_dynmo.placement import Placement
 
 @dataclass(frozen=True)
 class Planner:
-    """Chooses a number of stages and a partition from what is known when a re-packing is decided.
+    """Chooses a number of stages and a partition.
 
     Attributes:
-        given: the present placement, the profile, and what else decisions are taken from.
-        most: stages that there can be: those at work and those that are parked.
-        first_seconds: of the iteration that ``max_slowdown`` is counted from; None before the first profile.
-        find_overflow: gives the stage that lacks the memory for the way to a partition, None where none does.
+        given: the input of decisions: present placement, profile and others.
+        most: the largest possible number of stages: at work and parked.
+        first_seconds: of the iteration that ``max_slowdown`` refers to; None before the first profile.
+        find_overflow: returns the stage that lacks memory for the move to a partition; None if no stage does.
     """
 
     given: DecisionInput
@@ -30,11 +30,11 @@ class Planner:
     find_overflow: Callable[[Sequence[int]], Overflow | None] = lambda _: None
 
     def onto(self, num_stages: int) -> Packing:
-        """Partition the layers over exactly so many stages.
+        """Partition the layers over exactly ``num_stages`` stages.
 
         Raises:
-            PartitionError: fewer than 1, more than there are or than layers, or no partition fits in memory (says how
-                many stages would).
+            PartitionError: fewer than 1 stage, more than there are or than layers, or no partition fits in memory
+                (names a number of stages that would).
         """
         if not 1 <= num_stages <= self.most:
             raise PartitionError(f"repack: num_stages = {num_stages}, there are 1 to {self.most} to go on with")
@@ -46,7 +46,7 @@ class Planner:
             raise PartitionError(f"repack onto {counted(num_stages, 'stage')}: {error}{hint}") from error
 
     def best(self) -> Packing:
-        """Choose as ``dynmo.repack.planner`` says: the present partition unless a better one is found."""
+        """Choose by ``dynmo.repack.planner``: the present partition unless a better one is found."""
         repack, present = self.given.config.repack, self._present()
         least = min(repack.min_stages, present.num_stages)
         if repack.planner == "first_fit":

@@ -1,4 +1,4 @@
-"""Plan which stages and moves lead to a placement on another number of stages. Pure."""
+"""Plans of re-packings: the stages and moves that lead to a placement on another number of stages. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ds_dynmo.plan import MigrationPlan
 
 @dataclass(frozen=True)
 class JobStages:
-    """Which stages of the job are at work, and which can be called.
+    """The stages of the job that are at work, and those that can be recalled.
 
     Attributes:
-        at_work: those of the first replicas, in order, then, in the same order, those of each extra copy of them.
-        replica_multiplier: how many copies there are.
-        parked: those that can be called.
+        at_work: stages of the first replicas, in order, then those of each extra copy in the same order.
+        replica_multiplier: number of copies.
+        parked: stages that can be recalled.
         last: the last stage of the launch.
     """
 
@@ -29,18 +29,18 @@ class JobStages:
 
     @property
     def most(self) -> int:
-        """The most stages that there can be: those at work and, with the launch's last stage, those that are parked.
+        """The largest possible number of stages: those at work and, with the launch's last stage, the parked ones.
 
-        The last of several reads the data, as the launch's last stage has from the start.
+        The last of several stages reads the data, which the launch's last stage has from the start.
         """
         has_last = self.last in (*self.at_work, *self.parked)
         return len(self.at_work) + (len(self.parked) if has_last else 0)
 
     def with_parked(self, wanted: int) -> tuple[int, ...]:
-        """Choose so many stages: those at work, then parked ones, first the launch's last stage.
+        """Choose ``wanted`` stages: those at work, then parked ones, the launch's last stage first.
 
         Raises:
-            PartitionError: there are not so many.
+            PartitionError: there are too few.
         """
         if wanted > self.most:
             raise PartitionError(f"repack: {counted(wanted, 'stage')}, there are 1 to {self.most} to go on with")
@@ -50,11 +50,11 @@ class JobStages:
 
 @dataclass(frozen=True)
 class RepackPlan:
-    """How layers get onto another number of stages.
+    """The moves of layers to another number of stages.
 
     Attributes:
         stages: of the job, in the order of the world in which layers move.
-        staying: which of them, by index, own layers afterwards.
+        staying: the stages with layers afterwards, by index.
         moves: of layers, between ``stages``.
     """
 
@@ -64,27 +64,27 @@ class RepackPlan:
 
     @property
     def freed(self) -> list[int]:
-        """Which of the stages, by index, own no layer afterwards."""
+        """The stages without layers afterwards, by index."""
         return list(self.moves.leaving)
 
     @property
     def placement(self) -> Placement:
-        """Where layers are afterwards, on the stages that own some."""
+        """The placement afterwards, on the stages with layers."""
         return self.moves.new.without_empty_stages()
 
     def stages_of_copies(self, replica_multiplier: int) -> list[int]:
-        """Choose among the freed stages, by index, those that become extra replicas of the staying ones, in order."""
+        """Return the freed stages, by index, that become extra replicas of the staying ones, in order."""
         return self.freed[: (replica_multiplier - 1) * len(self.staying)]
 
 
 def plan_repack(job: JobStages, old: Placement, new: Placement, layer_bytes: Sequence[int] | None = None) -> RepackPlan:
-    """Plan the way from ``old``, of the first replicas, to ``new``, over another number of stages.
+    """Plan the re-packing from ``old``, of the first replicas, to ``new``, over another number of stages.
 
     Args:
-        layer_bytes: per layer, what moves with it; None: each as much.
+        layer_bytes: per layer, the bytes that move with it; None: the same for all.
 
     Raises:
-        PartitionError: there are not so many stages.
+        PartitionError: there are too few stages.
     """
     stages, wanted = job.at_work, new.num_stages
     if wanted > len(stages):
@@ -101,5 +101,5 @@ def plan_repack(job: JobStages, old: Placement, new: Placement, layer_bytes: Seq
 
 
 def between(stages: tuple[int, ...], old: Placement, new: Placement, staying: Sequence[int]) -> RepackPlan:
-    """Plan the way from ``old``, over ``stages``, to ``new``, over those at ``staying``."""
+    """Plan the re-packing from ``old``, over ``stages``, to ``new``, over those at ``staying``."""
     return RepackPlan(stages, tuple(staying), MigrationPlan.between(old, new.among(staying, len(stages))))

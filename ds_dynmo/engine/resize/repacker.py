@@ -1,4 +1,4 @@
-"""Go on with fewer ranks, or with more: ``engine.repacker`` decides how many, changes the world and reports it."""
+"""Re-packing: continue with fewer or more ranks. ``engine.repacker`` decides, changes the world and reports."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from ds_dynmo.plan import RepackReport
 
 
 class Repacker:
-    """Releases stages and takes them back; this is one rank's part in it.
+    """One rank's part in releasing and recalling stages.
 
     Attributes:
         ranks: of the job.
-        data: where this rank is in its data.
+        data: this rank's position in its data.
 
     Args:
-        engine: DeepSpeed's, rebuilt for another world.
+        engine: DeepSpeed's engine, which is rebuilt for another world.
         progress: counters that are the same on every rank of the job.
         save_checkpoint: ``engine.save_checkpoint``, of a folder and a tag.
     """
@@ -81,29 +81,29 @@ class Repacker:
 
     @property
     def released(self) -> bool:
-        """Was this rank's accelerator handed back?"""
+        """Whether this rank's accelerator was handed back."""
         return self.ranks.released
 
-    # -- what users call ------------------------------------------------------------------------------
+    # -- for users ------------------------------------------------------------------------------
 
     def repack(
         self, num_stages: int | None = None, *, partition: Sequence[int] | None = None, train: Callable[[], Any]
     ) -> RepackReport:
-        """Go on with fewer ranks, or take parked ones back. Collective over the ranks at work, between two batches.
+        """Continue with fewer ranks, or recall parked ones. Collective over the ranks at work, between two batches.
 
-        Layers, optimizer state and master weights move as in a rebalance. All replicas give up the same stages; the
-        first and the last stage keep their ranks as long as there are two. Ranks that go are released as
-        ``dynmo.repack.release`` says; afterwards ``engine.released`` is True on them.
+        Layers, optimizer state and master weights move as in a rebalance. All replicas release the same stages; the
+        first and the last stage keep their ranks as long as there are two. Other ranks are released according to
+        ``dynmo.repack.release``; afterwards ``engine.released`` is True on them.
 
         Args:
-            num_stages: how many to go on with; None: as many as ``dynmo.repack`` finds best.
-            partition: exactly the boundaries to go to; None: ``dynmo.balancer`` chooses them. Before the first profile
-                it spreads parameters evenly.
-            train: trains a batch on the data that the engine has, where a profile is needed first. Collective.
+            num_stages: the new number of stages; None: the number that ``dynmo.repack`` finds best.
+            partition: the new boundaries; None: ``dynmo.balancer`` chooses them, or before the first profile an even
+                split of parameters.
+            train: trains a batch on the engine's data, if a profile is needed first. Collective.
 
         Raises:
-            PartitionError: more stages than there are or than layers, fewer than 1, a partition that cuts what
-                ``keep_together`` keeps together, or no partition fits in memory. Nothing has changed.
+            PartitionError: more stages than there are or than layers, fewer than 1, a partition that cuts a group
+                of ``keep_together``, or no partition fits in memory. Nothing has changed.
             MigrationError: see its message; nothing has changed unless it says that layers had begun to move.
         """
         if self._rebalancer.profile is None and num_stages is None and partition is None:
@@ -114,13 +114,13 @@ class Repacker:
         return self._repack(new, Request(Reason.BY_HAND), verdict, time.perf_counter() - began)
 
     def most_stages(self) -> int:
-        """Count the stages that a re-packing can go on with now: at work or parked."""
+        """Count the stages that a re-packing can use now: at work or parked."""
         return self.ranks.stages.most
 
     def wait_for_recall(self) -> bool:
-        """Wait until this rank is called back, True, or until the job has ended, False.
+        """Wait until this rank is recalled (True) or the job has ended (False).
 
-        True at once on a rank that was not released, False at once where released ranks are not parked.
+        Return True at once on a rank at work, and False at once if released ranks are not parked.
         """
         if not self.released:
             return True
@@ -143,10 +143,10 @@ class Repacker:
         """Keep the state of ``holder`` through re-packings: see ``engine.share_state``."""
         self._change.shared_states[name] = holder
 
-    # -- what the engine calls ------------------------------------------------------------------------
+    # -- for the engine ------------------------------------------------------------------------
 
     def repack_if_better(self, request: Request) -> bool:
-        """Re-pack if the planner finds another number of stages better; False if it does not. Collective.
+        """Re-pack if the planner finds another number of stages better; return whether it did. Collective.
 
         Raises:
             PartitionError, MigrationError: harmless unless the message says otherwise.
@@ -168,13 +168,13 @@ class Repacker:
         before, after = self._decision.predicted_seconds(old), self._decision.predicted_seconds(new)
         self._reporter.profiled(self._rebalancer.profile, counters.samples)  # the next one is of other stages
         if self._policy.restarts and new.num_stages < old.num_stages:
-            done, saved = self._stop_for_restart(new)
+            result, saved = self._stop_for_restart(new)
             verdict = f"{verdict}; {saved}"
         elif new.num_stages == old.num_stages:
             moved = self._rebalancer.go_to(new, Request(Reason.EXPLICIT))
-            done = RepackResult((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
+            result = RepackResult((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
         else:
-            done = self._resize(new)
+            result = self._resize(new)
         if self._rebalancer.profile is not None:
             after = self._decision.predicted_seconds(new)  # with the present number of replicas
         report = RepackReport(
@@ -182,15 +182,15 @@ class Repacker:
             reason=str(request),
             old_placement=old,
             new_placement=new,
-            released_ranks=done.released_ranks,
-            recalled_ranks=done.recalled_ranks,
+            released_ranks=result.released_ranks,
+            recalled_ranks=result.recalled_ranks,
             iteration_seconds_before=before,
             iteration_seconds_after=after,
-            layers_moved=done.layers_moved,
-            bytes_moved=done.bytes_moved,
+            layers_moved=result.layers_moved,
+            bytes_moved=result.bytes_moved,
             decide_seconds=decide_seconds,
-            migrate_seconds=done.migrate_seconds,
-            world_seconds=done.world_seconds,
+            migrate_seconds=result.migrate_seconds,
+            world_seconds=result.world_seconds,
             verdict=verdict,
             replica_multiplier=self.world.replica_multiplier,
             model_changed=request.reason is Reason.MODEL_CHANGED,
@@ -199,7 +199,7 @@ class Repacker:
         return report
 
     def _resize(self, new: Placement) -> RepackResult:
-        """Go on with another number of stages."""
+        """Continue with another number of stages."""
         change, ranks = self._change, self.ranks
         plan = self._decision.plan(new)
         self._rebalancer.memory.check(plan.moves)
@@ -208,21 +208,21 @@ class Repacker:
         wants_replicas = self._config.repack.freed_ranks == "replicas" and not self._stage.replicas_would_differ
         multiplier = replica_multiplier_for(change, new.num_stages) if wants_replicas else 1
         resize = merge_replicas if self.world.replica_multiplier > 1 else shrink
-        done = resize(change, plan, park=self._policy.parks, replica_multiplier=multiplier)
-        if self.world.launch_rank == 0 and done.released_ranks:
+        result = resize(change, plan, park=self._policy.parks, replica_multiplier=multiplier)
+        if self.world.launch_rank == 0 and result.released_ranks:
             self._finish_at_exit()
             self._policy_runner.release(*ranks.released_and_staying())
-        return done
+        return result
 
     def _stop_for_restart(self, new: Placement) -> tuple[RepackResult, str]:
-        """Save a checkpoint and what to launch from it, and release every rank; also gives a clause for the verdict."""
+        """Save a checkpoint with its launch, and release every rank; also return a clause for the verdict."""
         began = time.perf_counter()
         launch = save_for_restart(self._stage, self._save_checkpoint, new, self._change.shared_states)
         self.ranks.released = True
-        everyone = self.world.launch_ranks(self.world.stages)
-        done = RepackResult(released_ranks=everyone, migrate_seconds=time.perf_counter() - began)
+        ranks = self.world.launch_ranks(self.world.stages)
+        result = RepackResult(released_ranks=ranks, migrate_seconds=time.perf_counter() - began)
         return (
-            done,
+            result,
             f"saved as {launch.tag}, launch {counted(launch.ranks, 'rank')} in {counted(launch.num_stages, 'stage')}",
         )
 
@@ -234,7 +234,7 @@ class Repacker:
 
 
 def _finish(ranks: JobRanks, policy_runner: PolicyRunner) -> None:
-    """Dismiss parked ranks, which would wait until they lose the store, and finish a release that has begun."""
+    """Dismiss parked ranks, which would wait until the store is gone, and finish a started release."""
     try:
         ranks.dismiss()
     finally:

@@ -1,4 +1,4 @@
-"""Go on with fewer stages: layers leave the others, which are released or become extra replicas."""
+"""Fewer stages: layers leave the others, which are released or become extra replicas."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ds_dynmo.placement import Placement
 
 
 def shrink(change: WorldChange, plan: RepackPlan, *, park: bool, replica_multiplier: int = 1) -> RepackResult:
-    """Go on with fewer stages, where there are no extra replicas. Collective.
+    """Continue with fewer stages, if there are no extra replicas. Collective.
 
     Args:
-        park: released ranks wait to be called back.
-        replica_multiplier: so many times the launch's replicas go on, on stages that are freed.
+        park: whether released ranks wait for a recall.
+        replica_multiplier: new number of replicas over that of the launch; extra ones use freed stages.
 
     Raises:
         MigrationError: harmless; a layer cannot be sent.
@@ -30,12 +30,12 @@ def shrink(change: WorldChange, plan: RepackPlan, *, park: bool, replica_multipl
 
 
 def free_stages(change: WorldChange, plan: RepackPlan, copying: Sequence[int], *, park: bool) -> RepackResult:
-    """Move layers onto the stages that stay, and begin a world of these and of the extra replicas. Collective.
+    """Move layers to the stages that stay, and start a world of these and of the extra replicas. Collective.
 
     Args:
         plan: between the stages of the present world.
-        copying: by index, freed stages that go on as extra replicas, in the order of those that stay.
-        park: the other stages wait to be called back.
+        copying: freed stages, by index, that become extra replicas, in the order of those that stay.
+        park: whether the other stages wait for a recall.
     """
     here, world = change.comm.here, change.world
     released = tuple(plan.stages[index] for index in plan.freed if index not in copying)

@@ -1,7 +1,7 @@
-"""End the present world of processes and go on in a smaller or a larger one, in the same processes.
+"""Worlds of processes: end the present one and continue in a smaller or larger one, in the same processes.
 
-A torch world cannot be resized. So its groups are destroyed, and those who go on meet in a new one by the store of the
-launch, which rank 0's process holds; rank 0 therefore always goes on.
+A torch world cannot be resized. So its groups are destroyed, and the continuing ranks form a new world by the store of
+the launch, which is in rank 0's process. Therefore rank 0 always continues.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, bindable_device
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.torch_private import default_store, prefix_store, without_prefixes
 
-STORE_LOST = (dist.DistNetworkError, NoAnswer)  # what a store raises whose server, rank 0's process, is out of reach
+STORE_LOST = (dist.DistNetworkError, NoAnswer)  # errors of a store whose server, rank 0's process, is out of reach
 
 
 class World:
-    """Which stages of the job take part, the same on every rank that does.
+    """The stages of the job that are at work; the same on every rank at work.
 
-    A process keeps its *launch rank*, the rank that it had at the launch, for life. Its rank in the present world
-    changes.
+    A process keeps its *launch rank*, its rank at the launch. Its rank in the present world changes.
 
     Attributes:
-        stages: those of the job that take part, in order: stage ``s`` was number ``stages[s]`` at the launch. Where
-            there are extra replicas: the stages of the first replicas, then those of each copy in the same order.
-        replica_multiplier: how many copies of the launch's replicas there are; 1: no extra replicas.
+        stages: the stages at work, in order: stage ``s`` was number ``stages[s]`` at the launch. With extra replicas:
+            the stages of the first replicas, then those of each copy in the same order.
+        replica_multiplier: number of replicas over that of the launch; 1: no extra replicas.
         launch_rank: this process's rank at the launch.
-        store: through which the job's processes talk outside of their process groups.
+        store: for messages between the job's processes outside of process groups.
     """
 
     def __init__(self, launch: ProcessTopology, store: BoundedStore) -> None:
@@ -43,7 +42,7 @@ class World:
         self.replica_multiplier = 1
         self.store = store
         config = dist.get_backend_config()
-        self.backend = config if "," in config else dist.get_backend()  # torch's default time-outs go by the name
+        self.backend = config if "," in config else dist.get_backend()  # the name determines torch's default time-outs
         self._timeout = default_timeout()
         self._device = bindable_device()
         self._generation = 0
@@ -70,7 +69,7 @@ class World:
 
     @property
     def timeout_seconds(self) -> float:
-        """How long collectives of the default group wait, and so do ranks that make it anew."""
+        """The time-out of the default group's collectives, and of its creation."""
         return self._timeout.total_seconds()
 
     @property
@@ -84,7 +83,7 @@ class World:
 
     @property
     def has_replica_axis(self) -> bool:
-        """Can there be extra replicas?"""
+        """Whether extra replicas are possible."""
         return "data" in self.axes
 
     @property

@@ -1,7 +1,7 @@
-"""End a world of stages, begin the next, move layers in one: the steps of every change of the number of stages.
+"""The steps of every change of the number of stages: end a world, start the next, and move layers.
 
-Before the first world ends, or layers move, nothing has changed and any failure leaves training as it was. From then on
-a failure is fatal, and says so: :func:`fatal_from_here`.
+Before a world ends or layers move, nothing has changed, and a failure is harmless. From then on a failure is fatal, and
+its message says so: :func:`fatal_from_here`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ds_dynmo.plan import MigrationPlan
 
 @dataclass(frozen=True)
 class RepackResult:
-    """What a re-packing did; ranks as numbered at the launch, seconds on this rank."""
+    """The result of a re-packing; ranks are those of the launch, seconds are of this rank."""
 
     released_ranks: tuple[int, ...] = ()
     recalled_ranks: tuple[int, ...] = ()
@@ -45,14 +45,14 @@ class RepackResult:
 
 
 class WorldChange:
-    """One rank's part in leaving a world of stages and entering another.
+    """One rank's part in a change of the world.
 
     Attributes:
         stage: of this rank.
-        engine: DeepSpeed's.
+        engine: DeepSpeed's engine.
         ranks: of the job.
-        data: where this rank is in its data.
-        shared_states: by name, what a rank that comes back loads; see ``engine.share_state``.
+        data: this rank's position in its data.
+        shared_states: by name, the states that a recalled rank loads; see ``engine.share_state``.
 
     Args:
         progress: counters that are the same on every rank of the job.
@@ -75,12 +75,12 @@ class WorldChange:
 
     @property
     def world(self) -> World:
-        """The world that this rank is in, or was in last."""
+        """This rank's present or last world."""
         return self.ranks.world
 
     @property
     def context(self) -> MigrationContext:
-        """This rank's stage as it is now."""
+        """This rank's present stage."""
         return self._migrator.context()
 
     # -- layers ---------------------------------------------------------------------------------------
@@ -93,10 +93,10 @@ class WorldChange:
         return moved_bytes, time.perf_counter() - began
 
     def rehearse(self, plan: RepackPlan, *, copies: bool = False) -> None:
-        """Refuse what could not be sent, before the present world ends. Collective.
+        """Refuse layers that cannot be sent, before the present world ends. Collective.
 
         Args:
-            copies: layers that stay are copied to other ranks as well.
+            copies: whether layers that stay are copied to other ranks too.
 
         Raises:
             MigrationError: harmless, on every rank.
@@ -105,23 +105,23 @@ class WorldChange:
         self._migrator.rehearse(plan.moves, stage=stage, copies=copies)
 
     def empty_stage(self) -> None:
-        """Free the layers and the optimizer state of this rank, which goes on."""
+        """Free this rank's layers and optimizer state; the rank stays in the job."""
         self.stage.layers.clear(self.context.names.empty)
         self.stage.state.clear()
 
     def release_stage(self) -> None:
-        """Free all that this rank has of the model, and stop training on it."""
+        """Free this rank's part of the model; the rank leaves the training."""
         engine = self.engine
         self.stage.state.forget()
         buffers.free_buffers(engine)
         buffers.free_losses(engine)
         self.rebalancer.forget_profile()
         self.ranks.released = True
-        gc.collect()  # parameters are held by cycles through what DeepSpeed binds on them
+        gc.collect()  # attributes that DeepSpeed sets on parameters form reference cycles
         get_accelerator().empty_cache()
 
     def gather_shards(self) -> None:
-        """Gather all state back onto the launch's replicas, and empty the extra ones."""
+        """Gather all state on the launch's replicas, and empty the extra ones."""
         world = self.world
         if world.replica_multiplier == 1:
             return
@@ -139,7 +139,7 @@ class WorldChange:
         self.world.end()
 
     def begin(self, stages: Sequence[int], generation: int, replica_multiplier: int = 1) -> None:
-        """Begin a world of ``stages`` of the job, and rebuild what was built from the old one. Collective over it."""
+        """Start a world of ``stages`` of the job, and rebuild groups and buffers. Collective over the new world."""
         engine = self.engine
         timeout_seconds = self.stage.config.timeout_seconds
 
@@ -156,7 +156,7 @@ class WorldChange:
         self._split_batch()
 
     def _split_batch(self) -> None:
-        """Split each replica's batch, which stays as large as it was, between its copies."""
+        """Split each replica's batch, whose size stays the same, between its copies."""
         engine, world = self.engine, self.world
         if world.replica_multiplier == self.data.replica_multiplier:
             return
@@ -164,29 +164,29 @@ class WorldChange:
         engine.set_train_batch_size(engine.train_batch_size())
         self.stage.optimizer.accumulate(engine.micro_batches)
 
-    # -- what ranks know of the job -------------------------------------------------------------------
+    # -- the state of the job -------------------------------------------------------------------
 
     def describe_job(self) -> bytes:
-        """Pickle what a rank that comes back has to know, on rank 0. Collective; see :mod:`job_state`."""
+        """Pickle the state of the job for recalled ranks, on rank 0. Collective; see :mod:`job_state`."""
         return job_state.describe_job(self.engine, self.comm, self.data, self._progress, self.shared_states)
 
     def restore_job(self, job: Mapping[str, Any]) -> None:
-        """Load :meth:`describe_job` on a rank that was away."""
+        """Load :meth:`describe_job` on a recalled rank."""
         job_state.restore_job(self.engine, self.data, self._progress, job)
 
     def load_shared_states(self, job: Mapping[str, Any]) -> None:
-        """Load the shared states of :meth:`describe_job`, on every rank alike."""
+        """Load the shared states of :meth:`describe_job`, on every rank."""
         job_state.load_states(job, self.shared_states)
 
     @contextmanager
     def naming_dead_ranks(self) -> Iterator[None]:
-        """Add to a fatal error which ranks do not answer, where layers or state are on their way."""
+        """Add the ranks that do not answer to a fatal error while layers or state travel."""
         try:
             yield
         except Exception as error:
             if isinstance(error, MigrationError) and error.harmless:
                 raise
-            # A rank that is alive may notice as late as at the end of its own time-out.
+            # A rank that is alive may notice only at the end of its time-out.
             dead = self.world.unresponsive_ranks(1.5 * self.stage.config.timeout_seconds)
             if not dead:
                 raise
@@ -195,7 +195,7 @@ class WorldChange:
 
 @contextmanager
 def fatal_from_here() -> Iterator[None]:
-    """Make every error fatal, harmless ones too: what has happened cannot be undone."""
+    """Make every error fatal, harmless ones too, because the last steps cannot be undone."""
     try:
         yield
     except Exception as error:

@@ -54,7 +54,7 @@ def check_tied_weights(layers: StageLayers, trainable: Sequence[Sequence[float]]
     Raises:
         ConfigError: on every rank.
     """
-    for tie in layers.own_uses:
+    for tie in layers.separate_uses:
         for number in range(tie.num_weights):
             training = {use: tie.weights[use][number] for use in tie.uses if trainable[use][number]}
             if training and len(training) < len(tie.uses):
@@ -75,7 +75,7 @@ def tied_weights_that_train(layers: StageLayers) -> torch.Tensor:
     Returns:
         float32 ``[num_layers, most weights of a key]``: 1 or 0; zeros for layers on other stages.
     """
-    training = torch.zeros(layers.num_layers, max((tie.num_weights for tie in layers.own_uses), default=0))
+    training = torch.zeros(layers.num_layers, max((tie.num_weights for tie in layers.separate_uses), default=0))
     for index in layers.indices:
         for number, weight in enumerate(layers.tied_weights(index)):
             training[index, number] = float(weight.requires_grad)

@@ -1,4 +1,4 @@
-"""Give released ranks back: one small interface, and a module for each policy."""
+"""Release policies, which hand back accelerators of released ranks: an interface, and a module per policy."""
 
 from __future__ import annotations
 

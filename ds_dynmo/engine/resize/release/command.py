@@ -1,4 +1,4 @@
-"""Tell a program of the user's own which accelerators are free."""
+"""A release policy that runs a user's program with the free accelerators."""
 
 from __future__ import annotations
 

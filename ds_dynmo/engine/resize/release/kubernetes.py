@@ -1,4 +1,4 @@
-"""Give accelerators back to Kubernetes (paper, section 3.4.2).
+"""A release policy for Kubernetes (paper, section 3.4.2).
 
 The paper sends a PATCH of ``resources.requests`` and ``resources.limits``. Stock Kubernetes resizes CPU and memory of a
 running pod, by the pod's ``resize`` subresource, and refuses that for accelerators. What works is one accelerator per
@@ -24,7 +24,7 @@ _NAMELESS = (  # a pod's host name is another one in Indexed Jobs, and on hostNe
     f"the environment variable {POD} does not say which pod this is: set it in the pod's specification from the "
     "downward API, valueFrom: {fieldRef: {fieldPath: metadata.name}}"
 )
-SECRETS = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where Kubernetes puts a pod's own credentials
+SECRETS = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # a pod's credentials
 
 
 def check_pod() -> None:

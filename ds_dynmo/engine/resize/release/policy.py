@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-POD = "POD_NAME"  # what the pod's specification has to set from the downward API
+POD = "POD_NAME"  # set by the pod's specification, from the downward API
 
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank runs.
+    """The location of a rank.
 
     Attributes:
         rank: at the launch.
@@ -29,7 +29,7 @@ class RankLocation:
 
     @classmethod
     def here(cls, rank: int, device: str) -> RankLocation:
-        """Locate this process. Slurm names the node in the environment, the pod's own specification the pod."""
+        """Locate this process. Slurm sets the node in the environment, and a pod's specification the pod."""
         host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         return cls(rank, host, device, os.environ.get(POD) or None)
 
@@ -39,38 +39,38 @@ class RankLocation:
 
 
 class ReleaseRefused(RuntimeError):
-    """The resource manager did not take accelerators back. The ranks are released all the same."""
+    """The resource manager did not take accelerators back. The ranks are released anyway."""
 
 
 class ReleasePolicy(Protocol):
-    """Tells the resource manager, which hands out accelerators, which ones are free.
+    """Reports free accelerators to the resource manager.
 
-    The ranks have left the job by then, and training goes on without them in any case. Calls are made on rank 0, in a
-    thread of their own, one at a time. Each names the ranks of earlier ones too, so they have to be idempotent.
+    By then the ranks have left the job, and training continues without them in any case. Calls are made on rank 0, in a
+    separate thread, one at a time. Each call includes the ranks of earlier ones, so calls have to be idempotent.
     """
 
     @property
     def silent(self) -> bool:
-        """Does ``release`` do nothing, as there is no resource manager to tell?"""
+        """Whether ``release`` does nothing, because there is no resource manager."""
         ...
 
     @property
     def restarts(self) -> bool:
-        """Does the whole job stop, to be launched anew at the smaller size?"""
+        """Whether the whole job stops, to be launched again with fewer ranks."""
         ...
 
     @property
     def parks(self) -> bool:
-        """Do released ranks wait to be taken back?"""
+        """Whether released ranks wait for a recall."""
         ...
 
     def release(self, released: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
         """Hand back the accelerators of ``released``, all that are free by now; ``staying`` are at work.
 
         Returns:
-            What was done, for the log; empty if there was nothing to do.
+            A description of the action for the log; "" if there was nothing to do.
 
         Raises:
-            ReleaseRefused: not done; says why.
+            ReleaseRefused: with the reason.
         """
         ...

@@ -1,7 +1,7 @@
-"""Call a release policy in a thread beside the training, once the released processes have ended.
+"""Calls of a release policy in a thread, once the released processes have ended.
 
-The resource manager may kill what still runs on an accelerator that it takes back, and a killed process can fail the
-whole job. So the policy is called only when the released processes have said that they end, and have had time to do so.
+The resource manager may kill processes on an accelerator that it takes back, and a killed process may fail the whole
+job. So the policy is called only after the released processes have announced their end and have had time to end.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 
 from ds_dynmo.engine.resize.release.policy import RankLocation, ReleasePolicy, ReleaseRefused
 
-_POLL_SECONDS = 0.5  # between looks whether processes have ended
+_POLL_SECONDS = 0.5  # between checks for ended processes
 
 
 class PolicyRunner:
     """Runs a policy on rank 0, one release after the other.
 
     Args:
-        warn, inform: report a line, of a refusal and of what was done.
-        have_exited: have the processes of these ranks said that they end?
-        patience_seconds: how long they are waited for; what a process that hangs holds is not given back.
-        delay_seconds: how long they have to end after they said so.
-        pause: waits so many seconds; for tests.
+        warn, inform: log a refusal, or an action.
+        have_exited: returns whether the processes of these ranks have announced their end.
+        patience_seconds: the longest wait for them; the accelerator of a hanging process is not handed back.
+        delay_seconds: time to end after the announcement.
+        pause: waits a number of seconds; for tests.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class PolicyRunner:
         self._thread: threading.Thread | None = None
 
     def release(self, released: Sequence[RankLocation], staying: Sequence[RankLocation]) -> None:
-        """Begin to give ``released`` back: all ranks that are free by now."""
+        """Start to hand back ``released``: all ranks that are free by now."""
         if not self._policy.silent:
             arguments = (released, staying, self._thread)
             self._thread = threading.Thread(target=self._run, args=arguments, name="ds_dynmo release", daemon=True)
             self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the releases that have begun."""
+        """Wait for started releases."""
         if self._thread is not None:
             self._thread.join()
 
@@ -66,15 +66,15 @@ class PolicyRunner:
             )
             return
         try:
-            done = self._policy.release(released, staying)
+            action = self._policy.release(released, staying)
         except ReleaseRefused as error:
             self._warn(f"DynMo: ranks {ranks} are idle but were not given back: {error}. The next release names them")
         else:
-            if done:
-                self._inform(f"DynMo: ranks {ranks}: {done}")
+            if action:
+                self._inform(f"DynMo: ranks {ranks}: {action}")
 
     def _wait_for_exit(self, released: Sequence[RankLocation]) -> bool:
-        """Wait until the processes of ``released`` have ended; False: they have not in time."""
+        """Wait until the processes of ``released`` have ended; return whether they did in time."""
         waited_seconds = 0.0
         while not self._have_exited(released):
             if waited_seconds >= self._patience_seconds:

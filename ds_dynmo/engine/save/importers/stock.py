@@ -133,7 +133,7 @@ class _SavedPipeline:
         slices, mine = self._context.here.tp_size, self._context.here.tp_rank
         names = [stage_file(number) for number in _numbers(len(files) // slices, slices, mine)]
         by_stage = _numbers(len(self._built.stages), slices, mine) == self._built.numbers
-        if self._layers.own_uses or not self._context.origin.placement.is_chain:
+        if self._layers.separate_uses or not self._context.origin.placement.is_chain:
             return None
         if not (by_stage and names and set(names) <= set(files)):
             return None
