@@ -1,6 +1,6 @@
 """How ranks meet under each launcher, and end with it.
 
-Launchers other than ``deepspeed`` and ``torchrun`` have their own names for the variables by which ranks meet. The
+Launchers other than ``deepspeed`` and ``torchrun`` use other names for the variables by which ranks meet. The
 ``deepspeed`` command starts a launcher on each node, which starts the ranks; if either is killed with SIGKILL, the
 processes that it started go on.
 """
@@ -177,7 +177,7 @@ def _of_this_node(ranks_of_nodes: str, node: str) -> str:
 
 
 def _first_host(launcher: Launcher, found: Mapping[str, str], environment: Mapping[str, str]) -> str:
-    """Name the host of rank 0.
+    """Return the host of rank 0.
 
     Raises:
         ConfigError: ranks are on several hosts, and the launcher does not name them.

@@ -22,7 +22,7 @@ from ds_dynmo.engine.deepspeed.missing_uses import attach, build_missing
 from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed.settings import sums_whole, waits_for_norm
-from ds_dynmo.engine.deepspeed.ties import UseFound, find_uses, separate_uses
+from ds_dynmo.engine.deepspeed.ties import UseDescription, find_uses, separate_uses
 from ds_dynmo.engine.events import AroundSchedule, EngineEvent, LayersMoved, Timeline
 from ds_dynmo.engine.run.compiled_layers import CompiledLayers
 from ds_dynmo.engine.run.gradient_flags import GradientFlags
@@ -113,7 +113,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     of_rank_0 = comm.broadcast_object(config)
     flat = engine.zero_optimization() or engine.bfloat16_enabled()
 
-    def check() -> tuple[dict[int, nn.Module], list[UseFound]]:
+    def check() -> tuple[dict[int, nn.Module], list[UseDescription]]:
         validation.check_block(config, of_rank_0)
         replicas.use_replicas(model.modules(), comm.grid.get_data_parallel_group())
         validation.check_layers(model, flat=flat, sums_whole=sums_whole(engine))

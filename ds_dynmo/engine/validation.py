@@ -154,14 +154,14 @@ def _is_use(spec: Any, key: str) -> bool:
 _OF_RANK_0 = ("report", "log", "monitor")  # keys of the "dynmo" block that count on rank 0 only
 
 
-def check_block(own: DynMoConfig, of_rank_0: DynMoConfig) -> None:
+def check_block(of_this_rank: DynMoConfig, of_rank_0: DynMoConfig) -> None:
     """Refuse a "dynmo" block that differs from rank 0's: ranks would decide differently.
 
     Raises:
         ConfigError: naming the key and both values.
     """
     for key in DynMoConfig.model_fields:
-        here, there = getattr(own, key), getattr(of_rank_0, key)
+        here, there = getattr(of_this_rank, key), getattr(of_rank_0, key)
         if key == "trace" and here is not None and there is not None:  # only rank 0's path counts
             here, there = here.steps, there.steps
         if key not in _OF_RANK_0 and here != there:

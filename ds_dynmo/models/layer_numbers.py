@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.module import layer_specs, modules_of, own_layers
+from ds_dynmo.engine.deepspeed.module import layer_specs, layers_of_stage, modules_of
 
 __all__ = ["block_numbers", "local_layers", "tie_of"]
 
@@ -29,4 +29,4 @@ def tie_of(module: PipelineModule, layer: int) -> str | None:
 
 def local_layers(module: PipelineModule) -> Iterator[tuple[int, nn.Module]]:
     """Iterate over ``(layer number, layer)`` of this stage's modules, as ``engine.layers()`` has them."""
-    return modules_of(module, own_layers(module))
+    return modules_of(module, layers_of_stage(module))

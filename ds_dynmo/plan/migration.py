@@ -57,7 +57,7 @@ class MigrationPlan:
 
     @property
     def leaving(self) -> tuple[int, ...]:
-        """Stages that will own no layer."""
+        """Stages that will have no layer."""
         return self.new.empty_stages
 
 

@@ -10,7 +10,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.ties import UseFound, separate_uses, tied_weight
+from ds_dynmo.engine.deepspeed.ties import UseDescription, separate_uses, tied_weight
 from ds_dynmo.errors import ConfigError
 
 SPECS: list[Any] = [
@@ -20,8 +20,8 @@ SPECS: list[Any] = [
 ]
 
 
-def found(layer: int, name: str = "weight", **changed: Any) -> UseFound:
-    use = UseFound(
+def found(layer: int, name: str = "weight", **changed: Any) -> UseDescription:
+    use = UseDescription(
         layer=layer,
         names=(name,),
         shapes=((5, 3),),
@@ -33,7 +33,7 @@ def found(layer: int, name: str = "weight", **changed: Any) -> UseFound:
     return replace(use, **changed)
 
 
-def decide(*uses: UseFound) -> Any:
+def decide(*uses: UseDescription) -> Any:
     return separate_uses([[use] for use in uses], SPECS)
 
 

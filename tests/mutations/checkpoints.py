@@ -173,7 +173,7 @@ MUTATIONS = [
         "a checkpoint of stock DeepSpeed is read at the partition in force",
         "ds_dynmo/engine/save/importers/stock.py",
         "        return built\n",
-        "        return context.stage.placement\n",
+        "        return self._context.stage.placement\n",
         f"{STOCK}::test_a_stock_checkpoint_loads_after_layers_have_moved",
     ),
     Mutation(

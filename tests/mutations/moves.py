@@ -131,7 +131,7 @@ MUTATIONS = [
     Mutation(
         "a layer draws by its place in its stage",
         LAYERS,
-        'return [getattr(own.get(index), "draws_as_layer", index) for index in self.indices]',
+        'return [getattr(untied.get(index), "draws_as_layer", index) for index in self.indices]',
         "return list(range(len(self.indices)))",
         f"{RANDOM}::test_moves_change_nothing[False]",
     ),

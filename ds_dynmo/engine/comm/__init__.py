@@ -1,1 +1,1 @@
-"""Communicate: the only package whose code calls collectives and point-to-point operations of our own."""
+"""Communicate: the only package of ds_dynmo that calls collectives and point-to-point operations."""

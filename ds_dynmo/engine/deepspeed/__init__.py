@@ -1,1 +1,1 @@
-"""What this project needs of DeepSpeed beyond its public API, and the mends of what differs there."""
+"""Everything that relies on DeepSpeed beyond its public API, and patches of it."""

@@ -1,9 +1,9 @@
-"""A backward pass that begins at a tensor of ours, as DeepSpeed's pipeline engine runs one (read in 0.19.8).
+"""Run a backward pass from a tensor of ds_dynmo's, as DeepSpeed's pipeline engine runs one (read in 0.19.8).
 
-A stage that is not the last goes back from what it sent, in runtime/pipe/engine.py, ``_exec_backward_pass``: around it
-``BF16_Optimizer``, which is not asked to run the pass, is told to forget the gradients of the pass before and to add up
-those of this one. The last stage goes back from its loss, with hooks on what its layers gave, which a tensor of ours
-does not have. So the former way is the right one on every stage.
+DeepSpeed's stages but the last run the backward pass from the tensors they sent (runtime/pipe/engine.py,
+``_exec_backward_pass``). ``BF16_Optimizer`` does not run this pass, but clears the gradients of the last pass before it
+and accumulates those of this one after it. The last stage runs the pass from its loss, whose outputs have hooks that a
+tensor of ds_dynmo's lacks. So the former way is right on every stage.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 
-def backward_from_own(engine: Any, roots: Iterable[torch.Tensor]) -> None:
-    """Run autograd's backward pass from each of some scalars; gradients reach parameters as in one other pass."""
+def backward_from(engine: Any, roots: Iterable[torch.Tensor]) -> None:
+    """Run autograd's backward pass from each of ``roots``, which are scalars; parameters see one pass."""
     if engine.using_bf16_optimizer:
         engine.optimizer.clear_lp_grads()
     engine._running_engine_backward = True  # else a hook takes the pass for one that the user runs

@@ -13,7 +13,7 @@ from ds_dynmo.engine.deepspeed.flat_wrapper import FlatWrapper, Groups
 
 
 class Bf16Wrapper(FlatWrapper):
-    """``BF16_Optimizer``: gradients are accumulated in buffers of the wrapper's own."""
+    """``BF16_Optimizer``: gradients are accumulated in buffers of the wrapper."""
 
     wraps = BF16_Optimizer
     shards_gradients = False
@@ -41,14 +41,14 @@ class Bf16Wrapper(FlatWrapper):
 
     def free_gradients(self) -> None:
         wrapper = self._wrapper
-        for own in (
+        for table in (
             wrapper.fp32_groups_gradients,
             wrapper.fp32_groups_gradients_flat,
             wrapper.fp32_groups_actual_gradients_flat,
             wrapper.fp32_groups_gradient_flat_partition,
             wrapper.non_expert_gradients,
         ):
-            own.clear()
+            table.clear()
         wrapper.fp32_groups_gradient_dict.clear()
         for master in self.masters:
             master.grad = None
@@ -93,7 +93,7 @@ class Bf16Wrapper(FlatWrapper):
         stock = type(wrapper).get_grads_for_reduction
 
         def get_grads_for_reduction() -> Any:
-            """List the gradients to average, once per batch. Divide a replica's own, which are sums over replicas."""
+            """List the gradients to average, once per batch; divide per-replica ones, which are sums over replicas."""
             for number in self.per_replica_groups:
                 wrapper.fp32_groups_gradients_flat[number].div_(grid.data_parallel_size)
             return stock(wrapper)

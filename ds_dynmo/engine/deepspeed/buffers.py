@@ -21,7 +21,7 @@ def inputs_of(engine: Any, buffer_id: int) -> Any:
 
 
 def set_inputs(engine: Any, buffer_id: int, inputs: Any) -> None:
-    """Let gradients be sent of ``inputs``."""
+    """Set the inputs of a stage, whose gradients are sent back."""
     engine.pipe_buffers["inputs"][buffer_id] = inputs
 
 
@@ -31,17 +31,17 @@ def outputs_of(engine: Any, buffer_id: int) -> Any:
 
 
 def set_outputs(engine: Any, buffer_id: int, outputs: Any) -> None:
-    """Let the backward pass begin at ``outputs``."""
+    """Set the outputs of a stage, at which the backward pass begins."""
     engine.pipe_buffers["outputs"][buffer_id] = outputs
 
 
 def loss_of(engine: Any) -> Any:
-    """Return what the last forward pass on the last stage gave: there is one place for all micro-batches."""
+    """Return the output of the last forward pass on the last stage: there is one place for all micro-batches."""
     return engine.loss
 
 
 def set_loss(engine: Any, loss: Any) -> None:
-    """Let the backward pass on the last stage begin at ``loss``."""
+    """Set the loss of the last stage, at which its backward pass begins."""
     engine.loss = loss
 
 
@@ -68,7 +68,7 @@ def backward_from(engine: Any, loss: torch.Tensor, gradient: torch.Tensor) -> It
 
 
 def forget_gradient_buffer(engine: Any) -> None:
-    """Let the next gradients be received into tensors of their own: a backward pass may keep those of the last."""
+    """Let the next gradients be received into new tensors: a backward pass may keep the last ones."""
     engine.grad_layer = None
 
 
@@ -114,5 +114,5 @@ def accumulation_dtype(engine: Any) -> torch.dtype:
 
 
 def gradient_attribute(engine: Any) -> str:
-    """Name the attribute of a tied parameter that DeepSpeed sums over stages."""
+    """Return the name of the attribute of a tied parameter that DeepSpeed sums over stages."""
     return "_hp_grad" if engine.using_bf16_optimizer else "grad"

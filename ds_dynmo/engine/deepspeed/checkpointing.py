@@ -63,17 +63,17 @@ def any_input(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         outputs = checkpoint(noted, *inputs)
         if not passed_on:
             return outputs
-        own = tuple(
+        restored = tuple(
             inputs[passed_on[number]] if number in passed_on else output
             for number, output in enumerate(_in_tuple(outputs))
         )
-        return own if isinstance(outputs, tuple) else own[0]
+        return restored if isinstance(outputs, tuple) else restored[0]
 
     return of_any_input
 
 
 def _check_is_no_weight(number: int, output: Any) -> None:
-    """Refuse layers that return a weight: torch would make it an output of itself, and never finish going back.
+    """Refuse layers that return a weight: torch makes it an output of itself, and its backward pass never ends.
 
     Raises:
         ConfigError: the output is a weight.

@@ -41,7 +41,7 @@ class TrainingCounters:
 
 
 def shared_counters(engine: Any) -> dict[str, Any]:
-    """Collect the counters that are alike on every rank, for one that was away."""
+    """Collect the counters that are equal on every rank, for a rank that was away."""
     return {**{name: getattr(engine, name) for name in _SHARED}, "loss_scale": loss_scale_state(engine.optimizer)}
 
 

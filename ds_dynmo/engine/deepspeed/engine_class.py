@@ -1,8 +1,8 @@
-"""The engine upon one of the user's: a subclass of DeepSpeed's ``PipelineEngine`` with behaviour of its own.
+"""Derive ds_dynmo's engine from the user's engine, a subclass of DeepSpeed's ``PipelineEngine``.
 
-Methods are looked up in our engine, then in the user's, then in DeepSpeed's. So the user's ``train_batch``, which may
-call DeepSpeed's or not, runs inside ours. What ours does in place of DeepSpeed's (checkpoints, clipping) lies beneath
-the user's class instead: the user's method runs, and finds ours where it calls ``super()``.
+Methods are looked up in ds_dynmo's engine, then in the user's, then in DeepSpeed's. So the user's ``train_batch``,
+which may call DeepSpeed's or not, runs inside ds_dynmo's. Methods that replace DeepSpeed's (checkpoints, clipping) are
+beneath the user's class instead: the user's method runs, and calls ds_dynmo's by ``super()``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ds_dynmo.errors import ConfigError
 
 
 class _Above(PipelineEngine):
-    """Note which attributes the constructor of the user's engine sets; stands directly above it."""
+    """Directly above the user's engine: records which attributes the user's constructor sets."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         before = set(vars(self))
@@ -28,12 +28,12 @@ class _Above(PipelineEngine):
 
 
 class _Beneath(PipelineEngine):
-    """Give a user's engine our methods where it calls DeepSpeed's; stands directly beneath it."""
+    """Directly beneath the user's engine: its calls of DeepSpeed's methods reach ds_dynmo's."""
 
     dynmo: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        before = set(vars(self))  # what theirs has set before it calls this, too
+        before = set(vars(self))  # includes what the user's constructor set before it called this one
         super().__init__(*args, **kwargs)
         self.__dict__["_set_by_deepspeed"] = vars(self).keys() - before
 
@@ -58,13 +58,13 @@ _REPLACED = ("save_checkpoint", "load_checkpoint", "clip_fp32_gradients")
 
 
 def engine_class(given: Any) -> partial[DynMoPipelineEngine]:
-    """Build our engine's class upon the user's, with the arguments that came with it.
+    """Derive ds_dynmo's engine class from the user's, with the keywords that the user bound to it.
 
     Args:
-        given: DeepSpeed's ``PipelineEngine`` or a subclass, or ``functools.partial`` of one with keywords of its own.
+        given: DeepSpeed's ``PipelineEngine`` or a subclass, or ``functools.partial`` of one with keywords.
 
     Raises:
-        ConfigError: it is something else, or defines names that our engine uses.
+        ConfigError: it is something else, or defines names that ds_dynmo's engine uses.
     """
     theirs, options = given, {}
     if isinstance(given, partial) and not given.args:
@@ -83,7 +83,7 @@ def _built_upon(theirs: type[PipelineEngine]) -> type[DynMoPipelineEngine]:
         return DynMoPipelineEngine
     if issubclass(theirs, DynMoPipelineEngine):
         return theirs
-    taken = _own_names(theirs) & (_own_names(DynMoPipelineEngine) - set(dir(PipelineEngine)))
+    taken = _added_names(theirs) & (_added_names(DynMoPipelineEngine) - set(dir(PipelineEngine)))
     if taken:
         raise ConfigError(
             f"engine_class = {theirs.__qualname__}: it defines {', '.join(sorted(taken))}, which ds_dynmo's engine "
@@ -106,7 +106,7 @@ def _built_upon(theirs: type[PipelineEngine]) -> type[DynMoPipelineEngine]:
     return type(f"DynMo{theirs.__name__}", (DynMoPipelineEngine, _Above, theirs, _Beneath), methods)
 
 
-def _own_names(kind: type) -> set[str]:
+def _added_names(kind: type) -> set[str]:
     """List the names that a subclass of DeepSpeed's engine adds, attributes too, without dunder names."""
     classes = [part for part in kind.__mro__ if part not in PipelineEngine.__mro__]
     names = {name for part in classes for name in (*vars(part), *inspect.get_annotations(part))}

@@ -57,7 +57,7 @@ def writes_optimizer_shards(engine: Any) -> bool:
 
 
 def groups_of_stage(stage: Any) -> list[list[str]] | list[int] | None:
-    """Read what each parameter group of a saved stage has, without groups of nothing.
+    """Read what each parameter group of a saved stage has, without empty groups.
 
     Args:
         stage: the content of its file.
@@ -75,7 +75,7 @@ def groups_of_stage(stage: Any) -> list[list[str]] | list[int] | None:
 
 
 def cannot_write(engine: Any) -> str | None:
-    """Say which setting keeps checkpoints from being complete once they are written; None if there is none."""
+    """Find the setting by which a checkpoint may be incomplete after it was written; None if there is none."""
     if engine.use_node_local_storage():
         return (
             "checkpoint.use_node_local_storage = true: where layers move, another node than the one that wrote a "
@@ -101,7 +101,7 @@ def write(engine: Any, folder: str, tag: str, client_state: Mapping[str, Any], *
 
 @contextmanager
 def _named_files(checkpoint_engine: Any) -> Iterator[None]:
-    """Let errors of DeepSpeed's writer name the file."""
+    """Add the name of the file to errors of DeepSpeed's writer."""
 
     def save(state_dict: Any, path: str) -> Any:
         with named(path):
@@ -124,7 +124,7 @@ def restore_data_efficiency(engine: Any, common: Mapping[str, Any]) -> None:
 
 
 def note_degrees(engine: Any, common: Mapping[str, Any], *, tensor_parallel: bool) -> None:
-    """Note the degrees of parallelism that a checkpoint was written with, as DeepSpeed does."""
+    """Set the degrees of parallelism that a checkpoint was written with, as DeepSpeed does."""
     if tensor_parallel:
         engine.loaded_checkpoint_mp_world_size = common["mp_world_size"]
     engine.loaded_checkpoint_dp_world_size = common["dp_world_size"]

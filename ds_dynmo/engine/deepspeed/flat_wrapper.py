@@ -1,4 +1,4 @@
-"""What moving layers needs of DeepSpeed's flat optimizer wrappers, whichever of the two it is.
+"""The interface by which layers are moved through either of DeepSpeed's flat optimizer wrappers.
 
 ``BF16_Optimizer`` and ``DeepSpeedZeroOptimizer`` (stage 1) set everything up in their constructors and keep the
 result for good. Here the same object is pointed at other parameters and buffers, so that whoever holds it, its
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 Groups = list[list[nn.Parameter]]
-REPLICA_OWN = "replica_own"  # an option of the parameter groups whose parameters are each replica's own
+REPLICA_OWN = "replica_own"  # an option of the parameter groups whose parameters differ between replicas
 
 _BOUND = (
     "allreduce",
@@ -50,7 +50,7 @@ def unbind(parameter: nn.Parameter) -> None:
 
 
 class FlatWrapper(ABC):
-    """One of DeepSpeed's wrappers, as moving layers needs it.
+    """One of DeepSpeed's flat optimizer wrappers, with the operations that moving layers needs.
 
     Attributes:
         wraps: DeepSpeed's class.
@@ -71,7 +71,7 @@ class FlatWrapper(ABC):
 
     @property
     def per_replica_groups(self) -> frozenset[int]:
-        """The groups whose parameters are each replica's own: not one shard of them but all are here."""
+        """The groups whose parameters differ between replicas: this rank holds all of them, not one shard."""
         return frozenset(number for number, group in enumerate(self.inner.param_groups) if group.get(REPLICA_OWN))
 
     @property
@@ -140,7 +140,7 @@ class FlatWrapper(ABC):
         """Reduce over the process groups of a new world.
 
         Args:
-            rank_alone: returns that of this rank alone, over which a replica's own parameters are reduced.
+            rank_alone: returns the group of this rank alone, which reduces parameters that differ between replicas.
         """
         wrapper = self._wrapper
         wrapper.dp_process_group = grid.get_data_parallel_group()
@@ -158,13 +158,13 @@ class FlatWrapper(ABC):
         return 0 if group in self.per_replica_groups else int(self._wrapper.mpu.get_data_parallel_rank())
 
     def accumulate(self, steps: int) -> None:  # noqa: B027
-        """Take note that a batch has so many micro-batches on each replica from now on."""
+        """Set the number of micro-batches that a batch has on each replica from now on."""
 
     def mark_tied(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027
         """Let DeepSpeed find the gradients of tied layers' parameters, which it sums over their stages."""
 
     def link_state(self) -> bool:
-        """Let ``safe_get_full_optimizer_state`` and its kin find the optimizer's state.
+        """Link the optimizer's state to its parameters for ``safe_get_full_optimizer_state`` and the like.
 
         ZeRO does so after the first group's first step, when later groups have no state, and never again.
 
@@ -191,7 +191,7 @@ class FlatWrapper(ABC):
 
 
 def _with_groups(state: Mapping[str, Any], keep: list[int]) -> dict[str, Any]:
-    """Return a wrapper's ``state_dict`` with the groups ``keep`` alone, without those that hold a placeholder.
+    """Return a wrapper's ``state_dict`` with only the groups ``keep``, without those that hold a placeholder.
 
     They are numbered anew, as DeepSpeed numbers them where it dropped empty groups.
     """

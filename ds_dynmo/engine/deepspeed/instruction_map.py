@@ -17,8 +17,8 @@ Instructions = Mapping[type, Instruction]
 
 def present_instructions(engine: Any) -> Instructions:
     """Return the instructions that were set on the engine, or those of its class, DeepSpeed's or the user's."""
-    found: Instructions = engine._INSTRUCTION_MAP
-    return found
+    instructions: Instructions = engine._INSTRUCTION_MAP
+    return instructions
 
 
 def entry(kind: type, instruction: Any) -> str:
@@ -34,18 +34,18 @@ def is_deepspeeds_1f1b(steps: Any) -> bool:
 
 
 @contextmanager
-def instructions_in_force(engine: Any, found: Instructions) -> Iterator[None]:
-    """Let the engine run a schedule by ``found``, and restore its own instructions afterwards.
+def instructions_in_force(engine: Any, instructions: Instructions) -> Iterator[None]:
+    """Run schedules by ``instructions`` within the context; the engine's instructions are restored afterwards.
 
     Raises:
         ConfigError: afterwards, where others were set on the engine meanwhile.
     """
     on_engine = vars(engine).get("_INSTRUCTION_MAP")
-    engine._INSTRUCTION_MAP = found
+    engine._INSTRUCTION_MAP = instructions
     try:
         yield
     finally:
-        replaced = engine._INSTRUCTION_MAP is not found
+        replaced = engine._INSTRUCTION_MAP is not instructions
         if on_engine is None:
             del engine._INSTRUCTION_MAP
         else:

@@ -18,7 +18,7 @@ class LayerList:
 
     Args:
         specs: what the user gave for each layer: a LayerSpec, a module or a function.
-        ties: the keys whose uses are modules of their own.
+        ties: the keys whose uses have separate modules.
     """
 
     def __init__(self, specs: Sequence[Any], ties: Mapping[str, SeparateUses]) -> None:
@@ -49,17 +49,17 @@ class LayerList:
         return [index for index in range(self.num_layers) if self.key(index) == key]
 
     def tie_of(self, index: int) -> SeparateUses | None:
-        """Return how layer ``index`` is tied to others that are modules of their own; None if it is not."""
+        """Return how layer ``index`` is tied to uses with separate modules; None if it is not."""
         spec = self.spec(index)
         return self._ties.get(str(spec.key)) if isinstance(spec, TiedLayerSpec) else None
 
     @property
     def separate_uses(self) -> list[SeparateUses]:
-        """The keys whose uses are modules of their own."""
+        """The keys whose uses have separate modules."""
         return [self._ties[key] for key in sorted(self._ties)]
 
     def alike_uses(self) -> dict[str, list[int]]:
-        """Map a key to its uses, where these are modules of their own and a checkpoint of one will do for any."""
+        """Map a key to its uses, if they have separate modules and a checkpoint of one can be loaded into any."""
         return {tie.key: tie.uses for tie in self.separate_uses if tie.alike}
 
     def first_use(self, index: int) -> int:

@@ -10,6 +10,6 @@ __all__ = ["logger_named", "warning_once"]
 
 
 def logger_named(name: str) -> logging.Logger:
-    """Make a logger that writes lines in DeepSpeed's form under a name of ours."""
+    """Make a logger that writes lines in DeepSpeed's form under ``name``."""
     logger: logging.Logger = LoggerFactory.create_logger(name=name, level=logging.INFO)
     return logger

@@ -12,13 +12,13 @@ _STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def loss_scale_state(optimizer: Any) -> dict[str, Any]:
-    """Return what a dynamic loss scale has come to; empty where there is none."""
+    """Return the state of a dynamic loss scale; empty where there is none."""
     scaler = getattr(optimizer, "loss_scaler", None)
     return _state_in(vars(scaler)) if scaler is not None else {}
 
 
 def set_loss_scale_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Go on with another rank's :func:`loss_scale_state`, or a checkpoint's, where both are dynamic."""
+    """Take over another rank's :func:`loss_scale_state`, or a checkpoint's, if both are dynamic."""
     scaler = getattr(optimizer, "loss_scaler", None)
     if state and scaler is not None and _state_in(vars(scaler)):
         vars(scaler).update({name: value for name, value in state.items() if name in vars(scaler)})
@@ -27,7 +27,7 @@ def set_loss_scale_state(optimizer: Any, state: Mapping[str, Any]) -> None:
 def saved_loss_scale(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Find the state of a dynamic loss scale in a ``state_dict`` of a wrapper; empty where there is none.
 
-    The wrappers of fp16 without ZeRO have it among their own entries.
+    The wrappers of fp16 without ZeRO have it among the entries of their ``state_dict``.
     """
     scaler = state_dict.get("loss_scaler")
     return _state_in(state_dict if scaler is None else vars(scaler))

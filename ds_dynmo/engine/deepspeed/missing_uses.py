@@ -1,7 +1,7 @@
-"""Uses of a tied key that DeepSpeed did not build: of several on one stage it builds the first alone.
+"""Uses of a tied key that DeepSpeed did not build: of several on one stage it builds only the first.
 
-Where they are of different classes, the program trains in DeepSpeed only if every use is on a stage of its own. Here
-the module of each is built, so that it trains on any partition, on one stage too.
+If the uses are of different classes, DeepSpeed trains the program only if every use is on another stage. Here the
+module of each use is built, so that the program trains at any partition, on one stage too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import utils as ds_utils
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.module import layer_specs, own_layers
+from ds_dynmo.engine.deepspeed.module import layer_specs, layers_of_stage
 from ds_dynmo.engine.deepspeed.ties import SeparateUses, of_several_classes, tied_weight, uses_by_key
 from ds_dynmo.engine.move.object_graph import copy_of_modules
 from ds_dynmo.engine.move.pickling import random_state_kept
@@ -30,7 +30,7 @@ class BuiltParameter:
     Attributes:
         name: its layer and name, for messages.
         parameter: in no parameter group that was made of DeepSpeed's module.
-        copy_of: the tied weight that it is a copy of; None: the use's own.
+        copy_of: the tied weight that it is a copy of; None: it is not tied.
     """
 
     name: str
@@ -42,7 +42,7 @@ def build_missing(model: PipelineModule) -> dict[int, nn.Module]:
     """Build the modules that DeepSpeed did not build on this stage, where uses of a key differ in class, by layer."""
     specs, built = layer_specs(model), {}
     for uses in uses_by_key(specs).values():
-        here = [use for use in uses if use in own_layers(model)]
+        here = [use for use in uses if use in layers_of_stage(model)]
         if of_several_classes(specs, uses):
             built.update({use: _build(model, use) for use in here[1:]})
     return built
@@ -66,8 +66,8 @@ def attach(
     Returns:
         Their parameters.
     """
-    found: list[BuiltParameter] = []
-    specs, here = layer_specs(model), own_layers(model)
+    attached: list[BuiltParameter] = []
+    specs, here = layer_specs(model), layers_of_stage(model)
     for index, module in built.items():
         spec, tie = specs[index], ties[str(specs[index].key)]
         first = min(use for use in tie.uses if use in here)
@@ -77,11 +77,11 @@ def attach(
         model.forward_funcs[here.index(index)] = use
         copy_of = {}
         for name, weight in zip(spec.tied_weight_attr, theirs, strict=True):
-            own = tied_weight(module, name)
-            own.data.copy_(weight.data)
-            copy_of[id(own)] = weight
-        found += [BuiltParameter(f"layer {index}: {n}", p, copy_of.get(id(p))) for n, p in module.named_parameters()]
-    return found
+            copy = tied_weight(module, name)
+            copy.data.copy_(weight.data)
+            copy_of[id(copy)] = weight
+        attached += [BuiltParameter(f"layer {index}: {n}", p, copy_of.get(id(p))) for n, p in module.named_parameters()]
+    return attached
 
 
 def join_groups(optimizer: torch.optim.Optimizer, built: Sequence[BuiltParameter]) -> None:

@@ -46,7 +46,7 @@ def layer_specs(module: Any) -> list[Any]:
     return specs
 
 
-def own_layers(module: Any) -> range:
+def layers_of_stage(module: Any) -> range:
     """Return the numbers of the layers that this stage holds: one range, in a ``PipelineModule``."""
     return range(module._local_start, module._local_stop)
 
@@ -58,9 +58,9 @@ def modules_of(module: Any, layers: Iterable[int]) -> Iterator[tuple[int, nn.Mod
     """
     for layer in layers:
         spec = layer_specs(module)[layer]
-        own = children_of(module).get(str(layer))  # where uses of a tie differ, all but a stage's first are here
-        if own is not None:
-            yield layer, own
+        child = children_of(module).get(str(layer))  # where uses of a tie differ, all but a stage's first are here
+        if child is not None:
+            yield layer, child
         elif isinstance(spec, TiedLayerSpec):
             yield layer, module.tied_modules[spec.key]
 

@@ -1,4 +1,4 @@
-"""Patches of DeepSpeed's pipeline engine: methods in place of its own or around them (read in DeepSpeed 0.19.8).
+"""Patches of DeepSpeed's pipeline engine: methods that replace its methods or wrap them (read in DeepSpeed 0.19.8).
 
 They fix what depends on which layers a stage has, and what fails. All of them hold with
 ``"enabled": false`` too: the baseline of every comparison. Without a "dynmo" block nothing here differs from DeepSpeed.
@@ -73,14 +73,14 @@ class PatchedPipelineEngine(PipelineEngine):
         super()._configure_distributed_model(model)
 
     def _broadcast_model(self) -> None:
-        """Broadcast the model as DeepSpeed does, but for parameters that are a replica's own."""
+        """Broadcast the model as DeepSpeed does, but for parameters that differ between replicas."""
         kept = [(p, p.detach().clone()) for p in self.module.parameters() if replicas.is_per_replica(p)]
         super()._broadcast_model()
-        for parameter, own in kept:
-            parameter.data.copy_(own)
+        for parameter, value in kept:
+            parameter.data.copy_(value)
 
     def _get_gradients_for_reduction(self) -> tuple[list[Any], dict[str, list[Any]]]:
-        """List the gradients to average as DeepSpeed does, once per batch. Divide a replica's own instead."""
+        """List the gradients to average as DeepSpeed does, once per batch; divide those of one replica instead."""
         gradients, of_experts = super()._get_gradients_for_reduction()
         if self.dynmo is None or not self.stage.replicas_differ:
             return gradients, of_experts
@@ -119,7 +119,7 @@ class PatchedPipelineEngine(PipelineEngine):
         self._global_grad_norm = norm
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
-        """Divide by the number of micro-batches on the last stage alone, as 0.19.8 does; 0.18.9 divides on each."""
+        """Divide by the number of micro-batches on the last stage only, as 0.19.8 does; 0.18.9 divides on each."""
         if self.dynmo is None or self.is_last_stage():
             scaled: torch.Tensor = super()._backward_prologue_per_tensor(grad)
             return scaled
@@ -133,7 +133,7 @@ class PatchedPipelineEngine(PipelineEngine):
         return steps if self.dynmo is None else self.stage.schedule.steps(steps)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        """Run the schedule of a batch, training or evaluation, inside what the parts put around it."""
+        """Run the schedule of a training or evaluation batch inside the contexts of the engine's parts."""
         if self.dynmo is None:
             super()._exec_schedule(pipe_schedule)
             return
@@ -155,17 +155,17 @@ class PatchedPipelineEngine(PipelineEngine):
             return share_loss(self, aggregate, self.stage.comm.post)
 
     def reset_activation_shape(self) -> None:
-        """Let stages announce their messages anew, as DeepSpeed does; of ours, which tensors get a gradient."""
+        """Let stages announce the shapes of messages anew, as DeepSpeed does, and which tensors get a gradient."""
         super().reset_activation_shape()
         if self.dynmo is not None:
             self.stage.gradient_flags.forget_shapes()
 
     def _allocate_or_extend_buffers(self, idx: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate memory of its own for every tensor that is received.
+        """Allocate separate memory for every tensor that is received.
 
-        DeepSpeed's number 1 of the messages that come in and number 1 of the gradients that come back have the same
-        memory, whatever their dtypes: after a mask, ranks fail or hang. And a backward pass may keep a gradient as it
-        came, as that of a parameter or of what was received: the next message would overwrite it.
+        In DeepSpeed, tensor 1 of the received activations and tensor 1 of the received gradients share memory,
+        whatever their dtypes: after a mask, ranks fail or hang. And a backward pass may keep a received gradient, as
+        that of a parameter or of an activation: the next message would overwrite it.
         """
         if self.dynmo is not None:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
@@ -173,7 +173,7 @@ class PatchedPipelineEngine(PipelineEngine):
         return buffer
 
     def _forget_layers(self, _: LayersMoved | None) -> None:
-        """Free what DeepSpeed keeps of the layers before."""
+        """Free what DeepSpeed keeps of the layers that this stage had."""
         self.reset_activation_shape()
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)

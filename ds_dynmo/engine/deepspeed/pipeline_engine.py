@@ -1,4 +1,4 @@
-"""What the parts of an engine take of DeepSpeed's: its names, and their types."""
+"""The attributes of DeepSpeed's engine that parts of ds_dynmo's engine use, with their types."""
 
 from __future__ import annotations
 

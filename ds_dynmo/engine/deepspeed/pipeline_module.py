@@ -37,11 +37,11 @@ class StageLayers(LayerList):
     A tied layer has one module per stage (DeepSpeed keeps it in ``tied_modules``), which the first use on the stage
     owns; later uses there run a tied alias of it.
 
-    Uses that are modules of their own (:class:`SeparateUses`) are layers like any other here, and have no :meth:`key`.
+    Uses with separate modules (:class:`SeparateUses`) are layers like any other here, and have no :meth:`key`.
     The module of their first use on a stage is in ``tied_modules``, where DeepSpeed sums the gradients of stages.
 
     Args:
-        ties: the keys whose uses are modules of their own.
+        ties: the keys whose uses have separate modules.
 
     Attributes:
         tied_aliases: of the later uses on this stage.
@@ -78,14 +78,14 @@ class StageLayers(LayerList):
         return os.path.basename(str(self._module.ckpt_layer_path("", index - self._module._local_start)))
 
     def random_streams(self) -> list[int]:
-        """List, per layer of this stage, the number by which its random draws go: its own, unless it says another."""
-        own = {index: self.local_module(index) for index in self.indices if self.key(index) is None}
-        return [getattr(own.get(index), "draws_as_layer", index) for index in self.indices]
+        """List, per layer of this stage, the number of its random stream: ``draws_as_layer`` or the layer's number."""
+        untied = {index: self.local_module(index) for index in self.indices if self.key(index) is None}
+        return [getattr(untied.get(index), "draws_as_layer", index) for index in self.indices]
 
     # -- modules --------------------------------------------------------------------------------------
 
     def local_module(self, index: int) -> nn.Module | None:
-        """Return the module of a layer of this stage: of a tied one that of its first use here; None of a function."""
+        """Return the module of a layer of this stage: for a tied one its first use's here, for a function None."""
         modules, name = self._slot(index)
         return modules.get(name)
 
@@ -193,7 +193,7 @@ class StageLayers(LayerList):
         return built.to(device) if not any(tensor.is_meta for tensor in held) else built
 
     def detach(self, index: int) -> None:
-        """Let go of the module of layer ``index``, which was sent away; :meth:`rebuild` follows."""
+        """Drop the module of layer ``index``, which was sent to another stage; :meth:`rebuild` follows."""
         modules, name = self._slot(index)
         del modules[name]
         self._module.forward_funcs[self.indices.index(index)] = _sent_away
@@ -226,7 +226,7 @@ class StageLayers(LayerList):
         return int(self._module.activation_checkpoint_interval)
 
     def clear(self, empty: Callable[[nn.Module], None]) -> None:
-        """Let go of all layers and free their memory, whoever still holds them.
+        """Drop all layers and free their memory, even if something else still refers to them.
 
         Args:
             empty: frees a layer that the user gave as a module, which the layer list goes on holding.

@@ -48,7 +48,7 @@ _ABSENT = object()
 
 
 def _problem(name: PrivateName) -> str | None:
-    """Say what is wrong with a name; None if nothing is."""
+    """Describe what is wrong with a name; None if nothing is."""
     try:
         owner = _owner(name.owner)
     except (ImportError, AttributeError):

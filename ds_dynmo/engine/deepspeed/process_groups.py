@@ -1,4 +1,4 @@
-"""Rebuild what DeepSpeed keeps of the processes that take part, which it builds once, for other processes.
+"""Rebuild what DeepSpeed keeps about the ranks of a job, and builds only once, for other ranks.
 
 Read in DeepSpeed 0.19.8, runtime/pipe/{module,topology,engine,p2p}.py, runtime/engine.py and utils/groups.py.
 """

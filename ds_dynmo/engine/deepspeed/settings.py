@@ -43,8 +43,8 @@ _BLOCKS = {  # of DeepSpeed's pydantic models; the last one reads several
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Refuse, by the checks of DeepSpeed and torch, what would be refused while an engine is built.
 
-    Batch sizes are not looked at: they depend on the number of replicas. Nor are parameters of DeepSpeed's own
-    optimizers, which have to be compiled.
+    Batch sizes are not checked: they depend on the number of replicas. Nor are parameters of DeepSpeed's optimizers,
+    which have to be compiled.
 
     Raises:
         ConfigError: one line.
@@ -101,7 +101,7 @@ def waits_for_norm(engine: Any) -> bool:
 
 
 def sums_whole(engine: Any) -> str | None:
-    """Name the key by which ZeRO sums every gradient over all replicas, a replica's own too; None: it does not.
+    """Find the key that lets ZeRO sum every gradient over all replicas, per-replica ones too; None if it does not.
 
     Read in DeepSpeed 0.19.8: ``average_tensor`` and ``reduce_ipg_grads`` of runtime/zero/stage_1_and_2.py.
     """

@@ -1,4 +1,4 @@
-"""DeepSpeed's operator for shared memory on a CPU, ``deepspeed_shm_comm``: do without it, or warn of what it leaves.
+"""DeepSpeed's operator for shared memory on a CPU, ``deepspeed_shm_comm``: skip it, or warn of files it leaves.
 
 DeepSpeed 0.19.8 compiles it in the first job of a user (40 s) and loads it in every later one. It maps 69 MB of
 /dev/shm for each rank of a launch and never removes them. A job that is killed while it compiles leaves a lock on which
@@ -39,5 +39,5 @@ def warn_of_shm_operator() -> None:
 
 
 def _no_operator() -> Any:
-    """Return what DeepSpeed's own function returns where the operator is not available."""
+    """Return what DeepSpeed's function returns where the operator is not available."""
     return None

@@ -1,8 +1,8 @@
-"""Several uses of a tied layer on one stage: one module's memory, and gradients of each use's own.
+"""Several uses of a tied layer on one stage: they share one module's memory and have separate gradients.
 
 The first use on a stage owns the parameters. Every later use runs a *tied alias*, a copy of the module that shares the
 memory of its parameters and buffers. So the gradient of each use is summed over the micro-batches before the uses are
-added up, on one stage as on two, and numbers do not change when uses meet or part.
+added up, on one stage as on two: results do not change when a move puts uses on one stage or on two.
 """
 
 from __future__ import annotations
@@ -51,32 +51,32 @@ class TiedAliases:
         """Point the aliases at the parameters' present memory, and put them in training or evaluation mode."""
         for alias in self.modules:
             alias.train(training)
-        for parameter, own in self._pairs():
-            own.data = parameter.data
-            own.requires_grad_(parameter.requires_grad)
+        for parameter, later in self._pairs():
+            later.data = parameter.data
+            later.requires_grad_(parameter.requires_grad)
 
     # -- gradients ------------------------------------------------------------------------------------
 
     def add_gradients(self) -> None:
         """Add the gradients of later uses to those of the first, in layer order."""
-        for parameter, own in self._pairs():
-            if own.grad is not None:
-                parameter.grad = own.grad if parameter.grad is None else parameter.grad + own.grad
-                own.grad = None
+        for parameter, later in self._pairs():
+            if later.grad is not None:
+                parameter.grad = later.grad if parameter.grad is None else parameter.grad + later.grad
+                later.grad = None
 
     def accumulate_gradients(self, dtype: torch.dtype) -> None:
         """Add the aliases' gradients of a micro-batch to separate sums, as BF16_Optimizer does."""
-        for _, own in self._pairs():
-            if own.grad is not None:
-                if id(own) not in self._sums:
-                    self._sums[id(own)] = torch.zeros_like(own, dtype=dtype, requires_grad=False)
-                self._sums[id(own)].add_(own.grad.to(dtype))
-                own.grad = None
+        for _, later in self._pairs():
+            if later.grad is not None:
+                if id(later) not in self._sums:
+                    self._sums[id(later)] = torch.zeros_like(later, dtype=dtype, requires_grad=False)
+                self._sums[id(later)].add_(later.grad.to(dtype))
+                later.grad = None
 
     def add_accumulated(self) -> None:
         """Add the sums of later uses to what BF16_Optimizer has accumulated for the first, in layer order."""
-        for parameter, own in self._pairs():
-            total = self._sums.pop(id(own), None)
+        for parameter, later in self._pairs():
+            total = self._sums.pop(id(later), None)
             if total is not None:
                 buffer = parameter._hp_grad  # type: ignore[attr-defined]
                 buffer.add_(total.view(buffer.shape))
@@ -88,7 +88,7 @@ class TiedAliases:
 
 
 def _alias_of(layer: nn.Module) -> nn.Module:
-    """Copy a layer: the copy shares the memory of parameters and buffers but has gradients of its own."""
+    """Copy a layer: the copy shares the memory of parameters and buffers but has separate gradients."""
     memo: dict[int, Any] = {id(buffer): buffer for buffer in layer.buffers()}
     for parameter in layer.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)

@@ -1,6 +1,6 @@
-"""Give every copy of a tied weight the sum of all copies' gradients.
+"""Sum the gradients of all copies of a tied weight, so that every copy has the sum.
 
-Copies on one stage, in modules of their own, are added up here. Copies on several stages are added up by DeepSpeed,
+Copies in several modules of one stage are added up here. Copies on several stages are added up by DeepSpeed,
 over the process groups of :func:`tied_comms`.
 """
 
@@ -32,9 +32,9 @@ def share_copies(copies: Copies, gradient: str) -> None:
     """Copy the gradient of the first copy, now the sum over all stages, to the other copies of this stage."""
     for first, *others in copies:
         for other in others:
-            total, own = getattr(first, gradient), getattr(other, gradient)
+            total, old = getattr(first, gradient), getattr(other, gradient)
             if total is not None:
-                setattr(other, gradient, total.clone()) if own is None or own.is_sparse else own.copy_(total)
+                setattr(other, gradient, total.clone()) if old is None or old.is_sparse else old.copy_(total)
 
 
 def tied_comms(

@@ -1,10 +1,10 @@
-"""Layers tied by one key that are more than one module: they share weights, and each use has a module of its own.
+"""Layers tied by one key whose uses have separate modules that share weights.
 
-DeepSpeed ties what ``tied_weight_attr`` names, and builds the first use of a key on each stage. Where all uses are
-one class built from the same arguments, whose parameters are all tied, a stage needs one module for all of them.
-Anything else is an :class:`SeparateUses`: an embedding and a head of another class, or a head with a norm of its own.
-Each use then is a layer like any other, with a copy of the tied weights; copies begin equal, get the sum of all
-gradients, and so stay equal wherever they are.
+DeepSpeed ties what ``tied_weight_attr`` names, and builds the first use of a key on each stage. If all uses are of one
+class, are built from the same arguments and all their parameters are tied, a stage needs one module for all uses.
+Otherwise they are :class:`SeparateUses`: an embedding and a head of another class, or a head that also has a norm.
+Each use then is a layer like any other, with a copy of the tied weights. Copies begin equal and get the sum of all
+gradients, so they stay equal on whichever stages they are.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.module import layer_specs, own_layers
+from ds_dynmo.engine.deepspeed.module import layer_specs, layers_of_stage
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.torch_private import children_of
 
 
 @dataclass(frozen=True)
 class SeparateUses:
-    """The uses of one key, each with a module of its own.
+    """The uses of one key, each with a separate module.
 
     Attributes:
         weights: per use, by its layer's number, the names of the tied weights there; in one order for all uses.
-        alike: the same class and arguments, or nothing beside the tied weights: what is saved of the first use will
-            do for any.
+        alike: the same class and arguments, or nothing beside the tied weights: any use can be loaded from what is
+            saved of the first.
     """
 
     key: str
@@ -46,8 +46,8 @@ class SeparateUses:
 
 
 @dataclass(frozen=True)
-class UseFound:
-    """What one rank finds at the first use of a key on its stage.
+class UseDescription:
+    """The description of a tied layer on the rank that has it.
 
     Attributes:
         names, shapes: of its tied weights, in the order of ``tied_weight_attr``.
@@ -67,11 +67,11 @@ class UseFound:
 
 def uses_by_key(specs: Sequence[Any]) -> dict[str, list[int]]:
     """Map each key that several layers have to those layers."""
-    found: dict[str, list[int]] = {}
+    uses_of: dict[str, list[int]] = {}
     for index, spec in enumerate(specs):
         if isinstance(spec, TiedLayerSpec):
-            found.setdefault(str(spec.key), []).append(index)
-    return {key: uses for key, uses in found.items() if len(uses) > 1}
+            uses_of.setdefault(str(spec.key), []).append(index)
+    return {key: uses for key, uses in uses_of.items() if len(uses) > 1}
 
 
 def of_several_classes(specs: Sequence[Any], uses: Sequence[int]) -> bool:
@@ -79,29 +79,32 @@ def of_several_classes(specs: Sequence[Any], uses: Sequence[int]) -> bool:
     return len({specs[use].typename for use in uses}) > 1
 
 
-def find_uses(model: PipelineModule, built: Mapping[int, nn.Module]) -> list[UseFound]:
+def find_uses(model: PipelineModule, built: Mapping[int, nn.Module]) -> list[UseDescription]:
     """Describe the tied layers of this stage of a pipeline that was just built.
 
     Args:
         built: modules of layers that DeepSpeed did not build.
     """
-    specs, local = layer_specs(model), own_layers(model)
-    found = []
+    specs, local = layer_specs(model), layers_of_stage(model)
+    descriptions = []
     for key, uses in uses_by_key(specs).items():
         here = [use for use in uses if use in local]
         modules = {**dict.fromkeys(here[:1], children_of(model.tied_modules).get(key)), **built}
-        found += [_describe(specs, use, uses, module) for use in here if (module := modules.get(use)) is not None]
-    return found
+        for use in here:
+            module = modules.get(use)
+            if module is not None:
+                descriptions.append(_describe(specs, use, uses, module))
+    return descriptions
 
 
-def _describe(specs: Sequence[Any], layer: int, uses: Sequence[int], module: nn.Module) -> UseFound:
+def _describe(specs: Sequence[Any], layer: int, uses: Sequence[int], module: nn.Module) -> UseDescription:
     spec, others = specs[layer], [specs[use] for use in uses]
     try:
         weights, problem = [tied_weight(module, name) for name in spec.tied_weight_attr], None
     except (AttributeError, TypeError, RecursionError) as error:
         weights, problem = [], f"layer {layer} ({type(module).__name__}): {error}"
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
-    return UseFound(
+    return UseDescription(
         layer=layer,
         names=tuple(name_of[id(weight)] for weight in weights),
         shapes=tuple(tuple(weight.shape) for weight in weights),
@@ -132,32 +135,32 @@ def _same_arguments(spec: TiedLayerSpec, other: TiedLayerSpec) -> bool:
         return False
 
 
-def separate_uses(every: Iterable[Sequence[UseFound]], specs: Sequence[Any]) -> dict[str, SeparateUses]:
-    """Find the keys whose uses have modules of their own. The same on every rank.
+def separate_uses(uses_by_rank: Iterable[Sequence[UseDescription]], specs: Sequence[Any]) -> dict[str, SeparateUses]:
+    """Find the keys whose uses have separate modules. The same on every rank.
 
     Args:
-        every: each rank's :func:`find_uses`.
+        uses_by_rank: each rank's :func:`find_uses`.
 
     Raises:
         ConfigError: uses whose tied weights do not belong together.
     """
-    found = {use.layer: use for of_rank in every for use in of_rank}
+    described = {use.layer: use for of_rank in uses_by_rank for use in of_rank}
     ties = {}
     for key, uses in uses_by_key(specs).items():
-        built = [found[use] for use in uses if use in found]
+        built = [described[use] for use in uses if use in described]
         one_class, equal = all(use.same_class for use in built), all(use.same_arguments for use in built)
         complete = all(use.complete for use in built)
         apart = len(built) == len(uses)
         if one_class and ((equal and complete) or not apart):
-            continue  # of one class, DeepSpeed makes those on a stage one module
-        assert apart, "what DeepSpeed did not build of several classes was built here"
+            continue  # DeepSpeed makes uses of one class on one stage one module
+        assert apart, "missing_uses built the uses of several classes that DeepSpeed did not build"
         _check_weights(key, built)
         weights = {use.layer: use.names for use in built}
         ties[key] = SeparateUses(key, weights, alike=one_class and (equal or complete))
     return ties
 
 
-def _check_weights(key: str, built: Sequence[UseFound]) -> None:
+def _check_weights(key: str, built: Sequence[UseDescription]) -> None:
     problem = next((use.problem for use in built if use.problem is not None), None)
     if problem is not None:
         raise ConfigError(f"layers tied by the key {key!r}: {problem}")

@@ -42,7 +42,7 @@ class WholeParameter:
     Attributes:
         dim: the dimension along which slices were joined.
         parts: so many parameters in one, equal in size along ``dim``, of which slices were joined each by itself.
-        view: the shape in which ``part_sizes`` are meant; None: its own.
+        view: the shape to which ``part_sizes`` refer; None: the parameter's.
         part_sizes: sizes along ``dim`` of parts that differ; None: there are none.
         vocabulary: rows that only filled up a slice were left out.
     """

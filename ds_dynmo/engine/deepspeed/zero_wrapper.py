@@ -77,14 +77,14 @@ class ZeroWrapper(FlatWrapper):
         self.free_gradients()
         self.free_weights()
         wrapper.bit16_groups_flat[:] = flats
-        for own in (
+        for table in (
             wrapper.groups_padding,
             wrapper.partition_size,
             wrapper.params_in_partition,
             wrapper.params_not_in_partition,
             wrapper.first_offset,
         ):
-            own.clear()
+            table.clear()
         for i, (group, flat, master) in enumerate(zip(groups, flats, self.masters)):
             shard = master.numel()
             index = self._position_in(i)
@@ -99,9 +99,7 @@ class ZeroWrapper(FlatWrapper):
             for position, parameter in enumerate(group):
                 parameter.grad_accum = None  # type: ignore[attr-defined]
                 parameter.param_idx_in_group = position  # type: ignore[attr-defined]
-                if (
-                    i in self.per_replica_groups
-                ):  # what DeepSpeed divides as the others and sums over a group of its own
+                if i in self.per_replica_groups:  # divided as the others, but summed over a separate group
                     parameter.allreduce, parameter.group_name = False, REPLICA_OWN  # type: ignore[attr-defined]
         self._number_parameters()
         wrapper.initialize_gradient_partitioning_data_structures()
@@ -130,7 +128,7 @@ class ZeroWrapper(FlatWrapper):
 
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:
-            """Return the norm, or -1 for an invalid one, which DeepSpeed's own function copies from the host."""
+            """Return the norm, or -1 for an invalid one, which DeepSpeed's function copies from the host."""
             assert norm_type == 2
             total = norm()
             return total.masked_fill_(~total.isfinite(), -1.0)

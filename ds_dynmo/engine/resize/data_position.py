@@ -23,7 +23,7 @@ class DataPosition:
     other iterator is expected to be at the right position.
 
     For life, a rank reads the data of the launch's replica that it began in. Where there are extra replicas, each copy
-    of a replica reads its own part of every batch.
+    of a replica reads another part of every batch.
     """
 
     replica_multiplier = 1  # copies that there are of the launch's replicas

@@ -1,1 +1,1 @@
-"""Run a batch: instructions, the frozen prefix, each layer's own random streams, compiled layers."""
+"""Run a batch: instructions, the frozen prefix, a random stream for each layer, compiled layers."""

@@ -62,14 +62,14 @@ class CheckpointContext:
 
 
 def local_slice(context: CheckpointContext, stage: StageSlots) -> SliceManifest:
-    """Make the manifest of this rank's stage and layers alone; ``stage``: the slots of its optimizer files."""
+    """Make the manifest of only this rank's stage and layers; ``stage``: the slots of its optimizer files."""
     layers, slice_index = context.stage.layers, context.here.tp_rank
-    own = layers.counted_modules()
-    stored = {index: layers.stored_use(index) for index in own}
+    counted = layers.counted_modules()
+    stored = {index: layers.stored_use(index) for index in counted}
     return SliceManifest(
         stages=(stage,),
         numbers=(slice_number(context.engine),),
-        shapes={index: context.origin.layers[index].shapes for index in own},
+        shapes={index: context.origin.layers[index].shapes for index in counted},
         weights={
             index: layer_file(index, 0, slice_index) if use is None else layers.file_name(use)
             for index, use in stored.items()
@@ -86,7 +86,7 @@ def universal_info(engine: Any, stage: StageContext, client_state: Mapping[str, 
         return {}
     layers, first = stage.layers, stage.placement.layers_of(0)
     tied = [rf"tied_modules\.{re.escape(key)}\..*" for key in layers.tied_keys() if layers.uses(key)[0] in first]
-    for tie in layers.separate_uses:  # a later use may have the weight by another name, and weights of its own
+    for tie in layers.separate_uses:  # a later use may have the weight by another name, and other weights too
         if tie.uses[0] in first:
             names = tie.weights[tie.uses[0]]
             tied += [rf"tied_modules\.{re.escape(tie.key)}\.{re.escape(name)}$" for name in names]

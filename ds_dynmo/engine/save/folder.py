@@ -108,8 +108,8 @@ class CheckpointFolder:
     def _remove_abandoned(self) -> None:
         """Remove what killed jobs left of tags that are never written again, such as ``global_step7`` after a restart.
 
-        Another job may be writing tags of its own to ``save_dir`` now: its folder changes all the time. Ages are by the
-        file system's clock.
+        Another job may be writing other tags to ``save_dir`` now: its folder changes all the time. Ages are by the file
+        system's clock.
         """
         now = os.stat(self.temporary).st_mtime
         for path in glob.glob(os.path.join(glob.escape(self._save_dir), f".*{_WRITING}", FOLDER)):
@@ -136,7 +136,7 @@ def read_latest(save_dir: str, name: str = LATEST) -> str | None:
 
 
 def write_latest(save_dir: str, tag: str) -> None:
-    """Let ``latest`` name ``tag``, in one rename."""
+    """Write ``tag`` to ``latest``, in one rename."""
     temporary = os.path.join(save_dir, f".{LATEST}.writing")
     with named(temporary), open(temporary, "w") as file:
         file.write(tag)

@@ -24,8 +24,8 @@ _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torc
 IsShared = Callable[[Any], bool]
 
 
-def is_its_own(value: Any) -> bool:
-    """Say that a value is not shared: the layer shares nothing with others."""
+def never_shared(value: Any) -> bool:
+    """Return False for any value: the layer shares nothing with others."""
     return False
 
 
@@ -52,7 +52,7 @@ class LayerOrigin:
     attributes: dict[str, dict[str, str]]
 
     @classmethod
-    def of(cls, module: nn.Module, precision: torch.dtype, is_shared: IsShared = is_its_own) -> LayerOrigin:
+    def of(cls, module: nn.Module, precision: torch.dtype, is_shared: IsShared = never_shared) -> LayerOrigin:
         named = dict(module.named_parameters())
         return cls(
             shapes={name: list(parameter.shape) for name, parameter in named.items()},
@@ -125,7 +125,7 @@ def aliases_of(module: nn.Module) -> dict[str, str]:
 
 
 def plain_attributes(module: nn.Module, is_shared: IsShared) -> Iterator[tuple[str, Any]]:
-    """Find a module's own attributes that are numbers, strings, tensors or plain containers of them.
+    """Find the attributes of a module that are numbers, strings, tensors or plain containers of them.
 
     Args:
         is_shared: says which containers and tensors do not belong to the layer alone. They come from the user's code.

@@ -16,7 +16,7 @@ from ds_dynmo.engine.save.initial_model import (
     IsShared,
     LayerOrigin,
     aliases_of,
-    is_its_own,
+    never_shared,
     plain_attributes,
 )
 from ds_dynmo.engine.state.keys import ParamKey
@@ -51,7 +51,7 @@ def extras_of(
     *,
     weights: bool,
     all_buffers: bool = True,
-    is_shared: IsShared = is_its_own,
+    is_shared: IsShared = never_shared,
 ) -> Extras:
     """Find what the file of a layer's weights lacks.
 
@@ -101,7 +101,7 @@ def _buffers(module: nn.Module, in_weights: Container[int]) -> dict[str, torch.T
 
 
 def _in_weights_alone(module: nn.Module, attributes: Any) -> set[int]:
-    """Find by ``id`` the buffers that the ``state_dict`` has and that share no memory: two files would make it two."""
+    """Find by ``id`` the buffers in the ``state_dict`` that share no memory: two files would split shared memory."""
     buffers = [buffer for sub in module.modules() for buffer in buffers_of(sub).values() if buffer is not None]
     uses = Counter(_memory(tensor) for tensor in [*buffers, *tensors_in(attributes)])
     state = module.state_dict(keep_vars=True)
@@ -109,12 +109,12 @@ def _in_weights_alone(module: nn.Module, attributes: Any) -> set[int]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Name the memory of a tensor. That of an empty or a sparse one is taken to be its own."""
+    """Return a key of the memory of a tensor. An empty or a sparse one is taken to share none."""
     strided = tensor.layout == torch.strided and tensor.numel() > 0
     return tensor.untyped_storage().data_ptr() if strided else -id(tensor)
 
 
-def changed_attributes(module: nn.Module, built: dict[str, str], is_shared: IsShared = is_its_own) -> list[str]:
+def changed_attributes(module: nn.Module, built: dict[str, str], is_shared: IsShared = never_shared) -> list[str]:
     """Find the plain attributes that differ from when the layer was built."""
     return [name for name, value in plain_attributes(module, is_shared) if digest(value) != built.get(name)]
 
@@ -213,7 +213,7 @@ def install(
     device: torch.device,
     *,
     strict: bool,
-    is_shared: IsShared = is_its_own,
+    is_shared: IsShared = never_shared,
 ) -> None:
     """Make ``module`` what was saved. Parameters stay the same objects where shape and dtype allow it."""
     extras = loaded.extras or _as_built(module, origin)
@@ -221,9 +221,9 @@ def install(
 
     def dtype(name: str, saved: torch.dtype) -> torch.dtype:
         """Take the precision of this engine, unless the saved dtype was set at run time or is no float."""
-        own = origin.dtype(name)
-        follows = name not in extras["retyped"] and saved.is_floating_point and own.is_floating_point
-        return own if follows else saved
+        here = origin.dtype(name)
+        follows = name not in extras["retyped"] and saved.is_floating_point and here.is_floating_point
+        return here if follows else saved
 
     def buffer_of(name: str, saved: torch.Tensor | list[int] | None) -> torch.Tensor | None:
         buffer = loaded.state[name].to(device, copy=True) if isinstance(saved, list) else saved
@@ -259,7 +259,7 @@ def install(
 
 
 def _as_built(module: nn.Module, origin: LayerOrigin) -> Extras:
-    """Stand in for the extras that a checkpoint of stock DeepSpeed lacks: shapes are as built, the rest stays."""
+    """Make the extras that a checkpoint of stock DeepSpeed lacks: shapes are as built, the rest stays."""
     return {
         "parameters": {name: {"shape": shape} for name, shape in origin.shapes.items()},
         "aliases": {
@@ -331,35 +331,35 @@ def _compact(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     return value
 
 
-# -- parameters that each replica has of its own ------------------------------------------------------
+# -- parameters that differ between replicas ----------------------------------------------------------
 
 
-def add_own(extras: Extras, module: nn.Module, state: OptimizerState) -> Extras:
-    """Add weights and optimizer state of this replica's own parameters to the ``extras`` of a layer.
+def add_per_replica(extras: Extras, module: nn.Module, state: OptimizerState) -> Extras:
+    """Add weights and optimizer state of per-replica parameters to the ``extras`` of a layer.
 
     State in flat shards is not added: DeepSpeed's file of the rank has it.
     """
-    own = {name: parameter for name, parameter in module.named_parameters() if is_per_replica(parameter)}
+    parameters = {name: parameter for name, parameter in module.named_parameters() if is_per_replica(parameter)}
     content = {
         name: {"weight": p.detach(), "state": state.state_of(p) if state.kind == PER_PARAMETER else {}}
-        for name, p in own.items()
+        for name, p in parameters.items()
     }
-    return {**extras, REPLICA_OWN: compact(content)} if own else extras
+    return {**extras, REPLICA_OWN: compact(content)} if parameters else extras
 
 
-def own_weights(layer: LoadedLayer) -> LoadedLayer:
-    """Replace weights of another replica, as DeepSpeed's file has them, by this replica's own."""
-    weights = {name: content["weight"] for name, content in _own(layer)}
+def replica_weights(layer: LoadedLayer) -> LoadedLayer:
+    """Replace weights of another replica, as DeepSpeed's file has them, by this replica's."""
+    weights = {name: content["weight"] for name, content in _per_replica_content(layer)}
     return LoadedLayer({**layer.state, **weights}, layer.extras) if weights else layer
 
 
-def own_optimizer_state(layer: int, loaded: LoadedLayer, pieces: StatePieces) -> None:
-    """Replace state of another replica, kept per parameter, by this replica's own.
+def replica_optimizer_state(layer: int, loaded: LoadedLayer, pieces: StatePieces) -> None:
+    """Replace state of another replica, kept per parameter, by this replica's.
 
     Args:
         layer: the number of the layer that was ``loaded``.
     """
-    for name, content in _own(loaded):
+    for name, content in _per_replica_content(loaded):
         key = ParamKey(layer, name)
         pieces.elements.pop(key, None)
         pieces.values.pop(key, None)
@@ -367,5 +367,5 @@ def own_optimizer_state(layer: int, loaded: LoadedLayer, pieces: StatePieces) ->
             pieces.put(key, content["state"], content["weight"].shape)
 
 
-def _own(layer: LoadedLayer) -> Iterator[tuple[str, dict[str, Any]]]:
+def _per_replica_content(layer: LoadedLayer) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from (layer.extras or {}).get(REPLICA_OWN, {}).items()

@@ -47,7 +47,7 @@ class SliceManifest:
 
     @classmethod
     def from_parsed(cls, read: dict[str, Any]) -> SliceManifest:
-        """Build it from parsed JSON."""
+        """Build the manifest from parsed JSON."""
         stages = tuple(
             StageSlots(
                 tuple(Slot(**slot) for slot in stage["slots"]),
@@ -104,8 +104,8 @@ class Manifest:
         frozen_excluded: weights of frozen parameters were left out, as the user asked.
         files: every file but this one, by its path in the checkpoint's folder.
         state: counters and what the engine has learnt, as plain JSON.
-        replicas_differ: each replica has parameters of its own.
-        ties: by key, uses of tied layers that were modules of their own, whose files are interchangeable.
+        replicas_differ: each replica has parameters that no other has.
+        ties: by key, uses of tied layers that had separate modules, whose files are interchangeable.
     """
 
     placement: Placement
@@ -130,7 +130,7 @@ class Manifest:
 
     @property
     def stock(self) -> bool:
-        """Did stock DeepSpeed write the checkpoint? Then this manifest was made up from what the engine expects."""
+        """Whether stock DeepSpeed wrote the checkpoint: this manifest then was inferred from the engine."""
         return not self.files
 
     def to_json(self) -> str:
@@ -165,15 +165,15 @@ class Manifest:
 
 
 def rank_file(stage: int, replica: int, slice_index: int) -> str:
-    """Name our file of a rank: the states of its random number generators."""
+    """Return the name of ds_dynmo's file of a rank: the states of its random number generators."""
     return f"{FOLDER}/rank-pipe_{stage:02d}-data_{replica:02d}-model_{slice_index:02d}.pt"
 
 
 def flat_file(stage: int, replica: int, slice_index: int) -> str:
-    """Name our file of what DeepSpeed's lacks of a rank's flat shards."""
+    """Return the name of ds_dynmo's file for what DeepSpeed's lacks of a rank's flat shards."""
     return f"{FOLDER}/flat-pipe_{stage:02d}-data_{replica:02d}-model_{slice_index:02d}.pt"
 
 
 def stage_file(number: int) -> str:
-    """Name DeepSpeed's file of one slice of a stage: optimizer, scheduler, counters, client state."""
+    """Return the name of DeepSpeed's file of one slice of a stage: optimizer, scheduler, counters, client state."""
     return f"mp_rank_{number:02d}_model_states.pt"

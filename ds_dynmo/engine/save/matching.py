@@ -58,7 +58,7 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
 def _check_no_more_layers(context: CheckpointContext, manifest: Manifest, path: str) -> None:
     """Refuse a checkpoint in which a layer has parameters that here belong to another layer, or to none.
 
-    An exception is a later use of a tied layer that was a module of its own there, and here is the first use's module.
+    An exception is a later use of a tied layer that had a separate module there, and here has the first use's.
     """
     shapes = manifest.slices[context.here.tp_rank].shapes
     first_there = {use: uses[0] for uses in manifest.ties.values() for use in uses}

@@ -1,4 +1,4 @@
-"""Save and restore what an engine has counted and learnt, and its random number generators."""
+"""Save and restore the counters of an engine, what it has measured, and its random number generators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ds_dynmo.engine.run.trainable import TrainableLayers
 
 
 class EngineProgress:
-    """What an engine has counted and learnt, the same on every rank."""
+    """The counters of an engine and what it has measured, the same on every rank."""
 
     def __init__(self, engine: Any, rebalancer: Rebalancer, trainable: TrainableLayers) -> None:
         self._engine, self._rebalancer, self._trainable = engine, rebalancer, trainable
@@ -49,7 +49,7 @@ class EngineProgress:
             rebalancer.cost_model.first_seconds = saved["experience"].get("first_seconds")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it, for a rank that was away."""
+        """Return the whole progress, for a rank that was away."""
         return {
             "shared": shared_counters(self._engine),
             "counters": self.counters(),

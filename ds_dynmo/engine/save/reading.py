@@ -24,10 +24,10 @@ from ds_dynmo.engine.save.layer_content import (
     LoadedLayer,
     Shapes,
     check_state,
-    own_optimizer_state,
-    own_weights,
     present_digests,
     present_shapes,
+    replica_optimizer_state,
+    replica_weights,
 )
 from ds_dynmo.engine.save.manifest import (
     MANIFEST,
@@ -50,7 +50,7 @@ Described = TypeVar("Described")
 def load(
     context: CheckpointContext, load_dir: str, tag: str | None, options: LoadOptions
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Make the engine what it was when the checkpoint was written. Collective.
+    """Restore the engine from a checkpoint. Collective.
 
     Returns:
         The file that counters and client state came from, and the client state; ``None, None`` if ``tag`` is None and
@@ -156,7 +156,7 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
 
 
 def _content(found: tuple[str, str | None]) -> str:
-    """Say what was read, for ranks to compare."""
+    """Describe what was read, for ranks to compare."""
     folder, text = found
     digest = hashlib.sha256(text.encode()).hexdigest() if text is not None else "missing"
     return f"{os.path.join(folder, MANIFEST)} is {digest}"
@@ -233,11 +233,11 @@ def _read_optimizer(
     """Read what the optimizer held for ``parameters``, those of ``layers``."""
     stage = context.stage
     wrapper, groups = stage.optimizer.wrapper, context.stage.optimizer.inner.param_groups
-    own = wrapper.per_replica_groups if wrapper is not None else frozenset[int]()
+    per_replica = wrapper.per_replica_groups if wrapper is not None else frozenset[int]()
     replica = context.here.replica
-    pieces = read_state(saved, Wanted(parameters, source, len(groups), own, replica))
+    pieces = read_state(saved, Wanted(parameters, source, len(groups), per_replica, replica))
     for index, layer in layers.items() if saved.manifest.optimizer == PER_PARAMETER else ():
-        own_optimizer_state(stage.layers.first_use(index), layer, pieces)
+        replica_optimizer_state(stage.layers.first_use(index), layer, pieces)
     return pieces
 
 
@@ -311,4 +311,4 @@ def _read_layer(
     state = saved.read(path)
     if path == layer_file(old, 0, saved.slice_index):
         state = state["weights"]
-    return own_weights(LoadedLayer(state, extras)), path, strict
+    return replica_weights(LoadedLayer(state, extras)), path, strict

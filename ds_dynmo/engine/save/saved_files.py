@@ -29,7 +29,7 @@ class SavedCheckpoint:
         return self.manifest.slices[self.slice_index]
 
     def path(self, name: str) -> str:
-        """Name a file in messages."""
+        """Return the path of a file, for messages."""
         return os.path.join(self._folder, name)
 
     def read(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Save a checkpoint: DeepSpeed writes its files, we write ours beside them, and all appear at once."""
+"""Save a checkpoint: DeepSpeed's files and ds_dynmo's beside them, which all appear at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ds_dynmo.engine.deepspeed import files
 from ds_dynmo.engine.save.context import CheckpointContext, local_slice, universal_info
 from ds_dynmo.engine.save.folder import CheckpointFolder, sync
-from ds_dynmo.engine.save.layer_content import add_left_out, add_own, extras_of
+from ds_dynmo.engine.save.layer_content import add_left_out, add_per_replica, extras_of
 from ds_dynmo.engine.save.manifest import (
     MANIFEST,
     Manifest,
@@ -77,7 +77,7 @@ def _check_supported(context: CheckpointContext, tag: str) -> None:
 
 
 def _write_files(context: CheckpointContext, folder: str, client_state: dict[str, Any], exclude_frozen: bool) -> None:
-    """Write DeepSpeed's files of this rank, and ours."""
+    """Write DeepSpeed's files of this rank, and ds_dynmo's."""
     layers = context.stage.layers
     layers.tied_aliases.refresh(training=context.engine.module.training)
     parent, name = os.path.split(folder)
@@ -94,7 +94,7 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
             all_buffers=replica > 0 or shared_writing,
             is_shared=context.names.is_shared,
         )
-        extras = add_own(extras, module, context.stage.state)
+        extras = add_per_replica(extras, module, context.stage.state)
         extras = add_left_out(extras, module) if exclude_frozen else extras
         _write(extras, folder, layer_file(index, replica, slice_index))
     if (of_optimizer := context.stage.state.extras()) is not None:

@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe import schedule as deepspeeds
 
 from ds_dynmo.engine.comm.channels import Channels, Lane, LinkPlan
 from ds_dynmo.engine.deepspeed import buffers
-from ds_dynmo.engine.deepspeed.backward import backward_from_own
+from ds_dynmo.engine.deepspeed.backward import backward_from
 from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
@@ -146,7 +146,7 @@ class ScheduledBatches:
     def _second_part(self, engine: Any, buffer_id: int) -> None:
         deferred = self.gradients.second_part() if any(self._splits) else None
         if deferred:
-            backward_from_own(engine, deferred.roots())
+            backward_from(engine, deferred.roots())
 
 
 def _message(

@@ -35,7 +35,7 @@ Groups = list[list[ParamKey]]  # per parameter group that a stage has something 
 
 
 def how_it_is_read(folder: str) -> str:
-    """Say how a checkpoint without a manifest is read."""
+    """Describe how a checkpoint without a manifest is read."""
     return (
         f"{folder}: has no folder {FOLDER}/, so it is read as stock DeepSpeed's. If ds_dynmo wrote it, copy it with "
         "that folder"
@@ -45,7 +45,7 @@ def how_it_is_read(folder: str) -> str:
 def stock_manifest(
     context: CheckpointContext, folder: str, slices: tuple[SliceManifest, ...], options: LoadOptions
 ) -> Manifest:
-    """Make up the manifest of a checkpoint that stock DeepSpeed wrote of this model.
+    """Infer the manifest of a checkpoint that stock DeepSpeed wrote of this model.
 
     Args:
         slices: what DeepSpeed would write of the pipeline that this engine was constructed with.
@@ -213,7 +213,7 @@ def _numbers(stages: int, slices: int, mine: int) -> tuple[int, ...]:
 
 
 def _trained(part: SliceManifest) -> SliceManifest:
-    """Leave out what was frozen at construction: DeepSpeed writes none of it."""
+    """Leave out parameters that were frozen at construction: DeepSpeed writes none of them."""
     return replace(
         part,
         stages=tuple(
@@ -247,7 +247,7 @@ def stock_state_of_use(
     """Find the state of the tied layer ``index`` in the files of stock DeepSpeed.
 
     As in DeepSpeed, all uses take the tied weights of the first use that has a file. A use without a file takes all
-    weights of that one if they are alike; otherwise its own weights stay.
+    weights of that one if they are alike; otherwise the rest of its weights stay.
 
     Returns:
         The file, the state, and whether that is all of the layer's state.
@@ -259,13 +259,14 @@ def stock_state_of_use(
     if source == index or (layers.stored_use(index) is None and tie.alike):
         return files[source], first, True
     has_file = layers.stored_use(index) is not None
-    own = dict(_state(saved, files[index])) if has_file else {}
+    state = dict(_state(saved, files[index])) if has_file else {}
     for name, there in zip(tie.weights[index], tie.weights[source], strict=True):
         if there not in first:
             raise CheckpointError(f"{saved.path(files[source])}: lacks {there}")
-        own[name] = first[there]
-        own.update({alias: first[there] for alias, of in origins[index].aliases.items() if of == name and alias in own})
-    return files[index if has_file else source], own, has_file
+        state[name] = first[there]
+        aliases = [alias for alias, of in origins[index].aliases.items() if of == name and alias in state]
+        state.update(dict.fromkeys(aliases, first[there]))
+    return files[index if has_file else source], state, has_file
 
 
 def _state(saved: SavedCheckpoint, name: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class WholeModel:
 
     @classmethod
     def gather(cls, context: CheckpointContext) -> WholeModel:
-        """Gather what every rank knows of its own layers. Collective."""
+        """Gather what every rank knows of its layers. Collective."""
         stage, origins = context.stage, context.origin.layers
         slots = stage.state.slots(stage.layers.named_parameters())
         every = stage.comm.gather_objects(

@@ -26,8 +26,8 @@ class Wanted:
         parameters: those that the rank will have.
         stage: the saved stage whose files have the options of parameter groups.
         num_groups: of parameter groups here.
-        per_replica_groups: groups of parameters that each replica has of its own.
-        replica: this rank's, whose those are.
+        per_replica_groups: groups of parameters that differ between replicas.
+        replica: this rank's.
     """
 
     parameters: Mapping[ParamKey, SavedParameter]
