@@ -23,7 +23,7 @@ from ds_dynmo.errors import ConfigError
 
 LOCALHOST = "127.0.0.1"
 PORT = "29500"  # DeepSpeed's and torchrun's default
-ANY_FREE_PORT = "0"  # a rank alone need not be found
+ANY_FREE_PORT = "0"  # a job of one rank: no other rank has to know it
 OF_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 OF_MEETING = ("MASTER_ADDR", "MASTER_PORT")
 ALL = (*OF_RANK, *OF_MEETING)
@@ -72,25 +72,25 @@ def set_rank_variables(environment: MutableMapping[str, str] = os.environ) -> bo
         ConfigError: some variables are set and others are missing, one has no valid value, or nothing says where
             rank 0 is. No variable was set.
     """
-    launcher = next((one for one in LAUNCHERS if one.has_started(environment)), None)
+    launcher = next((known for known in LAUNCHERS if known.has_started(environment)), None)
     launched = True
     if any(name in environment for name in OF_RANK):
-        found = _of_torch(environment)
+        variables = _of_torch(environment)
     elif launcher is not None:
         _refuse_left_over(launcher, environment)
-        found = {name: environment[theirs] for name, theirs in zip((*OF_RANK, RANKS_HERE), launcher)}
+        variables = {name: environment[of_launcher] for name, of_launcher in zip((*OF_RANK, RANKS_HERE), launcher)}
         if launcher is SRUN:
-            found[RANKS_HERE] = _of_this_node(environment[SRUN.ranks_here], environment.get("SLURM_NODEID", "0"))
-        found["MASTER_ADDR"] = environment.get("MASTER_ADDR") or _first_host(launcher, found, environment)
-        found["MASTER_PORT"] = environment.get("MASTER_PORT") or PORT
+            variables[RANKS_HERE] = _of_this_node(environment[SRUN.ranks_here], environment.get("SLURM_NODEID", "0"))
+        variables["MASTER_ADDR"] = environment.get("MASTER_ADDR") or _first_host(launcher, variables, environment)
+        variables["MASTER_PORT"] = environment.get("MASTER_PORT") or PORT
     else:
         _refuse_other_launchers(environment)
         launched = False
-        found = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        found["MASTER_ADDR"] = environment.get("MASTER_ADDR") or LOCALHOST
-        found["MASTER_PORT"] = environment.get("MASTER_PORT") or ANY_FREE_PORT
-    _check(found)
-    environment.update(found)
+        variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        variables["MASTER_ADDR"] = environment.get("MASTER_ADDR") or LOCALHOST
+        variables["MASTER_PORT"] = environment.get("MASTER_PORT") or ANY_FREE_PORT
+    _check(variables)
+    environment.update(variables)
     return launched
 
 
@@ -110,7 +110,7 @@ def _of_torch(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
-    """Refuse to be alone where a launcher that is not known has started this rank, and perhaps others.
+    """Refuse to run as the only rank if an unknown launcher has started this one, and perhaps others.
 
     Raises:
         ConfigError: naming its variable.
@@ -128,7 +128,7 @@ def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
 
 
 def _refuse_left_over(launcher: Launcher, environment: Mapping[str, str]) -> None:
-    """Refuse to be alone by variables that an earlier launcher has left, where another has started several ranks.
+    """Refuse variables that an earlier launcher left: by them this rank is alone, but another started several.
 
     Raises:
         ConfigError: naming the variables of both.
@@ -142,16 +142,16 @@ def _refuse_left_over(launcher: Launcher, environment: Mapping[str, str]) -> Non
             )
 
 
-def _check(found: Mapping[str, str]) -> None:
+def _check(variables: Mapping[str, str]) -> None:
     """Check the values.
 
     Raises:
         ConfigError: naming the variable.
     """
     for name in (*OF_RANK, "MASTER_PORT"):
-        if not found[name].isdecimal():
-            raise ConfigError(f"{name} = {found[name]}: should be a whole number")
-    rank, world_size, port = (int(found[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        if not variables[name].isdecimal():
+            raise ConfigError(f"{name} = {variables[name]}: should be a whole number")
+    rank, world_size, port = (int(variables[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world_size:
         raise ConfigError(f"RANK = {rank}: should be less than WORLD_SIZE, {world_size}")
     if not (1 <= port < 2**16 or (port == 0 and world_size == 1)):
@@ -159,30 +159,30 @@ def _check(found: Mapping[str, str]) -> None:
 
 
 def _of_this_node(ranks_of_nodes: str, node: str) -> str:
-    """Read the number of ranks on this node from Slurm's short form: 2 on each of the first three for ``2(x3),1``.
+    """Read the number of ranks on this node from Slurm's short form; ``2(x3),1``: 2 on each of three nodes, then 1.
 
     Raises:
         ConfigError: it says nothing of this node.
     """
-    every: list[str] = []
+    by_node: list[str] = []
     try:
         for part in ranks_of_nodes.split(","):
             ranks, _, times = part.partition("(x")
-            every += [ranks] * int(times.rstrip(")") or 1)
-        return every[int(node)]
+            by_node += [ranks] * int(times.rstrip(")") or 1)
+        return by_node[int(node)]
     except (ValueError, IndexError):
         raise ConfigError(
             f"SLURM_NODEID = {node}: {SRUN.ranks_here} = {ranks_of_nodes} says nothing of this node"
         ) from None
 
 
-def _first_host(launcher: Launcher, found: Mapping[str, str], environment: Mapping[str, str]) -> str:
+def _first_host(launcher: Launcher, variables: Mapping[str, str], environment: Mapping[str, str]) -> str:
     """Return the host of rank 0.
 
     Raises:
         ConfigError: ranks are on several hosts, and the launcher does not name them.
     """
-    if found[RANKS_HERE] == found["WORLD_SIZE"]:
+    if variables[RANKS_HERE] == variables["WORLD_SIZE"]:
         return LOCALHOST
     nodes = environment.get("SLURM_STEP_NODELIST") if launcher is SRUN else None
     if not nodes:
@@ -217,12 +217,12 @@ def _launchers() -> list[psutil.Process]:
     """Find the launchers of this process, from its parent up."""
     rank = psutil.Process()
     program = _by_name(_program(rank.cmdline()))
-    found = []
+    parents = []
     parent = rank.parent()
     while program and parent is not None and _program_of(parent, len(program)) == program:
-        found.append(parent)
+        parents.append(parent)
         parent = parent.parent()
-    return found
+    return parents
 
 
 def _program(command_line: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ REPLICA_OWN = "replica_own"  # in a layer's file: "weight" and "state" of each p
 
 
 def layer_file(layer: int, replica: int, slice_index: int) -> str:
-    """Name our file of a layer, one per data-parallel replica and tensor-parallel slice: what DeepSpeed's lacks.
+    """Return the name of ds_dynmo's file of a layer, with what DeepSpeed's lacks; one per replica and slice.
 
     >>> layer_file(3, 1, 0)
     'dynmo/layer_03-data_01-model_00.pt'

@@ -27,7 +27,7 @@ _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _BACKWARD = map(int, Kind)
 
 @dataclass(frozen=True)
 class Policy:
-    """How a stage chooses among passes that are ready.
+    """The rule by which a stage chooses among passes that are ready.
 
     By default: a backward pass (or its input gradient), else a forward pass, else a weight gradient.
 

@@ -51,7 +51,9 @@ def modules(room: str) -> Iterator[Path]:
 
 def problem(line: str) -> str | None:
     """Return why a docstring's first line is no imperative; None: it is one."""
-    first = line.split()[0].rstrip(",:")
+    first = line.partition(" ")[0].rstrip(",:")
+    if not line:
+        return None
     if line.endswith("?"):
         return "a question"
     if not (first[0].isalpha() and first[0].isupper()):
@@ -63,22 +65,29 @@ def problem(line: str) -> str | None:
     return None
 
 
+def problem_of_noun(line: str) -> str | None:
+    """Return what is wrong with the first line of a class or a property, which may be a noun phrase; None: nothing."""
+    if line.endswith("?"):
+        return "a question"
+    return "an imperative" if line.split(" ")[0] in ("Give", "Return", "Tell") else None
+
+
 def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("property" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_docstrings_of_functions_are_imperative(room: str) -> None:
+def test_first_lines_of_docstrings(room: str) -> None:
     found = []
     for path in modules(room):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_property(node):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 continue
-            docstring = ast.get_docstring(node)
-            if docstring and (why := problem(docstring.splitlines()[0])):
-                found.append(
-                    f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}: {why}: {docstring.splitlines()[0]}"
-                )
+            line = (ast.get_docstring(node) or "").partition("\n")[0]
+            is_function = not isinstance(node, ast.ClassDef) and not is_property(node)
+            why = problem(line) if is_function else problem_of_noun(line)
+            if line and why:
+                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}: {why}: {line}")
     assert not found, "\n".join(found)
 
 

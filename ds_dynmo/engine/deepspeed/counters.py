@@ -19,7 +19,7 @@ _SHARED = (  # alike on every rank
 
 
 class TrainingCounters:
-    """What a DeepSpeed engine has trained on, as it is now."""
+    """The present counters of a DeepSpeed engine: steps, samples and micro-batches."""
 
     def __init__(self, engine: DeepSpeedPipeline) -> None:
         self._engine = engine

@@ -66,27 +66,27 @@ def engine_class(given: Any) -> partial[DynMoPipelineEngine]:
     Raises:
         ConfigError: it is something else, or defines names that ds_dynmo's engine uses.
     """
-    theirs, options = given, {}
+    user_class, options = given, {}
     if isinstance(given, partial) and not given.args:
-        theirs, options = given.func, given.keywords
-    if not (isinstance(theirs, type) and issubclass(theirs, PipelineEngine)):
+        user_class, options = given.func, given.keywords
+    if not (isinstance(user_class, type) and issubclass(user_class, PipelineEngine)):
         raise ConfigError(
             f"engine_class = {given!r}: has to be a subclass of deepspeed.runtime.pipe.engine.PipelineEngine, or "
             "functools.partial of one with keyword arguments"
         )
-    return partial(_built_upon(theirs), **options)
+    return partial(_built_upon(user_class), **options)
 
 
 @cache
-def _built_upon(theirs: type[PipelineEngine]) -> type[DynMoPipelineEngine]:
-    if theirs is PipelineEngine:
+def _built_upon(user_class: type[PipelineEngine]) -> type[DynMoPipelineEngine]:
+    if user_class is PipelineEngine:
         return DynMoPipelineEngine
-    if issubclass(theirs, DynMoPipelineEngine):
-        return theirs
-    taken = _added_names(theirs) & (_added_names(DynMoPipelineEngine) - set(dir(PipelineEngine)))
+    if issubclass(user_class, DynMoPipelineEngine):
+        return user_class
+    taken = _added_names(user_class) & (_added_names(DynMoPipelineEngine) - set(dir(PipelineEngine)))
     if taken:
         raise ConfigError(
-            f"engine_class = {theirs.__qualname__}: it defines {', '.join(sorted(taken))}, which ds_dynmo's engine "
+            f"engine_class = {user_class.__qualname__}: it defines {', '.join(sorted(taken))}, which ds_dynmo's engine "
             "uses for something else; rename what you define"
         )
 
@@ -96,14 +96,14 @@ def _built_upon(theirs: type[PipelineEngine]) -> type[DynMoPipelineEngine]:
         clashing = sorted(name for name, value in set_by_theirs.items() if vars(self).get(name) is not value)
         if clashing:
             raise ConfigError(
-                f"engine_class = {theirs.__qualname__}: its constructor sets {', '.join(clashing)}, which ds_dynmo's "
-                "engine uses for something else; rename what you set"
+                f"engine_class = {user_class.__qualname__}: its constructor sets {', '.join(clashing)}, which "
+                "ds_dynmo's engine uses for something else; rename what you set"
             )
 
-    names = [name for name in _REPLACED if getattr(theirs, name) is not getattr(PipelineEngine, name)]
-    methods: dict[str, Any] = {name: getattr(theirs, name) for name in names}
-    methods |= {"__init__": __init__, "__module__": theirs.__module__, "__doc__": theirs.__doc__}
-    return type(f"DynMo{theirs.__name__}", (DynMoPipelineEngine, _Above, theirs, _Beneath), methods)
+    names = [name for name in _REPLACED if getattr(user_class, name) is not getattr(PipelineEngine, name)]
+    methods: dict[str, Any] = {name: getattr(user_class, name) for name in names}
+    methods |= {"__init__": __init__, "__module__": user_class.__module__, "__doc__": user_class.__doc__}
+    return type(f"DynMo{user_class.__name__}", (DynMoPipelineEngine, _Above, user_class, _Beneath), methods)
 
 
 def _added_names(kind: type) -> set[str]:

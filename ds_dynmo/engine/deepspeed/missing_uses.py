@@ -53,8 +53,8 @@ def _build(model: PipelineModule, index: int) -> nn.Module:
         if model.seed_layers:
             (model.seed_fn or ds_utils.set_random_seed)(model.base_seed + index)
         module: nn.Module = layer_specs(model)[index].build()
-    theirs = {id(parameter) for parameter in model.parameters()}
-    shares = any(id(parameter) in theirs for parameter in module.parameters())
+    of_model = {id(parameter) for parameter in model.parameters()}
+    shares = any(id(parameter) in of_model for parameter in module.parameters())
     return copy_of_modules(module) if shares else module  # built around the very weights that the first use has
 
 
@@ -71,12 +71,12 @@ def attach(
     for index, module in built.items():
         spec, tie = specs[index], ties[str(specs[index].key)]
         first = min(use for use in tie.uses if use in here)
-        theirs = [tied_weight(model.tied_modules[tie.key], name) for name in specs[first].tied_weight_attr]
+        tied = [tied_weight(model.tied_modules[tie.key], name) for name in specs[first].tied_weight_attr]
         model.add_module(str(index), module)
         use = module if spec.forward_fn is None else partial(spec.forward_fn, module)
         model.forward_funcs[here.index(index)] = use
         copy_of = {}
-        for name, weight in zip(spec.tied_weight_attr, theirs, strict=True):
+        for name, weight in zip(spec.tied_weight_attr, tied, strict=True):
             copy = tied_weight(module, name)
             copy.data.copy_(weight.data)
             copy_of[id(copy)] = weight

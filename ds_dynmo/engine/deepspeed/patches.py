@@ -30,7 +30,7 @@ class PatchedPipelineEngine(PipelineEngine):
 
     Attributes:
         dynmo: the "dynmo" block; None: every method is DeepSpeed's.
-        stage: what our parts work on; with a "dynmo" block alone.
+        stage: the state that ds_dynmo's parts work on; only with a "dynmo" block.
     """
 
     dynmo: Any
@@ -144,7 +144,7 @@ class PatchedPipelineEngine(PipelineEngine):
     def _aggregate_total_loss(self) -> Any:
         """Share the loss as DeepSpeed does, and show in a trace how long that waits.
 
-        After a batch by a schedule of ours nothing waits, so that the next one can begin on stages that are done.
+        After a batch by one of ds_dynmo's schedules nothing waits: stages that are done begin the next batch.
         """
         aggregate = super()._aggregate_total_loss
         if self.dynmo is None:

@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe import p2p
 
 
 class Transport(Protocol):
-    """What carries messages between the stages of a pipeline."""
+    """The channel of messages between the stages of a pipeline."""
 
     def send(self, tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
         """Send ``tensor`` to a neighbour. The tensor may not be changed afterwards."""

@@ -41,7 +41,7 @@ class SeparateUses:
 
     @property
     def num_weights(self) -> int:
-        """How many weights the uses share."""
+        """The number of weights that the uses share."""
         return len(self.weights[self.uses[0]])
 
 

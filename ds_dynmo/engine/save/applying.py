@@ -19,7 +19,7 @@ from ds_dynmo.engine.state.scheduler_lists import fill_state
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What to load: the flags of DeepSpeed's ``load_checkpoint``."""
+    """The parts of a checkpoint to load: the flags of DeepSpeed's ``load_checkpoint``."""
 
     strict: bool
     optimizer: bool

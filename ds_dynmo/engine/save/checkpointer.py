@@ -21,7 +21,7 @@ class Checkpointer:
     """Writes checkpoints, and loads them at any partition. Construction is collective.
 
     Args:
-        engine: DeepSpeed's, which writes its files beside ours.
+        engine: DeepSpeed's, which writes its files beside ds_dynmo's.
         names: of the objects that layers refer to and do not own.
         generation: gives the number of worlds before the present one.
     """

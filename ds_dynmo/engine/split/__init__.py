@@ -1,1 +1,1 @@
-"""Run a batch by a schedule of ours: its steps, passes in two parts, and what stages send each other."""
+"""Run a batch by one of ds_dynmo's schedules: its steps, passes in two parts, messages between stages."""

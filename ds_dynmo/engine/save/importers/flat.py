@@ -1,7 +1,7 @@
 """Read optimizer state in flat shards, saved by any number of stages and replicas.
 
-DeepSpeed writes one file per rank with its shard of every group. A file of ours beside it has what that lacks: shards
-of frozen parameters, and options and step counts of all groups, also of those that are empty on the rank.
+DeepSpeed writes one file per rank with its shard of every group. A file of ds_dynmo's beside it has what that lacks:
+shards of frozen parameters, and options and step counts of all groups, also of those that are empty on the rank.
 """
 
 from __future__ import annotations

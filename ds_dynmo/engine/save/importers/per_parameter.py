@@ -72,7 +72,7 @@ def _file(saved: SavedCheckpoint, stage: int) -> dict[str, Any]:
 
 
 def _check_shapes(state: Any, shape: list[int] | None, saved: SavedCheckpoint, stage: int, slot: Slot) -> None:
-    """Refuse state of another shape than the parameter expected there; only our manifests say which parameter it is."""
+    """Refuse state of another shape than the parameter expected there; only ds_dynmo's manifests name it."""
     if not saved.manifest.stock or shape is None:
         return
     for what, value in state.items():

@@ -86,7 +86,7 @@ def names_of(context: CheckpointContext, index: int, name: str) -> Iterator[str]
 
 @dataclass(frozen=True)
 class ReadState:
-    """What one rank read of its parameters.
+    """The values that one rank read of its parameters.
 
     Attributes:
         layers: by the number of the layer that owns them here.

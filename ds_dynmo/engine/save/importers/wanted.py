@@ -1,4 +1,4 @@
-"""What a rank asks of a checkpoint's optimizer files."""
+"""A request of a rank to a checkpoint's optimizer files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SavedParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a rank asks of a checkpoint's optimizer files.
+    """A request of a rank to a checkpoint's optimizer files.
 
     Attributes:
         parameters: those that the rank will have.
