@@ -36,7 +36,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     """DeepSpeed's ``PipelineEngine`` with a re-partition step. :func:`ds_dynmo.initialize` builds it.
 
     Attributes:
-        dynmo: the "dynmo" block; None: the configuration has none, and this is DeepSpeed's engine, without parts.
+        dynmo: the "dynmo" section; None: the configuration has none, and this is DeepSpeed's engine, without parts.
         profiler, rebalancer, migrator, repacker, checkpointer: see :class:`Parts`.
     """
 
@@ -157,7 +157,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
                 memory limit. Nothing has changed.
             MigrationError: see its message; nothing has changed unless it says that layers had begun to move. Harmless,
                 with both numbers, if the move takes a rank above the memory limit.
-            ConfigError: the configuration has no "dynmo" block, or ``enabled`` is false.
+            ConfigError: the configuration has no "dynmo" section, or ``enabled`` is false.
         """
         if partition is None:
             return self.rebalancer.rebalance_by_hand(self.train_batch)

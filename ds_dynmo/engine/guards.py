@@ -1,4 +1,4 @@
-"""Guards of the engine's methods without a "dynmo" block, on a released rank, or with ``"enabled": false``."""
+"""Guards of the engine's methods without a "dynmo" section, on a released rank, or with ``"enabled": false``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def check_at_work(engine: Any, what: str) -> None:
     """Refuse a call of ``engine.<what>``.
 
     Raises:
-        ConfigError: the configuration has no "dynmo" block.
+        ConfigError: the configuration has no "dynmo" section.
         ReleasedError: this rank was released.
     """
     if engine.dynmo is None:
-        raise ConfigError(f'engine.{what} needs a "dynmo" block in the DeepSpeed configuration; {{}} will do')
+        raise ConfigError(f'engine.{what} needs a "dynmo" section in the DeepSpeed configuration; {{}} will do')
     if engine.released:
         raise ReleasedError(
             f"engine.{what}: this rank was released after step {engine.global_steps}. Leave the training loop where "

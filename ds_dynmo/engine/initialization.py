@@ -1,4 +1,4 @@
-"""``ds_dynmo.initialize``: ``deepspeed.initialize`` with a "dynmo" block in its configuration."""
+"""``ds_dynmo.initialize``: ``deepspeed.initialize`` with a "dynmo" section in its configuration."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def initialize(
 
     Args:
         model: a ``deepspeed.pipe.PipelineModule``.
-        config: as for DeepSpeed (a dict, a path, or ``args.deepspeed_config``), with an optional "dynmo" block:
-            see :class:`ds_dynmo.DynMoConfig`. Without the block the engine behaves like DeepSpeed's. With it, fp32
+        config: as for DeepSpeed (a dict, a path, or ``args.deepspeed_config``), with an optional "dynmo" section:
+            see :class:`ds_dynmo.DynMoConfig`. Without the section the engine behaves like DeepSpeed's. With it, fp32
             gradients are clipped by the norm of all layers instead of the first stage's, even without
             "gradient_clipping", since DeepSpeed clips at 1.0 unless the key is 0.0.
         engine_class: a subclass of DeepSpeed's ``PipelineEngine`` as the base of the engine, or ``functools.partial``
@@ -60,9 +60,9 @@ def initialize(
         ``engine, optimizer, training_dataloader, lr_scheduler``.
 
     Raises:
-        ConfigError: a wrong block, module, precision, optimizer, engine class or feature, or a DeepSpeed without the
+        ConfigError: a wrong section, module, precision, optimizer, engine class or feature, or a DeepSpeed without the
             names that ds_dynmo relies on; nothing has been created or touched. Or a layer that cannot be moved, or a
-            block that differs between ranks, on every rank; the optimizer is untouched.
+            section that differs between ranks, on every rank; the optimizer is untouched.
         PartitionError: more stages than layers, an empty stage, or an invalid initial partition.
     """
     dynmo = _checked_block(validation.load_config(args, config, config_params), model, optimizer)
@@ -93,13 +93,13 @@ def initialize(
 
 
 def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynMoConfig | None:
-    """Read the "dynmo" block, and refuse incompatible settings before anything is created.
+    """Read the "dynmo" section, and refuse incompatible settings before anything is created.
 
     Args:
         settings: the whole DeepSpeed configuration.
 
     Returns:
-        The block; None without one: then only ``model`` is checked.
+        The section; None without one: then only ``model`` is checked.
 
     Raises:
         ConfigError, PartitionError: see :func:`initialize`.

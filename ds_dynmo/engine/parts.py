@@ -30,7 +30,7 @@ from ds_dynmo.engine.validation import check_sharing, layer_groups
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an engine with a "dynmo" block, besides its stage.
+    """The parts of an engine with a "dynmo" section, besides its stage.
 
     Attributes:
         reporter: keeps reports and writes them.

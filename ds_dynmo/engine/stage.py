@@ -38,10 +38,10 @@ _SAME_SHAPES = "parameters that are each replica's own (replica_own) have one sh
 
 @dataclass(frozen=True)
 class StageContext:
-    """One rank's stage in an engine with a "dynmo" block. It exists once DeepSpeed has placed the model.
+    """One rank's stage in an engine with a "dynmo" section. It exists once DeepSpeed has placed the model.
 
     Attributes:
-        config: the "dynmo" block.
+        config: the "dynmo" section.
         comm: all communication of ds_dynmo.
         layers: of this stage.
         optimizer: the engine's optimizer and its state.
@@ -106,7 +106,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     """Build the stage of an engine whose constructor is about to place ``model``. Collective.
 
     Raises:
-        ConfigError: on every rank, if a rank has another "dynmo" block or a layer that cannot be moved.
+        ConfigError: on every rank, if a rank has another "dynmo" section or a layer that cannot be moved.
     """
     comm = Communicator(engine.mpu, engine.device, config.timeout_seconds)
     comm.enter("initialize")
@@ -114,7 +114,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     flat = engine.zero_optimization() or engine.bfloat16_enabled()
 
     def check() -> tuple[dict[int, nn.Module], list[UseDescription]]:
-        validation.check_block(config, of_rank_0)
+        validation.check_section(config, of_rank_0)
         replicas.use_replicas(model.modules(), comm.grid.get_data_parallel_group())
         validation.check_layers(model, flat=flat, sums_whole=sums_whole(engine))
         try:

@@ -17,7 +17,7 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.replicas import has_per_replica
 from ds_dynmo.engine.deepspeed.module import has_deepspeeds_experts, layer_specs
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers, is_dual_pipe_v
-from ds_dynmo.engine.deepspeed.settings import removed_blocks
+from ds_dynmo.engine.deepspeed.settings import removed_sections
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.plan import check_partition
@@ -58,7 +58,7 @@ _REFUSED = {
     "hybrid_engine": "DeepSpeed builds no hybrid engine for a pipeline, without saying so",
     "expert_parallel": "it replaces layers by others, whose experts differ from rank to rank",
 }
-# These flags alone switch both on, whatever the blocks around them say (runtime/data_pipeline/config.py).
+# These flags alone switch both on, whatever the sections around them say (runtime/data_pipeline/config.py).
 _REFUSED_DATA_EFFICIENCY = {
     ("data_sampling", "curriculum_learning"): (
         "its sampler broadcasts from rank 0 in groups of one stage, and all but the first stage's fail; "
@@ -72,7 +72,7 @@ _REFUSED_DATA_EFFICIENCY = {
 
 def check_features(config: Mapping[str, Any]) -> None:
     """Refuse features that DeepSpeed accepts, but that do not work in a pipeline whose layers move."""
-    for key in removed_blocks(config):
+    for key in removed_sections(config):
         raise ConfigError(
             f"{key}: DeepSpeed has removed it, and layers cannot be moved with it in older versions; remove it"
         )
@@ -80,10 +80,10 @@ def check_features(config: Mapping[str, Any]) -> None:
         if _enabled(config.get(key)):
             raise ConfigError(f"{key}.enabled = true: {why}; switch it off")
     for (kind, feature), why in _REFUSED_DATA_EFFICIENCY.items():
-        block = config.get("data_efficiency")
+        section = config.get("data_efficiency")
         for key in (kind, feature):
-            block = block.get(key) if isinstance(block, Mapping) else None
-        if _enabled(block):
+            section = section.get(key) if isinstance(section, Mapping) else None
+        if _enabled(section):
             raise ConfigError(f"data_efficiency.{kind}.{feature}.enabled = true: {why}; switch it off")
     compiles = config.get("compile")
     if isinstance(compiles, Mapping) and compiles.get("deepcompile"):
@@ -100,9 +100,9 @@ def check_features(config: Mapping[str, Any]) -> None:
 
 def check_partitioned_activations(config: Mapping[str, Any], model: PipelineModule) -> None:
     """Refuse to split only one direction's messages over tensor-parallel slices: DeepSpeed 0.19.8 fails or hangs."""
-    block = config.get("pipeline")
-    block = block if isinstance(block, Mapping) else {}
-    pipe, grad = (bool(block.get(key, True)) for key in ("pipe_partitioned", "grad_partitioned"))
+    section = config.get("pipeline")
+    section = section if isinstance(section, Mapping) else {}
+    pipe, grad = (bool(section.get(key, True)) for key in ("pipe_partitioned", "grad_partitioned"))
     slices = model.topology().get_dim("model")
     if pipe != grad and slices > 1:
         raise ConfigError(
@@ -151,11 +151,11 @@ def _is_use(spec: Any, key: str) -> bool:
     return isinstance(spec, TiedLayerSpec) and str(spec.key) == str(key)
 
 
-_OF_RANK_0 = ("report", "log", "monitor")  # keys of the "dynmo" block that count on rank 0 only
+_OF_RANK_0 = ("report", "log", "monitor")  # keys of the "dynmo" section that count on rank 0 only
 
 
-def check_block(of_this_rank: DynMoConfig, of_rank_0: DynMoConfig) -> None:
-    """Refuse a "dynmo" block that differs from rank 0's: ranks would decide differently.
+def check_section(of_this_rank: DynMoConfig, of_rank_0: DynMoConfig) -> None:
+    """Refuse a "dynmo" section that differs from rank 0's: ranks would decide differently.
 
     Raises:
         ConfigError: naming the key and both values.
@@ -177,7 +177,7 @@ def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
     if isinstance(autocast, Mapping) and _enabled(autocast) and autocast.get("dtype") not in _BF16_NAMES:
         raise ConfigError(
             f"torch_autocast.dtype = {autocast.get('dtype')!r}: in fp16 every stage would scale its loss by itself; "
-            f"allowed are {', '.join(_BF16_NAMES)}, or an fp16 block in its place"
+            f"allowed are {', '.join(_BF16_NAMES)}, or an fp16 section in its place"
         )
     zero = config.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
@@ -209,11 +209,11 @@ def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
     _check_optimizer(config.get("optimizer"), optimizer, flat=bool(stage) or bf16 is not None)
 
 
-def _enabled(block: Any) -> bool:
-    return isinstance(block, Mapping) and bool(block.get("enabled"))
+def _enabled(section: Any) -> bool:
+    return isinstance(section, Mapping) and bool(section.get("enabled"))
 
 
-def _check_fp16(block: Mapping[str, Any], zero_stage: int) -> None:
+def _check_fp16(section: Mapping[str, Any], zero_stage: int) -> None:
     """Refuse fp16 where the accelerator has none, and forms of it whose state cannot be moved."""
     accelerator = get_accelerator()
     if not accelerator.is_fp16_supported():
@@ -221,7 +221,7 @@ def _check_fp16(block: Mapping[str, Any], zero_stage: int) -> None:
             f"fp16.enabled = true: DeepSpeed's accelerator {accelerator.device_name()!r} does not support fp16; use "
             "bf16 or fp32"
         )
-    if block.get("fp16_master_weights_and_grads"):
+    if section.get("fp16_master_weights_and_grads"):
         raise ConfigError(
             "fp16.fp16_master_weights_and_grads = true: only fp32 master weights and state can be moved; remove it"
         )
@@ -247,10 +247,10 @@ _ELEMENTWISE = (  # treat every element alike and begin with a state of zeros (R
 )
 
 
-def _check_optimizer(block: Any, optimizer: Any, *, flat: bool) -> None:
+def _check_optimizer(section: Any, optimizer: Any, *, flat: bool) -> None:
     """Refuse, before anything is built, an optimizer that :func:`check_optimizer` would refuse later."""
-    if optimizer is None and isinstance(block, Mapping):
-        name = str(block.get("type", ""))
+    if optimizer is None and isinstance(section, Mapping):
+        name = str(section.get("type", ""))
         if name.lower() in _JSON_OPTIMIZERS:
             return
         kind = getattr(torch.optim, name, None)

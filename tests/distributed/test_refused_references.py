@@ -136,7 +136,7 @@ def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]
         ("counter", SHARED),
         ("in a global dict", SHARED),
         ("in a class", SHARED),
-        ("counter", '"rank_attributes": ["counter"] in the "dynmo" block'),
+        ("counter", '"rank_attributes": ["counter"] in the "dynmo" section'),
         ("weight", "peeks[0] is up.weight of layer 1"),
         ("view", "peeks[0]['of'] is up.weight of layer 1"),
         ("meta", "peeks[0] is on the meta device"),

@@ -153,7 +153,7 @@ def test_what_the_program_holds_deeper_than_in_its_globals_is_refused_with_the_r
         packed(layers[1], names_of(layers))
     expected = "layer 1's context, a tests.local.test_references.Thing, is shared with layer 0 and would become a copy"
     assert str(refusal.value).startswith(expected)
-    assert '"rank_attributes": ["context"] in the "dynmo" block' in str(refusal.value)
+    assert '"rank_attributes": ["context"] in the "dynmo" section' in str(refusal.value)
     pipeline: Any = Pipeline([LayerSpec(Layer) for _ in layers])
     names = References(pipeline, lambda: dict(enumerate(layers)), lambda value: [value], ["context"])
     assert packed(layers[1], names).num_bytes == 16

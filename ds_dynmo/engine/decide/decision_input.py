@@ -43,7 +43,7 @@ class DecisionInput:
     Attributes:
         profile: costs, and the placement under which they were measured.
         placement: the present placement.
-        config: the "dynmo" block.
+        config: the "dynmo" section.
         speeds: per stage; None: equal.
         groups: layers that are kept together; None: none are.
         limit_bytes: of a rank, its layers included; None: no limit.

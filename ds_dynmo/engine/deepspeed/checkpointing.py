@@ -82,7 +82,7 @@ def _check_is_no_weight(number: int, output: Any) -> None:
         raise ConfigError(
             f"output {number} of checkpointed layers is a weight of shape {list(output.shape)}, which reentrant "
             "activation checkpointing cannot differentiate: return weight.view_as(weight), or set "
-            '"use_reentrant": false in the "pipeline" block'
+            '"use_reentrant": false in the "pipeline" section'
         )
 
 

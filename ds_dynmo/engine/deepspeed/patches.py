@@ -1,7 +1,7 @@
 """Patches of DeepSpeed's pipeline engine: methods that replace its methods or wrap them (read in DeepSpeed 0.19.8).
 
 They fix what depends on which layers a stage has, and what fails. All of them hold with
-``"enabled": false`` too: the baseline of every comparison. Without a "dynmo" block nothing here differs from DeepSpeed.
+``"enabled": false`` too: the baseline of every comparison. Without a "dynmo" section nothing differs from DeepSpeed.
 With one most runs do, if only because DeepSpeed clips gradients at 1.0 unless told 0.0.
 """
 
@@ -29,8 +29,8 @@ class PatchedPipelineEngine(PipelineEngine):
     """DeepSpeed's engine with parameter groups, clipping and timers that do not depend on the partition.
 
     Attributes:
-        dynmo: the "dynmo" block; None: every method is DeepSpeed's.
-        stage: the state that ds_dynmo's parts work on; only with a "dynmo" block.
+        dynmo: the "dynmo" section; None: every method is DeepSpeed's.
+        stage: the state that ds_dynmo's parts work on; only with a "dynmo" section.
     """
 
     dynmo: Any
@@ -49,7 +49,7 @@ class PatchedPipelineEngine(PipelineEngine):
             self.stage.parameters_replaced.subscribe("DeepSpeed keeps graphs with the parameters", self._forget_layers)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile layer by layer, as ``"compile": true`` in the block does; without a block DeepSpeed's ``compile``.
+        """Compile layer by layer, as ``"compile": true`` of "dynmo" does; without a "dynmo" section as DeepSpeed does.
 
         Raises:
             ConfigError: an argument that this does not honour; nothing has changed.
@@ -61,7 +61,7 @@ class PatchedPipelineEngine(PipelineEngine):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` was called, or the block asks for it."""
+        """Whether :meth:`compile` was called, or the "dynmo" section asks for it."""
         return bool(super().is_compiled if self.dynmo is None else self.stage.compiled)
 
     # -- layers ---------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ REMOVED = (
 )
 
 
-_BLOCKS = {  # of DeepSpeed's pydantic models; the last one reads several
+_SECTIONS = {  # of DeepSpeed's pydantic models; the last one reads several
     "DeepSpeedZeroConfig": "zero_optimization",
     "DeepSpeedFP16Config": "fp16",
     "DeepSpeedBF16Config": "bf16",
@@ -76,8 +76,8 @@ def _tried(what: str, make: Callable[[], Any]) -> Any:
         return make()
     except ValidationError as error:
         found = error.errors()[0]
-        block = _BLOCKS.get(error.title, error.title)
-        key = ".".join([block, *map(str, found["loc"])] if block else map(str, found["loc"]))
+        section = _SECTIONS.get(error.title, error.title)
+        key = ".".join([section, *map(str, found["loc"])] if section else map(str, found["loc"]))
         raise ConfigError(f"DeepSpeed refuses {key} = {found['input']!r}: {found['msg']}") from error
     except Exception as error:  # whatever DeepSpeed or torch checks by
         raise ConfigError(f"DeepSpeed refuses the configuration: {what}{' '.join(str(error).split())}") from error
@@ -85,8 +85,8 @@ def _tried(what: str, make: Callable[[], Any]) -> Any:
         logger.disabled = disabled
 
 
-def removed_blocks(settings: Mapping[str, Any]) -> list[str]:
-    """List the blocks of a configuration that the newest DeepSpeed no longer has."""
+def removed_sections(settings: Mapping[str, Any]) -> list[str]:
+    """List the sections of a configuration that the newest DeepSpeed no longer has."""
     return [key for key in REMOVED if key in settings]
 
 

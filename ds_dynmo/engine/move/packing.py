@@ -130,7 +130,7 @@ def _check_not_compiled_in_place(layer: nn.Module | None) -> None:
         if compiled_call_of(part) is not None:
             raise TypeError(
                 f"{path or 'the layer itself'} ({type(part).__name__}) was compiled by its method compile(), and would "
-                'run uncompiled where it arrives: set "compile": true in the "dynmo" block in place of that call, or '
+                'run uncompiled where it arrives: set "compile": true in the "dynmo" section in place of that call, or '
                 "use torch.compile(module) as the module"
             )
 

@@ -6,7 +6,7 @@ that only it refers to. These move. Of an object that was shared when the model 
 
 Two cases are refused before bytes move, with the attribute's path: an object that layers share without a name, which
 would become one copy per layer, and a tensor of another layer. To avoid a refusal, users declare that attributes belong
-to the rank (``rank_attributes`` in the "dynmo" block, or in a module's class). An arriving layer then has the values
+to the rank (``rank_attributes`` in the "dynmo" section, or in a module's class). An arriving layer then has the values
 that it gets when it is built on that rank.
 """
 
@@ -225,7 +225,7 @@ class References:
         attribute = _attribute_in(layer, path)
         if attribute is None:  # not an attribute of a module
             return text
-        return f'{text}, or say that it belongs to the rank: "rank_attributes": ["{attribute}"] in the "dynmo" block'
+        return f'{text}, or say that it belongs to the rank: "rank_attributes": ["{attribute}"] in the "dynmo" section'
 
     def _reference(self, name: ObjectName, path: Path, value: Any, layer: nn.Module) -> Reference:
         tensors: dict[str, torch.Tensor] = {}

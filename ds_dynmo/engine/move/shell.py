@@ -31,7 +31,7 @@ from ds_dynmo.torch_private import number_hooks_after
 Build = Callable[[], nn.Module]
 _REMEDY = (
     "set it where the layer arrives (engine.on_layer_arrival), or say that it belongs to the rank "
-    '("rank_attributes" in the "dynmo" block)'
+    '("rank_attributes" in the "dynmo" section)'
 )
 
 
