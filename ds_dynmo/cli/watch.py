@@ -69,7 +69,7 @@ class ReportWatcher:
 
     @property
     def note(self) -> str:
-        """Return the state of the file: missing, empty, or how long ago it was written."""
+        """The state of the file: missing, empty, or how long ago it was written."""
         if self.file.problem is not None:
             return f"{self.file.problem}: waiting"
         if self.report.run.step is None:

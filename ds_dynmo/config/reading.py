@@ -195,6 +195,6 @@ def _without_duplicates(source: str) -> Callable[[list[tuple[str, Any]]], dict[s
 
 
 def _is_misspelt(key: str) -> bool:
-    """Tell whether ``key`` differs from "dynmo" only in case, punctuation or a letter. No key of DeepSpeed does."""
+    """Return whether ``key`` differs from "dynmo" only in case, punctuation or a letter. No key of DeepSpeed does."""
     letters = re.sub(r"[\W_]", "", key.lower())
     return difflib.SequenceMatcher(None, letters, BLOCK).ratio() >= 0.8

@@ -117,19 +117,19 @@ class Recorded(Case):
 
     @cached_property
     def _each(self) -> list[Phase]:
-        """Return the first iterations as one phase, and each later one."""
+        """The first iterations as one phase, and each later one."""
         first = len(self._first)
         return [self._phase(self._first), *(self._phase([iteration]) for iteration in self.iterations[first:])]
 
     @cached_property
     def _first(self) -> tuple[Iteration, ...]:
-        """Return the iterations before the model changes."""
+        """The iterations before the model changes."""
         changes = (number for number, iteration in enumerate(self.iterations) if iteration.changed and number)
         return self.iterations[: min(FIRST, next(changes, FIRST))]
 
     @cached_property
     def _units(self) -> tuple[float, float]:
-        """Return the microseconds of a share of 1, and the parameters of the largest layer."""
+        """The microseconds of a share of 1, and the parameters of the largest layer."""
         unit = fmean(fmean(iteration.forward) + fmean(iteration.backward) for iteration in self._first) / 3
         return unit, max(max(iteration.trainable) for iteration in self.iterations)
 

@@ -70,12 +70,12 @@ class Setting:
 
     @property
     def link_seconds(self) -> float:
-        """Return the seconds of one message between stages."""
+        """The seconds of one message between stages."""
         return self.message_bytes / self.link_bytes_per_second
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of one iteration."""
+        """The tokens of one iteration."""
         return self.micro_batch_tokens * self.micro_batches * self.replicas
 
     @classmethod

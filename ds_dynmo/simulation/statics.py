@@ -44,12 +44,12 @@ class Statics:
 
     @property
     def best(self) -> str:
-        """Return the arm of the shortest predicted iteration."""
+        """The arm of the shortest predicted iteration."""
         return min(STATICS, key=lambda arm: self.seconds[arm])
 
     @property
     def alike(self) -> dict[str, str]:
-        """Return the static arms whose partition an earlier arm has, and that arm."""
+        """The static arms whose partition an earlier arm has, and that arm."""
         first = {partition: arm for arm, partition in reversed(self.partitions.items())}
         return {arm: first[partition] for arm, partition in self.partitions.items() if first[partition] != arm}
 

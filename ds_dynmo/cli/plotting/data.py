@@ -30,12 +30,12 @@ class RunRecords:
 
     @property
     def moves(self) -> tuple[Record, ...]:
-        """Return the decisions by which layers changed stage."""
+        """The decisions by which layers changed stage."""
         return tuple(record for record in self.rebalances if record["old_partition"] != record["new_partition"])
 
     @property
     def changes(self) -> tuple[Record, ...]:
-        """Return the decisions that followed a change of the model."""
+        """The decisions that followed a change of the model."""
         return tuple(r for r in (*self.rebalances, *self.repacks) if r.get("model_changed"))
 
 

@@ -45,7 +45,7 @@ class Follower:
 
     @property
     def waits(self) -> bool:
-        """Return whether the file can be read, or may still appear."""
+        """Whether the file can be read, or may still appear."""
         return self.problem in (None, "is not there yet", "is gone")
 
     def _read(self) -> None:

@@ -50,7 +50,7 @@ class RunState:
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """Return the seconds per micro-batch of each stage, summed over its layers; empty before a profile."""
+        """The seconds per micro-batch of each stage, summed over its layers; empty before a profile."""
         if self.measurement is None or self.placement is None:
             return ()
         seconds = self.measurement.costs("time")
@@ -61,7 +61,7 @@ class RunState:
 
     @property
     def loads_are_measured(self) -> bool:
-        """Return whether layers were measured where they are now; else they have moved since.
+        """Whether layers were measured where they are now; else they have moved since.
 
         :attr:`loads` are not what a decision predicts then: it weighs earlier profiles and the speeds of stages too.
         """
@@ -69,7 +69,7 @@ class RunState:
 
     @property
     def imbalance(self) -> float | None:
-        """Return the paper's equation 2 for :attr:`loads`."""
+        """The paper's equation 2 for :attr:`loads`."""
         loads = self.loads
         return (max(loads) - min(loads)) * len(loads) / math.fsum(loads) if any(loads) else None
 
