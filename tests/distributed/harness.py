@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +25,7 @@ from tests.emulated import deadlocks
 from tests.emulated.operation_log import log_operations
 
 GROUP_TIMEOUT = timedelta(seconds=60)
+BIND_ONCE = {"LD_BIND_NOW": "1"}  # in the fork server; else each rank looks up torch's functions: 5% of its time
 
 
 class RankError(RuntimeError):
@@ -66,7 +66,8 @@ def run(
             ours, theirs = context.Pipe(duplex=False)
             place = Place(rank, num_ranks, folder, hosts, group_timeout, backend)
             process = context.Process(target=_rank_main, args=(place, theirs, call))
-            process.start()
+            with patch.dict(os.environ, BIND_ONCE):
+                process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
@@ -92,8 +93,6 @@ def _context(backend: str | None) -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preload"])
-    with patch.dict(os.environ, LD_BIND_NOW="1"):  # else each rank looks up torch's functions again: 5% of its time
-        forkserver.ensure_running()
     return context
 
 

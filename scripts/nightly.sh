@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Runs what takes hours, one step after the other, and says at the end which steps passed, failed or were not run:
+#   scripts/nightly.sh                 all steps
+#   scripts/nightly.sh long versions   these alone
+#
+#   short       scripts/test.sh: what CI runs
+#   long        tests marked nightly: random sequences, more combinations, programs that are launched or installed
+#   compiled    tests in which DeepSpeed compiles its own Adam; needs a C++ compiler and Python's headers
+#   emulated    all tests of ranks on the emulated device, and the nightly ones of the moves
+#   mutations   the code broken in small ways: tests have to fail
+#   versions    the lowest and highest tested versions of DeepSpeed, torch, transformers and peft
+#   pythons     scripts/test.sh under each other Python of PYTHONS (default: 3.10 and 3.13) that is installed
+#
+# The output of each step is in a file of FOLDER (default: nightly/). A step without what it needs is "not run".
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+FOLDER="${FOLDER:-nightly}"
+PYTHONS="${PYTHONS:-3.10 3.13}"
+STEPS=(short long compiled emulated mutations versions pythons)
+mkdir -p "$FOLDER" || exit 1
+
+short() { bash scripts/test.sh; }
+long() { bash scripts/test.sh -m nightly; }
+compiled() { bash scripts/test.sh -m compiled; }
+emulated() {
+    DS_ACCELERATOR=emulated bash scripts/test.sh tests/distributed &&
+        DS_ACCELERATOR=emulated bash scripts/test.sh -m nightly tests/distributed/test_bitwise.py tests/distributed/test_moves.py
+}
+mutations() { (source scripts/setup_env.sh test cpu && python -m tests.mutations); }
+versions() { bash scripts/test_versions.sh; }
+
+# Test a clone under another Python: .venv belongs to this checkout's.
+under_python() {
+    local clone
+    clone="$(mktemp -d)" || return 1
+    git clone --quiet . "$clone" && (cd "$clone" && env -u VIRTUAL_ENV PYTHON="python$1" bash scripts/test.sh)
+    local code=$?
+    rm -rf "$clone"
+    return "$code"
+}
+
+failed=0
+summary=()
+run_step() { # NAME COMMAND...
+    local name="$1" seconds=$SECONDS result=passed
+    shift
+    echo "nightly.sh: $name: $FOLDER/$name.log"
+    "$@" >"$FOLDER/$name.log" 2>&1 || { failed=1 result=FAILED; }
+    summary+=("$(printf '%-12s %-8s %6d s  %s' "$name" "$result" $((SECONDS - seconds)) \
+        "$(grep -E '[0-9]+ (passed|caught)|^[0-9]+ of [0-9]+' "$FOLDER/$name.log" | tail -n 1)")")
+}
+
+for step in "${@:-${STEPS[@]}}"; do
+    case "$step" in
+    pythons)
+        for version in $PYTHONS; do
+            if command -v "python$version" >/dev/null; then
+                run_step "python$version" under_python "$version"
+            else
+                summary+=("$(printf '%-12s not run: python%s is not on PATH' "python$version" "$version")")
+            fi
+        done
+        ;;
+    short | long | compiled | emulated | mutations | versions) run_step "$step" "$step" ;;
+    *)
+        echo "nightly.sh: no step \"$step\"; steps: ${STEPS[*]}" >&2
+        exit 2
+        ;;
+    esac
+done
+printf '%s\n' "${summary[@]}"
+exit "$failed"
