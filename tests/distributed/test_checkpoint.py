@@ -24,7 +24,7 @@ from tests.distributed.support.checkpoints import (
 from tests.distributed.support.configs import Case, config
 from tests.distributed.support.models import Block, Embedding, layers_tied_in_the_middle, module_of, project
 from tests.distributed.support.training import build, micro_batch, state, whole
-from tests.pure.test_docs import code_blocks
+from tests.pages import code_blocks
 
 
 def _uniform(stages: int) -> list[int]:

@@ -31,7 +31,7 @@ from tests.distributed.support.training import (
     train_frozen,
     whole,
 )
-from tests.pure.test_docs import code_blocks
+from tests.pages import code_blocks
 
 
 def check_as_on_one_stage(case: Case, alone: Case) -> None:

@@ -13,7 +13,7 @@ from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
 from tests.distributed.support.training import train
 from tests.local.slurm_cluster import Cluster, skip_without_slurm
-from tests.pure.test_docs import code_blocks
+from tests.pages import code_blocks
 
 SCRIPT = Path(__file__).with_name("repack_script.py")
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.local.mpi import FOR_OPEN_MPI
 from tests.local.slurm_cluster import Cluster, skip_without_slurm
-from tests.pure.test_docs import code_blocks
+from tests.pages import code_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ["ds-dynmo-train", "--deepspeed_config", "gpt.json", "--data", __file__, "--steps", "2"]

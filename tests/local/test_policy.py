@@ -22,7 +22,7 @@ from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MoveCosts, balanced
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, LayerCost, MigrationPlan, Profile
-from tests.pure.test_docs import code_blocks
+from tests.pages import code_blocks
 
 
 def config(**block: Any) -> DynMoConfig:

@@ -21,7 +21,7 @@ from ds_dynmo.engine.resize.release.runner import PolicyRunner
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.launch import OF_MEETING, OF_RANK, set_rank_variables
 from tests.local.kubernetes_server import TOKEN, Server
-from tests.pure.test_docs import code_blocks
+from tests.pages import code_blocks
 
 GONE = [RankLocation(1, "host-a", "cuda:1"), RankLocation(2, "host-b", "cuda:0")]
 STAYING = [RankLocation(0, "host-a", "cuda:0")]

@@ -13,7 +13,7 @@ from ds_dynmo.engine.split.weight_gradients import DeferredGradients, WeightGrad
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.weight_gradients import defer_weight_gradient
 from tests.local.split_passes import WIDTH, check_same, finish, in_one, in_two, inputs, mlp, same_bits
-from tests.pure.test_docs import code_blocks
+from tests.pages import code_blocks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -1,7 +1,7 @@
 """The names of DeepSpeed that it does not document, and that this package relies on: one table.
 
 ``probe`` looks for each of them before an engine is built. Other packages of ds_dynmo use those alone that programs
-written for DeepSpeed read too, such as ``module.parts``: ``OPEN`` in tests/local/test_private_names.py.
+written for DeepSpeed read too, such as ``module.parts``: ``OPEN`` in tests/source/test_private_names.py.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from ds_dynmo.partitioners import (
     registry,
 )
 from ds_dynmo.plan import check_partition
+from tests.pages import code_blocks
 from tests.pure.partitioners.instances import KINDS, overshoot, random_costs, random_memory, random_start
-from tests.pure.test_docs import code_blocks
 
 
 @pytest.fixture(params=names())
