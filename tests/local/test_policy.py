@@ -472,5 +472,5 @@ def test_a_move_goes_as_far_as_memory_allows() -> None:
 
 
 def test_layers_leave_a_stage_that_is_above_its_limit() -> None:
-    costs = holding([3.0, 1.0, 1.0, 1.0], (0, 1, 4), HeldBytes(own=9, staged=1))
+    costs = holding([3.0, 1.0, 1.0, 1.0], (0, 1, 4), HeldBytes(separate=9, staged=1))
     assert decide(costs, limit_bytes=20).partition == (0, 2, 4)
