@@ -17,6 +17,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 FOLDER="${FOLDER:-nightly}"
 PYTHONS="${PYTHONS:-3.10 3.13}"
 STEPS=(short long compiled emulated mutations versions pythons)
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # as scripts/test.sh
 mkdir -p "$FOLDER" || exit 1
 
 short() { bash scripts/test.sh; }

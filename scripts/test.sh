@@ -19,6 +19,8 @@ fi
 asked="${DS_ACCELERATOR:-}"
 short_form=@tests/emulated/short_form.txt # pytest reads its arguments there
 source scripts/setup_env.sh test cpu || exit 1
+# One thread per test: three tests run at once, and more threads than cores wait for each other. It halves the time.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 run_tests() {
     python -m pytest -n 3 --dist worksteal "$@"
 }

@@ -13,6 +13,7 @@ if [[ -z "${VERSIONS:-}" ]]; then
 from ds_dynmo.engine.versions import TESTED
 print(*(f"{name}=={tested}" for name in TESTED for tested in TESTED[name] if tested != version(name).split("+")[0]))')" || exit 1
 fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # as scripts/test.sh
 folder="$(mktemp -d)" || exit 1
 trap 'rm -rf "$folder"' EXIT
 failed=0
