@@ -28,8 +28,8 @@ class Collector(Protocol):
 
     defers: bool
 
-    def hides(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return whether all ``parameters`` are hidden from autograd in their present use."""
+    def hide_from_autograd(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Hide ``parameters`` from autograd in their present use if this pass defers them; return whether it does."""
 
     def add(self, parameter: nn.Parameter, compute: Compute, *, part: Part = None, held_bytes: int = 0) -> bool:
         """Keep ``compute`` if a backward pass in two parts runs; return whether it is kept."""
@@ -70,7 +70,7 @@ def waits(*weights: Any) -> bool:
         return False
     if not all(type(weight) is nn.Parameter and weight.requires_grad for weight in weights):
         return False
-    return not torch.is_autocast_enabled(weights[0].device.type) and _collector.hides(weights)
+    return not torch.is_autocast_enabled(weights[0].device.type) and _collector.hide_from_autograd(weights)
 
 
 def defer_weight_gradient(parameter: nn.Parameter, compute: Compute, *, held_bytes: int = 0) -> None:

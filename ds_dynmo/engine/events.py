@@ -36,12 +36,16 @@ class EngineEvent(Generic[T]):
     def subscribe(self, why: str, call: Callable[[T], None]) -> None:
         """Call ``call`` whenever the event is published.
 
+        ``call`` may be collective only where every rank publishes the event, as after a re-packing
+        (``stages_changed``). Subscribers do not depend on each other.
+
         Args:
             why: what would be wrong otherwise, in one line.
         """
         self._subscribers.append((why, call))
 
     def publish(self, what: T) -> None:
+        """Call all subscribers, in the order of subscription."""
         for _, call in self._subscribers:
             call(what)
 

@@ -98,7 +98,7 @@ class StageContext:
         replicas.use_replicas(self.layers.every_module(), self.comm.grid.get_data_parallel_group())
 
     def publish_move(self, *, stages_changed: bool = False) -> None:
-        """Publish that layers have moved."""
+        """Call the subscribers of :attr:`layers_moved`, in order. Collective if ``stages_changed``."""
         self.layers_moved.publish(LayersMoved(self.placement, self.counters.steps, stages_changed))
 
 

@@ -93,7 +93,7 @@ def held_and_counted(engine: Any) -> tuple[int, int]:
     """Return the bytes of optimizer state that this rank holds, and those that the profile counts, in its layers."""
     shards = engine.stage.state.shards
     held = [shards.held(buffer) for buffer in shards.buffers]
-    counted = [shards.held_bytes(parameter).shards for parameter in engine.module.parameters()]
+    counted = [shards.bytes_between_batches(parameter).shards for parameter in engine.module.parameters()]
     return sum(tensor.nbytes for of_buffer in held for tensor in of_buffer.values()), sum(counted)
 
 

@@ -120,7 +120,9 @@ def save_and_continue(run: CaseRun, folder: str, adapters_alone: bool) -> dict[s
         engine.train_batch(data)
     engine.rebalance([0, 2, 7])
     frozen = [p for p in engine.module.parameters() if not p.requires_grad]
-    assert frozen and not any(engine.stage.state.state_of(p) or engine.stage.state.static_bytes(p) for p in frozen)
+    assert frozen and not any(
+        engine.stage.state.state_of(p) or engine.stage.state.state_and_gradient_bytes(p) for p in frozen
+    )
     engine.save_checkpoint(folder, exclude_frozen_parameters=adapters_alone)
     losses = [engine.train_batch(data).item() for _ in range(STEPS)]
     return {"losses": losses, "state": state(engine), "replica": engine.grid.get_data_parallel_id()}

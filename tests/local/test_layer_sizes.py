@@ -14,40 +14,40 @@ from ds_dynmo.placement import Placement
 
 
 def test_a_layer_that_did_not_run_is_named() -> None:
-    table = torch.zeros(3, layer_sizes._COLUMNS, dtype=torch.float64)
-    table[0, layer_sizes._MEASURED] = 1.0
+    table = torch.zeros(3, layer_sizes.COLUMNS, dtype=torch.float64)
+    table[0, layer_sizes.LayerColumn.MEASURED] = 1.0
     with pytest.raises(PartitionError, match="layer 1"):
         layer_sizes.profile_from(table, (0, 1, 2), step=1, micro_batches=2)
-    table[1, layer_sizes._MEASURED] = 1.0  # it ran, but too fast for the clock
+    table[1, layer_sizes.LayerColumn.MEASURED] = 1.0  # it ran, but too fast for the clock
     assert layer_sizes.profile_from(table, (0, 1, 2), step=1, micro_batches=2).layers[1].seconds == 0.0
 
 
-def test_static_bytes() -> None:
+def test_training_bytes() -> None:
     layer = nn.Linear(3, 4)
     layer.register_buffer("mask", torch.ones(4, dtype=torch.bool))
     weights = (12 + 4) * 4
-    assert layer_sizes.static_bytes(layer, PerParameterState(None)) == 2 * weights + 4
+    assert layer_sizes.training_bytes(layer, PerParameterState(None)) == 2 * weights + 4
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    assert layer_sizes.static_bytes(layer, PerParameterState(optimizer)) == 3 * weights + 4
+    assert layer_sizes.training_bytes(layer, PerParameterState(optimizer)) == 3 * weights + 4
     layer.requires_grad_(False)
-    assert layer_sizes.static_bytes(layer, PerParameterState(optimizer)) == 2 * weights + 4
+    assert layer_sizes.training_bytes(layer, PerParameterState(optimizer)) == 2 * weights + 4
     sparse = nn.Module()
     sparse.weight = nn.Parameter(torch.eye(4).to_sparse_csr(), requires_grad=False)
-    assert layer_sizes.static_bytes(sparse, PerParameterState(None)) == 5 * 8 + 4 * 8 + 4 * 4
+    assert layer_sizes.training_bytes(sparse, PerParameterState(None)) == 5 * 8 + 4 * 8 + 4 * 4
     embedding = nn.Embedding(8, 2, sparse=True)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1, momentum=0.9)
     embedding(torch.tensor([3, 3, 5])).sum().backward()
     optimizer.step()
     rows = 3 * (8 + 2 * 4)  # one term per lookup in the sparse momentum: its index and two floats
-    assert layer_sizes.static_bytes(embedding, PerParameterState(optimizer)) == 2 * 8 * 2 * 4 + rows
+    assert layer_sizes.training_bytes(embedding, PerParameterState(optimizer)) == 2 * 8 * 2 * 4 + rows
 
 
 def test_the_largest_workspace_is_taken_off_the_limit_of_every_stage() -> None:
-    table = torch.zeros(4, layer_sizes._COLUMNS, dtype=torch.float64)
-    table[:, layer_sizes._MEASURED] = 1.0
-    table[:3, layer_sizes._WORKSPACE] = torch.tensor([0.0, 30.0, 20.0])
+    table = torch.zeros(4, layer_sizes.COLUMNS, dtype=torch.float64)
+    table[:, layer_sizes.LayerColumn.MEASURED] = 1.0
+    table[:3, layer_sizes.LayerColumn.WORKSPACE] = torch.tensor([0.0, 30.0, 20.0])
     profile = layer_sizes.profile_from(table, Placement.chain((0, 2, 3)), step=1, micro_batches=2)
     limits = [memory.limits for limit in (100, 10) if (memory := memory_model(profile, limit, 0)) is not None]
     assert limits == [(70, 70), (0, 0)]

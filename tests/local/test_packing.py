@@ -323,7 +323,7 @@ def travel_in_two_parts(
     first = ArrivingLayer(ahead.header)
     first.allocate(CPU, unprepared)
     first.load(build, CPU)
-    transmit(ahead.constants, first.constants)
+    transmit(ahead.changed_by_step, first.changed_by_step)
     change()
     rest = pack(state.record(layer), build, sent_ahead=ahead)
     arrival = ArrivingLayer(rest.header)
@@ -337,8 +337,10 @@ def test_weights_and_moments_are_sent_first_and_the_rest_later(layer: Layer) -> 
     optimizer = trained(layer)
     packed = pack(PerParameterState(optimizer).record(layer), type(layer))
     elements = layer.linear.weight.numel() + layer.linear.bias.numel()
-    assert sum(flat.numel() for flat in packed.constants) == 3 * 4 * elements
-    assert sum(flat.numel() for flat in packed.changing) == 4 + 8 + 2 * 4 + 4 * elements  # buffers, steps, gradients
+    assert sum(flat.numel() for flat in packed.changed_by_step) == 3 * 4 * elements
+    assert (
+        sum(flat.numel() for flat in packed.changed_any_time) == 4 + 8 + 2 * 4 + 4 * elements
+    )  # buffers, steps, gradients
 
 
 def test_constant_tensors_are_sent_once(layer: Layer) -> None:
@@ -352,7 +354,7 @@ def test_constant_tensors_are_sent_once(layer: Layer) -> None:
     optimizer = trained(layer)
     content, rest = travel_in_two_parts(layer, optimizer, change)
     module = content.module
-    assert not rest.constants
+    assert not rest.changed_by_step
     assert torch.equal(module.linear.weight, layer.linear.weight) and module.linear.weight is not layer.linear.weight
     assert torch.equal(module.scratch, layer.scratch) and module.frozen and not module.linear.bias.requires_grad
     for name, parameter in layer.named_parameters():
@@ -372,7 +374,7 @@ def test_a_constant_tensor_that_changed_is_sent_again(layer: Layer, how: str) ->
             layer.linear.weight = nn.Parameter(torch.full((2, 3), 3.0))
 
     content, rest = travel_in_two_parts(layer, trained(layer), change)
-    assert [flat.numel() for flat in rest.constants] == [4 * layer.linear.weight.numel()]
+    assert [flat.numel() for flat in rest.changed_by_step] == [4 * layer.linear.weight.numel()]
     assert torch.equal(content.module.linear.weight, layer.linear.weight)
 
 

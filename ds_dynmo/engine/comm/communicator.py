@@ -91,7 +91,7 @@ def check_hosts(timeout_seconds: float) -> None:
 
 
 class Communicator:
-    """One rank's view of the others. Construction and every method are collective.
+    """One rank's view of the others. Construction is collective, and so are the methods that say so.
 
     Args:
         grid: DeepSpeed's ``PipelineParallelGrid``.
@@ -118,7 +118,7 @@ class Communicator:
     # -- who takes part -------------------------------------------------------------------------------
 
     def connect(self, what: str) -> None:
-        """Create the process groups of the present world for the operation ``what``. Collective."""
+        """Create the process groups of the present world for the operation ``what``. Collective over the world."""
         timeout = timedelta(seconds=self._timeout_seconds)
         self.here = RankCoordinates.of(self.grid)
         self._control = within(2 * self._timeout_seconds, lambda: dist.new_group(backend="gloo", timeout=timeout))
@@ -160,7 +160,10 @@ class Communicator:
     # -- broadcasts that are waited for later ---------------------------------------------------------
 
     def post(self, tensor: torch.Tensor, src: int, group: Any) -> PostedBroadcast:
-        """Post a broadcast in a group, after a wait for the previous one: at most one is under way."""
+        """Post a broadcast in a group, after a wait for the previous one: at most one is under way.
+
+        Collective over ``group``.
+        """
         self.settle()
         self._posted = PostedBroadcast(tensor, src, group)
         return self._posted
@@ -189,7 +192,7 @@ class Communicator:
     # -- small numbers --------------------------------------------------------------------------------
 
     def max_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Take the elementwise maximum over all ranks of a CPU tensor, in place."""
+        """Take the elementwise maximum over all ranks of a CPU tensor, in place. Collective over the world."""
         try:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._control)
         except RuntimeError as error:
@@ -197,7 +200,7 @@ class Communicator:
         return numbers
 
     def sum_in_pipeline(self, number: int) -> int:
-        """Sum a number over the stages of this rank's pipeline."""
+        """Sum a number over the stages of this rank's pipeline. Collective over the world."""
         pipeline, pipelines = self.here.pipeline
         numbers = torch.zeros(pipelines, dtype=torch.int64)
         numbers[pipeline] = number
@@ -208,31 +211,31 @@ class Communicator:
         return int(numbers[pipeline])
 
     def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Sum elementwise over all ranks; the result is on the device of ``numbers``."""
+        """Sum elementwise over all ranks, on the device of ``numbers``. Collective over the world."""
         moved = numbers.to(self.device, copy=True)
         dist.all_reduce(moved)
         return moved.to(numbers.device)
 
     def sum_over_model(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Sum elementwise over all ranks of this replica: stages and tensor-parallel slices."""
+        """Sum elementwise over this replica: its stages and tensor-parallel slices. Collective over the replica."""
         moved = numbers.to(self.device, copy=True)
         dist.all_reduce(moved, group=self.grid.get_model_parallel_group())
         return moved.to(numbers.device)
 
     def sum_over_stages(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Sum elementwise over the stages of this replica's pipeline; the result is on the device of ``numbers``."""
+        """Sum elementwise over this pipeline's stages, on the device of ``numbers``. Collective over the pipeline."""
         moved = numbers.to(self.device, copy=True)
         dist.all_reduce(moved, group=self.grid.get_pipe_parallel_group())
         return moved.to(numbers.device)
 
     def sum_over_replicas(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Sum elementwise over the data-parallel replicas of this stage; the result is on the device of ``numbers``."""
+        """Sum elementwise over the replicas of this stage, on the device of ``numbers``. Collective over them."""
         moved = numbers.to(self.device, copy=True)
         dist.all_reduce(moved, group=self.grid.get_data_parallel_group())
         return moved.to(numbers.device)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Gather one small picklable value of every rank, in rank order.
+        """Gather one small picklable value of every rank, in rank order. Collective over the world.
 
         Raises:
             MigrationError: on every rank, if the value of one rank cannot be sent.
@@ -246,7 +249,7 @@ class Communicator:
         return self._received(gathered)
 
     def broadcast_object(self, value: Any) -> Any:
-        """Send the picklable value of rank 0 to all; the values of others are ignored.
+        """Send the picklable value of rank 0 to all; the values of others are ignored. Collective over the world.
 
         Raises:
             MigrationError: on every rank, if it cannot be sent.
@@ -279,7 +282,10 @@ class Communicator:
         return self._received(values)
 
     def clock_offset(self, now: Callable[[], float]) -> tuple[float, float]:
-        """Measure by how many seconds this rank's clock is ahead of rank 0's, and the error bound."""
+        """Measure by how many seconds this rank's clock is ahead of rank 0's, and the error bound.
+
+        Collective over the world.
+        """
         self.settle()
         try:
             return clock_offset(self._control, now)
@@ -287,7 +293,10 @@ class Communicator:
             raise self._control_failed(error) from error
 
     def gather_on_first(self, value: Any) -> list[Any]:
-        """Gather one small picklable value of every rank on rank 0, in rank order; other ranks get an empty list."""
+        """Gather one small picklable value of every rank on rank 0, in rank order; other ranks get an empty list.
+
+        Collective over the world.
+        """
         gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         try:
             dist.gather_object(_EncodedValue.of(value), gathered, group_dst=0, group=self._control)
@@ -304,9 +313,10 @@ class Communicator:
         within: tuple[int, int] = (0, 1),
         error: type[Exception] | None = None,
     ) -> Result:
-        """Call ``function`` on every rank, and return its result once it has succeeded on all. Collective.
+        """Call ``function`` on every rank, and return its result once it has succeeded on all.
 
-        If all succeed, this is one small reduction. Ranks send details only after a failure.
+        Collective over the world. If all succeed, this is one small reduction. Ranks send details only after a failure.
+        ``function`` may be collective, and call this method, only if no rank can fail before the others are in it.
 
         Args:
             what: name of the operation in messages, such as "deciding where layers go".
@@ -346,7 +356,7 @@ class Communicator:
         return result
 
     def _differing_texts(self, part: int, text: str) -> str:
-        """Describe which ranks have which text, in parts where texts differ. Collective."""
+        """Describe which ranks have which text, in parts where texts differ. Collective over the world."""
         entries = self.gather_objects((part, text))
         texts_of: dict[int, set[str]] = {}
         for number, theirs in entries:
@@ -355,7 +365,7 @@ class Communicator:
         return ", ".join(f"{theirs} on ranks {ranks}" for theirs, ranks in ranks_of.items() if theirs)
 
     def _first_failure(self, what: str, failure: Exception | None, error: type[Exception] | None) -> Exception:
-        """Return the error for all ranks to raise: the first failure by rank. Collective.
+        """Return the error for all ranks to raise: the first failure by rank. Collective over the world.
 
         That rank logs an unexpected failure, unless the caller passes ``error``.
         """
@@ -373,14 +383,14 @@ class Communicator:
         return first.error(f"{what} failed on ranks {failed}, first with {first}. No layer has moved")
 
     def all_done(self) -> None:
-        """Wait until every rank is done. After the time-out, report that a rank failed."""
+        """Wait until every rank is done; after the time-out, report that a rank failed. Collective over the world."""
         try:
             dist.barrier(group=self._control)
         except RuntimeError as error:
             raise MigrationError(f"another rank did not finish its part of the move ({error})") from error
 
     def tied_group(self, ranks: Sequence[int]) -> Any:
-        """Return the process group of ``ranks``, created once. Every rank of the world calls this in the same order."""
+        """Return the process group of ``ranks``, created once. Collective over the world, ranks outside included."""
         key = tuple(ranks)
         if key not in self._tied_groups:
             self._tied_groups[key] = within(2 * self._timeout_seconds, lambda: dist.new_group(ranks=list(key)))
@@ -393,7 +403,7 @@ class Communicator:
         return self._rank_alone
 
     def neighbour_links(self) -> NeighbourLinks:
-        """Return the links between neighbouring stages, created once per world."""
+        """Return the links between neighbouring stages, created once per world: that call is collective over it."""
         if self._neighbour_links is None:
             self._neighbour_links = NeighbourLinks(self.here.stage, self.rank_of, self.device, self._timeout_seconds)
         return self._neighbour_links

@@ -1,9 +1,15 @@
-"""Reduction of the measurements of all stages to one profile of the model."""
+"""Reduction of the measurements of all stages to one profile of the model.
+
+Two totals count a layer's bytes on a rank. :func:`training_bytes` is for the memory limit: it includes the gradients of
+a running batch. :func:`bytes_between_batches` is for the memory of a move: it counts gradients that exist at that time,
+and is split by the kind of memory, because a move replaces one kind after another.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, fields
+from enum import IntEnum, auto
 
 import torch
 from deepspeed.utils import logger
@@ -18,10 +24,36 @@ from ds_dynmo.errors import MigrationError, PartitionError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, LayerCost, Profile
 
-_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _DEFERRED = range(5)
-_PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _OUTPUT, _SIGNAL, _MEASURED, _WORKSPACE, _HELD = range(5, 15)
-_COLUMNS = _HELD + len(fields(HeldBytes))
-_BATCH, _FAILED, _MOVES = 0, 1, 2  # columns of the row after the last layer
+
+class LayerColumn(IntEnum):
+    """Columns of the rows of layers. Those of :class:`HeldBytes` begin at ``HELD``."""
+
+    FORWARD = 0
+    BACKWARD = auto()
+    INPUT_GRADIENT = auto()
+    WEIGHT_GRADIENT = auto()
+    DEFERRED = auto()
+    PARAMETERS = auto()
+    TRAINABLE = auto()
+    STATIC = auto()
+    ACTIVATION = auto()
+    INPUT = auto()
+    OUTPUT = auto()
+    SIGNAL = auto()
+    MEASURED = auto()
+    WORKSPACE = auto()
+    HELD = auto()
+
+
+class SummaryColumn(IntEnum):
+    """Columns of the row after the last layer."""
+
+    BATCH = 0
+    FAILED = auto()
+    MOVES = auto()
+
+
+COLUMNS = LayerColumn.HELD + len(fields(HeldBytes))
 
 
 def gather_profile(stage: StageContext, profiler: Profiler, move_seconds: float) -> tuple[Profile, float]:
@@ -40,7 +72,7 @@ def gather_profile(stage: StageContext, profiler: Profiler, move_seconds: float)
         raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
     counters, first_uses = stage.counters, stage.layers.first_uses()
     profile = profile_from(table, stage.placement, counters.steps, counters.micro_batches, first_uses)
-    return profile, float(table[-1, _MOVES])
+    return profile, float(table[-1, SummaryColumn.MOVES])
 
 
 def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
@@ -57,43 +89,47 @@ def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, 
         return _stage_costs(layers, profiler, state, move_seconds)
     except Exception as error:  # any error of a user's load_signal; other ranks have to know
         logger.error(f"layers {[*layers.indices]}: cannot tell what they cost: {error!r}")
-        table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
-        table[-1, _FAILED] = 1.0
+        table = torch.zeros(layers.num_layers + 1, COLUMNS, dtype=torch.float64)
+        table[-1, SummaryColumn.FAILED] = 1.0
         return table
 
 
 def _stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
     samples = profiler.samples
-    table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
+    table = torch.zeros(layers.num_layers + 1, COLUMNS, dtype=torch.float64)
     for index in layers.indices:
         row = table[index]
-        row[_FORWARD], row[_BACKWARD] = samples.forward_seconds(index), samples.backward_seconds(index)
-        row[_INPUT_GRADIENT], row[_WEIGHT_GRADIENT] = samples.part_seconds(index)
-        row[_DEFERRED] = samples.deferred_bytes.get(index, 0)
-        row[_MEASURED] = float(bool(samples.forward[index]))
-        row[_ACTIVATION] = samples.activation_bytes.get(index, 0)
+        row[LayerColumn.FORWARD], row[LayerColumn.BACKWARD] = (
+            samples.forward_seconds(index),
+            samples.backward_seconds(index),
+        )
+        row[LayerColumn.INPUT_GRADIENT], row[LayerColumn.WEIGHT_GRADIENT] = samples.part_seconds(index)
+        row[LayerColumn.DEFERRED] = samples.deferred_bytes.get(index, 0)
+        row[LayerColumn.MEASURED] = float(bool(samples.forward[index]))
+        row[LayerColumn.ACTIVATION] = samples.activation_bytes.get(index, 0)
         if index == layers.num_layers - 1:
-            row[_ACTIVATION] += samples.loss_bytes
-        row[_INPUT] = samples.input_bytes.get(index, 0)
-        row[_OUTPUT] = samples.output_bytes.get(index, 0)
+            row[LayerColumn.ACTIVATION] += samples.loss_bytes
+        row[LayerColumn.INPUT] = samples.input_bytes.get(index, 0)
+        row[LayerColumn.OUTPUT] = samples.output_bytes.get(index, 0)
         module = layers.local_module(index)
         if module is not None:
-            row[_PARAMETERS] = sum(p.numel() for p in module.parameters())
-            row[_TRAINABLE] = trainable_parameters(module)
-            row[_STATIC] = static_bytes(module, state)
-            row[_HELD:] = torch.tensor(astuple(held_bytes(module, state)))
+            row[LayerColumn.PARAMETERS] = sum(p.numel() for p in module.parameters())
+            row[LayerColumn.TRAINABLE] = trainable_parameters(module)
+            row[LayerColumn.STATIC] = training_bytes(module, state)
+            row[LayerColumn.HELD :] = torch.tensor(astuple(bytes_between_batches(module, state)))
             signal = getattr(module, "load_signal", None)
-            row[_SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
+            # Ranks without the layer have 0, and the maximum of all ranks counts: so 0 means that there is no signal.
+            row[LayerColumn.SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
             workspace = getattr(module, "workspace_bytes", None)
-            row[_WORKSPACE] = int(workspace()) if workspace is not None else 0
-    table[-1, _BATCH] = profiler.batch_seconds
-    table[-1, _MOVES] = move_seconds
+            row[LayerColumn.WORKSPACE] = int(workspace()) if workspace is not None else 0
+    table[-1, SummaryColumn.BATCH] = profiler.batch_seconds
+    table[-1, SummaryColumn.MOVES] = move_seconds
     return table
 
 
 def failed(table: torch.Tensor) -> bool:
     """Return whether the maximum of all ranks' tables holds a failure."""
-    return bool(table[-1, _FAILED])
+    return bool(table[-1, SummaryColumn.FAILED])
 
 
 def profile_from(
@@ -113,28 +149,28 @@ def profile_from(
     """
     costs = []
     for index, row in enumerate(table[:-1].tolist()):
-        if not row[_MEASURED]:
+        if not row[LayerColumn.MEASURED]:
             raise PartitionError(f"layer {index} has no measured forward seconds: it did not run in the profiled batch")
         costs.append(
             LayerCost(
-                forward_seconds=row[_FORWARD],
-                backward_seconds=row[_BACKWARD],
-                parameters=int(row[_PARAMETERS]),
-                trainable_parameters=int(row[_TRAINABLE]),
-                static_bytes=int(row[_STATIC]),
-                activation_bytes=int(row[_ACTIVATION]),
-                input_bytes=int(row[_INPUT]),
-                load_signal=row[_SIGNAL] - 1.0 if row[_SIGNAL] else None,
-                held=HeldBytes(*map(int, row[_HELD:])),
+                forward_seconds=row[LayerColumn.FORWARD],
+                backward_seconds=row[LayerColumn.BACKWARD],
+                parameters=int(row[LayerColumn.PARAMETERS]),
+                trainable_parameters=int(row[LayerColumn.TRAINABLE]),
+                static_bytes=int(row[LayerColumn.STATIC]),
+                activation_bytes=int(row[LayerColumn.ACTIVATION]),
+                input_bytes=int(row[LayerColumn.INPUT]),
+                load_signal=row[LayerColumn.SIGNAL] - 1.0 if row[LayerColumn.SIGNAL] else None,
+                held=HeldBytes(*map(int, row[LayerColumn.HELD :])),
                 first_use=first_uses[index] if first_uses else None,
-                input_gradient_seconds=row[_INPUT_GRADIENT],
-                weight_gradient_seconds=row[_WEIGHT_GRADIENT],
-                deferred_bytes=int(row[_DEFERRED]),
-                output_bytes=int(row[_OUTPUT]),
-                workspace_bytes=int(row[_WORKSPACE]),
+                input_gradient_seconds=row[LayerColumn.INPUT_GRADIENT],
+                weight_gradient_seconds=row[LayerColumn.WEIGHT_GRADIENT],
+                deferred_bytes=int(row[LayerColumn.DEFERRED]),
+                output_bytes=int(row[LayerColumn.OUTPUT]),
+                workspace_bytes=int(row[LayerColumn.WORKSPACE]),
             )
         )
-    return Profile(step, placement, tuple(costs), micro_batches, float(table[-1, _BATCH]))
+    return Profile(step, placement, tuple(costs), micro_batches, float(table[-1, SummaryColumn.BATCH]))
 
 
 def per_layer(layers: StageLayers, number: Callable[[nn.Module], float]) -> torch.Tensor:
@@ -154,10 +190,12 @@ def held_table(layers: StageLayers, state: OptimizerState) -> torch.Tensor:
         for index in layers.indices:
             module = layers.local_module(index)
             if module is not None:
-                table[index] = torch.tensor([*astuple(held_bytes(module, state)), static_bytes(module, state)])
+                table[index] = torch.tensor(
+                    [*astuple(bytes_between_batches(module, state)), training_bytes(module, state)]
+                )
     except Exception as error:  # any error of a user's tensor; other ranks have to know
         logger.error(f"layers {[*layers.indices]}: cannot tell what they hold: {error!r}")
-        table[-1, _FAILED] = 1.0
+        table[-1, SummaryColumn.FAILED] = 1.0
     return table
 
 
@@ -167,9 +205,10 @@ def held_from(table: torch.Tensor) -> tuple[tuple[HeldBytes, ...], tuple[int, ..
     return tuple(HeldBytes(*row[:-1]) for row in rows), tuple(row[-1] for row in rows)
 
 
-def held_bytes(module: nn.Module, state: OptimizerState) -> HeldBytes:
+def bytes_between_batches(module: nn.Module, state: OptimizerState) -> HeldBytes:
     """Count the bytes that a layer holds on this rank between two batches."""
-    return sum((state.held_bytes(parameter) for parameter in module.parameters()), start=held_alone(module.buffers()))
+    of_parameters = (state.bytes_between_batches(parameter) for parameter in module.parameters())
+    return sum(of_parameters, start=held_alone(module.buffers()))
 
 
 def trainable_parameters(module: nn.Module) -> int:
@@ -177,7 +216,7 @@ def trainable_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-def static_bytes(module: nn.Module, state: OptimizerState) -> int:
-    """Count the bytes of a layer's weights, buffers, gradients and optimizer state."""
+def training_bytes(module: nn.Module, state: OptimizerState) -> int:
+    """Count the bytes of a layer's weights, buffers, gradients and optimizer state while a batch trains."""
     total = sum(num_bytes(buffer) for buffer in module.buffers())
-    return total + sum(num_bytes(p) + state.static_bytes(p) for p in module.parameters())
+    return total + sum(num_bytes(p) + state.state_and_gradient_bytes(p) for p in module.parameters())

@@ -22,7 +22,7 @@ class ArrivingLayer:
     """A layer that arrives: :meth:`allocate`, :meth:`load`, receive into the buffers, :meth:`materialize`.
 
     Attributes:
-        constants, changing: receive buffers of :attr:`PackedLayer.constants` and :attr:`PackedLayer.changing`.
+        changed_by_step, changed_any_time: receive buffers of the tensors of :class:`PackedLayer` with these names.
     """
 
     def __init__(self, header: bytes) -> None:
@@ -32,13 +32,13 @@ class ArrivingLayer:
         self._makers: list[Callable[[], torch.Tensor]] = []
         self._data: dict[int, torch.Tensor] = {}
         self._constant_data: list[torch.Tensor] = []
-        self.constants: list[torch.Tensor] = []
-        self.changing: list[torch.Tensor] = []
+        self.changed_by_step: list[torch.Tensor] = []
+        self.changed_any_time: list[torch.Tensor] = []
 
     @property
     def recv_buffers(self) -> list[torch.Tensor]:
         """All receive buffers, in the order of :attr:`PackedLayer.tensors`."""
-        return [*self.constants, *self.changing]
+        return [*self.changed_by_step, *self.changed_any_time]
 
     def bind(self, names: References, device: torch.device) -> None:
         """Find the counterparts of the layer's references on this rank. No layer changes.
@@ -67,7 +67,7 @@ class ArrivingLayer:
 
     def _free(self) -> None:
         self._layer, self._makers, self._data, self._constant_data = None, [], {}, []
-        self.constants, self.changing = [], []
+        self.changed_by_step, self.changed_any_time = [], []
 
     def _maker(
         self,
@@ -100,7 +100,7 @@ class ArrivingLayer:
             where = torch.device("cpu") if meta.on_cpu else device
             data = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=where)
         if data.numel():
-            (self.constants if meta.constant else self.changing).append(bytes_of(data))
+            (self.changed_by_step if meta.constant else self.changed_any_time).append(bytes_of(data))
         return data
 
     def _view(self, meta: TensorMeta) -> torch.Tensor:

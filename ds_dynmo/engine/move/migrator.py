@@ -61,8 +61,12 @@ class _Migration:
     pending: list[PendingExchange] = field(default_factory=list)
 
     def remaining(self, layer: PackedLayer | ArrivingLayer) -> Sequence[torch.Tensor]:
-        """Return the tensors still to send: all of a layer that was packed again, else the changing ones."""
-        return (*layer.constants, *layer.changing) if self.overlapped else layer.changing
+        """Return the tensors still to send at the commit.
+
+        Those that change only by the optimizer's step were sent at the start. If batches were trained since, the layer
+        was packed again, and both kinds are what is left to send.
+        """
+        return (*layer.changed_by_step, *layer.changed_any_time) if self.overlapped else layer.changed_any_time
 
 
 class Migrator:
@@ -199,8 +203,8 @@ class Migrator:
         migration = self._in_progress()
         with self._no_way_back("sending layers"):
             sends, receives = self._transfers(
-                {index: layer.constants for index, layer in migration.packed.items()},
-                {index: layer.constants for index, layer in migration.arrivals.items()},
+                {index: layer.changed_by_step for index, layer in migration.packed.items()},
+                {index: layer.changed_by_step for index, layer in migration.arrivals.items()},
             )
             more_sends, more_receives = migration.context.state.transfers()
             self._post(sends + more_sends, receives + more_receives)

@@ -49,19 +49,19 @@ class PackedLayer:
 
     Attributes:
         header: for :class:`ArrivingLayer`; refers to tensors by number.
-        constants: flat byte views of the tensors that only the optimizer's step changes.
-        changing: flat byte views of the others; parts of sparse tensors one by one.
+        changed_by_step: flat byte views of the tensors that only the optimizer's step changes.
+        changed_any_time: flat byte views of the others; parts of sparse tensors one by one.
     """
 
     header: bytes
-    constants: tuple[torch.Tensor, ...]
-    changing: tuple[torch.Tensor, ...]
+    changed_by_step: tuple[torch.Tensor, ...]
+    changed_any_time: tuple[torch.Tensor, ...]
     _constants: tuple[_Constant, ...]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors to send, in the order of :attr:`ArrivingLayer.recv_buffers`."""
-        return (*self.constants, *self.changing)
+        return (*self.changed_by_step, *self.changed_any_time)
 
     @property
     def num_bytes(self) -> int:
@@ -98,8 +98,8 @@ def pack(
     constant = _constant_tensors(layer)
     bases = find_bases(tensors)
     metas: list[TensorMeta] = []
-    constants: list[torch.Tensor] = []
-    changing: list[torch.Tensor] = []
+    changed_by_step: list[torch.Tensor] = []
+    changed_any_time: list[torch.Tensor] = []
     for number, tensor in enumerate(tensors):
         if number in bases:
             base = bases[number]
@@ -110,12 +110,12 @@ def pack(
         else:
             meta, flat = describe(tensor)
             meta = replace(meta, constant=id(tensor) in constant)
-            (constants if meta.constant else changing).extend(flat)
+            (changed_by_step if meta.constant else changed_any_time).extend(flat)
         metas.append(replace(meta, name=name_of.get(id(tensor))))
     return PackedLayer(
         pickle.dumps((shell, tuple(metas), tuple(outside.references.values()))),
-        tuple(constants),
-        tuple(changing),
+        tuple(changed_by_step),
+        tuple(changed_any_time),
         tuple(_Constant.of(tensor) for tensor, meta in zip(tensors, metas) if meta.constant),
     )
 

@@ -20,7 +20,7 @@ def replica_multiplier_for(change: WorldChange, num_stages: int) -> int:
     """
     world = change.world
     micro_batches = change.stage.counters.micro_batches * world.replica_multiplier
-    most = len(world.stages) // num_stages
+    most = len(world.launch_stages_at_work) // num_stages
     fitting = [times for times in range(2, most + 1) if micro_batches % times == 0]
     if not fitting or not world.has_replica_axis:
         return 1

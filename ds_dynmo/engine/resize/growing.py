@@ -37,7 +37,7 @@ def grow(change: WorldChange, plan: RepackPlan) -> RepackResult:
         MigrationError: harmless; a layer cannot be sent or received, or a parked rank does not answer.
     """
     world, ranks = change.world, change.ranks
-    recalled = tuple(stage for stage in plan.stages if stage not in world.stages)
+    recalled = tuple(stage for stage in plan.stages if stage not in world.launch_stages_at_work)
     change.rehearse(plan)
     began = time.perf_counter()
     job = change.describe_job()
@@ -91,7 +91,8 @@ def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) 
         snapshot: None on a recalled rank.
 
     Returns:
-        The result, or a harmless error if a rank refused its layers: the recalled stages are parked again.
+        The result, or a harmless error if a rank refused its layers: the recalled stages are parked again. The error is
+        returned because :func:`fatal_from_here` in the caller would make it fatal, and :func:`grow` raises it later.
     """
     ranks = change.ranks
     was_away = snapshot is None

@@ -41,7 +41,7 @@ class JobRanks:
     def stages(self) -> JobStages:
         """The stages at work, and those that can be recalled."""
         world = self.world
-        return JobStages(world.stages, world.replica_multiplier, self.parked, world.last_stage)
+        return JobStages(world.launch_stages_at_work, world.replica_multiplier, self.parked, world.last_stage)
 
     def park(self, stages: Sequence[int]) -> None:
         """Add stages that can be recalled."""
@@ -53,7 +53,7 @@ class JobRanks:
 
     def released_and_staying(self) -> tuple[list[RankLocation], list[RankLocation]]:
         """List the ranks released for good, and those at work or parked."""
-        present = self.world.launch_ranks((*self.world.stages, *self.parked))
+        present = self.world.launch_ranks((*self.world.launch_stages_at_work, *self.parked))
         released = [at for at in self.locations if at.rank not in present]
         return released, [at for at in self.locations if at.rank in present]
 
@@ -65,6 +65,6 @@ class JobRanks:
         """End the wait of all ranks that are not at work: they will not be recalled. Rank 0 does this."""
         if self.world.launch_rank != 0:
             return
-        at_work = self.world.launch_ranks(self.world.stages)
+        at_work = self.world.launch_ranks(self.world.launch_stages_at_work)
         parking.dismiss(self.world.store, [at.rank for at in self.locations if at.rank not in at_work])
         self.parked = ()

@@ -203,7 +203,7 @@ class Repacker:
         change, ranks = self._change, self.ranks
         plan = self._decision.plan(new)
         self._rebalancer.memory.check(plan.moves)
-        if len(plan.stages) > len(self.world.stages):
+        if len(plan.stages) > len(self.world.launch_stages_at_work):
             return growing.grow(change, plan)
         wants_replicas = self._config.repack.freed_ranks == "replicas" and not self._stage.replicas_would_differ
         multiplier = replica_multiplier_for(change, new.num_stages) if wants_replicas else 1
@@ -219,7 +219,7 @@ class Repacker:
         began = time.perf_counter()
         launch = save_for_restart(self._stage, self._save_checkpoint, new, self._change.shared_states)
         self.ranks.released = True
-        ranks = self.world.launch_ranks(self.world.stages)
+        ranks = self.world.launch_ranks(self.world.launch_stages_at_work)
         result = RepackResult(released_ranks=ranks, migrate_seconds=time.perf_counter() - began)
         return (
             result,

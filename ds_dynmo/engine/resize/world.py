@@ -28,8 +28,8 @@ class World:
     A process keeps its *launch rank*, its rank at the launch. Its rank in the present world changes.
 
     Attributes:
-        stages: the stages at work, in order: stage ``s`` was number ``stages[s]`` at the launch. With extra replicas:
-            the stages of the first replicas, then those of each copy in the same order.
+        launch_stages_at_work: the stages at work, in order, by their numbers at the launch. With extra replicas: the
+            stages of the first replicas, then those of each copy in the same order.
         replica_multiplier: number of replicas over that of the launch; 1: no extra replicas.
         launch_rank: this process's rank at the launch.
         store: for messages between the job's processes outside of process groups.
@@ -38,7 +38,7 @@ class World:
     def __init__(self, launch: ProcessTopology, store: BoundedStore) -> None:
         self._launch = launch
         self.launch_rank = dist.get_rank()
-        self.stages: tuple[int, ...] = tuple(range(launch.get_dim("pipe")))
+        self.launch_stages_at_work: tuple[int, ...] = tuple(range(launch.get_dim("pipe")))
         self.replica_multiplier = 1
         self.store = store
         config = dist.get_backend_config()
@@ -56,6 +56,11 @@ class World:
     def last_stage(self) -> int:
         """The last stage of the launch."""
         return int(self._launch.get_dim("pipe")) - 1
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages of a pipeline in the present world."""
+        return len(self.launch_stages_at_work) // self.replica_multiplier
 
     @property
     def launch_stage(self) -> int:
@@ -94,11 +99,11 @@ class World:
     @property
     def copy_index(self) -> int:
         """The index of this process's copy of the launch's replicas: 0 is the original."""
-        return self.stages.index(self.launch_stage) // (len(self.stages) // self.replica_multiplier)
+        return self.launch_stages_at_work.index(self.launch_stage) // self.num_stages
 
     def _topology(self) -> ProcessTopology:
         """Build a topology with the launch's axes, over the present stages and replicas."""
-        sizes = {**self.axes, "pipe": len(self.stages) // self.replica_multiplier}
+        sizes = {**self.axes, "pipe": self.num_stages}
         if self.replica_multiplier > 1:
             sizes["data"] *= self.replica_multiplier
         return ProcessTopology(list(sizes), list(sizes.values()))
@@ -123,12 +128,13 @@ class World:
             MigrationError: names the ranks that did not come.
         """
         self._wait_for_ranks(self.launch_ranks(stages), generation, timeout_seconds)
-        self.stages, self.replica_multiplier, self._generation = tuple(stages), replica_multiplier, generation
+        self.launch_stages_at_work, self.replica_multiplier = tuple(stages), replica_multiplier
+        self._generation = generation
         topology = self._topology()
         place = self._launch.get_coord(self.launch_rank)
         if replica_multiplier > 1:
             place = place._replace(data=self.copy_index * self.launch_replicas + place.data)
-        place = place._replace(pipe=self.stages.index(self.launch_stage) % topology.get_dim("pipe"))
+        place = place._replace(pipe=self.launch_stages_at_work.index(self.launch_stage) % self.num_stages)
         dist.init_process_group(
             self.backend,
             store=store_part(self.store, f"world/{generation}").raw,
@@ -142,7 +148,7 @@ class World:
     def unresponsive_ranks(self, timeout_seconds: float) -> list[int]:
         """Find ranks of the present world, as numbered at the launch, that do not call this too within the time-out."""
         alive = store_part(self.store, f"alive/{self._generation}")
-        launch_ranks = self.launch_ranks(self.stages)
+        launch_ranks = self.launch_ranks(self.launch_stages_at_work)
         try:
             alive.set(str(self.launch_rank), "")
             return _absent(alive, launch_ranks, timeout_seconds)

@@ -272,31 +272,32 @@ def _read_layers(
     found: dict[int, LoadedLayer] = {}
     wanted: dict[ParamKey, SavedParameter] = {}
     for index in target.layers_of(context.here.stage):
-        name = layers.first_use(index)
-        if name not in origins or not layers.owner(index, target):
+        first_use = layers.first_use(index)
+        if first_use not in origins or not layers.owner(index, target):
             continue
-        old = saved_as(layers, saved.slice, name)
-        found[index], path, strict = _read_layer(context, saved, index, old, replica, options.strict)
+        saved_index = saved_as(layers, saved.slice, first_use)
+        found[index], path, strict = _read_layer(context, saved, index, saved_index, replica, options.strict)
         check_state(
             found[index],
-            origins[name],
-            present[name],
+            origins[first_use],
+            present[first_use],
             strict=strict,
             frozen_excluded=saved.manifest.frozen_excluded,
-            digests=digests.get(name),
+            digests=digests.get(first_use),
             path=saved.path(path),
         )
-        extras, shapes = found[index].extras, origins[name].shapes
+        extras, shapes = found[index].extras, origins[first_use].shapes
         if extras is not None:
             shapes = {parameter: about["shape"] for parameter, about in extras["parameters"].items()}
-        wanted.update({ParamKey(name, p): SavedParameter(ParamKey(old, p), shape) for p, shape in shapes.items()})
+        for name, shape in shapes.items():
+            wanted[ParamKey(first_use, name)] = SavedParameter(ParamKey(saved_index, name), shape)
     return found, wanted
 
 
 def _read_layer(
-    context: CheckpointContext, saved: SavedCheckpoint, index: int, old: int, replica: int, strict: bool
+    context: CheckpointContext, saved: SavedCheckpoint, index: int, saved_index: int, replica: int, strict: bool
 ) -> tuple[LoadedLayer, str, bool]:
-    """Read layer ``index``, which was saved as layer ``old``.
+    """Read layer ``index``, which was saved as layer ``saved_index``.
 
     Returns:
         The layer, the file of its weights, and ``strict`` unless that file lacks some of them.
@@ -306,9 +307,9 @@ def _read_layer(
         return LoadedLayer(state, None), path, strict and complete
     extras = None
     if not saved.manifest.stock:
-        extras = saved.read_to(context.stage.comm.device, layer_file(old, replica, saved.slice_index))
-    path = saved.slice.weights[old]
+        extras = saved.read_to(context.stage.comm.device, layer_file(saved_index, replica, saved.slice_index))
+    path = saved.slice.weights[saved_index]
     state = saved.read(path)
-    if path == layer_file(old, 0, saved.slice_index):
+    if path == layer_file(saved_index, 0, saved.slice_index):
         state = state["weights"]
     return replica_weights(LoadedLayer(state, extras)), path, strict

@@ -101,7 +101,7 @@ class WeightGradients:
         self.observe: Callable[[Compute, int], Compute] | None = None
         self._collecting: DeferredGradients | None = None
         self._waiting: deque[DeferredGradients] = deque()
-        self._visible: set[int] = set()
+        self._never_deferred: set[int] = set()
         self._hidden: set[nn.Parameter] = set()
 
     @contextmanager
@@ -113,7 +113,7 @@ class WeightGradients:
             splits: whether the batch has backward passes in two parts.
         """
         modules = list(dict.fromkeys(modules))
-        self._visible = split_modules.shared_weights(modules)
+        self._never_deferred = split_modules.shared_weights(modules)
         with ExitStack() as stack:
             stack.callback(self._forget)
             stack.enter_context(collected_by(self))
@@ -126,7 +126,7 @@ class WeightGradients:
             yield
 
     def _forget(self) -> None:
-        self._hidden, self._visible = set(), set()
+        self._hidden, self._never_deferred = set(), set()
         self._waiting.clear()
 
     @contextmanager
@@ -157,9 +157,9 @@ class WeightGradients:
         """Parameters with a deferred gradient in this batch."""
         return self._hidden
 
-    def hides(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return whether all ``parameters`` are hidden from autograd in their present use."""
-        if not self.defers or not self._visible.isdisjoint(map(id, parameters)):
+    def hide_from_autograd(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Hide ``parameters`` from autograd in their present use if this pass defers them; return whether it does."""
+        if not self.defers or not self._never_deferred.isdisjoint(map(id, parameters)):
             return False
         self._hidden.update(parameters)
         return True

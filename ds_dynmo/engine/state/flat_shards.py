@@ -290,8 +290,8 @@ class FlatShards:
                 start, part = held
                 part.masked_fill_(where.reshape(-1)[start : start + part.numel()], 0)
 
-    def static_bytes(self, parameter: nn.Parameter) -> int:
-        """Count what a rank holds for a parameter beside the weight: gradient, and its share of the state."""
+    def state_and_gradient_bytes(self, parameter: nn.Parameter) -> int:
+        """Count the bytes of a parameter's gradients and of this rank's share of its state, without the weight."""
         number = self.membership.group(parameter)
         if number is None:
             return 0
@@ -301,7 +301,7 @@ class FlatShards:
             return state
         return state + parameter.nbytes + parameter.numel() * self._wrapper.gradient_bytes_per_element
 
-    def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
+    def bytes_between_batches(self, parameter: nn.Parameter) -> HeldBytes:
         """Count the bytes of a parameter and its state on a rank between two batches."""
         number = self.membership.group(parameter)
         if number is None:

@@ -108,11 +108,11 @@ class FlatState:
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         return self.shards.state_of(parameter)
 
-    def static_bytes(self, parameter: nn.Parameter) -> int:
-        return self.shards.static_bytes(parameter)
+    def state_and_gradient_bytes(self, parameter: nn.Parameter) -> int:
+        return self.shards.state_and_gradient_bytes(parameter)
 
-    def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
-        return self.shards.held_bytes(parameter)
+    def bytes_between_batches(self, parameter: nn.Parameter) -> HeldBytes:
+        return self.shards.bytes_between_batches(parameter)
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         self.shards.zero_elements(parameter, where)

@@ -146,11 +146,11 @@ class OptimizerState(Protocol):
 
     # -- what is held -------------------------------------------------------------------------------------
 
-    def static_bytes(self, parameter: nn.Parameter) -> int:
-        """Count bytes of gradients and optimizer state of a parameter, on this rank."""
+    def state_and_gradient_bytes(self, parameter: nn.Parameter) -> int:
+        """Count the bytes of a parameter's gradients and optimizer state on this rank, without the weight."""
         ...
 
-    def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
+    def bytes_between_batches(self, parameter: nn.Parameter) -> HeldBytes:
         """Count the bytes of a parameter and its state on this rank between two batches."""
         ...
 
@@ -346,11 +346,11 @@ class PerParameterState:
                     options = self._groups[numbers[key]]
                     self._state[parameter] = _assembled(parameter, pieces, key, options)
 
-    def static_bytes(self, parameter: nn.Parameter) -> int:
+    def state_and_gradient_bytes(self, parameter: nn.Parameter) -> int:
         gradients = num_bytes(parameter) if parameter.requires_grad else 0
         return gradients + sum(num_bytes(tensor) for tensor in tensors_in(self._state.get(parameter)))
 
-    def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
+    def bytes_between_batches(self, parameter: nn.Parameter) -> HeldBytes:
         gradient = [] if parameter.grad is None else [parameter.grad]
         return held_alone([parameter, *gradient, *tensors_in(self._state.get(parameter))])
 
