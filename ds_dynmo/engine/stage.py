@@ -47,7 +47,7 @@ class StageContext:
         optimizer: the engine's optimizer and its state.
         counters: of steps, samples and micro-batches trained.
         replicas_differ: whether some parameters differ between data-parallel replicas.
-        replicas_would_differ: whether some would with several replicas.
+        replicas_would_differ: whether the model marks parameters as per-replica, even if there is one replica now.
         layers_moved: published when layers are in place after a move, a re-packing or a load.
         parameters_replaced: published on every rank after parameters of layers that stayed were replaced on any rank.
         around_schedule: the context managers around the schedule of every batch.

@@ -178,7 +178,8 @@ class Channels:
         for link in self._links.values():
             assert not link.groups, f"messages with stage {link.stage} that no action made or took: {link.groups}"
             self._wait(link, None)
-        # The only message of a lane in a batch may have been announced, and the next one not.
+        # A lane's only message may contain the tensors that announce shapes, which its next message lacks. So keep the
+        # shapes of lanes with more messages.
         self._shapes = {
             (link.stage, message): state.shapes
             for link in self._links.values()

@@ -1,11 +1,15 @@
 """Measure the forward and backward seconds of every layer, inside the running pipeline, on the user's own batches.
 
 A pass (one micro-batch forward or backward) is a list of *marks*: a time, and the layer that owns the time from there
-on. Marks are set before and after each layer's function, and in backward once the gradient of a layer's output, or of
-the input of the stage or of a checkpointed segment, is complete (a tensor hook at the boundary). So recomputation under
-activation checkpointing, reentrant or not, counts as its layer's backward seconds. Time between layers, such as the
-bookkeeping of checkpointing, is no layer's, nor is what a layer does for all of its stage; the loss counts as the last
-layer's.
+on.
+
+- Forward: a mark before and after each layer.
+- Backward: a mark when the gradient of a layer's output is complete (a tensor hook). The last mark is set when the
+  gradient of the stage's or segment's input is complete.
+
+So recomputation under activation checkpointing, reentrant or not, counts as its layer's backward seconds. Time between
+layers, such as the bookkeeping of checkpointing, is no layer's, nor is what a layer does for all of its stage; the loss
+counts as the last layer's.
 """
 
 from __future__ import annotations
@@ -355,7 +359,10 @@ class Profiler:
                 last[index].append(seconds)
             spent.clear()
         for index, seconds in spent.items():  # of the user's instructions after the last pass
-            last[index][-1:] = [sum(last[index][-1:], seconds)]
+            if last[index]:
+                last[index][-1] += seconds
+            else:
+                last[index].append(seconds)
         self._passes = []
 
 

@@ -65,9 +65,9 @@ class MigrationContext:
     # -- which layers ---------------------------------------------------------------------------------
 
     def sent(self, plan: MigrationPlan) -> list[LayerMove]:
-        """List the moves of layers with a module that they own at the destination; the same on every rank.
+        """List the moves whose module must be sent; the same on every rank.
 
-        A tied layer may find its parameters at the destination.
+        Skip functions, and tied layers that find their module at the destination.
         """
         layers = self.layers
         return [

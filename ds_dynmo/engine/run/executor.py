@@ -22,7 +22,7 @@ from ds_dynmo.engine.stage import StageContext
 
 
 class Executor:
-    """Runs the schedule of every batch, training or evaluation, in its context.
+    """Installs a batch's instructions, layer wrappers and random streams around DeepSpeed's ``_exec_schedule``.
 
     Attributes:
         ran: whether a schedule has run in this batch; the code that starts a batch sets it to False.
@@ -84,7 +84,7 @@ class Executor:
         self.ran = True
 
     def _wrappers(self, training: bool) -> list[LayerWrapper]:
-        """Return the wrappers of layers, the innermost first."""
+        """Return the wrappers of layers, the innermost first: the profiler, so that it does not time random streams."""
         wrappers: list[LayerWrapper] = [self._profiler.wrap] if training and self._profiler.measures else []
         if self._streams is not None:
             first = self._first_micro_batch() if training else 0
@@ -94,6 +94,7 @@ class Executor:
         return wrappers
 
     def _instructions(self, training: bool, scheduled: bool) -> Instructions:
+        """Return the batch's instructions: composed ones, the profiler's marks around them, the trace outermost."""
         composed = self._composed(scheduled)
         self._scheduled.gradients.observe = self._profiler.deferred if self._profiler.measures else None
         if training and self._profiler.measures:

@@ -50,13 +50,15 @@ class Checkpointer:
         exclude_frozen_parameters: bool,
     ) -> bool:
         """Write a checkpoint: :func:`ds_dynmo.engine.save.writing.save`. Collective."""
-        return save(self._context(), save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        return save(
+            self._context("saving a checkpoint"), save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+        )
 
     def load(self, load_dir: str, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint: :func:`ds_dynmo.engine.save.reading.load`. Collective."""
-        return load(self._context(), load_dir, tag, options)
+        return load(self._context("loading a checkpoint"), load_dir, tag, options)
 
-    def _context(self) -> CheckpointContext:
+    def _context(self, operation: str) -> CheckpointContext:
         return CheckpointContext(
             engine=self._engine,
             stage=self._stage,
@@ -66,6 +68,7 @@ class Checkpointer:
             trainable=self._trainable,
             progress=self._progress,
             generation=self._generation(),
+            operation=operation,
         )
 
     def _describe_optimizer(self, _: None) -> None:

@@ -33,6 +33,7 @@ class CheckpointContext:
         origin: the model as it was when the engine was constructed.
         progress: what the engine has counted and learnt.
         generation: the number of worlds before the present one.
+        operation: for messages: "saving a checkpoint" or "loading a checkpoint".
     """
 
     engine: Any
@@ -43,6 +44,7 @@ class CheckpointContext:
     trainable: TrainableLayers
     progress: EngineProgress
     generation: int
+    operation: str
 
     @property
     def here(self) -> RankCoordinates:
@@ -58,7 +60,7 @@ class CheckpointContext:
         Raises:
             CheckpointError: on every rank, if any rank's ``function`` raised, or results differ.
         """
-        return self.stage.comm.everywhere("a checkpoint", function, same=same, error=CheckpointError)
+        return self.stage.comm.everywhere(self.operation, function, same=same, error=CheckpointError)
 
 
 def local_slice(context: CheckpointContext, stage: StageSlots) -> SliceManifest:

@@ -57,8 +57,8 @@ def extras_of(
 
     Args:
         weights: include the weights: DeepSpeed writes no file of this layer.
-        all_buffers: include buffers that the ``state_dict`` has too: that of another replica is saved, whose values
-            may differ. Otherwise they are left out, with their shapes in their place, but for those that share memory.
+        all_buffers: True: save every buffer, because DeepSpeed saves only replica 0's. False: replace a buffer that the
+            weights file has by its shape, unless it shares memory.
         is_shared: says which values do not belong to the layer alone. They are not saved.
     """
     named = dict(module.named_parameters())
@@ -155,7 +155,7 @@ def check_state(
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: holds a {type(state).__name__}, expected the state_dict of a layer")
     if extras is not None and not (isinstance(extras, dict) and extras.keys() >= _EXTRAS):
-        raise CheckpointError(f"{path}: the file of ours beside it lacks some of {sorted(_EXTRAS)}")
+        raise CheckpointError(f"{path}: ds_dynmo's file of this layer lacks some of {sorted(_EXTRAS)}")
     if extras is None:
         kept = {name: shape for name, shape in present.items() if name in state and name not in origin.shapes}
         expected: dict[str, Any] = {**origin.state, **kept}

@@ -163,7 +163,14 @@ def _content(found: tuple[str, str | None]) -> str:
 
 
 def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> Placement:
-    """Choose where layers go before they are loaded: to the saved placement, if that is of as many stages."""
+    """Choose where layers go before they are loaded.
+
+    It is the saved placement, if all of these hold, else the present one:
+
+    - it has as many stages as this job;
+    - rebalancing is on, or this run continues one whose profile at the start placed the layers for good;
+    - not only the weights of a checkpoint of stock DeepSpeed are loaded.
+    """
     adopts = manifest.num_stages == context.here.num_stages and (
         context.stage.config.enabled or _was_placed(context, manifest, options)
     )

@@ -136,11 +136,14 @@ class OptimizerState(Protocol):
         ...
 
     def load(self, before: Named, after: Named, pieces: StatePieces | None) -> None:
-        """Train the parameters ``after`` instead of ``before``. Their weights are already loaded. Not collective.
+        """Replace the optimizer's parameters ``before`` by ``after``, and load ``pieces`` as their state.
+
+        Not collective. The weights of ``after`` are already loaded.
 
         Args:
             before, after: the stage's parameters; one may be another object in ``after``, or missing.
-            pieces: the new state; None: keep the present state, and call :meth:`refit` afterwards.
+            pieces: the new state; None: keep the present state. Then :meth:`refit` has to follow. It is collective:
+                it rebuilds flat shards without replaced parameters, and sets the fp32 weights from the loaded ones.
         """
         ...
 
