@@ -125,16 +125,16 @@ def optimizer(arguments: argparse.Namespace) -> dict[str, Any]:
     count = int(arguments.stage_parameters * 1e6 / STAY)
     engine = make_engine([count] * STAY + [SMALL] + [count] * STAY, STAY, arguments.precision)
     settled, copied = [], []
-    settle = engine.stage.state.settle
+    install = engine.stage.state.install_parameters
 
     def clocked(*args: Any) -> None:
         get_accelerator().synchronize()
         began = time.perf_counter()
-        settle(*args)
+        install(*args)
         get_accelerator().synchronize()
         settled.append(time.perf_counter() - began)
 
-    engine.stage.state.settle = clocked
+    engine.stage.state.install_parameters = clocked
     for _ in range(arguments.pairs):
         for boundary in (STAY + 1, STAY):
             engine.rebalance([0, boundary, 2 * STAY + 1])

@@ -66,10 +66,10 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
     stage = engine.stage
     groups = layer_groups(config, engine.module)
     reporter = Reporter(config, stage.comm, is_first_rank=stage.comm.here.rank == 0, monitor=engine.monitor)
-    names = _prepare_layers(engine, config)
+    references = _prepare_layers(engine, config)
     ranks, data, clock = JobRanks(stage, engine.module.topology()), DataPosition(engine), device_clock()
     profiler = Profiler(clock, size_every_pass=config.memory_limit is not None)
-    migrator = Migrator(partial(MigrationContext.of, stage, names))
+    migrator = Migrator(partial(MigrationContext.of, stage, references))
     rebalancer = Rebalancer(
         stage,
         groups=groups,
@@ -81,7 +81,9 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
     )
     trainable = TrainableLayers(engine, stage)
     progress = EngineProgress(engine, rebalancer, trainable)
-    checkpointer = Checkpointer(engine, stage, names, rebalancer, trainable, progress, lambda: ranks.world.generation)
+    checkpointer = Checkpointer(
+        engine, stage, references, rebalancer, trainable, progress, lambda: ranks.world.generation
+    )
     tracer = _tracer(stage, clock, reporter, ranks)
     states = TrackedStates(stage.comm.gather_over_slices)
     streams = _random_streams(engine, config, states)
@@ -105,17 +107,20 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
 
 
 def _prepare_layers(engine: Any, config: DynMoConfig) -> References:
-    """Prepare the layers of this stage for moves, and name the objects that they refer to but do not own. Collective.
+    """Prepare the layers of this stage for moves. Collective.
+
+    Returns:
+        The references of layers to objects that they do not own, with the names of these objects.
 
     Raises:
         ConfigError: on every rank; layers share parameters and are not tied.
     """
     stage = engine.stage
     check_sharing(stage.layers, stage.comm)
-    names = References(engine.module, stage.layers.modules, stage.comm.gather_objects, config.rank_attributes)
+    references = References(engine.module, stage.layers.modules, stage.comm.gather_objects, config.rank_attributes)
     stage.layers.split_uses()
     stage.connect_replicas()
-    return names
+    return references
 
 
 def _tracer(stage: StageContext, clock: Any, reporter: Reporter, ranks: JobRanks) -> Tracer | None:

@@ -89,7 +89,7 @@ class StageContext:
         """The boundaries of :attr:`placement`."""
         return self.placement.boundaries
 
-    def route_to(self, new: Placement) -> str:
+    def placement_change_text(self, new: Placement) -> str:
         """Return the present and the new placement as text, for comparison between ranks."""
         return f"{self.placement} -> {new}"
 
@@ -128,7 +128,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     built, uses = comm.everywhere("initialize", check, error=ConfigError)
     if flat:
         shapes_of = partial(replicas.per_replica_shapes, model)
-        comm.everywhere(_SAME_SHAPES, shapes_of, same=str, within=comm.here.slice_of_stage, error=ConfigError)
+        comm.everywhere(_SAME_SHAPES, shapes_of, same=str, compared_in=comm.here.slice_of_stage, error=ConfigError)
     gathered = comm.gather_objects((replicas.has_per_replica(model), replicas.shares_out(model), uses, bool(built)))
     differ = any(has_per_replica for has_per_replica, *_ in gathered)
     ties = separate_uses((uses for *_, uses, _ in gathered), layer_specs(model))

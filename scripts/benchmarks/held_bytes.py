@@ -118,7 +118,7 @@ def _before_each_step(schedule: Any, call: Callable[[], None]) -> Iterator[None]
 def predicted_peaks(engine: Any) -> tuple[int, ...]:
     """Predict the most that each stage holds, from the latest profile and the order in force."""
     stages, micro_batches = engine.num_stages, engine.micro_batches
-    order = engine.stage.schedule.in_force(stages, micro_batches) if engine.stage.schedule.is_ours else None
+    order = engine.stage.schedule.schedule_for(stages, micro_batches) if engine.stage.schedule.is_ours else None
     given = DecisionInput.of(
         engine.profile,
         config=engine.stage.config,

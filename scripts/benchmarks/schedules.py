@@ -112,7 +112,9 @@ class Arm:
         """Return the schedule in force; None: DeepSpeed's own."""
         if self.trace is None:
             return None
-        found: Schedule | None = self.engine.stage.schedule.in_force(self.engine.num_stages, self.engine.micro_batches)
+        found: Schedule | None = self.engine.stage.schedule.schedule_for(
+            self.engine.num_stages, self.engine.micro_batches
+        )
         return found
 
 

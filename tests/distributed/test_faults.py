@@ -145,7 +145,7 @@ FATAL: dict[str, Callable[[Any], None]] = {
     "send": lambda engine: setattr(engine.stage.comm.p2p, "post", broken),
     "unpack": _arriving,
     "rebuild": lambda engine: setattr(engine.stage.layers, "rebuild", broken),
-    "rewrap": lambda engine: setattr(engine.stage.state, "settle", broken),
+    "rewrap": lambda engine: setattr(engine.stage.state, "install_parameters", broken),
     "tie": lambda engine: setattr(engine.stage.layers, "tie", broken),
 }
 

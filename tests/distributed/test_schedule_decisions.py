@@ -70,7 +70,7 @@ def decided(block: dict[str, Any]) -> Any:
     reports.append(engine.rebalance())
     engine.train_batch(data)
     running = engine.stage.schedule.running
-    given = engine.rebalancer.decision_input(engine.profile, None, in_force=False)
+    given = engine.rebalancer.decision_input(engine.profile, None, assume_running_schedule=False)
     every = [(0, *inner, 7) for inner in itertools.combinations(range(1, 7), 2)]
     seconds = {partition: given.pipeline.iteration_seconds(partition) for partition in every}
     return gather((reports, seconds, engine.partition, running and running.schedule.hash))
@@ -102,8 +102,8 @@ def under_a_limit() -> Any:
         engine.rebalancer.memory.limit = limit and int(limit * max(needed[0]))
         engine.rebalance(engine.partition)
         engine.train_batch(data)
-        order, layers = engine.stage.schedule.in_force(3, 4), engine.profile.layers
-        passes = engine.rebalancer.decision_input(engine.profile, None, in_force=False).pipeline.passes
+        order, layers = engine.stage.schedule.schedule_for(3, 4), engine.profile.layers
+        passes = engine.rebalancer.decision_input(engine.profile, None, assume_running_schedule=False).pipeline.passes
         held = peak_bytes(order, passes.sizes(engine.partition))
         owned = map(engine.stage.placement.layers_of, range(3))
         needed.append([sum(layers[i].static_bytes for i in own) + more for own, more in zip(owned, held)])
@@ -134,7 +134,7 @@ def one_differs() -> Any:
     ) as error:
         engine.rebalance()
     assert error.value.harmless and engine.partition == before
-    ran = engine.stage.schedule.in_force(3, 4).hash
+    ran = engine.stage.schedule.schedule_for(3, 4).hash
     engine.train_batch(data)
     rebalancer.decide = decide
     engine.rebalance()
@@ -184,7 +184,7 @@ def repacked(partitions: dict[int, list[int]]) -> Any:
         if engine.released and not engine.wait_for_recall():
             break
         if engine.profile is not None:
-            given = engine.rebalancer.decision_input(engine.profile, None, in_force=False)
+            given = engine.rebalancer.decision_input(engine.profile, None, assume_running_schedule=False)
             found = given.pipeline.shortest_schedule(engine.partition)
     engine.dismiss_parked()
     return seen, reports, found and found.iteration_seconds
@@ -212,7 +212,7 @@ def sent_to(partitions: list[list[int]]) -> Any:
     seen, reports = [], []
     for partition in partitions:
         reports.append(engine.rebalance(partition))
-        given = engine.profile and engine.rebalancer.decision_input(engine.profile, None, in_force=False)
+        given = engine.profile and engine.rebalancer.decision_input(engine.profile, None, assume_running_schedule=False)
         engine.train_batch(data)
         found = given and given.pipeline.shortest_schedule(partition)
         seen.append((engine.stage.schedule.running.schedule, found))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynmo.engine.comm.channels import Channels, Lane, LinkPlan, Operation, PlannedMessage
+from ds_dynmo.engine.comm.channels import Channels, LaneKey, LinkPlan, MessageKind, Operation
 from ds_dynmo.engine.split.messages import link_plan, receives, sends
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import (
@@ -28,7 +28,7 @@ from ds_dynmo.schedules import (
     zb_h1,
 )
 
-Sizes = Callable[[Lane, int], list[int]]  # of the tensors of a message, by lane and micro-batch
+Sizes = Callable[[MessageKind, int], list[int]]  # of the tensors of a message, by kind and micro-batch
 
 
 @dataclass(eq=False)
@@ -110,9 +110,9 @@ class StrictBackend:
         self.condition.notify_all()
 
 
-def content(lane: Lane, chunk: int, micro_batch: int) -> int:
+def content(kind: MessageKind, chunk: int, micro_batch: int) -> int:
     """What a message of ``chunk`` is filled with."""
-    return 10_000 * lane.value + 100 * chunk + micro_batch
+    return 10_000 * kind.value + 100 * chunk + micro_batch
 
 
 class Stage:
@@ -131,18 +131,18 @@ class Stage:
                 if target is not None:
                     self._send(action, *target, sizes)
 
-    def _receive(self, action: Action, stage: int, lane: Lane, sizes: Sizes) -> None:
-        with self.channels.receiving(lane, stage):
-            for size in sizes(lane, action.micro_batch):
+    def _receive(self, action: Action, stage: int, kind: MessageKind, sizes: Sizes) -> None:
+        with self.channels.receiving(kind, stage):
+            for size in sizes(kind, action.micro_batch):
                 tensor = torch.zeros(size, dtype=torch.int64)
                 self.channels.recv(tensor, stage)
-                chunk = action.chunk + (-1 if lane is Lane.ACTIVATION else 1)
-                assert set(tensor.tolist()) == {content(lane, chunk, action.micro_batch)}
+                chunk = action.chunk + (-1 if kind is MessageKind.ACTIVATION else 1)
+                assert set(tensor.tolist()) == {content(kind, chunk, action.micro_batch)}
 
-    def _send(self, action: Action, stage: int, lane: Lane, sizes: Sizes) -> None:
-        with self.channels.sending(lane, stage):
-            for size in sizes(lane, action.micro_batch):
-                tensor = torch.full((size,), content(lane, action.chunk, action.micro_batch))
+    def _send(self, action: Action, stage: int, kind: MessageKind, sizes: Sizes) -> None:
+        with self.channels.sending(kind, stage):
+            for size in sizes(kind, action.micro_batch):
+                tensor = torch.full((size,), content(kind, action.chunk, action.micro_batch))
                 self.channels.send(tensor, stage)
 
 
@@ -174,20 +174,20 @@ def plans(schedule: Schedule, costs: PassCosts | None = None) -> list[LinkPlan]:
     return [link_plan(schedule, stage, costs) for stage in range(schedule.num_stages)]
 
 
-def same(lane: Lane, micro_batch: int) -> list[int]:
-    return [6, 2] if lane is Lane.ACTIVATION else [6]
+def same(kind: MessageKind, micro_batch: int) -> list[int]:
+    return [6, 2] if kind is MessageKind.ACTIVATION else [6]
 
 
-def announced(lane: Lane, micro_batch: int) -> list[int]:
+def announced(kind: MessageKind, micro_batch: int) -> list[int]:
     """As DeepSpeed: the first message says how all look."""
-    return [*([9] if lane is Lane.ACTIVATION and micro_batch == 0 else []), *same(lane, micro_batch)]
+    return [*([9] if kind is MessageKind.ACTIVATION and micro_batch == 0 else []), *same(kind, micro_batch)]
 
 
-def without_gradients(lane: Lane, micro_batch: int) -> list[int]:
-    return [] if lane is Lane.GRADIENT else same(lane, micro_batch)
+def without_gradients(kind: MessageKind, micro_batch: int) -> list[int]:
+    return [] if kind is MessageKind.GRADIENT else same(kind, micro_batch)
 
 
-def changing(lane: Lane, micro_batch: int) -> list[int]:
+def changing(kind: MessageKind, micro_batch: int) -> list[int]:
     return [3, 5 + micro_batch // 3]
 
 
@@ -255,14 +255,14 @@ class Noted:
 
     def receive(self) -> str:
         """Receive an activation of two tensors; what was posted."""
-        with self.channels.receiving(Lane.ACTIVATION, 1):
+        with self.channels.receiving(MessageKind.ACTIVATION, 1):
             self.channels.recv(torch.empty(3), 1)
             self.channels.recv(torch.empty(3), 1)
         return self._since()
 
     def send(self) -> str:
         """Send a gradient of two tensors; what was posted."""
-        with self.channels.sending(Lane.GRADIENT, 1):
+        with self.channels.sending(MessageKind.GRADIENT, 1):
             self.channels.send(torch.empty(3), 1)
             self.channels.send(torch.empty(3), 1)
         return self._since()
@@ -273,7 +273,7 @@ class Noted:
         return posted
 
 
-RECEIVE, SEND = PlannedMessage(Lane.ACTIVATION, False), PlannedMessage(Lane.GRADIENT, True)
+RECEIVE, SEND = LaneKey(MessageKind.ACTIVATION, False), LaneKey(MessageKind.GRADIENT, True)
 
 
 def test_two_receives_are_posted_ahead_once_two_messages_looked_alike() -> None:
@@ -325,7 +325,7 @@ def test_sides_that_disagree_are_found() -> None:
 
 
 def test_messages_that_look_unlike_those_before_are_refused() -> None:
-    def sizes(lane: Lane, micro_batch: int) -> list[int]:
+    def sizes(kind: MessageKind, micro_batch: int) -> list[int]:
         return [7 if micro_batch == 4 else 6]
 
     schedule = zb_h1(2, 6)

@@ -81,7 +81,7 @@ def test_they_are_announced_once_and_again_when_forgotten(messages: deque[torch.
         assert len(messages) == (number == 0)
         assert second.receive((plain(), plain(), torch.arange(3))) == [False, True, False]
     for stage in (first, second):
-        stage.flags.forget()
+        stage.flags.forget_flags()
     outputs = plain(), plain(), torch.arange(3)
     assert first.send(outputs) == () and second.receive(outputs) == [False, False, False]
     assert second.send_gradients() == ()

@@ -17,7 +17,7 @@ from ds_dynmo.engine.move.object_graph import (
     copy_of_modules,
     follow,
     is_constant,
-    is_frozen,
+    is_immutable,
     text,
     walk,
 )
@@ -59,12 +59,12 @@ def test_values_that_are_constants(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [[], {}, torch.zeros(1), lambda x: x, functools.partial(len), Thing(), nn.ReLU()])
 def test_values_that_are_not_constants(value: Any) -> None:
-    assert not is_constant(value) and not is_frozen(value)
+    assert not is_constant(value) and not is_immutable(value)
 
 
 def test_frozen_values_may_hold_mutable_ones() -> None:
     frozen = Frozen([1])
-    assert is_frozen(frozen) and is_frozen(([],))
+    assert is_immutable(frozen) and is_immutable(([],))
     assert [child for _, child in children(frozen)] == [frozen.values]
 
 

@@ -177,8 +177,8 @@ def test_never_more_than_one_is_under_way(works: list[Work]) -> None:
     comm.post(torch.zeros(2), 0, None)
     assert [work.waits for work in works] == [1, 0, 0]
     with pytest.raises(RuntimeError, match="closed by peer"):
-        comm.settle()
-    comm.settle()
+        comm.wait_for_posted_broadcast()
+    comm.wait_for_posted_broadcast()
 
 
 def test_who_does_not_wait_finds_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ OLD = chain(0, 2, 4, 6, 8)
 
 def moved(plan: RepackPlan) -> list[tuple[int, int, int]]:
     """Return layer, source and destination of each move; the latter two as stages of the job."""
-    return [(move.layer, plan.stages[move.source], plan.stages[move.destination]) for move in plan.moves.moves]
+    return [(move.layer, plan.stages[move.source], plan.stages[move.destination]) for move in plan.migration.moves]
 
 
 def test_fewer_stages_keep_the_first_and_last_and_move_the_least() -> None:
@@ -45,7 +45,9 @@ def test_freed_stages_become_replicas_in_order() -> None:
 def test_parked_stages_are_recalled_the_last_first() -> None:
     one = JobStages(at_work=(0,), replica_multiplier=1, parked=(1, 2, 3), last=3)
     plan = plan_repack(one, chain(0, 8), chain(0, 4, 8))
-    assert plan.stages == (0, 3) and plan.moves.old.boundaries == (0, 8, 8) and plan.moves.old.empty_stages == (1,)
+    assert (
+        plan.stages == (0, 3) and plan.migration.old.boundaries == (0, 8, 8) and plan.migration.old.empty_stages == (1,)
+    )
     assert plan_repack(one, chain(0, 8), chain(0, 2, 4, 8)).stages == (0, 1, 3)
 
 
@@ -58,15 +60,15 @@ def test_parked_stages_are_of_no_use_without_the_last() -> None:
 def test_extra_replicas_are_stages_of_one_pipeline_while_layers_move() -> None:
     copies = JobStages(at_work=(0, 3, 1, 2), replica_multiplier=2, parked=(), last=3)
     plan = plan_repack(copies, chain(0, 5, 8), OLD)
-    assert plan.stages == (0, 1, 2, 3) and plan.moves.old.boundaries == (0, 5, 5, 5, 8) and plan.freed == []
+    assert plan.stages == (0, 1, 2, 3) and plan.migration.old.boundaries == (0, 5, 5, 5, 8) and plan.freed == []
     fewer = plan_repack(copies, chain(0, 5, 8), chain(0, 8))
     assert fewer.staying == (0,) and fewer.stages_of_copies(4) == [1, 2, 3]
 
 
 def test_the_way_back_moves_nothing() -> None:
     plan = plan_repack(replace(FOUR, at_work=(0, 3), parked=(1, 2)), chain(0, 4, 8), chain(0, 2, 4, 8))
-    back = between(plan.stages, plan.moves.old, chain(0, 4, 8), [0, 2])
-    assert plan.stages == (0, 1, 3) and back.freed == [1] and not back.moves.moves
+    back = between(plan.stages, plan.migration.old, chain(0, 4, 8), [0, 2])
+    assert plan.stages == (0, 1, 3) and back.freed == [1] and not back.migration.moves
 
 
 def test_more_stages_than_ranks_are_refused() -> None:

@@ -154,5 +154,5 @@ def test_orders_count_on_the_next_batch_where_that_can_begin(memory: float, batc
     ours = ScheduleInForce(config, batches_wait=batches_wait)
     assert ours.back_to_back is expected
     find = back_to_back_for_equal_costs if expected else schedule_for_equal_costs
-    assert ours.in_force(3, 8) == find(3, 8, memory)
+    assert ours.schedule_for(3, 8) == find(3, 8, memory)
     assert back_to_back_for_equal_costs(3, 8, 2.0) != schedule_for_equal_costs(3, 8, 2.0)

@@ -30,12 +30,12 @@ def run(settings: DynMoConfig, steps: int, requests: dict[int, str] | None = Non
             seen["profiled"].append(step)
             profiled += 1
         steering.batch_done(step)
-        outcome, decision = steering.outcome_due(profiled), steering.decision_due(profiled)
+        outcome, decision = steering.measurement_due(profiled), steering.decision_due(profiled)
         if outcome or decision:
             profiled = 0
         if outcome:
             seen["outcomes"].append(step)
-            steering.outcome_recorded()
+            steering.measurement_recorded()
         if decision:
             seen["decided"].append((step, str(steering.pending)))
             steering.decided(moved=False)
@@ -125,7 +125,7 @@ def test_a_checkpoint_restores_all_counters_and_nothing_else() -> None:
     for step in range(1, 7):
         before.batch_done(step)
     before.model_changed("pruned")
-    before.outcome_recorded()
+    before.measurement_recorded()
     saved = json.loads(json.dumps(before.state_dict()))
     after = Trigger(config(interval=3))
     after.load_state_dict({**saved, "_config": None, "decided": None, "_later": 1})
@@ -160,7 +160,7 @@ def test_a_models_own_reason_is_not_taken_for_a_built_in_one() -> None:
 
 def test_a_move_is_followed_by_warm_up_and_one_outcome() -> None:
     steering = Trigger(config(interval=0))
-    steering.outcome_recorded()
+    steering.measurement_recorded()
     steering.decided(moved=True)
     assert not steering.profile_batch(5)
     steering.batch_done(5)

@@ -34,8 +34,8 @@ MUTATIONS = [
     Mutation(
         "ranks train by different orders of passes",
         f"{DECIDE}/rebalancer.py",
-        '        return f"{self._stage.route_to(decision.placement)}{schedule}"\n',
-        "        return self._stage.route_to(decision.placement)\n",
+        '        return f"{self._stage.placement_change_text(decision.placement)}{schedule}"\n',
+        "        return self._stage.placement_change_text(decision.placement)\n",
         "tests/distributed/test_schedule_decisions.py::test_ranks_that_find_different_orders_stay_as_they_are",
     ),
     Mutation(

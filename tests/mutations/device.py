@@ -62,8 +62,8 @@ MUTATIONS = [
     on_device(
         "two messages of one stage are posted in the other order",
         f"{COMM}/channels.py",
-        "        for batch in [operations] if settled else [[operation] for operation in operations]:",
-        "        for batch in [operations[::-1]] if settled else [[operation] for operation in operations[::-1]]:",
+        "        for batch in [operations] if fixed else [[operation] for operation in operations]:",
+        "        for batch in [operations[::-1]] if fixed else [[operation] for operation in operations[::-1]]:",
         SCHEDULES + " -k several_tensors",
     ),
     on_device(

@@ -194,7 +194,7 @@ MUTATIONS = [
     Mutation(
         "ranks send state along different routes",
         "ds_dynmo/engine/move/migrator.py",
-        "everywhere(_MAKING_ROOM, receive, same=str, within=context.comm.here.pipeline)",
+        "everywhere(_MAKING_ROOM, receive, same=str, compared_in=context.comm.here.pipeline)",
         "everywhere(_MAKING_ROOM, receive)",
         "tests/distributed/test_faults.py::test_ranks_that_planned_another_route_are_named_before_bytes_move",
     ),

@@ -34,8 +34,8 @@ MUTATIONS = [
     Mutation(
         "state that was shared is lost with the ranks that go",
         "ds_dynmo/engine/resize/shrinking.py",
-        "change.load_shared_states(from_bytes(change.comm.broadcast_object(job), change.comm.device))\n",
-        "change.comm.broadcast_object(job)\n",
+        "change.load_shared_states(from_bytes(change.comm.broadcast_object(job_bytes), change.comm.device))\n",
+        "change.comm.broadcast_object(job_bytes)\n",
         f"{REPACK}::test_state_that_a_rank_holds_for_itself_survives -k 'automatic'",
     ),
     Mutation(
@@ -83,7 +83,7 @@ MUTATIONS = [
     Mutation(
         "a job is re-packed though a rank lacks the memory on the way",
         "ds_dynmo/engine/resize/repacker.py",
-        "        self._rebalancer.memory.check(plan.moves)\n",
+        "        self._rebalancer.memory.check(plan.migration)\n",
         "",
         "tests/distributed/test_move_memory.py::test_stages_stay_parked_if_a_recall_does_not_fit",
     ),
@@ -112,8 +112,8 @@ MUTATIONS = [
     Mutation(
         "a rank that died while layers moved is not named",
         "ds_dynmo/engine/resize/world_change.py",
-        "            if not dead:\n",
-        "            if dead or not dead:\n",
+        "            if not unresponsive:\n",
+        "            if unresponsive or not unresponsive:\n",
         f"{FAILURES}::test_a_rank_that_dies_while_layers_move_is_named",
     ),
 ]

@@ -69,7 +69,7 @@ def _serve(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None
         del request, answer, call  # hold no references while idle
 
 
-def within(seconds: float, make: Callable[[], Any]) -> Any:
+def call_within_seconds(seconds: float, make: Callable[[], Any]) -> Any:
     """Call ``make``, in which torch waits for the store, and return its result.
 
     Raises:

@@ -14,7 +14,7 @@ operations before it are posted, and
 - two messages of one group: together, by ``batch_isend_irecv``.
 
 **Shapes.** A receive can be posted early only if its shapes are known. DeepSpeed announces shapes by a tensor of
-numbers in the first message, or in each. Here the shapes of a lane are *settled* once two successive messages had
+numbers in the first message, or in each. Here the shapes of a lane are *fixed* once two successive messages had
 the same, and stay so until the batch ends. Both stages have seen the same messages, so they agree. Other
 messages are sent and received tensor by tensor when their instruction runs, and not in a group. A message has no tensor
 if the receiver is frozen.
@@ -48,7 +48,7 @@ from ds_dynmo.torch_private import version_of
 AHEAD = 2  # receives of a lane that are posted before they are needed
 
 
-class Lane(Enum):
+class MessageKind(Enum):
     """The kind of a message between stages; its value is the message's tag."""
 
     ACTIVATION = 1
@@ -60,27 +60,28 @@ Operation = tuple[bool, torch.Tensor]  # whether it is a send, and the tensor
 Post = Callable[[int, Sequence[Operation]], Sequence[Any]]
 
 
-class PlannedMessage(NamedTuple):
-    """One message in the order of two stages, as seen by one of them: the next message of its lane.
+class LaneKey(NamedTuple):
+    """One of the lanes between this stage and a neighbour.
 
     Attributes:
-        is_sent: this stage sends it; else it receives it.
+        is_sent: this stage sends the messages; else it receives them.
     """
 
-    lane: Lane
+    kind: MessageKind
     is_sent: bool
 
 
-LinkPlan = Mapping[int, Sequence[tuple[PlannedMessage, ...]]]
+# Per neighbour, the groups of messages in order. Each message is given by its lane, whose next one it is.
+LinkPlan = Mapping[int, Sequence[tuple[LaneKey, ...]]]
 
 
-def kept(tensor: torch.Tensor, lane: Lane) -> torch.Tensor:
+def kept(tensor: torch.Tensor, kind: MessageKind) -> torch.Tensor:
     """Return the tensor to send for ``tensor``, which keeps its content if ``tensor`` gets new data.
 
     A tensor without gradient, such as a mask, is copied: its layer may keep it and change it for the next micro-batch.
     """
     content = tensor.detach()
-    return content.clone() if lane is Lane.ACTIVATION and not tensor.requires_grad else content
+    return content.clone() if kind is MessageKind.ACTIVATION and not tensor.requires_grad else content
 
 
 class _SentTensor(NamedTuple):
@@ -124,9 +125,9 @@ class _LaneState:
     """One lane in one direction, in one batch."""
 
     shapes: MessageShapes | None = None  # of the previous message
-    is_settled: bool = False  # all later messages of this batch have these shapes
+    shapes_are_fixed: bool = False  # all later messages of this batch have these shapes
     messages: int = 0
-    ready: deque[tuple[list[_SentTensor], bool]] = field(default_factory=deque)  # sends to post; were shapes settled
+    ready: deque[tuple[list[_SentTensor], bool]] = field(default_factory=deque)  # sends to post; were shapes fixed
     arriving: deque[tuple[_PostedOperations, list[torch.Tensor]]] = field(default_factory=deque)  # posted receives
 
 
@@ -134,9 +135,9 @@ class _LaneState:
 class _Link:
     """All messages between this stage and a neighbour in one batch."""
 
-    stage: int
-    groups: deque[tuple[PlannedMessage, ...]]  # still to post
-    lanes: dict[PlannedMessage, _LaneState]
+    stage_id: int
+    groups: deque[tuple[LaneKey, ...]]  # still to post
+    lanes: dict[LaneKey, _LaneState]
     posted: deque[_PostedOperations] = field(default_factory=deque)  # in order; not known to have ended
 
 
@@ -151,10 +152,10 @@ class Channels:
     def __init__(self, rank_of: Callable[[int], int], connect: Callable[[], Post]) -> None:
         self._rank_of, self._connect = rank_of, connect
         self._device: Any = torch.device("cpu")
-        self._shapes: dict[tuple[int, PlannedMessage], MessageShapes] = {}  # of the last batch
+        self._shapes: dict[tuple[int, LaneKey], MessageShapes] = {}  # of the last batch
         self._links: dict[int, _Link] = {}
         self._alike = False
-        self._now: PlannedMessage | None = None
+        self._now: LaneKey | None = None
         self._sending: list[_SentTensor] = []
         self._arrived: deque[torch.Tensor] | None = None  # tensors of the message to take; None: it was not posted
         self._taken: MessageShapes = []  # shapes taken so far
@@ -171,19 +172,19 @@ class Channels:
         self._alike = alike
         self._links = {}
         for stage, groups in plan.items():
-            kinds = {message for group in groups for message in group}
-            lanes = {message: _LaneState(self._shapes.get((stage, message))) for message in kinds}
+            keys = {lane for group in groups for lane in group}
+            lanes = {lane: _LaneState(self._shapes.get((stage, lane))) for lane in keys}
             self._links[stage] = _Link(stage, deque(groups), lanes)
         yield
         for link in self._links.values():
-            assert not link.groups, f"messages with stage {link.stage} that no action made or took: {link.groups}"
+            assert not link.groups, f"messages with stage {link.stage_id} that no action made or took: {link.groups}"
             self._wait(link, None)
         # A lane's only message may contain the tensors that announce shapes, which its next message lacks. So keep the
         # shapes of lanes with more messages.
         self._shapes = {
-            (link.stage, message): state.shapes
+            (link.stage_id, lane): state.shapes
             for link in self._links.values()
-            for message, state in link.lanes.items()
+            for lane, state in link.lanes.items()
             if state.messages > 1 and state.shapes is not None
         }
         self._links = {}
@@ -195,36 +196,36 @@ class Channels:
     # -- one instruction ------------------------------------------------------------------------------
 
     @contextmanager
-    def sending(self, lane: Lane, dest_stage: int) -> Iterator[None]:
-        """Send one message of ``lane``: all tensors sent to ``dest_stage`` inside."""
-        link, message = self._links[dest_stage], PlannedMessage(lane, is_sent=True)
-        state = link.lanes[message]
-        self._now, self._sending = message, []
+    def sending(self, kind: MessageKind, dest_stage: int) -> Iterator[None]:
+        """Send one message of a kind: all tensors sent to ``dest_stage`` inside."""
+        link, lane = self._links[dest_stage], LaneKey(kind, is_sent=True)
+        state = link.lanes[lane]
+        self._now, self._sending = lane, []
         try:
             yield
         finally:
             self._now = None
         shapes: MessageShapes = [(sent.tensor.shape, sent.tensor.dtype) for sent in self._sending]
-        if state.is_settled and shapes != state.shapes:
-            raise ConfigError(_unlike(lane, dest_stage, shapes, state.shapes))
-        state.ready.append((self._sending, state.is_settled))
+        if state.shapes_are_fixed and shapes != state.shapes:
+            raise ConfigError(_unlike(kind, dest_stage, shapes, state.shapes))
+        state.ready.append((self._sending, state.shapes_are_fixed))
         self._note(state, shapes)
         self._advance(link)
 
     @contextmanager
-    def receiving(self, lane: Lane, src_stage: int) -> Iterator[None]:
-        """Receive the next message of ``lane``: all tensors received from ``src_stage`` inside."""
-        link, message = self._links[src_stage], PlannedMessage(lane, is_sent=False)
-        state = link.lanes[message]
+    def receiving(self, kind: MessageKind, src_stage: int) -> Iterator[None]:
+        """Receive the next message of a kind: all tensors received from ``src_stage`` inside."""
+        link, lane = self._links[src_stage], LaneKey(kind, is_sent=False)
+        state = link.lanes[lane]
         if not state.arriving:
-            self._advance(link, needed=message)
-        self._now, self._taken = message, []
+            self._advance(link, needed=lane)
+        self._now, self._taken = lane, []
         if state.arriving:
             posted, tensors = state.arriving.popleft()
             self._wait(link, posted)
             self._arrived = deque(tensors)
         else:
-            assert link.groups[0] == (message,), f"{message} of stage {src_stage} is needed before {link.groups[0]}"
+            assert link.groups[0] == (lane,), f"{lane} of stage {src_stage} is needed before {link.groups[0]}"
             link.groups.popleft()
             self._arrived = None
         try:
@@ -236,13 +237,13 @@ class Channels:
 
     def _note(self, state: _LaneState, shapes: MessageShapes) -> None:
         """Record the shapes of a message."""
-        state.is_settled = state.is_settled or (self._alike and shapes == state.shapes)
+        state.shapes_are_fixed = state.shapes_are_fixed or (self._alike and shapes == state.shapes)
         state.shapes = list(shapes)
         state.messages += 1
 
     # -- the order ------------------------------------------------------------------------------------
 
-    def _advance(self, link: _Link, needed: PlannedMessage | None = None) -> None:
+    def _advance(self, link: _Link, needed: LaneKey | None = None) -> None:
         """Post all operations that may be posted now.
 
         Args:
@@ -250,35 +251,35 @@ class Channels:
         """
         while link.groups:
             group = link.groups[0]
-            if len(group) > 1 and not all(_is_settled(link, message) for message in group):
+            if len(group) > 1 and not all(_shapes_are_fixed(link, lane) for lane in group):
                 link.groups.popleft()
-                link.groups.extendleft((message,) for message in reversed(group))
+                link.groups.extendleft((lane,) for lane in reversed(group))
                 continue
-            if not all(_may_post(link, message, needed) for message in group):
+            if not all(_may_post(link, lane, needed) for lane in group):
                 return
             link.groups.popleft()
             self._post_group(link, group)
 
-    def _post_group(self, link: _Link, group: tuple[PlannedMessage, ...]) -> None:
+    def _post_group(self, link: _Link, group: tuple[LaneKey, ...]) -> None:
         operations: list[tuple[torch.Tensor, int | None]] = []
-        settled, receives = True, []
-        for message in group:
-            state = link.lanes[message]
-            if message.is_sent:
-                sent, settled = state.ready.popleft()
+        fixed, receives = True, []
+        for lane in group:
+            state = link.lanes[lane]
+            if lane.is_sent:
+                sent, fixed = state.ready.popleft()
                 operations += sent
             else:
                 tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in state.shapes or ()]
                 receives.append((state, tensors))
                 operations += [(tensor, None) for tensor in tensors]
-        for batch in [operations] if settled else [[operation] for operation in operations]:
+        for batch in [operations] if fixed else [[operation] for operation in operations]:
             posted = self._posted(link, batch)
         for state, tensors in receives:
             state.arriving.append((posted, tensors))
 
     def _posted(self, link: _Link, tensors: list[tuple[torch.Tensor, int | None]]) -> _PostedOperations:
         operations = [(version is not None, tensor) for tensor, version in tensors]
-        posted = _PostedOperations(list(self._post(link.stage, operations)) if operations else [], tensors)
+        posted = _PostedOperations(list(self._post(link.stage_id, operations)) if operations else [], tensors)
         link.posted.append(posted)
         return posted
 
@@ -294,7 +295,7 @@ class Channels:
         if self._now is None:
             dist.send(tensor, self._rank_of(dest_stage))
             return
-        sent = kept(tensor, self._now.lane)
+        sent = kept(tensor, self._now.kind)
         self._sending.append(_SentTensor(sent, version_of(sent)))
 
     def recv(self, tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> None:
@@ -310,32 +311,32 @@ class Channels:
         else:
             if not self._arrived or self._taken[-1] != (self._arrived[0].shape, self._arrived[0].dtype):
                 assumed = self._links[src_stage].lanes[self._now].shapes
-                raise ConfigError(_unlike(self._now.lane, src_stage, self._taken, assumed))
+                raise ConfigError(_unlike(self._now.kind, src_stage, self._taken, assumed))
             buffer = self._arrived.popleft()
         tensor.data = buffer
 
 
-def _is_settled(link: _Link, message: PlannedMessage) -> bool:
-    """Return whether both sides know the shapes of the next message of this kind."""
-    state = link.lanes[message]
-    return state.ready[0][1] if state.ready else state.is_settled
+def _shapes_are_fixed(link: _Link, lane: LaneKey) -> bool:
+    """Return whether both sides know the shapes of the next message of this lane."""
+    state = link.lanes[lane]
+    return state.ready[0][1] if state.ready else state.shapes_are_fixed
 
 
-def _may_post(link: _Link, message: PlannedMessage, needed: PlannedMessage | None) -> bool:
-    state = link.lanes[message]
-    if message.is_sent:
+def _may_post(link: _Link, lane: LaneKey, needed: LaneKey | None) -> bool:
+    state = link.lanes[lane]
+    if lane.is_sent:
         return bool(state.ready)
-    if not state.is_settled:
+    if not state.shapes_are_fixed:
         return False
-    return message == needed or len(state.arriving) < AHEAD or any(lane.ready for lane in link.lanes.values())
+    return lane == needed or len(state.arriving) < AHEAD or any(other.ready for other in link.lanes.values())
 
 
-def _unlike(lane: Lane, stage: int, shapes: MessageShapes, expected: MessageShapes | None) -> str:
+def _unlike(kind: MessageKind, stage: int, shapes: MessageShapes, expected: MessageShapes | None) -> str:
     def listed(shapes: MessageShapes | None) -> str:
         return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in shapes or ()) or "nothing"
 
     return (
-        f"a message ({lane.name.lower()}, between this stage and stage {stage}) has other tensors than those before it "
+        f"a message ({kind.name.lower()}, between this stage and stage {stage}) has other tensors than those before it "
         f"in the batch: {listed(shapes)} instead of {listed(expected)}. Give the PipelineModule dynamic_shape=True, or "
         'set dynmo.schedule.kind to "1f1b"'
     )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 
 from ds_dynmo.engine.comm import hosts
-from ds_dynmo.engine.comm.bounded import BoundedStore, within
+from ds_dynmo.engine.comm.bounded import BoundedStore, call_within_seconds
 from ds_dynmo.engine.comm.clock import clock_offset
 from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
@@ -121,7 +121,9 @@ class Communicator:
         """Create the process groups of the present world for the operation ``what``. Collective over the world."""
         timeout = timedelta(seconds=self._timeout_seconds)
         self.here = RankCoordinates.of(self.grid)
-        self._control = within(2 * self._timeout_seconds, lambda: dist.new_group(backend="gloo", timeout=timeout))
+        self._control = call_within_seconds(
+            2 * self._timeout_seconds, lambda: dist.new_group(backend="gloo", timeout=timeout)
+        )
         self.p2p = PointToPoint(self.rank_of, self._control, self.device, self._timeout_seconds)
         self._tied_groups.clear()
         self._rank_alone: Any = None
@@ -146,7 +148,7 @@ class Communicator:
 
     def enter(self, what: str) -> None:
         """Announce that this rank takes part in the collective ``what``, which starts now."""
-        self.settle()
+        self.wait_for_posted_broadcast()
         self._entered += 1
         self._what = what
         self._announce()
@@ -164,11 +166,11 @@ class Communicator:
 
         Collective over ``group``.
         """
-        self.settle()
+        self.wait_for_posted_broadcast()
         self._posted = PostedBroadcast(tensor, src, group)
         return self._posted
 
-    def settle(self) -> None:
+    def wait_for_posted_broadcast(self) -> None:
         """Wait for the broadcast that was posted last. Ranks that are still in an earlier batch are not missing."""
         posted, self._posted = self._posted, None
         if posted is not None:
@@ -286,7 +288,7 @@ class Communicator:
 
         Collective over the world.
         """
-        self.settle()
+        self.wait_for_posted_broadcast()
         try:
             return clock_offset(self._control, now)
         except RuntimeError as error:
@@ -310,7 +312,7 @@ class Communicator:
         function: Callable[[], Result],
         *,
         same: Callable[[Result], object] | None = None,
-        within: tuple[int, int] = (0, 1),
+        compared_in: tuple[int, int] = (0, 1),
         error: type[Exception] | None = None,
     ) -> Result:
         """Call ``function`` on every rank, and return its result once it has succeeded on all.
@@ -321,7 +323,7 @@ class Communicator:
         Args:
             what: name of the operation in messages, such as "deciding where layers go".
             same: returns the part of a result that has to be the same on all ranks, by its text; None: nothing has to.
-            within: number of this rank's part, and number of parts, if ranks are divided into parts within which
+            compared_in: number of this rank's part, and number of parts, if ranks are divided into parts in which
                 ``same`` is compared.
             error: raised on every rank instead of the errors below.
 
@@ -339,7 +341,7 @@ class Communicator:
             if error is None:
                 raise_unless_harmless(raised)
             failure = raised
-        part, parts = within
+        part, parts = compared_in
         digest = _number_of(text)
         most_and_least = torch.full((2, parts), torch.iinfo(torch.int64).min)
         most_and_least[:, part] = torch.tensor([digest, -digest])
@@ -393,7 +395,9 @@ class Communicator:
         """Return the process group of ``ranks``, created once. Collective over the world, ranks outside included."""
         key = tuple(ranks)
         if key not in self._tied_groups:
-            self._tied_groups[key] = within(2 * self._timeout_seconds, lambda: dist.new_group(ranks=list(key)))
+            self._tied_groups[key] = call_within_seconds(
+                2 * self._timeout_seconds, lambda: dist.new_group(ranks=list(key))
+            )
         return self._tied_groups[key]
 
     def rank_alone(self) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_dynmo.engine.comm.bounded import within
+from ds_dynmo.engine.comm.bounded import call_within_seconds
 
 
 def device_group(device: torch.device, timeout: timedelta, timeout_seconds: float) -> Any:
@@ -28,4 +28,4 @@ def device_group(device: torch.device, timeout: timedelta, timeout_seconds: floa
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         return group
 
-    return within(2 * timeout_seconds, make)
+    return call_within_seconds(2 * timeout_seconds, make)

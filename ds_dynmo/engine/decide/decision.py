@@ -151,7 +151,7 @@ def accept_move(given: DecisionInput, proposed: Placement) -> Decision:
 def predict(given: DecisionInput, placement: Placement, verdict: str = "") -> Decision:
     """Predict ``placement`` under its shortest schedule, in seconds even if parameters are balanced."""
     found, passes = given.pipeline.shortest_schedule(placement.boundaries), given.pipeline.passes
-    before = _simulated(given.pipeline, given.partition, given.in_force)
+    before = _simulated(given.pipeline, given.partition, given.running_schedule)
     after = _simulated(given.pipeline, placement.boundaries, found.schedule if found is not None else None)
     return Decision(
         placement,

@@ -51,8 +51,8 @@ class DecisionInput:
         batches: until the next decision; None: unknown, and searches are not limited.
         tradeoff: costs that a gain has to exceed; None: the move's cost and the noise do not count.
         searches: whether schedules of ds_dynmo may be chosen.
-        in_force: the schedule of ds_dynmo that runs now; None: DeepSpeed's 1F1B runs.
-        in_force_over_bound: its iteration over the bound when it was searched; 0.0 if costs were not measured.
+        running_schedule: the schedule of ds_dynmo that runs now; None: DeepSpeed's 1F1B runs.
+        running_over_bound: its iteration over the bound when it was searched; 0.0 if costs were not measured.
         back_to_back: whether the first stages start a batch before the last ones end the one before.
     """
 
@@ -66,8 +66,8 @@ class DecisionInput:
     batches: int | None = None
     tradeoff: MoveTradeoff | None = None
     searches: bool = False
-    in_force: Schedule | None = None
-    in_force_over_bound: float = 0.0
+    running_schedule: Schedule | None = None
+    running_over_bound: float = 0.0
     back_to_back: bool = False
 
     @classmethod
@@ -132,8 +132,8 @@ class DecisionInput:
             limit_bytes=limit,
             may_stay=schedule.kind == "auto",
             output_bytes=tuple(cost.output_bytes for cost in layers),
-            in_force=self.in_force,
-            in_force_over_bound=self.in_force_over_bound,
+            in_force=self.running_schedule,
+            in_force_over_bound=self.running_over_bound,
             back_to_back=self.back_to_back,
             search_actions=self._search_actions(under_1f1b.work_seconds),
             min_gain=self.config.min_improvement if self.config.balance_by == "time" else 0.0,

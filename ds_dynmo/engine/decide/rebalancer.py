@@ -89,17 +89,17 @@ class Rebalancer:
         """
         self.trigger.batch_done(self._stage.counters.steps)
         batches = self._profiler.batches
-        outcome, decision = self.trigger.outcome_due(batches), self.trigger.decision_due(batches)
-        if not outcome and not decision:
+        measurement, decision = self.trigger.measurement_due(batches), self.trigger.decision_due(batches)
+        if not measurement and not decision:
             return None
         try:
             profile = self.gather_profile()
         except (PartitionError, MigrationError) as error:
             self._stay(error)
             return None
-        if outcome:
+        if measurement:
             self._reporter.measured(measured_report(profile, self.last_move_step), self._stage.counters.samples)
-            self.trigger.outcome_recorded()
+            self.trigger.measurement_recorded()
         return self.trigger.pending if decision and not self._waits_for_profile else None
 
     def rebalance_or_stay(self, request: Request) -> None:
@@ -183,7 +183,7 @@ class Rebalancer:
             whole, limit_bytes = self.of_whole_batch(self.profile), self.memory.bytes()
             self.cost_model.profiled(whole, move_seconds)
             if self.cost_model.first_seconds is None:
-                self.cost_model.begin(self.decision_input(whole, limit_bytes, in_force=False))
+                self.cost_model.begin(self.decision_input(whole, limit_bytes, assume_running_schedule=False))
             self._move_seconds = 0.0
             self._profiler.forget()
             self._profile_seconds = time.perf_counter() - began
@@ -231,16 +231,16 @@ class Rebalancer:
         return accept_move(given, proposed)
 
     def decision_input(
-        self, profile: Profile, limit_bytes: int | None, *, smoothed: bool = False, in_force: bool = True
+        self, profile: Profile, limit_bytes: int | None, *, smoothed: bool = False, assume_running_schedule: bool = True
     ) -> DecisionInput:
         """Build the input of a decision under the present placement.
 
         Args:
             smoothed: average the costs of ``profile`` over earlier profiles.
-            in_force: assume the schedule that runs now; False: assume DeepSpeed's 1F1B.
+            assume_running_schedule: assume the schedule that runs now; False: assume DeepSpeed's 1F1B.
         """
         schedule, num_stages = self._stage.schedule, self._stage.placement.num_stages
-        counts = in_force and self.chooses_schedule
+        counts = assume_running_schedule and self.chooses_schedule
         return DecisionInput(
             self.cost_model.history.smoothed(profile) if smoothed else profile,
             self._stage.placement,
@@ -251,8 +251,8 @@ class Rebalancer:
             checkpoint_interval=self.memory.checkpoint_interval,
             batches=self.trigger.batches_to_gain,
             searches=schedule.is_ours,
-            in_force=schedule.in_force(num_stages, profile.micro_batches) if counts else None,
-            in_force_over_bound=schedule.over_bound,
+            running_schedule=schedule.schedule_for(num_stages, profile.micro_batches) if counts else None,
+            running_over_bound=schedule.over_bound,
             back_to_back=schedule.back_to_back,
         )
 
@@ -268,14 +268,14 @@ class Rebalancer:
         *,
         decision: Decision | None = None,
         profile_and_decide_seconds: tuple[float, float] = (0.0, 0.0),
-        settles: bool = True,
+        clears_pending_decision: bool = True,
     ) -> RebalanceReport:
         """Move layers to ``new``, train by the schedule found for it, and report it. Collective.
 
         Args:
             new: the same on all ranks.
             decision: that chose ``new``; None: the user did, and the schedule is searched from the latest profile.
-            settles: whether to drop a pending decision.
+            clears_pending_decision: whether to drop a pending decision.
         """
         decided_from = self.profile if decision is not None else None
         if decision is None and self.profile is not None:
@@ -292,7 +292,7 @@ class Rebalancer:
             if plan.moves and self.profile is not None:
                 self.cost_model.moved(self.profile, plan)
                 self._move_seconds += migrate_seconds
-            if settles:
+            if clears_pending_decision:
                 self.trigger.decided(bool(plan.moves))
             elif plan.moves:
                 self.trigger.moved()
@@ -311,23 +311,25 @@ class Rebalancer:
             self._train_by(decision.found, decision.pass_costs)
         return report
 
-    def _predict(self, profile: Profile, new: Placement, *, in_force: bool = True) -> Decision:
+    def _predict(self, profile: Profile, new: Placement, *, assume_running_schedule: bool = True) -> Decision:
         """Search the schedule for ``new``. Collective.
 
         Args:
-            in_force: as in :meth:`decision_input`.
+            assume_running_schedule: as in :meth:`decision_input`.
         """
         limit_bytes = self.memory.bytes()
 
         def decision() -> Decision:
-            return predict(self.decision_input(profile, limit_bytes, in_force=in_force), new)
+            return predict(
+                self.decision_input(profile, limit_bytes, assume_running_schedule=assume_running_schedule), new
+            )
 
         return self._comm.everywhere(DECIDING, decision, same=self._agreed)
 
     def _agreed(self, decision: Decision) -> str:
         """Return what ranks have to agree on: also the schedule, as passes may contain collectives."""
         schedule = f" by schedule {decision.found.schedule.hash}" if decision.found is not None else ""
-        return f"{self._stage.route_to(decision.placement)}{schedule}"
+        return f"{self._stage.placement_change_text(decision.placement)}{schedule}"
 
     def _train_by(self, found: FoundSchedule | None, costs: PassCosts | None) -> None:
         """Train by ``found``, searched under ``costs``, from the next batch on; None: DeepSpeed's 1F1B. Collective."""
@@ -368,8 +370,8 @@ class Rebalancer:
             return new
 
         self._comm.enter(what)
-        new = self._comm.everywhere("going to a given partition", placement, same=self._stage.route_to)
-        return self.go_to(new, request, settles=request.reason is not Reason.INITIAL)
+        new = self._comm.everywhere("going to a given partition", placement, same=self._stage.placement_change_text)
+        return self.go_to(new, request, clears_pending_decision=request.reason is not Reason.INITIAL)
 
     def forget_profile(self) -> None:
         """Drop the profile: this rank has no layers any more."""
@@ -389,6 +391,6 @@ class Rebalancer:
             if self.profile is not None:
                 micro_batches = self._stage.counters.micro_batches
                 self.profile = replace(self.profile, placement=moved.placement, micro_batches=micro_batches)
-                decision = self._predict(self.profile, moved.placement, in_force=False)
+                decision = self._predict(self.profile, moved.placement, assume_running_schedule=False)
                 self._train_by(decision.found, decision.pass_costs)
             self.trigger.decided(moved=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from ds_dynmo.config import DynMoConfig
 
@@ -47,21 +47,27 @@ class Trigger:
 
     Steps are DeepSpeed's ``global_steps``: batch ``n`` ends with ``global_steps == n``. A decision is due after every
     ``interval`` batches within [start_step, stop_step]. Only the ``profile.batches`` batches before it are profiled.
-    After a move its outcome is measured once.
+    At the start of a run, and after a move, a profile is measured and reported once.
 
     With ``"enabled": false`` nothing is profiled or decided, with one exception: if ``initial_partition`` is "profile",
     the first profile after the warm-up places the layers, once.
     """
 
-    _SAVED = ("_settled", "_urgent", "_outcome_wanted", "_unchanged", "_span")  # in a checkpoint
+    _SAVED: ClassVar = {  # attributes by their names in a checkpoint
+        "_settled": "_batches_since_move",
+        "_urgent": "_urgent",
+        "_outcome_wanted": "_measurement_wanted",
+        "_unchanged": "_unchanged",
+        "_span": "_span",
+    }
 
     def __init__(self, config: DynMoConfig) -> None:
         self._config = config
-        self._settled = 0  # batches since the start, or since layers last moved
+        self._batches_since_move = 0  # batches since the start, or since layers last moved
         self._pending = Request(Reason.INITIAL) if config.initial_partition == "profile" else None
         self._placed = False
         self._urgent = False
-        self._outcome_wanted = True  # the first profile of a run, and the first after each move
+        self._measurement_wanted = True  # the first profile of a run, and the first after each move
         self._unchanged = 0  # batches since the start, or since the model last changed
         self._span = 0  # batches between the model's last two changes
 
@@ -73,7 +79,7 @@ class Trigger:
     @property
     def warm(self) -> bool:
         """Whether the warm-up after the start or the last move is over."""
-        return self._settled >= self._config.profile.warmup_batches
+        return self._batches_since_move >= self._config.profile.warmup_batches
 
     @property
     def placed(self) -> bool:
@@ -106,11 +112,15 @@ class Trigger:
             return False
         if not self._config.enabled:
             return self._pending is not None
-        return self._outcome_wanted or self._pending is not None or self._due_within(step, self._config.profile.batches)
+        return (
+            self._measurement_wanted
+            or self._pending is not None
+            or self._due_within(step, self._config.profile.batches)
+        )
 
     def batch_done(self, step: int) -> None:
         """Count the batch that ended with ``step``."""
-        self._settled += 1
+        self._batches_since_move += 1
         self._unchanged += 1
         if self._config.enabled and self._pending is None and self._due(step):
             self._pending = Request(Reason.INTERVAL)
@@ -119,13 +129,13 @@ class Trigger:
         """Return whether a decision is pending and the profile is long enough for it."""
         return self._pending is not None and profiled_batches >= self._config.profile.batches
 
-    def outcome_due(self, profiled_batches: int) -> bool:
-        """Return whether the last move's outcome is still to be recorded and the profile is long enough for it."""
-        return self._outcome_wanted and profiled_batches >= self._config.profile.batches
+    def measurement_due(self, profiled_batches: int) -> bool:
+        """Return whether the profile is to be reported, as the first of a run or after a move, and is long enough."""
+        return self._measurement_wanted and profiled_batches >= self._config.profile.batches
 
-    def outcome_recorded(self) -> None:
-        """Update after the outcome of the last move was recorded."""
-        self._outcome_wanted = False
+    def measurement_recorded(self) -> None:
+        """Update after :meth:`measurement_due` was acted on."""
+        self._measurement_wanted = False
 
     def decided(self, moved: bool) -> None:
         """Update after a decision."""
@@ -135,14 +145,18 @@ class Trigger:
             self.moved()
 
     def moved(self) -> None:
-        """Update after a move: start the warm-up again, and measure the outcome after it."""
-        self._settled, self._outcome_wanted = 0, True
+        """Update after a move: start the warm-up again, and measure the batches after it."""
+        self._batches_since_move, self._measurement_wanted = 0, True
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
         pending = self._pending
         text = str(pending) if pending is not None else None
-        state = {**{name: getattr(self, name) for name in self._SAVED}, "_placed": self._placed, "_reason": text}
+        state = {
+            **{name: getattr(self, attribute) for name, attribute in self._SAVED.items()},
+            "_placed": self._placed,
+            "_reason": text,
+        }
         if pending is not None and _request_saved(state) != pending:  # a model may give "interval" as reason
             state["asked_as"] = pending.reason.name
         return state
@@ -153,8 +167,8 @@ class Trigger:
         If rebalancing is off, drop a pending decision of the saved run. If ``initial_partition`` is then "profile", a
         profile places the layers, unless one did so in the saved run with rebalancing off.
         """
-        for name in self._SAVED:
-            setattr(self, name, state[name])
+        for name, attribute in self._SAVED.items():
+            setattr(self, attribute, state[name])
         self._placed = state.get("_placed", False)  # older checkpoints lack it
         self._pending = _request_saved(state)
         if not self._config.enabled:

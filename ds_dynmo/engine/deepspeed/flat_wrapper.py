@@ -157,7 +157,7 @@ class FlatWrapper(ABC):
         """Return the number of this rank's shard of a group's flat buffer."""
         return 0 if group in self.per_replica_groups else int(self._wrapper.mpu.get_data_parallel_rank())
 
-    def accumulate(self, steps: int) -> None:  # noqa: B027
+    def accumulate(self, micro_batches: int) -> None:  # noqa: B027
         """Set the number of micro-batches that a batch has on each replica from now on."""
 
     def mark_tied(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027

@@ -192,7 +192,7 @@ class StageLayers(LayerList):
         held = (*built.parameters(), *built.buffers())
         return built.to(device) if not any(tensor.is_meta for tensor in held) else built
 
-    def detach(self, index: int) -> None:
+    def remove(self, index: int) -> None:
         """Drop the module of layer ``index``, which was sent to another stage; :meth:`rebuild` follows."""
         modules, name = self._slot(index)
         del modules[name]

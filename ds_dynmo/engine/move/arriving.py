@@ -40,13 +40,13 @@ class ArrivingLayer:
         """All receive buffers, in the order of :attr:`PackedLayer.tensors`."""
         return [*self.changed_by_step, *self.changed_any_time]
 
-    def bind(self, names: References, device: torch.device) -> None:
+    def bind(self, references: References, device: torch.device) -> None:
         """Find the counterparts of the layer's references on this rank. No layer changes.
 
         Raises:
             LookupError: a counterpart is missing or differs.
         """
-        self._counterparts = {n: names.resolve(reference, device) for n, reference in enumerate(self._references)}
+        self._counterparts = {n: references.resolve(reference, device) for n, reference in enumerate(self._references)}
 
     def allocate(self, device: torch.device, buffer_of: RecvBufferOf, sent_ahead: ArrivingLayer | None = None) -> None:
         """Allocate the receive buffers.

@@ -25,7 +25,7 @@ from ds_dynmo.engine.move.object_graph import (
     Step,
     all_children,
     is_constant,
-    is_frozen,
+    is_immutable,
     place_in_class,
     text,
 )
@@ -131,7 +131,7 @@ def _plain(value: Any, frozen: dict[int, str | None]) -> str | None:
     """
     if is_constant(value):
         return _constant(value)
-    if not is_frozen(value):
+    if not is_immutable(value):
         return None
     if id(value) not in frozen:
         frozen[id(value)] = None  # if it holds itself

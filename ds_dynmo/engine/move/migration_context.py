@@ -27,9 +27,9 @@ class MigrationContext:
     """One rank's stage, its layers and the state of its optimizer.
 
     Attributes:
-        stage: this rank's stage.
+        stage_id: number of this rank's stage.
         layers: the stage's layers.
-        names: references of layers to objects that they do not own.
+        references: of layers to objects that they do not own.
         state: the optimizer's state of the layers.
         device: of arriving layers.
         check: raises if a move would be wrong; called before anything is changed.
@@ -37,9 +37,9 @@ class MigrationContext:
         on_arrival: the user's callbacks for layers that arrive, called with number and module.
     """
 
-    stage: int
+    stage_id: int
     layers: StageLayers
-    names: References
+    references: References
     state: OptimizerState
     device: torch.device
     comm: Communicator
@@ -48,12 +48,12 @@ class MigrationContext:
     on_arrival: Sequence[Callable[[int, nn.Module], None]]
 
     @classmethod
-    def of(cls, stage: StageContext, names: References) -> MigrationContext:
+    def of(cls, stage: StageContext, references: References) -> MigrationContext:
         """Describe this rank's stage as it is now."""
         return cls(
-            stage=stage.comm.here.stage,
+            stage_id=stage.comm.here.stage,
             layers=stage.layers,
-            names=names,
+            references=references,
             state=stage.state,
             device=stage.comm.device,
             comm=stage.comm,
@@ -78,7 +78,7 @@ class MigrationContext:
 
     def staying(self, plan: MigrationPlan) -> dict[int, nn.Module]:
         """Return the modules that stay, by the layer that owns each under the new placement."""
-        here = plan.new.layers_of(self.stage)
+        here = plan.new.layers_of(self.stage_id)
         stay = [index for index in self.layers.indices if index in here and self.layers.owner(index, plan.new)]
         modules = {index: self.layers.local_module(index) for index in stay}
         return {index: module for index, module in modules.items() if module is not None}
@@ -92,7 +92,7 @@ class MigrationContext:
             sent_ahead: the layer as it was packed when its constant tensors were sent.
         """
         build = partial(self.layers.build, index, self.device)
-        return pack(self.state.record(module), build, self.names, sent_ahead, completed=bool(self.on_arrival))
+        return pack(self.state.record(module), build, self.references, sent_ahead, completed=bool(self.on_arrival))
 
     def pack_leaving(self, plan: MigrationPlan) -> dict[int, PackedLayer]:
         """Pack the layers that leave this stage.
@@ -100,12 +100,14 @@ class MigrationContext:
         Raises:
             TypeError: a layer refers to an object that cannot travel, or a layer that stays refers to a part of it.
         """
-        leaving = {move.layer: self.layers.local_module(move.layer) for move in plan.moves if move.source == self.stage}
+        leaving = {
+            move.layer: self.layers.local_module(move.layer) for move in plan.moves if move.source == self.stage_id
+        }
         modules = {index: module for index, module in leaving.items() if module is not None}
         sent = {move.layer for move in self.sent(plan)}
         packed = {index: self.pack(index, module) for index, module in modules.items() if index in sent}
         staying = set(map(id, self.staying(plan).values()))
-        self.names.check_left_behind({index: m for index, m in modules.items() if id(m) not in staying})
+        self.references.check_left_behind({index: m for index, m in modules.items() if id(m) not in staying})
         return packed
 
     def pack_again(self, packed: Mapping[int, PackedLayer]) -> dict[int, PackedLayer]:
@@ -126,7 +128,7 @@ class MigrationContext:
             sent_ahead: layers with the constant tensors that arrived before.
         """
         for index, arrival in arrivals.items():
-            arrival.bind(self.names, self.device)
+            arrival.bind(self.references, self.device)
             layer = self.layers.first_use(index)
 
             def buffer_of(name: str, layer: int = layer) -> torch.Tensor | None:
@@ -157,9 +159,9 @@ class MigrationContext:
             for parameter in module.parameters():  # other references to the parameter must not keep its memory
                 parameter.data = parameter.data.new_empty(0)
             spec = self.layers.spec(index)
-            self.layers.detach(index)
+            self.layers.remove(index)
             if isinstance(spec, nn.Module):
-                self.names.empty(spec)  # the layer list still refers to a layer that was given as a module
+                self.references.empty(spec)  # the layer list still refers to a layer that was given as a module
 
     def rebuild(self, plan: MigrationPlan, arrived: Mapping[int, LayerRecord]) -> None:
         """Rebuild the stage from the layers that stay and those that arrived; drop tied layers without a use."""
@@ -167,5 +169,5 @@ class MigrationContext:
         kept = {id(module) for module in modules.values()}
         for module in [module for module in self.layers.modules().values() if id(module) not in kept]:
             self.state.drop(module.parameters())
-        self.layers.rebuild(plan.new, self.stage, modules)
+        self.layers.rebuild(plan.new, self.stage_id, modules)
         self.rebuilt()

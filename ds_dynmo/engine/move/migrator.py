@@ -109,7 +109,7 @@ class Migrator:
         """
         context = self.context()
         if stage is not None:
-            context = replace(context, stage=stage)
+            context = replace(context, stage_id=stage)
 
         def pack_all() -> None:
             context.check()
@@ -182,7 +182,7 @@ class Migrator:
             context.receive(arrivals)
             return route
 
-        context.comm.everywhere(_MAKING_ROOM, receive, same=str, within=context.comm.here.pipeline)
+        context.comm.everywhere(_MAKING_ROOM, receive, same=str, compared_in=context.comm.here.pipeline)
         outgoing_bytes = state_bytes + sum(layer.num_bytes for layer in packed.values())
         num_bytes = context.comm.sum_in_pipeline(outgoing_bytes)
         return _Migration(plan, context, overlapped, packed, arrivals, num_bytes)
@@ -201,7 +201,7 @@ class Migrator:
             MigrationError: fatal.
         """
         migration = self._in_progress()
-        with self._no_way_back("sending layers"):
+        with self._errors_are_fatal("sending layers"):
             sends, receives = self._transfers(
                 {index: layer.changed_by_step for index, layer in migration.packed.items()},
                 {index: layer.changed_by_step for index, layer in migration.arrivals.items()},
@@ -227,7 +227,7 @@ class Migrator:
         """
         migration = self._in_progress()
         context = migration.context
-        with self._no_way_back("sending layers"):
+        with self._errors_are_fatal("sending layers"):
             if migration.overlapped:
                 self._pack_again(migration)
             self._post(
@@ -239,16 +239,16 @@ class Migrator:
             context.state.copy_staying(context.staying(migration.plan))
             for pending in migration.pending:
                 pending.wait()
-        with self._no_way_back("rebuilding the stage"):
+        with self._errors_are_fatal("rebuilding the stage"):
             arrived = {index: arrival.materialize() for index, arrival in migration.arrivals.items()}
             context.free(migration.packed, migration.plan)
             migration.packed.clear()
             context.rebuild(migration.plan, arrived)
-        with self._no_way_back("settling the optimizer"):
-            context.state.settle(context.layers.parameters(), arrived)
-        with self._no_way_back("tying layers"):
+        with self._errors_are_fatal("settling the optimizer"):
+            context.state.install_parameters(context.layers.parameters(), arrived)
+        with self._errors_are_fatal("tying layers"):
             context.layers.tie(context.comm.grid, context.comm.tied_group)
-        with self._no_way_back("waiting for the other ranks"):
+        with self._errors_are_fatal("waiting for the other ranks"):
             context.comm.all_done()
         self._migration = None
         return migration.num_bytes
@@ -287,7 +287,7 @@ class Migrator:
         return self._migration
 
     @contextmanager
-    def _no_way_back(self, step: str) -> Iterator[None]:
+    def _errors_are_fatal(self, step: str) -> Iterator[None]:
         """Turn an exception into a fatal error: bytes have begun to move."""
         try:
             yield
@@ -307,9 +307,9 @@ def _exchange_headers(
     leaving: dict[int, list[int]] = {}
     arriving: dict[int, list[int]] = {}
     for move in context.sent(plan):
-        if move.source == context.stage:
+        if move.source == context.stage_id:
             leaving.setdefault(move.destination, []).append(move.layer)
-        if move.destination == context.stage:
+        if move.destination == context.stage_id:
             arriving.setdefault(move.source, []).append(move.layer)
     headers = context.comm.p2p.exchange_headers(
         {stage: pickle.dumps([packed[index].header for index in indices]) for stage, indices in leaving.items()},

@@ -78,7 +78,7 @@ def _is_kind_of_constants(kind: type) -> bool:
     return issubclass(kind, _CONSTANTS)
 
 
-def is_frozen(value: Any) -> bool:
+def is_immutable(value: Any) -> bool:
     """Return whether ``value`` itself is immutable, if not what it holds: a tuple, a frozen dataclass or model."""
     if isinstance(value, tuple | frozenset):
         return True

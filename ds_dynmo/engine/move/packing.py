@@ -72,7 +72,7 @@ class PackedLayer:
 def pack(
     layer: LayerRecord,
     build: Build,
-    names: References | None = None,
+    references: References | None = None,
     sent_ahead: PackedLayer | None = None,
     *,
     completed: bool = False,
@@ -81,7 +81,7 @@ def pack(
 
     Args:
         build: builds the layer from its spec, as the receiver does if the module cannot be pickled.
-        names: references of layers to objects that they do not own; None: the layer owns all of its objects.
+        references: of layers to objects that they do not own; None: the layer owns all of its objects.
         sent_ahead: the layer as it was packed when its constant tensors were sent; changed ones are sent again.
         completed: whether a user's callback completes the layer on arrival.
 
@@ -90,7 +90,7 @@ def pack(
             of another layer that has no name, or the user has compiled a part in place.
     """
     _check_not_compiled_in_place(layer.module)
-    outside = names.outside(layer.module, _marks(layer)) if names is not None else Outside()
+    outside = references.outside(layer.module, _marks(layer)) if references is not None else Outside()
     shell, tensors = Shell.of(layer, build, outside, completed)
     name_of = {id(record.parameter): name for name, record in layer.parameters.items()}
     known = sent_ahead._constants if sent_ahead is not None else ()

@@ -22,7 +22,7 @@ from torch import nn
 
 from ds_dynmo.engine.move.description import can_be_sent, checksum, kind_of, path_text
 from ds_dynmo.engine.move.names import GlobalVariables, Names, ObjectName
-from ds_dynmo.engine.move.object_graph import Path, Step, children, is_frozen, members, walk
+from ds_dynmo.engine.move.object_graph import Path, Step, children, is_immutable, members, walk
 from ds_dynmo.engine.move.pickling import pickles_with
 from ds_dynmo.torch_private import buffers_of, children_of, parameters_of
 
@@ -117,13 +117,13 @@ class References:
                     _check_has_values(path, value)
                 continue
             name = self._names.of(value)
-            if name is None and not is_frozen(value):
+            if name is None and not is_immutable(value):
                 name = variables.of(value)
             if name is not None:
                 if isinstance(value, nn.Parameter | nn.Module):
                     self._check_not_of_others(path, value, others)
                 outside.references[id(value)] = self._reference(name, path, value, layer)
-            elif not is_frozen(value):
+            elif not is_immutable(value):
                 nameless[id(value)] = (path, value)
         self._check_nameless(nameless, layer, roots, outside)
         return outside

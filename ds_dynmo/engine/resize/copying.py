@@ -26,7 +26,7 @@ def copy_stage(context: MigrationContext, placement: Placement, num_replicas: in
     plan = context.state.plan_scatter_shards(placement, num_replicas)
     modules = context.layers.modules() if has_layers else {}
     packed = {index: context.pack(index, module) for index, module in modules.items()}
-    source = context.comm.rank_of(context.stage, replica % num_replicas)
+    source = context.comm.rank_of(context.stage_id, replica % num_replicas)
     packed_headers = {index: layer.header for index, layer in packed.items()}
     if has_layers:
         copies = _ranks_of_copies(context, num_replicas)
@@ -40,14 +40,14 @@ def copy_stage(context: MigrationContext, placement: Placement, num_replicas: in
             )
             continue
         arrival = ArrivingLayer(header)
-        arrival.bind(context.names, context.device)
+        arrival.bind(context.references, context.device)
         arrival.allocate(context.device, lambda position: None)
         context.load(index, arrival)
         context.comm.p2p.exchange([], [(source, flat) for flat in arrival.recv_buffers])
         arrived[index] = arrival.materialize()
     if not has_layers:
         modules = {index: layer.module for index, layer in arrived.items()}
-        context.layers.rebuild(placement, context.stage, modules)
+        context.layers.rebuild(placement, context.stage_id, modules)
     context.rebuilt()
     context.state.scatter_shards(plan, context.layers.parameters(), arrived)
     context.layers.tie(context.comm.grid, context.comm.tied_group)
@@ -57,4 +57,4 @@ def copy_stage(context: MigrationContext, placement: Placement, num_replicas: in
 def _ranks_of_copies(context: MigrationContext, num_replicas: int) -> list[int]:
     """List the ranks to which this one sends its layers."""
     replicas = range(context.comm.here.replica + num_replicas, context.comm.here.replicas, num_replicas)
-    return [context.comm.rank_of(context.stage, replica) for replica in replicas]
+    return [context.comm.rank_of(context.stage_id, replica) for replica in replicas]

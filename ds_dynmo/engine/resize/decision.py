@@ -69,7 +69,7 @@ class StageDecision:
         profile = self._rebalancer.profile
         if profile is None:
             return None
-        given = self._rebalancer.decision_input(profile, self._limit_bytes, in_force=False)
+        given = self._rebalancer.decision_input(profile, self._limit_bytes, assume_running_schedule=False)
         return given.pipeline.on(placement.num_stages).iteration_seconds(placement.boundaries)
 
     def _gather_facts(self) -> RankFacts:
@@ -114,10 +114,10 @@ class StageDecision:
         whole = rebalancer.of_whole_batch(profile)
 
         def find_overflow(partition: Sequence[int]) -> Overflow | None:
-            return held.overflow(self.plan(Placement.chain(partition)).moves) if held is not None else None
+            return held.overflow(self.plan(Placement.chain(partition)).migration) if held is not None else None
 
         return Planner(
-            given=rebalancer.decision_input(whole, self._limit_bytes, smoothed=smoothed, in_force=False),
+            given=rebalancer.decision_input(whole, self._limit_bytes, smoothed=smoothed, assume_running_schedule=False),
             most=self._ranks.stages.most,
             first_seconds=rebalancer.cost_model.first_seconds,
             find_overflow=find_overflow,
@@ -130,4 +130,6 @@ class StageDecision:
             PartitionError: on every rank, if ``decide`` raises it.
             MigrationError: on every rank, if ``decide`` fails otherwise, or ranks differ. Nothing has moved.
         """
-        return self._stage.comm.everywhere(DECIDING, decide, same=lambda decided: self._stage.route_to(decided[0]))
+        return self._stage.comm.everywhere(
+            DECIDING, decide, same=lambda decided: self._stage.placement_change_text(decided[0])
+        )

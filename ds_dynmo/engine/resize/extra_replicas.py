@@ -9,7 +9,7 @@ import torch
 
 from ds_dynmo.engine.resize.repack_plan import RepackPlan
 from ds_dynmo.engine.resize.shrinking import free_stages
-from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange, fatal_from_here
+from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange, errors_are_fatal
 
 
 def replica_multiplier_for(change: WorldChange, num_stages: int) -> int:
@@ -36,7 +36,7 @@ def merge_replicas(change: WorldChange, plan: RepackPlan, *, park: bool, replica
     """
     change.rehearse(plan, copies=replica_multiplier > 1)
     began = time.perf_counter()
-    with fatal_from_here():
+    with errors_are_fatal():
         _form_one_pipeline(change, plan)
         formed_seconds = time.perf_counter() - began
         if plan.freed:
@@ -52,12 +52,14 @@ def _form_one_pipeline(change: WorldChange, plan: RepackPlan) -> None:
     change.end()
     change.begin(plan.stages, change.world.generation + 1)
     stage = change.stage
-    stage.layers.renumber(plan.moves.old, stage.comm.here.stage)
+    stage.layers.renumber(plan.migration.old, stage.comm.here.stage)
     stage.state.rebuild_buffers()
 
 
 def _move_to_all(change: WorldChange, plan: RepackPlan) -> RepackResult:
     """Spread layers over all stages of the pipeline. Collective."""
-    moved_bytes, migrate_seconds = change.move_layers(plan.moves)
+    moved_bytes, migrate_seconds = change.move_layers(plan.migration)
     change.stage.publish_move(stages_changed=True)
-    return RepackResult(layers_moved=len(plan.moves.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)
+    return RepackResult(
+        layers_moved=len(plan.migration.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds
+    )

@@ -11,7 +11,7 @@ from ds_dynmo.engine.resize import parking
 from ds_dynmo.engine.resize.parking import Recall
 from ds_dynmo.engine.resize.repack_plan import JobStages, RepackPlan, between
 from ds_dynmo.engine.resize.shrinking import free_stages
-from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange, fatal_from_here
+from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange, errors_are_fatal
 from ds_dynmo.errors import MigrationError
 
 
@@ -22,12 +22,12 @@ class JobSnapshot:
     Attributes:
         plan: of the layers' moves.
         before: the stages at work before, and those that stay parked.
-        job: :meth:`WorldChange.describe_job`, for ``from_bytes``.
+        job_bytes: :meth:`WorldChange.describe_job`, for ``from_bytes``.
     """
 
     plan: RepackPlan
     before: JobStages
-    job: bytes
+    job_bytes: bytes
 
 
 def grow(change: WorldChange, plan: RepackPlan) -> RepackResult:
@@ -40,14 +40,14 @@ def grow(change: WorldChange, plan: RepackPlan) -> RepackResult:
     recalled = tuple(stage for stage in plan.stages if stage not in world.launch_stages_at_work)
     change.rehearse(plan)
     began = time.perf_counter()
-    job = change.describe_job()
+    job_bytes = change.describe_job()
     recall = Recall(world.generation + 1, plan.stages)
     _post(change, recalled, recall)
-    with fatal_from_here():
+    with errors_are_fatal():
         change.gather_shards()
         change.end()
         ranks.unpark(recalled)
-        result = _enlarge(change, recall, JobSnapshot(plan, ranks.stages, job))
+        result = _enlarge(change, recall, JobSnapshot(plan, ranks.stages, job_bytes))
     if isinstance(result, MigrationError):
         raise result
     whole_seconds = time.perf_counter() - began
@@ -59,7 +59,7 @@ def grow(change: WorldChange, plan: RepackPlan) -> RepackResult:
 def rejoin(change: WorldChange, recall: Recall) -> None:
     """Take part in :func:`grow` on a recalled rank; it is released again if a layer cannot be received."""
     change.ranks.released = False
-    with fatal_from_here():
+    with errors_are_fatal():
         _enlarge(change, recall, None)
 
 
@@ -70,15 +70,15 @@ def _post(change: WorldChange, recalled: Sequence[int], recall: Recall) -> None:
         MigrationError: harmless, on every rank; some do not answer and are given up.
     """
     world = change.world
-    launch_ranks, silent = world.launch_ranks(recalled), []
+    launch_ranks, unresponsive = world.launch_ranks(recalled), []
     if change.comm.here.rank == 0:
         half = change.stage.config.timeout_seconds / 2
-        silent = parking.post_recall(world.store, launch_ranks, recall, timeout_seconds=half)
-    silent = change.comm.broadcast_object(silent)
-    if silent:
-        change.ranks.unpark([stage for stage in recalled if set(world.launch_ranks([stage])) & set(silent)])
+        unresponsive = parking.post_recall(world.store, launch_ranks, recall, timeout_seconds=half)
+    unresponsive = change.comm.broadcast_object(unresponsive)
+    if unresponsive:
+        change.ranks.unpark([stage for stage in recalled if set(world.launch_ranks([stage])) & set(unresponsive)])
         raise MigrationError(
-            f"ranks {silent} (as numbered at the launch) are parked but do not answer, and are given up. "
+            f"ranks {unresponsive} (as numbered at the launch) are parked but do not answer, and are given up. "
             "No layer has moved",
             harmless=True,
         )
@@ -92,21 +92,21 @@ def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) 
 
     Returns:
         The result, or a harmless error if a rank refused its layers: the recalled stages are parked again. The error is
-        returned because :func:`fatal_from_here` in the caller would make it fatal, and :func:`grow` raises it later.
+        returned because :func:`errors_are_fatal` in the caller would make it fatal, and :func:`grow` raises it later.
     """
     ranks = change.ranks
     was_away = snapshot is None
     change.begin(recall.stages, recall.generation)
     snapshot = change.comm.broadcast_object(snapshot)
     assert snapshot is not None
-    job = from_bytes(snapshot.job, change.comm.device)
+    job = from_bytes(snapshot.job_bytes, change.comm.device)
     if was_away:
         change.restore_job(job)
         ranks.parked = snapshot.before.parked
     plan = snapshot.plan
-    change.stage.layers.renumber(plan.moves.old, change.comm.here.stage)
+    change.stage.layers.renumber(plan.migration.old, change.comm.here.stage)
     try:
-        moved_bytes, migrate_seconds = change.move_layers(plan.moves)
+        moved_bytes, migrate_seconds = change.move_layers(plan.migration)
     except MigrationError as error:
         if not error.harmless:
             raise
@@ -115,7 +115,9 @@ def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) 
         return MigrationError(f"{error}. The ranks that were called are parked again", harmless=True)
     change.stage.publish_move(stages_changed=True)
     change.load_shared_states(job)
-    return RepackResult(layers_moved=len(plan.moves.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)
+    return RepackResult(
+        layers_moved=len(plan.migration.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds
+    )
 
 
 def _shrink_back(change: WorldChange, plan: RepackPlan, before: JobStages) -> None:
@@ -124,6 +126,6 @@ def _shrink_back(change: WorldChange, plan: RepackPlan, before: JobStages) -> No
     num_stages = len(owners) // before.replica_multiplier
     if before.replica_multiplier > 1:
         change.stage.state.rebuild_buffers()
-    present = plan.moves.old.without_empty_stages()
-    back = between(plan.stages, plan.moves.old, present, owners[:num_stages])
+    present = plan.migration.old.without_empty_stages()
+    back = between(plan.stages, plan.migration.old, present, owners[:num_stages])
     free_stages(change, back, owners[num_stages:], park=True)

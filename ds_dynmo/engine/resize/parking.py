@@ -41,7 +41,7 @@ def post_recall(store: Any, launch_ranks: Sequence[int], recall: Recall, *, time
             [_key("answer", launch_rank, _count(store, launch_rank)) for launch_rank in launch_ranks],
             timedelta(seconds=timeout_seconds),
         )
-    silent = [
+    unresponsive = [
         launch_rank
         for launch_rank in launch_ranks
         if not store.check([_key("answer", launch_rank, _count(store, launch_rank))])
@@ -49,8 +49,8 @@ def post_recall(store: Any, launch_ranks: Sequence[int], recall: Recall, *, time
     for launch_rank in launch_ranks:
         number = _count(store, launch_rank)
         store.add(_counter(launch_rank), 1)
-        store.set(_key("verdict", launch_rank, number), "off" if silent else "on")
-    return silent
+        store.set(_key("verdict", launch_rank, number), "off" if unresponsive else "on")
+    return unresponsive
 
 
 def dismiss(store: Any, launch_ranks: Sequence[int]) -> None:

@@ -55,22 +55,22 @@ class RepackPlan:
     Attributes:
         stages: of the job, in the order of the world in which layers move.
         staying: the stages with layers afterwards, by index.
-        moves: of layers, between ``stages``.
+        migration: of layers, between ``stages``.
     """
 
     stages: tuple[int, ...]
     staying: tuple[int, ...]
-    moves: MigrationPlan
+    migration: MigrationPlan
 
     @property
     def freed(self) -> list[int]:
         """The stages without layers afterwards, by index."""
-        return list(self.moves.leaving)
+        return list(self.migration.leaving)
 
     @property
     def placement(self) -> Placement:
         """The placement afterwards, on the stages with layers."""
-        return self.moves.new.without_empty_stages()
+        return self.migration.new.without_empty_stages()
 
     def stages_of_copies(self, replica_multiplier: int) -> list[int]:
         """Return the freed stages, by index, that become extra replicas of the staying ones, in order."""

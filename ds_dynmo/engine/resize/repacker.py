@@ -202,7 +202,7 @@ class Repacker:
         """Continue with another number of stages."""
         change, ranks = self._change, self.ranks
         plan = self._decision.plan(new)
-        self._rebalancer.memory.check(plan.moves)
+        self._rebalancer.memory.check(plan.migration)
         if len(plan.stages) > len(self.world.launch_stages_at_work):
             return growing.grow(change, plan)
         wants_replicas = self._config.repack.freed_ranks == "replicas" and not self._stage.replicas_would_differ

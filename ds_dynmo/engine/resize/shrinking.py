@@ -10,7 +10,7 @@ from ds_dynmo.engine.comm.objects import from_bytes
 from ds_dynmo.engine.resize import parking
 from ds_dynmo.engine.resize.copying import copy_stage
 from ds_dynmo.engine.resize.repack_plan import RepackPlan
-from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange, fatal_from_here
+from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange, errors_are_fatal
 from ds_dynmo.placement import Placement
 
 
@@ -43,40 +43,40 @@ def free_stages(change: WorldChange, plan: RepackPlan, copying: Sequence[int], *
     replica_multiplier = len(at_work) // len(plan.staying)
     stays, copies = here.stage in plan.staying, here.stage in copying
     began = time.perf_counter()
-    job = change.describe_job()
-    moved_bytes, _ = change.move_layers(plan.moves)
+    job_bytes = change.describe_job()
+    moved_bytes, _ = change.move_layers(plan.migration)
     moved = time.perf_counter()
-    with fatal_from_here():
+    with errors_are_fatal():
         change.end()
         if park:
             change.ranks.park(released)
         if stays or copies:
             change.begin(at_work, world.generation + 1, replica_multiplier)
-            _settle(change, plan.placement, has_layers=stays, replica_multiplier=replica_multiplier)
+            _fill_new_world(change, plan.placement, has_layers=stays, replica_multiplier=replica_multiplier)
             if change.shared_states:
-                change.load_shared_states(from_bytes(change.comm.broadcast_object(job), change.comm.device))
+                change.load_shared_states(from_bytes(change.comm.broadcast_object(job_bytes), change.comm.device))
         else:
             change.release_stage()
             if not park:
                 atexit.register(parking.announce_exit, world.store, world.launch_rank)
     return RepackResult(
         released_ranks=world.launch_ranks(released),
-        layers_moved=len(plan.moves.moves),
+        layers_moved=len(plan.migration.moves),
         bytes_moved=moved_bytes,
         migrate_seconds=moved - began,
         world_seconds=time.perf_counter() - moved,
     )
 
 
-def _settle(change: WorldChange, placement: Placement, *, has_layers: bool, replica_multiplier: int) -> None:
+def _fill_new_world(change: WorldChange, placement: Placement, *, has_layers: bool, replica_multiplier: int) -> None:
     """Number the stages of the smaller world, and fill extra replicas. Collective."""
     stage = change.stage
     if has_layers:
         stage.layers.renumber(placement, stage.comm.here.stage)
     else:
-        stage.state.forget()
+        stage.state.free_all()
     if replica_multiplier > 1:
-        with change.naming_dead_ranks():
+        with change.naming_unresponsive_ranks():
             copy_stage(change.context, placement, change.world.launch_replicas)
     else:
         stage.layers.tie(stage.comm.grid, stage.comm.tied_group)

@@ -151,7 +151,7 @@ class World:
         launch_ranks = self.launch_ranks(self.launch_stages_at_work)
         try:
             alive.set(str(self.launch_rank), "")
-            return _absent(alive, launch_ranks, timeout_seconds)
+            return _unresponsive(alive, launch_ranks, timeout_seconds)
         except STORE_LOST:
             return [0]
 
@@ -160,20 +160,20 @@ class World:
         here = store_part(self.store, f"here/{generation}")
         try:
             here.set(str(self.launch_rank), "")
-            missing = _absent(here, launch_ranks, timeout_seconds)
+            unresponsive = _unresponsive(here, launch_ranks, timeout_seconds)
         except STORE_LOST as error:
             raise MigrationError(
                 "rank 0's process is gone or out of reach, and with it the store of the launch. Resume the job from "
                 "its last checkpoint"
             ) from error
-        if missing:
+        if unresponsive:
             raise MigrationError(
-                f"ranks {missing} (as numbered at the launch) did not come to the new world within "
+                f"ranks {unresponsive} (as numbered at the launch) did not come to the new world within "
                 f"{timeout_seconds:g} s. Resume the job from its last checkpoint, with as many stages as are left"
             )
 
 
-def _absent(store: BoundedStore, launch_ranks: Sequence[int], timeout_seconds: float) -> list[int]:
+def _unresponsive(store: BoundedStore, launch_ranks: Sequence[int], timeout_seconds: float) -> list[int]:
     """Wait for ranks to write that they are here; return those that do not within the time-out."""
     try:
         store.wait([str(launch_rank) for launch_rank in launch_ranks], timedelta(seconds=timeout_seconds))

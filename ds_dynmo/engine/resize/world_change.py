@@ -1,7 +1,7 @@
 """The steps of every change of the number of stages: end a world, start the next, and move layers.
 
 Before a world ends or layers move, nothing has changed, and a failure is harmless. From then on a failure is fatal, and
-its message says so: :func:`fatal_from_here`.
+its message says so: :func:`errors_are_fatal`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from ds_dynmo.engine.comm.bounded import within
+from ds_dynmo.engine.comm.bounded import call_within_seconds
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.deepspeed import buffers, process_groups
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
@@ -88,7 +88,7 @@ class WorldChange:
     def move_layers(self, plan: MigrationPlan) -> tuple[int, float]:
         """Carry out ``plan`` in the present world; return the bytes moved and the seconds. Collective."""
         began = time.perf_counter()
-        with self.naming_dead_ranks():
+        with self.naming_unresponsive_ranks():
             moved_bytes = self._migrator.migrate(plan)
         return moved_bytes, time.perf_counter() - began
 
@@ -102,17 +102,17 @@ class WorldChange:
             MigrationError: harmless, on every rank.
         """
         stage = plan.stages.index(self.world.launch_stage)
-        self._migrator.rehearse(plan.moves, stage=stage, copies=copies)
+        self._migrator.rehearse(plan.migration, stage=stage, copies=copies)
 
     def empty_stage(self) -> None:
         """Free this rank's layers and optimizer state; the rank stays in the job."""
-        self.stage.layers.clear(self.context.names.empty)
-        self.stage.state.clear()
+        self.stage.layers.clear(self.context.references.empty)
+        self.stage.state.drop_parameters()
 
     def release_stage(self) -> None:
         """Free this rank's part of the model; the rank leaves the training."""
         engine = self.engine
-        self.stage.state.forget()
+        self.stage.state.free_all()
         buffers.free_buffers(engine)
         buffers.free_losses(engine)
         self.rebalancer.forget_profile()
@@ -125,7 +125,7 @@ class WorldChange:
         world = self.world
         if world.replica_multiplier == 1:
             return
-        with self.naming_dead_ranks():
+        with self.naming_unresponsive_ranks():
             self.stage.state.gather_shards(self.stage.placement, world.launch_replicas)
         if world.copy_index:
             self.empty_stage()
@@ -134,7 +134,7 @@ class WorldChange:
 
     def end(self) -> None:
         """End the present world. Collective."""
-        self.comm.settle()
+        self.comm.wait_for_posted_broadcast()
         self.comm.all_done()
         self.world.end()
 
@@ -149,7 +149,7 @@ class WorldChange:
             )
             process_groups.refit(engine, topology, world_group=group, rank=self.world.rank)
 
-        within(timeout_seconds + self.world.timeout_seconds, begin)
+        call_within_seconds(timeout_seconds + self.world.timeout_seconds, begin)
         buffers.free_buffers(engine)
         self.comm.connect("repack")
         self.stage.state.use_grid()
@@ -179,7 +179,7 @@ class WorldChange:
         job_state.load_states(job, self.shared_states)
 
     @contextmanager
-    def naming_dead_ranks(self) -> Iterator[None]:
+    def naming_unresponsive_ranks(self) -> Iterator[None]:
         """Add the ranks that do not answer to a fatal error while layers or state travel."""
         try:
             yield
@@ -187,14 +187,16 @@ class WorldChange:
             if isinstance(error, MigrationError) and error.harmless:
                 raise
             # A rank that is alive may notice only at the end of its time-out.
-            dead = self.world.unresponsive_ranks(1.5 * self.stage.config.timeout_seconds)
-            if not dead:
+            unresponsive = self.world.unresponsive_ranks(1.5 * self.stage.config.timeout_seconds)
+            if not unresponsive:
                 raise
-            raise MigrationError(f"ranks {dead} (as numbered at the launch) do not answer any more: {error}") from error
+            raise MigrationError(
+                f"ranks {unresponsive} (as numbered at the launch) do not answer any more: {error}"
+            ) from error
 
 
 @contextmanager
-def fatal_from_here() -> Iterator[None]:
+def errors_are_fatal() -> Iterator[None]:
     """Make every error fatal, harmless ones too, because the last steps cannot be undone."""
     try:
         yield

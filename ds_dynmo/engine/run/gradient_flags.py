@@ -35,7 +35,7 @@ _INVOLVED = (
 class GradientFlags:
     """The tensors of one stage's messages for which gradients are sent back.
 
-    They are announced in the first training micro-batch after :meth:`forget`, or in each one if shapes change.
+    They are announced in the first training micro-batch after :meth:`forget_flags`, or in each one if shapes change.
     """
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class GradientFlags:
         self._received: list[bool] | None = None  # from the previous one
         self._shapes: MessageShapes | None = None  # sent shapes, as announced by DeepSpeed; None: not yet
 
-    def forget(self) -> None:
-        """Announce again. Every stage has to call this between the same two batches."""
+    def forget_flags(self) -> None:
+        """Make the next message announce its flags again. Every stage has to call this between the same two batches."""
         self._sent = self._received = None
 
     def forget_shapes(self) -> None:
-        """Announce again, as DeepSpeed does with shapes."""
-        self.forget()
+        """Make the next message announce its flags again, as DeepSpeed does with shapes."""
+        self.forget_flags()
         self._shapes = None
 
     def changes(

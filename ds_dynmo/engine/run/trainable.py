@@ -51,7 +51,7 @@ class TrainableLayers:
         prefix = frozen_prefix.frozen_prefix(trainable)
         self._check_instructions(prefix)
         stage.optimizer.refit()
-        stage.gradient_flags.forget()
+        stage.gradient_flags.forget_flags()
         self._layers, self._tied_weights, self.prefix = trainable, tied.tolist(), prefix
 
     def check(self) -> None:

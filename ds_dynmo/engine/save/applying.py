@@ -73,7 +73,7 @@ def _put_layers(context: CheckpointContext, loaded: Loaded, options: LoadOptions
             context.origin.layers[layers.first_use(index)],
             context.stage.comm.device,
             strict=options.strict,
-            is_shared=context.names.is_shared,
+            is_shared=context.references.is_shared,
         )
     after = layers.named_parameters()
     context.stage.optimizer.name_parameters()  # some may be new objects

@@ -22,7 +22,7 @@ class Checkpointer:
 
     Args:
         engine: DeepSpeed's, which writes its files beside ds_dynmo's.
-        names: of the objects that layers refer to and do not own.
+        references: to objects that layers refer to and do not own.
         generation: gives the number of worlds before the present one.
     """
 
@@ -30,15 +30,15 @@ class Checkpointer:
         self,
         engine: Any,
         stage: StageContext,
-        names: References,
+        references: References,
         rebalancer: Rebalancer,
         trainable: TrainableLayers,
         progress: EngineProgress,
         generation: Callable[[], int],
     ) -> None:
-        self._engine, self._stage, self._names, self._rebalancer = engine, stage, names, rebalancer
+        self._engine, self._stage, self._references, self._rebalancer = engine, stage, references, rebalancer
         self._trainable, self._progress, self._generation = trainable, progress, generation
-        self._origin = InitialModelSpec.of(stage, engine.get_data_types()[0], names.is_shared)
+        self._origin = InitialModelSpec.of(stage, engine.get_data_types()[0], references.is_shared)
         stage.optimizer.changed.subscribe("a checkpoint describes its files", self._describe_optimizer)
 
     def save(
@@ -62,7 +62,7 @@ class Checkpointer:
         return CheckpointContext(
             engine=self._engine,
             stage=self._stage,
-            names=self._names,
+            references=self._references,
             origin=self._origin,
             rebalancer=self._rebalancer,
             trainable=self._trainable,

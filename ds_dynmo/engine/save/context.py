@@ -29,7 +29,7 @@ class CheckpointContext:
 
     Attributes:
         engine: DeepSpeed's.
-        names: of the objects that layers refer to and do not own.
+        references: to objects that layers refer to and do not own.
         origin: the model as it was when the engine was constructed.
         progress: what the engine has counted and learnt.
         generation: the number of worlds before the present one.
@@ -38,7 +38,7 @@ class CheckpointContext:
 
     engine: Any
     stage: StageContext
-    names: References
+    references: References
     origin: InitialModelSpec
     rebalancer: Rebalancer
     trainable: TrainableLayers

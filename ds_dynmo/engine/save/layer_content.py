@@ -30,6 +30,8 @@ from ds_dynmo.torch_private import buffers_of, non_persistent_of, parameters_of,
 Extras = dict[str, Any]
 Shapes = dict[str, list[int]]
 _EXTRAS = {"parameters", "aliases", "buffers", "non_persistent", "retyped", "attributes", "changed", "weights"}
+_TRAINABLE_CHANGED = "changed"  # of a parameter: whether ``requires_grad`` differs from when the layer was built
+_CHANGED_ATTRIBUTES = "changed"  # of the layer: per submodule, the attributes that differ from then
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def extras_of(
             name: {
                 "shape": list(parameter.shape),
                 "requires_grad": parameter.requires_grad,
-                "changed": origin.trainable.get(name) != parameter.requires_grad,
+                _TRAINABLE_CHANGED: origin.trainable.get(name) != parameter.requires_grad,
                 "split": is_split(parameter),  # over tensor-parallel slices: clipping counts all of them
             }
             for name, parameter in named.items()
@@ -82,7 +84,7 @@ def extras_of(
             *(name for name, buffer in module.named_buffers() if buffer.dtype != origin.dtypes.get(name)),
         ],
         "attributes": attributes,
-        "changed": {
+        _CHANGED_ATTRIBUTES: {
             path: changed_attributes(sub, origin.attributes.get(path, {}), is_shared)
             for path, sub in module.named_modules()
         },
@@ -252,7 +254,7 @@ def install(
         set_buffers(subs[path], {**kept, **saved}, set(extras["non_persistent"][path]))
     for path in extras["attributes"].keys() & subs.keys():
         present = changed_attributes(subs[path], origin.attributes.get(path, {}), is_shared)
-        changed = {*extras["changed"][path], *present}
+        changed = {*extras[_CHANGED_ATTRIBUTES][path], *present}
         for name, value in extras["attributes"][path].items():
             if name in changed and not is_shared(vars(subs[path]).get(name)):
                 subs[path].__dict__[name] = value
@@ -292,7 +294,7 @@ def _set_trainable(subs: dict[str, nn.Module], name: str, about: dict[str, Any],
     path, _, leaf = name.rpartition(".")
     parameter = parameters_of(subs[path])[leaf]
     assert parameter is not None
-    if "requires_grad" in about and (about["changed"] or parameter.requires_grad != built):
+    if "requires_grad" in about and (about[_TRAINABLE_CHANGED] or parameter.requires_grad != built):
         parameter.requires_grad_(about["requires_grad"])
         if not about["requires_grad"]:
             parameter.grad = None

@@ -81,7 +81,7 @@ def load(
         target = comm.everywhere(
             "loading at a saved partition",
             lambda: _target(context, saved.manifest, options),
-            same=context.stage.route_to,
+            same=context.stage.placement_change_text,
         )
         present = _gather(context, present_shapes)
         digests = _gather(context, present_digests) if manifest.frozen_excluded else {}
@@ -95,7 +95,7 @@ def load(
                 raise
             raise CheckpointError(f"{how}: the partition {manifest.placement}. {error}") from error
     if target != context.stage.placement:
-        context.rebalancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)
+        context.rebalancer.go_to(target, Request(Reason.CHECKPOINT), clears_pending_decision=False)
     try:
         apply(context, manifest, loaded, options)
     except Exception as error:

@@ -92,12 +92,12 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
             context.origin.layers[index],
             weights=weights,
             all_buffers=replica > 0 or shared_writing,
-            is_shared=context.names.is_shared,
+            is_shared=context.references.is_shared,
         )
         extras = add_per_replica(extras, module, context.stage.state)
         extras = add_left_out(extras, module) if exclude_frozen else extras
         _write(extras, folder, layer_file(index, replica, slice_index))
-    if (of_optimizer := context.stage.state.extras()) is not None:
+    if (of_optimizer := context.stage.state.extra_optimizer_state()) is not None:
         _write(of_optimizer, folder, flat_file(context.here.stage, replica, slice_index))
     _write(random_states(), folder, rank_file(context.here.stage, replica, slice_index))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from deepspeed.runtime.pipe import schedule as deepspeeds
 
-from ds_dynmo.engine.comm.channels import Channels, Lane, LinkPlan
+from ds_dynmo.engine.comm.channels import Channels, LinkPlan, MessageKind
 from ds_dynmo.engine.deepspeed import buffers
 from ds_dynmo.engine.deepspeed.backward import backward_from
 from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
@@ -24,15 +24,15 @@ from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.schedules import Kind, PassCosts, Schedule
 
 _logger = logging.getLogger("DynMo")
-_MESSAGES = {  # by kind of instruction: the lane, and the engine's attribute with the neighbour
-    deepspeeds.SendActivation: (Lane.ACTIVATION, "next_stage"),
-    deepspeeds.RecvActivation: (Lane.ACTIVATION, "prev_stage"),
-    deepspeeds.SendGrad: (Lane.GRADIENT, "prev_stage"),
-    deepspeeds.RecvGrad: (Lane.GRADIENT, "next_stage"),
+_MESSAGES = {  # by kind of instruction: the kind of message, and the engine's attribute with the neighbour
+    deepspeeds.SendActivation: (MessageKind.ACTIVATION, "next_stage"),
+    deepspeeds.RecvActivation: (MessageKind.ACTIVATION, "prev_stage"),
+    deepspeeds.SendGrad: (MessageKind.GRADIENT, "prev_stage"),
+    deepspeeds.RecvGrad: (MessageKind.GRADIENT, "next_stage"),
 }
 _SENDS = (deepspeeds.SendActivation, deepspeeds.SendGrad)
 
-Through = Callable[[Lane, int], AbstractContextManager[None]]  # the context of a message with a stage
+Through = Callable[[MessageKind, int], AbstractContextManager[None]]  # the context of a message with a stage
 
 
 class ScheduledBatches:
@@ -118,9 +118,9 @@ class ScheduledBatches:
         wrapped[deepspeeds.BackwardPass] = partial(self._backward, backward)
         wrapped[InputGradientPass] = partial(self._first_part, backward)
         wrapped[WeightGradientPass] = self._second_part
-        for kind, (lane, neighbour) in _MESSAGES.items():
+        for kind, (message_kind, neighbour) in _MESSAGES.items():
             through = self._channels.sending if kind in _SENDS else self._channels.receiving
-            wrapped[kind] = partial(_message, composed[kind], through, lane, neighbour)
+            wrapped[kind] = partial(_message, composed[kind], through, message_kind, neighbour)
         return wrapped
 
     # -- passes ---------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class ScheduledBatches:
 
 
 def _message(
-    instruction: Instruction, through: Through, lane: Lane, neighbour: str, engine: Any, buffer_id: int
+    instruction: Instruction, through: Through, message_kind: MessageKind, neighbour: str, engine: Any, buffer_id: int
 ) -> None:
-    with through(lane, getattr(engine, neighbour)):
+    with through(message_kind, getattr(engine, neighbour)):
         instruction(engine, buffer_id=buffer_id)

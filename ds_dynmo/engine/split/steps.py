@@ -201,7 +201,7 @@ class ScheduleInForce:
         self._chosen = default
         if self._config.kind == "1f1b" or not is_deepspeeds_1f1b(default) or default.stages == 1:
             return default
-        schedule = self.in_force(default.stages, default.micro_batches)
+        schedule = self.schedule_for(default.stages, default.micro_batches)
         if schedule is None:
             return default
         costs = self._found_for if schedule is self.found else None
@@ -220,7 +220,7 @@ class ScheduleInForce:
             self.user_steps = type(steps).__name__ if of_user else ""
             self._others_ran = of_user or steps is not self._chosen
 
-    def in_force(self, num_stages: int, micro_batches: int) -> Schedule | None:
+    def schedule_for(self, num_stages: int, micro_batches: int) -> Schedule | None:
         """Return the schedule of the next batch of this shape; None: DeepSpeed's 1F1B."""
         shape = num_stages, micro_batches
         if self._decided and (self.found is None or _shape(self.found) == shape):

@@ -109,7 +109,7 @@ class FlatShards:
         )
 
     def slots(self) -> StageSlots:
-        """List the slots of this rank's stage in DeepSpeed's files, and of frozen parameters in :meth:`extras`."""
+        """List the slots of this rank's stage in DeepSpeed's files; frozen ones: in :meth:`extra_optimizer_state`."""
         slots: list[Slot] = []
         files = [number for number, members in enumerate(self.members) if members]
         for detached, groups in ((False, self.members), (True, self.detached)):
@@ -208,7 +208,7 @@ class FlatShards:
             if fresh:
                 self._wrapper.inner.state[master] = {**scalars, **fresh}
 
-    def forget(self) -> None:
+    def free_all(self) -> None:
         """Free all tensors except the wrapper's fp32 weights."""
         for master in self._wrapper.masters:
             self._wrapper.inner.state.pop(master, None)
@@ -255,7 +255,7 @@ class FlatShards:
         """Return the number of this rank's shard of a group's buffers."""
         return 0 if group in self.per_replica_groups else self._comm.here.replica
 
-    def extras(self) -> dict[str, Any]:
+    def extra_optimizer_state(self) -> dict[str, Any]:
         """Collect the state for which DeepSpeed's checkpoint files have no place."""
         return {
             "parked": {number: dict(self.held(Buffer(number, detached=True))) for number in self.numbers},

@@ -195,10 +195,12 @@ class FlatState:
             unbind(parameter)
             self._membership.leave(parameter)
 
-    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
+    def install_parameters(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         resharding, self._next = self._next, None
         assert resharding is not None, "prepare comes first"
-        assert not self._wrapper.holds_gradients, "gradients in flat buffers do not travel: settle after a step"
+        assert not self._wrapper.holds_gradients, (
+            "gradients in flat buffers do not travel: install parameters after a step"
+        )
         for record in (record for layer in arrived.values() for record in layer.parameters.values()):
             if record.group is not None:
                 self._membership.join(record.parameter, record.group)
@@ -229,7 +231,7 @@ class FlatState:
         self, plan: ReshardingPlan, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]
     ) -> None:
         self._next = self._resharding(plan)
-        self.settle(parameters, arrived)
+        self.install_parameters(parameters, arrived)
 
     def gather_shards(self, placement: Placement, num_replicas: int) -> None:
         self._run(self._resharding(self._reshard(placement, num_replicas, (self.shards.count, num_replicas))))
@@ -252,16 +254,16 @@ class FlatState:
         self._wrapper.use_grid(self._comm.grid, self._comm.rank_alone)
         self.shards.count = self._comm.here.replicas
 
-    def clear(self) -> None:
-        self.inventory.settled()
+    def drop_parameters(self) -> None:
+        self.inventory.mark_applied()
         self._weights_lead = False
         for group in self._wrapper.groups:
             for parameter in group:
                 unbind(parameter)
         self._hold([[] for _ in self.shards.numbers], StatePieces())
 
-    def forget(self) -> None:
-        self.shards.forget()
+    def free_all(self) -> None:
+        self.shards.free_all()
         self._linked = False
 
     def after_step(self) -> None:
@@ -276,10 +278,10 @@ class FlatState:
         if not all(inventory.is_current for inventory in every):
             stays = MigrationPlan.between(self._layers.placement, self._layers.placement)
             self._next = self._resharding(plan_resharding(stays, every, self._layers, self._comm.here))
-            self.settle(self._layers.parameters(), {})
+            self.install_parameters(self._layers.parameters(), {})
         if self._weights_lead:
             self.shards.follow_weights()
-        self.inventory.settled()
+        self.inventory.mark_applied()
         self._weights_lead = False
 
     def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
@@ -321,8 +323,8 @@ class FlatState:
     def slots(self, named: Named) -> StageSlots:
         return self.shards.slots()
 
-    def extras(self) -> dict[str, Any]:
-        return self.shards.extras()
+    def extra_optimizer_state(self) -> dict[str, Any]:
+        return self.shards.extra_optimizer_state()
 
     def load(self, before: Named, after: Named, pieces: StatePieces | None) -> None:
         """Hold these pieces, those of frozen parameters in detached buffers.

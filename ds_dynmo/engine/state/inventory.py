@@ -104,7 +104,7 @@ class StageInventory:
                 membership.join(after[key], group)
         return [*replaced.values()]
 
-    def settled(self) -> None:
+    def mark_applied(self) -> None:
         """Forget replaced parameters: the buffers now hold the new ones."""
         self._before, self._replaced = None, frozenset()
 

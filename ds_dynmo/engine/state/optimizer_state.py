@@ -85,7 +85,7 @@ class OptimizerState(Protocol):
         """Plan the state to send, and allocate buffers for the state to receive. May gather.
 
         Args:
-            overlapped: whether batches train before :meth:`settle`, so that all state travels ahead.
+            overlapped: whether batches train before :meth:`install_parameters`, so that all state travels ahead.
 
         Returns:
             Bytes that this rank will send apart from its layers, and a hash of their route, which has to be the same on
@@ -121,7 +121,7 @@ class OptimizerState(Protocol):
         """Free the state of parameters that were sent away."""
         ...
 
-    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
+    def install_parameters(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         """Take over ``parameters`` of the stage, in this order; ``arrived``: the layers that arrived."""
         ...
 
@@ -131,7 +131,7 @@ class OptimizerState(Protocol):
         """List the slots of ``named``, the parameters of this rank's stage, in DeepSpeed's files."""
         ...
 
-    def extras(self) -> dict[str, Any] | None:
+    def extra_optimizer_state(self) -> dict[str, Any] | None:
         """Collect the state for which DeepSpeed's files have no place; None: there is none."""
         ...
 
@@ -172,7 +172,7 @@ class OptimizerState(Protocol):
         ...
 
     def scatter_shards(self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
-        """Settle like :meth:`settle` after replicas were added."""
+        """Do what :meth:`install_parameters` does, after replicas were added."""
         ...
 
     def gather_shards(self, placement: Placement, num_replicas: int) -> None:
@@ -183,12 +183,12 @@ class OptimizerState(Protocol):
         """Rebuild the buffers in the new world, after :meth:`gather_shards`."""
         ...
 
-    def clear(self) -> None:
-        """Free the state of all parameters: the stage's layers are gone without being sent."""
+    def drop_parameters(self) -> None:
+        """Free the state of all parameters, and drop them. For a stage that loses its layers, but stays in the job."""
         ...
 
-    def forget(self) -> None:
-        """Free all remaining state: this stage has no layers any more."""
+    def free_all(self) -> None:
+        """Free all state. For a rank that is released, or that becomes an extra replica."""
         ...
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
@@ -294,7 +294,7 @@ class PerParameterState:
         for parameter in [p for p in self._state if id(p) in gone]:
             del self._state[parameter]
 
-    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
+    def install_parameters(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         joining: dict[int, list[nn.Parameter]] = {}
         for record in (record for layer in arrived.values() for record in layer.parameters.values()):
             if record.group is not None:
@@ -321,7 +321,7 @@ class PerParameterState:
                 index, offset = index + 1, offset + parameter.numel()
         return StageSlots(tuple(slots))
 
-    def extras(self) -> None:
+    def extra_optimizer_state(self) -> None:
         return None
 
     def load(self, before: Named, after: Named, pieces: StatePieces | None) -> None:
@@ -367,7 +367,7 @@ class PerParameterState:
         self._count_steps_per_parameter()
 
     def scatter_shards(self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
-        self.settle(parameters, arrived)
+        self.install_parameters(parameters, arrived)
 
     def gather_shards(self, placement: Placement, num_replicas: int) -> None:
         pass
@@ -375,13 +375,13 @@ class PerParameterState:
     def rebuild_buffers(self) -> None:
         pass
 
-    def clear(self) -> None:
+    def drop_parameters(self) -> None:
         for group in self._groups:
             group["params"] = []
             group.pop("param_names", None)
         self._state.clear()
 
-    def forget(self) -> None:
+    def free_all(self) -> None:
         self._state.clear()
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
