@@ -160,8 +160,8 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             ConfigError: the configuration has no "dynmo" section, or ``enabled`` is false.
         """
         if partition is None:
-            return self.rebalancer.rebalance_by_hand(self.train_batch)
-        return self.rebalancer.rebalance_to(partition, Request(Reason.EXPLICIT))
+            return self.rebalancer.decide_on_request(self.train_batch)
+        return self.rebalancer.move_to_partition(partition, Request(Reason.EXPLICIT))
 
     @at_work
     def on_layer_arrival(self, callback: Callable[[int, nn.Module], None]) -> None:

@@ -130,7 +130,7 @@ def _go_to_first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> N
     here = engine.stage.placement
     first = engine.rebalancer.nearest_allowed(here.at(_first_partition(engine, dynmo)))
     if first != here:
-        engine.rebalancer.rebalance_to(first.boundaries, Request(Reason.INITIAL), what="initialize")
+        engine.rebalancer.move_to_partition(first.boundaries, Request(Reason.INITIAL), what="initialize")
 
 
 def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequence[int]:

@@ -103,7 +103,18 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
         save_checkpoint=engine.save_checkpoint,
     )
     step = TrainingStep(stage, trainable, executor, profiler, rebalancer, repacker, reporter, tracer)
-    return Parts(reporter, profiler, migrator, rebalancer, trainable, executor, checkpointer, repacker, step, states)
+    return Parts(
+        reporter=reporter,
+        profiler=profiler,
+        migrator=migrator,
+        rebalancer=rebalancer,
+        trainable=trainable,
+        executor=executor,
+        checkpointer=checkpointer,
+        repacker=repacker,
+        step=step,
+        tracked_states=states,
+    )
 
 
 def _prepare_layers(engine: Any, config: DynMoConfig) -> References:

@@ -145,8 +145,8 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
         replicas_would_differ=any(shares for _, shares, *_ in gathered),
         schedule=ScheduleInForce(
             config.schedule,
-            cautious=config.memory_limit is not None or model.activation_checkpoint_interval > 0,
-            batches_wait=waits_for_norm(engine),
+            use_1f1b_until_decided=config.memory_limit is not None or model.activation_checkpoint_interval > 0,
+            stages_synchronise_per_batch=waits_for_norm(engine),
         ),
         compiled=CompiledLayers(log=config.log),
     )

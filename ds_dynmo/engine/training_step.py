@@ -55,7 +55,7 @@ class TrainingStep:
             self._stage.optimizer.after_step()
             request = self._rebalancer.after_batch()
             if request is not None and not self._repack(request):
-                self._rebalancer.rebalance_or_stay(request)
+                self._rebalancer.decide_and_move_or_stay(request)
             self._rebalancer.report_profile()
             return loss
 
@@ -69,7 +69,7 @@ class TrainingStep:
             began = time.perf_counter()
             loss = train()
             if self._rebalancer.trigger.warm:
-                self._profiler.batch_took(time.perf_counter() - began)
+                self._profiler.record_batch_seconds(time.perf_counter() - began)
         if not self._executor.ran:
             raise ConfigError(REPLACED)
         return loss

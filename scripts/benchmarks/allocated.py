@@ -63,7 +63,7 @@ def measure_one(arguments: argparse.Namespace, kind: str, precision: str, checkp
 def predicted_bytes(engine: Any) -> list[int]:
     """Predict what each stage needs, as a decision under a memory limit does."""
     layers, workspace = engine.profile.layers, workspace_bytes(engine)
-    if engine.stage.schedule.is_ours:
+    if engine.stage.schedule.may_choose_schedule:
         static = loads([layer.static_bytes for layer in layers], engine.partition)
         return [int(held) + peak + workspace for held, peak in zip(static, predicted_peaks(engine))]
     model = memory_model(engine.profile, get_accelerator().total_memory(), engine.rebalancer.memory.checkpoint_interval)

@@ -93,7 +93,9 @@ def measured_peak(engine: Any, data: Iterator[Any]) -> int:
         for _, layer in local_layers(engine.module):
             # "always": DeepSpeed stops recomputing a segment by an exception, once it has what it needs
             stack.callback(layer.register_forward_hook(look, always_call=True).remove)
-        stack.enter_context(_before_each_step(ScheduleSteps if engine.stage.schedule.is_ours else TrainSchedule, look))
+        stack.enter_context(
+            _before_each_step(ScheduleSteps if engine.stage.schedule.may_choose_schedule else TrainSchedule, look)
+        )
         stack.enter_context(live)
         engine.train_batch(data)
     return peak
@@ -118,7 +120,9 @@ def _before_each_step(schedule: Any, call: Callable[[], None]) -> Iterator[None]
 def predicted_peaks(engine: Any) -> tuple[int, ...]:
     """Predict the most that each stage holds, from the latest profile and the order in force."""
     stages, micro_batches = engine.num_stages, engine.micro_batches
-    order = engine.stage.schedule.schedule_for(stages, micro_batches) if engine.stage.schedule.is_ours else None
+    order = (
+        engine.stage.schedule.schedule_for(stages, micro_batches) if engine.stage.schedule.may_choose_schedule else None
+    )
     given = DecisionInput.of(
         engine.profile,
         config=engine.stage.config,

@@ -306,7 +306,7 @@ def test_profiles_leave_out_what_compiling_takes() -> None:
     layers.stopwatch = profiler
     module = type("Module", (), {"forward_funcs": [layer]})()
     measured = profiler.batch(module, [5], has_loss=False), layers_through(module, [profiler.wrap])
-    with measured[0], measured[1], layers.batch({5: layer}), profiler.one_pass(Kind.FORWARD):
+    with measured[0], measured[1], layers.batch({5: layer}), profiler.measure_pass(Kind.FORWARD):
         module.forward_funcs[0](torch.ones(2, WIDTH))
     assert profiler.samples.forward[5] == [1.0]
     torch._dynamo.reset()

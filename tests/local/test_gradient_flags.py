@@ -35,7 +35,7 @@ class Stage:
             prev_stage=0,
             is_pipe_partitioned=False,
         )
-        self.around = self.flags.changes(present, last_layer=3, user_kinds=user_kinds)
+        self.around = self.flags.instruction_wrappers(present, last_layer=3, user_kinds=user_kinds)
 
     def run(self, kind: type) -> None:
         self.around[kind](lambda engine, buffer_id: None)(self.engine, buffer_id=0)

@@ -92,10 +92,10 @@ def measure(
     module = SimpleNamespace(forward_funcs=list(layers))
     for _ in range(2):
         with measuring(profiler, module, range(start, start + len(layers)), has_loss=False):
-            with profiler.one_pass(Kind.FORWARD):
+            with profiler.measure_pass(Kind.FORWARD):
                 outputs = run(module.forward_funcs, x)
             clock.time += 100.0  # time between passes belongs to no layer
-            with profiler.one_pass(Kind.BACKWARD):
+            with profiler.measure_pass(Kind.BACKWARD):
                 total = outputs if isinstance(outputs, torch.Tensor) else sum(t.sum() for t in outputs)
                 total.sum().backward()
         assert module.forward_funcs == list(layers)
@@ -227,7 +227,7 @@ def test_the_loss_counts_as_the_last_layers() -> None:
     clock = Clock()
     profiler = Profiler(clock)
     module = SimpleNamespace(forward_funcs=[Layer(clock, 1.0, 3.0)])
-    with measuring(profiler, module, [0], has_loss=True), profiler.one_pass(Kind.FORWARD):
+    with measuring(profiler, module, [0], has_loss=True), profiler.measure_pass(Kind.FORWARD):
         module.forward_funcs[0](torch.ones(2, 3))
         clock.time += 10.0
     assert profiler.samples.forward_seconds(0) == 11.0
@@ -280,7 +280,7 @@ def test_what_the_loss_saves_is_counted(loss_fn: Any) -> None:
     x, target = torch.ones(2, 3, requires_grad=True), torch.ones(2, 5)
     profiler = Profiler(Clock())
     for has_loss in (False, True):
-        with measuring(profiler, module, [0], has_loss=has_loss), profiler.one_pass(Kind.FORWARD):
+        with measuring(profiler, module, [0], has_loss=has_loss), profiler.measure_pass(Kind.FORWARD):
             module.loss_fn(module.forward_funcs[0](x), target)
         assert module.loss_fn is loss_fn
         assert bool(profiler.samples.loss_bytes) == has_loss
@@ -298,7 +298,7 @@ def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most_or_of_the
     profiler = Profiler(Clock(), size_every_pass=every)
     with measuring(profiler, module, [0], has_loss=True):
         for _ in range(3):
-            with profiler.one_pass(Kind.FORWARD):
+            with profiler.measure_pass(Kind.FORWARD):
                 module.forward_funcs[0](torch.ones(4, 2, requires_grad=True))
     assert profiler.samples.activation_bytes == {0: rows_counted * 2 * 4}
 
@@ -321,14 +321,14 @@ def test_a_stalled_batch_does_not_count_as_typical() -> None:
     profiler = Profiler(Clock())
     module = SimpleNamespace(forward_funcs=[])
     for seconds in (0.5, 0.5, 0.5):
-        profiler.batch_took(seconds)
+        profiler.record_batch_seconds(seconds)
     with measuring(profiler, module, [], has_loss=True):
         pass  # takes no time; other batches take half a second
     assert profiler.batches == 1 and profiler.batch_seconds == 0.5
     profiler.forget()
     assert profiler.batches == 0 and profiler.batch_seconds == 0.5
     profiler.forget(batches_too=True)
-    profiler.batch_took(0.2)
+    profiler.record_batch_seconds(0.2)
     assert profiler.batch_seconds == 0.2
 
 
@@ -340,12 +340,12 @@ def test_own_instructions_count_with_the_next_pass() -> None:
     with measuring(profiler, module, [4, 5], has_loss=False):
         assert profiler.measures
         for _ in range(2):
-            with torch.no_grad(), profiler.another_pass():
+            with torch.no_grad(), profiler.measure_user_instruction():
                 plain(module.forward_funcs, torch.ones(2, 3))
-            with profiler.one_pass(Kind.FORWARD):
+            with profiler.measure_pass(Kind.FORWARD):
                 outputs = plain(module.forward_funcs, torch.ones(2, 3, requires_grad=True))
             plain(module.forward_funcs, torch.ones(2, 3))
-            with profiler.another_pass():
+            with profiler.measure_user_instruction():
                 outputs.sum().backward()
     assert not profiler.measures
     assert profiler.samples.forward == {4: [2.0, 2.0 + 3.0 + 3.0], 5: [4.0, 4.0 + 5.0 + 5.0]}

@@ -139,7 +139,7 @@ def test_a_decided_schedule_is_forgotten_when_ranks_come_back() -> None:
 
 def test_1f1b_order_runs_until_it_is_known_what_passes_hold() -> None:
     """Where memory is limited, or layers are checkpointed."""
-    ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"), cautious=True)
+    ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"), use_1f1b_until_decided=True)
     assert ours.steps(given()).schedule == one_f_one_b(3, 4)
     ours.decide(zb_h1(3, 4))
     assert ours.steps(given()).schedule == zb_h1(3, 4)
@@ -147,11 +147,11 @@ def test_1f1b_order_runs_until_it_is_known_what_passes_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "batches_wait", "expected"), [(1.0, False, False), (2.0, True, False), (2.0, False, True)]
+    ("memory", "synchronise", "expected"), [(1.0, False, False), (2.0, True, False), (2.0, False, True)]
 )
-def test_orders_count_on_the_next_batch_where_that_can_begin(memory: float, batches_wait: bool, expected: bool) -> None:
+def test_orders_count_on_the_next_batch_where_that_can_begin(memory: float, synchronise: bool, expected: bool) -> None:
     config = ScheduleConfig(kind="zero_bubble", memory=memory)
-    ours = ScheduleInForce(config, batches_wait=batches_wait)
+    ours = ScheduleInForce(config, stages_synchronise_per_batch=synchronise)
     assert ours.back_to_back is expected
     find = back_to_back_for_equal_costs if expected else schedule_for_equal_costs
     assert ours.schedule_for(3, 8) == find(3, 8, memory)

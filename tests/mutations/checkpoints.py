@@ -52,7 +52,7 @@ MUTATIONS = [
         "ds_dynmo/engine/save/reading.py",
         "        present = _gather(context, present_shapes)\n",
         "        if target != context.stage.placement:\n"
-        "            context.rebalancer.go_to(target, Request(Reason.CHECKPOINT), clears_pending_decision=False)\n"
+        "            context.rebalancer.move_to(target, Request(Reason.CHECKPOINT), clears_pending_decision=False)\n"
         "        present = _gather(context, present_shapes)\n",
         f"{DAMAGE}::test_a_damaged_file_is_named_and_changes_nothing",
     ),

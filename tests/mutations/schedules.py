@@ -117,7 +117,7 @@ MUTATIONS = [
     Mutation(
         "an instruction of the user's that sends runs under a schedule of ours",
         "ds_dynmo/engine/run/trainable.py",
-        "        ours = self._stage.schedule.is_ours and engine.num_stages > 1\n",
+        "        ours = self._stage.schedule.may_choose_schedule and engine.num_stages > 1\n",
         "        ours = False\n",
         "tests/distributed/test_instructions.py::test_own_messages_are_refused_before_a_batch_of_a_schedule_of_ours",
     ),

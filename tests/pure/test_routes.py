@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from ds_dynmo.engine.move import layout
-from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, cut, shard_size
+from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, intervals_of_shards, shard_size
 from ds_dynmo.engine.move.route import Route, Row
 from ds_dynmo.engine.state.keys import ParamKey
 
@@ -31,7 +31,7 @@ def laid_out(stages: Mapping[int, Mapping[Buffer, Sequence[tuple[ParamKey, int]]
     for stage, buffers in stages.items():
         for buffer, parameters in buffers.items():
             size = shard_size(sum(numel for _, numel in parameters), replicas, detached=buffer.detached)
-            for replica, held in enumerate(cut(parameters, replicas, size)):
+            for replica, held in enumerate(intervals_of_shards(parameters, replicas, size)):
                 shard = Shard(stage, replica, buffer)
                 intervals[shard], sizes[shard] = held, size
     return Layout(intervals, sizes)

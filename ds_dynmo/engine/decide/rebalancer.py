@@ -1,6 +1,11 @@
-"""Rebalancing: from a profile to a decision, and from a decision to a move; :meth:`Rebalancer.after_batch` starts it.
+"""Rebalancing: from a profile to a decision, and from a decision to a move.
 
 Every rank takes the same decision from the same numbers. Until layers start to move, a failure changes nothing.
+
+    after a batch:                                  after_batch, decide_and_move_or_stay -> decide_and_move -> move_to
+    engine.rebalance():                             decide_on_request -> decide_and_move -> move_to
+    engine.rebalance(partition), initialize:        move_to_partition -> move_to
+    a load, engine.repack() without other stages:   move_to
 """
 
 from __future__ import annotations
@@ -102,10 +107,10 @@ class Rebalancer:
             self.trigger.measurement_recorded()
         return self.trigger.pending if decision and not self._waits_for_profile else None
 
-    def rebalance_or_stay(self, request: Request) -> None:
+    def decide_and_move_or_stay(self, request: Request) -> None:
         """Decide and move layers; if that fails harmlessly, warn on rank 0 and continue. Collective."""
         try:
-            self.rebalance(request, profile_seconds=self._profile_seconds)
+            self.decide_and_move(request, profile_seconds=self._profile_seconds)
         except (PartitionError, MigrationError) as error:
             self._stay(error)
 
@@ -123,14 +128,14 @@ class Rebalancer:
 
     # -- by hand --------------------------------------------------------------------------------------
 
-    def rebalance_by_hand(self, train: Callable[[], Any]) -> RebalanceReport:
+    def decide_on_request(self, train: Callable[[], Any]) -> RebalanceReport:
         """Decide now from the latest profile; without one, train until there is one. Collective.
 
         Args:
             train: trains a batch on the engine's data. Collective.
         """
         profile_seconds = self.train_until_profiled(train) if self.profile is None else 0.0
-        report = self.rebalance(Request(Reason.BY_HAND), profile_seconds=profile_seconds)
+        report = self.decide_and_move(Request(Reason.BY_HAND), profile_seconds=profile_seconds)
         self._reporter.profiled(self.profile, self._stage.counters.samples)
         return report
 
@@ -138,7 +143,7 @@ class Rebalancer:
         """Train until there is a profile, without a decision, and return the seconds of gathering it. Collective.
 
         Args:
-            train: as for :meth:`rebalance_by_hand`.
+            train: as for :meth:`decide_on_request`.
 
         Raises:
             MigrationError: harmless; there is no data to train on.
@@ -189,7 +194,7 @@ class Rebalancer:
             self._profile_seconds = time.perf_counter() - began
             return self.profile
 
-    def rebalance(self, request: Request, *, profile_seconds: float) -> RebalanceReport:
+    def decide_and_move(self, request: Request, *, profile_seconds: float) -> RebalanceReport:
         """Decide from the latest profile, and move layers. Collective.
 
         Raises:
@@ -208,7 +213,7 @@ class Rebalancer:
             )
         seconds = profile_seconds, time.perf_counter() - began
         self.cost_model.decided(decision)
-        return self.go_to(decision.placement, request, decision=decision, profile_and_decide_seconds=seconds)
+        return self.move_to(decision.placement, request, decision=decision, profile_and_decide_seconds=seconds)
 
     def _decide(self, profile: Profile, limit_bytes: int | None, request: Request) -> Decision:
         """Decide from ``profile``. Collective if ``dynmo.decentralized`` is set."""
@@ -250,7 +255,7 @@ class Rebalancer:
             limit_bytes=limit_bytes,
             checkpoint_interval=self.memory.checkpoint_interval,
             batches=self.trigger.batches_to_gain,
-            searches=schedule.is_ours,
+            searches=schedule.may_choose_schedule,
             running_schedule=schedule.schedule_for(num_stages, profile.micro_batches) if counts else None,
             running_over_bound=schedule.over_bound,
             back_to_back=schedule.back_to_back,
@@ -259,9 +264,9 @@ class Rebalancer:
     @property
     def chooses_schedule(self) -> bool:
         """Whether decisions choose a schedule too."""
-        return self._stage.schedule.is_ours and self._stage.placement.num_stages > 1
+        return self._stage.schedule.may_choose_schedule and self._stage.placement.num_stages > 1
 
-    def go_to(
+    def move_to(
         self,
         new: Placement,
         request: Request,
@@ -352,7 +357,9 @@ class Rebalancer:
                 self._reporter.inform(f"DynMo: the nearest allowed partition is {nearest}: {error}")
         return nearest
 
-    def rebalance_to(self, partition: Sequence[int], request: Request, *, what: str = "rebalance") -> RebalanceReport:
+    def move_to_partition(
+        self, partition: Sequence[int], request: Request, *, what: str = "rebalance"
+    ) -> RebalanceReport:
         """Move layers to exactly ``partition``. Collective.
 
         Args:
@@ -371,7 +378,7 @@ class Rebalancer:
 
         self._comm.enter(what)
         new = self._comm.everywhere("going to a given partition", placement, same=self._stage.placement_change_text)
-        return self.go_to(new, request, clears_pending_decision=request.reason is not Reason.INITIAL)
+        return self.move_to(new, request, clears_pending_decision=request.reason is not Reason.INITIAL)
 
     def forget_profile(self) -> None:
         """Drop the profile: this rank has no layers any more."""

@@ -62,7 +62,7 @@ class Bf16Wrapper(FlatWrapper):
 
     def rewrap(self, groups: Groups, flats: list[torch.Tensor]) -> None:
         wrapper = self._wrapper
-        self._remove_hooks()
+        self.remove_hooks()
         self.free_gradients()
         self.free_weights()
         wrapper.bf16_groups[:], wrapper.bf16_groups_flat[:] = groups, flats

@@ -119,7 +119,7 @@ class FlatWrapper(ABC):
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         """Make the wrapper clip by ``norm`` (called in every step, after gradients were reduced), on the device."""
 
-    def hide(self, members: Callable[[], Sequence[Collection[Any]]]) -> None:
+    def omit_empty_groups_from_state_dict(self, members: Callable[[], Sequence[Collection[Any]]]) -> None:
         """Keep groups without a parameter on this stage out of what DeepSpeed writes to checkpoints.
 
         Args:
@@ -131,10 +131,6 @@ class FlatWrapper(ABC):
             return _with_groups(stock(), [number for number, group in enumerate(members()) if group])
 
         self._wrapper.state_dict = state_dict
-
-    def release(self) -> None:
-        """Stop reacting to gradients: another wrapper has taken over the parameters."""
-        self._remove_hooks()
 
     def use_grid(self, grid: Any, rank_alone: Callable[[], Any]) -> None:
         """Reduce over the process groups of a new world.
@@ -184,7 +180,8 @@ class FlatWrapper(ABC):
         for master, group in zip(self.masters, self.inner.param_groups):
             group["params"] = [master]
 
-    def _remove_hooks(self) -> None:
+    def remove_hooks(self) -> None:
+        """Stop reacting to gradients, because another wrapper takes over the parameters."""
         for hook in self._wrapper._grad_acc_hooks:
             hook.remove()
         self._wrapper._grad_acc_hooks = []

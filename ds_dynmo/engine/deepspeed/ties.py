@@ -5,6 +5,11 @@ class, are built from the same arguments and all their parameters are tied, a st
 Otherwise they are :class:`SeparateUses`: an embedding and a head of another class, or a head that also has a norm.
 Each use then is a layer like any other, with a copy of the tied weights. Copies begin equal and get the sum of all
 gradients, so they stay equal on whichever stages they are.
+
+    uses of a key       modules                             StageLayers.key(use)    StageLayers.tie_of(use)
+    one module          one per stage; later uses there     the key                 None
+                        run a tied alias
+    separate modules    one per use, with weight copies     None                    the SeparateUses
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class ZeroWrapper(FlatWrapper):
 
     def rewrap(self, groups: Groups, flats: list[torch.Tensor]) -> None:
         wrapper = self._wrapper
-        self._remove_hooks()
+        self.remove_hooks()
         wrapper.bit16_groups[:], wrapper.round_robin_bit16_groups[:] = groups, groups
         wrapper.round_robin_bit16_indices[:] = [list(range(len(group))) for group in groups]
         wrapper.round_robin_bit16_meta[:] = [[torch.zeros_like(p.data, device="meta") for p in g] for g in groups]

@@ -66,7 +66,7 @@ def gather_profile(stage: StageContext, profiler: Profiler, move_seconds: float)
         PartitionError: on every rank; a layer was not measured on any rank.
         MigrationError: on every rank, harmless; a rank failed to size its layers.
     """
-    table = stage_costs(stage.layers, profiler, stage.state, move_seconds)
+    table = measurement_table(stage.layers, profiler, stage.state, move_seconds)
     stage.comm.max_over_world(table)
     if failed(table):
         raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
@@ -75,7 +75,9 @@ def gather_profile(stage: StageContext, profiler: Profiler, move_seconds: float)
     return profile, float(table[-1, SummaryColumn.MOVES])
 
 
-def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
+def measurement_table(
+    layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float
+) -> torch.Tensor:
     """Return a table of this rank's measurements of its layers.
 
     Args:
@@ -86,7 +88,7 @@ def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, 
         table has a mark that :func:`failed` finds in the maximum of all ranks' tables.
     """
     try:
-        return _stage_costs(layers, profiler, state, move_seconds)
+        return _measurement_table(layers, profiler, state, move_seconds)
     except Exception as error:  # any error of a user's load_signal; other ranks have to know
         logger.error(f"layers {[*layers.indices]}: cannot tell what they cost: {error!r}")
         table = torch.zeros(layers.num_layers + 1, COLUMNS, dtype=torch.float64)
@@ -94,7 +96,9 @@ def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, 
         return table
 
 
-def _stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
+def _measurement_table(
+    layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float
+) -> torch.Tensor:
     samples = profiler.samples
     table = torch.zeros(layers.num_layers + 1, COLUMNS, dtype=torch.float64)
     for index in layers.indices:
@@ -184,7 +188,7 @@ def per_layer(layers: StageLayers, number: Callable[[nn.Module], float]) -> torc
 
 
 def held_table(layers: StageLayers, state: OptimizerState) -> torch.Tensor:
-    """Return a table like :func:`stage_costs` of the bytes of this rank's layers, now and in training."""
+    """Return a table like :func:`measurement_table` of the bytes of this rank's layers, now and in training."""
     table = torch.zeros(layers.num_layers + 1, len(fields(HeldBytes)) + 1, dtype=torch.float64)
     try:
         for index in layers.indices:

@@ -175,7 +175,7 @@ class Profiler:
         if batches_too:
             self._recent_seconds.clear()
 
-    def batch_took(self, seconds: float) -> None:
+    def record_batch_seconds(self, seconds: float) -> None:
         """Record the seconds of a batch that was not profiled."""
         self._recent_seconds.append(seconds)
 
@@ -212,17 +212,17 @@ class Profiler:
         self.samples.batches += 1
         self._recent_seconds.append(seconds)
 
-    def one_pass(self, kind: Kind) -> AbstractContextManager[None]:
+    def measure_pass(self, kind: Kind) -> AbstractContextManager[None]:
         """Measure the pass of a micro-batch through the stage inside."""
-        goes_back = kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
-        return self._one_pass(kind, self._last if goes_back else None)
+        begins_at_last = kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+        return self._measure(kind, self._last if begins_at_last else None)
 
-    def another_pass(self) -> AbstractContextManager[None]:
+    def measure_user_instruction(self) -> AbstractContextManager[None]:
         """Measure a user's instruction, which may run layers; it counts with the next pass."""
-        return self._one_pass(None, None)
+        return self._measure(None, None)
 
     @contextmanager
-    def _one_pass(self, kind: Kind | None, owner: int | None) -> Iterator[None]:
+    def _measure(self, kind: Kind | None, owner: int | None) -> Iterator[None]:
         self._backward, self._marks, self._entered = kind is not Kind.FORWARD, [], {}
         self._deferred_bytes = Counter()
         self._mark(owner)

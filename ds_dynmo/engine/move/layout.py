@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ds_dynmo.engine.state.keys import ParamKey
 
-__all__ = ["Buffer", "Interval", "Layout", "Shard", "cut", "cut_one", "shard_size"]
+__all__ = ["Buffer", "Interval", "Layout", "Shard", "intervals_of_parameter", "intervals_of_shards", "shard_size"]
 
 
 class Buffer(NamedTuple):
@@ -69,7 +69,9 @@ class Layout:
         return held[-1].offset + held[-1].numel if held else 0
 
 
-def cut(parameters: Iterable[tuple[ParamKey, int]], shards: int, size: int) -> Iterator[tuple[Interval, ...]]:
+def intervals_of_shards(
+    parameters: Iterable[tuple[ParamKey, int]], shards: int, size: int
+) -> Iterator[tuple[Interval, ...]]:
     """Cut a flat buffer into shards, and list the intervals of each.
 
     Args:
@@ -78,19 +80,20 @@ def cut(parameters: Iterable[tuple[ParamKey, int]], shards: int, size: int) -> I
         size: elements of each shard.
 
     >>> weight, bias = ParamKey(0, "weight"), ParamKey(0, "bias")
-    >>> [[(i.key.name, i.start, i.numel, i.offset) for i in shard] for shard in cut([(weight, 6), (bias, 1)], 2, 4)]
+    >>> shards = intervals_of_shards([(weight, 6), (bias, 1)], 2, 4)
+    >>> [[(i.key.name, i.start, i.numel, i.offset) for i in shard] for shard in shards]
     [[('weight', 0, 4, 0)], [('weight', 4, 2, 0), ('bias', 0, 1, 2)]]
     """
     intervals: list[list[Interval]] = [[] for _ in range(shards)]
     begin = 0
     for key, numel in parameters:
-        for shard, interval in cut_one(key, numel, begin, size):
+        for shard, interval in intervals_of_parameter(key, numel, begin, size):
             intervals[shard].append(interval)
         begin += numel
     return map(tuple, intervals)
 
 
-def cut_one(key: ParamKey, numel: int, begin: int, size: int) -> Iterator[tuple[int, Interval]]:
+def intervals_of_parameter(key: ParamKey, numel: int, begin: int, size: int) -> Iterator[tuple[int, Interval]]:
     """Yield the shards, and their intervals, of a parameter that lies in a flat buffer from element ``begin`` on.
 
     Args:

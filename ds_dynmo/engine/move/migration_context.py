@@ -161,7 +161,7 @@ class MigrationContext:
             spec = self.layers.spec(index)
             self.layers.remove(index)
             if isinstance(spec, nn.Module):
-                self.references.empty(spec)  # the layer list still refers to a layer that was given as a module
+                self.references.free_memory(spec)  # the layer list still refers to a layer that was given as a module
 
     def rebuild(self, plan: MigrationPlan, arrived: Mapping[int, LayerRecord]) -> None:
         """Rebuild the stage from the layers that stay and those that arrived; drop tied layers without a use."""

@@ -73,11 +73,11 @@ class Migrator:
     """Moves layers between stages, one plan at a time. Every method but :meth:`poll` is collective.
 
     Args:
-        context: returns this rank's present stage.
+        make_context: returns this rank's present stage.
     """
 
-    def __init__(self, context: Callable[[], MigrationContext]) -> None:
-        self.context = context
+    def __init__(self, make_context: Callable[[], MigrationContext]) -> None:
+        self.make_context = make_context
         self._migration: _Migration | None = None
 
     def migrate(self, plan: MigrationPlan, check: MoveCheck | None = None) -> int:
@@ -107,7 +107,7 @@ class Migrator:
         Raises:
             MigrationError: harmless, on every rank. Nothing has changed.
         """
-        context = self.context()
+        context = self.make_context()
         if stage is not None:
             context = replace(context, stage_id=stage)
 
@@ -149,7 +149,7 @@ class Migrator:
             MigrationError: on every rank that can still raise it.
         """
         assert self._migration is None, "one plan at a time"
-        context = self.context()
+        context = self.make_context()
         if not plan.moves:
             return False
         if check is not None:

@@ -90,7 +90,7 @@ def pack(
             of another layer that has no name, or the user has compiled a part in place.
     """
     _check_not_compiled_in_place(layer.module)
-    outside = references.outside(layer.module, _marks(layer)) if references is not None else Outside()
+    outside = references.outside(layer.module, _extra_roots(layer)) if references is not None else Outside()
     shell, tensors = Shell.of(layer, build, outside, completed)
     name_of = {id(record.parameter): name for name, record in layer.parameters.items()}
     known = sent_ahead._constants if sent_ahead is not None else ()
@@ -144,11 +144,11 @@ def _constant_tensors(layer: LayerRecord) -> set[int]:
     return {id(tensor) for tensor in tensors if tensor.layout == torch.strided and not tensor.is_inference()}
 
 
-def _marks(layer: LayerRecord) -> dict[str, Any]:
+def _extra_roots(layer: LayerRecord) -> dict[str, Any]:
     """Collect the users' attributes and hooks of the layer's parameters, which may refer to any object, by name."""
-    marks: dict[str, Any] = {}
+    roots: dict[str, Any] = {}
     for name, record in layer.parameters.items():
         attributes = {name: value for name, value in record.attributes.items() if not is_constant(value)}
         hooks = {method: each for method, each in record.hooks.items() if each}
-        marks |= {f"{name}.{kind}": held for kind, held in (("marks", attributes), ("hooks", hooks)) if held}
-    return marks
+        roots |= {f"{name}.{kind}": held for kind, held in (("marks", attributes), ("hooks", hooks)) if held}
+    return roots

@@ -84,7 +84,7 @@ class References:
         """Return whether ``value`` has a name, and so belongs to the rank rather than to a layer."""
         return self._names.is_shared(value)
 
-    def empty(self, layer: nn.Module) -> None:
+    def free_memory(self, layer: nn.Module) -> None:
         """Free the memory of a layer that left, except for modules that other layers use too."""
         for part in layer.modules():
             if self._names.is_of_one_layer(part):
@@ -92,11 +92,11 @@ class References:
 
     # -- a layer that leaves --------------------------------------------------------------------------
 
-    def outside(self, layer: nn.Module, marks: Mapping[str, Any]) -> Outside:
+    def outside(self, layer: nn.Module, extra_roots: Mapping[str, Any]) -> Outside:
         """Find the objects that ``layer`` refers to and that do not move with it.
 
         Args:
-            marks: other objects that travel with the layer and may refer to any object, by a name for messages.
+            extra_roots: other objects that travel with the layer and may refer to any object, by a name for messages.
 
         Raises:
             TypeError: it refers to an object that it shares with another layer and that has no name, to a tensor of
@@ -110,7 +110,10 @@ class References:
         def enter(value: Any) -> bool:
             return id(value) not in outside.references
 
-        roots: list[tuple[Path, Any]] = [((), layer), *(((("attribute", name),), held) for name, held in marks.items())]
+        roots: list[tuple[Path, Any]] = [
+            ((), layer),
+            *(((("attribute", name),), held) for name, held in extra_roots.items()),
+        ]
         for path, value in _walk_layer(roots, enter, self._rank_attributes_of, outside):
             if id(value) in own_tensors or id(value) in own_modules:
                 if isinstance(value, torch.Tensor):

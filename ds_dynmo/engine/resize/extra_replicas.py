@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ds_dynmo.engine.resize.repack_plan import RepackPlan
-from ds_dynmo.engine.resize.shrinking import free_stages
+from ds_dynmo.engine.resize.shrinking import move_and_continue
 from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange, errors_are_fatal
 
 
@@ -40,7 +40,7 @@ def merge_replicas(change: WorldChange, plan: RepackPlan, *, park: bool, replica
         _form_one_pipeline(change, plan)
         formed_seconds = time.perf_counter() - began
         if plan.freed:
-            result = free_stages(change, plan, plan.stages_of_copies(replica_multiplier), park=park)
+            result = move_and_continue(change, plan, plan.stages_of_copies(replica_multiplier), park=park)
         else:
             result = _move_to_all(change, plan)
     return replace(result, world_seconds=result.world_seconds + formed_seconds)

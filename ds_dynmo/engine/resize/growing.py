@@ -10,7 +10,7 @@ from ds_dynmo.engine.comm.objects import from_bytes
 from ds_dynmo.engine.resize import parking
 from ds_dynmo.engine.resize.parking import Recall
 from ds_dynmo.engine.resize.repack_plan import JobStages, RepackPlan, between
-from ds_dynmo.engine.resize.shrinking import free_stages
+from ds_dynmo.engine.resize.shrinking import move_and_continue
 from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange, errors_are_fatal
 from ds_dynmo.errors import MigrationError
 
@@ -128,4 +128,4 @@ def _shrink_back(change: WorldChange, plan: RepackPlan, before: JobStages) -> No
         change.stage.state.rebuild_buffers()
     present = plan.migration.old.without_empty_stages()
     back = between(plan.stages, plan.migration.old, present, owners[:num_stages])
-    free_stages(change, back, owners[num_stages:], park=True)
+    move_and_continue(change, back, owners[num_stages:], park=True)

@@ -171,7 +171,7 @@ class Repacker:
             result, saved = self._stop_for_restart(new)
             verdict = f"{verdict}; {saved}"
         elif new.num_stages == old.num_stages:
-            moved = self._rebalancer.go_to(new, Request(Reason.EXPLICIT))
+            moved = self._rebalancer.move_to(new, Request(Reason.EXPLICIT))
             result = RepackResult((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
         else:
             result = self._resize(new)

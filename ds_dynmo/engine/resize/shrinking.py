@@ -26,22 +26,24 @@ def shrink(change: WorldChange, plan: RepackPlan, *, park: bool, replica_multipl
     """
     if replica_multiplier > 1:
         change.rehearse(plan, copies=True)
-    return free_stages(change, plan, plan.stages_of_copies(replica_multiplier), park=park)
+    return move_and_continue(change, plan, plan.stages_of_copies(replica_multiplier), park=park)
 
 
-def free_stages(change: WorldChange, plan: RepackPlan, copying: Sequence[int], *, park: bool) -> RepackResult:
+def move_and_continue(
+    change: WorldChange, plan: RepackPlan, replica_stages: Sequence[int], *, park: bool
+) -> RepackResult:
     """Move layers to the stages that stay, and start a world of these and of the extra replicas. Collective.
 
     Args:
         plan: between the stages of the present world.
-        copying: freed stages, by index, that become extra replicas, in the order of those that stay.
+        replica_stages: freed stages, by index, that become extra replicas, in the order of those that stay.
         park: whether the other stages wait for a recall.
     """
     here, world = change.comm.here, change.world
-    released = tuple(plan.stages[index] for index in plan.freed if index not in copying)
-    at_work = tuple(plan.stages[index] for index in (*plan.staying, *copying))
+    released = tuple(plan.stages[index] for index in plan.freed if index not in replica_stages)
+    at_work = tuple(plan.stages[index] for index in (*plan.staying, *replica_stages))
     replica_multiplier = len(at_work) // len(plan.staying)
-    stays, copies = here.stage in plan.staying, here.stage in copying
+    stays, becomes_replica = here.stage in plan.staying, here.stage in replica_stages
     began = time.perf_counter()
     job_bytes = change.describe_job()
     moved_bytes, _ = change.move_layers(plan.migration)
@@ -50,7 +52,7 @@ def free_stages(change: WorldChange, plan: RepackPlan, copying: Sequence[int], *
         change.end()
         if park:
             change.ranks.park(released)
-        if stays or copies:
+        if stays or becomes_replica:
             change.begin(at_work, world.generation + 1, replica_multiplier)
             _fill_new_world(change, plan.placement, has_layers=stays, replica_multiplier=replica_multiplier)
             if change.shared_states:

@@ -81,7 +81,7 @@ class WorldChange:
     @property
     def context(self) -> MigrationContext:
         """This rank's present stage."""
-        return self._migrator.context()
+        return self._migrator.make_context()
 
     # -- layers ---------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class WorldChange:
 
     def empty_stage(self) -> None:
         """Free this rank's layers and optimizer state; the rank stays in the job."""
-        self.stage.layers.clear(self.context.references.empty)
+        self.stage.layers.clear(self.context.references.free_memory)
         self.stage.state.drop_parameters()
 
     def release_stage(self) -> None:

@@ -14,7 +14,7 @@ from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.measure.trace import Tracer
 from ds_dynmo.engine.run import instructions
-from ds_dynmo.engine.run.frozen_prefix import goes_back
+from ds_dynmo.engine.run.frozen_prefix import has_backward_work
 from ds_dynmo.engine.run.random_streams import LayerStreams
 from ds_dynmo.engine.run.trainable import TrainableLayers
 from ds_dynmo.engine.split.scheduled import ScheduledBatches
@@ -98,7 +98,7 @@ class Executor:
         composed = self._composed(scheduled)
         self._scheduled.gradients.observe = self._profiler.deferred if self._profiler.measures else None
         if training and self._profiler.measures:
-            backward = goes_back(self._stage.layers.indices, self._trainable.prefix)
+            backward = has_backward_work(self._stage.layers.indices, self._trainable.prefix)
             composed = instructions.marked(composed, self._profiler, backward=backward)
         if training and self._tracer is not None and self._tracer.records:
             composed = self._tracer.recorded(composed)

@@ -114,12 +114,14 @@ def frozen_prefix(trainable: Sequence[bool]) -> int:
     return next((index for index, trains in enumerate(trainable) if trains), len(trainable))
 
 
-def goes_back(layers: Iterable[int], prefix: int) -> bool:
+def has_backward_work(layers: Iterable[int], prefix: int) -> bool:
     """Return whether a backward pass has work in these layers: one of them is behind the frozen prefix."""
     return any(layer >= prefix for layer in layers)
 
 
-def changes(chunk: range, prefix: int, *, user_backward: bool) -> dict[type, Callable[[Instruction], Instruction]]:
+def instruction_wrappers(
+    chunk: range, prefix: int, *, user_backward: bool
+) -> dict[type, Callable[[Instruction], Instruction]]:
     """Return the wrappers or replacements of a chunk's instructions.
 
     Args:
@@ -130,7 +132,7 @@ def changes(chunk: range, prefix: int, *, user_backward: bool) -> dict[type, Cal
     changed: dict[type, Callable[[Instruction], Instruction]] = {}
     if prefix == 0:
         return changed
-    if not goes_back(chunk, prefix):
+    if not has_backward_work(chunk, prefix):
         changed[schedule.BackwardPass] = _through_nothing if user_backward else lambda _: _skip_backward
         changed[schedule.RecvGrad] = lambda _: _nothing
     if prefix >= chunk.start:

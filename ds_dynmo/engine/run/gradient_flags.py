@@ -52,7 +52,7 @@ class GradientFlags:
         self.forget_flags()
         self._shapes = None
 
-    def changes(
+    def instruction_wrappers(
         self, present: Instructions, last_layer: int, *, user_kinds: bool
     ) -> Mapping[type, Callable[[Instruction], Instruction]]:
         """Return the wrappers of the instructions of ``present``.

@@ -101,17 +101,17 @@ def compose(
 
     if flags is not None:
         user_kinds, last_layer = any(map(is_user_kind, present)), max(layers.indices, default=-1)
-        for kind, around in flags.changes(present, last_layer, user_kinds=user_kinds).items():
+        for kind, around in flags.instruction_wrappers(present, last_layer, user_kinds=user_kinds).items():
             put_around(kind, around)
     put_around(schedule.RecvGrad, _into_new_memory)
     put_around(schedule.BackwardPass, _from_all_outputs)
     backward = present.get(schedule.BackwardPass)
     user_backward = backward is not None and not is_deepspeeds(backward)
-    for kind, around in frozen_prefix.changes(layers.run, prefix, user_backward=user_backward).items():
+    for kind, around in frozen_prefix.instruction_wrappers(layers.run, prefix, user_backward=user_backward).items():
         put_around(kind, around)
     if layers.tied_aliases or layers.copies():
         put_around(schedule.ReduceTiedGrads, partial(_of_all_uses, layers))
-    if layers.tied_aliases and accumulates and frozen_prefix.goes_back(layers.indices, prefix):
+    if layers.tied_aliases and accumulates and frozen_prefix.has_backward_work(layers.indices, prefix):
         put_around(schedule.BackwardPass, partial(_accumulating_tied_aliases, layers))
     if callbacks:
         put_around(schedule.OptimizerStep, partial(_after_callbacks, callbacks))
@@ -124,12 +124,14 @@ def compose(
 
 def marked(bare: Instructions, profiler: Profiler, *, backward: bool) -> Instructions:
     """Wrap ``bare`` so that the profiler sees the start and end of each pass; ``backward``: with backward passes."""
-    around: dict[type, Around] = {kind: partial(_another_pass, profiler) for kind in bare if is_user_kind(kind)}
-    around[schedule.ForwardPass] = partial(_one_pass, profiler, Kind.FORWARD)
+    around: dict[type, Around] = {
+        kind: partial(_measured_user_instruction, profiler) for kind in bare if is_user_kind(kind)
+    }
+    around[schedule.ForwardPass] = partial(_measured_pass, profiler, Kind.FORWARD)
     if backward:
-        around[schedule.BackwardPass] = partial(_one_pass, profiler, Kind.BACKWARD)
-        around[InputGradientPass] = partial(_one_pass, profiler, Kind.INPUT_GRADIENT)
-        around[WeightGradientPass] = partial(_one_pass, profiler, Kind.WEIGHT_GRADIENT)
+        around[schedule.BackwardPass] = partial(_measured_pass, profiler, Kind.BACKWARD)
+        around[InputGradientPass] = partial(_measured_pass, profiler, Kind.INPUT_GRADIENT)
+        around[WeightGradientPass] = partial(_measured_pass, profiler, Kind.WEIGHT_GRADIENT)
     return MappingProxyType({kind: around.get(kind, _bare)(instruction) for kind, instruction in bare.items()})
 
 
@@ -137,20 +139,20 @@ def _bare(instruction: Instruction) -> Instruction:
     return instruction
 
 
-def _one_pass(profiler: Profiler, kind: Kind, instruction: Instruction) -> Instruction:
-    def one_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
-        with profiler.one_pass(kind):
+def _measured_pass(profiler: Profiler, kind: Kind, instruction: Instruction) -> Instruction:
+    def measured(engine: Any, *args: Any, **kwargs: Any) -> None:
+        with profiler.measure_pass(kind):
             instruction(engine, *args, **kwargs)
 
-    return one_pass
+    return measured
 
 
-def _another_pass(profiler: Profiler, instruction: Instruction) -> Instruction:
-    def another_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
-        with profiler.another_pass():
+def _measured_user_instruction(profiler: Profiler, instruction: Instruction) -> Instruction:
+    def measured(engine: Any, *args: Any, **kwargs: Any) -> None:
+        with profiler.measure_user_instruction():
             instruction(engine, *args, **kwargs)
 
-    return another_pass
+    return measured
 
 
 class _Join(torch.autograd.Function):

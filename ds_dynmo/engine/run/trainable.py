@@ -70,7 +70,7 @@ class TrainableLayers:
 
     def _check_instructions(self, prefix: int) -> None:
         engine = self._engine
-        ours = self._stage.schedule.is_ours and engine.num_stages > 1
+        ours = self._stage.schedule.may_choose_schedule and engine.num_stages > 1
         instructions.check(present_instructions(engine), prefix, partitioned=engine.is_pipe_partitioned, ours=ours)
 
     def state_dict(self) -> dict[str, Any]:

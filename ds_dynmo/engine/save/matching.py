@@ -45,13 +45,13 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
         _check_no_more_layers(context, manifest, path)
     if options.module_only or not options.optimizer:
         return
-    ours = context.stage.optimizer.inner
-    name, kept = type(ours).__name__ if ours is not None else "", context.stage.state.kind
-    written, kind = manifest.optimizer_class, manifest.optimizer
-    if written != name or kind not in READABLE[kept]:
+    inner = context.stage.optimizer.inner
+    present_class, present_storage = type(inner).__name__ if inner is not None else "", context.stage.state.kind
+    saved_class, saved_storage = manifest.optimizer_class, manifest.optimizer
+    if saved_class != present_class or saved_storage not in READABLE[present_storage]:
         raise CheckpointError(
-            f"{path}: optimizer state of {written or 'none'} ({kind}), expected {name or 'none'} ({kept}); "
-            "load_optimizer_states=False loads the rest"
+            f"{path}: optimizer state of {saved_class or 'none'} ({saved_storage}), expected "
+            f"{present_class or 'none'} ({present_storage}); load_optimizer_states=False loads the rest"
         )
 
 

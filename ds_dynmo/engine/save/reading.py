@@ -95,7 +95,7 @@ def load(
                 raise
             raise CheckpointError(f"{how}: the partition {manifest.placement}. {error}") from error
     if target != context.stage.placement:
-        context.rebalancer.go_to(target, Request(Reason.CHECKPOINT), clears_pending_decision=False)
+        context.rebalancer.move_to(target, Request(Reason.CHECKPOINT), clears_pending_decision=False)
     try:
         apply(context, manifest, loaded, options)
     except Exception as error:
@@ -107,7 +107,7 @@ def load(
         context.stage.placement
     )  # another dynmo.keep_together may have saved it
     if allowed != context.stage.placement:
-        context.rebalancer.go_to(allowed, Request(Reason.CHECKPOINT))
+        context.rebalancer.move_to(allowed, Request(Reason.CHECKPOINT))
     return loaded.path, client_state_of(context, loaded, options)
 
 

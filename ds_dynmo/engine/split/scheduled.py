@@ -45,7 +45,7 @@ class ScheduledBatches:
         self._splits: list[bool] = []  # per micro-batch, whether its backward pass runs in two parts
         self._forward_passes = 0
         self._losses: dict[int, Any] = {}  # on the last stage, by buffer
-        self._named_fused = False
+        self._logged = False
         self._planned: tuple[Schedule | None, PassCosts | None, int] = (None, None, -1)  # latest schedule, costs, stage
         self._plan: LinkPlan = {}
 
@@ -70,23 +70,23 @@ class ScheduledBatches:
             self.gradients.splitting(self._modules(), splits=any(self._splits)),
         ):
             yield
-            if any(self._splits) and not self._named_fused:
-                self._name_fused()
+            if any(self._splits) and not self._logged:
+                self._log_layers_without_deferred_gradients()
 
-    def _name_fused(self) -> None:
+    def _log_layers_without_deferred_gradients(self) -> None:
         """Log, once, the layers of this stage that have weight matrices but defer no gradient."""
-        self._named_fused = True
+        self._logged = True
         here = self._stage.comm.here
         if not self._stage.config.log or here.replica or here.tp_rank:
             return
-        fused = [
+        without = [
             f"{index} ({type(layer).__name__})"
             for index, layer in self._stage.layers.modules().items()
             if index > 0 and self._defers_nothing(layer)  # layer 0 sends no gradient back
         ]
-        if fused:
+        if without:
             _logger.info(
-                f"schedule: backward passes of layer {', '.join(fused)} always run in one: "
+                f"schedule: backward passes of layer {', '.join(without)} always run in one: "
                 "see docs/schedules.md, split backward passes"
             )
 

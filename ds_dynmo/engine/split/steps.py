@@ -151,19 +151,22 @@ class ScheduleInForce:
         back_to_back: whether schedules assume that batches overlap between stages.
 
     Args:
-        cautious: use 1F1B's order, not that for equal costs, until a decision, because memory is limited and the bytes
-            of passes are not yet known.
-        batches_wait: whether every stage waits for the others at the end of a batch.
+        use_1f1b_until_decided: use 1F1B's order, not that for equal costs, until a decision, because memory is limited
+            and the bytes of passes are not yet known.
+        stages_synchronise_per_batch: whether every stage waits for the others at the end of a batch.
     """
 
     def __init__(
-        self, config: ScheduleConfig | None = None, *, cautious: bool = False, batches_wait: bool = True
+        self,
+        config: ScheduleConfig | None = None,
+        *,
+        use_1f1b_until_decided: bool = False,
+        stages_synchronise_per_batch: bool = True,
     ) -> None:
-        self._config, self._cautious = config or ScheduleConfig(), cautious
-        self.back_to_back = (
-            self._config.memory > 1 and not batches_wait
-        )  # with 1F1B's memory no stage can start earlier
-        self._undecided: Schedule | None = None
+        self._config, self._use_1f1b_until_decided = config or ScheduleConfig(), use_1f1b_until_decided
+        # With 1F1B's memory no stage can start earlier.
+        self.back_to_back = self._config.memory > 1 and not stages_synchronise_per_batch
+        self._schedule_before_decision: Schedule | None = None
         self._decided = False
         self.found: Schedule | None = None
         self._found_for: PassCosts | None = None
@@ -171,13 +174,13 @@ class ScheduleInForce:
         self.running: ScheduleSteps | None = None
         self.user_steps = ""
         self._chosen: Any = None  # for the next batch
-        self._others_ran = False  # whether other steps ran than those chosen
+        self._user_steps_ran = False  # or others than those chosen
         self.is_profiled: Callable[[], bool] = lambda: False
 
     @property
-    def is_ours(self) -> bool:
+    def may_choose_schedule(self) -> bool:
         """Whether a schedule of ds_dynmo may be in force: not if a user's engine class defines the steps."""
-        return self._config.kind != "1f1b" and not self._others_ran
+        return self._config.kind != "1f1b" and not self._user_steps_ran
 
     def decide(self, found: Schedule | None, costs: PassCosts | None = None, *, over_bound: float = 0.0) -> None:
         """Train by ``found``, which was searched under ``costs``, from the next batch on; None: by DeepSpeed's 1F1B.
@@ -190,7 +193,7 @@ class ScheduleInForce:
     def forget(self) -> None:
         """Train as before the first decision until the next one: new ranks do not know the latest."""
         self.found, self._found_for, self.over_bound, self._decided = None, None, 0.0, False
-        self.user_steps, self._others_ran = "", False  # until the next batch
+        self.user_steps, self._user_steps_ran = "", False  # until the next batch
 
     def steps(self, default: Any) -> Any:
         """Choose the steps of the next batch.
@@ -218,17 +221,19 @@ class ScheduleInForce:
         if torch.is_grad_enabled():  # not in an evaluation
             of_user = type(steps) is not ScheduleSteps and not is_deepspeeds_1f1b(steps)
             self.user_steps = type(steps).__name__ if of_user else ""
-            self._others_ran = of_user or steps is not self._chosen
+            self._user_steps_ran = of_user or steps is not self._chosen
 
     def schedule_for(self, num_stages: int, micro_batches: int) -> Schedule | None:
         """Return the schedule of the next batch of this shape; None: DeepSpeed's 1F1B."""
         shape = num_stages, micro_batches
         if self._decided and (self.found is None or _shape(self.found) == shape):
             return self.found
-        if self._undecided is None or _shape(self._undecided) != shape:
+        if self._schedule_before_decision is None or _shape(self._schedule_before_decision) != shape:
             find = back_to_back_for_equal_costs if self.back_to_back else schedule_for_equal_costs
-            self._undecided = one_f_one_b(*shape) if self._cautious else find(*shape, memory=self._config.memory)
-        return self._undecided
+            self._schedule_before_decision = (
+                one_f_one_b(*shape) if self._use_1f1b_until_decided else find(*shape, memory=self._config.memory)
+            )
+        return self._schedule_before_decision
 
 
 def _shape(schedule: Schedule) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES, PointToPoint
 from ds_dynmo.engine.deepspeed.flat_wrapper import FlatWrapper
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.carrying import Tensors, copy_staying, transfers
-from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, cut, shard_size
+from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, intervals_of_shards, shard_size
 from ds_dynmo.engine.move.route import Route
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.engine.state.membership import Membership
@@ -68,7 +68,7 @@ class FlatShards:
         self.count = self._count_at_launch = comm.here.replicas
         self._detached: dict[int, dict[str, torch.Tensor]] = {}
         for number in range(len(groups)):
-            weights = self.cut(number, {}, MASTER, detached=True)  # frozen from the start: without other state
+            weights = self.build_shard(number, {}, MASTER, detached=True)  # frozen from the start: without other state
             self._detached[number] = {MASTER: weights} if weights.numel() else {}
 
     @property
@@ -183,7 +183,9 @@ class FlatShards:
         kept = [intervals_kept(parts, shard.replica * old_size, old_size) for shard in shards]
         route = Route.between(
             Layout(dict(zip(shards, kept)), dict.fromkeys(shards, old_size)),
-            Layout(dict(zip(shards, cut(numels, self.count, new_size))), dict.fromkeys(shards, new_size)),
+            Layout(
+                dict(zip(shards, intervals_of_shards(numels, self.count, new_size))), dict.fromkeys(shards, new_size)
+            ),
         )
         held = dict(self.held(buffer))
         for name in sorted(held):
@@ -198,7 +200,7 @@ class FlatShards:
     ) -> None:
         """Set the state of a group's parameters to ``elements``, and ``scalars`` if there is state of any kind."""
         for detached in (False, True):
-            fresh = {name: self.cut(number, elements, name, detached=detached) for name in {MASTER, *kinds}}
+            fresh = {name: self.build_shard(number, elements, name, detached=detached) for name in {MASTER, *kinds}}
             if detached:
                 self._detached[number] = {name: tensor for name, tensor in fresh.items() if tensor.numel()}
                 continue
@@ -221,9 +223,11 @@ class FlatShards:
             for detached in (False, True):
                 held = tensors.get(MASTER) if detached else self._wrapper.masters[number].data
                 if held is not None:
-                    held.copy_(self.cut(number, {}, MASTER, detached=detached))
+                    held.copy_(self.build_shard(number, {}, MASTER, detached=detached))
 
-    def cut(self, number: int, elements: Mapping[ParamKey, Elements], name: str, *, detached: bool) -> torch.Tensor:
+    def build_shard(
+        self, number: int, elements: Mapping[ParamKey, Elements], name: str, *, detached: bool
+    ) -> torch.Tensor:
         """Cut this rank's shard of one kind of state. Missing elements are the parameters (fp32 weights) or zeros."""
         group = (self.detached if detached else self.members)[number]
         size = self._size(number, group, detached=detached)
@@ -246,7 +250,7 @@ class FlatShards:
     def _intervals(self, number: int, group: Mapping[ParamKey, nn.Parameter], size: int) -> tuple[Interval, ...]:
         """List the intervals of ``group``, the parameters of one buffer, in this rank's shard."""
         numels = ((key, parameter.numel()) for key, parameter in group.items())
-        return list(cut(numels, self.count_of(number), size))[self._position_in(number)]
+        return list(intervals_of_shards(numels, self.count_of(number), size))[self._position_in(number)]
 
     def _size(self, number: int, group: Mapping[ParamKey, nn.Parameter], *, detached: bool) -> int:
         return shard_size(sum(p.numel() for p in group.values()), self.count_of(number), detached=detached)

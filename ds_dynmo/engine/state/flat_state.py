@@ -69,9 +69,9 @@ class FlatState:
         self._lacks_gradients = False  # their buffers are freed until the next wrap
         self._linked = False
         self.inventory = StageInventory(layers, self.shards, comm)
-        self._weights_lead = False
+        self._masters_are_stale = False
         if self.shards.per_replica_groups:
-            self._take_per_replica_whole()
+            self._unshard_per_replica_groups()
         self._mark_tied()
 
     # -- what is held ---------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class FlatState:
 
     def drop_parameters(self) -> None:
         self.inventory.mark_applied()
-        self._weights_lead = False
+        self._masters_are_stale = False
         for group in self._wrapper.groups:
             for parameter in group:
                 unbind(parameter)
@@ -279,10 +279,10 @@ class FlatState:
             stays = MigrationPlan.between(self._layers.placement, self._layers.placement)
             self._next = self._resharding(plan_resharding(stays, every, self._layers, self._comm.here))
             self.install_parameters(self._layers.parameters(), {})
-        if self._weights_lead:
+        if self._masters_are_stale:
             self.shards.follow_weights()
         self.inventory.mark_applied()
-        self._weights_lead = False
+        self._masters_are_stale = False
 
     def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         """Set the options of a group that was empty here, such as the learning rate, from arriving layers."""
@@ -301,11 +301,11 @@ class FlatState:
             device=self.shards.device,
         )
 
-    def _take_per_replica_whole(self) -> None:
+    def _unshard_per_replica_groups(self) -> None:
         """Hold whole buffers of parameters that differ between replicas, which DeepSpeed's constructor has sharded."""
         self._wrapper.use_grid(self._comm.grid, self._comm.rank_alone)
         for number in self.shards.per_replica_groups:
-            self._wrapper.masters[number].data = self.shards.cut(number, {}, MASTER, detached=False)
+            self._wrapper.masters[number].data = self.shards.build_shard(number, {}, MASTER, detached=False)
         self.rebuild_buffers()
 
     def _rank_of(self, shard: Shard) -> int:
@@ -333,7 +333,7 @@ class FlatState:
         without state, in the group of its predecessor.
         """
         if pieces is None:
-            self._weights_lead = True
+            self._masters_are_stale = True
             self.drop(self.inventory.replace(before, after))
             return
         groups = {key: self._membership.group(parameter) for key, parameter in before.items()} | pieces.groups

@@ -147,7 +147,7 @@ class OptimizerBinding:
     def follow(self) -> None:
         """Let the state of the engine's present optimizer follow the layers, instead of an earlier one's."""
         if self.wrapper is not None:
-            self.wrapper.release()
+            self.wrapper.remove_hooks()
             self.wrapper = None
         self._configured = self._engine.optimizer
         wrapper = _wrapper_of(self._configured) if self.inner is not None else None
@@ -160,7 +160,7 @@ class OptimizerBinding:
         wrapper.clip_by(lambda: norm(wrapper.gradients()))
         self.wrapper = wrapper
         state = FlatState(wrapper, self._layers, self._comm, groups, self._placeholders.parameters)
-        wrapper.hide(lambda: state.shards.members)
+        wrapper.omit_empty_groups_from_state_dict(lambda: state.shards.members)
         self._state = state
 
     # -- while it trains ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.comm.point_to_point import PeerTensor, PointToPoint
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.carrying import Holder, Tensors, Transfers, copy_staying, transfers
-from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, cut, shard_size
+from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, intervals_of_shards, shard_size
 from ds_dynmo.engine.move.route import Route, Row
 from ds_dynmo.engine.state.flat_shards import Member
 from ds_dynmo.engine.state.inventory import Inventory, Scalars, merge_scalars
@@ -116,7 +116,7 @@ class _LayoutBuilder:
         for buffer, of_buffer in parameters.items():
             replicas = [self._replica] if buffer.group in self._per_replica else range(self._replicas)
             size = shard_size(sum(numel for _, numel in of_buffer), len(replicas), detached=buffer.detached)
-            for replica, intervals in zip(replicas, cut(of_buffer, len(replicas), size)):
+            for replica, intervals in zip(replicas, intervals_of_shards(of_buffer, len(replicas), size)):
                 shard = Shard(stage, replica, buffer)
                 self._intervals[shard] = tuple(i for i in intervals if i.key not in leave_out)
                 self._sizes[shard] = size

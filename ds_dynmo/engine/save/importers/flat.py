@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ds_dynmo.engine.deepspeed.loss_scale import saved_loss_scale
-from ds_dynmo.engine.move.layout import cut_one, shard_size
+from ds_dynmo.engine.move.layout import intervals_of_parameter, shard_size
 from ds_dynmo.engine.save.importers.wanted import Wanted
 from ds_dynmo.engine.save.manifest import flat_file, stage_file
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
@@ -49,7 +49,7 @@ def read_flat(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
 def _elements(saved: SavedCheckpoint, stage: int, slot: Slot, wanted: Wanted) -> Elements:
     """Find the elements of one parameter in the shards of a saved stage."""
     found: Elements = {}
-    for shard, interval in cut_one(slot.key, slot.numel, slot.offset, _shard_numel(saved, stage, slot)):
+    for shard, interval in intervals_of_parameter(slot.key, slot.numel, slot.offset, _shard_numel(saved, stage, slot)):
         replica = wanted.replica if slot.group in wanted.per_replica_groups else shard
         stop = interval.offset + interval.numel
         for name, tensor in _tensors(saved, stage, replica, slot).items():
