@@ -59,7 +59,7 @@ def _no_load_signal(engine: Any) -> None:
 def _first_of_prepare(engine: Any) -> tuple[Any, str]:
     """Return the object that prepares a move of optimizer state, and the name of its method."""
     state = engine.stage.state
-    return (state.inventory, "take") if engine.stage.optimizer.wrapper else (state, "prepare")
+    return (state.inventory, "take") if engine.stage.optimizer.adapter else (state, "prepare")
 
 
 HARMLESS: dict[str, Callable[[Any], None]] = {

@@ -160,7 +160,7 @@ MUTATIONS = [
     Mutation(
         "gradients of a batch are lost by a move before the step",
         "ds_dynmo/engine/state/flat_state.py",
-        "        if self._wrapper.holds_gradients:\n            raise ValueError(",
+        "        if self._adapter.holds_gradients:\n            raise ValueError(",
         "        if False:\n            raise ValueError(",
         "tests/distributed/test_migration_phases.py::test_a_move_that_would_lose_gradients_is_refused",
     ),

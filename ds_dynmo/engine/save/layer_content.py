@@ -343,7 +343,7 @@ def add_per_replica(extras: Extras, module: nn.Module, state: OptimizerState) ->
     """
     parameters = {name: parameter for name, parameter in module.named_parameters() if is_per_replica(parameter)}
     content = {
-        name: {"weight": p.detach(), "state": state.state_of(p) if state.kind == PER_PARAMETER else {}}
+        name: {"weight": p.detach(), "state": state.state_of(p) if state.storage == PER_PARAMETER else {}}
         for name, p in parameters.items()
     }
     return {**extras, REPLICA_OWN: compact(content)} if parameters else extras

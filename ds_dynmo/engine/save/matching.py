@@ -46,7 +46,7 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
     if options.module_only or not options.optimizer:
         return
     inner = context.stage.optimizer.inner
-    present_class, present_storage = type(inner).__name__ if inner is not None else "", context.stage.state.kind
+    present_class, present_storage = type(inner).__name__ if inner is not None else "", context.stage.state.storage
     saved_class, saved_storage = manifest.optimizer_class, manifest.optimizer
     if saved_class != present_class or saved_storage not in READABLE[present_storage]:
         raise CheckpointError(

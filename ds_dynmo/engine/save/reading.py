@@ -239,8 +239,8 @@ def _read_optimizer(
 ) -> StatePieces:
     """Read what the optimizer held for ``parameters``, those of ``layers``."""
     stage = context.stage
-    wrapper, groups = stage.optimizer.wrapper, context.stage.optimizer.inner.param_groups
-    per_replica = wrapper.per_replica_groups if wrapper is not None else frozenset[int]()
+    adapter, groups = stage.optimizer.adapter, context.stage.optimizer.inner.param_groups
+    per_replica = adapter.per_replica_groups if adapter is not None else frozenset[int]()
     replica = context.here.replica
     pieces = read_state(saved, Wanted(parameters, source, len(groups), per_replica, replica))
     for index, layer in layers.items() if saved.manifest.optimizer == PER_PARAMETER else ():

@@ -134,7 +134,7 @@ def _manifest(
     return Manifest(
         placement=context.stage.layers.placement,
         replicas=context.here.replicas,
-        optimizer=context.stage.state.kind,
+        optimizer=context.stage.state.storage,
         optimizer_class=type(optimizer).__name__ if optimizer is not None else "",
         slices=join((slice_index, stage, part) for slice_index, stage, part, _ in every),
         frozen_excluded=exclude_frozen,

@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES, PointToPoint
-from ds_dynmo.engine.deepspeed.flat_wrapper import FlatWrapper
+from ds_dynmo.engine.deepspeed.flat_adapter import FlatOptimizerAdapter
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.carrying import Tensors, copy_staying, transfers
 from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, intervals_of_shards, shard_size
@@ -61,9 +61,13 @@ class FlatShards:
     """
 
     def __init__(
-        self, wrapper: FlatWrapper, layers: StageLayers, comm: Communicator, groups: Sequence[Sequence[nn.Parameter]]
+        self,
+        adapter: FlatOptimizerAdapter,
+        layers: StageLayers,
+        comm: Communicator,
+        groups: Sequence[Sequence[nn.Parameter]],
     ) -> None:
-        self._wrapper, self._layers, self._comm = wrapper, layers, comm
+        self._adapter, self._layers, self._comm = adapter, layers, comm
         self.membership = Membership(groups)
         self.count = self._count_at_launch = comm.here.replicas
         self._detached: dict[int, dict[str, torch.Tensor]] = {}
@@ -84,7 +88,7 @@ class FlatShards:
     @property
     def per_replica_groups(self) -> frozenset[int]:
         """The groups of parameters that differ between replicas: their buffers are not cut."""
-        return self._wrapper.per_replica_groups
+        return self._adapter.per_replica_groups
 
     def count_of(self, group: int) -> int:
         """Return the number of shards of a group's buffers."""
@@ -104,7 +108,7 @@ class FlatShards:
     def numels(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Per group, the elements of this rank's shard of its live and of its detached buffer."""
         return (
-            tuple(self._wrapper.masters[number].numel() for number in self.numbers),
+            tuple(self._adapter.masters[number].numel() for number in self.numbers),
             tuple(self._size(number, group, detached=True) for number, group in enumerate(self.detached)),
         )
 
@@ -122,7 +126,7 @@ class FlatShards:
 
     @property
     def device(self) -> torch.device:
-        return self._wrapper.masters[0].device
+        return self._adapter.masters[0].device
 
     # -- by buffer ------------------------------------------------------------------------------------
 
@@ -132,20 +136,20 @@ class FlatShards:
 
     def live(self, group: int) -> dict[str, torch.Tensor]:
         """Return the shards of the group's live buffer, which DeepSpeed's optimizer holds."""
-        master = self._wrapper.masters[group]
-        state = self._wrapper.inner.state.get(master, {})
+        master = self._adapter.masters[group]
+        state = self._adapter.inner.state.get(master, {})
         tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor) and v.shape == master.shape}
         return {MASTER: master.detach(), **tensors}
 
     def scalars(self, group: int) -> dict[str, Any]:
         """Return the optimizer's state of a group except tensors of a shard's size."""
-        master = self._wrapper.masters[group]
-        state = self._wrapper.inner.state.get(master, {})
+        master = self._adapter.masters[group]
+        state = self._adapter.inner.state.get(master, {})
         return {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and v.shape == master.shape)}
 
     def replace(self, name: str, fresh: Tensors, scalars: Mapping[int, dict[str, Any]]) -> None:
         """Replace the shards of one kind of state; set ``scalars`` of groups that have none yet."""
-        state = self._wrapper.inner.state
+        state = self._adapter.inner.state
         for (number, detached), shard in fresh.items():
             if detached:
                 if shard.numel():
@@ -153,7 +157,7 @@ class FlatShards:
                 else:
                     self._detached[number].pop(name, None)
                 continue
-            master = self._wrapper.masters[number]
+            master = self._adapter.masters[number]
             if name == MASTER:
                 master.data = shard
                 master.grad = None
@@ -204,16 +208,16 @@ class FlatShards:
             if detached:
                 self._detached[number] = {name: tensor for name, tensor in fresh.items() if tensor.numel()}
                 continue
-            master = self._wrapper.masters[number]
+            master = self._adapter.masters[number]
             master.data = fresh.pop(MASTER)
-            self._wrapper.inner.state.pop(master, None)
+            self._adapter.inner.state.pop(master, None)
             if fresh:
-                self._wrapper.inner.state[master] = {**scalars, **fresh}
+                self._adapter.inner.state[master] = {**scalars, **fresh}
 
     def free_all(self) -> None:
         """Free all tensors except the wrapper's fp32 weights."""
-        for master in self._wrapper.masters:
-            self._wrapper.inner.state.pop(master, None)
+        for master in self._adapter.masters:
+            self._adapter.inner.state.pop(master, None)
         for tensors in self._detached.values():
             tensors.clear()
 
@@ -221,7 +225,7 @@ class FlatShards:
         """Set the fp32 weights to the parameters."""
         for number, tensors in self._detached.items():
             for detached in (False, True):
-                held = tensors.get(MASTER) if detached else self._wrapper.masters[number].data
+                held = tensors.get(MASTER) if detached else self._adapter.masters[number].data
                 if held is not None:
                     held.copy_(self.build_shard(number, {}, MASTER, detached=detached))
 
@@ -264,7 +268,7 @@ class FlatShards:
         return {
             "parked": {number: dict(self.held(Buffer(number, detached=True))) for number in self.numbers},
             "scalars": {number: self.scalars(number) for number in self.numbers},
-            "options": {number: options_of(self._wrapper.inner.param_groups[number]) for number in self.numbers},
+            "options": {number: options_of(self._adapter.inner.param_groups[number]) for number in self.numbers},
             "kinds": {number: sorted(self.live(number)) for number in self.numbers},
         }
 
@@ -303,7 +307,7 @@ class FlatShards:
         state = parameter.numel() * width_bytes // self._least_count(number)
         if self.membership.is_detached(parameter):
             return state
-        return state + parameter.nbytes + parameter.numel() * self._wrapper.gradient_bytes_per_element
+        return state + parameter.nbytes + parameter.numel() * self._adapter.gradient_bytes_per_element
 
     def bytes_between_batches(self, parameter: nn.Parameter) -> HeldBytes:
         """Count the bytes of a parameter and its state on a rank between two batches."""
@@ -318,7 +322,7 @@ class FlatShards:
             flat=0 if detached else parameter.nbytes,
             shards=parameter.numel() * sum(widths) // self._least_count(number),
             largest_shard=largest,
-            gradients=0 if detached else parameter.numel() * self._wrapper.gradient_bytes_per_element,
+            gradients=0 if detached else parameter.numel() * self._adapter.gradient_bytes_per_element,
             staged=max(size for size in (0, parameter.nbytes, largest) if size <= SMALL_BYTES),
         )
 

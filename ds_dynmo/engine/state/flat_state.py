@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.deepspeed.flat_wrapper import FlatWrapper, unbind
+from ds_dynmo.engine.deepspeed.flat_adapter import FlatOptimizerAdapter, unbind
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.carrying import Holder, Transfers
 from ds_dynmo.engine.move.layout import Shard
@@ -52,18 +52,18 @@ class FlatState:
         inventory: lists it for the other ranks.
     """
 
-    kind = FLAT
+    storage = FLAT
 
     def __init__(
         self,
-        wrapper: FlatWrapper,
+        adapter: FlatOptimizerAdapter,
         layers: StageLayers,
         comm: Communicator,
         groups: Sequence[Sequence[nn.Parameter]],
         placeholders: Sequence[nn.Parameter],
     ) -> None:
-        self._wrapper, self._layers, self._comm = wrapper, layers, comm
-        self.shards = FlatShards(wrapper, layers, comm, groups)
+        self._adapter, self._layers, self._comm = adapter, layers, comm
+        self.shards = FlatShards(adapter, layers, comm, groups)
         self._weights = FlatWeights(self.shards, placeholders)
         self._next: Resharding | None = None
         self._lacks_gradients = False  # their buffers are freed until the next wrap
@@ -119,7 +119,7 @@ class FlatState:
 
     def keep_elements(self, kept: Sequence[KeptElements], replace: Callable[[], None]) -> None:
         assert self._next is None, "layers are on their way"
-        self._wrapper.free_gradients()
+        self._adapter.free_gradients()
         self._lacks_gradients = True
         self.shards.keep_elements(kept, self._comm.p2p, self._rank_of)
         replace()
@@ -128,7 +128,7 @@ class FlatState:
             unbind(entry.old)
         detached = {key for group in self.shards.detached for key in group}
         groups, flats = self._weights.rebuild(self._layers.named_parameters(), detached)
-        self._wrapper.free_weights()
+        self._adapter.free_weights()
         self._wrap(groups, flats)
 
     def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
@@ -137,7 +137,7 @@ class FlatState:
         if not plan.moves:
             return 0, ""
         every = self._inventories()
-        if self._wrapper.holds_gradients:
+        if self._adapter.holds_gradients:
             raise ValueError(
                 "the optimizer's flat buffers hold gradients of a batch, which do not move with layers: move them "
                 "after the optimizer's step"
@@ -145,7 +145,7 @@ class FlatState:
         planned = plan_resharding(plan, every, self._layers, self._comm.here)
         self._next = self._resharding(planned)
         if not overlapped:  # gradients are zero until the next batch; free memory for weights
-            self._wrapper.free_gradients()
+            self._adapter.free_gradients()
             self._lacks_gradients = True
         self._weights.allocate(planned.members[self._stage])
         if overlapped:
@@ -156,10 +156,10 @@ class FlatState:
         self._next = None
         self._weights.abandon()
         if self._lacks_gradients:
-            self._wrap(self._wrapper.groups, self._wrapper.flats)
+            self._wrap(self._adapter.groups, self._adapter.flats)
 
     def record(self, module: nn.Module) -> LayerRecord:
-        groups = self._wrapper.inner.param_groups
+        groups = self._adapter.inner.param_groups
         return LayerRecord.of(
             module, group_of=self._membership.group, options_of=lambda number: options_of(groups[number])
         )
@@ -198,26 +198,26 @@ class FlatState:
     def install_parameters(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         resharding, self._next = self._next, None
         assert resharding is not None, "prepare comes first"
-        assert not self._wrapper.holds_gradients, (
+        assert not self._adapter.holds_gradients, (
             "gradients in flat buffers do not travel: install parameters after a step"
         )
         for record in (record for layer in arrived.values() for record in layer.parameters.values()):
             if record.group is not None:
                 self._membership.join(record.parameter, record.group)
         self._take_options(parameters, arrived)
-        self._wrapper.free_gradients()
+        self._adapter.free_gradients()
         # Parameters frozen or unfrozen since the plan was made are handled by the next refit.
         detached = {member.key for member in resharding.plan.members[self._stage] if member.buffer.detached}
         groups, flats = self._weights.rebuild(self._layers.named_parameters(), detached)
-        self._wrapper.free_weights()
+        self._adapter.free_weights()
         self._run(resharding)
         self._wrap(groups, flats)
 
     def _wrap(self, groups: list[list[nn.Parameter]], flats: list[torch.Tensor]) -> None:
         """Point DeepSpeed's wrapper at groups and buffers; the shards are in place."""
-        self._wrapper.rewrap(groups, flats)
+        self._adapter.rewrap(groups, flats)
         self._lacks_gradients = False
-        self._linked = self._wrapper.link_state()
+        self._linked = self._adapter.link_state()
         self._mark_tied()
         counted = {frozenset(self.shards.scalars(n)) for n in self.shards.numbers if len(self.shards.live(n)) > 1}
         assert len(counted) <= 1, (
@@ -251,13 +251,13 @@ class FlatState:
         self._wrap(*self._weights.rebuild(self._layers.named_parameters(), self._frozen()))
 
     def use_grid(self) -> None:
-        self._wrapper.use_grid(self._comm.grid, self._comm.rank_alone)
+        self._adapter.use_grid(self._comm.grid, self._comm.rank_alone)
         self.shards.count = self._comm.here.replicas
 
     def drop_parameters(self) -> None:
         self.inventory.mark_applied()
         self._masters_are_stale = False
-        for group in self._wrapper.groups:
+        for group in self._adapter.groups:
             for parameter in group:
                 unbind(parameter)
         self._hold([[] for _ in self.shards.numbers], StatePieces())
@@ -269,7 +269,7 @@ class FlatState:
     def after_step(self) -> None:
         """Link the optimizer's state once it exists. Called after every batch."""
         if not self._linked:
-            self._linked = self._wrapper.link_state()
+            self._linked = self._adapter.link_state()
 
     def refit(self) -> None:
         """Update after parameters were frozen or unfrozen, or weights were loaded. Collective."""
@@ -287,7 +287,7 @@ class FlatState:
     def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         """Set the options of a group that was empty here, such as the learning rate, from arriving layers."""
         joining = {id(record.parameter) for layer in arrived.values() for record in layer.parameters.values()}
-        for number, group in enumerate(self._wrapper.inner.param_groups):
+        for number, group in enumerate(self._adapter.inner.param_groups):
             if not any(self._membership.group(p) == number for p in parameters if id(p) not in joining):
                 for layer in arrived.values():
                     group.update(layer.group_options.get(number, {}))
@@ -303,9 +303,9 @@ class FlatState:
 
     def _unshard_per_replica_groups(self) -> None:
         """Hold whole buffers of parameters that differ between replicas, which DeepSpeed's constructor has sharded."""
-        self._wrapper.use_grid(self._comm.grid, self._comm.rank_alone)
+        self._adapter.use_grid(self._comm.grid, self._comm.rank_alone)
         for number in self.shards.per_replica_groups:
-            self._wrapper.masters[number].data = self.shards.build_shard(number, {}, MASTER, detached=False)
+            self._adapter.masters[number].data = self.shards.build_shard(number, {}, MASTER, detached=False)
         self.rebuild_buffers()
 
     def _rank_of(self, shard: Shard) -> int:
@@ -316,7 +316,7 @@ class FlatState:
         resharding.run(self._comm.p2p, lambda kind, fresh: self.shards.replace(kind, fresh, scalars))
 
     def _mark_tied(self) -> None:
-        self._wrapper.mark_tied(self._layers.tied_parameters())
+        self._adapter.mark_tied(self._layers.tied_parameters())
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class FlatState:
             values = pieces.scalars[number] if kinds else {}
             scalars = {name: in_memory(name, value, options, self.shards.device) for name, value in values.items()}
             self.shards.load(number, pieces.elements, kinds, scalars)
-            self._wrapper.inner.param_groups[number].update(options)
+            self._adapter.inner.param_groups[number].update(options)
         for parameter in (parameter for group in groups for parameter in group):
             if not parameter.requires_grad:
                 parameter.data = parameter.data.clone()

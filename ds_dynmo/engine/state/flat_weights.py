@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.flat_wrapper import Groups, unbind
+from ds_dynmo.engine.deepspeed.flat_adapter import Groups, unbind
 from ds_dynmo.engine.move.layout import shard_size
 from ds_dynmo.engine.state.flat_shards import FlatShards, Member
 from ds_dynmo.engine.state.keys import ParamKey

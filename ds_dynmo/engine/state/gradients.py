@@ -40,8 +40,8 @@ def gradient_magnitudes(stage: StageContext) -> torch.Tensor:
     Returns:
         fp64 ``[num_layers]`` on the CPU; 0 for a layer that is on or counts on another rank, or is frozen.
     """
-    wrapper, norm, reduced = stage.optimizer.wrapper, stage.optimizer.norm, stage.optimizer.gradients()
-    sharded = wrapper is not None and wrapper.shards_gradients
+    adapter, norm, reduced = stage.optimizer.adapter, stage.optimizer.norm, stage.optimizer.gradients()
+    sharded = adapter is not None and adapter.shards_gradients
     magnitudes = clipping.gradient_magnitudes(
         stage.layers.counted_modules(),
         stage.layers.num_layers,

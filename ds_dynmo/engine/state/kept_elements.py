@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.replicas import is_per_replica
-from ds_dynmo.engine.deepspeed.flat_wrapper import bound_by_wrapper
+from ds_dynmo.engine.deepspeed.flat_adapter import bound_by_wrapper
 from ds_dynmo.engine.deepspeed.module import is_split
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.state.layer_record import register_hooks, user_hooks
@@ -74,7 +74,7 @@ def _check_state(stage: StageContext, is_moving: bool) -> None:
     if is_moving:
         raise ConfigError("layers are on their way to other stages: call it when they have arrived")
     stage.optimizer.check()
-    if stage.optimizer.wrapper is not None and stage.optimizer.wrapper.holds_gradients:
+    if stage.optimizer.adapter is not None and stage.optimizer.adapter.holds_gradients:
         raise ConfigError("the optimizer's flat buffers hold gradients of a batch: call it after the optimizer's step")
 
 

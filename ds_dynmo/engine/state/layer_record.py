@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.flat_wrapper import bound_by_wrapper
+from ds_dynmo.engine.deepspeed.flat_adapter import bound_by_wrapper
 from ds_dynmo.engine.move.description import can_be_sent, why_it_stays
 from ds_dynmo.torch_private import HOOKS_OF_PARAMETERS, hooks_of
 

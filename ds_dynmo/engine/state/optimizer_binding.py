@@ -12,12 +12,12 @@ from torch import nn
 
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.deepspeed.bf16_wrapper import Bf16Wrapper
-from ds_dynmo.engine.deepspeed.flat_wrapper import FlatWrapper
+from ds_dynmo.engine.deepspeed.bf16_adapter import Bf16Adapter
+from ds_dynmo.engine.deepspeed.flat_adapter import FlatOptimizerAdapter
 from ds_dynmo.engine.deepspeed.loss_scale import present_loss_scale
 from ds_dynmo.engine.deepspeed.missing_uses import BuiltParameter, join_groups
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
-from ds_dynmo.engine.deepspeed.zero_wrapper import ZeroWrapper
+from ds_dynmo.engine.deepspeed.zero_adapter import ZeroAdapter
 from ds_dynmo.engine.events import EngineEvent
 from ds_dynmo.engine.state import trained_parameters
 from ds_dynmo.engine.state.clipping import ModelNorm
@@ -34,7 +34,7 @@ class OptimizerBinding:
     program asks for it. When the constructor is done, :meth:`follow` creates the state.
 
     Attributes:
-        wrapper: DeepSpeed's wrapper of the optimizer; None: there is none.
+        adapter: of DeepSpeed's wrapper of the optimizer; None: there is none.
         changed: published after the optimizer was replaced by another.
 
     Args:
@@ -56,7 +56,7 @@ class OptimizerBinding:
         self._placeholders: Placeholders | None = None
         self._configured: Any = None  # the optimizer of the state
         self._state: OptimizerState | None = None
-        self.wrapper: FlatWrapper | None = None
+        self.adapter: FlatOptimizerAdapter | None = None
         self.changed: EngineEvent[None] = EngineEvent()
 
     @property
@@ -146,21 +146,21 @@ class OptimizerBinding:
 
     def follow(self) -> None:
         """Let the state of the engine's present optimizer follow the layers, instead of an earlier one's."""
-        if self.wrapper is not None:
-            self.wrapper.remove_hooks()
-            self.wrapper = None
+        if self.adapter is not None:
+            self.adapter.remove_hooks()
+            self.adapter = None
         self._configured = self._engine.optimizer
-        wrapper = _wrapper_of(self._configured) if self.inner is not None else None
+        adapter = _adapter_of(self._configured) if self.inner is not None else None
         groups, self._members = self._members, []  # no departed parameter is to live on here
-        if wrapper is None:  # DeepSpeed wraps no optimizer too, under bf16
+        if adapter is None:  # DeepSpeed wraps no optimizer too, under bf16
             self._state = PerParameterState(self.inner, self._comm.gather_objects)
             return
         assert self._placeholders is not None
-        norm = self.norm.of_shards if wrapper.shards_gradients else self.norm.of_sums
-        wrapper.clip_by(lambda: norm(wrapper.gradients()))
-        self.wrapper = wrapper
-        state = FlatState(wrapper, self._layers, self._comm, groups, self._placeholders.parameters)
-        wrapper.omit_empty_groups_from_state_dict(lambda: state.shards.members)
+        norm = self.norm.of_shards if adapter.shards_gradients else self.norm.of_sums
+        adapter.clip_by(lambda: norm(adapter.gradients()))
+        self.adapter = adapter
+        state = FlatState(adapter, self._layers, self._comm, groups, self._placeholders.parameters)
+        adapter.omit_empty_groups_from_state_dict(lambda: state.shards.members)
         self._state = state
 
     # -- while it trains ------------------------------------------------------------------------------
@@ -187,32 +187,32 @@ class OptimizerBinding:
 
     def gradients(self) -> dict[int, torch.Tensor]:
         """Map the ``id`` of each parameter to its gradient of this batch; under ZeRO to the part in this shard."""
-        if self.wrapper is None:
+        if self.adapter is None:
             return {id(p): p.grad for p in self._engine.module.parameters() if p.grad is not None}
-        return {id(p): gradient for p, gradient in self.wrapper.gradients()}
+        return {id(p): gradient for p, gradient in self.adapter.gradients()}
 
     def accumulate(self, micro_batches: int) -> None:
         """Set the number of micro-batches over which gradients are summed from now on."""
-        if self.wrapper is not None:
-            self.wrapper.accumulate(micro_batches)
+        if self.adapter is not None:
+            self.adapter.accumulate(micro_batches)
 
     def name_parameters(self) -> None:
         """Name this stage's parameters. In place: DeepSpeed's wrappers hold the same dict."""
         names = self._engine.param_names
         names.clear()
         names.update({parameter: name for name, parameter in self._engine.module.named_parameters()})
-        if self.wrapper is not None and self._placeholders is not None:
+        if self.adapter is not None and self._placeholders is not None:
             names.update(self._placeholders.names)
 
     def without_placeholders(self, shapes: list[Any]) -> list[Any]:
         """Select the groups without placeholders from DeepSpeed's tables for checkpoints."""
-        if self.wrapper is None or self._placeholders is None:
+        if self.adapter is None or self._placeholders is None:
             return shapes
         names = set(self._placeholders.names.values())
         return [group for group in shapes if not group.keys() & names]
 
 
-def _wrapper_of(optimizer: Any) -> FlatWrapper | None:
+def _adapter_of(optimizer: Any) -> FlatOptimizerAdapter | None:
     """View ``optimizer`` as one of DeepSpeed's wrappers; None if it is a plain optimizer."""
-    views = (Bf16Wrapper, ZeroWrapper)
+    views = (Bf16Adapter, ZeroAdapter)
     return next((view(optimizer) for view in views if isinstance(optimizer, view.wraps)), None)

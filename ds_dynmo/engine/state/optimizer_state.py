@@ -56,10 +56,10 @@ class OptimizerState(Protocol):
     """The optimizer's state of a stage, and its part in a migration.
 
     Attributes:
-        kind: :data:`PER_PARAMETER` or :data:`FLAT`.
+        storage: :data:`PER_PARAMETER` or :data:`FLAT`.
     """
 
-    kind: str
+    storage: str
 
     def trained(self) -> dict[int, nn.Parameter] | None:
         """Return the parameters of the optimizer, frozen ones too, by ``id``; None: there is no optimizer."""
@@ -211,7 +211,7 @@ class PerParameterState:
         gather: collective; gathers one value of every rank. None: there is one rank.
     """
 
-    kind = PER_PARAMETER
+    storage = PER_PARAMETER
 
     def __init__(
         self, optimizer: torch.optim.Optimizer | None, gather: Callable[[Any], list[Any]] | None = None

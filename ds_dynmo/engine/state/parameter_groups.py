@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.comm.replicas import is_per_replica
-from ds_dynmo.engine.deepspeed.flat_wrapper import REPLICA_OWN
+from ds_dynmo.engine.deepspeed.flat_adapter import REPLICA_OWN
 from ds_dynmo.engine.move.description import can_be_sent
 from ds_dynmo.engine.state.scheduler_lists import group_lists, unclear_lists
 from ds_dynmo.errors import ConfigError

@@ -23,7 +23,7 @@ def _plain(value: Any) -> bool:
 
 def attributes(engine: Any) -> dict[str, Any]:
     """Return all plain attributes of the engine, its module, grid and optimizer: all that is built from the world."""
-    optimizer = engine.stage.optimizer.wrapper._wrapper if engine.stage.optimizer.wrapper is not None else None
+    optimizer = engine.stage.optimizer.adapter._wrapper if engine.stage.optimizer.adapter is not None else None
     holders = {"engine": engine, "module": engine.module, "grid": engine.grid, "optimizer": optimizer}
     return {
         f"{place}.{name}": value

@@ -145,11 +145,11 @@ def state(engine: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"shards": {}}
     place = f"slice {engine.grid.get_slice_parallel_rank()}: " if engine.grid.slice_parallel_size > 1 else ""
     optimizer = engine.basic_optimizer
-    if engine.stage.optimizer.wrapper is None:
+    if engine.stage.optimizer.adapter is None:
         engine.stage.state.refit()
     members = (
         [group.values() for group in engine.stage.state.shards.members]
-        if engine.stage.optimizer.wrapper
+        if engine.stage.optimizer.adapter
         else [group["params"] for group in optimizer.param_groups]
     )
     numbers = {parameter: number for number, group in enumerate(members) for parameter in group}

@@ -87,7 +87,7 @@ def _manifest(
     slices: tuple[SliceManifest, ...],
 ) -> Manifest:
     """Make the manifest; ``groups``: per saved stage; None: as this engine was constructed."""
-    kind = _kind(context, folder)
+    kind = _storage(context, folder)
     return Manifest(
         placement=placement,
         replicas=0,
@@ -103,11 +103,11 @@ def _manifest(
     )
 
 
-def _kind(context: CheckpointContext, folder: str) -> str:
+def _storage(context: CheckpointContext, folder: str) -> str:
     """Find out how stock DeepSpeed kept optimizer state: as this engine does, but fp16 also without ZeRO's shards."""
-    kind = context.stage.state.kind
+    storage = context.stage.state.storage
     shards = glob.glob(os.path.join(glob.escape(folder), "*zero_pp_rank_*_optim_states.pt"))
-    return UNSHARDED_FP16 if kind == FLAT and context.engine.fp16_enabled() and not shards else kind
+    return UNSHARDED_FP16 if storage == FLAT and context.engine.fp16_enabled() and not shards else storage
 
 
 # -- which stage had which parameters -----------------------------------------------------------------

@@ -211,7 +211,7 @@ def _optimizer_state(
                     options[number] |= options_of(group.options)
                     missing.remove(number)
     counts = {key: universal.count_of_steps(optimizer, step) for key, step in steps.items()}
-    of_groups = steps_of_groups(counts, model.groups) if context.stage.state.kind == FLAT else {}
+    of_groups = steps_of_groups(counts, model.groups) if context.stage.state.storage == FLAT else {}
     return StatePieces(
         elements={key: {name: [(0, v)] for name, v in tensors.items()} for key, tensors in found.values.items()},
         values={key: {STEP: counts[key]} for key in found.values if key in counts},

@@ -9,10 +9,10 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.flat_wrapper import FlatWrapper, Groups
+from ds_dynmo.engine.deepspeed.flat_adapter import FlatOptimizerAdapter, Groups
 
 
-class Bf16Wrapper(FlatWrapper):
+class Bf16Adapter(FlatOptimizerAdapter):
     """``BF16_Optimizer``: gradients are accumulated in buffers of the wrapper."""
 
     wraps = BF16_Optimizer

@@ -49,7 +49,7 @@ def unbind(parameter: nn.Parameter) -> None:
     parameter.grad = None
 
 
-class FlatWrapper(ABC):
+class FlatOptimizerAdapter(ABC):
     """One of DeepSpeed's flat optimizer wrappers, with the operations that moving layers needs.
 
     Attributes:

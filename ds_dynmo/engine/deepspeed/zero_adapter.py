@@ -10,10 +10,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.flat_wrapper import REPLICA_OWN, FlatWrapper, Groups
+from ds_dynmo.engine.deepspeed.flat_adapter import REPLICA_OWN, FlatOptimizerAdapter, Groups
 
 
-class ZeroWrapper(FlatWrapper):
+class ZeroAdapter(FlatOptimizerAdapter):
     """``DeepSpeedZeroOptimizer`` stage 1: each rank reduces and keeps the gradients of its shard."""
 
     wraps = DeepSpeedZeroOptimizer
