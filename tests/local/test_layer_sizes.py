@@ -7,19 +7,19 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.decide.decision_input import DecisionInput, memory_model
-from ds_dynmo.engine.measure import layer_sizes
+from ds_dynmo.engine.measure import layer_sizes, profile_reduction
 from ds_dynmo.engine.state.optimizer_state import PerParameterState
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.placement import Placement
 
 
 def test_a_layer_that_did_not_run_is_named() -> None:
-    table = torch.zeros(3, layer_sizes.COLUMNS, dtype=torch.float64)
-    table[0, layer_sizes.LayerColumn.MEASURED] = 1.0
+    table = torch.zeros(3, profile_reduction.COLUMNS, dtype=torch.float64)
+    table[0, profile_reduction.LayerColumn.MEASURED] = 1.0
     with pytest.raises(PartitionError, match="layer 1"):
-        layer_sizes.profile_from(table, (0, 1, 2), step=1, micro_batches=2)
-    table[1, layer_sizes.LayerColumn.MEASURED] = 1.0  # it ran, but too fast for the clock
-    assert layer_sizes.profile_from(table, (0, 1, 2), step=1, micro_batches=2).layers[1].seconds == 0.0
+        profile_reduction.profile_from(table, (0, 1, 2), step=1, micro_batches=2)
+    table[1, profile_reduction.LayerColumn.MEASURED] = 1.0  # it ran, but too fast for the clock
+    assert profile_reduction.profile_from(table, (0, 1, 2), step=1, micro_batches=2).layers[1].seconds == 0.0
 
 
 def test_training_bytes() -> None:
@@ -45,10 +45,10 @@ def test_training_bytes() -> None:
 
 
 def test_the_largest_workspace_is_taken_off_the_limit_of_every_stage() -> None:
-    table = torch.zeros(4, layer_sizes.COLUMNS, dtype=torch.float64)
-    table[:, layer_sizes.LayerColumn.MEASURED] = 1.0
-    table[:3, layer_sizes.LayerColumn.WORKSPACE] = torch.tensor([0.0, 30.0, 20.0])
-    profile = layer_sizes.profile_from(table, Placement.chain((0, 2, 3)), step=1, micro_batches=2)
+    table = torch.zeros(4, profile_reduction.COLUMNS, dtype=torch.float64)
+    table[:, profile_reduction.LayerColumn.MEASURED] = 1.0
+    table[:3, profile_reduction.LayerColumn.WORKSPACE] = torch.tensor([0.0, 30.0, 20.0])
+    profile = profile_reduction.profile_from(table, Placement.chain((0, 2, 3)), step=1, micro_batches=2)
     limits = [memory.limits for limit in (100, 10) if (memory := memory_model(profile, limit, 0)) is not None]
     assert limits == [(70, 70), (0, 0)]
     passes = DecisionInput.of(profile, limit_bytes=100, searches=True).pipeline.passes

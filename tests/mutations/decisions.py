@@ -83,7 +83,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a profile has the layers of its own stage alone",
-        "ds_dynmo/engine/measure/layer_sizes.py",
+        "ds_dynmo/engine/measure/profile_reduction.py",
         "    stage.comm.max_over_world(table)\n    if failed",
         "    if failed",
         f"{ENGINE}::test_a_profile_has_every_layer",

@@ -27,7 +27,7 @@ from ds_dynmo.engine.decide.memory import MemoryLimit
 from ds_dynmo.engine.decide.reporter import Reporter
 from ds_dynmo.engine.decide.trigger import Reason, Request, Trigger
 from ds_dynmo.engine.events import LayersMoved
-from ds_dynmo.engine.measure import layer_sizes
+from ds_dynmo.engine.measure import profile_reduction
 from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.move.migrator import MoveCheck
 from ds_dynmo.engine.stage import StageContext
@@ -184,7 +184,9 @@ class Rebalancer:
         with self._stage.timeline.phase("profile", "gather the profile"):
             began = time.perf_counter()
             self._comm.enter("rebalance")
-            self.profile, move_seconds = layer_sizes.gather_profile(self._stage, self._profiler, self._move_seconds)
+            self.profile, move_seconds = profile_reduction.gather_profile(
+                self._stage, self._profiler, self._move_seconds
+            )
             whole, limit_bytes = self.of_whole_batch(self.profile), self.memory.bytes()
             self.cost_model.profiled(whole, move_seconds)
             if self.cost_model.first_seconds is None:

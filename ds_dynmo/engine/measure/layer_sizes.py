@@ -1,4 +1,4 @@
-"""Reduction of the measurements of all stages to one profile of the model.
+"""The bytes of the layers of a stage, and tables of numbers per layer that are reduced over the ranks.
 
 Two totals count a layer's bytes on a rank. :func:`training_bytes` is for the memory limit: it includes the gradients of
 a running batch. :func:`bytes_between_batches` is for the memory of a move: it counts gradients that exist at that time,
@@ -7,7 +7,7 @@ and is split by the kind of memory, because a move replaces one kind after anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import astuple, fields
 from enum import IntEnum, auto
 
@@ -16,165 +16,22 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
-from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.move.tensors import num_bytes
-from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.state.optimizer_state import OptimizerState, held_alone
-from ds_dynmo.errors import MigrationError, PartitionError
-from ds_dynmo.placement import Placement
-from ds_dynmo.plan import HeldBytes, LayerCost, Profile
-
-
-class LayerColumn(IntEnum):
-    """Columns of the rows of layers. Those of :class:`HeldBytes` begin at ``HELD``."""
-
-    FORWARD = 0
-    BACKWARD = auto()
-    INPUT_GRADIENT = auto()
-    WEIGHT_GRADIENT = auto()
-    DEFERRED = auto()
-    PARAMETERS = auto()
-    TRAINABLE = auto()
-    STATIC = auto()
-    ACTIVATION = auto()
-    INPUT = auto()
-    OUTPUT = auto()
-    SIGNAL = auto()
-    MEASURED = auto()
-    WORKSPACE = auto()
-    HELD = auto()
+from ds_dynmo.plan import HeldBytes
 
 
 class SummaryColumn(IntEnum):
-    """Columns of the row after the last layer."""
+    """Columns of the row after the last layer. Tables of sizes have ``FAILED`` only."""
 
     BATCH = 0
     FAILED = auto()
     MOVES = auto()
 
 
-COLUMNS = LayerColumn.HELD + len(fields(HeldBytes))
-
-
-def gather_profile(stage: StageContext, profiler: Profiler, move_seconds: float) -> tuple[Profile, float]:
-    """Reduce the measurements of all ranks to one profile, and move seconds to their maximum. Collective.
-
-    Args:
-        move_seconds: of the moves since the last profile, on this rank.
-
-    Raises:
-        PartitionError: on every rank; a layer was not measured on any rank.
-        MigrationError: on every rank, harmless; a rank failed to size its layers.
-    """
-    table = measurement_table(stage.layers, profiler, stage.state, move_seconds)
-    stage.comm.max_over_world(table)
-    if failed(table):
-        raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
-    counters, first_uses = stage.counters, stage.layers.first_uses()
-    profile = profile_from(table, stage.placement, counters.steps, counters.micro_batches, first_uses)
-    return profile, float(table[-1, SummaryColumn.MOVES])
-
-
-def measurement_table(
-    layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float
-) -> torch.Tensor:
-    """Return a table of this rank's measurements of its layers.
-
-    Args:
-        move_seconds: of the moves since the last table, on this rank.
-
-    Returns:
-        ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers on other ranks. If this rank fails, the
-        table has a mark that :func:`failed` finds in the maximum of all ranks' tables.
-    """
-    try:
-        return _measurement_table(layers, profiler, state, move_seconds)
-    except Exception as error:  # any error of a user's load_signal; other ranks have to know
-        logger.error(f"layers {[*layers.indices]}: cannot tell what they cost: {error!r}")
-        table = torch.zeros(layers.num_layers + 1, COLUMNS, dtype=torch.float64)
-        table[-1, SummaryColumn.FAILED] = 1.0
-        return table
-
-
-def _measurement_table(
-    layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float
-) -> torch.Tensor:
-    samples = profiler.samples
-    table = torch.zeros(layers.num_layers + 1, COLUMNS, dtype=torch.float64)
-    for index in layers.indices:
-        row = table[index]
-        row[LayerColumn.FORWARD], row[LayerColumn.BACKWARD] = (
-            samples.forward_seconds(index),
-            samples.backward_seconds(index),
-        )
-        row[LayerColumn.INPUT_GRADIENT], row[LayerColumn.WEIGHT_GRADIENT] = samples.part_seconds(index)
-        row[LayerColumn.DEFERRED] = samples.deferred_bytes.get(index, 0)
-        row[LayerColumn.MEASURED] = float(bool(samples.forward[index]))
-        row[LayerColumn.ACTIVATION] = samples.activation_bytes.get(index, 0)
-        if index == layers.num_layers - 1:
-            row[LayerColumn.ACTIVATION] += samples.loss_bytes
-        row[LayerColumn.INPUT] = samples.input_bytes.get(index, 0)
-        row[LayerColumn.OUTPUT] = samples.output_bytes.get(index, 0)
-        module = layers.local_module(index)
-        if module is not None:
-            row[LayerColumn.PARAMETERS] = sum(p.numel() for p in module.parameters())
-            row[LayerColumn.TRAINABLE] = trainable_parameters(module)
-            row[LayerColumn.STATIC] = training_bytes(module, state)
-            row[LayerColumn.HELD :] = torch.tensor(astuple(bytes_between_batches(module, state)))
-            signal = getattr(module, "load_signal", None)
-            # Ranks without the layer have 0, and the maximum of all ranks counts: so 0 means that there is no signal.
-            row[LayerColumn.SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
-            workspace = getattr(module, "workspace_bytes", None)
-            row[LayerColumn.WORKSPACE] = int(workspace()) if workspace is not None else 0
-    table[-1, SummaryColumn.BATCH] = profiler.batch_seconds
-    table[-1, SummaryColumn.MOVES] = move_seconds
-    return table
-
-
 def failed(table: torch.Tensor) -> bool:
     """Return whether the maximum of all ranks' tables holds a failure."""
     return bool(table[-1, SummaryColumn.FAILED])
-
-
-def profile_from(
-    table: torch.Tensor,
-    placement: Placement,
-    step: int,
-    micro_batches: int,
-    first_uses: Sequence[int | None] = (),
-) -> Profile:
-    """Build the profile from the elementwise maximum of all ranks' tables, so that the slowest replica counts.
-
-    Args:
-        first_uses: per layer, as in :class:`LayerCost`; (): unknown.
-
-    Raises:
-        PartitionError: a layer was not measured on any rank.
-    """
-    costs = []
-    for index, row in enumerate(table[:-1].tolist()):
-        if not row[LayerColumn.MEASURED]:
-            raise PartitionError(f"layer {index} has no measured forward seconds: it did not run in the profiled batch")
-        costs.append(
-            LayerCost(
-                forward_seconds=row[LayerColumn.FORWARD],
-                backward_seconds=row[LayerColumn.BACKWARD],
-                parameters=int(row[LayerColumn.PARAMETERS]),
-                trainable_parameters=int(row[LayerColumn.TRAINABLE]),
-                static_bytes=int(row[LayerColumn.STATIC]),
-                activation_bytes=int(row[LayerColumn.ACTIVATION]),
-                input_bytes=int(row[LayerColumn.INPUT]),
-                load_signal=row[LayerColumn.SIGNAL] - 1.0 if row[LayerColumn.SIGNAL] else None,
-                held=HeldBytes(*map(int, row[LayerColumn.HELD :])),
-                first_use=first_uses[index] if first_uses else None,
-                input_gradient_seconds=row[LayerColumn.INPUT_GRADIENT],
-                weight_gradient_seconds=row[LayerColumn.WEIGHT_GRADIENT],
-                deferred_bytes=int(row[LayerColumn.DEFERRED]),
-                output_bytes=int(row[LayerColumn.OUTPUT]),
-                workspace_bytes=int(row[LayerColumn.WORKSPACE]),
-            )
-        )
-    return Profile(step, placement, tuple(costs), micro_batches, float(table[-1, SummaryColumn.BATCH]))
 
 
 def per_layer(layers: StageLayers, number: Callable[[nn.Module], float]) -> torch.Tensor:
@@ -188,7 +45,12 @@ def per_layer(layers: StageLayers, number: Callable[[nn.Module], float]) -> torc
 
 
 def held_table(layers: StageLayers, state: OptimizerState) -> torch.Tensor:
-    """Return a table like :func:`measurement_table` of the bytes of this rank's layers, now and in training."""
+    """Return a table of the bytes of this rank's layers, now and in training.
+
+    Returns:
+        ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers on other ranks. If this rank fails, the
+        table has a mark that :func:`failed` finds in the maximum of all ranks' tables.
+    """
     table = torch.zeros(layers.num_layers + 1, len(fields(HeldBytes)) + 1, dtype=torch.float64)
     try:
         for index in layers.indices:
