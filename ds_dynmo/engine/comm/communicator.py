@@ -318,7 +318,8 @@ class Communicator:
         """Call ``function`` on every rank, and return its result once it has succeeded on all.
 
         Collective over the world. If all succeed, this is one small reduction. Ranks send details only after a failure.
-        ``function`` may be collective, and call this method, only if no rank can fail before the others are in it.
+        ``function`` may be collective, and even call this method, if no rank can fail alone before it gets there: the
+        others would wait for that rank until the time-out.
 
         Args:
             what: name of the operation in messages, such as "deciding where layers go".

@@ -33,7 +33,7 @@ class MigrationContext:
         state: the optimizer's state of the layers.
         device: of arriving layers.
         check: raises if a move would be wrong; called before anything is changed.
-        rebuilt: called when the stage's modules are in place, before the optimizer settles.
+        rebuilt: called when the stage's modules are in place, before the optimizer takes over their parameters.
         on_arrival: the user's callbacks for layers that arrive, called with number and module.
     """
 

@@ -244,7 +244,7 @@ class Migrator:
             context.free(migration.packed, migration.plan)
             migration.packed.clear()
             context.rebuild(migration.plan, arrived)
-        with self._errors_are_fatal("settling the optimizer"):
+        with self._errors_are_fatal("handing the parameters over to the optimizer"):
             context.state.install_parameters(context.layers.parameters(), arrived)
         with self._errors_are_fatal("tying layers"):
             context.layers.tie(context.comm.grid, context.comm.tied_group)
