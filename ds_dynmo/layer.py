@@ -8,7 +8,7 @@ __all__ = ["Layer", "LayerParameter"]
 
 
 class Layer(Protocol):
-    """Names that the engine looks for in a layer, an ``nn.Module``; each may be missing.
+    """Names that ds_dynmo looks for in a layer, an ``nn.Module``; each may be missing.
 
     ``rank_attributes``, ``shares_out`` and ``use_replicas`` are looked for in the submodules of a layer too.
 
@@ -18,16 +18,22 @@ class Layer(Protocol):
         compiled_parts: of the class; paths of the submodules that ``"compile"`` compiles, instead of the whole layer.
         rank_attributes: of the class; attributes that belong to the rank. They do not travel: an arriving layer has the
             values that it gets when it is built on that rank.
+        is_block: of the class; whether the layer is a transformer block, or half of one: freezing counts these layers.
         shares_out: whether parameters would differ between several data-parallel replicas.
     """
 
     draws_as_layer: int
     compiled_parts: ClassVar[tuple[str, ...]]
     rank_attributes: ClassVar[tuple[str, ...]]
+    is_block: ClassVar[bool]
     shares_out: bool
 
     def load_signal(self) -> float:
-        """Return the share of its dense work that the layer does now. It is reported, but not used in decisions."""
+        """Return the share of its dense work that the layer does now.
+
+        It is reported. Decisions use it only to tell that a layer's work changed: they rest on measured costs, and
+        compare those of two profiles, for noise and stage speeds, only where the share is the same.
+        """
 
     def workspace_bytes(self) -> int:
         """Return the bytes that the layer allocates while it runs and does not save for a backward pass."""

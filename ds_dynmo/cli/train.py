@@ -1,4 +1,4 @@
-"""Train a byte-level GPT in a pipeline that re-balances itself, configured by one JSON.
+"""Train a GPT or a Hugging Face causal language model in a pipeline that re-balances itself, configured by one JSON.
 
     deepspeed --num_gpus 2 --module ds_dynmo.cli.start_training --deepspeed_config ds_configs/freezing.json
 

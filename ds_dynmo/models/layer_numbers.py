@@ -8,16 +8,22 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.engine.deepspeed.module import layer_specs, layers_of_stage, modules_of
+from ds_dynmo.errors import ConfigError
 
 __all__ = ["block_numbers", "local_layers", "tie_of"]
 
 
 def block_numbers(layers: Sequence[LayerSpec]) -> range:
-    """Find the blocks among a model's layers: those whose class has a true ``is_block``.
+    """Return the layer numbers from the first block to the last: layers whose class has a true ``is_block``.
 
     There may be any number of layers before them (an embedding, learned positions) and after them (norm, head).
+
+    Raises:
+        ConfigError: no layer is a block.
     """
     numbers = [number for number, spec in enumerate(layers) if getattr(spec.typename, "is_block", False)]
+    if not numbers:
+        raise ConfigError(f"none of the model's {len(layers)} layers is a block: no class has is_block = True")
     return range(numbers[0], numbers[-1] + 1)
 
 

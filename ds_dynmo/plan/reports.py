@@ -33,7 +33,9 @@ class RebalanceReport(_BetweenPlacements):
 
     Attributes:
         step: ``global_steps`` at the decision.
-        reason: why it was made: "interval", "initial", "explicit", "by hand" or the reason given to ``model_changed``.
+        reason: why it was made: "interval", "initial" (the first partition of a run), "by hand"
+            (``rebalance()`` was called), "explicit" (a partition was given), "checkpoint" (the partition of a loaded
+            checkpoint), or the text given to ``model_changed``.
         old_placement, new_placement: equal if no layer moved.
         bottleneck_seconds_before, bottleneck_seconds_after: predicted seconds per micro-batch of the slowest stage;
             None without a profile (an explicit partition before the first profiled batch).

@@ -11,6 +11,7 @@ from torch import nn
 from ds_dynmo.config import parse_block
 from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.state.clipping import gradient_magnitudes
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.case import RunSizes
 from ds_dynmo.models.freezing.config import FreezingConfig
 from ds_dynmo.models.freezing.front import set_frozen_prefix
@@ -233,6 +234,12 @@ def test_layers_before_the_blocks_are_frozen_with_the_first_block() -> None:
     decides = controller({"schedule": [[0.5, 1]]}, blocks=range(2, 5), total_steps=2)  # GPT-2 embeds positions, too
     assert [decides.frozen_prefix(step) for step in range(2)] == [0, 3]
     assert block_numbers(gpt_layers(UNTIED)) == range(1, 4)
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    embedding, *_, norm, head = gpt_layers(UNTIED)
+    with pytest.raises(ConfigError, match="none of the model's 3 layers is a block: no class has is_block = True"):
+        block_numbers([embedding, norm, head])
 
 
 def test_a_batch_whose_step_was_skipped_does_not_count() -> None:

@@ -123,7 +123,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = _Parser(description="Train a GPT in a pipeline that re-balances itself.", epilog=START, allow_abbrev=False)
+    description = "Train a GPT or a Hugging Face causal language model in a pipeline that re-balances itself."
+    parser = _Parser(description=description, epilog=START, allow_abbrev=False)
     parser.add_argument("--deepspeed_config", required=True, metavar="JSON", help='with "model" and "dynmo" blocks')
     add_changes(parser)
     parser.add_argument(

@@ -2,10 +2,11 @@
 
 Egeria's criterion is in :mod:`ds_dynmo.models.freezing.egeria`.
 
-Every rank runs the same controller on the same numbers, so that all agree on the frozen prefix without communication.
-Freezing a block freezes the blocks and other layers before it (the embedding, learned positions) too; the
-final norm and the head are never frozen. A tied embedding is the head's weight too: freezing it freezes every copy, the
-head's included. A model that freezes is therefore refused unless it is untied.
+Every rank runs the same controller on the same numbers, so that all agree on the frozen prefix: with a schedule without
+communication; AutoFreeze sums gradient magnitudes over all ranks first. Freezing a block freezes the blocks and other
+layers before it (the embedding, learned positions) too; the final norm and the head are never frozen. A tied embedding
+is the head's weight too: freezing it freezes every copy, the head's included. A model that freezes is therefore refused
+unless it is untied.
 """
 
 from __future__ import annotations

@@ -257,7 +257,8 @@ def _bucket_attention_flex(
 ) -> torch.Tensor:
     """Sort tokens by bucket; a tile of queries computes the key tiles from where its first bucket begins.
 
-    The forward pass has been compared with the tiles above on a CPU. The backward pass has run nowhere yet.
+    The forward pass has been compared with :func:`_bucket_attention_batched` on a CPU. The
+    backward pass has run nowhere yet.
     """
     index = order.unsqueeze(-1).expand_as(query)
     mixed = flex(
@@ -292,7 +293,7 @@ def _kept_flex(
 ) -> torch.Tensor:
     """Compute what :func:`_kept_tiles` does. The rows' log-sum-exp adds the column of the own keys.
 
-    The forward pass has been compared with the tiles above on a CPU. The backward pass has run nowhere yet.
+    The forward pass has been compared with :func:`_kept_tiles` on a CPU. The backward pass has run nowhere yet.
     """
     mask = _kept_block_mask(keys_up_to, key.shape[2])
     mixed, aux = flex(query, key, value, block_mask=mask, return_aux=AuxRequest(lse=True))
