@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ds_dynmo.models.mixture_of_depths.block import MixtureOfDepthsBlock
     from ds_dynmo.models.mixture_of_depths.config import MixtureOfDepthsConfig
     from ds_dynmo.models.moe.config import MoEConfig
-    from ds_dynmo.models.moe.layer import ExpertBalance, MixtureOfExperts
+    from ds_dynmo.models.moe.layer import MixtureOfExperts, RouterBiasUpdate
     from ds_dynmo.models.pipeline import AUXILIARY_LOSS, LANGUAGE_MODEL_LOSS, LanguageModelPipeline
     from ds_dynmo.models.pruning.config import PruningConfig
     from ds_dynmo.models.pruning.gradual import Pruning
@@ -47,7 +47,7 @@ _MODULES = {
     "MixtureOfDepthsBlock": "mixture_of_depths.block",
     "MixtureOfDepthsConfig": "mixture_of_depths.config",
     "MoEConfig": "moe.config",
-    **dict.fromkeys(("ExpertBalance", "MixtureOfExperts"), "moe.layer"),
+    **dict.fromkeys(("RouterBiasUpdate", "MixtureOfExperts"), "moe.layer"),
     **dict.fromkeys(("AUXILIARY_LOSS", "LANGUAGE_MODEL_LOSS", "LanguageModelPipeline"), "pipeline"),
     "PruningConfig": "pruning.config",
     "Pruning": "pruning.gradual",
@@ -68,7 +68,6 @@ __all__ = [
     "Egeria",
     "EgeriaController",
     "EpochBatches",
-    "ExpertBalance",
     "Freezing",
     "FreezingConfig",
     "FreezingController",
@@ -81,6 +80,7 @@ __all__ = [
     "ModelConfig",
     "Pruning",
     "PruningConfig",
+    "RouterBiasUpdate",
     "RunSizes",
     "SparseAttentionConfig",
     "dynamic_cases",

@@ -22,25 +22,28 @@ from ds_dynmo.models.half_blocks import block_layers
 from ds_dynmo.models.huggingface.configs import config_of
 from ds_dynmo.models.layer_numbers import block_numbers
 from ds_dynmo.models.mixture_of_depths.block import capacity_schedule, routed_block
-from ds_dynmo.models.moe.layer import ExpertBalance, expert_parts
+from ds_dynmo.models.moe.layer import RouterBiasUpdate, expert_parts
 from ds_dynmo.models.pruning.gradual import Pruning, prunable_block
 from ds_dynmo.models.sparse_attention.attention import attention_parts
 
 __all__ = ["dynamic_cases", "model_layers", "vocabulary_of"]
 
-# What each kind of case contributes. A kind that is not in a table leaves that part of the model as it is.
+# What each kind of case contributes. A kind that is not in a table leaves that part of the model as it is. Cases that
+# cannot share a table refuse each other (CaseConfig.apart_from): at most one case builds the whole model, and at most
+# one builds a block. Parts of a block come from several cases, as they have different names.
 
-# The whole layer list, from the model and the case.
-LAYERS: dict[str, Callable[[ModelConfig, Any], list[LayerSpec]]] = {"early_exit": exit_layers}
+# Value: function(model, case) that returns the whole layer list.
+WHOLE_MODEL_BUILDERS: dict[str, Callable[[ModelConfig, Any], list[LayerSpec]]] = {"early_exit": exit_layers}
 
-# Parts of block n, counted from 1, from the model, the case and n: "attention" and "mlp", arguments of Block.
-PARTS: dict[str, Callable[[ModelConfig, Any, int], dict[str, Any]]] = {
+# Value: function(model, case, block_number) that returns parts of a block, counted from 1: "attention" and "mlp", which
+# are arguments of Block.
+BLOCK_PART_BUILDERS: dict[str, Callable[[ModelConfig, Any, int], dict[str, Any]]] = {
     "moe": expert_parts,
     "sparse_attention": attention_parts,
 }
 
-# The layers of block n, from the model, the case, n and the block's parts; None: those of the plain GPT.
-BLOCKS: dict[str, Callable[[ModelConfig, Any, int, dict[str, Any]], list[LayerSpec] | None]] = {
+# Value: function(model, case, block_number, parts) that returns the block's layers; None: those of the plain GPT.
+BLOCK_BUILDERS: dict[str, Callable[[ModelConfig, Any, int, dict[str, Any]], list[LayerSpec] | None]] = {
     "mod": routed_block,
     "pruning": prunable_block,
 }
@@ -50,11 +53,11 @@ def _freezing(config: FreezingConfig, engine: Any, sizes: RunSizes) -> DynamicCa
     return Freezing(config, engine, sizes) if config.egeria is None else Egeria(config.egeria, engine, sizes)
 
 
-# The object to call between batches, in this order, from the case, the engine and numbers of the run; None: nothing.
-DYNAMIC: dict[str, Callable[[Any, Any, RunSizes], DynamicCase | None]] = {
+# Value: function(case, engine, sizes) that returns the object to call between batches, in this order; None: nothing.
+CONTROLLERS: dict[str, Callable[[Any, Any, RunSizes], DynamicCase | None]] = {
     "pruning": Pruning,  # first, so that the others see no gradients of pruned weights
     "freezing": _freezing,
-    "moe": ExpertBalance,
+    "moe": RouterBiasUpdate,
     "mod": capacity_schedule,
     "early_exit": EarlyExit,
 }
@@ -77,24 +80,27 @@ def model_layers(config: ModelConfig, *, packed: bool = False) -> list[LayerSpec
             raise PackingError(
                 f"{BLOCK}.case: {case.kind} cannot be combined with packed documents: it attends across them"
             )
-    for case in config.case:
-        if case.kind in LAYERS:
-            return LAYERS[case.kind](config, case)
-    numbers = range(1, config.layers + 1)
-    return gpt_layers(config, [layer for number in numbers for layer in _block(config, number, packed)])
+    whole = [case for case in config.case if case.kind in WHOLE_MODEL_BUILDERS]
+    assert len(whole) <= 1, "cases that build the whole model refuse each other"
+    for case in whole:
+        return WHOLE_MODEL_BUILDERS[case.kind](config, case)
+    blocks = [_block(config, block_number, packed) for block_number in range(1, config.layers + 1)]
+    return gpt_layers(config, [layer for block in blocks for layer in block])
 
 
-def _block(config: ModelConfig, number: int, packed: bool) -> list[LayerSpec]:
-    """Specify block ``number``, counted from 1: one layer of the list, or one for each half."""
+def _block(config: ModelConfig, block_number: int, packed: bool) -> list[LayerSpec]:
+    """Specify block ``block_number``, counted from 1: one layer of the list, or one for each half."""
     parts: dict[str, Any] = {"attention": DocumentAttention} if packed else {}
     for case in config.case:
-        if case.kind in PARTS:
-            parts |= PARTS[case.kind](config, case, number)
-    for case in config.case:
-        layers = BLOCKS[case.kind](config, case, number, parts) if case.kind in BLOCKS else None
+        if case.kind in BLOCK_PART_BUILDERS:
+            parts |= BLOCK_PART_BUILDERS[case.kind](config, case, block_number)
+    builders = [case for case in config.case if case.kind in BLOCK_BUILDERS]
+    assert len(builders) <= 1, "cases that build a block refuse each other"
+    for case in builders:
+        layers = BLOCK_BUILDERS[case.kind](config, case, block_number, parts)
         if layers is not None:
             return layers
-    return block_layers(config, number, **parts)
+    return block_layers(config, block_number, **parts)
 
 
 def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list[DynamicCase]:
@@ -112,7 +118,7 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
         layers_per_block=config.layers_per_block,
     )
     by_kind = {case.kind: case for case in config.case}
-    cases = [build(by_kind[kind], engine, sizes) for kind, build in DYNAMIC.items() if kind in by_kind]
+    cases = [build(by_kind[kind], engine, sizes) for kind, build in CONTROLLERS.items() if kind in by_kind]
     return [case for case in cases if case is not None]
 
 

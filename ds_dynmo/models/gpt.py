@@ -242,9 +242,9 @@ def language_model_losses(outputs: Activations, labels: torch.Tensor) -> tuple[t
     """Compute the mean cross entropy in nats, in fp32, and what training adds to it, None if that is nothing.
 
     Args:
-        outputs: logits ``[batch, sequence, vocabulary]``, or them and the sum of the auxiliary losses, ``[1]``, or also
-            the weight ``w`` of the cross entropy, ``[1]``, where auxiliary losses are weighted with it. What is added
-            is then their sum less ``1 - w`` times the cross entropy.
+        outputs: logits ``[batch, sequence, vocabulary]``, or them and the sum of the auxiliary losses, ``[1]``. Early
+            exit also passes ``w``, ``[1]``: the total is ``w`` x cross entropy + auxiliary losses, and what is returned
+            is (cross entropy, total - cross entropy).
         labels: int64 ``[batch, sequence]``.
     """
     logits, auxiliary, *weight = outputs if isinstance(outputs, tuple) else (outputs, None)

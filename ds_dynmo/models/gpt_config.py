@@ -16,7 +16,9 @@ class GPTConfig(BaseModel):
 
     vocab_size: int = Field(default=256, ge=2, description="number of different tokens; bytes are 256")
     sequence_length: int = Field(default=256, ge=1, description="tokens of a training sequence")
-    layers: int = Field(default=12, ge=1, description="number of blocks; the layer list holds three layers more")
+    layers: int = Field(
+        default=12, ge=1, description="transformer blocks (GPT-2's n_layer); not the length of the layer list"
+    )
     split_blocks: bool = Field(
         default=False, description="true: a block is two layers of the list, its attention and its feed-forward half"
     )
@@ -24,7 +26,7 @@ class GPTConfig(BaseModel):
     heads: int = Field(default=4, ge=1, description="attention heads; each is hidden_size / heads wide")
     mlp_ratio: int = Field(default=4, ge=1, description="width of the feed-forward layer over hidden_size")
     tied_embedding: bool = Field(default=True, description="true: embedding and head share one weight")
-    rope_base: float = Field(default=10000.0, gt=1, description="longest wavelength of the rotary positions over 2 pi")
+    rope_base: float = Field(default=10000.0, gt=1, description="base (theta) of the rotary embedding")
     norm_eps: float = Field(default=1e-5, gt=0, description="added to the variance in a norm")
     seed: int = Field(default=0, ge=0, lt=2**32, description="what the initial weights are drawn from")
 

@@ -10,7 +10,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as deepspee
 from torch.utils.checkpoint import checkpoint
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.models import ExpertBalance, MixtureOfExperts, ModelConfig, RunSizes, language_model_loss, model_layers
+from ds_dynmo.models import MixtureOfExperts, ModelConfig, RouterBiasUpdate, RunSizes, language_model_loss, model_layers
 from ds_dynmo.models.gpt import Block, FeedForward
 from ds_dynmo.models.moe.config import MoEConfig
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
@@ -420,7 +420,7 @@ def test_a_frozen_layer_keeps_its_bias() -> None:
         module.add_module(str(number), block)
     blocks[0].requires_grad_(False)
     engine = SimpleNamespace(module=module, sum_over_replicas=lambda counts: counts)
-    case = ExpertBalance(config.case[0], engine, RunSizes(total_steps=1, num_layers=len(specs), blocks=range(1, 3)))
+    case = RouterBiasUpdate(config.case[0], engine, RunSizes(total_steps=1, num_layers=len(specs), blocks=range(1, 3)))
     for block in blocks:
         block(hidden_of())
     case.after_batch(1)

@@ -34,10 +34,10 @@ NO_LABEL = -100
 
 
 class ExitHead(TokenEmbedding):
-    """The final norm and the output head, for the end of the model and every exit; the embedding too if it is tied.
+    """The final norm and the output head (and tied embedding), for the end of the model and every exit.
 
-    Each use gives every parameter a gradient, zeros if it has no other: DeepSpeed sums the gradients of a tie over its
-    stages, and would wait for ever for a stage that has none.
+    DeepSpeed all-reduces tied gradients over stages, so each stage must produce one: :class:`_ZeroGradients` adds
+    zeros.
 
     Args:
         layer: the number that the weight is drawn by: 0, the embedding's, if they are tied; else the head's own.
@@ -97,7 +97,11 @@ class ExitHead(TokenEmbedding):
     def _loss(
         self, predicted: torch.Tensor, tokens: torch.Tensor, index: torch.Tensor, left: torch.Tensor, depth: int
     ) -> torch.Tensor:
-        """Compute the exit's part of the training loss; ``left`` is True where a token of ``index`` leaves here."""
+        """Compute the exit's part of the training loss; ``left`` is True where a token of ``index`` leaves here.
+
+        A token that leaves here counts for the later exits too. The last depth is left out: the output layer computes
+        its own loss for all tokens.
+        """
         labels = F.pad(tokens[:, 1:], (0, 1), value=NO_LABEL).flatten().index_select(0, index)
         count = max(tokens[:, 1:].numel(), 1)
         losses = F.nll_loss(predicted, labels, ignore_index=NO_LABEL, reduction="none")

@@ -43,7 +43,10 @@ class EgeriaConfig(Section):
     start: float = Field(default=0.1, ge=0, lt=1, description="before the first reference, as a fraction of the steps")
     window: int = Field(default=4, ge=2, description="evaluations in a moving average, and averages in a slope")
     threshold: float = Field(
-        default=0.05, gt=0, description="slope per evaluation over a block's largest average, below which it is frozen"
+        default=0.05,
+        gt=0,
+        description="a block is frozen when abs(slope per evaluation) of its moving average is below this share of the "
+        "largest average that it had",
     )
     learning_rate_factor: float = Field(
         default=10.0, gt=1, description="a fall of the learning rate by this unfreezes all, and halves the window"

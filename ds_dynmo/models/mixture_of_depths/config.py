@@ -46,7 +46,9 @@ class MixtureOfDepthsConfig(CaseConfig):
     )
     min_capacity: float = Field(default=0.03125, gt=0, le=1, description="with threshold: takes at least so many")
     max_capacity: float = Field(default=0.5, gt=0, le=1, description="with threshold: takes at most so many")
-    every: int = Field(default=2, ge=1, description="every so many blocks one is routed, the last of them; 1: all are")
+    every: int = Field(
+        default=2, ge=1, description="every `every`-th block is routed (blocks `every`, 2 `every`, ...); 1: all"
+    )
     sampling: Literal["topk", "predictor", "threshold"] = Field(
         default="predictor",
         description="who chooses at evaluation: the router as in training, the predictor, or the threshold without its "

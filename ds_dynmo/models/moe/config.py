@@ -38,11 +38,15 @@ class MoEConfig(CaseConfig):
         default=False, description="data-parallel replicas share the experts: experts has to be a multiple of them"
     )
     dense_blocks: int = Field(default=0, ge=0, description="leading blocks that stay dense")
-    every: int = Field(default=1, ge=1, description="of the blocks after them, the last of so many has experts")
+    every: int = Field(default=1, ge=1, description="after the dense blocks, every `every`-th block has experts")
     auxiliary_coefficient: float = Field(default=0.02, ge=0, description="of the auxiliary loss, as in Mixtral")
-    sinkhorn_tolerance: float = Field(default=1e-4, gt=0, lt=1, description="most that a token's share may be off by")
+    sinkhorn_tolerance: float = Field(
+        default=1e-4, gt=0, lt=1, description="Sinkhorn stops when every token's row sum is within this of 1"
+    )
     sinkhorn_iterations: int = Field(default=100, ge=1, description="most scalings of rows and columns")
-    scores: Literal["sigmoid", "softmax"] = Field(default="sigmoid", description="affinities that the bias adds to")
+    scores: Literal["sigmoid", "softmax"] = Field(
+        default="sigmoid", description="function from router logits to the scores that the bias is added to"
+    )
     bias_rate: float = Field(default=1e-3, gt=0, description="what an expert's bias changes by after each batch")
 
     @field_validator("top_k")

@@ -28,7 +28,7 @@ from ds_dynmo.models.moe.expert_parallel import Replicas, loads_of_replicas, sha
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
 from ds_dynmo.models.moe.routing import Router
 
-__all__ = ["ExpertBalance", "MixtureOfExperts", "expert_parts"]
+__all__ = ["MixtureOfExperts", "RouterBiasUpdate", "expert_parts"]
 
 
 class MixtureOfExperts(CountsPerBatch):
@@ -152,8 +152,8 @@ class MixtureOfExperts(CountsPerBatch):
             weights.replica_own = True  # type: ignore[attr-defined]
 
 
-class ExpertBalance(DynamicCase):
-    """With routing "bias", updates after each batch the biases of layers that train."""
+class RouterBiasUpdate(DynamicCase):
+    """Updates the routers' biases after each batch, if routing is "bias"; skips frozen layers."""
 
     name = "moe"
 

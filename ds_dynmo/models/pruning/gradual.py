@@ -168,7 +168,7 @@ def _check_csr(config: PruningConfig, module: nn.Module) -> None:
 
 
 class _Prunable(Block):
-    """Makes the linear layers of the class that it is mixed into prunable, and keeps its other parts."""
+    """Mixin before a Block class: replaces its ``nn.Linear`` by :class:`PrunableLinear`."""
 
     def __init__(self, config: GPTConfig, layer: int, *, csr_from: float | None = None, **parts: Any) -> None:
         super().__init__(config, layer, **parts)

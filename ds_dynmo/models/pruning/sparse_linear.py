@@ -41,8 +41,21 @@ class PrunableLinear(nn.Module):
         shape: of the dense weight.
         measured_csr_from: where CSR was measured to be faster, on the machine that pruned first; None: not measured,
             the layer computes densely.
-        mask: in the shape of ``weight``, which elements are not pruned; None: none is.
-        index: the places of the values with which the layer computes; None: it computes with a dense weight.
+        mask: bool in the shape of ``weight``, True where a weight is kept; None: nothing has been pruned, or the
+            parameter is already the vector of kept values (:meth:`use_values`).
+        index: places of the kept values in the flattened weight; None: the layer computes with the dense weight.
+
+    A layer is in one of these states:
+
+    ====================  ========================  ==============================================  ===============
+    state                 ``weight``                ``mask``                                        ``index``
+    ====================  ========================  ==============================================  ===============
+    dense, without index  dense                     None, or what is kept                           None
+    dense, with index     dense                     what is kept                                    of kept weights
+    compressed            vector of kept values     None; after :meth:`prune` what is kept of them  of the values
+    ====================  ========================  ==============================================  ===============
+
+    A dense weight has an index where products are computed in CSR, or nothing is kept.
     """
 
     mask: torch.Tensor | None
