@@ -41,7 +41,7 @@ from ds_dynmo.cli.command_line import (
 )
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.simulation import CASE_HELP, RECORDED_HELP, Case, Recorded, chosen_cases
+from ds_dynmo.simulation import CASE_HELP, RECORDED_HELP, LoadModel, Recorded, chosen_cases
 from ds_dynmo.simulation.runs import ARMS
 
 
@@ -78,7 +78,7 @@ def parse(given: list[str]) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def checked_cases(arguments: argparse.Namespace) -> list[Case]:
+def checked_cases(arguments: argparse.Namespace) -> list[LoadModel]:
     """Read the cases, and refuse sizes that do not make a pipeline, or a measurement.
 
     Raises:

@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Case:
+class LoadModel:
     """One dynamic model, by default in the setting of the paper's largest runs.
 
     Attributes:
@@ -50,7 +50,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Fluctuating(Case):
+class Fluctuating(LoadModel):
     """A case whose loads change in every iteration about a level.
 
     Attributes:
@@ -96,16 +96,16 @@ class MixtureOfExpertsLoad(Fluctuating):
 
     def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
         # All replicas of a stage wait for the busiest one: the same loads for all.
-        own = np.random.default_rng((seed, 2)).standard_normal((num_layers, 1))
-        logits = self.fluctuations((num_layers, self.experts), count, seed=seed, replica=0)
-        odds = np.exp(self.popularity * np.exp(self.spread_of_layers * own) * logits)
-        busiest = (odds / odds.sum(axis=-1, keepdims=True)).max(axis=-1)
+        layer_levels = np.random.default_rng((seed, 2)).standard_normal((num_layers, 1))
+        logit_std = self.popularity * np.exp(self.spread_of_layers * layer_levels)
+        odds = np.exp(logit_std * self.fluctuations((num_layers, self.experts), count, seed=seed, replica=0))
+        busiest_shares = (odds / odds.sum(axis=-1, keepdims=True)).max(axis=-1)
         # A token goes to an expert once: of all choices an expert gets 1 / top_k at most.
-        return [Phase.of(self.experts * np.minimum(shares, 1 / self.top_k)) for shares in busiest]
+        return [Phase.of(self.experts * np.minimum(shares, 1 / self.top_k)) for shares in busiest_shares]
 
 
 @dataclass(frozen=True)
-class PruningLoad(Case):
+class PruningLoad(LoadModel):
     """L_j = sum of p_i c_i, p_i the share of layer i's weights that global magnitude pruning leaves.
 
     Published: Zhu and Gupta's schedule from 3000 to 7000, every 1000 iterations, to 52, 79 and 90% (the formula says
@@ -167,7 +167,7 @@ def retained(deviations: tuple[float, ...], kept: float) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class FreezingLoad(Case):
+class FreezingLoad(LoadModel):
     """L_j = sum of (1 - f_i) c_i: a frozen layer costs nothing (Egeria caches what the frozen front puts out).
 
     Published: front layers freeze first, as often as every 50 iterations; 24 stages x 30 replicas; a bubble ratio of
@@ -225,7 +225,7 @@ class SparseAttentionLoad(Fluctuating):
 
 
 @dataclass(frozen=True)
-class EarlyExitLoad(Case):
+class EarlyExitLoad(LoadModel):
     """C = sum of t_i / t c_i, t_i the tokens that have not left before layer i.
 
     Published: no token leaves before some layer, then the share falls with depth; 24 stages x 30 replicas; up to five
@@ -269,7 +269,7 @@ class MixtureOfDepthsLoad(Fluctuating):
         return [Phase.of(np.where(routed, shares, 1.0)) for shares in taken]
 
 
-CASES: Mapping[str, Case] = {
+CASES: Mapping[str, LoadModel] = {
     case.name: case
     for case in (
         MixtureOfExpertsLoad(),

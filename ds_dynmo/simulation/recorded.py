@@ -16,7 +16,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.simulation.cases import CASES, Case
+from ds_dynmo.simulation.cases import CASES, LoadModel
 from ds_dynmo.simulation.phases import Phase
 
 CASE_HELP = f"one of {', '.join(CASES)}, or with --recorded of its cases; default: all; may be repeated"
@@ -45,7 +45,7 @@ class Iteration:
 
 
 @dataclass(frozen=True)
-class Recorded(Case):
+class Recorded(LoadModel):
     """A recorded run as a case, with the interval that it was trained with.
 
     A share of 1 is the mean layer of the first iterations: the first :data:`FIRST`, or those before the first change.
@@ -152,7 +152,7 @@ class Recorded(Case):
             raise ConfigError(f"--layers {num_layers}: {self.path} is a recording of {self.layers} layers")
 
 
-def chosen_cases(names: Sequence[str] | None, recorded: Sequence[Path] | None) -> list[Case]:
+def chosen_cases(names: Sequence[str] | None, recorded: Sequence[Path] | None) -> list[LoadModel]:
     """Return the cases called ``names``, or all: of recordings, or else of the paper's formulas.
 
     Args:
@@ -170,9 +170,9 @@ def chosen_cases(names: Sequence[str] | None, recorded: Sequence[Path] | None) -
     return [case for case in cases if not names or case.name in names]
 
 
-def recordings(paths: Iterable[Path]) -> list[Case]:
+def recordings(paths: Iterable[Path]) -> list[LoadModel]:
     """Read recordings: files, and those in folders."""
-    cases = list[Case]()
+    cases = list[LoadModel]()
     for path in paths:
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not files:

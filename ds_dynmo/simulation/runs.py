@@ -5,8 +5,8 @@ links. A move must lower the bottleneck by the engine's ``min_improvement``, and
 it takes. The engine also weighs the noise of its measurements; here there is none.
 
 An iteration is timed in three ways: ``1F1B`` is DeepSpeed's schedule with its filling and draining; ``zero bubble`` is
-ours, with the order that is shortest for the costs of that iteration; ``full`` is the time that the busiest stage
-works, below which no schedule can come. Moves are decided by ``full`` and ``1F1B``.
+ours, with the order that is shortest for the costs of that iteration; ``busiest stage`` is the time that this stage
+works, below which no schedule can come. Moves are decided by ``busiest stage`` and ``1F1B``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ds_dynmo.partitioners import PipelineModel, balanced, iteration_seconds, uniform
 from ds_dynmo.partitioners.registry import propose
 from ds_dynmo.placement import Placement
-from ds_dynmo.simulation import Case, Phase
+from ds_dynmo.simulation import LoadModel, Phase
 from ds_dynmo.simulation.statics import STATIC, STATICS, Statics
 from ds_dynmo.simulation.zero_bubble import zero_bubble_seconds
 
@@ -48,7 +48,8 @@ class Setting:
     Attributes:
         micro_batches: of one replica and iteration; 4 for each stage in the paper.
         interval: iterations between rebalances.
-        announced: of a phase that is announced, its first iteration is followed by one instead.
+        announced: a phase change that the model announces is followed by a rebalance after one iteration, without
+            waiting for the interval.
         forward_seconds: of a dense layer and micro-batch, the backward pass taking twice that: 2 x 2048 tokens, hidden
             size 1024, at 400 TFLOP/s.
         layer_bytes: what moves with a layer: 12 x 1024^2 weights in bf16, fp32 and Adam's two moments.
@@ -79,7 +80,7 @@ class Setting:
         return self.micro_batch_tokens * self.micro_batches * self.replicas
 
     @classmethod
-    def of(cls, case: Case, **changes: int | float | None) -> Setting:
+    def of(cls, case: LoadModel, **changes: int | float | None) -> Setting:
         """Make the paper's setting of the case, with those of ``changes`` that are not None."""
         chosen = {name: value for name, value in changes.items() if value is not None}
         stages = int(chosen.get("stages", case.stages))
@@ -99,24 +100,25 @@ class Outcome:
     """Means over the iterations of a run.
 
     Attributes:
-        full_seconds, schedule_seconds, zero_bubble_seconds: of an iteration, ``full``, ``1F1B`` and ``zero bubble``,
-            moves included.
+        busiest_stage_seconds, one_f_one_b_seconds, zero_bubble_seconds: of an iteration, ``busiest stage``, ``1F1B``
+            and ``zero bubble``, moves included.
         move_seconds: of them, what moving layers takes.
-        full_bubble, schedule_bubble, zero_bubble_bubble: share of stages x iteration without work.
+        busiest_stage_ratio, one_f_one_b_ratio, zero_bubble_ratio: the bubble ratios of these three, the share of
+            stages x iteration without work.
         imbalance: the paper's equation 2, of the replica that is slowest.
-        last_seconds, last_zero_bubble_seconds: of an iteration at the end of the run, ``full`` and ``zero bubble``.
+        last_busiest_stage_seconds, last_zero_bubble_seconds: of an iteration at the end of the run.
         moves: partitions that were moved to.
     """
 
-    full_seconds: float
-    schedule_seconds: float
+    busiest_stage_seconds: float
+    one_f_one_b_seconds: float
     zero_bubble_seconds: float
     move_seconds: float
-    full_bubble: float
-    schedule_bubble: float
-    zero_bubble_bubble: float
+    busiest_stage_ratio: float
+    one_f_one_b_ratio: float
+    zero_bubble_ratio: float
     imbalance: float
-    last_seconds: float
+    last_busiest_stage_seconds: float
     last_zero_bubble_seconds: float
     moves: int
 
@@ -147,12 +149,12 @@ class PhaseCosts:
         return costs
 
 
-def run_costs(case: Case, setting: Setting, count: int, seed: int) -> list[PhaseCosts]:
+def run_costs(case: LoadModel, setting: Setting, count: int, seed: int) -> list[PhaseCosts]:
     replicas = [case.phases(setting.layers, count, seed=seed, replica=replica) for replica in range(setting.replicas)]
     return [PhaseCosts.of(phases, setting.forward_seconds) for phases in zip(*replicas)]
 
 
-def dense_costs(case: Case, setting: Setting) -> list[PhaseCosts]:
+def dense_costs(case: LoadModel, setting: Setting) -> list[PhaseCosts]:
     """Make one iteration of the model that never changes; its replicas are alike."""
     return [PhaseCosts.of([case.dense(setting.layers)], setting.forward_seconds)]
 
@@ -164,7 +166,7 @@ def first_layers(partition: Partition) -> list[int]:
 
 
 def iteration(phase: PhaseCosts, partition: Partition, setting: Setting) -> tuple[float, float, float, float]:
-    """Return ``full`` and ``1F1B`` seconds, mean seconds of a stage's work, and the imbalance."""
+    """Return ``busiest stage`` and ``1F1B`` seconds, mean seconds of a stage's work, and the imbalance."""
     starts = first_layers(partition)
     forward = np.add.reduceat(phase.forward, starts, axis=1).T
     backward = np.add.reduceat(phase.backward, starts, axis=1).T
@@ -286,17 +288,17 @@ def replay(phases: Sequence[PhaseCosts], arm: str, setting: Setting, start: Part
             rows.append((phase.iterations - known_after, *timed_iteration(phase, tuple(partition), setting)))
         begin += phase.iterations
     weights = [row[0] for row in rows]
-    full, scheduled, work, imbalance, zero_bubble = (
+    busiest_stage, one_f_one_b, work, imbalance, zero_bubble = (
         float(np.average([row[column] for row in rows], weights=weights)) for column in range(1, 6)
     )
     moving /= sum(weights)
     return Outcome(
-        full + moving,
-        scheduled + moving,
+        busiest_stage + moving,
+        one_f_one_b + moving,
         zero_bubble + moving,
         moving,
-        1 - work / full,
-        1 - work / scheduled,
+        1 - work / busiest_stage,
+        1 - work / one_f_one_b,
         1 - work / zero_bubble,
         imbalance,
         rows[-1][1],
@@ -318,7 +320,7 @@ def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     return Outcome(**{**means, "moves": round(means["moves"])})  # type: ignore[arg-type]
 
 
-def compare(case: Case, setting: Setting, arms: Sequence[str], *, count: int, seeds: int) -> dict[str, Outcome]:
+def compare(case: LoadModel, setting: Setting, arms: Sequence[str], *, count: int, seeds: int) -> dict[str, Outcome]:
     """Simulate each of ``arms`` on the same loads; average over seeds.
 
     Static arms stay at their partition, which is made from the loads of the first iteration. All others begin at the
@@ -345,22 +347,22 @@ def figures_of(arm: str, outcomes: dict[str, Outcome], setting: Setting) -> dict
     own, uniform, dense = outcomes[arm], outcomes[STATIC], outcomes["dense"]
     statics = [outcomes[name] for name in STATICS]
     best = min(statics, key=lambda outcome: outcome.zero_bubble_seconds)
-    best_1f1b = min(statics, key=lambda outcome: outcome.schedule_seconds)
+    best_1f1b = min(statics, key=lambda outcome: outcome.one_f_one_b_seconds)
     return {
         "tokens_per_second": setting.tokens / own.zero_bubble_seconds,
-        "tokens_per_second_1f1b": setting.tokens / own.schedule_seconds,
+        "tokens_per_second_1f1b": setting.tokens / own.one_f_one_b_seconds,
         "speedup_over_static": best.zero_bubble_seconds / own.zero_bubble_seconds,
-        "speedup_over_static_1f1b": best_1f1b.schedule_seconds / own.schedule_seconds,
+        "speedup_over_static_1f1b": best_1f1b.one_f_one_b_seconds / own.one_f_one_b_seconds,
         "speedup_over_static_at_end": best.last_zero_bubble_seconds / own.last_zero_bubble_seconds,
         "speedup_over_uniform": uniform.zero_bubble_seconds / own.zero_bubble_seconds,
-        "speedup_over_uniform_1f1b": uniform.schedule_seconds / own.schedule_seconds,
+        "speedup_over_uniform_1f1b": uniform.one_f_one_b_seconds / own.one_f_one_b_seconds,
         "speedup_over_uniform_at_end": uniform.last_zero_bubble_seconds / own.last_zero_bubble_seconds,
         "speedup_over_dense": dense.zero_bubble_seconds / own.zero_bubble_seconds,
-        "speedup_over_dense_1f1b": dense.schedule_seconds / own.schedule_seconds,
-        "speedup_over_1f1b": own.schedule_seconds / own.zero_bubble_seconds,
-        "bubble_ratio": own.zero_bubble_bubble,
-        "bubble_ratio_of_loads": own.full_bubble,
-        "bubble_ratio_1f1b": own.schedule_bubble,
+        "speedup_over_dense_1f1b": dense.one_f_one_b_seconds / own.one_f_one_b_seconds,
+        "speedup_over_1f1b": own.one_f_one_b_seconds / own.zero_bubble_seconds,
+        "bubble_ratio": own.zero_bubble_ratio,
+        "bubble_ratio_of_loads": own.busiest_stage_ratio,
+        "bubble_ratio_1f1b": own.one_f_one_b_ratio,
         "imbalance": own.imbalance,
         "overhead_migrate": own.move_seconds / own.zero_bubble_seconds,
         "moves": own.moves,

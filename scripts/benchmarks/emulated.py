@@ -28,7 +28,7 @@ from benchmarks.emulation import data, make_engine, set_loads, told_seconds
 from benchmarks.rows import Costs, Measured, Passes, Slice, rows_by_schedule
 from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.partitioners import PipelineModel, balanced
-from ds_dynmo.simulation import Case, Phase, Recorded
+from ds_dynmo.simulation import LoadModel, Phase, Recorded
 from ds_dynmo.simulation.runs import DYNAMIC, Setting
 from ds_dynmo.simulation.statics import Statics
 
@@ -39,7 +39,7 @@ LASTING_MS, CHANGING_MS = 5.0, 12.0  # a forward pass of a mean layer; longer wh
 PROBES = 6  # pairs of a profiled and a plain batch
 
 
-def emulated_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
+def emulated_rows(case: LoadModel, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Measure the case, and return its rows on rank 0; other ranks return an empty list."""
     benchmark = Benchmark(case, arguments)
     benchmark.measure()
@@ -60,7 +60,7 @@ def emulated_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, o
 class Benchmark:
     """One case: an engine per balancer over the same emulated layers."""
 
-    def __init__(self, case: Case, arguments: argparse.Namespace) -> None:
+    def __init__(self, case: LoadModel, arguments: argparse.Namespace) -> None:
         self.case = case
         self.arguments = arguments
         self.lasting = case.interval > 1
@@ -218,18 +218,18 @@ class Benchmark:
         say(f"{self.case.name}: {what}, {time.perf_counter() - self.began:.0f} s")
 
 
-def layers_of(case: Case, arguments: argparse.Namespace) -> int:
+def layers_of(case: LoadModel, arguments: argparse.Namespace) -> int:
     """Return the number of emulated layers: the requested one, or the recording's."""
     return int(arguments.layers or (case.layers if isinstance(case, Recorded) else LAYERS))
 
 
-def known_after(case: Case, phase: Phase) -> int:
+def known_after(case: LoadModel, phase: Phase) -> int:
     """Return the iterations of ``phase`` that pass until its loads are known, and decided on: at most all of them."""
     return 1 if phase.announced else min(case.interval, phase.iterations)
 
 
 def until_settled(
-    case: Case, phase: Phase, decisions: Sequence[tuple[float, Costs]], profiling: float, *, moved_again: bool
+    case: LoadModel, phase: Phase, decisions: Sequence[tuple[float, Costs]], profiling: float, *, moved_again: bool
 ) -> tuple[int, float, Costs]:
     """Count what a phase begins with: a decision once the change is known, and another one an interval later.
 

@@ -21,7 +21,7 @@ from benchmarks.trained import Trained, configuration, statics_of
 from ds_dynmo.cli.train import ends_part
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.plan import Profile
-from ds_dynmo.simulation import Case
+from ds_dynmo.simulation import LoadModel
 from ds_dynmo.simulation.statics import Statics
 
 REFERENCE = "partition_time"  # its engine profiles the layers
@@ -31,7 +31,7 @@ SAID = 10  # progress lines
 
 
 def real_rows(
-    case: Case, arguments: argparse.Namespace, keep: Callable[[list[dict[str, object]]], None]
+    case: LoadModel, arguments: argparse.Namespace, keep: Callable[[list[dict[str, object]]], None]
 ) -> list[dict[str, object]]:
     """Measure the case, and return its rows on rank 0; other ranks return an empty list.
 

@@ -55,26 +55,26 @@ def test_seconds_and_imbalance_of_an_iteration() -> None:
 def test_a_half_frozen_model_is_twice_as_fast_when_balanced(arm: str) -> None:
     run = steps(HALF_FROZEN)
     static, dynamic = replay(run, STATIC, setting(announced=True)), replay(run, arm, setting(announced=True))
-    assert static.full_seconds == 96 and static.full_bubble == 0.5 and static.moves == 0
-    assert dynamic.last_seconds == 48 and dynamic.moves == 1
-    assert dynamic.full_seconds == pytest.approx((96 + 999 * 48) / 1000)  # the first iteration is profiled
+    assert static.busiest_stage_seconds == 96 and static.busiest_stage_ratio == 0.5 and static.moves == 0
+    assert dynamic.last_busiest_stage_seconds == 48 and dynamic.moves == 1
+    assert dynamic.busiest_stage_seconds == pytest.approx((96 + 999 * 48) / 1000)  # the first iteration is profiled
 
 
 def test_an_unannounced_change_is_seen_at_the_next_interval() -> None:
     run = steps(Phase.of([1] * 8, 250), HALF_FROZEN)
-    seconds = replay(run, "partition_time", setting()).full_seconds
+    seconds = replay(run, "partition_time", setting()).busiest_stage_seconds
     assert seconds == pytest.approx((300 * 96 + 950 * 48) / 1250)  # from 250 to the multiple of 100 after it
     drifting = steps(replace(HALF_FROZEN, announced=False))
-    later = replay(drifting, "partition_time", setting(announced=True)).full_seconds
+    later = replay(drifting, "partition_time", setting(announced=True)).busiest_stage_seconds
     assert later == pytest.approx((100 * 96 + 900 * 48) / 1000)  # others of the same run may be announced
     rare = replay(run, "partition_time", setting(interval=5000))
-    assert rare.full_seconds == 96 and rare.moves == 0
+    assert rare.busiest_stage_seconds == 96 and rare.moves == 0
 
 
 def test_the_oracle_is_one_iteration_late_only_if_loads_always_change() -> None:
-    assert replay(steps(HALF_FROZEN), "oracle", setting()).full_seconds == 48
+    assert replay(steps(HALF_FROZEN), "oracle", setting()).busiest_stage_seconds == 48
     one = Phase(1, HALF_FROZEN.forward, HALF_FROZEN.backward, HALF_FROZEN.trainable)
-    assert replay(steps(one, one), "oracle", setting(interval=1)).full_seconds == (96 + 48) / 2
+    assert replay(steps(one, one), "oracle", setting(interval=1)).busiest_stage_seconds == (96 + 48) / 2
 
 
 def test_a_move_must_be_repaid_before_the_next_rebalance() -> None:
@@ -118,7 +118,7 @@ def test_beside_a_stage_without_work_there_is_no_bubble_to_fill() -> None:
     balanced = timed_iteration(step, (0, 6, 8), setting())
     assert 48 < balanced[4] < balanced[1]
     static = replay([step], STATIC, setting())
-    assert (static.zero_bubble_seconds, static.zero_bubble_bubble, static.last_zero_bubble_seconds) == (96, 0.5, 96)
+    assert (static.zero_bubble_seconds, static.zero_bubble_ratio, static.last_zero_bubble_seconds) == (96, 0.5, 96)
 
 
 def test_replicas_run_one_order_and_the_slowest_counts() -> None:
@@ -134,8 +134,8 @@ def test_the_bubble_is_the_share_of_an_iteration_without_work() -> None:
     run = steps(Phase.of([1] * 4 + [2] * 4, 1000))
     static = replay(run, STATIC, setting())
     _, schedule, work, _ = iteration(run[0], [0, 4, 8], setting())
-    assert static.schedule_seconds == schedule > static.full_seconds
-    assert static.schedule_bubble == pytest.approx(1 - work / schedule)
+    assert static.one_f_one_b_seconds == schedule > static.busiest_stage_seconds
+    assert static.one_f_one_b_ratio == pytest.approx(1 - work / schedule)
 
 
 def test_the_machine_is_the_papers_unless_told_otherwise() -> None:
@@ -191,8 +191,8 @@ def test_a_static_partition_that_fits_leaves_moves_no_gain() -> None:
             return [Phase.of([1] * 6 + [4] * 2, 1000)]
 
     outcomes = compare(Lopsided(), setting(), [*STATICS, *DYNAMIC], count=1, seeds=1)  # type: ignore[arg-type]
-    assert outcomes[STATIC].full_seconds > outcomes["static_profiled"].full_seconds
-    assert outcomes["partition_time"].full_seconds == outcomes["static_profiled"].full_seconds
+    assert outcomes[STATIC].busiest_stage_seconds > outcomes["static_profiled"].busiest_stage_seconds
+    assert outcomes["partition_time"].busiest_stage_seconds == outcomes["static_profiled"].busiest_stage_seconds
     assert outcomes["partition_time"].moves == 0
 
 
@@ -224,8 +224,8 @@ def test_a_recorded_run_is_a_case(capsys: pytest.CaptureFixture[str], tmp_path: 
     case = Recorded.read(recording)
     outcomes = compare(case, Setting.of(case), [*STATICS, "oracle"], count=1, seeds=1)
     static, oracle = outcomes[STATIC], outcomes["oracle"]
-    assert static.last_seconds == pytest.approx(2 * oracle.last_seconds)
-    assert static.full_seconds == pytest.approx(oracle.full_seconds * 110 / (10 + 100 / 2))
+    assert static.last_busiest_stage_seconds == pytest.approx(2 * oracle.last_busiest_stage_seconds)
+    assert static.busiest_stage_seconds == pytest.approx(oracle.busiest_stage_seconds * 110 / (10 + 100 / 2))
     at_end = static.last_zero_bubble_seconds / oracle.last_zero_bubble_seconds
     assert rows["oracle"]["speedup_over_static_at_end"] == pytest.approx(at_end)
     assert 1 < at_end < 2  # what fills the pipeline takes as long as before
