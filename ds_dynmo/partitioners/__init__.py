@@ -35,7 +35,7 @@ from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, l
 from ds_dynmo.partitioners.move_memory import Overflow, between, migration_peaks, overflow
 from ds_dynmo.partitioners.passes import PassModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
-from ds_dynmo.partitioners.registry import Balancer, check_signature, get, names, propose, register, takes
+from ds_dynmo.partitioners.registry import Balancer, accepts, check_signature, get, names, propose, register
 from ds_dynmo.partitioners.repack import Packing, fewest_stages, first_fit, fits_on, hosts, pack_onto
 from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
 from ds_dynmo.schedules import iteration_seconds, simulate
@@ -53,6 +53,7 @@ __all__ = [
     "PipelineModel",
     "SpeedEvidence",
     "StageMemory",
+    "accepts",
     "balanced",
     "balanced_groups",
     "between",
@@ -83,6 +84,5 @@ __all__ = [
     "register",
     "relative_speeds",
     "simulate",
-    "takes",
     "uniform",
 ]

@@ -20,9 +20,9 @@ from ds_dynmo.partitioners.memory import MemoryModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.plan import check_partition
 
-__all__ = ["Balancer", "check_signature", "get", "names", "propose", "register", "takes"]
+__all__ = ["Balancer", "accepts", "check_signature", "get", "names", "propose", "register"]
 
-OFFERED = ("pipeline", "speeds", "layer_bytes")  # passed to balancers that have a parameter of that name
+OPTIONAL_ARGUMENTS = ("pipeline", "speeds", "layer_bytes")  # passed to balancers that have a parameter of that name
 
 
 class Balancer(Protocol):
@@ -52,7 +52,7 @@ class Balancer(Protocol):
 
 class _Registered(NamedTuple):
     balancer: Any
-    takes: frozenset[str]  # a subset of OFFERED
+    accepted: frozenset[str]  # a subset of OPTIONAL_ARGUMENTS
 
 
 _BALANCERS: dict[str, _Registered] = {}
@@ -70,19 +70,20 @@ def register(name: str) -> Callable[[AnyBalancer], AnyBalancer]:
     def add(balancer: AnyBalancer) -> AnyBalancer:
         if name in _BALANCERS:
             raise ConfigError(f'a balancer named "{name}" is registered already')
-        _BALANCERS[name] = _Registered(balancer, _offered_to(balancer))
+        _BALANCERS[name] = _Registered(balancer, _accepted_by(balancer))
         return balancer
 
     return add
 
 
-def _offered_to(balancer: Callable[..., Any]) -> frozenset[str]:
+def _accepted_by(balancer: Callable[..., Any]) -> frozenset[str]:
     try:
         parameters = inspect.signature(balancer).parameters.values()
     except ValueError:  # a callable without a signature that Python can read
         return frozenset()
     by_keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return frozenset(parameter.name for parameter in parameters if parameter.kind in by_keyword) & set(OFFERED)
+    keywords = {parameter.name for parameter in parameters if parameter.kind in by_keyword}
+    return frozenset(keywords.intersection(OPTIONAL_ARGUMENTS))
 
 
 def propose(
@@ -97,7 +98,7 @@ def propose(
     layer_bytes: Sequence[int] | None = None,
     groups: LayerGroups | None = None,
 ) -> Sequence[int]:
-    """Call the balancer registered as ``name`` with the arguments that it takes.
+    """Call the balancer registered as ``name`` with the arguments that it accepts.
 
     Args:
         layer_bytes: per layer, the bytes that move with it; None: unknown.
@@ -109,8 +110,8 @@ def propose(
             groups.
     """
     if groups is None or groups.single_layers:
-        offers = {"pipeline": pipeline, "speeds": speeds, "layer_bytes": layer_bytes}
-        return _choose(name, costs, num_stages, start=start, memory=memory, offers=offers)
+        optional = {"pipeline": pipeline, "speeds": speeds, "layer_bytes": layer_bytes}
+        return _choose(name, costs, num_stages, start=start, memory=memory, optional=optional)
     if (problem := groups.shortage(num_stages)) is not None:
         raise PartitionError(problem)
     chosen = _choose(
@@ -119,7 +120,7 @@ def propose(
         num_stages,
         start=list(groups.fold_partition(groups.nearest(start))),
         memory=memory.folded(groups) if memory is not None else None,
-        offers={
+        optional={
             "pipeline": pipeline.folded(groups) if pipeline is not None else None,
             "speeds": speeds,
             "layer_bytes": groups.fold_ints(layer_bytes) if layer_bytes is not None else None,
@@ -139,10 +140,10 @@ def _choose(
     *,
     start: Sequence[int],
     memory: MemoryModel | None,
-    offers: dict[str, Any],
+    optional: dict[str, Any],
 ) -> Sequence[int]:
-    wanted = {offered: value for offered, value in offers.items() if takes(name, offered)}
-    partition: Sequence[int] = _registered(name).balancer(costs, num_stages, start=start, memory=memory, **wanted)
+    accepted = {argument: value for argument, value in optional.items() if accepts(name, argument)}
+    partition: Sequence[int] = _registered(name).balancer(costs, num_stages, start=start, memory=memory, **accepted)
     return partition
 
 
@@ -157,7 +158,7 @@ def check_signature(name: str) -> None:
         signature = inspect.signature(balancer)
     except ValueError:  # a callable without a signature that Python can read
         return
-    keywords = ["start", "memory", *(offered for offered in OFFERED if takes(name, offered))]
+    keywords = ["start", "memory", *(argument for argument in OPTIONAL_ARGUMENTS if accepts(name, argument))]
     try:
         signature.bind([], 1, **dict.fromkeys(keywords))
     except TypeError as error:
@@ -167,9 +168,9 @@ def check_signature(name: str) -> None:
         ) from error
 
 
-def takes(name: str, offered: str) -> bool:
-    """Return whether the balancer registered as ``name`` takes ``offered``, one of :data:`OFFERED`."""
-    return offered in _registered(name).takes
+def accepts(name: str, argument: str) -> bool:
+    """Return whether the balancer registered as ``name`` accepts ``argument``, one of :data:`OPTIONAL_ARGUMENTS`."""
+    return argument in _registered(name).accepted
 
 
 def get(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from ds_dynmo.placement import check_partition, stage_of
 from ds_dynmo.plan.migration import LayerMove, MigrationPlan
-from ds_dynmo.plan.profile import HeldBytes, LayerCost, Profile, limit_without_workspace
+from ds_dynmo.plan.profile import HeldBytes, LayerCost, Profile, limit_minus_workspace
 from ds_dynmo.plan.reports import MeasuredReport, RebalanceReport, RepackReport
 
 __all__ = [
@@ -15,6 +15,6 @@ __all__ = [
     "RebalanceReport",
     "RepackReport",
     "check_partition",
-    "limit_without_workspace",
+    "limit_minus_workspace",
     "stage_of",
 ]

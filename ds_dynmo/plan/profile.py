@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ds_dynmo.placement import Placement
 
-__all__ = ["HeldBytes", "LayerCost", "Profile", "limit_without_workspace"]
+__all__ = ["HeldBytes", "LayerCost", "Profile", "limit_minus_workspace"]
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,13 @@ class LayerCost:
             belongs to backward. Mean over micro-batches without the largest and the smallest eighth, slowest
             data-parallel replica.
         parameters, trainable_parameters: numbers of elements, with and without frozen ones.
-        static_bytes: weights, gradients, optimizer state and buffers.
+        static_bytes: weights, gradients, optimizer state and buffers while the layer trains: what each stage has to
+            have room for.
         activation_bytes: per micro-batch, saved for the backward pass; for the last layer, with those of the loss.
         input_bytes: per micro-batch, of the layer's input, which a checkpointed segment keeps.
         load_signal: the fraction of its dense work that the layer reports; None: it does not report any.
-        held: bytes held between two batches.
+        held: of the same tensors, the bytes that are held between two batches, by how they move: from these the peak
+            of a move is computed. Gradients that are freed after a batch are in ``static_bytes`` alone.
         input_gradient_seconds, weight_gradient_seconds: per micro-batch, of a backward pass in two parts; 0: no pass
             was split. Their sum is usually more than ``backward_seconds``.
         deferred_bytes: per micro-batch, held from the first part to the second.
@@ -93,12 +95,8 @@ class LayerCost:
         return self.forward_seconds + self.backward_seconds
 
 
-def limit_without_workspace(limit_bytes: int, layers: Sequence[LayerCost]) -> int:
-    """Return a rank's limit without the largest workspace of any layer: one layer runs at a time, on any stage.
-
-    Returns:
-        Bytes of the limit that are left for everything else.
-    """
+def limit_minus_workspace(limit_bytes: int, layers: Sequence[LayerCost]) -> int:
+    """Return a rank's limit minus the largest workspace of any layer: one layer runs at a time, on any stage."""
     return max(0, limit_bytes - max((layer.workspace_bytes for layer in layers), default=0))
 
 

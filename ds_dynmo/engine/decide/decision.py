@@ -99,7 +99,7 @@ def costs_and_speeds(given: DecisionInput) -> tuple[list[float], tuple[float, ..
     config = given.config
     if config.balance_by != "time":
         return given.costs(config.balance_by), None
-    if not any(partitioners.takes(config.balancer, offer) for offer in ("pipeline", "speeds")):
+    if not any(partitioners.accepts(config.balancer, offer) for offer in ("pipeline", "speeds")):
         return given.costs("time"), given.speeds
     return list(given.pipeline.layer_seconds), given.speeds
 
@@ -206,7 +206,7 @@ def _objective(given: DecisionInput, placement: Placement) -> float:
     config = given.config
     if config.balance_by != "time":
         return partitioners.bottleneck(given.profile.costs(config.balance_by), placement.boundaries)
-    if partitioners.takes(config.balancer, "pipeline"):
+    if partitioners.accepts(config.balancer, "pipeline"):
         return _iteration_seconds(given, placement)
     return max(given.pipeline.stage_loads(placement.boundaries))
 

@@ -12,7 +12,7 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, MoveCosts, PassModel, PipelineModel
 from ds_dynmo.placement import Placement
-from ds_dynmo.plan import LayerCost, Profile, limit_without_workspace
+from ds_dynmo.plan import LayerCost, Profile, limit_minus_workspace
 from ds_dynmo.schedules import Schedule
 
 _SEARCH_SHARE = 0.01  # of the seconds until the next decision that searches for orders may take
@@ -114,7 +114,7 @@ class DecisionInput:
 
     def _passes(self, under_1f1b: PipelineModel) -> PassModel:
         layers, schedule = self.profile.layers, self.config.schedule
-        limit = None if self.limit_bytes is None else limit_without_workspace(self.limit_bytes, layers)
+        limit = None if self.limit_bytes is None else limit_minus_workspace(self.limit_bytes, layers)
         return PassModel(
             under_1f1b.forward_seconds,
             self._scaled(_first_part(cost) for cost in layers),
@@ -157,7 +157,7 @@ def memory_model(profile: Profile, limit_bytes: int | None, checkpoint_interval:
         static_bytes=tuple(layer.static_bytes for layer in profile.layers),
         activation_bytes=tuple(layer.activation_bytes for layer in profile.layers),
         input_bytes=tuple(layer.input_bytes for layer in profile.layers),
-        limits=(limit_without_workspace(limit_bytes, profile.layers),) * profile.placement.num_stages,
+        limits=(limit_minus_workspace(limit_bytes, profile.layers),) * profile.placement.num_stages,
         micro_batches=profile.micro_batches,
         checkpoint_interval=checkpoint_interval,
     )
