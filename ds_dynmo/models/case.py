@@ -11,9 +11,9 @@ from ds_dynmo.config.section import Section
 if TYPE_CHECKING:
     from ds_dynmo.models.config import ModelConfig
 
-__all__ = ["Carries", "CaseConfig", "DynamicCase", "RunSizes"]
+__all__ = ["CaseConfig", "DynamicCase", "LayerOutputs", "RunSizes"]
 
-Carries = Literal["hidden", "auxiliary", "exits"]
+LayerOutputs = Literal["hidden", "auxiliary", "exits"]
 
 
 class CaseConfig(Section):
@@ -34,12 +34,12 @@ class CaseConfig(Section):
     crosses_documents: ClassVar[bool] = False
 
     @property
-    def carries(self) -> Carries:
-        """What the case sends between layers; see :attr:`ds_dynmo.models.GPTConfig.carries`."""
+    def layer_outputs(self) -> LayerOutputs:
+        """What layers return because of the case; see :attr:`ds_dynmo.models.GPTConfig.layer_outputs`."""
         return "hidden"
 
     @property
-    def shares_experts(self) -> bool:
+    def distributes_experts(self) -> bool:
         """Whether data-parallel replicas hold different experts."""
         return False
 

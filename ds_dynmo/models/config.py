@@ -18,7 +18,7 @@ from pydantic import (
 
 from ds_dynmo.config import load_settings, parse_block
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.case import Carries, CaseConfig
+from ds_dynmo.models.case import CaseConfig, LayerOutputs
 from ds_dynmo.models.early_exit.config import EarlyExitConfig
 from ds_dynmo.models.freezing.config import FreezingConfig
 from ds_dynmo.models.gpt_config import GPTConfig
@@ -65,8 +65,8 @@ class ModelConfig(GPTConfig):
     )
     expert_parallel: bool = Field(
         default=False,
-        description="data-parallel replicas share the experts of the Hugging Face model: it has to have a multiple of "
-        "them in each layer",
+        description="experts of the Hugging Face model are distributed over the data-parallel replicas: each layer has "
+        "to have a multiple of them",
     )
     peft: dict[str, Any] | None = Field(
         default=None,
@@ -89,15 +89,15 @@ class ModelConfig(GPTConfig):
     )
 
     @property
-    def carries(self) -> Carries:
-        """See :attr:`GPTConfig.carries`."""
-        carried = {case.carries for case in self.case}
-        return "exits" if "exits" in carried else "auxiliary" if "auxiliary" in carried else "hidden"
+    def layer_outputs(self) -> LayerOutputs:
+        """See :attr:`GPTConfig.layer_outputs`."""
+        needed = {case.layer_outputs for case in self.case}
+        return "exits" if "exits" in needed else "auxiliary" if "auxiliary" in needed else "hidden"
 
     @property
-    def shares_experts(self) -> bool:
+    def distributes_experts(self) -> bool:
         """Whether data-parallel replicas hold different experts."""
-        return self.expert_parallel or any(case.shares_experts for case in self.case)
+        return self.expert_parallel or any(case.distributes_experts for case in self.case)
 
     def find_case(self, section: type[AnyCase]) -> AnyCase | None:
         """Return the case of this class; None: the model does not have it."""

@@ -133,7 +133,6 @@ class Block(GPTLayer):
         self, config: GPTConfig, layer: int, attention: MakePart | None = None, mlp: MakePart | None = None
     ) -> None:
         super().__init__()
-        self.carries = config.carries
         generator = generator_for("layer", config.seed, layer)
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = (attention or CausalSelfAttention)(config, generator)
@@ -179,12 +178,12 @@ class TokenEmbedding(GPTLayer):
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.carries = config.carries
+        self.layer_outputs = config.layer_outputs
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         init_normal(self.weight, INIT_STD, generator_for("layer", config.seed, layer))
 
     def forward(self, tokens: Activations) -> Activations:
-        return embed(self.weight, tokens, self.carries)
+        return embed(self.weight, tokens, self.layer_outputs)
 
 
 class FinalNorm(GPTLayer):
@@ -255,12 +254,12 @@ def language_model_losses(outputs: Activations, labels: torch.Tensor) -> tuple[t
     return loss, added - (1 - weight[0].squeeze()) * loss if weight else added
 
 
-def embed(weight: torch.Tensor, tokens: Activations, carries: str) -> Activations:
-    """Look ``tokens`` up in ``weight``, and add what travels beside hidden states: ``carries``, positions if any."""
+def embed(weight: torch.Tensor, tokens: Activations, layer_outputs: str) -> Activations:
+    """Look ``tokens`` up in ``weight``, and pack what layers return: ``layer_outputs``, and positions if any."""
     ids, positions = tokens if isinstance(tokens, tuple) else (tokens, None)
     hidden = F.embedding(ids, weight)
-    auxiliary = torch.zeros(1, device=ids.device) if carries != "hidden" else None
-    if carries == "exits":
+    auxiliary = torch.zeros(1, device=ids.device) if layer_outputs != "hidden" else None
+    if layer_outputs == "exits":
         return Stream(hidden, auxiliary, ids, torch.zeros_like(ids)).pack()
     return Stream(hidden, auxiliary, positions=positions).pack()
 

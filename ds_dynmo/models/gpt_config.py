@@ -36,8 +36,12 @@ class GPTConfig(BaseModel):
         return 2 if self.split_blocks else 1
 
     @property
-    def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
-        """The tensors between layers: hidden states, auxiliary losses too, or also which tokens have left."""
+    def layer_outputs(self) -> Literal["hidden", "auxiliary", "exits"]:
+        """What a layer returns to the next one, as :meth:`ds_dynmo.models.stream.Stream.pack` does.
+
+        "hidden": hidden states; "auxiliary": (hidden, auxiliary); "exits": (hidden, auxiliary, tokens, exited). In
+        packed sequences positions follow the hidden states.
+        """
         return "hidden"
 
     @field_validator("heads")

@@ -30,7 +30,6 @@ class AttentionHalf(Block):
 
     def __init__(self, config: GPTConfig, layer: int, attention: MakePart | None = None) -> None:
         GPTLayer.__init__(self)
-        self.carries = config.carries
         self.draws_as_layer = layer
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = (attention or CausalSelfAttention)(config, generator_for("layer", config.seed, layer))
@@ -55,7 +54,6 @@ class FeedForwardHalf(Block):
         self, config: GPTConfig, layer: int, attention: MakePart | None = None, mlp: MakePart | None = None
     ) -> None:
         GPTLayer.__init__(self)
-        self.carries = config.carries
         self.draws_as_layer = -layer
         generator = generator_for("layer", config.seed, layer)
         (attention or CausalSelfAttention)(config, generator)

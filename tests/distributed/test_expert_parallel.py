@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 import ds_dynmo
 from ds_dynmo.models import dynamic_cases
-from ds_dynmo.models.moe.expert_parallel import Replicas, share_of, through_replicas
+from ds_dynmo.models.moe.expert_parallel import Replicas, experts_of, through_replicas
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
 from tests.distributed.harness import run, run_each
 from tests.distributed.support import case_runs
@@ -90,7 +90,7 @@ def through(table: Sequence[Sequence[int]]) -> bool:
     expected = [grouped_linear(rows, expected_weight, row) for rows, row in zip(expected_rows, table)]
     torch.stack([(made * to).sum() for made, to in zip(expected, towards)]).sum().backward()
 
-    mine = share_of(replica, replicas, total)
+    mine = experts_of(replica, replicas, total)
     rows, share = every[replica].clone().requires_grad_(), weight[mine].clone().requires_grad_()
     peers = Replicas(dist.new_group())
     gathered = peers.gather(table[replica], rows.device)

@@ -46,7 +46,7 @@ def hidden_states(seed: int = 0) -> torch.Tensor:
 
 
 def run(block: nn.Module, hidden: torch.Tensor) -> Stream:
-    packed = Stream(hidden, torch.zeros(1)).pack() if block.carries == "auxiliary" else hidden
+    packed = Stream(hidden, torch.zeros(1)).pack() if block.depths.layer_outputs == "auxiliary" else hidden
     return Stream.unpack(block(packed))
 
 
@@ -412,8 +412,8 @@ def test_evaluation_by_top_k_equals_training() -> None:
 
 def test_only_predictor_sampling_builds_a_predictor() -> None:
     assert block_of(sampling="topk").predictor is None
-    assert model_config(sampling="topk").carries == "hidden" and model_config().carries == "auxiliary"
-    assert GPTConfig().carries == ModelConfig().carries == "hidden"
+    assert model_config(sampling="topk").layer_outputs == "hidden" and model_config().layer_outputs == "auxiliary"
+    assert GPTConfig().layer_outputs == ModelConfig().layer_outputs == "hidden"
 
 
 def test_the_predictor_learns_what_the_router_does() -> None:

@@ -83,7 +83,7 @@ def test_dumped_exits_read_as_they_were() -> None:
     for exits in ({"method": "calm", "confidence": "state"}, {"method": "adpc", "depths": [3, 6], "start": 0.1}):
         config = read(case={"kind": "early_exit", **exits})
         assert read(**config.model_dump(mode="json")) == config
-        assert config.carries == "exits"
+        assert config.layer_outputs == "exits"
 
 
 def test_cases_combine_in_any_order() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from ds_dynmo.models.case import Carries, CaseConfig
+from ds_dynmo.models.case import CaseConfig, LayerOutputs
 
 if TYPE_CHECKING:
     from ds_dynmo.models.config import ModelConfig
@@ -87,8 +87,8 @@ class EarlyExitConfig(CaseConfig):
         return {depth: depth / sum(depths) for depth in depths}
 
     @property
-    def carries(self) -> Carries:
-        """See :attr:`CaseConfig.carries`."""
+    def layer_outputs(self) -> LayerOutputs:
+        """See :attr:`CaseConfig.layer_outputs`."""
         return "exits"
 
     @property

@@ -122,7 +122,7 @@ class ExitHead(TokenEmbedding):
 
     def embed(self, tokens: torch.Tensor) -> Activations:
         """Embed ``tokens`` as :class:`TokenEmbedding` does."""
-        stream = Stream.unpack(embed(self.weight, tokens, self.carries))
+        stream = Stream.unpack(embed(self.weight, tokens, self.layer_outputs))
         return replace(stream, hidden=self._all_get_gradients(stream.hidden)).pack()
 
     def _all_get_gradients(self, hidden: torch.Tensor) -> torch.Tensor:

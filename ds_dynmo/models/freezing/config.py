@@ -117,7 +117,7 @@ class FreezingConfig(CaseConfig):
 
     def check(self, model: ModelConfig) -> None:
         """See :meth:`CaseConfig.check`. Layers of a Hugging Face model are checked when they are built."""
-        if self.schedule is None and model.shares_experts:
+        if self.schedule is None and model.distributes_experts:
             raise ValueError(
                 "only schedule can be combined with expert_parallel: automatic and egeria look at weights, of which "
                 "every replica has others"

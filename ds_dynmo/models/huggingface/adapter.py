@@ -75,8 +75,8 @@ def layers(
         seed: what fresh weights are drawn from, a generator for each layer: the same under every partition.
         sequence_length: tokens of a training sequence, which have to fit the model's positions.
         vocab_size: different tokens of the data, which the model has to know.
-        expert_parallel: the data-parallel replicas of a stage share a layer's experts. Each reads its own from a
-            folder, when :func:`ds_dynmo.initialize` tells it which.
+        expert_parallel: a layer's experts are distributed over the data-parallel replicas of a stage. Each replica
+            reads its own from a folder, when :func:`ds_dynmo.initialize` tells it which.
         inputs: what a batch has beside its tokens, int64 ``[batch, sequence]`` each, in this order:
             "attention_mask", 0 for padding; "position_ids", which begin anew with each document of a packed sequence.
             The first layer is given a tuple then.

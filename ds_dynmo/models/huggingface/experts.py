@@ -1,8 +1,8 @@
 """Decoder layers with experts: what they take is counted, and data-parallel replicas can share them out.
 
 The library's module of a layer's experts stays as it is, and computes, whatever its kind. Hooks count what it is given.
-Where replicas share the experts, they give it the rows of its own experts, from all replicas, and send the results
-back.
+Where experts are distributed over replicas, hooks give it the rows of its own experts, from all replicas, and send the
+results back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ds_dynmo.models.batch_counts import CountsPerBatch, is_recomputing
 from ds_dynmo.models.huggingface.modules import DecoderLayer, RouterLoss
 from ds_dynmo.models.huggingface.outline import Experts
 from ds_dynmo.models.huggingface.source import Source
-from ds_dynmo.models.moe.expert_parallel import Dispatch, Replicas, loads_of_replicas, share_of
+from ds_dynmo.models.moe.expert_parallel import Dispatch, Replicas, experts_of, loads_of_replicas
 from ds_dynmo.models.stream import Activations
 
 __all__ = ["MoEDecoderLayer", "keep_share"]
@@ -43,7 +43,7 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
     Attributes:
         choices: how many tokens of the last training batch, on this rank, chose each expert of all; None before it.
         busiest: tokens of the busiest replica of each micro-batch, summed over the last training batch.
-        mean: tokens of a replica there, the mean over those that share the experts.
+        mean: tokens of a replica there, the mean over those that hold the experts.
     """
 
     compiled_parts: ClassVar[tuple[str, ...]] = ()  # hooks note which experts are chosen, by the data
@@ -66,7 +66,7 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
     def use_replicas(self, group: Any) -> None:
         """Set the data-parallel replicas of the present stage. The engine calls this after every move.
 
-        Where replicas share the experts, the first call leaves this replica's share, or reads it.
+        Where experts are distributed over replicas, the first call leaves this replica's share, or reads it.
 
         Args:
             group: the process group of the stage's replicas.
@@ -83,7 +83,7 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
                 f"expert_parallel: {count} experts ({self.experts.key}) cannot be shared out evenly over {size} "
                 "data-parallel replicas"
             )
-        module, share = self._module, share_of(self._replicas.index, size, count)
+        module, share = self._module, experts_of(self._replicas.index, size, count)
         if self._unread is not None:
             (source, layer), self._unread = self._unread, None
             source.read_experts(self.part, layer, share)

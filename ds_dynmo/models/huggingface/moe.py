@@ -27,7 +27,7 @@ def find_experts(config: Any, blocks: Sequence[nn.Module], place: str, *, parall
     """Describe the experts of each decoder layer; None: it has none.
 
     Raises:
-        ConfigError: replicas cannot share experts (``parallel``) where there are none.
+        ConfigError: there are no experts to distribute over replicas (``parallel``).
     """
     found = [_experts_in(config, block, parallel) for block in blocks]
     if parallel and not any(found):

@@ -47,7 +47,7 @@ class Trial:
         inputs, has_entry, has_exit: see :class:`~ds_dynmo.models.huggingface.source.Source`.
         implementation: of attention, one that runs on a CPU.
         fresh: whether weights are drawn.
-        parallel: whether replicas share the experts.
+        parallel: whether experts are distributed over the replicas.
     """
 
     inputs: tuple[str, ...]

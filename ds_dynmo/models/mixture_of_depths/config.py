@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from ds_dynmo.models.case import Carries, CaseConfig
+from ds_dynmo.models.case import CaseConfig, LayerOutputs
 
 if TYPE_CHECKING:
     from ds_dynmo.models.config import ModelConfig
@@ -147,8 +147,8 @@ class MixtureOfDepthsConfig(CaseConfig):
         return due[-1] if due else self.capacity
 
     @property
-    def carries(self) -> Carries:
-        """See :attr:`CaseConfig.carries`."""
+    def layer_outputs(self) -> LayerOutputs:
+        """See :attr:`CaseConfig.layer_outputs`."""
         return "auxiliary" if self.sampling == "predictor" else "hidden"
 
     @property
@@ -170,7 +170,7 @@ class MixtureOfDepthsConfig(CaseConfig):
                 f"capacity lists {len(self.capacity)} capacities, the model has {routed} routed blocks "
                 f"(layers {model.layers}, every {self.every})"
             )
-        if model.shares_experts and (self.threshold is not None or self.sampling == "predictor"):
+        if model.distributes_experts and (self.threshold is not None or self.sampling == "predictor"):
             raise ValueError(
                 'only sampling "topk" without threshold can be combined with expert_parallel: else replicas would not '
                 "run their experts equally often in an evaluation"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from ds_dynmo.models.case import Carries, CaseConfig
+from ds_dynmo.models.case import CaseConfig, LayerOutputs
 
 if TYPE_CHECKING:
     from ds_dynmo.models.config import ModelConfig
@@ -35,7 +35,8 @@ class MoEConfig(CaseConfig):
         description="an expert takes that multiple of an even share of a micro-batch's choices; null: all, dropless",
     )
     expert_parallel: bool = Field(
-        default=False, description="data-parallel replicas share the experts: experts has to be a multiple of them"
+        default=False,
+        description="experts are distributed over the data-parallel replicas: experts has to be a multiple of these",
     )
     dense_blocks: int = Field(default=0, ge=0, description="leading blocks that stay dense")
     every: int = Field(default=1, ge=1, description="after the dense blocks, every `every`-th block has experts")
@@ -67,13 +68,13 @@ class MoEConfig(CaseConfig):
         return value
 
     @property
-    def carries(self) -> Carries:
-        """See :attr:`CaseConfig.carries`."""
+    def layer_outputs(self) -> LayerOutputs:
+        """See :attr:`CaseConfig.layer_outputs`."""
         return "auxiliary" if self.routing == "aux_loss" else "hidden"
 
     @property
-    def shares_experts(self) -> bool:
-        """See :attr:`CaseConfig.shares_experts`."""
+    def distributes_experts(self) -> bool:
+        """See :attr:`CaseConfig.distributes_experts`."""
         return self.expert_parallel
 
     def blocks(self, num_blocks: int) -> list[int]:

@@ -1,4 +1,6 @@
-"""Expert parallelism: the data-parallel replicas of a stage share a layer's experts, and tokens travel to theirs.
+"""Expert parallelism: a layer's experts are distributed over the data-parallel replicas of a stage.
+
+Tokens travel to the replicas of their experts and back.
 
 Of ``E`` experts and ``R`` replicas, replica ``r`` holds experts ``[r * E / R, (r + 1) * E / R)``. All replicas run the
 layer in the same passes, forward, recomputed and backward, so that their collectives meet in one order.
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 from ds_dynmo.models.host_numbers import integers
 
-__all__ = ["Dispatch", "Replicas", "loads_of_replicas", "share_of", "through_replicas"]
+__all__ = ["Dispatch", "Replicas", "experts_of", "loads_of_replicas", "through_replicas"]
 
 Table = Sequence[Sequence[int]]  # per replica, in the order of their indices, rows that it has for each expert
 
@@ -86,10 +88,10 @@ def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group:
     return arrived
 
 
-def share_of(replica: int, replicas: int, experts: int) -> slice:
+def experts_of(replica: int, replicas: int, experts: int) -> slice:
     """Return the experts that a replica holds.
 
-    >>> share_of(1, replicas=2, experts=6)
+    >>> experts_of(1, replicas=2, experts=6)
     slice(3, 6, None)
     """
     share = experts // replicas
@@ -103,7 +105,7 @@ def loads_of_replicas(table: Table) -> list[int]:
     [7, 3]
     """
     replicas, experts = len(table), len(table[0])
-    shares = [share_of(replica, replicas, experts) for replica in range(replicas)]
+    shares = [experts_of(replica, replicas, experts) for replica in range(replicas)]
     return [sum(sum(row[share]) for row in table) for share in shares]
 
 
@@ -120,9 +122,9 @@ class Dispatch:
     def __init__(self, table: Table, replicas: Replicas, device: torch.device) -> None:
         size, mine = len(table), table[replicas.index]
         experts = len(mine)
-        own = [row[share_of(replicas.index, size, experts)] for row in table]
+        own = [row[experts_of(replicas.index, size, experts)] for row in table]
         self._replicas = replicas
-        self._sent = [sum(mine[share_of(replica, size, experts)]) for replica in range(size)]
+        self._sent = [sum(mine[experts_of(replica, size, experts)]) for replica in range(size)]
         self._received = [sum(row) for row in own]
         self._order = _by_expert(own, device)
         self.counts = [sum(counts) for counts in zip(*own)]

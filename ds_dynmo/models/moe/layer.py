@@ -24,7 +24,7 @@ from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.host_numbers import counts_of
 from ds_dynmo.models.layer_numbers import local_layers
 from ds_dynmo.models.moe.config import MoEConfig
-from ds_dynmo.models.moe.expert_parallel import Replicas, loads_of_replicas, share_of, through_replicas
+from ds_dynmo.models.moe.expert_parallel import Replicas, experts_of, loads_of_replicas, through_replicas
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
 from ds_dynmo.models.moe.routing import Router
 
@@ -40,12 +40,12 @@ class MixtureOfExperts(CountsPerBatch):
     so that dropping does not depend on which replica has the experts.
 
     Attributes:
-        expand: ``[experts, mlp_ratio * hidden, hidden]``; of experts that replicas share, this one's.
+        expand: ``[experts, mlp_ratio * hidden, hidden]``; of experts that are distributed over replicas, this one's.
         contract: ``[experts, hidden, mlp_ratio * hidden]``, likewise.
         choices_per_expert: how many tokens of the last training batch, on this rank, chose each expert of all.
         tokens_per_expert: how many of them it took; the same without capacity.
         busiest_tokens: tokens of the busiest replica of each micro-batch, summed over the last training batch.
-        mean_choices: choices in the last training batch, the mean over the replicas that share the experts.
+        mean_choices: choices in the last training batch, the mean over the replicas that hold the experts.
     """
 
     def __init__(self, config: GPTConfig, generator: torch.Generator, *, moe: MoEConfig) -> None:
@@ -148,7 +148,7 @@ class MixtureOfExperts(CountsPerBatch):
             return
         for weights in (self.expand, self.contract):
             if len(weights) == self.num_experts:
-                weights.data = weights.data[share_of(self._replicas.index, size, self.num_experts)].clone()
+                weights.data = weights.data[experts_of(self._replicas.index, size, self.num_experts)].clone()
             weights.replica_own = True  # type: ignore[attr-defined]
 
 
