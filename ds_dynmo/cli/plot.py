@@ -27,7 +27,7 @@ from ds_dynmo.cli.plotting.data import (
 )
 from ds_dynmo.config.withdrawn import check_withdrawn
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.files import whole, write_text
+from ds_dynmo.files import atomic_write, write_text
 
 
 def expected(report: RunRecords) -> list[TimelineRows]:
@@ -113,7 +113,7 @@ def write(folder: Path, suffix: str, figures: Mapping[str, tuple[str, Any]], rep
     drawn = {}
     for title, (name, figure) in figures.items():
         drawn[title] = html.Picture(pictures.svg(figure), figure.get_figwidth())
-        with whole(folder / f"{name}.{suffix}") as new:
+        with atomic_write(folder / f"{name}.{suffix}") as new:
             if suffix == "svg":
                 new.write_bytes(drawn[title].svg)
             else:

@@ -8,7 +8,7 @@ from ds_dynmo.data.batches import TokenBatches, TokenData
 from ds_dynmo.data.config import DataConfig, read_data_config
 from ds_dynmo.data.files import TokenFile, read_tokens, write_tokens
 from ds_dynmo.data.megatron import read_megatron
-from ds_dynmo.data.opening import check_text, holds_ids, lacks_dtype, open_data
+from ds_dynmo.data.opening import check_text, find_file_without_dtype, holds_ids, open_data
 from ds_dynmo.data.tokenizing import Tokenizer
 from ds_dynmo.data.tokens import Tokens, check_ids
 
@@ -21,8 +21,8 @@ __all__ = [
     "Tokens",
     "check_ids",
     "check_text",
+    "find_file_without_dtype",
     "holds_ids",
-    "lacks_dtype",
     "open_data",
     "read_data_config",
     "read_megatron",

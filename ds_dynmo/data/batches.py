@@ -55,8 +55,8 @@ class TokenBatches:
         """The numbers of the replica's micro-batches in one epoch."""
         return range(len(self.rows) // self.micro_batch_size // self.replicas)
 
-    def numbers(self, number: int) -> Numbers:
-        """Return the sequences of micro-batch ``number``."""
+    def sequence_indices(self, number: int) -> Numbers:
+        """Return the indices of the sequences of micro-batch ``number``."""
         number = number * self.replicas + self.replica
         size, count = self.micro_batch_size, len(self.rows)
         places = number * size + np.arange(size)
@@ -79,7 +79,7 @@ class TokenBatches:
         """
         ids, positions, labels = (
             None if array is None else torch.from_numpy(np.ascontiguousarray(array))
-            for array in self.rows.take(self.numbers(number))
+            for array in self.rows.take(self.sequence_indices(number))
         )
         assert ids is not None and labels is not None
         return (ids if positions is None else (ids, positions)), labels

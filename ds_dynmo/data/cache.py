@@ -1,6 +1,6 @@
-"""What was found once is kept in a folder, for all ranks of a machine and for later runs.
+"""Cache results in a folder, for all ranks of a machine and for later runs.
 
-Kept are tokens of text, and what all ids or bytes of large files amount to, so that they are not read at every start.
+Cached are tokens of text, and statistics and digests of large files, so that these are not read at every start.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import numpy as np
 
 from ds_dynmo.data.config import TokenType
 from ds_dynmo.data.files import read_tokens, write_tokens
-from ds_dynmo.data.tokens import Ids, IdStatistics, Say, Tokens, scan_ids, sometimes
+from ds_dynmo.data.tokens import Ids, IdStatistics, LogProgress, Tokens, scan_ids, sometimes
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["LARGE", "cached", "default_folder", "identity_of", "known", "known_statistics"]
+__all__ = ["LARGE", "cached_arrays", "cached_id_statistics", "cached_tokens", "default_folder", "identity_of"]
 
 VERSION = 2  # another one makes all anew
-LARGE = 2**24  # ids or bytes that take longer to read than what is known of them takes to find
-FOUND = "found.npz"
+LARGE = 2**24  # ids or bytes; reading fewer takes no longer than reading the cache
+ARRAYS_FILE = "found.npz"
 
 
 def default_folder() -> Path:
@@ -40,19 +40,19 @@ def identity_of(files: Iterable[Path]) -> list[list[Any]]:
     """Describe files so that a change of one of them is seen: path, size, time of its last change."""
     described = []
     for file in files:
-        found = file.stat()
-        described.append([str(file.resolve()), found.st_size, found.st_mtime_ns])
+        status = file.stat()
+        described.append([str(file.resolve()), status.st_size, status.st_mtime_ns])
     return described
 
 
-def cached(
+def cached_tokens(
     folder: Path,
     key: Any,
     documents: Callable[[], Iterable[Ids]],
     *,
     name: str,
     dtype: TokenType,
-    say: Say,
+    log_progress: LogProgress,
 ) -> Tokens:
     """Return the tokens of ``documents`` from the folder, and write them there first if it lacks them.
 
@@ -67,58 +67,63 @@ def cached(
         ConfigError: the folder cannot be written to, or a document cannot be read.
     """
     try:
-        kept = _kept(
+        entry = _cache_entry(
             folder,
             [VERSION, key, dtype],
-            lambda new: write_tokens(new / "text.bin", _counted(documents(), name, sometimes(say)), dtype=dtype),
+            lambda new: write_tokens(
+                new / "text.bin", _counted(documents(), name, sometimes(log_progress)), dtype=dtype
+            ),
         )
     except OSError as error:
         raise ConfigError(f"{folder}: cannot keep what was tokenized: {error}") from error
-    return replace(read_tokens(kept / "text.bin"), name=name)
+    return replace(read_tokens(entry / "text.bin"), name=name)
 
 
-def known(folder: Path, files: Iterable[Path], key: Any, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what ``find`` finds in ``files``, or what it found in them before they were last changed.
+def cached_arrays(
+    folder: Path, files: Iterable[Path], key: Any, compute: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the arrays that ``compute`` makes of ``files``, from the cache if the files have not changed since.
 
-    One process on a machine finds it, others wait for it. Each finds it by itself where nothing can be kept.
+    One process on a machine computes them, others wait for it. Each computes them by itself where the cache cannot be
+    written.
 
     Args:
         key: JSON of all else that it depends on.
-        find: returns arrays, or what becomes one.
+        compute: returns arrays, or what becomes one.
     """
-    found: dict[str, Any] | None = None
+    computed: dict[str, Any] | None = None
 
     def write(new: Path) -> None:
-        nonlocal found
-        found = find()
-        np.savez(new / FOUND, **found)
+        nonlocal computed
+        computed = compute()
+        np.savez(new / ARRAYS_FILE, **computed)
 
     try:
-        with np.load(_kept(folder, [VERSION, key, identity_of(files)], write) / FOUND) as kept:
-            return dict(kept)
+        with np.load(_cache_entry(folder, [VERSION, key, identity_of(files)], write) / ARRAYS_FILE) as arrays:
+            return dict(arrays)
     except (OSError, EOFError, ValueError, BadZipFile):  # no folder to write to, or a file in it was damaged
-        return find() if found is None else found
+        return compute() if computed is None else computed
 
 
-def known_statistics(folder: Path, tokens: Tokens, say: Say) -> IdStatistics:
+def cached_id_statistics(folder: Path, tokens: Tokens, log_progress: LogProgress) -> IdStatistics:
     """Return what all ids of a text amount to. Of a large file it is read once, as long as the file is not changed.
 
     Its ids at equal distances are read each time: a file can be changed and keep its size and time.
     """
     if tokens.file is None or len(tokens.ids) <= LARGE:
-        return scan_ids(tokens, say)
+        return scan_ids(tokens, log_progress)
 
-    def find() -> dict[str, Any]:
-        statistics = scan_ids(tokens, say)
+    def compute() -> dict[str, Any]:
+        statistics = scan_ids(tokens, log_progress)
         starts = {} if statistics.starts is None else {"starts": statistics.starts}
         return {"least": statistics.least, "most": statistics.most, **starts}
 
     key = ["ids", str(tokens.ids.dtype), tokens.end_of_document, tokens.sample]
-    found = known(folder, [tokens.file], key, find)
-    return IdStatistics(int(found["least"]), int(found["most"]), found.get("starts"))
+    arrays = cached_arrays(folder, [tokens.file], key, compute)
+    return IdStatistics(int(arrays["least"]), int(arrays["most"]), arrays.get("starts"))
 
 
-def _kept(folder: Path, key: Any, write: Callable[[Path], None]) -> Path:
+def _cache_entry(folder: Path, key: Any, write: Callable[[Path], None]) -> Path:
     """Return the folder of ``key`` in ``folder``. One process on a machine writes it, others wait for it.
 
     It gets its name when it is complete, so nothing is read of one whose writing was interrupted.
@@ -127,27 +132,27 @@ def _kept(folder: Path, key: Any, write: Callable[[Path], None]) -> Path:
         OSError: the folder cannot be written to. One that is there can be read where nobody may write.
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    kept, new = folder / digest, folder / f"{digest}.new"
-    if not kept.is_dir():
+    entry, new = folder / digest, folder / f"{digest}.new"
+    if not entry.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / f"{digest}.lock"):
-            if not kept.is_dir():
+            if not entry.is_dir():
                 shutil.rmtree(new, ignore_errors=True)
                 new.mkdir()
                 try:
                     write(new)
-                    new.rename(kept)
+                    new.rename(entry)
                 finally:
                     shutil.rmtree(new, ignore_errors=True)
-    return kept
+    return entry
 
 
-def _counted(documents: Iterable[Ids], name: str, say: Say) -> Iterator[Ids]:
+def _counted(documents: Iterable[Ids], name: str, log_progress: LogProgress) -> Iterator[Ids]:
     tokens = 0
     for number, document in enumerate(documents, 1):
         tokens += len(document)
         yield document
-        say(f"{name}: tokenized {number:,} documents, {tokens:,} tokens")
+        log_progress(f"{name}: tokenized {number:,} documents, {tokens:,} tokens")
 
 
 @contextmanager

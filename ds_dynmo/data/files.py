@@ -22,7 +22,7 @@ from ds_dynmo.config.section import Section
 from ds_dynmo.data.config import BLOCK, DataConfig, TokenType
 from ds_dynmo.data.tokens import Ids, Tokens
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.files import whole, write_text
+from ds_dynmo.files import atomic_write, write_text
 
 __all__ = ["TokenFile", "little_endian", "map_ids", "read_tokens", "smallest_type", "write_tokens"]
 
@@ -98,7 +98,7 @@ def write_tokens(
     file = Path(path)
     starts, most = [0], np.iinfo(dtype).max
     try:
-        with whole(file) as new, new.open("wb") as target:
+        with atomic_write(file) as new, new.open("wb") as target:
             for document in documents:
                 if not len(document):
                     continue
@@ -109,7 +109,7 @@ def write_tokens(
                     raise ConfigError(f"{file}: {dtype} holds ids from 0 to {most}, got {ids.min()} to {ids.max()}")
                 target.write(ids.astype(little_endian(dtype)).tobytes())
                 starts.append(starts[-1] + len(ids))
-        with whole(file.with_suffix(".documents")) as new:
+        with atomic_write(file.with_suffix(".documents")) as new:
             new.write_bytes(np.asarray(starts, dtype="<i8").tobytes())
         header = TokenFile(dtype=dtype, tokens=starts[-1], vocab_size=vocab_size, documents=True)
         write_text(file.with_suffix(".json"), header.model_dump_json(indent=2) + "\n")

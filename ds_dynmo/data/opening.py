@@ -8,18 +8,18 @@ from functools import partial
 from pathlib import Path
 
 from ds_dynmo.data.batches import Split, TokenData
-from ds_dynmo.data.cache import cached, default_folder, identity_of, known_statistics
+from ds_dynmo.data.cache import cached_id_statistics, cached_tokens, default_folder, identity_of
 from ds_dynmo.data.config import BLOCK, DataConfig
 from ds_dynmo.data.files import read_tokens, smallest_type
 from ds_dynmo.data.megatron import read_megatron
 from ds_dynmo.data.saved_datasets import IDS, ids_of, is_dataset, open_dataset, texts_of
 from ds_dynmo.data.texts import read_documents
 from ds_dynmo.data.tokenizing import Tokenizer
-from ds_dynmo.data.tokens import Say, Tokens, check_ids, say_nothing
+from ds_dynmo.data.tokens import LogProgress, Tokens, check_ids, log_nothing
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.files.texts import readable, text_files
+from ds_dynmo.files.texts import read_errors_as_config_error, text_files
 
-__all__ = ["check_text", "holds_ids", "lacks_dtype", "open_data"]
+__all__ = ["check_text", "find_file_without_dtype", "holds_ids", "open_data"]
 
 SPLITS: dict[Split, str] = {"train": "train.bin", "validation": "val.bin"}  # nanoGPT's names in a folder
 OF_IDS = (".bin", ".idx")
@@ -27,14 +27,14 @@ OF_IDS = (".bin", ".idx")
 
 def holds_ids(path: str | os.PathLike[str], config: DataConfig) -> bool:
     """Return whether data is in one of the formats of token ids. A folder of datasets counts as one."""
-    with readable(Path(path)):
+    with read_errors_as_config_error(Path(path)):
         file = _token_file(Path(path), "train")
         if file is None:
             return is_dataset(Path(path))
         return _is_index(file) or config.dtype is not None or file.with_suffix(".json").is_file()
 
 
-def lacks_dtype(path: str | os.PathLike[str], config: DataConfig) -> Path | None:
+def find_file_without_dtype(path: str | os.PathLike[str], config: DataConfig) -> Path | None:
     """Find a ``.bin`` file of which nothing says that it holds token ids, or of what type. None: there is none."""
     return None if holds_ids(path, config) else _token_file(Path(path), "train")
 
@@ -65,7 +65,7 @@ def open_data(
     vocabulary: int,
     tokenizer: str | os.PathLike[str] | None = None,
     packs: bool = False,
-    say: Say = say_nothing,
+    log_progress: LogProgress = log_nothing,
 ) -> TokenData:
     """Open data, and check every token id.
 
@@ -76,7 +76,7 @@ def open_data(
         vocabulary: the model's: ids have to be below it.
         tokenizer: folder with the tokenizer for text, where ``config`` names none.
         packs: whether the model keeps packed documents apart; only "separate" ones depend on it.
-        say: is told how far slow work is.
+        log_progress: called with a line about how far slow work is.
 
     Raises:
         ConfigError: naming the path, and what is wrong: it cannot be read, ids that the model does not know (with the
@@ -85,13 +85,14 @@ def open_data(
     config, path = config or DataConfig(), Path(path)
     tokenizer = tokenizer if config.tokenizer is None else config.tokenizer
     opened: dict[Split, Tokens] = {}
-    with readable(path):
+    with read_errors_as_config_error(path):
         sources = _splits(path, config)
         _check_used(config, sources)
         for split, source in sources.items():
-            tokens = _open(source, split, config, tokenizer, say)
+            tokens = _open(source, split, config, tokenizer, log_progress)
             if tokens is not None:
-                opened[split] = check_ids(tokens, vocabulary, say, partial(known_statistics, _cache(config)))
+                statistics = partial(cached_id_statistics, _cache(config))
+                opened[split] = check_ids(tokens, vocabulary, log_progress, statistics)
             elif split == "train" or config.validation is not None:
                 raise ConfigError(f'{source}: holds several datasets, and none is called "{split}"')
     documents = config.documents
@@ -140,7 +141,7 @@ def _check_used(config: DataConfig, sources: dict[Split, Path]) -> None:
 
 
 def _open(
-    path: Path, split: Split, config: DataConfig, folder: str | os.PathLike[str] | None, say: Say
+    path: Path, split: Split, config: DataConfig, folder: str | os.PathLike[str] | None, log_progress: LogProgress
 ) -> Tokens | None:
     file = _token_file(path, split)
     if file is not None:
@@ -153,7 +154,8 @@ def _open(
             return None
         if IDS in dataset.column_names:
             key = [IDS, split, identity_of(files)]
-            return cached(cache, key, lambda: ids_of(dataset, str(path)), name=str(path), dtype="uint32", say=say)
+            ids = partial(ids_of, dataset, str(path))
+            return cached_tokens(cache, key, ids, name=str(path), dtype="uint32", log_progress=log_progress)
     if folder is None:
         raise ConfigError(
             f'{path}: is text, and no tokenizer is given: "tokenizer" in the "{BLOCK}" block names a folder with one'
@@ -168,4 +170,4 @@ def _open(
 
     key = [tokenizer.fingerprint, config.field, split, identity_of(files)]
     kind = smallest_type(tokenizer.vocabulary)
-    return cached(cache, key, documents, name=str(path), dtype=kind, say=say)
+    return cached_tokens(cache, key, documents, name=str(path), dtype=kind, log_progress=log_progress)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.files.texts import readable
+from ds_dynmo.files.texts import read_errors_as_config_error
 
 __all__ = ["JSON_LINES", "is_text", "read_documents"]
 
@@ -28,7 +28,7 @@ def read_documents(files: list[Path], field: str) -> Iterator[str]:
     """
     for file in files:
         try:
-            with readable(file):
+            with read_errors_as_config_error(file):
                 if file.suffix.lower() in JSON_LINES:
                     yield from _lines(file, field)
                 else:

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from ds_dynmo.data.order import Numbers
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["IdStatistics", "Ids", "Say", "Tokens", "check_ids", "say_nothing", "scan_ids", "sometimes"]
+__all__ = ["IdStatistics", "Ids", "LogProgress", "Tokens", "check_ids", "log_nothing", "scan_ids", "sometimes"]
 
 Ids = Sequence[int] | Numbers  # of one document
-Say = Callable[[str], None]
+LogProgress = Callable[[str], None]
 
-CHUNK = 2**24  # tokens that are looked at together
+TOKENS_AT_ONCE = 2**24  # tokens that are looked at together
 SAMPLED = 2**12  # tokens: each may bring 128 KiB around it from the disk
 SECONDS_PER_LINE = 5.0
 
@@ -58,11 +58,11 @@ class Tokens:
         return hashlib.sha256(sample.tobytes()).hexdigest()[:16]
 
 
-def say_nothing(line: str) -> None:
+def log_nothing(line: str) -> None:
     """Drop the line: another rank says it."""
 
 
-def sometimes(say: Say) -> Say:
+def sometimes(log_progress: LogProgress) -> LogProgress:
     """Return a function that says a line when none was said for some seconds; a quick task says nothing."""
     last = time.monotonic()
 
@@ -70,7 +70,7 @@ def sometimes(say: Say) -> Say:
         nonlocal last
         if time.monotonic() - last >= SECONDS_PER_LINE:
             last = time.monotonic()
-            say(line)
+            log_progress(line)
 
     return pass_on
 
@@ -89,17 +89,17 @@ class IdStatistics:
     starts: Numbers | None
 
 
-def scan_ids(tokens: Tokens, say: Say = say_nothing) -> IdStatistics:
+def scan_ids(tokens: Tokens, log_progress: LogProgress = log_nothing) -> IdStatistics:
     """Read every id, of a mapped file a chunk at a time, so that the rest of it need not stay in memory.
 
     Args:
-        say: is told how far this is, every few seconds.
+        log_progress: called every few seconds with a line about how far this is.
     """
     ids, end = tokens.ids, tokens.end_of_document
-    progress, least, most = sometimes(say), [], []
+    progress, least, most = sometimes(log_progress), [], []
     found: list[Numbers] = [np.zeros(1, np.int64)]
-    for first in range(0, len(ids), CHUNK):
-        chunk = _read(tokens, first, CHUNK)
+    for first in range(0, len(ids), TOKENS_AT_ONCE):
+        chunk = _read(tokens, first, TOKENS_AT_ONCE)
         least.append(int(chunk.min()))
         most.append(int(chunk.max()))
         if end is not None:
@@ -113,14 +113,14 @@ def scan_ids(tokens: Tokens, say: Say = say_nothing) -> IdStatistics:
 def check_ids(
     tokens: Tokens,
     vocabulary: int,
-    say: Say = say_nothing,
-    scan: Callable[[Tokens, Say], IdStatistics] = scan_ids,
+    log_progress: LogProgress = log_nothing,
+    scan: Callable[[Tokens, LogProgress], IdStatistics] = scan_ids,
 ) -> Tokens:
     """Check every id, and find the documents where ``end_of_document`` ends them.
 
     Args:
         vocabulary: ids have to be below it.
-        say: is told how far the check is, every few seconds.
+        log_progress: called every few seconds with a line about how far the check is.
         scan: reads the ids, or knows what is in them.
 
     Raises:
@@ -135,7 +135,7 @@ def check_ids(
         )
     if not len(ids):
         raise ConfigError(f"{tokens.name}: there is not one token in it")
-    found = scan(tokens, say)
+    found = scan(tokens, log_progress)
     if found.most >= vocabulary or found.least < 0:
         place, wrong = _first_outside(ids, vocabulary)
         raise ConfigError(
@@ -147,8 +147,8 @@ def check_ids(
 
 def _first_outside(ids: NDArray[Any], vocabulary: int) -> tuple[int, int]:
     """Find the first id outside the vocabulary, and its position."""
-    for first in range(0, len(ids), CHUNK):
-        chunk = ids[first : first + CHUNK]
+    for first in range(0, len(ids), TOKENS_AT_ONCE):
+        chunk = ids[first : first + TOKENS_AT_ONCE]
         outside = np.flatnonzero((chunk >= vocabulary) | (chunk < 0))
         if len(outside):
             return first + int(outside[0]), int(chunk[outside[0]])

@@ -1,4 +1,4 @@
-"""Write files and folders whole or not at all. An error names the path and the system's reason."""
+"""Write files and folders atomically: after an error the old content is there. Errors name the path and the reason."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["append_line", "named", "overwrite", "whole", "why_unreadable", "write_text"]
+__all__ = ["append_line", "atomic_write", "overwrite", "path_in_errors", "why_unreadable", "write_text"]
 
 _PROBE_BYTES = 2**20
 
 
 @contextmanager
-def named(path: str | os.PathLike[str]) -> Iterator[None]:
+def path_in_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Name ``path`` in the error if writing it fails inside. torch and safetensors raise errors that do not.
 
     Raises:
@@ -33,16 +33,16 @@ def named(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a path beside ``path``, and rename it to ``path`` when the body ends; remove it if the body fails.
 
     The body writes a file or makes a folder there. A device or a pipe is written as it is. An empty folder is replaced.
 
     Raises:
-        OSError: as :func:`named`.
+        OSError: as :func:`path_in_errors`.
     """
     path = Path(path)
-    with named(path):
+    with path_in_errors(path):
         if path.exists() and not (path.is_file() or path.is_dir()):
             yield path
             return
@@ -59,9 +59,9 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write ``text`` to a file in UTF-8, or leave what was there.
 
     Raises:
-        OSError: as :func:`named`.
+        OSError: as :func:`path_in_errors`.
     """
-    with whole(path) as new:
+    with atomic_write(path) as new:
         new.write_text(text, encoding="utf-8")
 
 
@@ -69,9 +69,9 @@ def append_line(path: Path, line: str) -> None:
     """Append a whole line, or none of it. A pipe or a device may get a part.
 
     Raises:
-        OSError: as :func:`named`.
+        OSError: as :func:`path_in_errors`.
     """
-    with named(path), path.open("ab", buffering=0) as file:
+    with path_in_errors(path), path.open("ab", buffering=0) as file:
         _write_or_restore(file, file.seek(0, os.SEEK_END) if file.seekable() else 0, line + "\n", b"")
 
 
@@ -79,9 +79,9 @@ def overwrite(path: Path, begin: int, text: str) -> None:
     """Replace what a file holds from byte ``begin`` on, or leave it as it was.
 
     Raises:
-        OSError: as :func:`named`.
+        OSError: as :func:`path_in_errors`.
     """
-    with named(path), path.open("rb+", buffering=0) as file:
+    with path_in_errors(path), path.open("rb+", buffering=0) as file:
         file.seek(begin)
         before = file.read()
         file.seek(begin)

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["readable", "text_files"]
+__all__ = ["read_errors_as_config_error", "text_files"]
 
 
 def text_files(path: Path) -> list[Path]:
@@ -20,7 +20,7 @@ def text_files(path: Path) -> list[Path]:
         ConfigError: there is no such path, no file in it, or something in it that would be left out: a folder that
             cannot be read, a link to a folder or to nothing.
     """
-    with readable(path):
+    with read_errors_as_config_error(path):
         if not path.exists():
             raise ConfigError(f"{path}: no such file or folder")
         if not path.is_dir():
@@ -40,7 +40,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
+def read_errors_as_config_error(path: Path) -> Iterator[None]:
     """Turn an OSError into a ConfigError that names the file or folder, ``path`` if the system names none."""
     try:
         yield

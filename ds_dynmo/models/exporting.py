@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_dynmo.errors import CheckpointError, ConfigError
-from ds_dynmo.files import whole, why_unreadable
+from ds_dynmo.files import atomic_write, why_unreadable
 
 __all__ = ["check_is_new", "load", "new_folder", "tag_folder", "weights_file"]
 
@@ -72,7 +72,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     check_is_new(folder)
     try:
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with whole(folder) as new:
+        with atomic_write(folder) as new:
             new.mkdir()
             yield new
     except OSError as error:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.files.texts import readable, text_files
+from ds_dynmo.files.texts import read_errors_as_config_error, text_files
 from ds_dynmo.models.seeding import generator_for
 
 __all__ = ["Batches", "ByteText", "EpochBatches", "FileBytes", "RandomBatches", "Sampling", "load_text"]
@@ -50,7 +50,7 @@ class FileBytes:
         self.files: list[Path] = []
         begins = [0]
         for file in files:
-            with readable(file), file.open("rb") as content:
+            with read_errors_as_config_error(file), file.open("rb") as content:
                 begins.append(begins[-1] + os.fstat(content.fileno()).st_size)
             self.files.append(file)
             if most is not None and begins[-1] >= most:
@@ -83,7 +83,7 @@ class FileBytes:
         """Iterate over all bytes, a megabyte at a time."""
         left = self._count
         for file in self.files:
-            with readable(file), file.open("rb") as content:
+            with read_errors_as_config_error(file), file.open("rb") as content:
                 while piece := content.read(min(left, 2**20)):
                     left -= len(piece)
                     yield piece

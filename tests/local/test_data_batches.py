@@ -145,7 +145,7 @@ def test_epochs_show_every_sequence_once_in_the_same_micro_batches(kind: str) ->
     assert count == len(batches.rows) // 2
     first, second = places(batches, 0, count), places(batches, count, count)
     assert first != second and sorted(first) == sorted(second)
-    numbers = np.concatenate([batches.numbers(number) for number in range(count)])
+    numbers = np.concatenate([batches.sequence_indices(number) for number in range(count)])
     assert len(set(numbers.tolist())) == 2 * count and len(batches.rows) - 2 * count < 2
 
 
@@ -153,7 +153,7 @@ def test_documents_come_all_before_one_comes_again() -> None:
     for kind in ("packed", "padded"):
         batches = train(DATA[kind])
         count = len(batches.rows)
-        numbers = np.concatenate([batches.numbers(number) for number in range(count)]).tolist()
+        numbers = np.concatenate([batches.sequence_indices(number) for number in range(count)]).tolist()
         assert (
             sorted(numbers[:count]) == sorted(numbers[count:]) == list(range(count))
             and numbers[:count] != numbers[count:]

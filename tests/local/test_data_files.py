@@ -213,7 +213,7 @@ def test_wrong_indices_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_id_is_checked_and_the_first_wrong_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "CHUNK", 5)
+    monkeypatch.setattr(checking, "TOKENS_AT_ONCE", 5)
     for place in (0, 4, 5, 11):
         ids = list(IDS)
         ids[place] = 10
@@ -232,7 +232,7 @@ def test_every_id_is_checked_and_the_first_wrong_one_is_named(tmp_path: Path, mo
 
 
 def test_the_check_finds_documents_over_chunks_and_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "CHUNK", 5)
+    monkeypatch.setattr(checking, "TOKENS_AT_ONCE", 5)
     monkeypatch.setattr(checking, "SECONDS_PER_LINE", 0.0)
     lines: list[str] = []
     found = check_ids(Tokens(np.array([*IDS, 5]), "x", end_of_document=0), 10, lines.append)
@@ -260,7 +260,7 @@ def lines_of(path: Path, vocabulary: int = 10, cache: str = "cache", **config: A
     """Open a file, and return what was said: a line for each of its two chunks that was read."""
     lines: list[str] = []
     settings = DataConfig(dtype="uint16", cache=str(path.parent / cache), **config)
-    open_data(path, settings, vocabulary=vocabulary, say=lines.append)
+    open_data(path, settings, vocabulary=vocabulary, log_progress=lines.append)
     return lines
 
 

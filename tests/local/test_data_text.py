@@ -234,7 +234,7 @@ def test_processes_wait_for_the_one_that_tokenizes(tmp_path: Path) -> None:
     found: dict[str, list[int]] = {}
 
     def get(name: str, source: Any) -> None:
-        tokens = cache.cached(tmp_path, "key", source, name=name, dtype="uint16", say=lambda line: None)
+        tokens = cache.cached_tokens(tmp_path, "key", source, name=name, dtype="uint16", log_progress=lambda line: None)
         found[name] = tokens.ids.tolist()
 
     threads = [threading.Thread(target=get, args=pair) for pair in (("a", slow), ("b", other))]
@@ -250,7 +250,9 @@ def test_processes_wait_for_the_one_that_tokenizes(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_is_made_anew(tmp_path: Path) -> None:
     def get() -> list[int]:
-        tokens = cache.cached(tmp_path, "key", lambda: [[7]], name="x", dtype="uint16", say=lambda line: None)
+        tokens = cache.cached_tokens(
+            tmp_path, "key", lambda: [[7]], name="x", dtype="uint16", log_progress=lambda line: None
+        )
         return tokens.ids.tolist()
 
     get()

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from ds_dynmo.engine.decide.report_files import guard_monitors
-from ds_dynmo.files import append_line, whole, write_text
+from ds_dynmo.files import append_line, atomic_write, write_text
 from tests.full_disk import files_of_at_most
 
 
@@ -49,18 +49,18 @@ def test_a_failed_write_names_the_path_and_leaves_what_was_there(tmp_path: Path,
     path = tmp_path / "file"
     if write is not write_a_folder:
         path.write_text("as it was")
-    with pytest.raises(OSError) as raised, files_of_at_most(1000), whole(path) as new:
+    with pytest.raises(OSError) as raised, files_of_at_most(1000), atomic_write(path) as new:
         write(new)
     assert raised.value.errno == errno.EFBIG and raised.value.filename == str(path)
     assert os.listdir(tmp_path) == ([] if write is write_a_folder else ["file"])
-    with whole(path) as new:
+    with atomic_write(path) as new:
         write(new)
     assert path.is_dir() == (write is write_a_folder) and os.listdir(tmp_path) == ["file"]
 
 
 def test_errors_that_are_not_of_writing_pass_as_they_are(tmp_path: Path) -> None:
     for error in (RuntimeError("a kernel failed"), KeyError("weight")):
-        with pytest.raises(type(error), match=str(error.args[0])), whole(tmp_path / "file"):
+        with pytest.raises(type(error), match=str(error.args[0])), atomic_write(tmp_path / "file"):
             raise error
     assert os.listdir(tmp_path) == []
 

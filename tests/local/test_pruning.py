@@ -161,7 +161,7 @@ def on_stages(linears: Linears, keep: int, bounds: Sequence[int]) -> list[list[b
 def test_selection_equals_sorting_the_whole_model(
     values: str, bounds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(magnitude, "CHUNK", 13)  # chunks end within layers
+    monkeypatch.setattr(magnitude, "WEIGHTS_AT_ONCE", 13)  # pieces end within layers
     for seed in range(2):
         linears = model(seed, values)
         size = sum(member.weight.numel() for members in linears.values() for member in members)
@@ -192,7 +192,7 @@ class Allocations(TorchDispatchMode):
 
 
 def test_memory_of_the_selection_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(magnitude, "CHUNK", 1 << 10)
+    monkeypatch.setattr(magnitude, "WEIGHTS_AT_ONCE", 1 << 10)
     largest = []
     for rows in (64, 1024):
         linears = {1: [PrunableLinear(nn.Parameter(seeded(rows, 64)))]}

@@ -10,12 +10,20 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.data import DataConfig, TokenData, check_text, holds_ids, lacks_dtype, open_data, read_data_config
-from ds_dynmo.data.cache import LARGE, default_folder, known
+from ds_dynmo.data import (
+    DataConfig,
+    TokenData,
+    check_text,
+    find_file_without_dtype,
+    holds_ids,
+    open_data,
+    read_data_config,
+)
+from ds_dynmo.data.cache import LARGE, cached_arrays, default_folder
 from ds_dynmo.data.tokenizing import TOKENIZER
 from ds_dynmo.data.tokens import SAMPLED
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.files.texts import readable
+from ds_dynmo.files.texts import read_errors_as_config_error
 from ds_dynmo.models import ByteText, ModelConfig, huggingface, load_text, vocabulary_of
 from ds_dynmo.models.text import FileBytes
 
@@ -107,30 +115,30 @@ def _digest(text: ByteText) -> str:
     tokens = text.tokens
     assert isinstance(tokens, FileBytes), "load_text gives these"
 
-    def find() -> dict[str, str]:
+    def digest() -> dict[str, str]:
         whole = hashlib.sha256()
         for piece in tokens.pieces():
             whole.update(piece)
         return {"sha256": whole.hexdigest()[:16]}
 
     if len(tokens) <= LARGE:
-        return find()["sha256"]
+        return digest()["sha256"]
     sample = tokens[torch.arange(0, len(tokens), -(-len(tokens) // SAMPLED))]
     key = ["bytes", len(tokens), hashlib.sha256(sample.numpy().data).hexdigest()]
-    return str(known(default_folder(), tokens.files, key, find)["sha256"])
+    return str(cached_arrays(default_folder(), tokens.files, key, digest)["sha256"])
 
 
 def _open(path: str, config: DataConfig, model: ModelConfig, packed: bool) -> TokenData:
     folder = _folder(model)
     tokenizer = folder if _has_tokenizer(folder) else None
-    data = open_data(path, config, vocabulary=vocabulary_of(model), tokenizer=tokenizer, packs=packed, say=say)
+    data = open_data(path, config, vocabulary=vocabulary_of(model), tokenizer=tokenizer, packs=packed, log_progress=say)
     say(data.describe(model.sequence_length))
     return data
 
 
 def _check_bytes(path: str, config: DataConfig) -> None:
     """Refuse token ids as raw bytes, which nobody has asked for."""
-    if (file := lacks_dtype(path, config)) is not None:
+    if (file := find_file_without_dtype(path, config)) is not None:
         raise ConfigError(
             f'{file}: token ids need "dtype" in the "data" block, "uint16" for nanoGPT\'s files, or a '
             f"{file.with_suffix('.json').name} beside them; {TO_BYTES}"
@@ -141,12 +149,12 @@ def _check_bytes(path: str, config: DataConfig) -> None:
 def _folder(model: ModelConfig) -> Path | None:
     """Find the folder of a Hugging Face model, which would have a tokenizer."""
     folder = model.huggingface
-    with readable(Path(str(folder))):
+    with read_errors_as_config_error(Path(str(folder))):
         return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
 
 
 def _has_tokenizer(folder: Path | None) -> bool:
     if folder is None:
         return False
-    with readable(folder):
+    with read_errors_as_config_error(folder):
         return (folder / TOKENIZER).is_file()

@@ -12,7 +12,7 @@ from ds_dynmo.config.explain import show
 from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.files import write_text
-from ds_dynmo.files.texts import readable
+from ds_dynmo.files.texts import read_errors_as_config_error
 from ds_dynmo.models import ModelConfig, read_model_config
 
 __all__ = ["find_checkpoint", "has_saved", "read_facts", "read_resumed", "total_steps", "write_facts"]
@@ -35,7 +35,7 @@ def write_facts(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 def has_saved(folder: Path) -> bool:
     """Return whether a run has saved anything in ``folder``, which need not exist."""
-    with readable(folder):
+    with read_errors_as_config_error(folder):
         return folder.is_dir() and (bool(_tags(folder)) or folders.read_latest(str(folder)) is not None)
 
 
@@ -45,7 +45,7 @@ def find_checkpoint(folder: Path, tag: str | None = None) -> str:
     Raises:
         ConfigError: there is none, or it is not known which; lists those that there are.
     """
-    with readable(folder):
+    with read_errors_as_config_error(folder):
         if not folder.is_dir():
             raise ConfigError(f"{folder}: no such folder")
         tags = _tags(folder)

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.files import named
+from ds_dynmo.files import path_in_errors
 
 __all__ = [
     "GROUP_OPTIONS",
@@ -104,7 +104,7 @@ def _named_files(checkpoint_engine: Any) -> Iterator[None]:
     """Add the name of the file to errors of DeepSpeed's writer."""
 
     def save(state_dict: Any, path: str) -> Any:
-        with named(path):
+        with path_in_errors(path):
             return write_file(state_dict, path)
 
     write_file = checkpoint_engine.save

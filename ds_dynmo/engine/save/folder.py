@@ -8,7 +8,7 @@ import os
 import shutil
 from contextlib import suppress
 
-from ds_dynmo.files import named
+from ds_dynmo.files import path_in_errors
 from ds_dynmo.files.checkpoints import FOLDER
 
 LATEST = "latest"
@@ -138,7 +138,7 @@ def read_latest(save_dir: str, name: str = LATEST) -> str | None:
 def write_latest(save_dir: str, tag: str) -> None:
     """Write ``tag`` to ``latest``, in one rename."""
     temporary = os.path.join(save_dir, f".{LATEST}.writing")
-    with named(temporary), open(temporary, "w") as file:
+    with path_in_errors(temporary), open(temporary, "w") as file:
         file.write(tag)
     sync(temporary)
     os.replace(temporary, os.path.join(save_dir, LATEST))
@@ -149,7 +149,7 @@ def sync(path: str) -> None:
     """Wait until a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with named(path):
+        with path_in_errors(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -23,7 +23,7 @@ from ds_dynmo.engine.save.manifest import (
 from ds_dynmo.engine.save.progress import random_states
 from ds_dynmo.engine.save.safe_load import describe, safe_load
 from ds_dynmo.errors import CheckpointError, ConfigError
-from ds_dynmo.files import named
+from ds_dynmo.files import path_in_errors
 from ds_dynmo.files.checkpoints import layer_file
 
 
@@ -104,7 +104,7 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
 
 def _write(content: Any, folder: str, name: str) -> None:
     path = os.path.join(folder, name)
-    with named(path):
+    with path_in_errors(path):
         torch.save(content, path)
 
 
@@ -147,7 +147,7 @@ def _manifest(
 
 def _finish(folder: CheckpointFolder, manifest: Manifest, save_latest: bool) -> None:
     path = os.path.join(folder.temporary, MANIFEST)
-    with named(path), open(path, "w") as file:
+    with path_in_errors(path), open(path, "w") as file:
         file.write(manifest.to_json())
     sync(path)
     folder.commit(save_latest)

@@ -17,7 +17,7 @@ from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 
 __all__ = ["Selection", "select_largest"]
 
-CHUNK = 1 << 18  # weights looked at together
+WEIGHTS_AT_ONCE = 1 << 18  # weights looked at together
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 Linears = Mapping[int, Sequence[PrunableLinear]]  # by layer number, in the order of positions in the layer
@@ -94,6 +94,6 @@ def _chunks(linear: PrunableLinear) -> Iterator[tuple[torch.Tensor, torch.Tensor
     """Iterate over chunks of a linear layer's weights: bits of their magnitudes, and which are unpruned."""
     weight = linear.weight.detach().reshape(-1)
     mask = None if linear.mask is None else linear.mask.view(-1)
-    for start in range(0, max(1, len(weight)), CHUNK):
-        bits = weight[start : start + CHUNK].float().abs().view(torch.int32)
-        yield bits, torch.ones_like(bits, dtype=torch.bool) if mask is None else mask[start : start + CHUNK]
+    for start in range(0, max(1, len(weight)), WEIGHTS_AT_ONCE):
+        bits = weight[start : start + WEIGHTS_AT_ONCE].float().abs().view(torch.int32)
+        yield bits, torch.ones_like(bits, dtype=torch.bool) if mask is None else mask[start : start + WEIGHTS_AT_ONCE]
