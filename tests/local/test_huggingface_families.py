@@ -60,7 +60,7 @@ def test_what_the_page_says_of_families_holds() -> None:
 def verify(values: dict[str, Any], **changes: Any) -> None:
     """Compare what is made of a config with the library's model; ``changes`` are to what verification found."""
     settings = {name: changes.pop(name) for name in ("inputs", "parallel") if name in changes}
-    source = verification.find_entry_and_exit(adapter.source_of(values, 0, **settings), "a model")
+    source = verification.find_transforms(adapter.source_of(values, 0, **settings), "a model")
     verification._compare_once.cache_clear()
     verification.verify(replace(source, **changes), "a model", adapter._specs_like)
 
@@ -68,7 +68,7 @@ def verify(values: dict[str, Any], **changes: Any) -> None:
 def test_layers_that_leave_out_what_the_library_computes_are_refused_with_the_difference() -> None:
     values = tiny_values("granite", embedding_multiplier=12.0, logits_scaling=8.0)
     verify(values)
-    for wrong in ({"has_entry": False}, {"has_exit": False}):
+    for wrong in ({"has_input_transform": False}, {"has_output_transform": False}):
         with pytest.raises(ConfigError, match=r"granite with sdpa attention .*logits of a tiny model differ by \d"):
             verify(values, **wrong)
 

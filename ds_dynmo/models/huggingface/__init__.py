@@ -1,6 +1,6 @@
 """Hugging Face causal language models as pipeline layers, and back (optional extra ``huggingface``)."""
 
-from ds_dynmo.models.huggingface.adapter import layers
+from ds_dynmo.models.huggingface.adapter import build_layers as layers
 from ds_dynmo.models.huggingface.configs import check_blocks_draw_nothing, tokenizer_files
 from ds_dynmo.models.huggingface.exporting import export
 

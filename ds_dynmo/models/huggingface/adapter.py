@@ -39,17 +39,17 @@ from ds_dynmo.models.huggingface.moe import find_experts, find_router_loss
 from ds_dynmo.models.huggingface.outline import Outline, outline_of
 from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.huggingface.stubbed_model import StubbedModel
-from ds_dynmo.models.huggingface.verification import Trial, find_entry_and_exit, verify
+from ds_dynmo.models.huggingface.verification import Trial, find_transforms, verify
 from ds_dynmo.models.huggingface.weights import Folder, InMemory, Stored, Tensors, check_tensors
 
-__all__ = ["INPUTS", "PART", "layers", "source_of", "specs_of"]
+__all__ = ["INPUTS", "PART", "build_layers", "source_of", "specs_of"]
 
 TIE = "embedding"
 PART = "part."  # in each of our layers, the name of the library's module
 INPUTS = ("attention_mask", "position_ids")  # what a batch may have beside its tokens
 
 
-def layers(
+def build_layers(
     model: Any,
     *,
     seed: int = 0,
@@ -103,7 +103,7 @@ def layers(
         raise ConfigError(f"sequence_length {sequence_length}: the model has {positions} positions")
     if vocab_size is not None and vocab_size > vocabulary:
         raise ConfigError(f"vocab_size {vocabulary}: should be at least {vocab_size}, the data's")
-    source = find_entry_and_exit(source, name_of(model))
+    source = find_transforms(source, name_of(model))
     specs = specs_of(source, name_of(model))
     if verified:
         verify(source, name_of(model), _specs_like)
@@ -113,10 +113,10 @@ def layers(
     return specs
 
 
-def specs_of(source: Source, place: str) -> list[LayerSpec]:
+def specs_of(source: Source, label: str) -> list[LayerSpec]:
     """Specify the layers of ``source``."""
     outline = source.outline
-    loss, has_router = find_router_loss(source.skeleton, source.blocks, place)
+    loss, has_router = find_router_loss(source.skeleton, source.blocks, label)
     last = len(outline.paths) - 1
     if source.tied:
         tie = {"tied_weight_attr": f"{PART}weight", "tied": True}
@@ -141,7 +141,10 @@ def specs_of(source: Source, place: str) -> list[LayerSpec]:
 
 def _specs_like(model: Any, trial: Trial) -> list[LayerSpec]:
     source = source_of(model, 0, inputs=trial.inputs, attn_implementation=trial.implementation)
-    return specs_of(replace(source, has_entry=trial.has_entry, has_exit=trial.has_exit), name_of(model))
+    source = replace(
+        source, has_input_transform=trial.has_input_transform, has_output_transform=trial.has_output_transform
+    )
+    return specs_of(source, name_of(model))
 
 
 def source_of(
@@ -155,42 +158,42 @@ def source_of(
     peft: Any = None,
 ) -> Source:
     model, lora = split_off(model, peft)
-    config, place = config_of(model), name_of(model)
-    skeleton = _skeleton(config, place, attn_implementation)
+    config, label = config_of(model), name_of(model)
+    skeleton = _skeleton(config, label, attn_implementation)
     if isinstance(model, nn.Module):
-        take_settings(skeleton, model, place)
-    outline = outline_of(skeleton, place)
+        take_settings(skeleton, model, label)
+    outline = outline_of(skeleton, label)
     trainable: Mapping[str, bool] = {}
     tensors: Tensors | None = None
     if isinstance(model, nn.Module) and weights:
         tensors = InMemory(model.state_dict() if lora is None else base_tensors(model))
         trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         if lora is None and not any(trainable.values()):
-            raise ConfigError(f"{place}: none of its parameters has requires_grad: nothing would train")
+            raise ConfigError(f"{label}: none of its parameters has requires_grad: nothing would train")
     elif isinstance(model, (str, os.PathLike)) and Path(model).is_dir() and weights:
         tensors = Folder(Path(model))
-    experts = find_experts(config, getattr(skeleton.base_model, outline.blocks), place, parallel=parallel)
+    experts = find_experts(config, getattr(skeleton.base_model, outline.blocks), label, parallel=parallel)
     exact = _exact_buffers(skeleton, outline)
     stubbed = StubbedModel(skeleton, outline, seed)
     source = Source(skeleton, outline, stubbed, tuple(inputs), tensors, None, tuple(experts), seed, trainable, exact)
     if lora is not None:
-        source = replace(source, adapters=_adapters(source, lora, place, weights=weights))
+        source = replace(source, adapters=_adapters(source, lora, label, weights=weights))
     if isinstance(tensors, Folder):
-        return replace(source, places=_places(source, tensors))
+        return replace(source, stored_tensors=_stored_tensors(source, tensors))
     if isinstance(tensors, InMemory):
         check_tensors(tensors, tensors.shapes, _expected(source), sorted({*tensors.shapes} - {*skeleton.state_dict()}))
     return source
 
 
-def _adapters(source: Source, lora: Lora, place: str, *, weights: bool) -> Adapters:
+def _adapters(source: Source, lora: Lora, label: str, *, weights: bool) -> Adapters:
     """Make the adapters of ``source``, and refuse those that cannot be in one of its layers."""
-    adapters, paths = adapters_in(source.skeleton, source.blocks, lora, place, weights=weights), source.outline.paths
+    adapters, paths = adapters_in(source.skeleton, source.blocks, lora, label, weights=weights), source.outline.paths
     plain = [tuple(source.skeleton.get_submodule(path).state_dict()) for path in paths]
     changed = [tuple(adapters.part(path).state_dict()) != names for path, names in zip(paths, plain)]
     if source.tied and (changed[0] or changed[-1]):
         path = paths[0] if changed[0] else paths[-1]
         raise ConfigError(
-            f"{place}: peft: {path} is a target, or in modules_to_save: it is one weight with "
+            f"{label}: peft: {path} is a target, or in modules_to_save: it is one weight with "
             f"{paths[-1] if changed[0] else paths[0]} (tie_word_embeddings), a layer of both the first and the last "
             "stage: leave it out, or untie them in the base"
         )
@@ -199,11 +202,11 @@ def _adapters(source: Source, lora: Lora, place: str, *, weights: bool) -> Adapt
         if experts is not None and experts.parallel:
             inside = f"{paths[block + source.outline.first_block]}.{experts.path}"
             if any(name.startswith(f"{inside}.") for name in own):
-                raise ConfigError(f"{place}: peft: {inside}: experts that replicas share cannot have adapters")
+                raise ConfigError(f"{label}: peft: {inside}: experts that replicas share cannot have adapters")
     return adapters
 
 
-def _skeleton(config: Any, place: str, attn_implementation: str | None) -> Any:
+def _skeleton(config: Any, label: str, attn_implementation: str | None) -> Any:
     """Build the library's model without memory."""
     if attn_implementation is not None and "/" in attn_implementation:
         raise ConfigError(f"attn_implementation {attn_implementation}: names code to be fetched, which is never run")
@@ -214,7 +217,7 @@ def _skeleton(config: Any, place: str, attn_implementation: str | None) -> Any:
                 attn_implementation = default_attention(auto._model_mapping[type(config)])
             return auto.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
         except Exception as error:  # the library raises many kinds for sizes that do not fit
-            raise ConfigError(f"{place}: transformers cannot build the model: {error}") from error
+            raise ConfigError(f"{label}: transformers cannot build the model: {error}") from error
 
 
 def _exact_buffers(skeleton: Any, outline: Outline) -> tuple[str, ...]:
@@ -233,16 +236,16 @@ def _exact_buffers(skeleton: Any, outline: Outline) -> tuple[str, ...]:
     )
 
 
-def _places(source: Source, tensors: Folder) -> dict[str, Stored]:
+def _stored_tensors(source: Source, tensors: Folder) -> dict[str, Stored]:
     """Find what the tensors of files make, and refuse those that are not the model's."""
     skeleton, expected = source.skeleton, _expected(source)
     stored, unknown = locate(skeleton, tensors.shapes)
     if source.tied:
         _check_tied(source, tensors, stored)
-    made = made_shapes(skeleton, stored, tensors.shapes, tensors.place)
+    made = made_shapes(skeleton, stored, tensors.shapes, tensors.label)
     ignored = skeleton._keys_to_ignore_on_load_unexpected or ()
     check_tensors(tensors, {name: shape for name, (_, shape) in made.items()}, expected, unknown, ignored)
-    return {name: place for name, (place, _) in made.items() if name in expected}
+    return {name: one for name, (one, _) in made.items() if name in expected}
 
 
 def _check_tied(source: Source, tensors: Folder, stored: Mapping[str, Stored]) -> None:
@@ -252,7 +255,7 @@ def _check_tied(source: Source, tensors: Folder, stored: Mapping[str, Stored]) -
         first, last = (stored[name].names[0] for name in ends)
         if not tensors.are_equal(first, last):
             raise ConfigError(
-                f"{tensors.place}: {first} and {last} differ, and its config ties them: tie_word_embeddings should be "
+                f"{tensors.label}: {first} and {last} differ, and its config ties them: tie_word_embeddings should be "
                 "false"
             )
 

@@ -15,7 +15,7 @@ from ds_dynmo.files.checkpoints import LEFT_OUT
 from ds_dynmo.files.digests import digest
 from ds_dynmo.models.huggingface.conversions import to_files
 from ds_dynmo.models.huggingface.lora import Adapters, is_adapters, plain_name
-from ds_dynmo.models.huggingface.lora_config import library
+from ds_dynmo.models.huggingface.lora_config import peft_package
 from ds_dynmo.models.huggingface.source import Source
 
 __all__ = ["SavedLayer", "merged", "write_adapters"]
@@ -71,7 +71,7 @@ def write_adapters(
                 _check(saved.tensors.get(name), like, f"{saved.path}: {part}.{name}")
                 state[f"{_PREFIX}{part}.{name}"] = saved.tensors[name]
         _check_scale(adapters, part, saved)
-    found = library().get_peft_model_state_dict(
+    found = peft_package().get_peft_model_state_dict(
         adapters.model, state_dict=state, adapter_name=adapters.name, save_embedding_layers=False
     )
     lost = [name for name in state if not is_adapters(name) and name not in found]
@@ -141,7 +141,7 @@ def _check_base(saved: SavedLayer, name: str, weight: torch.Tensor, dtype: torch
 def _check_scale(adapters: Adapters, part: str, saved: SavedLayer) -> None:
     """Refuse a config by which adapters would be added with another factor than they were trained with."""
     for path, module in adapters.part(part).named_modules():
-        if isinstance(module, library().tuners.lora.LoraLayer):
+        if isinstance(module, peft_package().tuners.lora.LoraLayer):
             says = module.scaling[adapters.name]
             has = saved.attributes.get(path, {}).get("scaling", {}).get(adapters.name, says)
             if has != says:

@@ -137,17 +137,17 @@ def _plan_of_type(kind: str) -> tuple[str, ...]:
     return plan_of(configuration.CONFIG_MAPPING[kind]) if kind in configuration.CONFIG_MAPPING else ()
 
 
-def _read(library: Any, values: dict[str, Any], place: str) -> Any:
+def _read(library: Any, values: dict[str, Any], label: str) -> Any:
     kind = values.get("model_type")
     if not isinstance(kind, str) or not _plan_of_type(kind):
         code = "; its auto_map names code of its own, which is never run" if values.get("auto_map") else ""
-        raise ConfigError(f"{place}: model_type {json.dumps(kind)}: {_SHOULD_BE}{code}")
+        raise ConfigError(f"{label}: model_type {json.dumps(kind)}: {_SHOULD_BE}{code}")
     try:
         return type(library.AutoConfig.for_model(kind)).from_dict(
             copy.deepcopy(values)
         )  # the library changes nested ones
     except Exception as error:  # the library's own checks raise many kinds
-        raise ConfigError(f"{place}: is not a config of a {kind} model: {error}") from error
+        raise ConfigError(f"{label}: is not a config of a {kind} model: {error}") from error
 
 
 def _check_keys(config: Any, values: dict[str, Any]) -> None:
@@ -167,47 +167,47 @@ def _check_keys(config: Any, values: dict[str, Any]) -> None:
             raise ConfigError(f"{key}: a {config.model_type} config has no such key{hint}")
 
 
-def _check_family(config: Any, place: str) -> None:
+def _check_family(config: Any, label: str) -> None:
     auto = library_module("models.auto.modeling_auto")
     kind = config.model_type
     if not plan_of(config) or kind not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ConfigError(f"{place}: model_type {kind}: {_SHOULD_BE}")
+        raise ConfigError(f"{label}: model_type {kind}: {_SHOULD_BE}")
     if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(f"{place}: is_encoder_decoder: a pipeline has decoder layers alone")
+        raise ConfigError(f"{label}: is_encoder_decoder: a pipeline has decoder layers alone")
     if config.sub_configs:
         parts = ", ".join(config.sub_configs)
-        raise ConfigError(f"{place}: model_type {kind}: holds {parts}: a pipeline takes a model of text alone")
+        raise ConfigError(f"{label}: model_type {kind}: holds {parts}: a pipeline takes a model of text alone")
     if getattr(config, "add_cross_attention", False):
-        raise ConfigError(f"{place}: add_cross_attention: there is no encoder to attend to")
+        raise ConfigError(f"{label}: add_cross_attention: there is no encoder to attend to")
     if getattr(config, "quantization_config", None):
-        raise ConfigError(f"{place}: quantization_config: quantized weights cannot be trained in a pipeline")
+        raise ConfigError(f"{label}: quantization_config: quantized weights cannot be trained in a pipeline")
     shared = getattr(config, "num_kv_shared_layers", 0)
     if shared:
-        raise ConfigError(f"{place}: num_kv_shared_layers {shared}: layers that share keys and values cannot part")
-    _check_sizes(config, place)
+        raise ConfigError(f"{label}: num_kv_shared_layers {shared}: layers that share keys and values cannot part")
+    _check_sizes(config, label)
 
 
-def _check_sizes(config: Any, place: str) -> None:
+def _check_sizes(config: Any, label: str) -> None:
     """Refuse sizes that the library would notice in the first pass only."""
     if differs_by_layer(config):
         return
     heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     if isinstance(heads, int):
         if isinstance(groups, int) and (groups < 1 or heads % groups):
-            raise ConfigError(f"{place}: num_key_value_heads {groups}: should divide num_attention_heads, {heads}")
+            raise ConfigError(f"{label}: num_key_value_heads {groups}: should divide num_attention_heads, {heads}")
         if _needs_equal_heads(config) and config.hidden_size % heads:
-            raise ConfigError(f"{place}: num_attention_heads {heads}: should divide hidden_size, {config.hidden_size}")
+            raise ConfigError(f"{label}: num_attention_heads {heads}: should divide hidden_size, {config.hidden_size}")
     if config.num_hidden_layers < 1:
-        raise ConfigError(f"{place}: num_hidden_layers {config.num_hidden_layers}: should be at least 1")
+        raise ConfigError(f"{label}: num_hidden_layers {config.num_hidden_layers}: should be at least 1")
     count = experts_key(config)
     if count is None:
         return
     chosen, experts = getattr(config, TOP_K, None), getattr(config, count)
     if isinstance(chosen, int) and not 1 <= chosen <= experts:
-        raise ConfigError(f"{place}: {TOP_K} {chosen}: should be in 1 to {count}, {experts}")
+        raise ConfigError(f"{label}: {TOP_K} {chosen}: should be in 1 to {count}, {experts}")
     coefficient = getattr(config, "router_aux_loss_coef", None) or 0
     if not 0 <= coefficient < math.inf:
-        raise ConfigError(f"{place}: router_aux_loss_coef {coefficient}: should be 0 or more")
+        raise ConfigError(f"{label}: router_aux_loss_coef {coefficient}: should be 0 or more")
 
 
 def differs_by_layer(config: Any) -> bool:

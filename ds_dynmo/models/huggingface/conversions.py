@@ -50,13 +50,13 @@ def _stored(target: str, found: list[tuple[str, str | None]], converters: Mappin
 
 
 def made_shapes(
-    model: Any, stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], place: str
+    model: Any, stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], label: str
 ) -> dict[str, tuple[Stored, tuple[int, ...]]]:
     """Find what is made of files' tensors, by its name in the library's ``model``, with its shape; nothing is read.
 
     Args:
         shapes: of the files' tensors.
-        place: of the files, for messages.
+        label: of the files, for messages.
 
     Raises:
         ConfigError: the library cannot make it of such tensors.
@@ -68,7 +68,7 @@ def made_shapes(
             for name, value in one.values(found, model).items():
                 made[name] = (replace(one, target=name), tuple(value.shape))
         except Exception as error:  # the library raises many kinds for shapes that do not fit
-            raise ConfigError(f"{place}: {target} cannot be made of {', '.join(one.names[:3])}: {error}") from error
+            raise ConfigError(f"{label}: {target} cannot be made of {', '.join(one.names[:3])}: {error}") from error
     return made
 
 

@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _OF_TRAINING = ("training", "gradient_checkpointing")  # how a model is trained: the engine's matter
 
 
-def take_settings(skeleton: Any, model: nn.Module, place: str) -> None:
+def take_settings(skeleton: Any, model: nn.Module, label: str) -> None:
     """Copy the settings of the modules of ``model`` to those of ``skeleton``.
 
     Args:
@@ -30,7 +30,7 @@ def take_settings(skeleton: Any, model: nn.Module, place: str) -> None:
     Raises:
         ConfigError: a module has another class than the config says, or other weights are shared.
     """
-    _check_shared(skeleton, model, place)
+    _check_shared(skeleton, model, label)
     given: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         own = plain_name(path)
@@ -42,7 +42,7 @@ def take_settings(skeleton: Any, model: nn.Module, place: str) -> None:
             continue  # if it has weights, they are missing
         if type(found) is not type(module):
             raise ConfigError(
-                f"{place}: {path or 'it'} is a {_class(found, module)}, by its config a {_class(module, found)}"
+                f"{label}: {path or 'it'} is a {_class(found, module)}, by its config a {_class(module, found)}"
             )
         kept = module.state_dict(keep_vars=True)
         if all(name in kept for name, _ in module.named_buffers(recurse=False)):  # others are made by the config
@@ -62,12 +62,12 @@ def _class(module: nn.Module, other: nn.Module) -> str:
     return f"{kind.__module__}.{name}" if name == type(other).__name__ else name
 
 
-def _check_shared(skeleton: Any, model: nn.Module, place: str) -> None:
+def _check_shared(skeleton: Any, model: nn.Module, label: str) -> None:
     expected, found = _shared(skeleton), _shared(model)
     for names in sorted(map(sorted, expected ^ found)):
         has, says = ("", " not") if frozenset(names) in found else (" not", "")
         tied = f"tie_word_embeddings {json.dumps(getattr(skeleton.config, 'tie_word_embeddings', False))}"
-        raise ConfigError(f"{place}: {' and '.join(names)} are{has} one weight, by its config ({tied}) they are{says}")
+        raise ConfigError(f"{label}: {' and '.join(names)} are{has} one weight, by its config ({tied}) they are{says}")
 
 
 def _shared(model: nn.Module) -> set[frozenset[str]]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.huggingface.lora_config import COPIES, Lora, check_config, library
+from ds_dynmo.models.huggingface.lora_config import COPIES, Lora, check_config, peft_package
 from ds_dynmo.models.huggingface.lora_targets import check_names, choose_targets, default_targets, targets_in
 from ds_dynmo.torch_private import buffers_of, parameters_of
 
@@ -90,7 +90,7 @@ class Adapters:
     def _draw(self, adapted: nn.Module) -> None:
         """Let peft make its parameters again, now that there are weights: some are made of those."""
         for module in list(adapted.modules()):
-            if isinstance(module, library().tuners.lora.LoraLayer):
+            if isinstance(module, peft_package().tuners.lora.LoraLayer):
                 rank, alpha = module.r[self.name], module.lora_alpha[self.name]
                 module.update_layer(self.name, rank, lora_alpha=alpha, config=self.lora_config)
 
@@ -104,7 +104,7 @@ class Adapters:
         for name, value in values.items():
             _set(adapted, name, nn.Parameter(value, requires_grad=False))
         for module in adapted.modules():
-            if isinstance(module, library().tuners.lora.LoraLayer):
+            if isinstance(module, peft_package().tuners.lora.LoraLayer):
                 module.merge(adapter_names=[self.name])
         state = adapted.state_dict()
         names = sorted(state, key=is_adapters)  # copies that trained come last
@@ -112,7 +112,7 @@ class Adapters:
 
 
 def adapters_in(
-    skeleton: Any, blocks: Sequence[nn.Module], lora: Lora, place: str, *, weights: bool = True
+    skeleton: Any, blocks: Sequence[nn.Module], lora: Lora, label: str, *, weights: bool = True
 ) -> Adapters:
     """Let peft put adapters into a copy of ``skeleton``, the library's model without memory.
 
@@ -129,56 +129,56 @@ def adapters_in(
     if config.target_modules is None and (default := default_targets(kind)) is not None:
         config.target_modules = default if isinstance(default, str) else set(default)
     elif config.target_modules is None:
-        chosen = _accepted(skeleton, config, choose_targets(skeleton, blocks), lora.name, place)
+        chosen = _accepted(skeleton, config, choose_targets(skeleton, blocks), lora.name, label)
         if not chosen:
             raise ConfigError(
-                f"{place}: peft.target_modules: peft has no default for model_type {kind}, and its decoder layers have "
+                f"{label}: peft.target_modules: peft has no default for model_type {kind}, and its decoder layers have "
                 f"no linear layers but those of routers and experts; the model has {targets_in(skeleton)}"
             )
         config.target_modules = set(chosen)
-    check_names(config, skeleton, place)
-    model = _with_adapters(skeleton, config, lora.name, place)
+    check_names(config, skeleton, label)
+    model = _with_adapters(skeleton, config, lora.name, label)
     check_config(config)  # peft may have changed it
     config.base_model_name_or_path = lora.config.base_model_name_or_path
     base = model.get_base_model()
     of_base = {own for name in base.state_dict() if (own := plain_name(name)) is not None}
     if of_base != skeleton.state_dict().keys():
-        raise ConfigError(f"{place}: peft: {sorted(of_base ^ skeleton.state_dict().keys())[0]} is not the model's own")
+        raise ConfigError(f"{label}: peft: {sorted(of_base ^ skeleton.state_dict().keys())[0]} is not the model's own")
     tensors = None
     if lora.model is None:
         trainable = {name: parameter.requires_grad for name, parameter in base.named_parameters()}
     else:
         found = _found_like(lora.model, base)
-        _check_like(found, base, place)
-        _check_factors(lora, base, place)
+        _check_like(found, base, label)
+        _check_factors(lora, base, label)
         trainable = {name: found[name].requires_grad for name, _ in base.named_parameters()}
         tensors = {name: found[name] for name in filter(is_adapters, found)} if weights else None
     if not any(trainable.values()):
-        raise ConfigError(f"{place}: peft: nothing of its adapter trains; from_pretrained() needs is_trainable=True")
+        raise ConfigError(f"{label}: peft: nothing of its adapter trains; from_pretrained() needs is_trainable=True")
     return Adapters(model, skeleton.config, lora.name, tensors, trainable, chosen)
 
 
-def _accepted(skeleton: Any, config: Any, names: list[str], adapter: str, place: str) -> tuple[str, ...]:
+def _accepted(skeleton: Any, config: Any, names: list[str], adapter: str, label: str) -> tuple[str, ...]:
     """Leave out those of ``names`` that peft takes for weights of experts, which they were before transformers 5."""
     trial = copy.deepcopy(config)
     trial.target_modules = set(names)
     if names:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # of what it does for those
-            _with_adapters(skeleton, trial, adapter, place)
+            _with_adapters(skeleton, trial, adapter, label)
     return tuple(name for name in names if name in trial.target_modules)
 
 
-def _with_adapters(skeleton: Any, config: Any, adapter: str, place: str) -> Any:
+def _with_adapters(skeleton: Any, config: Any, adapter: str, label: str) -> Any:
     """Let peft put adapters into a copy of ``skeleton``; ``config`` changes."""
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            return library().get_peft_model(
+            return peft_package().get_peft_model(
                 copy.deepcopy(skeleton, {id(skeleton.config): skeleton.config}), config, adapter_name=adapter
             )
     except Exception as error:  # peft's own checks raise many kinds
-        raise ConfigError(f"{place}: peft: {error}") from error
+        raise ConfigError(f"{label}: peft: {error}") from error
 
 
 def base_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -238,26 +238,26 @@ def _found_like(model: nn.Module, like: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _check_like(found: Mapping[str, torch.Tensor], like: nn.Module, place: str) -> None:
+def _check_like(found: Mapping[str, torch.Tensor], like: nn.Module, label: str) -> None:
     for name, expected in like.state_dict().items():
         tensor = found.get(name)
         if tensor is None or tensor.shape != expected.shape or not tensor.is_floating_point():
             has = "no such tensor" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             raise ConfigError(
-                f"{place}: {name} should be a floating-point tensor {list(expected.shape)} by the adapter's config, "
+                f"{label}: {name} should be a floating-point tensor {list(expected.shape)} by the adapter's config, "
                 f"has {has}; adapters that were added in other ways, and quantized bases, do not work in a pipeline"
             )
 
 
-def _check_factors(lora: Lora, like: nn.Module, place: str) -> None:
+def _check_factors(lora: Lora, like: nn.Module, label: str) -> None:
     """Refuse adapters that compute with other factors than their config says, as by ``set_scale``."""
     for path, module in like.named_modules():
-        if isinstance(module, library().tuners.lora.LoraLayer):
+        if isinstance(module, peft_package().tuners.lora.LoraLayer):
             has, says = (_factors(one, lora.name) for one in (lora.model.get_submodule(path), module))
             for key in says:
                 if has[key] != says[key]:
                     raise ConfigError(
-                        f"{place}: {path}: its adapter's {key} is {has[key]}, by the adapter's config {says[key]}"
+                        f"{label}: {path}: its adapter's {key} is {has[key]}, by the adapter's config {says[key]}"
                     )
 
 

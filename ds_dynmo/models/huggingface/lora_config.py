@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["COPIES", "Lora", "check_config", "library", "split_off"]
+__all__ = ["COPIES", "Lora", "check_config", "peft_package", "split_off"]
 
 NAME = "default"  # peft's, of an adapter that nobody named
 
@@ -42,7 +42,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def library() -> Any:
+def peft_package() -> Any:
     """Import peft.
 
     Raises:
@@ -90,7 +90,7 @@ def split_off(model: Any, settings: Any) -> tuple[Any, Lora | None]:
 
 
 def _config(settings: Any) -> Any:
-    kind = library().LoraConfig
+    kind = peft_package().LoraConfig
     if isinstance(settings, Mapping):
         _check_keys(settings, [field.name for field in dataclasses.fields(kind)])
         given = {key: value for key, value in settings.items() if key != "peft_type"}
@@ -101,7 +101,7 @@ def _config(settings: Any) -> Any:
                 config = kind(**given)
         except Exception as error:  # peft's own checks raise several kinds
             raise ConfigError(f"peft: {error}") from error
-    elif isinstance(settings, library().PeftConfig):
+    elif isinstance(settings, peft_package().PeftConfig):
         config = copy.deepcopy(settings)
     else:
         raise ConfigError(f"peft: should be a LoraConfig or its keys, got {type(settings).__name__}")

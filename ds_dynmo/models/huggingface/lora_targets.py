@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.configs import library_module
-from ds_dynmo.models.huggingface.lora_config import COPIES, library
+from ds_dynmo.models.huggingface.lora_config import COPIES, peft_package
 
 __all__ = ["check_names", "choose_targets", "default_targets", "targets_in"]
 
@@ -24,7 +24,8 @@ def default_targets(model_type: str) -> list[str] | str | None:
 
     peft 0.21 does not find its default for Mixtral itself.
     """
-    found: list[str] | str | None = library().utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type)
+    defaults = peft_package().utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    found: list[str] | str | None = defaults.get(model_type)
     return found
 
 
@@ -54,7 +55,7 @@ def targets_in(model: nn.Module, key: str = "target_modules") -> str:
     return ", ".join(dict.fromkeys(map(_last, paths)))
 
 
-def check_names(config: Any, model: nn.Module, place: str) -> None:
+def check_names(config: Any, model: nn.Module, label: str) -> None:
     """Refuse names of modules that there are not: peft ignores them if it finds others.
 
     Args:
@@ -70,7 +71,7 @@ def check_names(config: Any, model: nn.Module, place: str) -> None:
         for name in [names] if isinstance(names, str) else names:
             if not _is_found(name, paths, is_pattern=name is names):
                 known = targets_in(model, key)
-                raise ConfigError(f"{place}: peft.{key}: the model has no module {name}; it has {known}")
+                raise ConfigError(f"{label}: peft.{key}: the model has no module {name}; it has {known}")
 
 
 def _is_found(name: str, paths: Sequence[str], *, is_pattern: bool) -> bool:

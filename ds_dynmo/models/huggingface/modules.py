@@ -96,7 +96,8 @@ class InputEmbedding(nn.Module):
         self.positions = source.positions
         self.part = source.build(layer)
         self.stubbed = source.stubbed
-        self.has_entry, self.has_exit = source.has_entry, tied and source.has_exit
+        self.has_input_transform = source.has_input_transform
+        self.has_output_transform = tied and source.has_output_transform
 
     def forward(self, tokens: Activations) -> Activations:
         given = 1 if isinstance(tokens, torch.Tensor) else len(tokens)
@@ -108,7 +109,7 @@ class InputEmbedding(nn.Module):
         if self.positions is not None and ids.shape[1] > self.positions:
             raise ConfigError(f"sequences of {ids.shape[1]} tokens: the model has {self.positions} positions")
         hidden = self.part(ids)
-        if self.has_entry:
+        if self.has_input_transform:
             hidden = self.stubbed.enter(hidden, inputs, training=self.training)
         auxiliary = None if self.router_loss is None else self.router_loss.start(ids.device)
         return _pack(Stream(hidden, auxiliary), inputs)
@@ -193,7 +194,7 @@ class LMHead(nn.Module):
         self.router_loss = router_loss
         self.inputs = source.inputs
         self.part = source.build(layer)
-        self.stubbed, self.has_exit = source.stubbed, source.has_exit
+        self.stubbed, self.has_output_transform = source.stubbed, source.has_output_transform
 
     def forward(self, activations: Activations) -> Activations:
         return _outputs(self.part, self, activations)
@@ -218,7 +219,7 @@ def _outputs(
     head: Callable[[torch.Tensor], torch.Tensor], layer: InputEmbedding | LMHead, activations: Activations
 ) -> Activations:
     stream, inputs = _unpack(activations, layer.inputs)
-    logits = layer.stubbed.logits(stream.hidden, head) if layer.has_exit else head(stream.hidden)
+    logits = layer.stubbed.logits(stream.hidden, head) if layer.has_output_transform else head(stream.hidden)
     if layer.router_loss is None or stream.auxiliary is None:
         return logits
     batch, sequence, _ = stream.hidden.shape

@@ -23,7 +23,7 @@ CALLS = (["hidden_states", "top_k_index", "top_k_weights"], ["hidden_states", "r
 TOKENS = 11  # of a trial
 
 
-def find_experts(config: Any, blocks: Sequence[nn.Module], place: str, *, parallel: bool) -> list[Experts | None]:
+def find_experts(config: Any, blocks: Sequence[nn.Module], label: str, *, parallel: bool) -> list[Experts | None]:
     """Describe the experts of each decoder layer; None: it has none.
 
     Raises:
@@ -32,7 +32,7 @@ def find_experts(config: Any, blocks: Sequence[nn.Module], place: str, *, parall
     found = [_experts_in(config, block, parallel) for block in blocks]
     if parallel and not any(found):
         known = "none whose call is known here" if experts_key(config) else "no experts"
-        raise ConfigError(f"expert_parallel: {place}, model_type {config.model_type}, has {known} to share out")
+        raise ConfigError(f"expert_parallel: {label}, model_type {config.model_type}, has {known} to share out")
     return found
 
 
@@ -77,7 +77,7 @@ def can_share(model: Any, blocks: Sequence[nn.Module]) -> bool:
     return True
 
 
-def find_router_loss(model: Any, blocks: Sequence[nn.Module], place: str) -> tuple[RouterLoss | None, list[bool]]:
+def find_router_loss(model: Any, blocks: Sequence[nn.Module], label: str) -> tuple[RouterLoss | None, list[bool]]:
     """Describe what routers add to the loss, None where the config does not ask for it, and which layers have one.
 
     Raises:
@@ -95,7 +95,7 @@ def find_router_loss(model: Any, blocks: Sequence[nn.Module], place: str) -> tup
     routers = {path for path in paths if path is not None}
     if len(routers) != 1 or not isinstance(experts, int) or not isinstance(top_k, int):
         raise ConfigError(
-            f"{place}: output_router_logits: model_type {config.model_type} has no router loss known here"
+            f"{label}: output_router_logits: model_type {config.model_type} has no router loss known here"
         )
     has = [path is not None for path in paths]
     return RouterLoss(experts, top_k, sum(has), coefficient, routers.pop(), getattr(record, "index", 0)), has

@@ -63,7 +63,7 @@ class Outline:
         return self.paths[-1]
 
 
-def outline_of(model: Any, place: str) -> Outline:
+def outline_of(model: Any, label: str) -> Outline:
     """Find the parts that the library declares.
 
     Raises:
@@ -73,7 +73,7 @@ def outline_of(model: Any, place: str) -> Outline:
     modules: list[Any] = [getattr(base, name, None) for name in names]
     lists = [name for name, part in zip(names, modules) if isinstance(part, nn.ModuleList)]
     if len(lists) != 1 or None in modules or model.get_output_embeddings() is None:
-        raise ConfigError(f"{place}: model_type {model.config.model_type}: its parts {', '.join(names)} are no chain")
+        raise ConfigError(f"{label}: model_type {model.config.model_type}: its parts {', '.join(names)} are no chain")
     blocks = getattr(base, lists[0])
     at = names.index(lists[0])
     before = [part for part in modules[:at] if any(True for _ in part.parameters())]
@@ -92,10 +92,10 @@ def outline_of(model: Any, place: str) -> Outline:
     shared = next((sorted(paths) for paths in owners.values() if len(paths) > 1), None)
     if shared is not None:
         pair = " and ".join(shared[:2])
-        raise ConfigError(f"{place}: model_type {model.config.model_type} is no chain of layers: {pair} share weights")
+        raise ConfigError(f"{label}: model_type {model.config.model_type} is no chain of layers: {pair} share weights")
     if outside or len(modules) != at + 2 or before[:1] != [model.get_input_embeddings()]:
         weights = f"weights of no layer: {', '.join(outside[:3])}" if outside else f"parts {', '.join(names)}"
-        raise ConfigError(f"{place}: model_type {model.config.model_type} is no chain of layers: it has {weights}")
+        raise ConfigError(f"{label}: model_type {model.config.model_type} is no chain of layers: it has {weights}")
     return found
 
 

@@ -32,12 +32,13 @@ class Source:
         stubbed: the library's model around its parts.
         inputs: of the model beside the tokens, in the order in which they follow those.
         tensors: None for fresh weights.
-        places: where a tensor of the model is among ``tensors``; None: under its own name.
+        stored_tensors: per tensor of the model, those in ``tensors`` that it is made of; None: the one of its name.
         experts: per decoder layer, if it has any.
         trainable: ``requires_grad`` by the library's name; where it says nothing, as the library builds the parameter.
         exact: buffers that the library keeps in fp32 in a bf16 model.
-        has_entry, has_exit: whether the library's model computes something between its embedding and its first decoder
-            layer, or around its output embedding.
+        has_input_transform: whether the library's model computes something between its embedding and its first decoder
+            layer.
+        has_output_transform: whether it computes something around its output embedding.
         adapters: None: parts are the library's alone.
     """
 
@@ -46,13 +47,13 @@ class Source:
     stubbed: StubbedModel
     inputs: tuple[str, ...]
     tensors: Tensors | None
-    places: Mapping[str, Stored] | None
+    stored_tensors: Mapping[str, Stored] | None
     experts: tuple[Experts | None, ...]
     seed: int
     trainable: Mapping[str, bool]
     exact: tuple[str, ...] = ()
-    has_entry: bool = False
-    has_exit: bool = False
+    has_input_transform: bool = False
+    has_output_transform: bool = False
     adapters: Adapters | None = None
 
     @property
@@ -91,12 +92,10 @@ class Source:
         adapters = None if self.adapters is None else self.adapters.of(self.outline.paths[layer])
         if self.tensors is None:
             return replace(self, adapters=adapters)
-        places = {name: self._place(layer, name) for name in self.shapes(layer)}
-        names = [name for place in places.values() for name in place.names]
-        kept = {place.target: place for place in places.values()}
-        return replace(
-            self, tensors=self.tensors.only(names), places=None if self.places is None else kept, adapters=adapters
-        )
+        stored = [self._stored(layer, name) for name in self.shapes(layer)]
+        tensors = self.tensors.only([name for one in stored for name in one.names])
+        of_layer = None if self.stored_tensors is None else {one.target: one for one in stored}
+        return replace(self, tensors=tensors, stored_tensors=of_layer, adapters=adapters)
 
     def build(self, layer: int) -> nn.Module:
         """Build the library's module of pipeline layer ``layer`` with its weights and adapters, on the CPU."""
@@ -128,8 +127,8 @@ class Source:
         experts = self._experts_of(layer)
         assert self.tensors is not None and experts is not None
         for name, parameter in part.get_submodule(experts.path).named_parameters():
-            place = self._place(layer, f"{experts.path}.{name}").of_experts(share, experts.count)
-            value = place.value(self.tensors.read(place.names), self.skeleton)
+            stored = self._stored(layer, f"{experts.path}.{name}").of_experts(share, experts.count)
+            value = stored.value(self.tensors.read(stored.names), self.skeleton)
             if len(value) == experts.count:
                 value = value[share]
             own = torch.empty_like(parameter[share], memory_format=torch.contiguous_format)
@@ -144,9 +143,9 @@ class Source:
         block = layer - self.outline.first_block
         return self.experts[block] if 0 <= block < len(self.experts) else None
 
-    def _place(self, layer: int, name: str) -> Stored:
+    def _stored(self, layer: int, name: str) -> Stored:
         target = f"{self.outline.paths[layer]}.{name}"
-        return Stored(target, (target,)) if self.places is None else self.places[target]
+        return Stored(target, (target,)) if self.stored_tensors is None else self.stored_tensors[target]
 
     def _read(self, part: nn.Module, layer: int, tensors: Tensors) -> None:
         if next(part.buffers(), None) is not None:
@@ -159,8 +158,8 @@ class Source:
                 parameter = parameters[name]
                 parameter.data = parameter.new_empty(()).expand(parameter.shape)  # no memory
             else:
-                place = self._place(layer, name)
-                value.detach().copy_(place.value(tensors.read(place.names), self.skeleton))
+                stored = self._stored(layer, name)
+                value.detach().copy_(stored.value(tensors.read(stored.names), self.skeleton))
 
     def _compute_buffers(self, part: nn.Module) -> None:
         """Let the library compute what is in no file."""

@@ -29,7 +29,7 @@ from ds_dynmo.models.huggingface.tiny import count_kinds, tiny_config
 from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
 from ds_dynmo.torch_private import default_store
 
-__all__ = ["Trial", "find_entry_and_exit", "verify"]
+__all__ = ["Trial", "find_transforms", "verify"]
 
 ON_CPU = ("sdpa", "eager")  # implementations of attention; others are kernels of accelerators
 
@@ -44,7 +44,7 @@ class Trial:
     """What layers are made of for a comparison, beside their model.
 
     Attributes:
-        inputs, has_entry, has_exit: see :class:`~ds_dynmo.models.huggingface.source.Source`.
+        inputs, has_input_transform, has_output_transform: see :class:`~ds_dynmo.models.huggingface.source.Source`.
         implementation: of attention, one that runs on a CPU.
         fresh: whether weights are drawn.
         parallel: whether experts are distributed over the replicas.
@@ -52,8 +52,8 @@ class Trial:
 
     inputs: tuple[str, ...]
     implementation: str
-    has_entry: bool
-    has_exit: bool
+    has_input_transform: bool
+    has_output_transform: bool
     fresh: bool = False
     parallel: bool = False
 
@@ -62,7 +62,7 @@ class Trial:
 MakeSpecs = Callable[[Any, Trial], list[LayerSpec]]
 
 
-def find_entry_and_exit(source: Source, place: str) -> Source:
+def find_transforms(source: Source, label: str) -> Source:
     """Find out whether the library's model computes something before its decoder layers, and around its head.
 
     Raises:
@@ -82,13 +82,17 @@ def find_entry_and_exit(source: Source, place: str) -> Source:
             exited = source.stubbed.logits(hidden, head)
     except Exception as error:  # what the library's models raise is not known
         kind = source.config.model_type
-        raise ConfigError(f"{place}: model_type {kind} cannot be run in parts: {_said(error)}") from error
+        raise ConfigError(f"{label}: model_type {kind} cannot be run in parts: {_said(error)}") from error
     plain_head = exited is logits and len(seen) == 1 and seen[0].data_ptr() == hidden.data_ptr()
     positions_are_a_layer = source.outline.first_block > 1
-    return replace(source, has_entry=entered is not hidden and not positions_are_a_layer, has_exit=not plain_head)
+    return replace(
+        source,
+        has_input_transform=entered is not hidden and not positions_are_a_layer,
+        has_output_transform=not plain_head,
+    )
 
 
-def verify(source: Source, place: str, make_specs: MakeSpecs) -> None:
+def verify(source: Source, label: str, make_specs: MakeSpecs) -> None:
     """Refuse a model whose layers do not compute what the library's model does.
 
     Args:
@@ -103,17 +107,17 @@ def verify(source: Source, place: str, make_specs: MakeSpecs) -> None:
     if implementation not in ON_CPU:
         implementation = default_attention(type(source.skeleton))
     trial = Trial(
-        *(source.inputs, implementation, source.has_entry, source.has_exit),
+        *(source.inputs, implementation, source.has_input_transform, source.has_output_transform),
         fresh=source.tensors is None,
         parallel=any(one is not None and one.parallel for one in source.experts),
     )
     try:
         tiny = json.dumps(tiny_config(config, source.blocks), sort_keys=True)
     except Exception as cause:  # the library raises many kinds for sizes that do not fit
-        raise ConfigError(f"{place}: model_type {kind} {_NO_TINY}: {_said(cause)}; {_REMEDY}") from cause
+        raise ConfigError(f"{label}: model_type {kind} {_NO_TINY}: {_said(cause)}; {_REMEDY}") from cause
     result = _compare_once(tiny, count_kinds(source.blocks), trial, make_specs)
     if result.said:
-        raise (PackingError if result.is_packing else ConfigError)(f"{place}: model_type {kind} {result.said}")
+        raise (PackingError if result.is_packing else ConfigError)(f"{label}: model_type {kind} {result.said}")
 
 
 def _said(error: Exception) -> str:

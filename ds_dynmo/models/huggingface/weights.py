@@ -79,11 +79,11 @@ class Tensors(Protocol):
     """Where weights are read from.
 
     Attributes:
-        place: for messages.
+        label: for messages.
         shapes: of all tensors, by name.
     """
 
-    place: str
+    label: str
     shapes: Mapping[str, tuple[int, ...]]
 
     def only(self, names: Collection[str]) -> Tensors:
@@ -97,7 +97,7 @@ class InMemory:
     """The tensors of a model that exists."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.place = "the model"
+        self.label = "the model"
         self._tensors = tensors
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
@@ -118,7 +118,7 @@ class Folder:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.place = str(folder)
+        self.label = str(folder)
         self._found: dict[str, Path] = {}
         shapes = {}
         for path in _files(folder):
@@ -210,16 +210,16 @@ def check_tensors(
     """
     missing = [name for name in expected if name not in found]
     if missing:
-        raise ConfigError(f"{tensors.place}: lacks {_some(missing)}, which its config asks for")
+        raise ConfigError(f"{tensors.label}: lacks {_some(missing)}, which its config asks for")
     wrong = [name for name, shape in expected.items() if found[name] != shape]
     if wrong:
         shapes = ", ".join(f"{name} {_shape(found[name])} not {_shape(expected[name])}" for name in wrong[:1])
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise ConfigError(f"{tensors.place}: has other shapes than its config says: {shapes}{more}")
+        raise ConfigError(f"{tensors.label}: has other shapes than its config says: {shapes}{more}")
     patterns = [_IGNORED, *map(re.compile, ignored)]
     unknown = [name for name in unknown if not any(pattern.search(name) for pattern in patterns)]
     if unknown:
-        raise ConfigError(f"{tensors.place}: has {_some(unknown)}, which its config knows nothing of")
+        raise ConfigError(f"{tensors.label}: has {_some(unknown)}, which its config knows nothing of")
 
 
 def _some(names: Collection[str]) -> str:
