@@ -25,7 +25,7 @@ import ds_dynmo
 from ds_dynmo.cli.command_line import refuse_on_ranks
 from ds_dynmo.cli.export import export
 from ds_dynmo.cli.startup import init_distributed, take_device
-from ds_dynmo.cli.training.options import TrainingRun, facts_of, prepare
+from ds_dynmo.cli.training.options import TrainingRun, prepare, settings_all_ranks_share
 from ds_dynmo.cli.training.recording import Recording
 from ds_dynmo.cli.training.report import (
     History,
@@ -41,7 +41,7 @@ from ds_dynmo.cli.training.report import (
     summary,
     validation_record,
 )
-from ds_dynmo.cli.training.resuming import RUN, write_facts
+from ds_dynmo.cli.training.resuming import RUN, write_run_metadata
 from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.data import TokenBatches
 from ds_dynmo.engine.comm.hosts import check_launch
@@ -68,7 +68,7 @@ def build_engine(run: TrainingRun) -> Any:
     Raises:
         ConfigError: ranks were given different data or settings, or what the engine refuses.
     """
-    check_same(facts_of(run))
+    check_same(settings_all_ranks_share(run))
     module = LanguageModelPipeline(run.layers, num_stages=run.stages, partition_method="uniform")
     engine, *_ = ds_dynmo.initialize(
         args=argparse.Namespace(local_rank=run.local_rank),
@@ -90,9 +90,12 @@ def build_cases(run: TrainingRun, engine: Any) -> list[DynamicCase]:
     """Build the dynamic cases, which change the model's work while it trains, in the state of a resumed run."""
     cases = dynamic_cases(run.model, engine, total_steps=run.steps)
     if run.resumed is not None:
+        # The engine stops a job for a restart (repack.release "checkpoint") at the end of train_batch: what it saved is
+        # the state of the cases before their after_batch.
+        after_batch_pending = run.resumed["in_step"]
         for case in cases:
             case.load_state_dict(run.resumed["cases"][case.name])
-            if run.resumed["in_step"]:
+            if after_batch_pending:
                 case.after_batch(run.resumed["step"])
     if engine.dynmo is not None:
         engine.share_state(RUN, run)
@@ -183,12 +186,12 @@ def validate(engine: Any, validation: Batches | TokenBatches) -> float:
 
 
 def save(run: TrainingRun, engine: Any, cases: list[DynamicCase]) -> str:
-    """Save a checkpoint, then the facts from which a run resumes, then ``latest``. Return its tag. Collective.
+    """Save a checkpoint, then the metadata from which a run resumes, then ``latest``. Return its tag. Collective.
 
     A run that is killed in between resumes from the checkpoint before.
 
     Raises:
-        CheckpointError: on every rank, if rank 0 cannot write the facts.
+        CheckpointError: on every rank, if rank 0 cannot write the metadata.
     """
     assert run.save is not None
     tag = f"global_step{engine.global_steps}"
@@ -197,7 +200,7 @@ def save(run: TrainingRun, engine: Any, cases: list[DynamicCase]) -> str:
     states = {case.name: case.state_dict() for case in cases}
     failure: list[str | None] = [None]
     if engine.global_rank == 0:
-        facts = {
+        metadata = {
             **run.state_dict(),
             "step": engine.global_steps,
             "stages": engine.num_stages,
@@ -205,12 +208,12 @@ def save(run: TrainingRun, engine: Any, cases: list[DynamicCase]) -> str:
             "cases": states,
         }
         try:
-            write_facts(run.save / tag, facts)
+            write_run_metadata(run.save / tag, metadata)
         except OSError as error:
             failure = [str(error)]
     torch.distributed.broadcast_object_list(failure, device=engine.device)
     if failure[0] is not None:
-        raise CheckpointError(f"{run.save / tag}: the facts of the run cannot be written: {failure[0]}")
+        raise CheckpointError(f"{run.save / tag}: the metadata of the run cannot be written: {failure[0]}")
     return tag
 
 

@@ -73,7 +73,7 @@ class TraceConfig(Section):
         raise ValueError("should be [first, last], two ints with 1 <= first <= last")
 
 
-class DynMoConfig(Section):
+class DynMoConfig(Section):  # a validator sees only the keys above its own: the order of keys matters
     """The "dynmo" section. Every key has a default and a ``description``.
 
     Build it with :func:`read_dynmo_config` or :func:`parse_block`, which raise :class:`ConfigError`. The constructor

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_dynmo.cli.export import main
-from ds_dynmo.cli.training.resuming import FACTS_FILE
+from ds_dynmo.cli.training.resuming import METADATA_FILE
 from ds_dynmo.models import language_model_loss, load_text, model_layers, read_model_config
 from tests.distributed.harness import run
 from tests.distributed.support.case_runs import CASES, SIZES
@@ -45,9 +45,9 @@ def test_exported_weights_are_dense_and_compute_the_same(tmp_path: Path, capsys:
     (saved / "global_step8" / "layer_02-model_states.pt").rename(saved / "elsewhere")
     assert main([str(saved), str(tmp_path / "again")]) == 2
     assert "layer_02-model_states.pt: there is no such file" in capsys.readouterr().err
-    facts = json.loads((saved / "global_step8" / FACTS_FILE).read_text())
+    facts = json.loads((saved / "global_step8" / METADATA_FILE).read_text())
     facts["model"]["case"] = None
-    (saved / "global_step8" / FACTS_FILE).write_text(json.dumps(facts))
+    (saved / "global_step8" / METADATA_FILE).write_text(json.dumps(facts))
     assert main([str(saved), str(tmp_path / "again")]) == 2
     assert 'model.case has no kind "pruning": its weights are dense already' in capsys.readouterr().err
     assert not (tmp_path / "again").exists()

@@ -20,7 +20,7 @@ from ds_dynmo.cli import command_line
 from ds_dynmo.cli.train import batches, build_cases, build_engine, main, save, train
 from ds_dynmo.cli.training.options import prepare
 from ds_dynmo.cli.training.report import begin_report, continue_report, record_nothing
-from ds_dynmo.cli.training.resuming import FACTS_FILE, find_checkpoint
+from ds_dynmo.cli.training.resuming import METADATA_FILE, find_checkpoint
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models import DynamicCase, language_model_loss, model_layers
 from ds_dynmo.simulation import Recorded
@@ -97,7 +97,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, killed_in: int | N
         run(2, run_script, [*arguments, *saving], killed_in)
         done = 6
     assert {path.name for path in folder.glob("global_step*")} == {"global_step3", f"global_step{done}"}
-    assert json.loads((folder / find_checkpoint(folder) / FACTS_FILE).read_text())["step"] == done
+    assert json.loads((folder / find_checkpoint(folder) / METADATA_FILE).read_text())["step"] == done
     resumed = run(2, run_script, [*flags(tmp_path, name), "--resume", str(folder)])
     assert resumed[0]["losses"] == in_one_go[0]["losses"][done:]
     assert resumed[0]["validation"] == [(step, loss) for step, loss in in_one_go[0]["validation"] if step > done]
@@ -116,7 +116,7 @@ def test_a_run_that_stopped_for_a_restart_is_resumed(tmp_path: Path) -> None:
     run(2, run_script, [*arguments, "--save", str(folder), "--save-interval", "2"], None, 5)
     launch = json.loads((folder / "launch.json").read_text())
     assert (launch["ranks"], launch["step"], launch["tag"]) == (1, 5, "global_step5")
-    assert json.loads((folder / "global_step4" / FACTS_FILE).read_text())["step"] == 4
+    assert json.loads((folder / "global_step4" / METADATA_FILE).read_text())["step"] == 4
     assert find_checkpoint(folder) == "global_step5"
     resumed = run(1, run_script, [*flags(tmp_path, "freezing and pruning"), "--resume", str(folder)])
     assert resumed[0]["losses"] == in_one_go[0]["losses"][5:]
@@ -214,7 +214,7 @@ def test_a_resume_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path
     folder = tmp_path / "saved"
     (folder / "latest").mkdir(parents=True)
     for message in run(2, failure_to_save, [*flags(tmp_path, "dense", 3), "--save", str(folder)]):
-        assert message.startswith(f"{folder / 'global_step3'}: the facts of the run cannot be written: [Errno 21]")
+        assert message.startswith(f"{folder / 'global_step3'}: the metadata of the run cannot be written: [Errno 21]")
 
 
 def command_on_a_full_disk(arguments: list[str]) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_dynmo.cli.training.data import identity_of
 from ds_dynmo.cli.training.options import TrainingRun, prepare
-from ds_dynmo.cli.training.resuming import write_facts
+from ds_dynmo.cli.training.resuming import write_run_metadata
 from ds_dynmo.data import TokenData, Tokens
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, load_text
@@ -241,7 +241,7 @@ def test_a_model_can_be_named_by_a_change_and_exported(tmp_path: Path, folder: P
 def save_facts(folder: Path, facts: dict[str, Any]) -> None:
     """Let ``folder`` hold a checkpoint whose run has these facts."""
     (folder / "global_step5").mkdir(exist_ok=True)
-    write_facts(folder / "global_step5", facts)
+    write_run_metadata(folder / "global_step5", facts)
 
 
 def short(text: Path) -> Path:

@@ -18,7 +18,7 @@ import torch
 
 from ds_dynmo.cli import train
 from ds_dynmo.cli.training.options import RECORDING, TrainingRun, prepare
-from ds_dynmo.cli.training.resuming import FACTS_FILE, find_checkpoint, write_facts
+from ds_dynmo.cli.training.resuming import METADATA_FILE, find_checkpoint, write_run_metadata
 from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.models import read_model_config
@@ -198,7 +198,7 @@ CONSTANT = {
 
 def save_facts(checkpoint: Path, facts: dict[str, Any]) -> None:
     checkpoint.mkdir(exist_ok=True)
-    write_facts(checkpoint, facts)
+    write_run_metadata(checkpoint, facts)
 
 
 def on_a_small_text(config: Path) -> list[str]:
@@ -262,7 +262,7 @@ def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             resumed(tmp_path, {}, *flags, **changes)
     save_facts(tmp_path / "global_step5", {"step": 5, "partition": [0, 3, 7], "model": {}, "cases": []})
-    with pytest.raises(ConfigError, match=f"^--resume .*global_step5/{FACTS_FILE}: lacks cases, steps"):
+    with pytest.raises(ConfigError, match=f"^--resume .*global_step5/{METADATA_FILE}: lacks cases, steps"):
         prepare([*on_a_small_text(tmp_path / "config.json"), "--resume", str(tmp_path)])
 
 
@@ -277,7 +277,7 @@ def test_a_run_is_resumed_from_a_checkpoint_that_is_known(tmp_path: Path) -> Non
     latest.unlink()  # of a folder with one checkpoint it is plain which is meant
     flags = [*on_a_small_text(tmp_path / "config.json"), "--resume", str(tmp_path)]
     assert prepare(flags).first_step == 5
-    facts = json.loads((tmp_path / "global_step5" / FACTS_FILE).read_text())
+    facts = json.loads((tmp_path / "global_step5" / METADATA_FILE).read_text())
     save_facts(tmp_path / "global_step3", {**facts, "step": 3, "stages": 3})
     assert prepare(flags).first_step == 3
     there = "there are global_step3, global_step5; --tag TAG chooses one"

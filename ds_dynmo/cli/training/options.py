@@ -61,7 +61,7 @@ class TrainingRun:
         packed: sequences hold several documents, and inputs their positions.
         stop: batches after which this part of the run ends.
         save_interval: batches between checkpoints; None: only one when this part ends.
-        resumed: the facts of the resumed run: :func:`read_resumed`; None for a new run.
+        resumed: the metadata of the resumed run: :func:`read_resumed`; None for a new run.
         record: where to record what layers cost; None: nowhere.
         interval: between decisions, as configured: a recording has one after every batch.
     """
@@ -94,10 +94,10 @@ class TrainingRun:
         return {"steps": self.steps, "model": self.model.model_dump(mode="json"), "data": identity_of(self.text)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: all ranks of a job have the same facts."""
+        """Do nothing: all ranks of a job have the same metadata."""
 
 
-def facts_of(run: TrainingRun) -> dict[str, str]:
+def settings_all_ranks_share(run: TrainingRun) -> dict[str, str]:
     """Describe what every rank has to be given alike, in short texts by name: data by content, whatever their name."""
     model = run.model.model_dump(mode="json", exclude={"tokens", "verified"})
     if isinstance(model["huggingface"], str):

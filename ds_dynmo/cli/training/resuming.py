@@ -15,21 +15,21 @@ from ds_dynmo.files import write_text
 from ds_dynmo.files.texts import read_errors_as_config_error
 from ds_dynmo.models import ModelConfig, read_model_config
 
-__all__ = ["find_checkpoint", "has_saved", "read_facts", "read_resumed", "total_steps", "write_facts"]
+__all__ = ["find_checkpoint", "has_saved", "read_resumed", "read_run_metadata", "total_steps", "write_run_metadata"]
 
-FACTS_FILE = "dynmo_train.json"  # in the folder of each checkpoint
+METADATA_FILE = "dynmo_train.json"  # in the folder of each checkpoint
 LAUNCH_FILE = "launch.json"  # beside the checkpoint that the engine writes when it stops a run for a restart
-FACTS = {"step": int, "steps": int, "partition": list, "model": dict, "cases": dict}  # what a run is resumed with
-RUN = "run"  # name under which the run's own facts are shared
+METADATA = {"step": int, "steps": int, "partition": list, "model": dict, "cases": dict}  # what a run is resumed with
+RUN = "run"  # name under which the run's own metadata are shared
 
 
-def write_facts(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Complete a checkpoint with the facts of its run, and let ``latest`` name it.
+def write_run_metadata(checkpoint: Path, metadata: dict[str, Any]) -> None:
+    """Complete a checkpoint with the metadata of its run, and let ``latest`` name it.
 
     Raises:
         OSError: a file cannot be written; ``latest`` names the checkpoint before.
     """
-    write_text(checkpoint / FACTS_FILE, json.dumps(facts, indent=2) + "\n")
+    write_text(checkpoint / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
     folders.write_latest(str(checkpoint.parent), checkpoint.name)
 
 
@@ -66,35 +66,35 @@ def find_checkpoint(folder: Path, tag: str | None = None) -> str:
     return chosen
 
 
-def read_facts(folder: Path, tag: str) -> dict[str, Any]:
-    """Read the facts of the run that saved a checkpoint, or that the engine saved to stop it for a restart.
+def read_run_metadata(folder: Path, tag: str) -> dict[str, Any]:
+    """Read the metadata of the run that saved a checkpoint, or that the engine saved to stop it for a restart.
 
     Raises:
         ConfigError: there are none, or they lack something.
     """
     checkpoint = folders.find(str(folder), tag)
-    path = Path(checkpoint or folder / tag) / FACTS_FILE
+    path = Path(checkpoint or folder / tag) / METADATA_FILE
     if path.is_file():
-        facts = {"in_step": False, **load_json(path)}
+        metadata = {"in_step": False, **load_json(path)}
     elif (launch := _launch(folder)).get("tag") == tag:
         path, cases = folder / LAUNCH_FILE, dict(launch.get("states", {}))
-        facts = {**cases.pop(RUN, {}), **launch, "cases": cases, "in_step": True}
+        metadata = {**cases.pop(RUN, {}), **launch, "cases": cases, "in_step": True}
     else:
         raise ConfigError(f"{path}: there is no such file: ds-dynmo-train did not save this checkpoint")
-    missing = [key for key, kind in FACTS.items() if not isinstance(facts.get(key), kind)]
+    missing = [key for key, kind in METADATA.items() if not isinstance(metadata.get(key), kind)]
     if missing:
         raise ConfigError(f"{path}: lacks {', '.join(sorted(missing))}")
-    return {**facts, "tag": tag}
+    return {**metadata, "tag": tag}
 
 
 def read_resumed(folder: Path, tag: str | None, model: ModelConfig) -> dict[str, Any]:
-    """Read the facts of the run that is resumed, and check that this one can continue it.
+    """Read the metadata of the run that is resumed, and check that this one can continue it.
 
     Raises:
         ConfigError: naming ``--resume``, and what is missing or differs.
     """
     try:
-        resumed = read_facts(folder, find_checkpoint(folder, tag))
+        resumed = read_run_metadata(folder, find_checkpoint(folder, tag))
     except ConfigError as error:
         raise ConfigError(f"--resume {error}") from error
     try:
@@ -134,7 +134,9 @@ def total_steps(requested: int | None, folder: Path, resumed: dict[str, Any], mo
 
 def _tags(folder: Path) -> list[str]:
     """List the checkpoints of this command in ``folder``, by step."""
-    tags = {entry.name for entry in os.scandir(folder) if (Path(entry) / FACTS_FILE).is_file() and entry.name[0] != "."}
+    tags = {
+        entry.name for entry in os.scandir(folder) if (Path(entry) / METADATA_FILE).is_file() and entry.name[0] != "."
+    }
     stopped = _launch(folder).get("tag")
     if stopped is not None and folders.find(str(folder), stopped) is not None:
         tags.add(stopped)
