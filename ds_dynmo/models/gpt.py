@@ -121,7 +121,7 @@ class Block(GPTLayer):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
     Args:
-        layer: its number among the blocks, counted from 1.
+        block_number: counted from 1; weights are drawn by it.
         attention: makes the attention; called with normalised hidden states ``[batch, sequence, hidden]`` and
             positions, int64 ``[sequence]`` or ``[batch, sequence]``.
         mlp: makes the feed-forward part, which returns hidden states, or these and an auxiliary loss, fp32 ``[1]``.
@@ -130,10 +130,10 @@ class Block(GPTLayer):
     is_block: ClassVar[bool] = True
 
     def __init__(
-        self, config: GPTConfig, layer: int, attention: MakePart | None = None, mlp: MakePart | None = None
+        self, config: GPTConfig, block_number: int, attention: MakePart | None = None, mlp: MakePart | None = None
     ) -> None:
         super().__init__()
-        generator = generator_for("layer", config.seed, layer)
+        generator = generator_for("layer", config.seed, block_number)
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = (attention or CausalSelfAttention)(config, generator)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
@@ -176,11 +176,11 @@ class TokenEmbedding(GPTLayer):
     With :class:`DocumentAttention` in the blocks it takes (token numbers, positions).
     """
 
-    def __init__(self, config: GPTConfig, layer: int) -> None:
+    def __init__(self, config: GPTConfig, seed_key: int) -> None:
         super().__init__()
         self.layer_outputs = config.layer_outputs
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        init_normal(self.weight, INIT_STD, generator_for("layer", config.seed, layer))
+        init_normal(self.weight, INIT_STD, generator_for("layer", config.seed, seed_key))
 
     def forward(self, tokens: Activations) -> Activations:
         return embed(self.weight, tokens, self.layer_outputs)
@@ -201,10 +201,10 @@ class FinalNorm(GPTLayer):
 class OutputHead(GPTLayer):
     """``[batch, sequence, hidden]`` to logits ``[batch, sequence, vocabulary]``, and the auxiliary losses if any."""
 
-    def __init__(self, config: GPTConfig, layer: int) -> None:
+    def __init__(self, config: GPTConfig, seed_key: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        init_normal(self.weight, INIT_STD, generator_for("layer", config.seed, layer))
+        init_normal(self.weight, INIT_STD, generator_for("layer", config.seed, seed_key))
 
     def forward(self, activations: Activations) -> Activations:
         return _logits(self.weight, activations)
@@ -220,7 +220,7 @@ def gpt_layers(config: GPTConfig, blocks: Sequence[LayerSpec] | None = None) -> 
     """
     if blocks is None:
         assert not config.split_blocks, "ds_dynmo.models.half_blocks has their layers"
-        blocks = [LayerSpec(Block, config, layer) for layer in range(1, config.layers + 1)]
+        blocks = [LayerSpec(Block, config, block_number) for block_number in range(1, config.layers + 1)]
     if config.tied_embedding:
         # The head has the forward_fn: checkpoints hold the state of the tied layer that has none.
         embedding = TiedLayerSpec("embedding", TokenEmbedding, config, 0, tied_weight_attr="weight")

@@ -22,17 +22,17 @@ class AttentionHalf(Block):
     """``x + attention(norm(x))``: the first half of a :class:`~ds_dynmo.models.gpt.Block`.
 
     Args:
-        layer, attention: as in :class:`~ds_dynmo.models.gpt.Block`.
+        block_number, attention: as in :class:`~ds_dynmo.models.gpt.Block`.
 
     Attributes:
         draws_as_layer: the block's number among whole blocks, so that it draws random numbers as the block would.
     """
 
-    def __init__(self, config: GPTConfig, layer: int, attention: MakePart | None = None) -> None:
+    def __init__(self, config: GPTConfig, block_number: int, attention: MakePart | None = None) -> None:
         GPTLayer.__init__(self)
-        self.draws_as_layer = layer
+        self.draws_as_layer = block_number
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.attention = (attention or CausalSelfAttention)(config, generator_for("layer", config.seed, layer))
+        self.attention = (attention or CausalSelfAttention)(config, generator_for("layer", config.seed, block_number))
 
     def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`ds_dynmo.models.gpt.Block.transform`."""
@@ -43,19 +43,19 @@ class FeedForwardHalf(Block):
     """``x + mlp(norm(x))``: the second half of a :class:`~ds_dynmo.models.gpt.Block`.
 
     Args:
-        layer, attention, mlp: as in :class:`~ds_dynmo.models.gpt.Block`. The attention's weights are drawn and dropped,
-            because those of the feed-forward part are drawn after them.
+        block_number, attention, mlp: as in :class:`~ds_dynmo.models.gpt.Block`. The attention's weights are drawn and
+            dropped, because those of the feed-forward part are drawn after them.
 
     Attributes:
         draws_as_layer: a number that no other layer has.
     """
 
     def __init__(
-        self, config: GPTConfig, layer: int, attention: MakePart | None = None, mlp: MakePart | None = None
+        self, config: GPTConfig, block_number: int, attention: MakePart | None = None, mlp: MakePart | None = None
     ) -> None:
         GPTLayer.__init__(self)
-        self.draws_as_layer = -layer
-        generator = generator_for("layer", config.seed, layer)
+        self.draws_as_layer = -block_number
+        generator = generator_for("layer", config.seed, block_number)
         (attention or CausalSelfAttention)(config, generator)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = (mlp or FeedForward)(config, generator)
@@ -76,16 +76,16 @@ class BlockTypes(NamedTuple):
 PLAIN = BlockTypes(Block, AttentionHalf, FeedForwardHalf)
 
 
-def block_layers(config: GPTConfig, number: int, types: BlockTypes = PLAIN, **parts: Any) -> list[LayerSpec]:
-    """Specify block ``number``, counted from 1: one layer of the list, or one for each half.
+def block_layers(config: GPTConfig, block_number: int, types: BlockTypes = PLAIN, **parts: Any) -> list[LayerSpec]:
+    """Specify block ``block_number``, counted from 1: one layer of the list, or one for each half.
 
     Args:
         parts: arguments of :class:`~ds_dynmo.models.gpt.Block`, "attention" and "mlp", and of the classes in ``types``.
     """
     if not config.split_blocks:
-        return [LayerSpec(types.whole, config, number, **parts)]
+        return [LayerSpec(types.whole, config, block_number, **parts)]
     of_attention = {name: part for name, part in parts.items() if name != "mlp"}
     return [
-        LayerSpec(types.attention_half, config, number, **of_attention),
-        LayerSpec(types.feed_forward_half, config, number, **parts),
+        LayerSpec(types.attention_half, config, block_number, **of_attention),
+        LayerSpec(types.feed_forward_half, config, block_number, **parts),
     ]

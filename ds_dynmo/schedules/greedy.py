@@ -113,12 +113,12 @@ class _GreedySimulation:
         """Return, per chunk, the most forward passes ahead of the backward passes."""
         if lead == math.inf:
             return [self._micro_batches] * len(self._owners)
-        forward, part, rest, whole = self._ticks
-        passes = [f + min(i + w, b) for f, i, w, b in zip(forward, part, rest, whole)]
+        forward, input_gradient, weight_gradient, backward = self._ticks
+        passes = [f + min(i + w, b) for f, i, w, b in zip(forward, input_gradient, weight_gradient, backward)]
         period = max(1, max(sum(passes[chunk] for chunk in mine) for mine in self._chunks))
         leads, trip = [], 0
         for chunk in reversed(range(len(self._owners))):
-            trip += forward[chunk] + min(part[chunk], whole[chunk])
+            trip += forward[chunk] + min(input_gradient[chunk], backward[chunk])
             leads.append(max(1, math.ceil(lead * trip / period)))
             trip += 2 * self._links[chunk - 1] if chunk else 0
         return leads[::-1]
@@ -148,9 +148,11 @@ class _GreedySimulation:
         free_at = [0] * num_stages
 
         # Per stage, a lower bound of the ticks that its remaining passes take.
-        rest = [min(b, i + w) for i, w, b in zip(input_ticks, weight_ticks, backward_ticks)]
-        after_input = [max(0, b - w) for b, w in zip(rest, weight_ticks)]
-        left = [micro_batches * sum(forward_ticks[chunk] + rest[chunk] for chunk in mine) for mine in chunks]
+        least_backward = [min(b, i + w) for i, w, b in zip(input_ticks, weight_ticks, backward_ticks)]
+        least_input = [max(0, b - w) for b, w in zip(least_backward, weight_ticks)]  # of that, in the input gradient
+        remaining = [
+            micro_batches * sum(forward_ticks[chunk] + least_backward[chunk] for chunk in mine) for mine in chunks
+        ]
         most = _NEVER if most_seconds == math.inf else math.ceil(most_seconds * self._scale)
 
         # An event is a time and a stage in one number. A stage that runs a pass has one at its end.
@@ -219,7 +221,7 @@ class _GreedySimulation:
                 forwards[chunk] = passed + 1
                 orders[stage].append(forward[chunk][passed])
                 end = now + forward_ticks[chunk]
-                left[stage] -= forward_ticks[chunk]
+                remaining[stage] -= forward_ticks[chunk]
                 room[stage] -= activations[chunk]
                 went_back[stage] = False
                 if chunk < last:
@@ -232,7 +234,7 @@ class _GreedySimulation:
                 weights[chunk] = passed + 1
                 orders[stage].append(weight[chunk][passed])
                 end = now + weight_ticks[chunk]
-                left[stage] -= rest[chunk] - after_input[chunk]
+                remaining[stage] -= least_backward[chunk] - least_input[chunk]
                 room[stage] += held[chunk]
             else:
                 passed = backwards[chunk]
@@ -242,17 +244,17 @@ class _GreedySimulation:
                 if kind == _INPUT_GRADIENT:
                     orders[stage].append(input_[chunk][passed])
                     end = now + input_ticks[chunk]
-                    left[stage] -= after_input[chunk]
+                    remaining[stage] -= least_input[chunk]
                     room[stage] -= held[chunk]
                 else:
                     orders[stage].append(backward[chunk][passed])
                     end = now + backward_ticks[chunk]
-                    left[stage] -= rest[chunk]
+                    remaining[stage] -= least_backward[chunk]
                     weights[chunk] = passed + 1
                 if chunk:
                     to, at = chunk - 1, end + links[chunk - 1]
                     gradients[to][passed] = at
-            if end + left[stage] > most:
+            if end + remaining[stage] > most:
                 return None
             free_at[stage] = end
             replace(events, end << bits | stage)

@@ -113,7 +113,7 @@ def slow_block(block: ExitBlock, hidden: torch.Tensor, remain: torch.Tensor) -> 
 
 def slow_loss(model: Model, exits: EarlyExitConfig, tokens: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
     """Return the training loss of texts ``[batch, sequence + 1]``, and after how many blocks each token left."""
-    head, depths, layers = model.head, exits.exits(SIZES["layers"]), SIZES["layers"]
+    head, depths, layers = model.head, exits.exit_depths(SIZES["layers"]), SIZES["layers"]
     batch, length = tokens.shape[0], tokens.shape[1] - 1
     weight = model.functions[0].weight if isinstance(model.functions[0], nn.Module) else head.weight
     ranks = {d: d if exits.method == "calm" else 1 for d in (*depths, layers)}

@@ -45,7 +45,7 @@ class ExitBlock(CountsPerBatch, Block):
         self.exits = exits
         self.depth = depth
         self.leaving = exits.start == 0
-        self.decides = exits.confidence == "state" and depth in exits.exits(config.layers)
+        self.decides = exits.confidence == "state" and depth in exits.exit_depths(config.layers)
         self.tokens_ran = self.tokens = 0
 
     def forward(self, activations: Activations) -> Activations:

@@ -69,7 +69,7 @@ class EarlyExitConfig(CaseConfig):
             raise ValueError("adpc has one of its own, the largest probability; should be null")
         return confidence
 
-    def exits(self, blocks: int) -> tuple[int, ...]:
+    def exit_depths(self, blocks: int) -> tuple[int, ...]:
         """List the depths of the exits: after how many of ``blocks`` blocks each of them is."""
         return tuple(range(1, blocks)) if self.depths is None else self.depths
 
@@ -81,7 +81,7 @@ class EarlyExitConfig(CaseConfig):
         >>> EarlyExitConfig(method="calm", depths=(2, 3)).loss_weights(5)
         {2: 0.2, 3: 0.3, 5: 0.5}
         """
-        depths = (*self.exits(blocks), blocks)
+        depths = (*self.exit_depths(blocks), blocks)
         if self.method == "adpc":
             return dict.fromkeys(depths, 1 / len(depths))
         return {depth: depth / sum(depths) for depth in depths}
@@ -100,7 +100,7 @@ class EarlyExitConfig(CaseConfig):
         """See :meth:`CaseConfig.check`."""
         if model.split_blocks:
             raise ValueError("cannot be combined with split_blocks: tokens leave after whole blocks")
-        exits = self.exits(model.layers)
+        exits = self.exit_depths(model.layers)
         if not exits or exits[-1] >= model.layers:
             last = exits[-1] if exits else 1
             raise ValueError(f"has an exit after block {last}, exits lie before the last of {model.layers} (layers)")

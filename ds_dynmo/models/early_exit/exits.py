@@ -40,7 +40,7 @@ class ExitHead(TokenEmbedding):
     zeros.
 
     Args:
-        layer: the number that the weight is drawn by: 0, the embedding's, if they are tied; else the head's own.
+        seed_key: what the weight is drawn by: 0, the embedding's, if they are tied; else the head's own.
 
     Attributes:
         leaving: whether tokens may leave (see "start"). A buffer, bool: uses of a tied layer on one stage share
@@ -49,8 +49,8 @@ class ExitHead(TokenEmbedding):
 
     leaving: torch.Tensor
 
-    def __init__(self, config: GPTConfig, exits: EarlyExitConfig, layer: int) -> None:
-        super().__init__(config, layer)
+    def __init__(self, config: GPTConfig, exits: EarlyExitConfig, seed_key: int) -> None:
+        super().__init__(config, seed_key)
         self.exits = exits
         self.loss_weights = exits.loss_weights(config.layers)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
@@ -150,14 +150,14 @@ def exit_layers(config: GPTConfig, exits: EarlyExitConfig) -> list[LayerSpec]:
     Exits and head are one ``TiedLayerSpec`` key, "embedding" with ``tied_embedding`` and then the embedding too, else
     "head". Weights are drawn as those of the model without exits.
     """
-    layer = 0 if config.tied_embedding else config.layers + 2
+    seed_key = 0 if config.tied_embedding else config.layers + 2
     names = ["weight", "norm.weight", "norm.bias"]
     key = "embedding" if config.tied_embedding else "head"
-    head = partial(TiedLayerSpec, key, ExitHead, config, exits, layer, tied_weight_attr=names)
+    head = partial(TiedLayerSpec, key, ExitHead, config, exits, seed_key, tied_weight_attr=names)
     layers = [head(forward_fn=ExitHead.embed) if config.tied_embedding else LayerSpec(TokenEmbedding, config, 0)]
     for depth in range(1, config.layers + 1):
         layers.append(LayerSpec(ExitBlock, config, exits, depth))
-        if depth in exits.exits(config.layers):
+        if depth in exits.exit_depths(config.layers):
             layers.append(head(forward_fn=partial(ExitHead.exit, depth=depth)))
     return [*layers, head()]  # without a function: checkpoints hold the state of the tied layer that has none
 

@@ -37,7 +37,7 @@ class MixtureOfDepthsBlock(CountsPerBatch, Block):
     their positions.
 
     Args:
-        config, layer, attention, mlp: as in :class:`~ds_dynmo.models.gpt.Block`.
+        config, block_number, attention, mlp: as in :class:`~ds_dynmo.models.gpt.Block`.
         depths: the case's section.
 
     Attributes:
@@ -50,18 +50,18 @@ class MixtureOfDepthsBlock(CountsPerBatch, Block):
     def __init__(
         self,
         config: GPTConfig,
-        layer: int,
+        block_number: int,
         depths: MixtureOfDepthsConfig,
         attention: Callable[[Any, torch.Generator], nn.Module] | None = None,
         mlp: Callable[[Any, torch.Generator], nn.Module] | None = None,
     ) -> None:
-        super().__init__(config, layer, attention, mlp)
-        generator = generator_for("mixture of depths", config.seed, layer)
+        super().__init__(config, block_number, attention, mlp)
+        generator = generator_for("mixture of depths", config.seed, block_number)
         self.depths = depths
         self.sampling = depths.sampling
         self.router = init_linear(config.hidden_size, 1, INIT_STD, generator)
         self.predictor = Predictor(config, depths, generator) if depths.sampling == "predictor" else None
-        self.capacity = depths.capacity_of(layer)
+        self.capacity = depths.capacity_of(block_number)
         self.sequence_length = config.sequence_length
         self.tokens_taken: torch.Tensor | None = None
         self.tokens = 0
@@ -227,7 +227,9 @@ def capacity_schedule(config: MixtureOfDepthsConfig, engine: Any, sizes: RunSize
 
 
 def routed_block(
-    model: GPTConfig, config: MixtureOfDepthsConfig, number: int, parts: dict[str, Any]
+    model: GPTConfig, config: MixtureOfDepthsConfig, block_number: int, parts: dict[str, Any]
 ) -> list[LayerSpec] | None:
-    """Specify block ``number``, counted from 1, if it is a routed one."""
-    return [LayerSpec(MixtureOfDepthsBlock, model, number, config, **parts)] if config.routes(number) else None
+    """Specify block ``block_number``, counted from 1, if it is a routed one."""
+    if not config.routes(block_number):
+        return None
+    return [LayerSpec(MixtureOfDepthsBlock, model, block_number, config, **parts)]

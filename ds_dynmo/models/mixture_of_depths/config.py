@@ -120,19 +120,19 @@ class MixtureOfDepthsConfig(CaseConfig):
             raise ValueError("needs a threshold, this is null")
         return sampling
 
-    def routes(self, block: int) -> bool:
-        """Return whether block number ``block``, counted from 1, is a routed one.
+    def routes(self, block_number: int) -> bool:
+        """Return whether block ``block_number``, counted from 1, is a routed one.
 
-        >>> [block for block in range(1, 7) if MixtureOfDepthsConfig(every=2).routes(block)]
+        >>> [number for number in range(1, 7) if MixtureOfDepthsConfig(every=2).routes(number)]
         [2, 4, 6]
         """
-        return block % self.every == 0
+        return block_number % self.every == 0
 
-    def capacity_of(self, block: int) -> float:
-        """Return the capacity of routed block number ``block`` at first; with a threshold, the most it takes."""
+    def capacity_of(self, block_number: int) -> float:
+        """Return the capacity of routed block ``block_number`` at first; with a threshold, the most it takes."""
         if self.threshold is not None:
             return self.max_capacity
-        return self.capacity[block // self.every - 1] if isinstance(self.capacity, tuple) else self.capacity
+        return self.capacity[block_number // self.every - 1] if isinstance(self.capacity, tuple) else self.capacity
 
     def scheduled_capacity(self, step: int, total_steps: int) -> float:
         """Return the schedule's capacity in step ``step``, counted from 0. All have begun by the last step.

@@ -181,6 +181,6 @@ class RouterBiasUpdate(DynamicCase):
                 yield number, part
 
 
-def expert_parts(model: GPTConfig, config: MoEConfig, number: int) -> dict[str, Any]:
-    """Return the parts of block ``number``, counted from 1, as arguments of :class:`~ds_dynmo.models.gpt.Block`."""
-    return {"mlp": partial(MixtureOfExperts, moe=config)} if number in config.blocks(model.layers) else {}
+def expert_parts(model: GPTConfig, config: MoEConfig, block_number: int) -> dict[str, Any]:
+    """Return parts of block ``block_number``, counted from 1: arguments of :class:`~ds_dynmo.models.gpt.Block`."""
+    return {"mlp": partial(MixtureOfExperts, moe=config)} if block_number in config.blocks(model.layers) else {}

@@ -170,8 +170,8 @@ def _check_csr(config: PruningConfig, module: nn.Module) -> None:
 class _Prunable(Block):
     """Mixin before a Block class: replaces its ``nn.Linear`` by :class:`PrunableLinear`."""
 
-    def __init__(self, config: GPTConfig, layer: int, *, csr_from: float | None = None, **parts: Any) -> None:
-        super().__init__(config, layer, **parts)
+    def __init__(self, config: GPTConfig, block_number: int, *, csr_from: float | None = None, **parts: Any) -> None:
+        super().__init__(config, block_number, **parts)
         for parent in list(self.modules()):
             for name, part in list(parent.named_children()):
                 if isinstance(part, nn.Linear):
@@ -200,10 +200,12 @@ class PrunableFeedForwardHalf(_Prunable, FeedForwardHalf):
     """A :class:`~ds_dynmo.models.half_blocks.FeedForwardHalf` that can be pruned."""
 
 
-def prunable_block(model: GPTConfig, config: PruningConfig, number: int, parts: dict[str, Any]) -> list[LayerSpec]:
-    """Specify block ``number``, counted from 1, with ``parts`` that can be pruned."""
+def prunable_block(
+    model: GPTConfig, config: PruningConfig, block_number: int, parts: dict[str, Any]
+) -> list[LayerSpec]:
+    """Specify block ``block_number``, counted from 1, with ``parts`` that can be pruned."""
     types = BlockTypes(PrunableBlock, PrunableAttentionHalf, PrunableFeedForwardHalf)
-    return block_layers(model, number, types, csr_from=config.csr_from, **parts)
+    return block_layers(model, block_number, types, csr_from=config.csr_from, **parts)
 
 
 def prunable_linears(layer: nn.Module) -> list[PrunableLinear]:

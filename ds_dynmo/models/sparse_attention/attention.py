@@ -155,7 +155,7 @@ def unit_keys(query: torch.Tensor) -> torch.Tensor:
     return (exact * (exact.square().sum(-1, keepdim=True) + KEY_EPS).rsqrt()).to(query.dtype)
 
 
-def attention_parts(model: GPTConfig, config: SparseAttentionConfig, number: int) -> dict[str, Any]:
-    """Return the parts of block ``number``, counted from 1, as arguments of :class:`~ds_dynmo.models.gpt.Block`."""
+def attention_parts(model: GPTConfig, config: SparseAttentionConfig, block_number: int) -> dict[str, Any]:
+    """Return parts of block ``block_number``, counted from 1: arguments of :class:`~ds_dynmo.models.gpt.Block`."""
     attention = HashSparseAttention if config.pattern == "hash" else QKSparseAttention
     return {"attention": partial(attention, sparse=config)}

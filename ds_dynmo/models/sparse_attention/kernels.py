@@ -184,8 +184,8 @@ def _kept_tiles(
     found = []
     for tile, num_keys in enumerate(visible):
         part = slice(tile * QUERY_TILE, (tile + 1) * QUERY_TILE)
-        hidden = torch.arange(num_keys, device=key.device) >= keys_up_to[:, part]
-        mask = query.new_zeros(()).masked_fill(hidden, -math.inf)
+        masked = torch.arange(num_keys, device=key.device) >= keys_up_to[:, part]
+        mask = query.new_zeros(()).masked_fill(masked, -math.inf)
         scores = torch.baddbmm(mask, query[:, part], key[:, :num_keys].transpose(1, 2)).float()
         highest = own_score[:, part].detach()
         if num_keys:
