@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ds_dynmo.models.early_exit.exits import EarlyExit
     from ds_dynmo.models.freezing.config import FreezingConfig
     from ds_dynmo.models.freezing.egeria import Egeria, EgeriaController
-    from ds_dynmo.models.freezing.front import set_frozen_prefix
-    from ds_dynmo.models.freezing.prefix import Freezing, FreezingController
+    from ds_dynmo.models.freezing.freezing import Freezing, FreezingController
+    from ds_dynmo.models.freezing.frozen_prefix import set_frozen_prefix
     from ds_dynmo.models.gpt import gpt_layers, language_model_loss
     from ds_dynmo.models.gpt_config import GPTConfig
     from ds_dynmo.models.layer_numbers import local_layers
@@ -39,8 +39,8 @@ _MODULES = {
     "EarlyExit": "early_exit.exits",
     "FreezingConfig": "freezing.config",
     **dict.fromkeys(("Egeria", "EgeriaController"), "freezing.egeria"),
-    "set_frozen_prefix": "freezing.front",
-    **dict.fromkeys(("Freezing", "FreezingController"), "freezing.prefix"),
+    "set_frozen_prefix": "freezing.frozen_prefix",
+    **dict.fromkeys(("Freezing", "FreezingController"), "freezing.freezing"),
     **dict.fromkeys(("gpt_layers", "language_model_loss"), "gpt"),
     "GPTConfig": "gpt_config",
     "local_layers": "layer_numbers",

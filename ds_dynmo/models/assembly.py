@@ -16,7 +16,7 @@ from ds_dynmo.models.config import BLOCK, BYTES, ModelConfig
 from ds_dynmo.models.early_exit.exits import EarlyExit, exit_layers
 from ds_dynmo.models.freezing.config import FreezingConfig
 from ds_dynmo.models.freezing.egeria import Egeria
-from ds_dynmo.models.freezing.prefix import Freezing
+from ds_dynmo.models.freezing.freezing import Freezing
 from ds_dynmo.models.gpt import DocumentAttention, gpt_layers
 from ds_dynmo.models.half_blocks import block_layers
 from ds_dynmo.models.huggingface.configs import config_of

@@ -1,6 +1,6 @@
 """Pure functions over plain sequences that decide which layers each stage should hold.
 
-A *balancer* takes costs per layer, a number of stages, the partition in force and a memory model, and returns
+A *balancer* takes costs per layer, a number of stages, the current partition and a memory model, and returns
 boundaries. ``"partition"`` (:func:`balanced`), ``"diffusion"`` (:func:`diffusion`) and ``"makespan"``
 (:func:`makespan`) are registered here; :func:`register` adds more, which ``"balancer"`` in the JSON file can then name.
 

@@ -54,7 +54,7 @@ def balanced(
 
     Args:
         costs: per layer, finite and >= 0; ints are compared exactly, floats as the numbers they are.
-        start: the partition in force.
+        start: the current partition.
         speeds: per stage; the time of a stage is the costs of its layers over its speed; None: all are equal.
         layer_bytes: per layer, the bytes that move with it; None: the same for all.
 

@@ -63,7 +63,7 @@ def diffusion(
 
     Args:
         costs: per layer, finite and >= 0.
-        start: the partition in force; None: uniform.
+        start: the current partition; None: uniform.
         speeds: per stage; the load of a stage is the costs of its layers over its speed; None: all are equal.
 
     >>> diffusion([4, 9, 7, 5], 3)

@@ -33,7 +33,7 @@ def balanced_within(
 
     Args:
         prefix: exact prefix sums of the layers' costs.
-        start: the partition in force.
+        start: the current partition.
         slowness: per stage, the time of a unit of cost.
         layer_bytes: per layer, the bytes that move with it.
 

@@ -8,7 +8,7 @@ by a layer. Partitions that a lower bound excludes are not simulated.
 Under a split schedule (``pipeline.passes``) each partition needs a search for its order, which takes long. Candidates
 are all partitions, or the neighbours of the best one under 1F1B with overlapped sends. The search runs
 
-1. for the partition with the least bound and for the one in force;
+1. for the partition with the least bound and for the current one;
 2. while the work limit of a decision allows it: for the one with the smallest bottleneck and for the best under 1F1B;
 3. for the best of the :data:`_SIMULATED` partitions with the least bounds, after they were simulated under all orders
    found so far.
@@ -62,7 +62,7 @@ def makespan(
 
     Args:
         costs: per layer; used if ``pipeline`` is None, as in :func:`balanced`.
-        start: the partition in force, from which layers move; None: moves do not count.
+        start: the current partition, from which layers move; None: moves do not count.
         pipeline: the model of an iteration's time.
 
     >>> model = PipelineModel((1.0,) * 4, (2.0,) * 4, micro_batches=1, speeds=(1.0, 1.0))
@@ -76,15 +76,15 @@ def makespan(
         return balanced(costs, num_stages, memory=memory, start=start)
     check_num_stages(len(check_costs(costs)), num_stages)
     pipeline.check_shape(len(costs), num_stages)
-    present = None if start is None else list(check_partition(start, len(costs), num_stages))
+    current = None if start is None else list(check_partition(start, len(costs), num_stages))
     fits = _fitting(memory, len(costs), num_stages)
     if pipeline.passes is not None and num_stages > 1:
-        return _under_schedules(costs, pipeline, fits, memory, present)
+        return _under_schedules(costs, pipeline, fits, memory, current)
     if _are_few(len(costs), num_stages):
         candidates = _all_that_fit(costs, num_stages, fits, memory)
         seconds = pipeline.iterations_seconds(candidates)
-        return _preferred(candidates, seconds, pipeline, present, float(seconds.min()))
-    return _search(costs, pipeline, fits, memory, present)
+        return _preferred(candidates, seconds, pipeline, current, float(seconds.min()))
+    return _search(costs, pipeline, fits, memory, current)
 
 
 def _under_schedules(
@@ -92,7 +92,7 @@ def _under_schedules(
     pipeline: PipelineModel,
     furthest: Bounds | None,
     memory: MemoryModel | None,
-    present: list[int] | None,
+    current: list[int] | None,
 ) -> list[int]:
     """Find the partition with the shortest iteration, each under the order found for it."""
     passes = pipeline.passes
@@ -100,33 +100,33 @@ def _under_schedules(
     num_stages = len(pipeline.speeds)
     seconds: dict[tuple[int, ...], float] = {}
 
-    fits = present is not None and _fitted(np.array(present)[:, None], furthest).shape[1] > 0
-    present_seconds = passes.known_seconds(present) if present is not None and fits else math.inf
+    fits = current is not None and _fitted(np.array(current)[:, None], furthest).shape[1] > 0
+    current_seconds = passes.known_seconds(current) if current is not None and fits else math.inf
 
     def may_be_shorter(bound: float) -> bool:
-        """Return whether an order as close to its bound as the one in force would gain enough."""
+        """Return whether an order as close to its bound as the current one would gain enough."""
         expected = bound * max(1.0, passes.in_force_over_bound)
-        longest = [(1 - _GAIN) * min(seconds.values(), default=math.inf), (1 - passes.min_gain) * present_seconds]
+        longest = [(1 - _GAIN) * min(seconds.values(), default=math.inf), (1 - passes.min_gain) * current_seconds]
         return expected < min(longest)
 
     def search(partitions: Sequence[Sequence[int]]) -> None:
         for partition, bound in zip(partitions, passes.lower_bounds(np.array(partitions).T)):
-            if (partition == present or may_be_shorter(bound)) and tuple(partition) not in seconds:
+            if (partition == current or may_be_shorter(bound)) and tuple(partition) not in seconds:
                 seconds[tuple(partition)] = pipeline.iteration_seconds(partition)
 
     others = [balanced(costs, num_stages, memory=memory, speeds=pipeline.speeds)]
     if _are_few(len(costs), num_stages):
         candidates = _all_that_fit(costs, num_stages, furthest, memory)
     else:
-        best = _search(costs, replace(pipeline, sends="overlapped", passes=None), furthest, memory, present)
+        best = _search(costs, replace(pipeline, sends="overlapped", passes=None), furthest, memory, current)
         others.append(best)
         near = np.array(best)[:, None] + _shifts(num_stages)
         candidates = _fitted(np.column_stack([np.array(best), near]), furthest)
     bounds = passes.lower_bounds(candidates)
     first = [candidates[:, bounds.argmin()].tolist()]
-    if present is not None and fits:
-        surely_longer = passes.lower_bounds(np.array(present)[:, None])[0] > _SURELY * bounds.min()
-        first.insert(1 if surely_longer else 0, present)
+    if current is not None and fits:
+        surely_longer = passes.lower_bounds(np.array(current)[:, None])[0] > _SURELY * bounds.min()
+        first.insert(1 if surely_longer else 0, current)
     search(first)
     for partition in others:
         if passes.can_search:
@@ -142,7 +142,7 @@ def _under_schedules(
             if passes.can_search:
                 search([promising[place]])
     iterations = np.array(list(seconds.values()))
-    return _preferred(np.array(list(seconds)).T, iterations, pipeline, present, float(iterations.min()))
+    return _preferred(np.array(list(seconds)).T, iterations, pipeline, current, float(iterations.min()))
 
 
 def _are_few(num_layers: int, num_stages: int) -> bool:
@@ -190,12 +190,12 @@ def _fitted(candidates: Bounds, furthest: Bounds | None) -> Bounds:
 
 
 def _preferred(
-    candidates: Bounds, seconds: Floats, pipeline: PipelineModel, present: list[int] | None, best_seconds: float
+    candidates: Bounds, seconds: Floats, pipeline: PipelineModel, current: list[int] | None, best_seconds: float
 ) -> list[int]:
     """Choose, among those as short as the best, the one that moves fewest bytes, then fewest layers."""
     equal = candidates[:, seconds <= best_seconds * (1 + _TIE)]
-    if present is not None:
-        moved_bytes, layers = pipeline.moved(present, equal)
+    if current is not None:
+        moved_bytes, layers = pipeline.moved(current, equal)
         equal = equal[:, np.lexsort((layers, moved_bytes))]
     partition: list[int] = equal[:, 0].tolist()
     return partition
@@ -206,14 +206,14 @@ def _search(
     pipeline: PipelineModel,
     furthest: Bounds | None,
     memory: MemoryModel | None,
-    present: list[int] | None,
+    current: list[int] | None,
 ) -> list[int]:
     """Simulate neighbours of the best partitions until none is shorter."""
     num_stages = len(pipeline.speeds)
     beam = _seeds(pipeline, furthest)
     if not beam.shape[1]:
         balanced(costs, num_stages, memory=memory)  # raises, and says why none fits
-    known = [balanced(costs, num_stages), *([present] if present is not None else [])]
+    known = [balanced(costs, num_stages), *([current] if current is not None else [])]
     beam = np.column_stack([beam, _fitted(np.array(known).T, furthest)])
     seconds = pipeline.iterations_seconds(beam)
     shifts = _shifts(num_stages)
@@ -231,20 +231,20 @@ def _search(
         improved = near_seconds.min() < seconds[0] * (1 - _TIE)
         beam, seconds = np.column_stack([beam, near]), np.concatenate([seconds, near_seconds])
     best = beam[:, seconds.argmin()].tolist()
-    return best if present is None else _with_fewer_moves(best, float(seconds.min()), pipeline, furthest, present)
+    return best if current is None else _with_fewer_moves(best, float(seconds.min()), pipeline, furthest, current)
 
 
 def _with_fewer_moves(
-    best: list[int], best_seconds: float, pipeline: PipelineModel, furthest: Bounds | None, present: list[int]
+    best: list[int], best_seconds: float, pipeline: PipelineModel, furthest: Bounds | None, current: list[int]
 ) -> list[int]:
-    """Move boundaries of ``best`` back to the partition in force if the iteration gets no longer."""
+    """Move boundaries of ``best`` back to the current partition if the iteration gets no longer."""
     runs = _shifts(len(best) - 1)[:, ::2].astype(bool)
-    near = _fitted(np.where(runs, np.array(present)[:, None], np.array(best)[:, None]), furthest)
+    near = _fitted(np.where(runs, np.array(current)[:, None], np.array(best)[:, None]), furthest)
     near = near[:, _lower_bounds(near, pipeline) <= best_seconds * (1 + _TIE)]
     if not near.shape[1]:
         return best
     near = np.column_stack([np.array(best), near])
-    return _preferred(near, pipeline.iterations_seconds(near), pipeline, present, best_seconds)
+    return _preferred(near, pipeline.iterations_seconds(near), pipeline, current, best_seconds)
 
 
 def _fresh(near: Bounds, bounds: Floats, best_seconds: float, seen: set[bytes]) -> Bounds:

@@ -45,7 +45,7 @@ class Balancer(Protocol):
 
         Args:
             costs: per layer, finite and >= 0.
-            start: the partition in force.
+            start: the current partition.
             memory: the memory model; None: no limit.
         """
 

@@ -51,7 +51,7 @@ def first_fit(
     stage in the pipeline can take layers, so that stages stay contiguous.
 
     Args:
-        partition: the one in force.
+        partition: the current one.
         fits: ``fits(num_stages, stage, start, stop)`` is True if layers ``[start, stop)`` fit on ``stage`` of
             ``num_stages``, with fewer micro-batches in flight than now.
         target: the number of stages at which to stop.

@@ -168,9 +168,9 @@ def retained(deviations: tuple[float, ...], kept: float) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class FreezingLoad(LoadModel):
-    """L_j = sum of (1 - f_i) c_i: a frozen layer costs nothing (Egeria caches what the frozen front puts out).
+    """L_j = sum of (1 - f_i) c_i: a frozen layer costs nothing (Egeria caches the outputs of the frozen prefix).
 
-    Published: front layers freeze first, as often as every 50 iterations; 24 stages x 30 replicas; a bubble ratio of
+    Published: leading layers freeze first, as often as every 50 iterations; 24 stages x 30 replicas; a bubble ratio of
     about 40% for 40 layers. So ``frozen`` of the layers freeze, evenly between the iterations ``start`` and ``end``.
     ``forward_kept``: share of the forward pass that a frozen layer still does; 1 in an engine without such a cache.
     """

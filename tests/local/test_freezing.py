@@ -14,14 +14,14 @@ from ds_dynmo.engine.state.clipping import gradient_magnitudes
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.case import RunSizes
 from ds_dynmo.models.freezing.config import FreezingConfig
-from ds_dynmo.models.freezing.front import set_frozen_prefix
-from ds_dynmo.models.freezing.prefix import (
+from ds_dynmo.models.freezing.freezing import (
     Freezing,
     FreezingController,
     auto_freeze,
     gradient_change,
     scheduled_blocks,
 )
+from ds_dynmo.models.freezing.frozen_prefix import set_frozen_prefix
 from ds_dynmo.models.gpt import gpt_layers, language_model_loss
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.layer_numbers import block_numbers, local_layers

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, RunSizes, language_model_loss, model_layers
 from ds_dynmo.models.freezing.config import FreezingConfig
-from ds_dynmo.models.freezing.prefix import FreezingController
+from ds_dynmo.models.freezing.freezing import FreezingController
 from ds_dynmo.models.gpt import FinalNorm, OutputHead, TokenEmbedding
 from ds_dynmo.models.half_blocks import AttentionHalf, FeedForwardHalf
 from ds_dynmo.models.moe.layer import MixtureOfExperts

@@ -66,10 +66,10 @@ class FreezingConfig(CaseConfig):
 
     for_huggingface: ClassVar = True
 
-    kind: Literal["freezing"] = Field(default="freezing", description='"freezing": the front of the model is frozen')
+    kind: Literal["freezing"] = Field(default="freezing", description='"freezing": a prefix of the model is frozen')
     schedule: Schedule | None = Field(
         default=None,
-        description="[[fraction, blocks], ...]: from that fraction of the steps on, so many front blocks are frozen",
+        description="[[fraction, blocks], ...]: from that fraction of the steps on, so many leading blocks are frozen",
     )
     automatic: AutoFreezeConfig | None = Field(default=None, description="AutoFreeze's criterion; {} for its defaults")
     egeria: EgeriaConfig | None = Field(

@@ -27,7 +27,7 @@ import torch
 
 from ds_dynmo.models.case import RunSizes
 from ds_dynmo.models.freezing.config import EgeriaConfig
-from ds_dynmo.models.freezing.front import FreezingCase
+from ds_dynmo.models.freezing.frozen_prefix import FreezingCase
 from ds_dynmo.models.freezing.plasticity import WatchedBlock, capture_first, watch
 from ds_dynmo.models.layer_numbers import local_layers
 
@@ -53,7 +53,7 @@ def slope(values: Sequence[float]) -> float:
 
 
 class EgeriaController:
-    """Decides how many blocks at the model's front are frozen.
+    """Decides how many leading blocks of the model are frozen.
 
     Every rank runs it on the same numbers. The frontmost active block is frozen once the moving average of its
     plasticity is flat: over a window the slope per evaluation is less than ``threshold`` of the largest average that
@@ -175,8 +175,8 @@ class Egeria(FreezingCase):
             return
         local: Future[float | None] = Future()
         try:
-            front = dict(self._blocks()).get(self._controller.frozen_blocks)
-            watched = None if front is None else WatchedBlock(front)
+            frontmost = dict(self._blocks()).get(self._controller.frozen_blocks)
+            watched = None if frontmost is None else WatchedBlock(frontmost)
             local = self._thread.submit(_plasticity, watched)
         except Exception as error:  # the other ranks learn of it when they ask for the mean
             local.set_exception(error)

@@ -1,4 +1,4 @@
-"""Freeze the front of a model, as far as it is on this stage, whatever decides how much."""
+"""Freeze a prefix of a model, as far as it is on this stage, whatever decides how many layers it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer freezing of the model's front: by a schedule, or by AutoFreeze's criterion (paper, section 2, layer freezing).
+"""Layer freezing of a prefix of the model by a schedule, or by AutoFreeze's criterion (paper, section 2).
 
 Egeria's criterion is in :mod:`ds_dynmo.models.freezing.egeria`.
 
@@ -20,7 +20,7 @@ import torch
 
 from ds_dynmo.models.case import RunSizes
 from ds_dynmo.models.freezing.config import FreezingConfig
-from ds_dynmo.models.freezing.front import FreezingCase
+from ds_dynmo.models.freezing.frozen_prefix import FreezingCase
 
 __all__ = [
     "Freezing",
@@ -66,7 +66,7 @@ def auto_freeze(previous: Sequence[float], current: Sequence[float], frozen_bloc
 
 
 class FreezingController:
-    """Decides how many layers at the front of a model are frozen.
+    """Decides how many layers the frozen prefix of a model has.
 
     A block is frozen whole, also where it is two layers (``layers_per_block``). Before each batch, call
     ``set_frozen_prefix(module, controller.frozen_prefix(step))`` where that number changed. With :attr:`automatic`,
