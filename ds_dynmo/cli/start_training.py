@@ -28,10 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check_configuration(arguments: list[str]) -> None:
-    """Check the JSON, its "dynmo" block and DeepSpeed's keys. Other errors, and those of options, are found later.
+    """Check the JSON, its "dynmo" section and DeepSpeed's keys. Other errors, and those of options, are found later.
 
     Raises:
-        ConfigError: the file cannot be read, a change cannot be made, the block is invalid, or a key that training
+        ConfigError: the file cannot be read, a change cannot be made, the section is invalid, or a key that training
             needs is.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 2 --module ds_dynmo.cli.start_training --deepspeed_config ds_configs/freezing.json
 
-The JSON is DeepSpeed's own, with a "dynmo" block and a "model" block (ds_dynmo.models.ModelConfig). Errors in either
-end the command with exit code 2 before a process group exists.
+The JSON is DeepSpeed's own, with a "dynmo" section and a "model" section (ds_dynmo.models.ModelConfig). Errors in
+either end the command with exit code 2 before a process group exists.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def build_engine(run: TrainingRun) -> Any:
         if engine.dynmo is None and engine.partition != run.resumed["partition"]:
             raise ConfigError(
                 f"--resume {run.resume}: was saved under partition {run.resumed['partition']}, this run has "
-                f'{engine.partition}; a "dynmo" block loads it'
+                f'{engine.partition}; a "dynmo" section loads it'
             )
         engine.load_checkpoint(str(run.resume), tag=run.resumed["tag"])
     return engine

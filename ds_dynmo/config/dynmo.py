@@ -76,7 +76,7 @@ class TraceConfig(Section):
 class DynMoConfig(Section):  # a validator sees only the keys above its own: the order of keys matters
     """The "dynmo" section. Every key has a default and a ``description``.
 
-    Build it with :func:`read_dynmo_config` or :func:`parse_block`, which raise :class:`ConfigError`. The constructor
+    Build it with :func:`read_dynmo_config` or :func:`parse_section`, which raise :class:`ConfigError`. The constructor
     raises pydantic's ``ValidationError``, which is a ``ValueError`` too.
     """
 
@@ -166,11 +166,11 @@ class DynMoConfig(Section):  # a validator sees only the keys above its own: the
 
     @model_validator(mode="before")
     @classmethod
-    def _default_balancer(cls, block: Any) -> Any:
+    def _default_balancer(cls, section: Any) -> Any:
         """Choose "makespan" for time, the paper's "partition" for parameters."""
-        if isinstance(block, dict) and block.get("balancer") is None:
-            return {**block, "balancer": "partition" if block.get("balance_by") == "parameters" else "makespan"}
-        return block
+        if isinstance(section, dict) and section.get("balancer") is None:
+            return {**section, "balancer": "partition" if section.get("balance_by") == "parameters" else "makespan"}
+        return section
 
     @field_validator("stop_step")
     @classmethod
@@ -183,7 +183,7 @@ class DynMoConfig(Section):  # a validator sees only the keys above its own: the
     @field_validator("balancer")
     @classmethod
     def _registered(cls, balancer: str) -> str:
-        from ds_dynmo.partitioners.registry import get  # here, so that reading a block needs no numpy
+        from ds_dynmo.partitioners.registry import get  # here, so that reading a section needs no numpy
 
         get(balancer)
         return balancer

@@ -17,7 +17,7 @@ from ds_dynmo.config.dynmo import DynMoConfig
 from ds_dynmo.config.explain import explain, show
 from ds_dynmo.errors import ConfigError
 
-BLOCK = "dynmo"
+SECTION = "dynmo"
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -29,16 +29,16 @@ def read_dynmo_config(config: str | os.PathLike[str] | dict[str, Any]) -> DynMoC
         config: as for ``deepspeed.initialize``: a path to a JSON file, a dict, or the JSON in URL-safe base64.
 
     Raises:
-        ConfigError: a configuration that cannot be read, an invalid block, or a top-level key that looks like a
-            misspelt "dynmo". The message has one line for each problem of the block.
+        ConfigError: a configuration that cannot be read, an invalid section, or a top-level key that looks like a
+            misspelt "dynmo". The message has one line for each problem of the section.
     """
     settings = load_settings(config)
     for key in settings:
-        if key != BLOCK and isinstance(key, str) and _is_misspelt(key):
-            raise ConfigError(f'{key}: unknown top-level key; did you mean "{BLOCK}"?')
-    if BLOCK not in settings:
+        if key != SECTION and isinstance(key, str) and _is_misspelt(key):
+            raise ConfigError(f'{key}: unknown top-level key; did you mean "{SECTION}"?')
+    if SECTION not in settings:
         return None
-    return parse_block(DynMoConfig, settings[BLOCK], BLOCK)
+    return parse_section(DynMoConfig, settings[SECTION], SECTION)
 
 
 def load_settings(config: Any, changes: Iterable[str] = ()) -> dict[str, Any]:
@@ -82,17 +82,17 @@ def _with_change(settings: dict[str, Any], change: str) -> dict[str, Any]:
     if not equals or not all(keys):
         refuse('should be KEY=VALUE, such as dynmo.interval=10 or \'model.case={"kind": "moe"}\'')
     value = _word_or_json(text, f"--set {change}")
-    changed = block = dict(settings)
+    changed = section = dict(settings)
     for depth, name in enumerate(outer, start=1):
-        inner = {} if block.get(name) is None else block[name]
+        inner = {} if section.get(name) is None else section[name]
         if not isinstance(inner, dict):
             refuse(f"{'.'.join(keys[:depth])} is {show(inner)}, and has no keys; give it whole")
-        block[name] = dict(inner)
-        block = block[name]
+        section[name] = dict(inner)
+        section = section[name]
     if value is not None:
-        block[key] = value
-    elif key in block:
-        del block[key]
+        section[key] = value
+    elif key in section:
+        del section[key]
     else:
         refuse("there is no such key to remove")
     return changed
@@ -144,7 +144,7 @@ def load_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _parse_object(_text_of(path), os.fspath(path), json.loads)
 
 
-def parse_block(model_class: type[Model], data: Any, name: str) -> Model:
+def parse_section(model_class: type[Model], data: Any, name: str) -> Model:
     """Parse ``data`` into a ``model_class``.
 
     Args:
@@ -197,4 +197,4 @@ def _without_duplicates(source: str) -> Callable[[list[tuple[str, Any]]], dict[s
 def _is_misspelt(key: str) -> bool:
     """Return whether ``key`` differs from "dynmo" only in case, punctuation or a letter. No key of DeepSpeed does."""
     letters = re.sub(r"[\W_]", "", key.lower())
-    return difflib.SequenceMatcher(None, letters, BLOCK).ratio() >= 0.8
+    return difflib.SequenceMatcher(None, letters, SECTION).ratio() >= 0.8

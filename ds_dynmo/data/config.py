@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ds_dynmo.config import parse_block
+from ds_dynmo.config import parse_section
 from ds_dynmo.config.section import Section
 
-__all__ = ["BLOCK", "DataConfig", "Documents", "TokenType", "read_data_config"]
+__all__ = ["SECTION", "DataConfig", "Documents", "TokenType", "read_data_config"]
 
-BLOCK = "data"
+SECTION = "data"
 
 Documents = Literal["joined", "packed", "padded"]
 TokenType = Literal["uint8", "uint16", "uint32", "int32"]
@@ -57,6 +57,6 @@ def read_data_config(settings: dict[str, Any]) -> DataConfig:
     """Read the "data" section of a DeepSpeed configuration, the defaults if there is none.
 
     Raises:
-        ConfigError: an invalid block; a line for each problem.
+        ConfigError: an invalid section; a line for each problem.
     """
-    return parse_block(DataConfig, settings.get(BLOCK, {}), BLOCK)
+    return parse_section(DataConfig, settings.get(SECTION, {}), SECTION)

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ds_dynmo.config import load_json, parse_block
+from ds_dynmo.config import load_json, parse_section
 from ds_dynmo.config.section import Section
-from ds_dynmo.data.config import BLOCK, DataConfig, TokenType
+from ds_dynmo.data.config import SECTION, DataConfig, TokenType
 from ds_dynmo.data.tokens import Ids, Tokens
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.files import atomic_write, write_text
@@ -56,15 +56,15 @@ def read_tokens(path: str | os.PathLike[str], config: DataConfig | None = None) 
     if not beside.is_file():
         if config.dtype is None:
             raise ConfigError(
-                f'{file}: has no header, and no {beside.name} beside it: "dtype" in the "{BLOCK}" block says what the '
-                'ids are: "uint16" in nanoGPT\'s files'
+                f'{file}: has no header, and no {beside.name} beside it: "dtype" in the "{SECTION}" section says what '
+                'the ids are: "uint16" in nanoGPT\'s files'
             )
         return Tokens(map_ids(file, config.dtype), str(file), end_of_document=config.end_of_document)
-    header = parse_block(TokenFile, load_json(beside), str(beside))
+    header = parse_section(TokenFile, load_json(beside), str(beside))
     for key in ("dtype", "end_of_document"):
         asked, written = getattr(config, key), getattr(header, key)
         if asked is not None and written is not None and asked != written:
-            raise ConfigError(f"{BLOCK}.{key} = {json.dumps(asked)}: {beside} says {json.dumps(written)}")
+            raise ConfigError(f"{SECTION}.{key} = {json.dumps(asked)}: {beside} says {json.dumps(written)}")
     ids = map_ids(file, header.dtype)
     if header.tokens is not None and header.tokens != len(ids):
         raise ConfigError(f"{file}: holds {len(ids)} tokens of {header.dtype}, {beside.name} says {header.tokens}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ds_dynmo.data.batches import Split, TokenData
 from ds_dynmo.data.cache import cached_id_statistics, cached_tokens, default_folder, identity_of
-from ds_dynmo.data.config import BLOCK, DataConfig
+from ds_dynmo.data.config import SECTION, DataConfig
 from ds_dynmo.data.files import read_tokens, smallest_type
 from ds_dynmo.data.megatron import read_megatron
 from ds_dynmo.data.saved_datasets import IDS, ids_of, is_dataset, open_dataset, texts_of
@@ -135,7 +135,7 @@ def _check_used(config: DataConfig, sources: dict[Split, Path]) -> None:
     files = [_token_file(source, split) for split, source in sources.items()]
     if given and all(file is None or _is_index(file) for file in files):
         raise ConfigError(
-            f"{BLOCK}.{f', {BLOCK}.'.join(given)}: says how a .bin file without an index is read, and "
+            f"{SECTION}.{f', {SECTION}.'.join(given)}: says how a .bin file without an index is read, and "
             f"{sources['train']} is none"
         )
 
@@ -158,7 +158,8 @@ def _open(
             return cached_tokens(cache, key, ids, name=str(path), dtype="uint32", log_progress=log_progress)
     if folder is None:
         raise ConfigError(
-            f'{path}: is text, and no tokenizer is given: "tokenizer" in the "{BLOCK}" block names a folder with one'
+            f'{path}: is text, and no tokenizer is given: "tokenizer" in the "{SECTION}" section names a folder '
+            "with one"
         )
 
     tokenizer = Tokenizer(folder)

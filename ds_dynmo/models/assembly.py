@@ -12,7 +12,7 @@ from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.errors import ConfigError, PackingError
 from ds_dynmo.models import huggingface
 from ds_dynmo.models.case import DynamicCase, RunSizes
-from ds_dynmo.models.config import BLOCK, BYTES, ModelConfig
+from ds_dynmo.models.config import BYTES, SECTION, ModelConfig
 from ds_dynmo.models.early_exit.exits import EarlyExit, exit_layers
 from ds_dynmo.models.freezing.config import FreezingConfig
 from ds_dynmo.models.freezing.egeria import Egeria
@@ -78,7 +78,7 @@ def model_layers(config: ModelConfig, *, packed: bool = False) -> list[LayerSpec
     for case in config.case:
         if packed and case.crosses_documents:
             raise PackingError(
-                f"{BLOCK}.case: {case.kind} cannot be combined with packed documents: it attends across them"
+                f"{SECTION}.case: {case.kind} cannot be combined with packed documents: it attends across them"
             )
     whole = [case for case in config.case if case.kind in WHOLE_MODEL_BUILDERS]
     assert len(whole) <= 1, "cases that build the whole model refuse each other"
@@ -133,7 +133,7 @@ def vocabulary_of(config: ModelConfig) -> int:
     try:
         return int(config_of(config.huggingface).vocab_size)
     except ConfigError as error:
-        raise ConfigError(f"{BLOCK}.huggingface: {error}") from error
+        raise ConfigError(f"{SECTION}.huggingface: {error}") from error
 
 
 def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]:
@@ -154,7 +154,7 @@ def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]
         if freezing is not None and freezing.egeria is not None:
             huggingface.check_blocks_draw_nothing(config.huggingface, "egeria runs blocks beside the training")
     except ConfigError as error:
-        raise type(error)(f"{BLOCK}.huggingface: {error}") from error
+        raise type(error)(f"{SECTION}.huggingface: {error}") from error
     if freezing is not None:
         _check_freezing(freezing, layers)
     return layers
@@ -164,9 +164,9 @@ def _check_freezing(freezing: FreezingConfig, layers: list[LayerSpec]) -> None:
     """Check that layers of a Hugging Face model can be frozen, as ``FreezingConfig.check`` does for the GPT's."""
     if any(isinstance(spec, TiedLayerSpec) for spec in layers):
         raise ConfigError(
-            f"{BLOCK}.case: would freeze the head with the embedding: needs tie_word_embeddings = false in "
-            f"{BLOCK}.huggingface"
+            f"{SECTION}.case: would freeze the head with the embedding: needs tie_word_embeddings = false in "
+            f"{SECTION}.huggingface"
         )
     most, blocks = freezing.most_blocks, len(block_numbers(layers))
     if most > blocks:
-        raise ConfigError(f"{BLOCK}.case: schedule freezes {most} blocks, {BLOCK}.huggingface has {blocks}")
+        raise ConfigError(f"{SECTION}.case: schedule freezes {most} blocks, {SECTION}.huggingface has {blocks}")

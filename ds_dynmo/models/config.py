@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from ds_dynmo.config import load_settings, parse_block
+from ds_dynmo.config import load_settings, parse_section
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.case import CaseConfig, LayerOutputs
 from ds_dynmo.models.early_exit.config import EarlyExitConfig
@@ -29,7 +29,7 @@ from ds_dynmo.models.sparse_attention.config import SparseAttentionConfig
 
 __all__ = ["ModelConfig", "read_model_config"]
 
-BLOCK = "model"
+SECTION = "model"
 BYTES = 256  # the text's different tokens
 BESIDE_HUGGINGFACE = {
     *("huggingface", "verified", "tokens", "sequence_length", "seed", "sampling", "case", "expert_parallel"),
@@ -181,8 +181,8 @@ def read_model_config(config: str | os.PathLike[str] | dict[str, Any]) -> ModelC
         ConfigError: the file cannot be read, or the section is missing or invalid; a line for each problem.
     """
     settings = load_settings(config)
-    if BLOCK not in settings:
-        nearest = difflib.get_close_matches(BLOCK, [key for key in settings if isinstance(key, str)], n=1)
+    if SECTION not in settings:
+        nearest = difflib.get_close_matches(SECTION, [key for key in settings if isinstance(key, str)], n=1)
         hint = f'; is "{nearest[0]}" meant to be it?' if nearest else ""
-        raise ConfigError(f'{BLOCK}: the configuration has no "{BLOCK}" block, {{}} is the smallest{hint}')
-    return parse_block(ModelConfig, settings[BLOCK], BLOCK)
+        raise ConfigError(f'{SECTION}: the configuration has no "{SECTION}" section, {{}} is the smallest{hint}')
+    return parse_section(ModelConfig, settings[SECTION], SECTION)

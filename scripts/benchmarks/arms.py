@@ -60,7 +60,7 @@ def chosen(asked: Sequence[str] | None, known: Statics) -> list[str]:
 
 
 def arm_block(arm: str, block: dict[str, Any]) -> dict[str, Any]:
-    """Make the "dynmo" block of an arm; ``block`` is that of arms that rebalance.
+    """Make the "dynmo" section of an arm; ``block`` is that of arms that rebalance.
 
     The dense arm and the oracle take a profile when they are told to, and never move by themselves.
     """

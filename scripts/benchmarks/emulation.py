@@ -127,7 +127,7 @@ class EmulatedBlock(nn.Module):
 def make_engine(
     arm: str, *, layers: int, micro_batches: int, interval: int, block: dict[str, Any] | None = None
 ) -> Any:
-    """Make an arm's engine over emulated blocks; ``block`` adds to the arm's "dynmo" block."""
+    """Make an arm's engine over emulated blocks; ``block`` adds to the arm's "dynmo" section."""
     profile = {"warmup_batches": 0 if interval == 1 else NEVER}
     dynmo = arm_block(arm, {"interval": interval, "profile": profile})
     dynmo |= {"monitor": False, "randomness": {"per_layer": False}, **(block or {})}
@@ -152,7 +152,7 @@ def pipeline_engine(
     """Make an engine over ``layers``, one stage per rank, split uniformly.
 
     Args:
-        dynmo: the "dynmo" block; None: the engine is DeepSpeed's own.
+        dynmo: the "dynmo" section; None: the engine is DeepSpeed's own.
         config: more of DeepSpeed's keys.
     """
     settings = {

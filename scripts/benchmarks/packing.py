@@ -29,7 +29,7 @@ def prepare_without_limit(flags: list[str], settings: dict[str, Any]) -> Trainin
 
 
 def with_block(settings: dict[str, Any], **keys: Any) -> dict[str, Any]:
-    """Replace keys of the "dynmo" block."""
+    """Replace keys of the "dynmo" section."""
     return {**settings, "dynmo": {**settings["dynmo"], **keys}}
 
 

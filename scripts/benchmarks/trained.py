@@ -34,7 +34,7 @@ class Trained:
 
     @classmethod
     def build(cls, name: str, case: str, block: dict[str, Any], steps: int) -> Trained:
-        """Build the case's model with this "dynmo" block. "dense" is the same one without what changes it."""
+        """Build the case's model with this "dynmo" section. "dense" is the same one without what changes it."""
         settings = {**configuration(case), "dynmo": block}
         if name == "dense":
             settings["model"] = without_case(settings["model"])
@@ -66,7 +66,7 @@ def configuration(case: str) -> dict[str, Any]:
 
 
 def without_case(model: dict[str, Any]) -> dict[str, Any]:
-    """Leave the dynamic case out of a "model" block."""
+    """Leave the dynamic case out of a "model" section."""
     return {key: value for key, value in model.items() if key != "case"}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.accelerator.devices import each, needs, run_on_devices
 from tests.distributed import test_topologies
-from tests.distributed.support.configs import BLOCK, PRECISIONS, Case
+from tests.distributed.support.configs import PRECISIONS, SECTION, Case
 from tests.distributed.support.training import train, train_frozen, whole
 from tests.distributed.test_schedule_features import PROFILED, train_layers, twofold
 
@@ -22,7 +22,7 @@ def under_both(function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]
     """What a workload gives under 1F1B and under a schedule of ours."""
     found = []
     for kind in ("1f1b", "zero_bubble"):
-        BLOCK["schedule"] = {"kind": kind}
+        SECTION["schedule"] = {"kind": kind}
         found.append(function(*args))
     return found
 

@@ -63,7 +63,7 @@ TABLE = (
     Row(b"\xff\xfe\x00", (), r"config\.json: .*"),
     Row('{"dynmo": {"interval": 1, "interval": 2}}', (), r"config\.json: .*interval.*"),
     Row({}, ("--deepspeed_config", "."), r"\.: cannot be read: .*"),
-    # the "dynmo" block
+    # the "dynmo" section
     Row({"dynmo": True}, (), r"dynmo.*"),
     Row({"dynmo": []}, (), r"dynmo.*"),
     Row({"dynamo": {}}, (), r"dynamo.*dynmo.*"),
@@ -109,7 +109,7 @@ TABLE = (
     deepspeed(r".*fp16.*bf16.*|.*bf16.*fp16.*", fp16={"enabled": True}, bf16={"enabled": True}),
     deepspeed(r".*scheduler.*", scheduler={"type": "WarmUp"}),
     deepspeed(r".*gradient_clipping.*", gradient_clipping="strong"),
-    # the "model" block
+    # the "model" section
     Row({"model": []}, (), r"model.*"),
     Row({"model": "gpt"}, (), r"model.*"),
     model(r"model\.head.*heads.*", head=2),

@@ -30,7 +30,7 @@ from tests.distributed.support.training import (
 
 
 def train(case: Case, moves: Sequence[Sequence[int]], steps: int, backend: str = "aot_eager") -> dict[str, Any]:
-    """Train compiled: by inductor if the block says so, else by ``backend`` in a call of DeepSpeed's."""
+    """Train compiled: by inductor if the section says so, else by ``backend`` in a call of DeepSpeed's."""
     warnings = Warnings()
     engine = build(case)
     if not engine.dynmo.compile:

@@ -23,10 +23,10 @@ from tests.distributed.support.training import batches, build, layers_of, partit
 
 MOVES = ([0, 4, 6, 8], [0, 1, 6, 8], [0, 2, 4, 8])  # indexed by the rank that receives
 STEPS = 8
-BLOCK: dict[str, Any] = {"interval": 0, "timeout_seconds": 10, "profile": {"batches": 1, "warmup_batches": 0}}
+SECTION: dict[str, Any] = {"interval": 0, "timeout_seconds": 10, "profile": {"batches": 1, "warmup_batches": 0}}
 CASES = {
-    "fp32": Case(stages=3, start=(0, 3, 5, 8), dynmo=BLOCK),
-    "bf16 zero1": Case(stages=3, start=(0, 3, 5, 8), dynmo=BLOCK, precision="bf16 zero1", groups="two"),
+    "fp32": Case(stages=3, start=(0, 3, 5, 8), dynmo=SECTION),
+    "bf16 zero1": Case(stages=3, start=(0, 3, 5, 8), dynmo=SECTION, precision="bf16 zero1", groups="two"),
 }
 
 

@@ -181,7 +181,7 @@ def test_a_checkpoint_with_a_forbidden_cut_is_loaded(tmp_path: Path) -> None:
 
 
 def stock_checkpoint(case: Case, folder: str, write: bool) -> dict[str, Any]:
-    """Write a checkpoint without a "dynmo" block, or load it with one. Return the results of three more batches."""
+    """Write a checkpoint without a "dynmo" section, or load it with one. Return the results of three more batches."""
     if write:
         engine = build(replace(case, dynmo=None, start=None))
         data = batches(engine)

@@ -32,7 +32,7 @@ from tests.distributed import (
 from tests.distributed.harness import RankError, run
 from tests.distributed.support import case_runs, elastic
 from tests.distributed.support.case_runs import CaseRun, moved
-from tests.distributed.support.configs import BLOCK, Case
+from tests.distributed.support.configs import SECTION, Case
 from tests.distributed.support.models import WIDTH, Block, Embedding, Head, scale, seeded
 from tests.distributed.support.training import batches, build, outcome_of, raw, train, train_frozen
 
@@ -47,12 +47,12 @@ def under(kind: str, function: Callable[..., Any], *args: Any) -> tuple[Any, int
         begin(self, steps)
         ours.append(self.running is not None)
 
-    BLOCK["schedule"] = {"kind": kind}
+    SECTION["schedule"] = {"kind": kind}
     ScheduleInForce.begin = watched  # type: ignore[method-assign]
     try:
         return function(*args), sum(ours)
     finally:
-        del BLOCK["schedule"]
+        del SECTION["schedule"]
         ScheduleInForce.begin = begin  # type: ignore[method-assign]
 
 

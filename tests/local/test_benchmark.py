@@ -17,7 +17,7 @@ from benchmarks.emulated import Benchmark, until_settled
 from benchmarks.emulation import EmulatedBlock
 from benchmarks.machine import Machine
 from benchmarks.trained import configuration, without_case
-from ds_dynmo.config import parse_block
+from ds_dynmo.config import parse_section
 from ds_dynmo.engine.split.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ModelConfig
@@ -81,7 +81,7 @@ MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 12}
     ids=["huggingface", "split_blocks", *CASES],
 )
 def test_the_dense_model_is_the_same_one_without_what_changes_it(block: dict[str, Any]) -> None:
-    dense, whole = (parse_block(ModelConfig, one, "model") for one in (without_case(block), block))
+    dense, whole = (parse_section(ModelConfig, one, "model") for one in (without_case(block), block))
     for key in ModelConfig.model_fields:
         assert getattr(dense, key) == (() if key == "case" else getattr(whole, key)), key
 

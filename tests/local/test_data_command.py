@@ -85,7 +85,7 @@ def test_a_bin_file_is_bytes_only_where_they_are_asked_for(tmp_path: Path) -> No
     ids.parent.mkdir()
     np.zeros(500, dtype=np.uint16).tofile(ids)
     for given in (ids, ids.parent):
-        with pytest.raises(ConfigError, match=r'train\.bin: token ids need "dtype" in the "data" block.*train\.json'):
+        with pytest.raises(ConfigError, match=r'train\.bin: token ids need "dtype" in the "data" section.*train\.json'):
             prepared(tmp_path, OURS, "--data", str(given))
         run = prepared(tmp_path, {**OURS, "tokens": "bytes"}, "--data", str(given))
         assert isinstance(run.text, ByteText) and len(run.text.tokens) == 1000
@@ -181,7 +181,7 @@ def test_what_cannot_be_trained_is_refused_with_the_numbers(
 
     given = ("--data", str(text))
     no_tokenizer = (
-        r'model\.huggingface = ".*": {}, which text needs: "tokenizer" in the "data" block .*"tokens": "bytes"'
+        r'model\.huggingface = ".*": {}, which text needs: "tokenizer" in the "data" section .*"tokens": "bytes"'
     )
     refused(no_tokenizer.format("has no tokenizer"), huggingface(plain), *given)
     refused(no_tokenizer.format("has no tokenizer"), huggingface(plain))

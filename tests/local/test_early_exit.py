@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_dynmo.config import parse_block
+from ds_dynmo.config import parse_section
 from ds_dynmo.models import ModelConfig, RunSizes, language_model_loss, model_layers
 from ds_dynmo.models.early_exit import blocks as blocks_module
 from ds_dynmo.models.early_exit.blocks import ExitBlock
@@ -36,7 +36,9 @@ SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 9, "mlp_
 
 
 def config(tied: bool = False, **exits: Any) -> ModelConfig:
-    return parse_block(ModelConfig, {**SIZES, "tied_embedding": tied, "case": {"kind": "early_exit", **exits}}, "model")
+    return parse_section(
+        ModelConfig, {**SIZES, "tied_embedding": tied, "case": {"kind": "early_exit", **exits}}, "model"
+    )
 
 
 class Model(nn.Module):
@@ -160,7 +162,7 @@ CONFIDENCES = {
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", CONFIDENCES)
 def test_losses_gradients_and_exits_equal_the_slow_reference(name: str, tied: bool) -> None:
-    exits = parse_block(EarlyExitConfig, CONFIDENCES[name], "early_exit")
+    exits = parse_section(EarlyExitConfig, CONFIDENCES[name], "early_exit")
     fast, slow = (Model(config(tied, **CONFIDENCES[name])).double() for _ in range(2))
     for model in (fast, slow):  # make states differ more than those of an untrained model
         for parameter in model.parameters():
@@ -390,7 +392,7 @@ def test_recomputing_gives_the_same_numbers(name: str) -> None:
 
 def test_weights_equal_the_model_without_exits() -> None:
     with_exits = model_layers(config(method="calm"))
-    without = model_layers(parse_block(ModelConfig, SIZES, "model"))
+    without = model_layers(parse_section(ModelConfig, SIZES, "model"))
     assert torch.equal(with_exits[1].build().mlp.expand.weight, without[1].build().mlp.expand.weight)
     assert torch.equal(with_exits[-1].build().weight, without[-1].build().weight)
     tied = model_layers(config(tied=True, method="calm"))

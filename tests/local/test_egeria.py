@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.config import parse_block
+from ds_dynmo.config import parse_section
 from ds_dynmo.models import ModelConfig, RunSizes, model_layers
 from ds_dynmo.models.freezing import egeria as egeria_module
 from ds_dynmo.models.freezing.config import EgeriaConfig
@@ -23,7 +23,7 @@ RUN = RunSizes(total_steps=10, num_layers=6, blocks=range(1, 4))
 
 
 def config(**block: Any) -> EgeriaConfig:
-    return parse_block(EgeriaConfig, block, "egeria")
+    return parse_section(EgeriaConfig, block, "egeria")
 
 
 def controller(**block: Any) -> EgeriaController:
@@ -141,7 +141,7 @@ def test_long_sequences_are_sampled() -> None:
 
 
 def blocks(**case: Any) -> list[nn.Module]:
-    model = parse_block(ModelConfig, {**SIZES, **case}, "model")
+    model = parse_section(ModelConfig, {**SIZES, **case}, "model")
     return [spec.build() for spec in model_layers(model)]
 
 

@@ -8,7 +8,7 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.config import parse_block
+from ds_dynmo.config import parse_section
 from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.state.clipping import gradient_magnitudes
 from ds_dynmo.errors import ConfigError
@@ -60,7 +60,7 @@ class Stage(nn.Module):
 
 
 def controller(block: dict[str, Any], *, blocks: range = range(1, 4), total_steps: int = 100) -> FreezingController:
-    config = parse_block(FreezingConfig, block, "freezing")
+    config = parse_section(FreezingConfig, block, "freezing")
     return FreezingController(config, RunSizes(total_steps=total_steps, num_layers=blocks.stop + 2, blocks=blocks))
 
 
@@ -251,7 +251,7 @@ def test_a_batch_whose_step_was_skipped_does_not_count() -> None:
         gradient_magnitudes=lambda: magnitudes,
         sum_over_world=lambda sums: sums,
     )
-    config = parse_block(FreezingConfig, {"automatic": {"interval": 1.0}}, "freezing")
+    config = parse_section(FreezingConfig, {"automatic": {"interval": 1.0}}, "freezing")
     case = Freezing(config, engine, RunSizes(total_steps=10, num_layers=4, blocks=range(1, 4)))
     sums = []
     for step in range(3):

@@ -8,7 +8,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from pydantic import ValidationError
 from torch import nn
 
-from ds_dynmo.config import parse_block
+from ds_dynmo.config import parse_section
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ModelConfig, model_layers
 from ds_dynmo.models.gpt import (
@@ -80,7 +80,7 @@ def test_a_token_does_not_see_later_ones() -> None:
 
 def test_packed_documents_are_computed_as_if_alone() -> None:
     sizes = {"layers": 2, "hidden_size": 32, "heads": 4, "sequence_length": 16, "tied_embedding": False}
-    config = parse_block(ModelConfig, {**sizes, "case": {"kind": "moe", "experts": 4}}, "model")
+    config = parse_section(ModelConfig, {**sizes, "case": {"kind": "moe", "experts": 4}}, "model")
     model = nn.Sequential(*(spec.build() for spec in model_layers(config, packed=True))).eval()
     alone = nn.Sequential(*(spec.build() for spec in model_layers(config))).eval()
     text, positions = tokens(2, 16), torch.tensor([[*range(5), *range(8), *range(3)], [*range(16)]])
@@ -99,7 +99,7 @@ def test_packed_documents_are_computed_as_if_alone() -> None:
 )
 def test_what_attends_across_packed_documents_is_refused(case: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"model\.case: {case['kind']} cannot be combined with packed documents"):
-        model_layers(parse_block(ModelConfig, {"case": case}, "model"), packed=True)
+        model_layers(parse_section(ModelConfig, {"case": case}, "model"), packed=True)
 
 
 def test_attention_is_the_softmax_over_earlier_tokens() -> None:

@@ -15,7 +15,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynmo.config import parse_block
+from ds_dynmo.config import parse_section
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers, vocabulary_of
 from ds_dynmo.models.freezing.plasticity import WatchedBlock, capture_first, watch
@@ -459,7 +459,7 @@ def test_a_dense_layer_has_no_load_signal() -> None:
 def test_expert_parallelism_that_a_model_cannot_have_is_refused() -> None:
     def refused(block: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
-            model_layers(parse_block(ModelConfig, {"expert_parallel": True, **block}, "model"))
+            model_layers(parse_section(ModelConfig, {"expert_parallel": True, **block}, "model"))
 
     refused({"huggingface": MODELS["llama"], "sequence_length": 64}, "model_type llama, has no experts to share out")
     refused({"case": {"kind": "moe"}}, '"case" of kind "moe" has one of its own')
@@ -468,7 +468,7 @@ def test_expert_parallelism_that_a_model_cannot_have_is_refused() -> None:
         {**block, "case": {"kind": "freezing", "automatic": {}}},
         r"freezing: only schedule can be combined with expert_parallel",
     )
-    specs = model_layers(parse_block(ModelConfig, {"expert_parallel": True, **block}, "model"))
+    specs = model_layers(parse_section(ModelConfig, {"expert_parallel": True, **block}, "model"))
     assert specs[1].build().shares_out and not huggingface.layers(MIXTRAL)[1].build().shares_out
 
 
@@ -591,17 +591,18 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     refused(r"has adapter_config\.json: the library would load the adapter too")
 
 
-# -- the "model" block --------------------------------------------------------------------------------------
+# -- the "model" section --------------------------------------------------------------------------------------
 
 
-def test_the_model_block_accepts_a_config(tmp_path: Path) -> None:
-    config = parse_block(ModelConfig, {"huggingface": MODELS["qwen3"], "sequence_length": 64, "seed": 3}, "model")
+def test_the_model_section_accepts_a_config(tmp_path: Path) -> None:
+    config = parse_section(ModelConfig, {"huggingface": MODELS["qwen3"], "sequence_length": 64, "seed": 3}, "model")
     specs = model_layers(config)
     assert [spec.typename.__name__ for spec in specs] == [
         *["InputEmbedding", "DecoderLayer", "DecoderLayer", "DecoderLayer", "DecoderNorm", "LMHead"]
     ]
     path = write_config(tmp_path) / "config.json"
-    assert len(model_layers(parse_block(ModelConfig, {"huggingface": str(path), "sequence_length": 64}, "model"))) == 6
+    config = parse_section(ModelConfig, {"huggingface": str(path), "sequence_length": 64}, "model")
+    assert len(model_layers(config)) == 6
     for changes, message in (
         ({"sequence_length": 65}, "model.huggingface: sequence_length 65"),
         ({"huggingface": {**MODELS["qwen3"], "vocab_size": 200}}, "model.huggingface: vocab_size 200: .* 256"),
@@ -609,7 +610,7 @@ def test_the_model_block_accepts_a_config(tmp_path: Path) -> None:
     ):
         block = {"huggingface": MODELS["qwen3"], "sequence_length": 64, **changes}
         with pytest.raises(ConfigError, match=message):
-            model_layers(parse_block(ModelConfig, block, "model"))
+            model_layers(parse_section(ModelConfig, block, "model"))
 
 
 def test_bytes_need_a_vocabulary_of_256_and_the_tokens_of_a_folder_do_not(tmp_path: Path) -> None:
@@ -617,16 +618,16 @@ def test_bytes_need_a_vocabulary_of_256_and_the_tokens_of_a_folder_do_not(tmp_pa
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     block = {"huggingface": str(tmp_path), "sequence_length": 64}
-    assert len(model_layers(parse_block(ModelConfig, block, "model"))) == 6
-    assert vocabulary_of(parse_block(ModelConfig, block, "model")) == 40
+    assert len(model_layers(parse_section(ModelConfig, block, "model"))) == 6
+    assert vocabulary_of(parse_section(ModelConfig, block, "model")) == 40
     for changes in ({"tokens": "bytes"}, {"huggingface": str(tmp_path / "config.json")}):
         with pytest.raises(ConfigError, match=r"model\.huggingface: vocab_size 40: should be at least 256"):
-            model_layers(parse_block(ModelConfig, {**block, **changes}, "model"))
+            model_layers(parse_section(ModelConfig, {**block, **changes}, "model"))
 
 
 def test_freezing_that_a_model_cannot_do_is_refused() -> None:
     def refused(model: dict[str, Any], freezing: dict[str, Any], message: str) -> None:
-        block = parse_block(
+        block = parse_section(
             ModelConfig,
             {"huggingface": model, "sequence_length": 64, "case": {"kind": "freezing", **freezing}},
             "model",
@@ -642,7 +643,7 @@ def test_freezing_that_a_model_cannot_do_is_refused() -> None:
     refused(untied, {"egeria": {}}, r"model\.huggingface: resid_pdrop 0\.1: should be 0: egeria")
     neox = {"model_type": "gpt_neox", "hidden_dropout": 0.1, "vocab_size": 300}
     refused(neox, {"egeria": {}}, r"model\.huggingface: hidden_dropout 0\.1: should be 0: egeria")
-    block = parse_block(
+    block = parse_section(
         ModelConfig, {"huggingface": untied, "sequence_length": 64, "case": {"kind": "freezing", **schedule}}, "model"
     )
     assert block_numbers(model_layers(block)) == range(2, 5)

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_dynmo.config import parse_block
+from ds_dynmo.config import parse_section
 from ds_dynmo.models import ModelConfig, RunSizes, language_model_loss, model_layers
 from ds_dynmo.models.gpt import Block, CausalSelfAttention, apply_rotary
 from ds_dynmo.models.gpt_config import GPTConfig
@@ -28,7 +28,7 @@ SEQUENCE, BATCH = 12, 3
 
 
 def model_config(**mod: Any) -> ModelConfig:
-    return parse_block(ModelConfig, {**SIZES, "case": {"kind": "mod", "capacity": 0.25, **mod}}, "model")
+    return parse_section(ModelConfig, {**SIZES, "case": {"kind": "mod", "capacity": 0.25, **mod}}, "model")
 
 
 def block_of(attention: Any = None, **mod: Any) -> MixtureOfDepthsBlock:

@@ -487,7 +487,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_block_is_named() -> None:
-    with pytest.raises(ConfigError, match=r'model: the configuration has no "model" block'):
+    with pytest.raises(ConfigError, match=r'model: the configuration has no "model" section'):
         read_model_config({"dynmo": {}})
     with pytest.raises(ConfigError, match=r'is "modle" meant to be it\?'):
         read_model_config({"modle": {}})

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynmo.config import parse_block
+from ds_dynmo.config import parse_section
 from ds_dynmo.models import MixtureOfExperts, ModelConfig, RouterBiasUpdate, RunSizes, language_model_loss, model_layers
 from ds_dynmo.models.gpt import Block, FeedForward
 from ds_dynmo.models.moe.config import MoEConfig
@@ -23,7 +23,7 @@ BATCH = 2
 
 
 def model_of(**moe: Any) -> ModelConfig:
-    return parse_block(ModelConfig, {**SIZES, "case": {"kind": "moe", **moe}}, "model")
+    return parse_section(ModelConfig, {**SIZES, "case": {"kind": "moe", **moe}}, "model")
 
 
 def experts_of(**moe: Any) -> MixtureOfExperts:
@@ -369,7 +369,7 @@ def test_recomputing_gives_the_same_numbers_and_counts_once(routing: str, kind: 
 def test_blocks_with_experts(keys: dict[str, int], blocks: list[int]) -> None:
     layers = [
         spec.build()
-        for spec in model_layers(parse_block(ModelConfig, {"layers": 6, "case": {"kind": "moe", **keys}}, "m"))[1:-2]
+        for spec in model_layers(parse_section(ModelConfig, {"layers": 6, "case": {"kind": "moe", **keys}}, "m"))[1:-2]
     ]
     assert [number for number, layer in enumerate(layers) if isinstance(layer.mlp, MixtureOfExperts)] == blocks
     assert all(isinstance(layer, Block) for layer in layers)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_dynmo.cli.training.options import check_without_block
-from ds_dynmo.config import parse_block
+from ds_dynmo.config import parse_section
 from ds_dynmo.engine.split.split_modules import forwards
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers
@@ -238,7 +238,7 @@ def weights(specs: list[Any]) -> dict[str, nn.Parameter]:
 )
 def test_a_config_freezes_the_base_and_draws_the_same_adapters_in_any_layer(lora: dict[str, Any]) -> None:
     config = {"huggingface": LLAMA, "sequence_length": 32, "peft": {**ALL, **lora}}
-    specs = model_layers(parse_block(ModelConfig, config, "model"))
+    specs = model_layers(parse_section(ModelConfig, config, "model"))
     found = weights(specs)
     alone = {name: p for name, p in BuiltLayers(specs[2:3]).layers[0].part.named_parameters()}
     assert any("lora_A" in name for name in alone)
@@ -394,14 +394,14 @@ def test_adapters_are_given_once() -> None:
         ({"huggingface": LLAMA, "save_base": False}, "save_base = false: without peft"),
     ],
 )
-def test_blocks_that_do_not_fit_are_refused(block: dict[str, Any], said: str) -> None:
+def test_sections_that_do_not_fit_are_refused(block: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        parse_block(ModelConfig, block, "model")
+        parse_section(ModelConfig, block, "model")
 
 
 def test_stock_deepspeed_trains_no_adapters() -> None:
-    model = parse_block(ModelConfig, {"huggingface": LLAMA, "peft": ALL}, "model")
-    with pytest.raises(ConfigError, match=r'model\.peft: needs a "dynmo" block'):
+    model = parse_section(ModelConfig, {"huggingface": LLAMA, "peft": ALL}, "model")
+    with pytest.raises(ConfigError, match=r'model\.peft: needs a "dynmo" section'):
         check_without_block(Namespace(record=None), model)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_dynmo.config import DynMoConfig, parse_block
+from ds_dynmo.config import DynMoConfig, parse_section
 from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.engine.resize.planning import Planner
 from ds_dynmo.errors import PartitionError
@@ -21,11 +21,11 @@ BALANCERS = ["partition", "diffusion", "makespan"]
 LAYERS, STAGES = 16, 8
 
 
-def planner(share: float, limit: int | None = None, most: int = STAGES, **block: Any) -> Planner:
+def planner(share: float, limit: int | None = None, most: int = STAGES, **section: Any) -> Planner:
     """Plan for a run whose layers took one second each at first, and now take ``share`` of it and 10 bytes each."""
     layers = (LayerCost(share / 3, 2 * share / 3, 5, 5, static_bytes=10, activation_bytes=0, input_bytes=0),) * LAYERS
     profile = Profile(7, Placement.chain(uniform(LAYERS, STAGES)), layers, micro_batches=8, batch_seconds=1.0)
-    given = DecisionInput.of(profile, config=parse_block(DynMoConfig, block, "dynmo"), limit_bytes=limit)
+    given = DecisionInput.of(profile, config=parse_section(DynMoConfig, section, "dynmo"), limit_bytes=limit)
     return Planner(
         given=given,
         most=most,

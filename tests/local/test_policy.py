@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ds_dynmo.config import DynMoConfig, parse_block
+from ds_dynmo.config import DynMoConfig, parse_section
 from ds_dynmo.engine.decide import decision
 from ds_dynmo.engine.decide.cost_model import CostModel
 from ds_dynmo.engine.decide.decision import Decision
@@ -25,9 +25,9 @@ from ds_dynmo.plan import HeldBytes, LayerCost, MigrationPlan, Profile
 from tests.pages import code_blocks
 
 
-def config(**block: Any) -> DynMoConfig:
-    """Parse a block. Its default balancer is "partition"."""
-    return parse_block(DynMoConfig, {"balancer": "partition", **block}, "dynmo")
+def config(**section: Any) -> DynMoConfig:
+    """Parse a section. Its default balancer is "partition"."""
+    return parse_section(DynMoConfig, {"balancer": "partition", **section}, "dynmo")
 
 
 def profile(seconds: list[float], partition: tuple[int, ...], **extra: int) -> Profile:
@@ -212,8 +212,8 @@ class Run:
 
     every = 100
 
-    def __init__(self, partition: tuple[int, ...], seed: int, jitter: float, **block: Any) -> None:
-        self.partition, self.jitter, self.config = partition, jitter, config(**block)
+    def __init__(self, partition: tuple[int, ...], seed: int, jitter: float, **section: Any) -> None:
+        self.partition, self.jitter, self.config = partition, jitter, config(**section)
         self.rng = random.Random(seed)
         self.cost_model = CostModel()
         self.moves: list[tuple[int, ...]] = []

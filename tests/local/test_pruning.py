@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_dynmo.config import parse_block
+from ds_dynmo.config import parse_section
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.case import RunSizes
 from ds_dynmo.models.gpt import Block, gpt_layers, language_model_loss
@@ -332,7 +332,7 @@ def linears_of(engine: Engine) -> list[PrunableLinear]:
 def test_a_run_prunes_on_schedule_and_keeps_zeros(csr_from: float | None, refusal: str | None) -> None:
     engine = Engine(csr_from)
     engine.refusal = refusal
-    config = parse_block(PruningConfig, SCHEDULE, "pruning")
+    config = parse_section(PruningConfig, SCHEDULE, "pruning")
     case = Pruning(config, engine, run_of(40))
     linears = linears_of(engine)
     total = sum(linear.weight.numel() for linear in linears)
@@ -366,7 +366,7 @@ def test_vectors_train_as_dense_weights_with_masks_to_the_bit(csr_from: float | 
     for refusal in ("stays dense", None):
         engine = Engine(csr_from, dtype)
         engine.refusal = refusal
-        case = Pruning(parse_block(PruningConfig, SCHEDULE, "pruning"), engine, run_of(16))
+        case = Pruning(parse_section(PruningConfig, SCHEDULE, "pruning"), engine, run_of(16))
         losses, weights = [], []
         for step in range(16):
             case.before_batch(step)

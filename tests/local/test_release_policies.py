@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynmo.config import RepackConfig, parse_block, read_dynmo_config
+from ds_dynmo.config import RepackConfig, parse_section, read_dynmo_config
 from ds_dynmo.engine.resize import parking
 from ds_dynmo.engine.resize.release import RankLocation, ReleasePolicy, ReleaseRefused, check_policy, policy_for
 from ds_dynmo.engine.resize.release.runner import PolicyRunner
@@ -42,8 +42,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     started.close()
 
 
-def policy(block: dict[str, Any], secrets: Path = Path("/nowhere")) -> ReleasePolicy:
-    return policy_for(parse_block(RepackConfig, block, "repack"), secrets)
+def policy(section: dict[str, Any], secrets: Path = Path("/nowhere")) -> ReleasePolicy:
+    return policy_for(parse_section(RepackConfig, section, "repack"), secrets)
 
 
 def kubernetes(server: Server, **settings: Any) -> ReleasePolicy:
@@ -91,15 +91,15 @@ def test_a_command_gets_the_released_ranks(tmp_path: Path) -> None:
     ],
 )
 def test_a_command_that_fails_is_a_refusal(program: list[str], says: str) -> None:
-    block = {"release": "command", "command": [sys.executable, *program], "release_timeout_seconds": 0.5}
+    section = {"release": "command", "command": [sys.executable, *program], "release_timeout_seconds": 0.5}
     with pytest.raises(ReleaseRefused, match=says):
-        policy(block).release(GONE, STAYING)
+        policy(section).release(GONE, STAYING)
 
 
 def test_a_command_that_does_not_exist_is_a_refusal() -> None:
-    block = {"release": "command", "command": ["/no/such/program"]}
+    section = {"release": "command", "command": ["/no/such/program"]}
     with pytest.raises(ReleaseRefused, match="/no/such/program"):
-        policy(block).release(GONE, STAYING)
+        policy(section).release(GONE, STAYING)
 
 
 def test_the_printed_program_takes_nodes_out_of_a_job_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,14 +111,14 @@ def test_the_printed_program_takes_nodes_out_of_a_job_of_slurm(tmp_path: Path, m
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.chdir(tmp_path)
-    block = read_dynmo_config(json.loads(code_blocks("elastic.md", "command", "json")[1]))
-    assert block is not None
-    policy_for(block.repack).release(GONE, [*STAYING, RankLocation(3, "host-c", "cuda:0")])
+    section = read_dynmo_config(json.loads(code_blocks("elastic.md", "command", "json")[1]))
+    assert section is not None
+    policy_for(section.repack).release(GONE, [*STAYING, RankLocation(3, "host-c", "cuda:0")])
     assert (tmp_path / "told").read_text() == "update JobId=12 NodeList=host-a,host-c\n"
 
 
 @pytest.mark.parametrize(
-    ("block", "says"),
+    ("section", "says"),
     [
         ({"release": "command"}, 'release "command" needs command'),
         ({"release": "checkpoint"}, 'release "checkpoint" needs checkpoint'),
@@ -134,9 +134,9 @@ def test_the_printed_program_takes_nodes_out_of_a_job_of_slurm(tmp_path: Path, m
         ({"min_stages": 0}, "repack.min_stages"),
     ],
 )
-def test_wrong_blocks_are_refused(block: dict[str, object], says: str) -> None:
+def test_wrong_sections_are_refused(section: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        parse_block(RepackConfig, block, "repack")
+        parse_section(RepackConfig, section, "repack")
 
 
 class Noting:
@@ -280,7 +280,7 @@ def test_the_pod_is_named_by_the_downward_api_and_not_by_the_host(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POD_NAME", "pod-c")
-    config = parse_block(RepackConfig, {"release": "kubernetes"}, "repack")
+    config = parse_section(RepackConfig, {"release": "kubernetes"}, "repack")
     check_policy(config)
     here = RankLocation.here(1, "cpu")
     assert here.pod == here.as_record()["pod"] == "pod-c" != here.host
@@ -333,10 +333,10 @@ def test_the_printed_role_allows_what_the_printed_configuration_asks_for(action:
     objects, rules = printed()
     name = objects["Pod"]["metadata"]["name"]
     server.pods[name] = objects["Pod"]
-    block = read_dynmo_config(json.loads(code_blocks("elastic.md", "kubernetes", "json")[action]))
-    assert block is not None and block.repack.enabled
-    policy_for(block.repack, server.secrets).release([RankLocation(0, "host", "cuda:0", name)], [])
-    assert (name in server.pods) == (block.repack.kubernetes.action == "resize")
+    section = read_dynmo_config(json.loads(code_blocks("elastic.md", "kubernetes", "json")[action]))
+    assert section is not None and section.repack.enabled
+    policy_for(section.repack, server.secrets).release([RankLocation(0, "host", "cuda:0", name)], [])
+    assert (name in server.pods) == (section.repack.kubernetes.action == "resize")
     verbs = {"GET": "get", "DELETE": "delete", "PATCH": "patch"}
     asked = set()
     for method, path, _ in server.requests:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynmo.config import parse_block
+from ds_dynmo.config import parse_section
 from ds_dynmo.models import ModelConfig, RunSizes, language_model_loss, model_layers
 from ds_dynmo.models.freezing.config import FreezingConfig
 from ds_dynmo.models.freezing.freezing import FreezingController
@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def build(split: bool, **block: Any) -> nn.Sequential:
-    config = parse_block(ModelConfig, {**SIZES, **block, "split_blocks": split}, "model")
+    config = parse_section(ModelConfig, {**SIZES, **block, "split_blocks": split}, "model")
     return nn.Sequential(*(spec.build() for spec in model_layers(config)))
 
 
@@ -145,7 +145,7 @@ def test_the_load_signal_of_a_pruned_half_is_its_own_retained_fraction() -> None
 
 
 def freezing(block: dict[str, Any], layers_per_block: int) -> FreezingController:
-    config = parse_block(FreezingConfig, block, "freezing")
+    config = parse_section(FreezingConfig, block, "freezing")
     return FreezingController(
         config,
         RunSizes(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.config import parse_block
+from ds_dynmo.config import parse_section
 from ds_dynmo.models import MixtureOfExperts, ModelConfig, model_layers
 from ds_dynmo.models.gpt import OutputHead
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
@@ -59,7 +59,7 @@ class FirstOutput(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("routing", ["aux_loss", "sbase", "bias"])
 def test_our_mixture_of_experts(routing: str, dtype: torch.dtype) -> None:
-    config = parse_block(ModelConfig, {**SIZES, "case": {"kind": "moe", "experts": 6, "routing": routing}}, "model")
+    config = parse_section(ModelConfig, {**SIZES, "case": {"kind": "moe", "experts": 6, "routing": routing}}, "model")
     (moe,) = config.case
     layer = FirstOutput(MixtureOfExperts(config, generator_for("layer"), moe=moe).to(dtype))
     with torch.no_grad():
@@ -116,7 +116,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Passes, set[str]]] = {
 
 
 def head() -> nn.Module:
-    config = parse_block(ModelConfig, SIZES, "model")
+    config = parse_section(ModelConfig, SIZES, "model")
     (layer,) = [spec.build() for spec in model_layers(config) if spec.typename is OutputHead]
     assert isinstance(layer, OutputHead)
     return layer

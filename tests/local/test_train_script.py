@@ -152,15 +152,15 @@ def test_a_recording_profiles_every_batch_and_moves_no_layer(tmp_path: Path) -> 
     settings = json.loads(path.read_text())
     del settings["dynmo"]
     path.write_text(json.dumps({**settings, "model": {"layers": 4}}))
-    with pytest.raises(ConfigError, match=r'^--record r\.jsonl: needs a "dynmo" block'):
+    with pytest.raises(ConfigError, match=r'^--record r\.jsonl: needs a "dynmo" section'):
         prepare(["--deepspeed_config", str(path), "--record", "r.jsonl"])
 
 
 @pytest.mark.parametrize(
     ("moe", "named"),
     [
-        ({"routing": "bias"}, r'model\.case\.routing = "bias": needs a "dynmo" block'),
-        ({"expert_parallel": True}, r'model\.case\.expert_parallel: needs a "dynmo" block'),
+        ({"routing": "bias"}, r'model\.case\.routing = "bias": needs a "dynmo" section'),
+        ({"expert_parallel": True}, r'model\.case\.expert_parallel: needs a "dynmo" section'),
     ],
 )
 def test_features_over_all_replicas_need_the_block(tmp_path: Path, moe: dict[str, Any], named: str) -> None:

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from ds_dynmo.config import DynMoConfig, parse_block
+from ds_dynmo.config import DynMoConfig, parse_section
 from ds_dynmo.engine.decide.made_reports import measured_report
 from ds_dynmo.engine.decide.trigger import Reason, Request, Trigger
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
 
 
-def config(**block: Any) -> DynMoConfig:
-    return parse_block(DynMoConfig, block, "dynmo")
+def config(**section: Any) -> DynMoConfig:
+    return parse_section(DynMoConfig, section, "dynmo")
 
 
 def run(settings: DynMoConfig, steps: int, requests: dict[int, str] | None = None) -> dict[str, list[Any]]:
@@ -60,8 +60,8 @@ def test_disabled_it_never_profiles() -> None:
 
 
 def test_disabled_it_profiles_once_for_an_initial_partition_by_profile() -> None:
-    block = {"enabled": False, "initial_partition": "profile", "interval": 1}
-    seen = run(config(**block, profile={"batches": 2, "warmup_batches": 3}), 10)
+    section = {"enabled": False, "initial_partition": "profile", "interval": 1}
+    seen = run(config(**section, profile={"batches": 2, "warmup_batches": 3}), 10)
     assert seen["profiled"] == [4, 5] and seen["decided"] == [(5, "initial")]
 
 

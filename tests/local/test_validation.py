@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.config import DynMoConfig, parse_block
+from ds_dynmo.config import DynMoConfig, parse_section
 from ds_dynmo.config.withdrawn import WITHDRAWN
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.deepspeed.settings import REMOVED
@@ -170,9 +170,9 @@ def test_type_costs_count_layers_by_name() -> None:
 def test_an_initial_partition_that_does_not_fit_the_model_is_refused() -> None:
     model: Any = SimpleNamespace(_layer_specs=SPECS, num_stages=2)
     for partition in ([0, 2, 4], "uniform", "type:linear"):
-        validation.check_initial_partition(parse_block(DynMoConfig, {"initial_partition": partition}, "dynmo"), model)
+        validation.check_initial_partition(parse_section(DynMoConfig, {"initial_partition": partition}, "dynmo"), model)
     with pytest.raises(PartitionError, match="4 layers"):
-        validation.check_initial_partition(parse_block(DynMoConfig, {"initial_partition": [0, 2, 5]}, "dynmo"), model)
+        validation.check_initial_partition(parse_section(DynMoConfig, {"initial_partition": [0, 2, 5]}, "dynmo"), model)
 
 
 @pytest.mark.parametrize("call", [name for name in WITHDRAWN if name.startswith("engine.")])

@@ -138,7 +138,7 @@ MUTATIONS = [
         "tests/distributed/test_keep_together_rules.py::test_a_forbidden_partition_is_refused_and_training_continues",
     ),
     Mutation(
-        "an unknown key of the block is accepted",
+        "an unknown key of the section is accepted",
         "ds_dynmo/config/section.py",
         'extra="forbid"',
         'extra="ignore"',
@@ -152,7 +152,7 @@ MUTATIONS = [
         "tests/distributed/test_reporting.py::test_all_other_keys_must_be_equal_on_every_rank",
     ),
     Mutation(
-        "layers move though the block is switched off",
+        "layers move though the section is switched off",
         "ds_dynmo/engine/guards.py",
         "        if not engine.dynmo.enabled:\n",
         "        if False:\n",

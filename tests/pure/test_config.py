@@ -15,7 +15,7 @@ from ds_dynmo.config import (
     TraceConfig,
     load_json,
     load_settings,
-    parse_block,
+    parse_section,
     parse_type_partition,
     read_dynmo_config,
 )
@@ -23,8 +23,8 @@ from ds_dynmo.config.withdrawn import WITHDRAWN
 from ds_dynmo.errors import ConfigError
 
 
-def read(**block: Any) -> DynMoConfig:
-    config = read_dynmo_config({"train_batch_size": 8, "dynmo": block})
+def read(**section: Any) -> DynMoConfig:
+    config = read_dynmo_config({"train_batch_size": 8, "dynmo": section})
     assert config is not None
     return config
 
@@ -215,7 +215,7 @@ def test_an_unknown_balancer_is_one_problem_even_if_decentralized() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "line"),
+    ("section", "line"),
     [
         ({"intervall": 5}, 'dynmo.intervall = 5: unknown key; did you mean "interval"?'),
         ({"Enabled": True}, 'dynmo.Enabled = true: unknown key; did you mean "enabled"?'),
@@ -227,9 +227,9 @@ def test_an_unknown_balancer_is_one_problem_even_if_decentralized() -> None:
         ({"profile": {"zzz": 2}}, "dynmo.profile.zzz = 2: unknown key; should be one of batches, warmup_batches"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_known_one(block: dict[str, Any], line: str) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(section: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read(**block)
+        read(**section)
     assert str(error.value) == line
 
 
@@ -245,10 +245,10 @@ def test_all_problems_are_in_one_message_a_line_each() -> None:
     ]
 
 
-@pytest.mark.parametrize("block", [None, [], 3, "on", True])
-def test_a_block_that_is_not_an_object_is_refused(block: Any) -> None:
+@pytest.mark.parametrize("section", [None, [], 3, "on", True])
+def test_a_section_that_is_not_an_object_is_refused(section: Any) -> None:
     with pytest.raises(ConfigError, match=r"^dynmo = .*: should be an object"):
-        read_dynmo_config({"dynmo": block})
+        read_dynmo_config({"dynmo": section})
 
 
 @pytest.mark.parametrize("key", ["dynamo", "dynmoe", "DynMo", "DYNMO", "dyn_mo", "dynmo "])
@@ -424,22 +424,22 @@ class Drawing(BaseModel):
 )
 def test_any_pydantic_model_is_parsed_the_same_way(data: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as error:
-        parse_block(Drawing, data, "model")
+        parse_section(Drawing, data, "model")
     assert str(error.value) == line
 
 
 def test_a_key_path_through_a_list() -> None:
     with pytest.raises(ConfigError, match=r'^model\.shapes\[1\]\.width = "3": ') as error:
-        parse_block(Drawing, {"title": "t", "shapes": [{"kind": "box"}, {"kind": "box", "width": "3"}]}, "model")
+        parse_section(Drawing, {"title": "t", "shapes": [{"kind": "box"}, {"kind": "box", "width": "3"}]}, "model")
     assert "Box" not in str(error.value)
 
 
-def test_parse_block_returns_the_model() -> None:
-    assert parse_block(Drawing, {"title": "t"}, "model") == Drawing(title="t")
+def test_parse_section_returns_the_model() -> None:
+    assert parse_section(Drawing, {"title": "t"}, "model") == Drawing(title="t")
 
 
 @pytest.mark.parametrize(
-    "block",
+    "section",
     [
         {},
         {"initial_partition": [0, 3, 8], "memory_limit": 0.5, "keep_together": [[1, 2], "type:norm"]},
@@ -447,9 +447,9 @@ def test_parse_block_returns_the_model() -> None:
         {"repack": {"release": "command", "command": ["free", "them"]}},
     ],
 )
-def test_a_block_is_written_as_json_without_a_warning(block: dict[str, Any]) -> None:
-    config = parse_block(DynMoConfig, block, "dynmo")
+def test_a_section_is_written_as_json_without_a_warning(section: dict[str, Any]) -> None:
+    config = parse_section(DynMoConfig, section, "dynmo")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         written = json.loads(config.model_dump_json())
-    assert parse_block(DynMoConfig, written, "dynmo") == config
+    assert parse_section(DynMoConfig, written, "dynmo") == config

@@ -29,7 +29,7 @@ from ds_dynmo.models.text import FileBytes
 
 __all__ = ["check_same_data", "describe", "identity_of", "load_data", "say"]
 
-TO_BYTES = '"tokens": "bytes" in the "model" block trains on its bytes'
+TO_BYTES = '"tokens": "bytes" in the "model" section trains on its bytes'
 
 
 def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig, *, packed: bool) -> ByteText | TokenData:
@@ -37,7 +37,7 @@ def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig, *,
 
     Args:
         path: None: Python's standard library, as bytes.
-        settings: the DeepSpeed configuration, whose "data" block says more.
+        settings: the DeepSpeed configuration, whose "data" section says more.
         packed: are the model's layers built for packed documents?
 
     Raises:
@@ -54,7 +54,7 @@ def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig, *,
         if keys:
             raise ConfigError(
                 f"data.{', data.'.join(keys)}: cannot be given for raw bytes, which this run trains on; token ids are "
-                'of a file of them as --data, or of "tokenizer" in the "data" block, without "tokens": "bytes"'
+                'of a file of them as --data, or of "tokenizer" in the "data" section, without "tokens": "bytes"'
             )
         if model.tokens is None and path is not None:
             _check_bytes(path, config)
@@ -63,7 +63,7 @@ def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig, *,
         files = huggingface.tokenizer_files(folder)
         has = f"holds a tokenizer ({', '.join(files)}) but no {TOKENIZER}" if files else "has no tokenizer"
         raise ConfigError(
-            f'model.huggingface = "{folder}": {has}, which text needs: "tokenizer" in the "data" block names another '
+            f'model.huggingface = "{folder}": {has}, which text needs: "tokenizer" in the "data" section names another '
             f"folder with one; {TO_BYTES}"
         )
     if path is None:
@@ -140,7 +140,7 @@ def _check_bytes(path: str, config: DataConfig) -> None:
     """Refuse token ids as raw bytes, which nobody has asked for."""
     if (file := find_file_without_dtype(path, config)) is not None:
         raise ConfigError(
-            f'{file}: token ids need "dtype" in the "data" block, "uint16" for nanoGPT\'s files, or a '
+            f'{file}: token ids need "dtype" in the "data" section, "uint16" for nanoGPT\'s files, or a '
             f"{file.with_suffix('.json').name} beside them; {TO_BYTES}"
         )
     check_text(path, f"; {TO_BYTES}")

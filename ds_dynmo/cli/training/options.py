@@ -39,7 +39,7 @@ START = (
     "Start one process per accelerator, by deepspeed, torchrun, srun or mpirun. Without them it is one process, so one "
     "stage: it trains, and no layer can move."
 )
-RECORDING = {  # in the "dynmo" block: every batch is profiled, and no layer moves
+RECORDING = {  # in the "dynmo" section: every batch is profiled, and no layer moves
     "enabled": True,
     "interval": 1,
     "start_step": 0,
@@ -125,7 +125,7 @@ class _Parser(argparse.ArgumentParser):
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     description = "Train a GPT or a Hugging Face causal language model in a pipeline that re-balances itself."
     parser = _Parser(description=description, epilog=START, allow_abbrev=False)
-    parser.add_argument("--deepspeed_config", required=True, metavar="JSON", help='with "model" and "dynmo" blocks')
+    parser.add_argument("--deepspeed_config", required=True, metavar="JSON", help='with "model" and "dynmo" sections')
     add_changes(parser)
     parser.add_argument(
         "--data", metavar="FILE_OR_FOLDER", help="text or token ids (default: Python's standard library)"
@@ -281,12 +281,12 @@ def engine_settings(
         training["save"] = str(args.save)
     changed = {**settings, "training": training}
     if "dynmo" in settings:
-        block = {**settings["dynmo"]} if report is None else {**settings["dynmo"], "report": str(report)}
+        section = {**settings["dynmo"]} if report is None else {**settings["dynmo"], "report": str(report)}
         if args.record is not None:
-            block |= RECORDING
-            if block.get("initial_partition") == "profile":
-                block["initial_partition"] = None
-        changed["dynmo"] = block
+            section |= RECORDING
+            if section.get("initial_partition") == "profile":
+                section["initial_partition"] = None
+        changed["dynmo"] = section
     return changed
 
 
@@ -294,7 +294,7 @@ def build_layers(model: ModelConfig, documents: str) -> tuple[list[Any], bool]:
     """Build the model's layers. Return them, and whether they are for packed documents.
 
     Args:
-        documents: of the "data" block.
+        documents: of the "data" section.
 
     Raises:
         ConfigError: as :func:`model_layers`, or the model cannot have documents "packed".
@@ -347,7 +347,7 @@ def check_without_block(args: argparse.Namespace, model: ModelConfig) -> None:
         (args.record, f"--record {args.record}", "stock DeepSpeed profiles no layer"),
     ):
         if asked:
-            raise ConfigError(f'{name}: needs a "dynmo" block, {why}')
+            raise ConfigError(f'{name}: needs a "dynmo" section, {why}')
 
 
 def check_stages(stages: int | None, world_size: int) -> int:

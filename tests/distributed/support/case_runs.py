@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
-from ds_dynmo.config import parse_block
+from ds_dynmo.config import parse_section
 from ds_dynmo.models import (
     MixtureOfExperts,
     ModelConfig,
@@ -25,13 +25,13 @@ from ds_dynmo.models import (
 from ds_dynmo.models.early_exit.exits import ExitHead
 from ds_dynmo.models.pruning.kernels import can_csr
 from tests.distributed.harness import run, run_each
-from tests.distributed.support.configs import BLOCK, Case, config
+from tests.distributed.support.configs import SECTION, Case, config
 from tests.distributed.support.training import drop_decision, state, whole
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "tied_embedding": False}
 # Egeria evaluates before every step and freezes the first block once there is a slope: before the fourth of six steps.
 EGERIA = {"interval": 0.17, "delay": 0.17, "start": 0.0, "window": 2, "threshold": 100.0}
-# The "model" block of each dynamic case, as small as it can be.
+# The "model" section of each dynamic case, as small as it can be.
 CASES: dict[str, dict[str, Any]] = {
     "dense": {},
     "freezing": {"case": {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]}},
@@ -141,10 +141,10 @@ class CaseRun:
     """One training run of a case.
 
     Attributes:
-        model: the "model" block without :data:`SIZES`, which a Hugging Face model does not accept.
+        model: the "model" section without :data:`SIZES`, which a Hugging Face model does not accept.
         moves: by step, the partition to go to before it.
         precision: see ``configs.PRECISIONS``.
-        dynmo: the "dynmo" block without "enabled"; by default nothing moves by itself.
+        dynmo: the "dynmo" section without "enabled"; by default nothing moves by itself.
         optimizer, clip: see ``configs.Case``.
     """
 
@@ -166,7 +166,7 @@ class CaseRun:
 
 
 def model_of(run: CaseRun) -> ModelConfig:
-    """Return the "model" block of a run. Pruned weights compute dense where the device has no products in CSR."""
+    """Return the "model" section of a run. Pruned weights compute dense where the device has no products in CSR."""
     sizes = {} if "huggingface" in run.model else SIZES
     block = {**sizes, **run.model}
     dtype = torch.bfloat16 if "bf16" in run.precision else torch.float16 if "fp16" in run.precision else torch.float32
@@ -175,7 +175,7 @@ def model_of(run: CaseRun) -> ModelConfig:
         block["case"] = [
             {**case, "csr_from": None, "probe": False} if "csr_from" in case else case for case in cases_of(run)
         ]
-    return parse_block(ModelConfig, block, "model")
+    return parse_section(ModelConfig, block, "model")
 
 
 def cases_of(run: CaseRun) -> list[dict[str, Any]]:
@@ -204,7 +204,7 @@ def build(run: CaseRun) -> tuple[Any, ModelConfig]:
     case = Case(precision=run.precision, optimizer=run.optimizer, clip=run.clip, dynmo=None)
     settings = {
         **config(case),
-        "dynmo": {**BLOCK, **run.dynmo, "enabled": run.enabled},
+        "dynmo": {**SECTION, **run.dynmo, "enabled": run.enabled},
     }
     engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
     return engine, model
@@ -263,7 +263,7 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
     }
 
 
-# A "dynmo" block with a decision after every batch. At the first, all blocks are on the second of two stages.
+# A "dynmo" section with a decision after every batch. At the first, all blocks are on the second of two stages.
 EVERY: dict[str, Any] = {
     "interval": 1,
     "min_improvement": 0.0,
@@ -279,7 +279,7 @@ def experts(engine: Any) -> dict[int, MixtureOfExperts]:
 
 
 def train_and_decide(run: CaseRun) -> dict[str, Any]:
-    """Train with the decisions of the "dynmo" block of ``run``."""
+    """Train with the decisions of the "dynmo" section of ``run``."""
     engine, model = build(run)
     data = batches(engine, model)
     cases = dynamic_cases(model, engine, total_steps=run.steps)

@@ -34,7 +34,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16 zero1": {"fp16": OVERFLOWING, "zero_optimization": {"stage": 1}},
 }
 STOCK_ALONE = {"fp16": {"fp16": OVERFLOWING}}  # no layer moves
-BLOCK: dict[str, Any] = {}  # defaults for every "dynmo" block on this rank; a case may override them
+SECTION: dict[str, Any] = {}  # defaults for every "dynmo" section on this rank; a case may override them
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def config(case: Case) -> dict[str, Any]:
             "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.05, "warmup_num_steps": 8},
         }
     if case.dynmo is not None:
-        settings["dynmo"] = {**BLOCK, **case.dynmo}
+        settings["dynmo"] = {**SECTION, **case.dynmo}
     return settings
 
 

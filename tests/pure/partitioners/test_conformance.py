@@ -196,16 +196,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_printed_balancer_runs_by_the_printed_name(folder: Path) -> None:
     (folder / "my_balancers.py").write_text(PRINTED)
     path = list(sys.path)
-    block = read_dynmo_config(json.loads(CONFIGURATION))
-    assert block is not None and block.balancer == "my_balancers:one_step" and sys.path == path
+    section = read_dynmo_config(json.loads(CONFIGURATION))
+    assert section is not None and section.balancer == "my_balancers:one_step" and sys.path == path
     given = {"start": [0, 1, 2, 8], "memory": None, "pipeline": None, "speeds": None}
-    assert propose(block.balancer, [1.0] * 8, 3, **given) == [0, 2, 3, 8]  # balanced goes to [0, 2, 5, 8] at once
+    assert propose(section.balancer, [1.0] * 8, 3, **given) == [0, 2, 3, 8]  # balanced goes to [0, 2, 5, 8] at once
     rng = random.Random(13)
     for case in range(120):
         num_layers = rng.randint(1, 12)
         start = random_start(rng, num_layers, rng.randint(1, num_layers))
         costs = random_costs(rng, num_layers, KINDS[case % len(KINDS)])
-        partition = propose(block.balancer, costs, len(start) - 1, **{**given, "start": start})
+        partition = propose(section.balancer, costs, len(start) - 1, **{**given, "start": start})
         check_partition(partition, num_layers, len(start) - 1)
         assert all(abs(here - there) <= 1 for here, there in zip(start, partition))
 
