@@ -52,7 +52,9 @@ def _pytest(folder: Path, mutation: Mutation, output: int) -> None:
         del sys.modules[name]
     if mutation.accelerator == "cpu":
         multiprocessing.context._concrete_contexts["forkserver"] = RanksFork()
-    sys.exit(pytest.main(["-x", "--tb=short", "-p", "no:cacheprovider", *shlex.split(mutation.tests)]))
+    chosen = shlex.split(mutation.tests)
+    marks = ["-m", "not compiled"] if "-k" in chosen else []  # who chooses variants chooses among nightly ones too
+    sys.exit(pytest.main(["-x", "--tb=short", "-p", "no:cacheprovider", *marks, *chosen]))
 
 
 def pytest_in(folder: Path, mutation: Mutation) -> tuple[int | None, str]:
