@@ -6,7 +6,7 @@
 #   short       scripts/test.sh: what CI runs
 #   long        tests marked nightly: random sequences, more combinations, programs that are launched or installed
 #   compiled    tests in which DeepSpeed compiles its own Adam; needs a C++ compiler and Python's headers
-#   emulated    all tests of ranks on the emulated device, and the nightly ones of the moves
+#   emulated    tests/distributed on the emulated device, and of the nightly ones those of moves
 #   mutations   the code broken in small ways: tests have to fail
 #   versions    the lowest and highest tested versions of DeepSpeed, torch, transformers and peft
 #   pythons     scripts/test.sh under each other Python of PYTHONS (default: 3.10 and 3.13) that is installed

@@ -1,8 +1,9 @@
-"""What tests/conftest.py does for all tests: what may be skipped in CI, and which accelerator they run on."""
+"""What tests/conftest.py does for all tests: what CI may skip, what is nightly, and which accelerator they run on."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -59,6 +60,29 @@ def test_without_a_compiler_no_test_of_the_emulated_device_runs(ci: str, code: i
     variables = {"CXX": "no-such-compiler", "DS_ACCELERATOR": "emulated", "CI": ci}
     done = run_tests(tmp_path, "-p", "nothing_compiled", ".", **variables)
     assert done.returncode == code and "needs a C++ compiler" in done.stdout, done.stdout + done.stderr
+
+
+VARIANTS = "@pytest.mark.parametrize('number', range({}))\ndef test_{}(number): print('ran', '{}', number)\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "ran"),
+    [
+        ("distributed/test_one.py", {"few": [0, 1, 2], "many": [0, 2, 4], "promises": [0, 1, 2, 3, 4]}),
+        ("distributed/test_bitwise.py", {"few": [0, 1, 2], "many": [0, 1, 2, 3, 4], "promises": [0, 1, 2, 3, 4]}),
+        ("pure/test_one.py", {"few": [0, 1, 2], "many": [0, 1, 2, 3, 4], "promises": [0, 1, 2, 3, 4]}),
+    ],
+)
+def test_every_other_of_many_variants_on_ranks_is_nightly(file: str, ran: dict[str, list[int]], tmp_path: Path) -> None:
+    few, many, promises = (VARIANTS.format(n, name, name) for n, name in ((3, "few"), (5, "many"), (5, "promises")))
+    path = tmp_path / file
+    path.parent.mkdir()
+    path.write_text("\n".join(["import pytest", few, many, "@pytest.mark.every_variant", promises]))
+    done = run_tests(tmp_path, "-s", "-m", "not nightly", ".")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(re.findall(r"ran (\w+) (\d)", done.stdout)) == [
+        (name, str(number)) for name, numbers in sorted(ran.items()) for number in numbers
+    ]
 
 
 def run_tests(folder: Path, *asked: str, **variables: str) -> subprocess.CompletedProcess[str]:
