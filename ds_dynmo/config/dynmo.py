@@ -57,6 +57,16 @@ class ScheduleConfig(Section):
     )
 
 
+class MigrationConfig(Section):
+    """How layers move after an automatic decision: the "migration" object in the "dynmo" section."""
+
+    kind: Literal["blocking", "background"] = Field(
+        default="blocking",
+        description='"blocking": between two batches, while training waits; "background": while the next batch trains, '
+        "and in place before its optimizer step",
+    )
+
+
 class TraceConfig(Section):
     """Which batches are traced, for Perfetto: the "trace" object in the "dynmo" section."""
 
@@ -143,6 +153,9 @@ class DynMoConfig(Section):  # a validator sees only the keys above its own: the
     schedule: ScheduleConfig = Field(
         default=ScheduleConfig(), description="in which order a stage runs its passes; a string is its kind"
     )
+    migration: MigrationConfig = Field(
+        default=MigrationConfig(), description="how layers move after an automatic decision; a string is its kind"
+    )
     compile: bool = Field(
         default=False, description="true: torch.compile runs each layer, where it is and again where it arrives"
     )
@@ -208,11 +221,11 @@ class DynMoConfig(Section):  # a validator sees only the keys above its own: the
     def _bytes_or_fraction(cls, limit: Any) -> int | float | None:
         return parse_memory_limit(limit)
 
-    @field_validator("schedule", mode="before")
+    @field_validator("schedule", "migration", mode="before")
     @classmethod
-    def _kind_alone(cls, schedule: Any) -> Any:
+    def _kind_alone(cls, section: Any) -> Any:
         """Take a string for the object that has only this kind."""
-        return {"kind": schedule} if isinstance(schedule, str) else schedule
+        return {"kind": section} if isinstance(section, str) else section
 
     @field_validator("rank_attributes", mode="before")
     @classmethod

@@ -143,7 +143,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             self._parts.reporter.write(record)
 
     @where_layers_may_move
-    def rebalance(self, partition: Sequence[int] | None = None) -> RebalanceReport:
+    def rebalance(self, partition: Sequence[int] | None = None, *, background: bool = False) -> RebalanceReport | None:
         """Move layers now. Collective: every rank calls it between the same two batches.
 
         A decision by hand must improve by ``min_improvement``. The cost of the move does not count.
@@ -151,6 +151,10 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         Args:
             partition: the new boundaries; None: decide from the latest profile. If there is no profile yet, batches are
                 trained first, on the engine's data iterator, until there is one.
+            background: whether to move while the next batch trains.
+
+        Returns:
+            The report; None if layers move with the next batch, after which :attr:`reports` has it.
 
         Raises:
             PartitionError: ``partition`` is invalid or cuts a group of ``keep_together``, or no partition meets the
@@ -160,8 +164,8 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             ConfigError: the configuration has no "dynmo" section, or ``enabled`` is false.
         """
         if partition is None:
-            return self.rebalancer.decide_on_request(self.train_batch)
-        return self.rebalancer.move_to_partition(partition, Request(Reason.EXPLICIT))
+            return self.rebalancer.decide_on_request(self.train_batch, background=background)
+        return self.rebalancer.move_to_partition(partition, Request(Reason.EXPLICIT), background=background)
 
     @at_work
     def on_layer_arrival(self, callback: Callable[[int, nn.Module], None]) -> None:

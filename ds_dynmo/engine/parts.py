@@ -11,6 +11,7 @@ from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.reporter import Reporter
 from ds_dynmo.engine.measure.profiler import Profiler, device_clock
 from ds_dynmo.engine.measure.trace import Tracer
+from ds_dynmo.engine.move.background import BackgroundMove
 from ds_dynmo.engine.move.migration_context import MigrationContext
 from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.engine.move.references import References
@@ -76,6 +77,7 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
         profiler=profiler,
         reporter=reporter,
         migrate=migrator.migrate,
+        background=BackgroundMove(migrator, stage.step_gate),
         replica_multiplier=lambda: ranks.world.replica_multiplier,
         lacks_data=lambda: data.is_missing,
     )

@@ -51,8 +51,10 @@ class TrainingStep:
         with self._tracer.batch() if self._tracer is not None else nullcontext():
             self._trainable.check()
             self._stage.layers.tied_aliases.refresh(training=True)
+            self._rebalancer.begin_move()
             loss = self._train(train)
             self._stage.optimizer.after_step()
+            self._rebalancer.end_move()
             request = self._rebalancer.after_batch()
             if request is not None and not self._repack(request):
                 self._rebalancer.decide_and_move_or_stay(request)

@@ -44,6 +44,7 @@ class RebalanceReport(_BetweenPlacements):
         bytes_moved: in the whole pipeline (one data-parallel replica): weights, optimizer state and buffers.
         profile_seconds, decide_seconds, migrate_seconds: that training waited while the profile was gathered, for the
             decision, and while layers moved.
+        background_seconds: from the begin to the end of a move while a batch trained; None: training waited for it.
         load_signals: per layer, None where a layer does not report one.
         iteration_seconds_before, iteration_seconds_after: predicted by simulating the schedule, without the
             optimizer's step and messages; before: under the old schedule, after: under the new one.
@@ -83,6 +84,7 @@ class RebalanceReport(_BetweenPlacements):
     stage_seconds_before: tuple[float, ...] | None = None
     stage_seconds_after: tuple[float, ...] | None = None
     model_changed: bool = False
+    background_seconds: float | None = None
 
     @property
     def schedule(self) -> str:

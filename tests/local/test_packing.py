@@ -143,9 +143,9 @@ def test_empty_and_scalar_tensors_move(layer: Layer) -> None:
 
 def test_accumulated_gradients_move(layer: Layer) -> None:
     layer.linear.bias.grad = torch.arange(4.0)
-    content = travel(layer)
-    assert torch.equal(content.module.linear.bias.grad, torch.arange(4.0))
-    assert content.module.linear.weight.grad is None
+    parameters = travel(layer).parameters
+    assert torch.equal(parameters["linear.bias"].gradient, torch.arange(4.0))
+    assert parameters["linear.weight"].gradient is None
 
 
 def test_attributes_of_parameters_move(layer: Layer) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ds_dynmo.engine.comm.device_group import device_group
 from ds_dynmo.engine.comm.pending import PendingExchange
+from ds_dynmo.engine.comm.rounds import Message, Messages, Round, Rounds, rounds_of
 from ds_dynmo.engine.comm.transfer_stream import TransferStream
 
 SMALL_BYTES = 1 << 16  # tensors up to this size are packed into one message
@@ -84,10 +85,21 @@ class PointToPoint:
         travel in one message; large ones are sent and received in place. Until the exchange is done, sent tensors must
         not be written to, and received ones must not be used.
         """
+        return self._posted(Round(_messages(sends), _messages(receives)))
+
+    def begin(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> Rounds:
+        """Prepare to send and receive like :meth:`post`, but in rounds: :meth:`Rounds.advance` begins the next one."""
+        return Rounds(rounds_of(_messages(sends), _messages(receives)), self._posted)
+
+    def begin_at_once(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> Rounds:
+        """Prepare to send and receive like :meth:`begin`, in one round."""
+        return Rounds([Round(_messages(sends), _messages(receives))], self._posted)
+
+    def _posted(self, messages: Round) -> PendingExchange:
         operations: list[Any] = []
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         with self._stream.after_compute():
-            for peer, message in _messages(receives):
+            for peer, message in messages.receives:
                 whole = message[0] if len(message) == 1 else _staging(message)
                 buffer = self._transportable(whole, copy=False)
                 if buffer is not whole:
@@ -95,7 +107,7 @@ class PointToPoint:
                 if len(message) > 1:
                     staged += zip(message, torch.split(whole, [tensor.numel() for tensor in message]))
                 operations.append(dist.P2POp(dist.irecv, buffer, peer, group=self._layers))
-            for peer, message in _messages(sends):
+            for peer, message in messages.sends:
                 whole = message[0] if len(message) == 1 else torch.cat(message)
                 buffer = self._transportable(whole, copy=True)
                 operations.append(dist.P2POp(dist.isend, buffer, peer, group=self._layers))
@@ -123,10 +135,10 @@ class PointToPoint:
         return tensor.to(self._device) if copy else torch.empty_like(tensor, device=self._device)
 
 
-def _messages(tensors: Sequence[PeerTensor]) -> list[tuple[int, list[torch.Tensor]]]:
+def _messages(tensors: Sequence[PeerTensor]) -> Messages:
     """Sort tensors into messages, as bytes: per peer one of all small tensors, and one for each large one."""
     small: dict[tuple[int, str], list[torch.Tensor]] = {}
-    large: list[tuple[int, list[torch.Tensor]]] = []
+    large: Messages = []
     for peer, tensor in tensors:
         flat = tensor.detach().view(torch.uint8)
         if flat.numel() > SMALL_BYTES:
@@ -136,5 +148,5 @@ def _messages(tensors: Sequence[PeerTensor]) -> list[tuple[int, list[torch.Tenso
     return [(peer, flats) for (peer, _), flats in small.items()] + large
 
 
-def _staging(message: list[torch.Tensor]) -> torch.Tensor:
+def _staging(message: Message) -> torch.Tensor:
     return torch.empty(sum(t.numel() for t in message), dtype=torch.uint8, device=message[0].device)

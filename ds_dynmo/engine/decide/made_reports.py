@@ -35,6 +35,7 @@ def rebalance_report(
     request: Request,
     bytes_moved: int,
     seconds: tuple[float, float, float],
+    background_seconds: float | None = None,
     load_signals: tuple[float | None, ...],
     own_schedule: str = "",
 ) -> RebalanceReport:
@@ -42,7 +43,8 @@ def rebalance_report(
 
     Args:
         decision: None: there was no profile for predictions.
-        seconds: of profile, decision and migration.
+        seconds: that training waited for profile, decision and migration.
+        background_seconds: from the begin to the end of a move while a batch trained; None: training waited for it.
         own_schedule: class of the schedule of a user's engine class.
     """
     found = decision.found if decision else None
@@ -69,6 +71,7 @@ def rebalance_report(
         profile_seconds=seconds[0],
         decide_seconds=seconds[1],
         migrate_seconds=seconds[2],
+        background_seconds=background_seconds,
         load_signals=load_signals,
         own_schedule=own_schedule,
         model_changed=request.reason is Reason.MODEL_CHANGED,

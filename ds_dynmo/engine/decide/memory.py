@@ -103,13 +103,20 @@ class MemoryLimit:
         Raises:
             MigrationError: harmless, on every rank, with both numbers.
         """
-        held = self.held()
-        if held is None:
-            return
-        present = memory_model(profile, held.limit, self.checkpoint_interval) if profile is not None else None
-        overflow = held.overflow(plan, present, overlapped=overlapped)
+        overflow = self._overflow(plan, profile, overlapped=overlapped)
         if overflow is not None:
             raise MigrationError(
                 f"from {plan.old} to {plan.new}, {overflow} (dynmo.memory_limit). No layer has moved",
                 harmless=True,
             )
+
+    def fits(self, plan: MigrationPlan, profile: Profile | None = None, *, overlapped: bool = False) -> bool:
+        """Return whether :meth:`check` accepts a plan. Collective."""
+        return self._overflow(plan, profile, overlapped=overlapped) is None
+
+    def _overflow(self, plan: MigrationPlan, profile: Profile | None, *, overlapped: bool) -> Overflow | None:
+        held = self.held()
+        if held is None:
+            return None
+        present = memory_model(profile, held.limit, self.checkpoint_interval) if profile is not None else None
+        return held.overflow(plan, present, overlapped=overlapped)

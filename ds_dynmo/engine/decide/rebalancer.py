@@ -6,13 +6,16 @@ Every rank takes the same decision from the same numbers. Until layers start to 
     engine.rebalance():                             decide_on_request -> decide_and_move -> move_to
     engine.rebalance(partition), initialize:        move_to_partition -> move_to
     a load, engine.repack() without other stages:   move_to
+
+With ``migration.kind`` "background" a move begins right before the next batch (:meth:`Rebalancer.begin_move`) and has
+ended when that batch has (:meth:`Rebalancer.end_move`). Between two batches nothing is under way.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +32,7 @@ from ds_dynmo.engine.decide.trigger import Reason, Request, Trigger
 from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.measure import profile_reduction
 from ds_dynmo.engine.measure.profiler import Profiler
+from ds_dynmo.engine.move.background import BackgroundMove, MoveOutcome
 from ds_dynmo.engine.move.migrator import MoveCheck
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
@@ -38,6 +42,26 @@ from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport
 from ds_dynmo.schedules import FoundSchedule, PassCosts
 
 DECIDING = "deciding where layers go"
+
+
+@dataclass(frozen=True)
+class DecidedMove:
+    """A move that is to be carried out.
+
+    Attributes:
+        target: the placement to go to.
+        decision: that chose it; None: the user did, and there was no profile.
+        profile: from which it was decided, for the memory that stages need; None: the user chose the target.
+        seconds: of gathering the profile, and of the decision.
+        clears_pending_decision: whether to drop a pending decision.
+    """
+
+    target: Placement
+    request: Request
+    decision: Decision | None
+    profile: Profile | None
+    seconds: tuple[float, float]
+    clears_pending_decision: bool = True
 
 
 class Rebalancer:
@@ -54,6 +78,7 @@ class Rebalancer:
 
     Args:
         migrate: carries out a plan after a check that may raise, and returns the bytes moved. Collective.
+        background: carries out a plan while the next batch trains.
         replica_multiplier: returns the number of replicas over that of the launch.
         lacks_data: returns whether the engine has no data to train on.
     """
@@ -66,12 +91,14 @@ class Rebalancer:
         profiler: Profiler,
         reporter: Reporter,
         migrate: Callable[[MigrationPlan, MoveCheck], int],
+        background: BackgroundMove,
         replica_multiplier: Callable[[], int],
         lacks_data: Callable[[], bool],
     ) -> None:
         self._stage, self._config, self._comm = stage, stage.config, stage.comm
         self._profiler, self._reporter = profiler, reporter
-        self._migrate, self._replica_multiplier, self._lacks_data = migrate, replica_multiplier, lacks_data
+        self._migrate, self._background = migrate, background
+        self._replica_multiplier, self._lacks_data = replica_multiplier, lacks_data
         self.groups = groups
         self.memory = MemoryLimit(stage)
         self.trigger = Trigger(stage.config)
@@ -82,6 +109,8 @@ class Rebalancer:
         self._move_seconds = 0.0  # of moves since the last profile, on this rank
         self._profile_seconds = 0.0  # spent gathering the latest profile
         self._waits_for_profile = False
+        self._decided: DecidedMove | None = None  # begins with the next batch
+        self._moving: tuple[DecidedMove, MigrationPlan] | None = None  # while a batch trains
         stage.layers_moved.subscribe("measurements and estimates are of the stages before", self._layers_moved)
 
     # -- after a batch --------------------------------------------------------------------------------
@@ -110,7 +139,11 @@ class Rebalancer:
     def decide_and_move_or_stay(self, request: Request) -> None:
         """Decide and move layers; if that fails harmlessly, warn on rank 0 and continue. Collective."""
         try:
-            self.decide_and_move(request, profile_seconds=self._profile_seconds)
+            move = self._decided_move(request, self._profile_seconds)
+            if self._config.migration.kind == "background":
+                self._move_in_background(move)
+            else:
+                self._move_now(move)
         except (PartitionError, MigrationError) as error:
             self._stay(error)
 
@@ -128,14 +161,16 @@ class Rebalancer:
 
     # -- by hand --------------------------------------------------------------------------------------
 
-    def decide_on_request(self, train: Callable[[], Any]) -> RebalanceReport:
+    def decide_on_request(self, train: Callable[[], Any], *, background: bool = False) -> RebalanceReport | None:
         """Decide now from the latest profile; without one, train until there is one. Collective.
 
         Args:
             train: trains a batch on the engine's data. Collective.
+            background: whether to move while the next batch trains; the report then follows.
         """
         profile_seconds = self.train_until_profiled(train) if self.profile is None else 0.0
-        report = self.decide_and_move(Request(Reason.BY_HAND), profile_seconds=profile_seconds)
+        move = self._decided_move(Request(Reason.BY_HAND), profile_seconds)
+        report = self._move_in_background(move) if background else self._move_now(move)
         self._reporter.profiled(self.profile, self._stage.counters.samples)
         return report
 
@@ -168,6 +203,7 @@ class Rebalancer:
 
     def model_changed(self, reason: str) -> None:
         """Update after the model's work changed: the next batch is profiled and a decision follows."""
+        self.drop_decided_move()
         self._profiler.forget(batches_too=True)
         self.cost_model.model_changed()
         self.trigger.model_changed(reason)
@@ -203,6 +239,10 @@ class Rebalancer:
             PartitionError: no partition meets the memory limit. Nothing has changed.
             MigrationError: see its message.
         """
+        return self._move_now(self._decided_move(request, profile_seconds))
+
+    def _decided_move(self, request: Request, profile_seconds: float) -> DecidedMove:
+        """Decide from the latest profile. Collective."""
         assert self.profile is not None
         profile, limit_bytes = self.profile, self.memory.bytes()
         began = time.perf_counter()
@@ -215,7 +255,7 @@ class Rebalancer:
             )
         seconds = profile_seconds, time.perf_counter() - began
         self.cost_model.decided(decision)
-        return self.move_to(decision.placement, request, decision=decision, profile_and_decide_seconds=seconds)
+        return DecidedMove(decision.placement, request, decision, profile, seconds)
 
     def _decide(self, profile: Profile, limit_bytes: int | None, request: Request) -> Decision:
         """Decide from ``profile``. Collective if ``dynmo.decentralized`` is set."""
@@ -268,55 +308,118 @@ class Rebalancer:
         """Whether decisions choose a schedule too."""
         return self._stage.schedule.may_choose_schedule and self._stage.placement.num_stages > 1
 
-    def move_to(
-        self,
-        new: Placement,
-        request: Request,
-        *,
-        decision: Decision | None = None,
-        profile_and_decide_seconds: tuple[float, float] = (0.0, 0.0),
-        clears_pending_decision: bool = True,
-    ) -> RebalanceReport:
-        """Move layers to ``new``, train by the schedule found for it, and report it. Collective.
+    def move_to(self, new: Placement, request: Request, *, clears_pending_decision: bool = True) -> RebalanceReport:
+        """Move layers to ``new``, which the user chose, and train by the schedule found for it. Collective.
 
         Args:
             new: the same on all ranks.
-            decision: that chose ``new``; None: the user did, and the schedule is searched from the latest profile.
             clears_pending_decision: whether to drop a pending decision.
         """
-        decided_from = self.profile if decision is not None else None
-        if decision is None and self.profile is not None:
-            began = time.perf_counter()
-            decision = self._predict(self.profile, new)
-            profile_and_decide_seconds = 0.0, time.perf_counter() - began
+        return self._move_now(self._chosen(new, request, clears_pending_decision=clears_pending_decision))
+
+    def _chosen(self, new: Placement, request: Request, *, clears_pending_decision: bool = True) -> DecidedMove:
+        """Return a move to ``new`` with the schedule from the latest profile. Collective."""
+        began = time.perf_counter()
+        decision = self._predict(self.profile, new) if self.profile is not None else None
+        seconds = 0.0, time.perf_counter() - began
+        return DecidedMove(new, request, decision, None, seconds, clears_pending_decision)
+
+    def _move_now(self, move: DecidedMove) -> RebalanceReport:
+        """Move layers between two batches. Collective."""
+        self.drop_decided_move()
         with self._stage.timeline.phase("migrate", "migrate"):
-            plan = MigrationPlan.between(self._stage.placement, new)
-            began = time.perf_counter()
-            moved_bytes = self._migrate(plan, partial(self.memory.check, profile=decided_from))
-            if plan.moves:
-                self._stage.publish_move()
-            migrate_seconds = time.perf_counter() - began
-            if plan.moves and self.profile is not None:
-                self.cost_model.moved(self.profile, plan)
-                self._move_seconds += migrate_seconds
-            if clears_pending_decision:
-                self.trigger.decided(bool(plan.moves))
-            elif plan.moves:
-                self.trigger.moved()
-            report = rebalance_report(
-                plan,
-                decision,
-                step=self._stage.counters.steps,
-                request=request,
-                bytes_moved=moved_bytes,
-                seconds=(*profile_and_decide_seconds, migrate_seconds),
-                load_signals=tuple(layer.load_signal for layer in self.profile.layers) if self.profile else (),
-                own_schedule=self._stage.schedule.user_steps,
-            )
-            self._reporter.rebalanced(report, self._stage.counters.samples)
-        if decision is not None:
-            self._train_by(decision.found, decision.pass_costs)
+            plan, began = MigrationPlan.between(self._stage.placement, move.target), time.perf_counter()
+            moved_bytes = self._migrate(plan, partial(self.memory.check, profile=move.profile))
+            return self._moved(move, plan, moved_bytes, began=began)
+
+    def _move_in_background(self, move: DecidedMove) -> RebalanceReport | None:
+        """Move layers while the next batch trains, if one has to move. Collective.
+
+        Returns:
+            The report, if no layer has to move, or a schedule of the user's runs, which may step in its middle.
+        """
+        if move.target == self._stage.placement or self._stage.schedule.user_steps:
+            return self._move_now(move)
+        self._decided = move
+        if move.clears_pending_decision:
+            self.trigger.decided(moved=False)
+        return None
+
+    def _moved(
+        self,
+        move: DecidedMove,
+        plan: MigrationPlan,
+        moved_bytes: int,
+        *,
+        began: float,
+        outcome: MoveOutcome | None = None,
+    ) -> RebalanceReport:
+        """Publish and report a move, and train by the schedule found for it. Collective.
+
+        Args:
+            began: when training began to wait.
+            outcome: of a move while a batch trained.
+        """
+        if plan.moves:
+            self._stage.publish_move()
+        waited = time.perf_counter() - began + (outcome.waited_seconds if outcome is not None else 0.0)
+        if plan.moves and self.profile is not None:
+            self.cost_model.moved(self.profile, plan)
+            self._move_seconds += waited
+        if move.clears_pending_decision and outcome is None:
+            self.trigger.decided(bool(plan.moves))
+        elif plan.moves:
+            self.trigger.moved()
+        report = rebalance_report(
+            plan,
+            move.decision,
+            step=self._stage.counters.steps,
+            request=move.request,
+            bytes_moved=moved_bytes,
+            seconds=(*move.seconds, waited),
+            background_seconds=outcome.seconds if outcome is not None else None,
+            load_signals=tuple(layer.load_signal for layer in self.profile.layers) if self.profile else (),
+            own_schedule=self._stage.schedule.user_steps,
+        )
+        self._reporter.rebalanced(report, self._stage.counters.samples)
+        if move.decision is not None:
+            self._train_by(move.decision.found, move.decision.pass_costs)
         return report
+
+    # -- while a batch trains -------------------------------------------------------------------------
+
+    def begin_move(self) -> None:
+        """Begin the move that was decided, right before a batch; without one do nothing. Collective."""
+        if self._decided is None:
+            return
+        move, self._decided = self._decided, None
+        plan = MigrationPlan.between(self._stage.placement, move.target)
+        self._comm.enter("rebalance")
+        with self._stage.timeline.phase("migrate", "begin to migrate"):
+            try:
+                if self.memory.fits(plan, move.profile, overlapped=True):
+                    self._background.begin(plan)
+                    self._moving = move, plan
+                else:
+                    self._move_now(move)
+            except (PartitionError, MigrationError) as error:
+                self._stay(error)
+
+    def end_move(self) -> None:
+        """Report the move that ended with the batch; without one do nothing. Collective."""
+        if self._moving is None:
+            return
+        (move, plan), self._moving = self._moving, None
+        outcome = self._background.take_outcome()
+        assert outcome is not None, "no schedule ran"
+        if outcome.failure is not None:
+            self._stay(outcome.failure)
+        else:
+            self._moved(move, plan, outcome.bytes_moved, began=time.perf_counter(), outcome=outcome)
+
+    def drop_decided_move(self) -> None:
+        """Forget a move that has not begun: what it was decided from has changed."""
+        self._decided = None
 
     def _predict(self, profile: Profile, new: Placement, *, assume_running_schedule: bool = True) -> Decision:
         """Search the schedule for ``new``. Collective.
@@ -360,12 +463,13 @@ class Rebalancer:
         return nearest
 
     def move_to_partition(
-        self, partition: Sequence[int], request: Request, *, what: str = "rebalance"
-    ) -> RebalanceReport:
+        self, partition: Sequence[int], request: Request, *, what: str = "rebalance", background: bool = False
+    ) -> RebalanceReport | None:
         """Move layers to exactly ``partition``. Collective.
 
         Args:
             what: the engine's method that the user called, for messages.
+            background: whether to move while the next batch trains; the report then follows.
 
         Raises:
             PartitionError: on every rank, if ``partition`` is invalid on one rank, or cuts a group of
@@ -380,7 +484,8 @@ class Rebalancer:
 
         self._comm.enter(what)
         new = self._comm.everywhere("going to a given partition", placement, same=self._stage.placement_change_text)
-        return self.move_to(new, request, clears_pending_decision=request.reason is not Reason.INITIAL)
+        move = self._chosen(new, request, clears_pending_decision=request.reason is not Reason.INITIAL)
+        return self._move_in_background(move) if background else self._move_now(move)
 
     def forget_profile(self) -> None:
         """Drop the profile: this rank has no layers any more."""
@@ -392,6 +497,7 @@ class Rebalancer:
 
     def _layers_moved(self, moved: LayersMoved) -> None:
         self.last_move_step = moved.step
+        self.drop_decided_move()
         self._profiler.forget(batches_too=True)
         if moved.stages_changed:  # estimates of layers stay valid
             self.cost_model.stages_changed()

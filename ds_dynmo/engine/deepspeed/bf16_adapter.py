@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.flat_adapter import FlatOptimizerAdapter, Groups
+from ds_dynmo.engine.deepspeed.flat_adapter import FlatOptimizerAdapter, Groups, HeldGradients
 
 
 class Bf16Adapter(FlatOptimizerAdapter):
@@ -106,6 +106,17 @@ class Bf16Adapter(FlatOptimizerAdapter):
             wrapper.bf16_groups, wrapper.fp32_groups_gradients, wrapper.fp32_groups_has_gradients
         ):
             yield from ((p, gradient) for p, gradient, has in zip(group, gradients, held) if has)
+
+    def held_gradients(self) -> HeldGradients:
+        return HeldGradients(whole={id(parameter): gradient for parameter, gradient in self.gradients()})
+
+    def hold_gradients(self, held: HeldGradients) -> None:
+        wrapper = self._wrapper
+        for number, (group, gradients) in enumerate(zip(wrapper.bf16_groups, wrapper.fp32_groups_gradients)):
+            for place, (parameter, gradient) in enumerate(zip(group, gradients)):
+                if id(parameter) in held.whole:
+                    gradient.copy_(held.whole[id(parameter)])
+                    wrapper.fp32_groups_has_gradients[number][place] = True
 
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         stock, wrapper = self._wrapper.get_grads_for_norm, self._wrapper

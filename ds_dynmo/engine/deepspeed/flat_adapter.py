@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +36,22 @@ _BOUND = (
     "grad_accum",
     "param_idx_in_group",
 )
+
+
+@dataclass(frozen=True)
+class HeldGradients:
+    """A batch's reduced gradients on this rank, before the optimizer's step.
+
+    Attributes:
+        whole: per ``id`` of a parameter, its gradient, if every replica has all gradients.
+        shards: per parameter group, this rank's flat shard, if each replica has its own.
+    """
+
+    whole: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    shards: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+NO_GRADIENTS = HeldGradients()
 
 
 def bound_by_wrapper(name: str) -> bool:
@@ -114,6 +131,14 @@ class FlatOptimizerAdapter(ABC):
     @abstractmethod
     def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """List the reduced gradients of this rank's parameters, or of their parts in this rank's shards."""
+
+    @abstractmethod
+    def held_gradients(self) -> HeldGradients:
+        """Return the gradients that wait for the optimizer's step."""
+
+    @abstractmethod
+    def hold_gradients(self, held: HeldGradients) -> None:
+        """Set the gradients for the optimizer's step, after :meth:`rewrap`."""
 
     @abstractmethod
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:

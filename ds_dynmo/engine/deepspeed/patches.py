@@ -138,8 +138,11 @@ class PatchedPipelineEngine(PipelineEngine):
             super()._exec_schedule(pipe_schedule)
             return
         self.stage.schedule.begin(pipe_schedule)
-        with self.stage.around_schedule(torch.is_grad_enabled()):
+        training = torch.is_grad_enabled()
+        with self.stage.around_schedule(training):
             super()._exec_schedule(pipe_schedule)
+        if training:
+            self.stage.step_gate.pass_through()
 
     def _aggregate_total_loss(self) -> Any:
         """Share the loss as DeepSpeed does, and show in a trace how long that waits.

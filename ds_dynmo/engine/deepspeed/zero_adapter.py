@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.flat_adapter import REPLICA_OWN, FlatOptimizerAdapter, Groups
+from ds_dynmo.engine.deepspeed.flat_adapter import REPLICA_OWN, FlatOptimizerAdapter, Groups, HeldGradients
 
 
 class ZeroAdapter(FlatOptimizerAdapter):
@@ -125,6 +125,27 @@ class ZeroAdapter(FlatOptimizerAdapter):
         wrapper = self._wrapper
         for i, inside in enumerate(wrapper.params_in_partition):
             yield from zip(inside, wrapper.averaged_gradients[i])
+
+    def held_gradients(self) -> HeldGradients:
+        wrapper, shards = self._wrapper, {}
+        for number, size in enumerate(wrapper.partition_size):
+            parts = wrapper.averaged_gradients.get(number)
+            if parts is None:
+                shards[number] = self.masters[number].new_zeros(size, dtype=wrapper.gradient_accumulation_dtype)
+                continue
+            whole = getattr(parts, "flat_partition", None)
+            flat = whole.reshape(-1) if whole is not None else torch.cat([part.reshape(-1) for part in parts])
+            shards[number] = nn.functional.pad(flat, (0, size - flat.numel()))
+        return HeldGradients(shards=shards)
+
+    def hold_gradients(self, held: HeldGradients) -> None:
+        wrapper = self._wrapper
+        for number, shard in held.shards.items():
+            sizes, left, first = [], shard.numel(), wrapper.first_offset[number]
+            for parameter in wrapper.params_in_partition[number]:
+                sizes.append(min(parameter.numel() - first, left))
+                left, first = left - sizes[-1], 0
+            wrapper.averaged_gradients[number] = list(shard.split([*sizes, left]))
 
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:

@@ -129,7 +129,6 @@ class ArrivingLayer:
         layer = self._layer
         assert layer is not None, "load comes first"
         for record in layer.parameters.values():
-            record.parameter.grad = record.gradient
             vars(record.parameter).update(record.attributes)
             register_hooks(record.parameter, record.hooks)
         self._free()

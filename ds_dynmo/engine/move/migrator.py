@@ -3,10 +3,11 @@
 1. :meth:`Migrator.prepare`: the ranks, which have agreed on the plan, exchange descriptions of their layers, and build
    the arriving layers without values. Every harmless failure happens here, on all ranks alike, before anything changes.
 2. :meth:`Migrator.start`: weights and optimizer state, which are constant between two steps of the optimizer, start to
-   travel. From here on an exception is fatal, and its message says so.
-3. :meth:`Migrator.poll`: ask whether they have arrived. Batches may train meanwhile.
-4. :meth:`Migrator.commit`, at an optimizer's step: what may have changed since then follows (buffers, attributes, step
-   counts, gradients). The stages are rebuilt, and layers that left are freed.
+   travel. In a blocking rebalance an exception is fatal from here on, and its message says so.
+3. :meth:`Migrator.poll`: send the next part, and ask whether all has arrived. A batch may train meanwhile.
+4. :meth:`Migrator.commit`, before the optimizer's step of that batch: what may have changed since then follows
+   (buffers, attributes, step counts, gradients). The stages are rebuilt, and layers that left are freed. Before that,
+   an exception is still harmless if a batch trained meanwhile: the old stages have all state, and go on.
 
 A blocking rebalance runs the four in a row. :mod:`ds_dynmo.partitioners.move_memory` predicts the peak of memory.
 """
@@ -21,14 +22,15 @@ from typing import Protocol
 
 import torch
 
-from ds_dynmo.engine.comm.pending import PendingExchange
 from ds_dynmo.engine.comm.point_to_point import PeerTensor
+from ds_dynmo.engine.comm.rounds import Rounds
 from ds_dynmo.engine.move.arriving import ArrivingLayer
 from ds_dynmo.engine.move.migration_context import MigrationContext
 from ds_dynmo.engine.move.packing import PackedLayer
 from ds_dynmo.errors import MigrationError, PartitionError
 from ds_dynmo.plan import MigrationPlan
 
+_ARRIVING = "finishing a move that began before the batch"
 _GETTING_READY = "getting layers ready to move"
 _MAKING_ROOM = "making room for what arrives along one route"
 
@@ -49,7 +51,8 @@ class _Migration:
         packed: layers that leave this rank.
         arrivals: layers that arrive on this rank.
         num_bytes: that move in this rank's pipeline.
-        pending: messages under way.
+        under_way: messages that were started.
+        copying: copies what stays on this rank to its new memory, a bounded part at a time.
     """
 
     plan: MigrationPlan
@@ -58,7 +61,8 @@ class _Migration:
     packed: dict[int, PackedLayer]
     arrivals: dict[int, ArrivingLayer]
     num_bytes: int
-    pending: list[PendingExchange] = field(default_factory=list)
+    under_way: Rounds | None = None
+    copying: Iterator[None] = field(default_factory=lambda: iter(()))
 
     def remaining(self, layer: PackedLayer | ArrivingLayer) -> Sequence[torch.Tensor]:
         """Return the tensors still to send at the commit.
@@ -189,10 +193,8 @@ class Migrator:
 
     def abandon(self) -> None:
         """Drop the prepared plan; nothing has changed. Every rank has to call this."""
-        migration = self._in_progress()
-        assert not migration.pending, "layers have begun to move"
+        migration, self._migration = self._in_progress(), None
         migration.context.state.abandon()
-        self._migration = None
 
     def start(self) -> None:
         """Start to send what only the optimizer's step changes, and return at once.
@@ -207,38 +209,56 @@ class Migrator:
                 {index: layer.changed_by_step for index, layer in migration.arrivals.items()},
             )
             more_sends, more_receives = migration.context.state.transfers()
-            self._post(sends + more_sends, receives + more_receives)
+            p2p = migration.context.comm.p2p
+            begin = p2p.begin if migration.overlapped else p2p.begin_at_once
+            migration.under_way = begin(sends + more_sends, receives + more_receives)
+            migration.under_way.advance()
+            if migration.overlapped:
+                migration.copying = migration.context.state.copying()
 
     def poll(self) -> bool:
-        """Return whether all started transfers of this rank are done, without waiting."""
-        return all(pending.is_done() for pending in self._in_progress().pending)
+        """Send the next part of what travels, and copy the next part of what stays, without waiting.
+
+        Returns:
+            Whether all has arrived.
+        """
+        migration = self._in_progress()
+        assert migration.under_way is not None, "start comes first"
+        next(migration.copying, None)
+        return migration.under_way.advance()
 
     def commit(self) -> int:
         """Send what may have changed, rebuild the stages, and free the layers that left.
 
-        Call it between two batches. Gradients of parameters travel too, except those that DeepSpeed's wrappers (bf16,
-        ZeRO-1) sum in flat buffers. It fails if there are any of those, as between a backward pass and the step.
+        Call it between two batches, or, if a batch trains during the move, between the reduction of its gradients and
+        the optimizer's step. The gradients move with the layers.
 
         Returns:
             Bytes moved in this rank's pipeline.
 
         Raises:
-            MigrationError: fatal.
+            MigrationError: fatal. If a batch trained during the move: harmless, on every rank, if nothing had changed.
         """
         migration = self._in_progress()
         context = migration.context
+        if migration.overlapped:
+            try:
+                self._arrive(migration)
+            except MigrationError as error:
+                if error.harmless:
+                    self.abandon()
+                raise
         with self._errors_are_fatal("sending layers"):
-            if migration.overlapped:
-                self._pack_again(migration)
-            self._post(
+            rest = context.comm.p2p.post(
                 *self._transfers(
                     {index: migration.remaining(layer) for index, layer in migration.packed.items()},
                     {index: migration.remaining(layer) for index, layer in migration.arrivals.items()},
                 )
             )
             context.state.copy_staying(context.staying(migration.plan))
-            for pending in migration.pending:
-                pending.wait()
+            if migration.under_way is not None:
+                migration.under_way.wait()
+            rest.wait()
         with self._errors_are_fatal("rebuilding the stage"):
             arrived = {index: arrival.materialize() for index, arrival in migration.arrivals.items()}
             context.free(migration.packed, migration.plan)
@@ -255,13 +275,26 @@ class Migrator:
 
     # -- messages -------------------------------------------------------------------------------------
 
-    def _pack_again(self, migration: _Migration) -> None:
-        """Send new descriptions of the layers to the other ranks, after batches were trained."""
+    def _arrive(self, migration: _Migration) -> None:
+        """Wait for what was started, and exchange descriptions of the layers again, which a batch may have changed.
+
+        Raises:
+            MigrationError: harmless, on every rank, if a rank cannot describe its layers or lacks memory; else fatal.
+        """
         context, arrivals = migration.context, migration.arrivals
+        assert migration.under_way is not None, "start comes first"
+        with self._errors_are_fatal("receiving layers"):
+            migration.under_way.wait()
         context.state.refresh()
-        migration.packed = context.pack_again(migration.packed)
+
+        def copy_and_pack() -> dict[int, PackedLayer]:
+            for _ in migration.copying:
+                pass
+            return context.pack_again(migration.packed)
+
+        migration.packed = context.comm.everywhere(_ARRIVING, copy_and_pack)
         migration.arrivals = _exchange_headers(migration.plan, context, migration.packed)
-        context.receive(migration.arrivals, arrivals)
+        context.comm.everywhere(_ARRIVING, lambda: context.receive(migration.arrivals, arrivals))
 
     def _transfers(
         self, leaving: Mapping[int, Sequence[torch.Tensor]], arriving: Mapping[int, Sequence[torch.Tensor]]
@@ -275,10 +308,6 @@ class Migrator:
             sends += [(rank_of(move.destination), flat) for flat in leaving.get(move.layer, ())]
             receives += [(rank_of(move.source), flat) for flat in arriving.get(move.layer, ())]
         return sends, receives
-
-    def _post(self, sends: list[PeerTensor], receives: list[PeerTensor]) -> None:
-        migration = self._in_progress()
-        migration.pending.append(migration.context.comm.p2p.post(sends, receives))
 
     # -- errors ---------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class Executor:
         return wrappers
 
     def _instructions(self, training: bool, scheduled: bool) -> Instructions:
-        """Return the batch's instructions: composed ones, the profiler's marks around them, the trace outermost."""
+        """Return the instructions of a batch: the composed ones, within marks of the profiler and of the trace."""
         composed = self._composed(scheduled)
         self._scheduled.gradients.observe = self._profiler.deferred if self._profiler.measures else None
         if training and self._profiler.measures:
@@ -102,7 +102,7 @@ class Executor:
             composed = instructions.marked(composed, self._profiler, backward=backward)
         if training and self._tracer is not None and self._tracer.records:
             composed = self._tracer.recorded(composed)
-        return composed
+        return self._stage.step_gate.polled(composed) if training else composed
 
     def _composed(self, scheduled: bool) -> Instructions:
         """Compose the instructions of a batch; again only if something has changed."""
@@ -113,6 +113,7 @@ class Executor:
                 self._stage.layers,
                 prefix,
                 accumulates=self._engine.using_bf16_optimizer,
+                around_step=self._stage.step_gate.around_step,
                 callbacks=self._callbacks,
                 streams=self._streams,
                 flags=self._stage.gradient_flags,

@@ -14,7 +14,7 @@ freed, and each kind of state in turn exists old and new. If state travels while
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.deepspeed.flat_adapter import FlatOptimizerAdapter, unbind
+from ds_dynmo.engine.deepspeed.flat_adapter import NO_GRADIENTS, FlatOptimizerAdapter, HeldGradients, unbind
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.carrying import Holder, Transfers
 from ds_dynmo.engine.move.layout import Shard
@@ -66,6 +66,7 @@ class FlatState:
         self.shards = FlatShards(adapter, layers, comm, groups)
         self._weights = FlatWeights(self.shards, placeholders)
         self._next: Resharding | None = None
+        self._gradients = NO_GRADIENTS  # of the batch that trained during a move
         self._lacks_gradients = False  # their buffers are freed until the next wrap
         self._linked = False
         self.inventory = StageInventory(layers, self.shards, comm)
@@ -153,15 +154,18 @@ class FlatState:
         return self._next.bytes_sent, planned.route.digest
 
     def abandon(self) -> None:
-        self._next = None
+        self._next, self._gradients = None, NO_GRADIENTS
         self._weights.abandon()
         if self._lacks_gradients:
             self._wrap(self._adapter.groups, self._adapter.flats)
 
     def record(self, module: nn.Module) -> LayerRecord:
-        groups = self._adapter.inner.param_groups
+        groups, gradients = self._adapter.inner.param_groups, self._gradients.whole
         return LayerRecord.of(
-            module, group_of=self._membership.group, options_of=lambda number: options_of(groups[number])
+            module,
+            group_of=self._membership.group,
+            options_of=lambda number: options_of(groups[number]),
+            gradient_of=lambda parameter: gradients.get(id(parameter)),
         )
 
     def recv_buffer_of(self, key: ParamKey) -> torch.Tensor | None:
@@ -172,13 +176,21 @@ class FlatState:
         assert self._next is not None, "prepare comes first"
         return self._next.transfers()
 
+    def copying(self) -> Iterator[None]:
+        assert self._next is not None, "prepare comes first"
+        return self._next.copying()
+
     def refresh(self) -> None:
         assert self._next is not None, "prepare comes first"
-        tp_rank = self._comm.here.tp_rank
+        tp_rank, here = self._comm.here.tp_rank, self._adapter.holds_gradients
         scalars = {number: self.shards.scalars(number) for number in self.shards.numbers}
-        gathered = self._comm.gather_objects((tp_rank, scalars))
-        scalars = merge_scalars(of_rank for of_slice, of_rank in gathered if of_slice == tp_rank)
-        self._next.plan = replace(self._next.plan, scalars=scalars)
+        every = self._comm.gather_objects((tp_rank, scalars, here, self._next.is_stale))
+        self._next.plan = replace(
+            self._next.plan, scalars=merge_scalars(of_rank for of_slice, of_rank, *_ in every if of_slice == tp_rank)
+        )
+        if any(is_stale for *_, is_stale in every):
+            self._next.begin_anew()
+        self._gradients = self._adapter.held_gradients() if any(held for *_, held, _ in every) else NO_GRADIENTS
 
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
         """Copy the weights of layers that stay to the next buffers."""
@@ -198,12 +210,14 @@ class FlatState:
     def install_parameters(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         resharding, self._next = self._next, None
         assert resharding is not None, "prepare comes first"
-        assert not self._adapter.holds_gradients, (
-            "gradients in flat buffers do not travel: install parameters after a step"
-        )
+        gradients, self._gradients = self._gradients, NO_GRADIENTS
+        assert gradients is not NO_GRADIENTS or not self._adapter.holds_gradients, "refresh comes first"
+        whole = dict(gradients.whole)
         for record in (record for layer in arrived.values() for record in layer.parameters.values()):
             if record.group is not None:
                 self._membership.join(record.parameter, record.group)
+            if record.gradient is not None:
+                whole[id(record.parameter)] = record.gradient
         self._take_options(parameters, arrived)
         self._adapter.free_gradients()
         # Parameters frozen or unfrozen since the plan was made are handled by the next refit.
@@ -211,7 +225,9 @@ class FlatState:
         groups, flats = self._weights.rebuild(self._layers.named_parameters(), detached)
         self._adapter.free_weights()
         self._run(resharding)
+        shards = resharding.carry(gradients.shards, self._comm.p2p) if gradients.shards else {}
         self._wrap(groups, flats)
+        self._adapter.hold_gradients(HeldGradients(whole, shards))
 
     def _wrap(self, groups: list[list[nn.Parameter]], flats: list[torch.Tensor]) -> None:
         """Point DeepSpeed's wrapper at groups and buffers; the shards are in place."""

@@ -6,7 +6,7 @@ There are two kinds. A plain torch optimizer keeps state per parameter, which tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,7 +85,7 @@ class OptimizerState(Protocol):
         """Plan the state to send, and allocate buffers for the state to receive. May gather.
 
         Args:
-            overlapped: whether batches train before :meth:`install_parameters`, so that all state travels ahead.
+            overlapped: whether a batch trains before :meth:`install_parameters`, so that all state travels ahead.
 
         Returns:
             Bytes that this rank will send apart from its layers, and a hash of their route, which has to be the same on
@@ -109,8 +109,12 @@ class OptimizerState(Protocol):
         """List the state that travels ahead, apart from that in layers."""
         ...
 
+    def copying(self) -> Iterator[None]:
+        """Copy state that stays on this rank to its new memory, a bounded part per element."""
+        ...
+
     def refresh(self) -> None:
-        """Update what batches have changed since :meth:`prepare`. May gather."""
+        """Update what a batch has changed since :meth:`prepare`, and hold its gradients to go along. Collective."""
         ...
 
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
@@ -281,6 +285,9 @@ class PerParameterState:
     def transfers(self) -> Transfers:
         return [], []
 
+    def copying(self) -> Iterator[None]:
+        return iter(())
+
     def refresh(self) -> None:
         self._count_steps_per_parameter()
 
@@ -301,6 +308,7 @@ class PerParameterState:
                 joining.setdefault(record.group, []).append(record.parameter)
             if record.state is not None:
                 self._state[record.parameter] = record.state
+            record.parameter.grad = record.gradient
         place = {id(parameter): position for position, parameter in enumerate(parameters)}
         for number, group in enumerate(self._groups):
             if not group["params"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,13 +11,14 @@ import torch
 from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.comm.point_to_point import PeerTensor, PointToPoint
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
-from ds_dynmo.engine.move.carrying import Holder, Tensors, Transfers, copy_staying, transfers
+from ds_dynmo.engine.move.carrying import Holder, Tensors, Transfers, copy_staying, copying_staying, transfers
 from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, intervals_of_shards, shard_size
 from ds_dynmo.engine.move.route import Route, Row
 from ds_dynmo.engine.state.flat_shards import Member
 from ds_dynmo.engine.state.inventory import Inventory, Scalars, merge_scalars
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.plan import MigrationPlan
+from ds_dynmo.torch_private import version_of
 
 Replace = Callable[[str, Tensors], None]
 
@@ -150,6 +151,8 @@ class Resharding:
         self.plan = plan
         self._old, self._holder, self._rank_of, self._device = old, holder, rank_of, device
         self._new: dict[str, dict[Buffer, torch.Tensor]] = {}
+        self._copied: set[str] = set()  # kinds whose staying elements are in the new shards
+        self._versions: dict[tuple[Buffer, str], int] = {}  # of the old shards, when they were to be sent ahead
 
     @property
     def bytes_sent(self) -> int:
@@ -158,9 +161,45 @@ class Resharding:
         return sum(leaving) * sum(dtype.itemsize for dtype in self.plan.kinds.values())
 
     def allocate(self) -> None:
-        """Allocate the new shards of all kinds."""
+        """Allocate the new shards of all kinds, which are then sent ahead."""
         for kind in self.plan.kinds:
             self._allocate(kind)
+        self._versions = self._present_versions()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether this rank's state was changed after :meth:`allocate`, so that it has to be sent again."""
+        return bool(self._versions) and self._versions != self._present_versions()
+
+    def begin_anew(self) -> None:
+        """Drop what was sent ahead: :meth:`run` sends everything."""
+        self._new.clear()
+        self._copied.clear()
+        self._versions.clear()
+
+    def copying(self) -> Iterator[None]:
+        """Copy what stays on this rank to the allocated shards, a bounded part per element."""
+        for kind in list(self._new):
+            yield from copying_staying(self.plan.rows(kind), self._holder, self._old_of(kind), self._new[kind])
+            self._copied.add(kind)
+
+    def carry(self, shards: Mapping[int, torch.Tensor], p2p: PointToPoint) -> dict[int, torch.Tensor]:
+        """Move one more kind of state along the same route: this rank's shards of live buffers, per group.
+
+        Returns:
+            This rank's new shards, per group.
+        """
+        old = {Buffer(group, detached=False): shard for group, shard in shards.items()}
+        some = next(iter(shards.values()))
+        new = {
+            place.buffer: some.new_zeros(size)
+            for place, size in self.plan.route.new.sizes.items()
+            if place[:2] == self._holder and not place.buffer.detached
+        }
+        rows = [r for r in self.plan.route.rows if not (r.source.buffer.detached or r.destination.buffer.detached)]
+        staying = partial(copy_staying, rows, self._holder, old, new)
+        p2p.exchange(*transfers(rows, self._holder, self._rank_of, old, new), staying)
+        return {buffer.group: shard for buffer, shard in new.items()}
 
     def transfers(self) -> Transfers:
         """List the sends and receives of the kinds whose new shards are allocated."""
@@ -175,11 +214,11 @@ class Resharding:
     def run(self, p2p: PointToPoint, replace: Replace) -> None:
         """Fill the new shards, and pass them to ``replace``, one kind after the other."""
         for kind in self.plan.kinds:
-            if kind in self._new:
-                self._copy_staying(kind)
-            else:
+            if kind not in self._new:
                 self._allocate(kind)
                 p2p.exchange(*self._transfers(kind), partial(self._copy_staying, kind))
+            elif kind not in self._copied:
+                self._copy_staying(kind)
             for shards in self._old.values():
                 shards.pop(kind, None)
             replace(kind, self._new.pop(kind))
@@ -196,9 +235,15 @@ class Resharding:
                 self._new[kind][place.buffer] = shard
 
     def _transfers(self, kind: str) -> Transfers:
-        old = {buffer: shards[kind] for buffer, shards in self._old.items() if kind in shards}
-        return transfers(self.plan.rows(kind), self._holder, self._rank_of, old, self._new[kind])
+        return transfers(self.plan.rows(kind), self._holder, self._rank_of, self._old_of(kind), self._new[kind])
 
     def _copy_staying(self, kind: str) -> None:
-        old = {buffer: shards[kind] for buffer, shards in self._old.items() if kind in shards}
-        copy_staying(self.plan.rows(kind), self._holder, old, self._new[kind])
+        copy_staying(self.plan.rows(kind), self._holder, self._old_of(kind), self._new[kind])
+
+    def _old_of(self, kind: str) -> Tensors:
+        return {buffer: shards[kind] for buffer, shards in self._old.items() if kind in shards}
+
+    def _present_versions(self) -> dict[tuple[Buffer, str], int]:
+        return {
+            (buffer, kind): version_of(shard) for buffer, shards in self._old.items() for kind, shard in shards.items()
+        }

@@ -169,7 +169,9 @@ def state(engine: Any) -> dict[str, Any]:
     return found
 
 
-def train(case: Case, moves: Sequence[Sequence[int]], steps: int, every: int) -> dict[str, Any]:
+def train(
+    case: Case, moves: Sequence[Sequence[int]], steps: int, every: int, background: bool = False
+) -> dict[str, Any]:
     """Train ``steps`` batches, and go to the next of ``moves`` after every ``every`` of them."""
     engine = build(case)
     data = batches(engine)
@@ -178,7 +180,7 @@ def train(case: Case, moves: Sequence[Sequence[int]], steps: int, every: int) ->
     for step in range(steps):
         losses.append(engine.train_batch(data).item())
         if step % every == every - 1 and waiting:
-            engine.rebalance(waiting.pop(0))
+            engine.rebalance(waiting.pop(0), background=background)
         if step == steps // 2:
             evaluations.append(engine.eval_batch(batches(engine, seed=7)).item())
     return {**outcome_of(engine, losses), "evaluations": evaluations}

@@ -1,0 +1,115 @@
+"""Messages of a move in rounds of bounded size, so that a batch can train between two rounds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ds_dynmo.engine.comm.pending import PendingExchange
+
+ROUND_BYTES = 8 << 20  # least size of a round between two ranks in one direction, if there is so much to send
+MOST_ROUNDS = 16
+
+Message = list[torch.Tensor]  # flat byte tensors that travel together
+Messages = list[tuple[int, Message]]  # with the rank that each goes to or comes from
+
+
+class Round(NamedTuple):
+    """What a rank sends and receives in one round."""
+
+    sends: Messages
+    receives: Messages
+
+
+def rounds_of(sends: Messages, receives: Messages) -> list[Round]:
+    """Cut the messages of a rank into rounds.
+
+    Messages from one rank to another are cut by their sizes alone, so both ranks cut them alike. Round k has the k-th
+    part of what is exchanged with every rank. A rank begins a round once the one before has ended, and the k-th rounds
+    of all ranks fit together: so no rank waits for one that waits for it, even if a backend runs operations in the
+    order of posting, as NCCL does.
+    """
+    cut_sends, cut_receives = _cut_by_peer(sends), _cut_by_peer(receives)
+    count = max((len(parts) for parts in (*cut_sends.values(), *cut_receives.values())), default=0)
+    return [Round(_part(cut_sends, number), _part(cut_receives, number)) for number in range(count)]
+
+
+def _cut_by_peer(messages: Messages) -> dict[int, list[list[Message]]]:
+    """Return per rank the messages exchanged with it in one direction, in parts of about equal size."""
+    of_peer: dict[int, list[Message]] = {}
+    for peer, message in messages:
+        of_peer.setdefault(peer, []).append(message)
+    return {peer: _cut(of_this) for peer, of_this in of_peer.items()}
+
+
+def _cut(messages: Sequence[Message]) -> list[list[Message]]:
+    size = max(ROUND_BYTES, -(-sum(map(_bytes_of, messages)) // MOST_ROUNDS))
+    parts: list[list[Message]] = [[]]
+    room = size
+    for message in messages:
+        pieces = [[piece] for piece in message[0].split(size)] if len(message) == 1 else [message]
+        for piece in pieces:
+            if parts[-1] and _bytes_of(piece) > room:
+                parts.append([])
+                room = size
+            parts[-1].append(piece)
+            room -= _bytes_of(piece)
+    return parts
+
+
+def _bytes_of(message: Message) -> int:
+    return sum(tensor.numel() for tensor in message)
+
+
+def _part(cut: Mapping[int, Sequence[Sequence[Message]]], number: int) -> Messages:
+    return [(peer, message) for peer, parts in cut.items() if number < len(parts) for message in parts[number]]
+
+
+class Rounds:
+    """An exchange of messages, round by round.
+
+    Args:
+        post: starts a round.
+    """
+
+    def __init__(self, rounds: Sequence[Round], post: Callable[[Round], PendingExchange]) -> None:
+        self._left, self._post = deque(rounds), post
+        self._current: PendingExchange | None = None
+        self._failure: Exception | None = None
+
+    def advance(self) -> bool:
+        """Begin the next round if the one under way has ended, and return at once.
+
+        Returns:
+            Whether :meth:`wait` would return, or raise, at once.
+        """
+        if self._current is not None:
+            if not self._current.is_done():
+                return False
+            try:
+                self._current.wait()
+            except Exception as failure:  # reported where all ranks can learn of it
+                self._failure = failure
+            self._current = None
+        if self._failure is not None:
+            return True
+        if self._left:
+            self._current = self._post(self._left.popleft())
+        return self._current is None
+
+    def wait(self) -> None:
+        """Exchange all that is left.
+
+        Raises:
+            RuntimeError: the time-out has passed, or a peer is gone.
+        """
+        while self._failure is None and (self._current is not None or self._left):
+            if self._current is None:
+                self._current = self._post(self._left.popleft())
+            self._current.wait()
+            self._current = None
+        if self._failure is not None:
+            raise self._failure
