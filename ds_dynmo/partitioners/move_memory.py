@@ -9,8 +9,9 @@ A migration holds old and new buffers at once, in this order:
 4. The optimizer's shards follow, one kind of state after the other: old and new shards of one kind exist at once.
 5. Gradient buffers are allocated again.
 
-If a batch trains meanwhile, gradient buffers stay, and the optimizer's shards travel with the layers: old and new
-shards of all kinds exist at once. Activations are not counted.
+If a batch trains meanwhile, gradients stay, and the optimizer's shards travel with the layers: old and new shards of
+all kinds exist at once. At the batch's end the gradients of arriving layers follow, and the new gradient buffers are
+allocated once the old shards are freed. Activations are not counted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ class Overflow:
 
 
 def migration_peaks(
-    plan: MigrationPlan, layers: Sequence[HeldBytes], first_uses: Sequence[int | None], *, overlapped: bool = False
+    plan: MigrationPlan,
+    layers: Sequence[HeldBytes],
+    first_uses: Sequence[int | None],
+    *,
+    training_bytes: Sequence[int] | None = None,
+    activation_bytes: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Compute, per stage, the peak bytes of its ranks while ``plan`` is carried out.
 
@@ -45,7 +51,9 @@ def migration_peaks(
         layers: per layer, its bytes on a rank of its stage.
         first_uses: per layer, the first layer with the same parameters: itself unless it is tied; None for a plain
             function.
-        overlapped: a batch trains while layers travel.
+        training_bytes: per layer, its bytes in training without activations, if a batch trains while layers travel;
+            None: training waits.
+        activation_bytes: per stage, of a batch that trains while layers travel; None: they do not count.
 
     Raises:
         PartitionError: ``layers`` or ``first_uses`` do not have one value per layer of the plan.
@@ -58,16 +66,20 @@ def migration_peaks(
     before = [_owners(plan.old.layers_of(stage), first_uses) for stage in stages]
     after = [_owners(plan.new.layers_of(stage), first_uses) for stage in stages]
     sent = [move for move in plan.moves if move.layer in after[move.destination].values()]
-    return tuple(
-        _peak(
-            _sum(layers, before[stage].values()),
-            _sum(layers, after[stage].values()),
-            [layers[move.layer] for move in sent if move.destination == stage],
-            [layers[move.layer] for move in sent if move.source == stage],
-            overlapped=overlapped,
-        )
-        for stage in stages
-    )
+
+    def peak(stage: int) -> int:
+        old, new = _sum(layers, before[stage].values()), _sum(layers, after[stage].values())
+        arriving = [move.layer for move in sent if move.destination == stage]
+        leaving = [layers[move.layer] for move in sent if move.source == stage]
+        if training_bytes is None:
+            return _peak(old, new, [layers[number] for number in arriving], leaving)
+        trains, will_train = (sum(training_bytes[n] for n in here[stage].values()) for here in (before, after))
+        travel = trains + new.shards + _travelling(new, [layers[number] for number in arriving], leaving)
+        gradients = sum(training_bytes[number] - layers[number].total for number in arriving)
+        activations = activation_bytes[stage] if activation_bytes is not None else 0
+        return max(travel + activations, travel + gradients, will_train + old.gradients)
+
+    return tuple(map(peak, stages))
 
 
 def overflow(
@@ -77,21 +89,27 @@ def overflow(
     limit: int,
     present_bytes: Sequence[int],
     *,
-    overlapped: bool = False,
+    training_bytes: Sequence[int] | None = None,
 ) -> Overflow | None:
     """Find the stage that ``plan`` takes furthest above ``limit``; None if no stage exceeds it.
 
     Args:
         present_bytes: per stage, the bytes that it needs now. A stage above the limit may hold as many during the move;
-            otherwise it could not give layers away.
-        overlapped: a batch trains while layers travel.
+            otherwise it could not give layers away. With ``training_bytes``, what is above these counts as
+            activations.
+        training_bytes: as in :func:`migration_peaks`.
 
     Raises:
         PartitionError: see :func:`migration_peaks`.
     """
     if not plan.moves:
         return None
-    peaks = migration_peaks(plan, layers, first_uses, overlapped=overlapped)
+    activations = None
+    if training_bytes is not None:
+        owners = [_owners(plan.old.layers_of(stage), first_uses).values() for stage in plan.old.stages]
+        without = [sum(training_bytes[number] for number in here) for here in owners]
+        activations = [max(0, present - rest) for present, rest in zip(present_bytes, without)]
+    peaks = migration_peaks(plan, layers, first_uses, training_bytes=training_bytes, activation_bytes=activations)
     above = {stage: peak for stage, peak in enumerate(peaks) if peak > max(limit, present_bytes[stage])}
     if not above:
         return None
@@ -124,21 +142,14 @@ def _sum(layers: Sequence[HeldBytes], numbers: Iterable[int]) -> HeldBytes:
     return sum((layers[number] for number in numbers), start=HeldBytes())
 
 
-def _peak(
-    old: HeldBytes,
-    new: HeldBytes,
-    arriving: Sequence[HeldBytes],
-    leaving: Sequence[HeldBytes],
-    *,
-    overlapped: bool,
-) -> int:
+def _peak(old: HeldBytes, new: HeldBytes, arriving: Sequence[HeldBytes], leaving: Sequence[HeldBytes]) -> int:
     """Compute the peak of one stage from its layers before and after, and the layers that it receives and sends."""
-    travelling = [*arriving, *leaving]
-    travels = old.total + new.flat + sum(layer.separate + layer.staged for layer in arriving)
-    travels += sum(layer.staged for layer in leaving)
-    if overlapped:
-        return max(travels + new.shards, new.total)
-    travels -= old.gradients
+    travels = old.total - old.gradients + _travelling(new, arriving, leaving)
     one_kind = max(old.shards + new.largest_shard, new.shards + old.largest_shard)
-    shards_staged = sum(min(layer.staged, layer.largest_shard) for layer in travelling)
+    shards_staged = sum(min(layer.staged, layer.largest_shard) for layer in (*arriving, *leaving))
     return max(old.total, travels, new.separate + new.flat + one_kind + shards_staged, new.total)
+
+
+def _travelling(new: HeldBytes, arriving: Sequence[HeldBytes], leaving: Sequence[HeldBytes]) -> int:
+    """Count the bytes beside the old layers: the new flat buffer, arriving layers, and packed small tensors."""
+    return new.flat + sum(layer.separate + layer.staged for layer in arriving) + sum(layer.staged for layer in leaving)

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+import random
+from collections.abc import Sequence
+from typing import Any
 
-from tests.distributed.harness import run_each
+import pytest
+import torch
+
+from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import PRECISIONS, Case
-from tests.distributed.support.training import check_moves_changed_nothing, partitions, train
+from tests.distributed.support.training import (
+    Warnings,
+    batches,
+    build,
+    check_moves_changed_nothing,
+    layers_of,
+    outcome_of,
+    partitions,
+    sleeping_engine,
+    train,
+    use_virtual_clock,
+)
 
 
 def check_same(case: Case, moves: list[list[int]], steps: int = 7, every: int = 2) -> None:
     still, moved = run_each(case.ranks, train, (case, [], steps, every), (case, moves, steps, every, True))
     assert [r["evaluations"] for r in moved] == [r["evaluations"] for r in still]
     assert [r["partition"] for r in moved] == [moves[-1]] * case.ranks
+    assert moved[0]["blocking"] == 0
     check_moves_changed_nothing(still, moved)
 
 
@@ -21,3 +39,201 @@ def check_same(case: Case, moves: list[list[int]], steps: int = 7, every: int = 
 def test_moves_change_nothing(precision: str) -> None:
     case = Case(stages=3, precision=precision, replicas=1 + ("zero1" in precision), groups="two", tied=True)
     check_same(case, partitions(case, seed=3, count=3))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adafactor", "client AdamW"])
+def test_moves_change_nothing_under_torch_optimizers(optimizer: str) -> None:
+    case = Case(stages=3, optimizer=optimizer, scheduler=True, dropout=True)
+    check_same(case, partitions(case, seed=5, count=3))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+def test_moves_change_nothing_with_split_backward_passes(precision: str) -> None:
+    case = Case(stages=3, precision=precision, dynmo={"interval": 0, "schedule": "zero_bubble"})
+    check_same(case, partitions(case, seed=6, count=3))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(int(os.environ.get("DS_DYNMO_FUZZ_CASES", "10"))))
+def test_random_cases_change_nothing(seed: int) -> None:
+    """Compare four random sequences of moves of a random case with a run without moves."""
+    chooser = random.Random(seed)
+    precision = chooser.choice(sorted(PRECISIONS))
+    case = Case(
+        stages=chooser.choice([2, 3, 4]),
+        blocks=chooser.choice([2, 5, 8]),
+        tied=chooser.random() < 0.5,
+        clip=chooser.choice([0.0, 0.05, 1.0]) if "zero1" not in precision else 0.0,
+        replicas=chooser.choice([1, 2]),
+        optimizer=chooser.choice(["AdamW", "SGD", "Adafactor"] if precision == "fp32" else ["AdamW", "SGD"]),
+        checkpoint_interval=chooser.choice([0, 0, 1, 2]),
+        micro_batches=chooser.choice([1, 2, 5]),
+        groups=chooser.choice(["one", "two", "sparse"]),
+        scheduler=chooser.random() < 0.5,
+        precision=precision,
+        dropout=chooser.random() < 0.5,
+        dynmo={"interval": 0, "schedule": chooser.choice(["1f1b", "zero_bubble"])},
+    )
+    sequences = [partitions(case, 10 * seed + number, count=5) for number in range(4)]
+    every = chooser.choice([1, 2])
+    calls = [(case, moves, 11, every, bool(moves)) for moves in ([], *sequences)]
+    still, *moved = run_each(case.ranks, train, *calls)
+    for each in moved:
+        check_moves_changed_nothing(still, each)
+
+
+# -- decisions ------------------------------------------------------------------------------------------------
+
+
+def decided() -> tuple[list[Any], list[int]]:
+    use_virtual_clock()
+    section = {"interval": 2, "migration": "background"}
+    engine, data = sleeping_engine(section, [0.01] * 4 + [0.001] * 4, 2)
+    for _ in range(8):
+        engine.train_batch(data)
+    return engine.reports, engine.partition
+
+
+def test_an_automatic_decision_is_carried_out_while_the_next_batch_trains() -> None:
+    for reports, partition in run(2, decided):
+        first = next(report for report in reports if report.moved)
+        assert first.reason == "interval" and first.background_seconds is not None
+        assert first.step == 3  # decided after batch 2
+        assert first.migrate_seconds < first.background_seconds
+        assert list(first.new_partition) == partition != [0, 4, 8]
+
+
+# -- several batches -------------------------------------------------------------------------------------------
+
+
+def a_layer_at_a_time(case: Case, targets: dict[int, Sequence[int]]) -> dict[str, Any]:
+    """Train 9 batches; decide to go to ``targets`` before those batches, and move no more than a step in each."""
+    engine = build(case)
+    data, losses, seen = batches(engine), [], []
+    for step in range(9):
+        if step in targets:
+            engine.rebalance(targets[step], background=True)
+        engine.rebalancer.budget.num_bytes = 1
+        losses.append(engine.train_batch(data).item())
+        seen.append(engine.partition)
+    return {**outcome_of(engine, losses), "seen": seen}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+def test_what_does_not_fit_into_one_batch_goes_in_several(precision: str) -> None:
+    case = Case(stages=3, blocks=6, precision=precision, start=(0, 3, 6, 9))
+    still, moved = run_each(3, a_layer_at_a_time, (case, {}), (case, {3: [0, 6, 8, 9]}))
+    assert moved[0]["seen"][2:] == [[0, 3, 6, 9], [0, 4, 7, 9], [0, 5, 8, 9], *[[0, 6, 8, 9]] * 4]
+    check_moves_changed_nothing(still, moved)
+
+
+def test_a_newer_decision_overtakes_one_under_way() -> None:
+    case = Case(stages=2, start=(0, 4, 8))
+    still, moved = run_each(2, a_layer_at_a_time, (case, {}), (case, {3: [0, 7, 8], 5: [0, 2, 8]}))
+    cuts = [partition[1] for partition in moved[0]["seen"]]
+    assert cuts == [4, 4, 4, 5, 6, 5, 4, 3, 2]
+    check_moves_changed_nothing(still, moved)
+
+
+def saved_between(folder: str, moves: bool) -> dict[str, Any]:
+    """Decide, and then save, evaluate, change the model and decide by hand before the next batch."""
+    engine = build(Case(stages=2, start=(0, 4, 8)))
+    data, losses = batches(engine), []
+    for step in range(6):
+        losses.append(engine.train_batch(data).item())
+        if moves and step == 1:
+            engine.rebalance([0, 2, 8], background=True)
+            engine.save_checkpoint(folder, "between")
+            losses.append(engine.eval_batch(batches(engine, seed=7)).item())
+            assert engine.partition == [0, 4, 8]
+        elif step == 1:
+            losses.append(engine.eval_batch(batches(engine, seed=7)).item())
+        if moves and step == 2:
+            assert engine.partition == [0, 2, 8]
+            engine.rebalance([0, 6, 8], background=True)
+            engine.rebalance([0, 3, 8])
+            assert engine.partition == [0, 3, 8]
+        if moves and step == 3:
+            assert engine.partition == [0, 3, 8]
+            engine.rebalance([0, 6, 8], background=True)
+            engine.model_changed("what it was decided from")
+        if moves and step == 4:
+            assert engine.partition == [0, 3, 8]
+    outcome = outcome_of(engine, losses)
+    if moves:
+        engine.load_checkpoint(folder, "between")
+        assert engine.partition == [0, 4, 8]
+    return outcome
+
+
+def test_between_two_batches_nothing_is_under_way(tmp_path: Any) -> None:
+    still, moved = run_each(2, saved_between, (str(tmp_path), False), (str(tmp_path), True))
+    check_moves_changed_nothing(still, moved)
+
+
+# -- what goes wrong, and what changes meanwhile -----------------------------------------------------------------
+
+
+def packing_fails_at_the_end(case: Case, rank: int | None) -> dict[str, Any]:
+    """Let ``rank`` fail to describe its layers once the batch's gradients are complete; move later."""
+    engine = build(case)
+    data, losses, warnings = batches(engine), [], Warnings()
+    losses.append(engine.train_batch(data).item())
+    if rank is not None:
+        refresh, pack = engine.stage.state.refresh, engine.stage.state.record
+
+        def fail_from_now_on() -> None:
+            refresh()
+            if engine.global_rank == rank:
+                engine.stage.state.record = fail
+
+        def fail(*_: Any) -> Any:
+            raise MemoryError("no room")
+
+        engine.stage.state.refresh = fail_from_now_on
+        engine.rebalance([0, 2, 8], background=True)
+    losses.append(engine.train_batch(data).item())
+    if rank is not None:
+        assert engine.partition == [0, 4, 8]
+        engine.stage.state.refresh, engine.stage.state.record = refresh, pack
+        engine.rebalance([0, 2, 8], background=True)
+    losses.append(engine.train_batch(data).item())
+    losses.append(engine.train_batch(data).item())
+    return {**outcome_of(engine, losses), "warnings": warnings.messages}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
+def test_a_failure_before_layers_change_places_is_harmless(precision: str) -> None:
+    case = Case(stages=2, precision=precision, start=(0, 4, 8), replicas=2)
+    still, failed = run_each(4, packing_fails_at_the_end, (case, None), (case, 0))
+    assert any("no layer was moved" in message and "no room" in message for message in failed[0]["warnings"])
+    assert [r["partition"] for r in failed] == [[0, 2, 8]] * 4
+    check_moves_changed_nothing(still, failed)
+
+
+def zeroed_meanwhile(case: Case, moves: bool) -> dict[str, Any]:
+    """Zero weights, with masters and moments, before the step of a batch in which their layer moves."""
+    engine = build(case)
+    data = batches(engine)
+
+    def zero() -> None:
+        if engine.global_steps == 2:
+            for index, layer in layers_of(engine).items():
+                if index in (2, 3, 5):
+                    weight = layer.up.weight
+                    engine.zero_elements(weight, torch.arange(weight.numel()).view(weight.shape) % 3 == index % 3)
+
+    engine.before_step(zero)
+    losses = []
+    for step in range(5):
+        if moves and step == 2:
+            engine.rebalance([0, 3, 8], background=True)
+        losses.append(engine.train_batch(data).item())
+    return outcome_of(engine, losses)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
+def test_state_that_changes_meanwhile_is_sent_again(precision: str) -> None:
+    case = Case(stages=2, precision=precision, start=(0, 4, 8))
+    still, moved = run_each(2, zeroed_meanwhile, (case, False), (case, True))
+    check_moves_changed_nothing(still, moved)

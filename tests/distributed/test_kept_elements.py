@@ -358,7 +358,7 @@ def bytes_held(case: Case) -> list[tuple[int, int, int]]:
         else:
             engine.model_changed("profile")
             engine.train_batch(data)
-        counted = sum((held_now(engine)[layer] for layer in engine.chunks[0]), start=HeldBytes()).total
+        counted = sum((held_now(engine)[0][layer] for layer in engine.chunks[0]), start=HeldBytes()).total
         assert counted <= TensorBytes().began <= counted + BESIDE
         layer = engine.profile.layers[2]
         found.append((counted, layer.static_bytes, layer.trainable_parameters))

@@ -98,10 +98,11 @@ def wide_layers(case: Case) -> list[Any]:
     return [ends[0], *[LayerSpec(Wide, index) for index in range(case.blocks)], nn.Identity(), ends[1]]
 
 
-def held_now(engine: Any) -> tuple[HeldBytes, ...]:
+def held_now(engine: Any) -> tuple[tuple[HeldBytes, ...], tuple[int, ...]]:
+    """Return per layer what it holds between two batches, and its bytes in training."""
     return layer_sizes.held_from(
         engine.stage.comm.max_over_world(layer_sizes.held_table(engine.stage.layers, engine.stage.state))
-    )[0]
+    )
 
 
 def go(engine: Any, new: Sequence[int], *, overlapped: bool, check: Any = None) -> None:
@@ -116,20 +117,41 @@ def go(engine: Any, new: Sequence[int], *, overlapped: bool, check: Any = None) 
 
 
 def peaks(
-    case: Case, moves: Sequence[Sequence[int]], overlapped: bool = False, make_layers: Any = wide_layers
+    case: Case, moves: Sequence[Sequence[int]], make_layers: Any = wide_layers
 ) -> list[tuple[int, int, int, int]]:
     """Return, per move, the bytes that this rank held before, the peak, and the predictions of both."""
     engine = build(case, make_layers)
     data, found = batches(engine), []
     for new in moves:
         engine.train_batch(data), engine.train_batch(data)
-        held, uses = held_now(engine), engine.stage.layers.first_uses()
+        held, uses = held_now(engine)[0], engine.stage.layers.first_uses()
         plan = MigrationPlan.between(engine.partition, new)
-        said = migration_peaks(plan, held, uses, overlapped=overlapped)[engine.stage_id]
+        said = migration_peaks(plan, held, uses)[engine.stage_id]
         with TensorBytes() as tensors:
-            go(engine, new, overlapped=overlapped)
+            engine.rebalance(new)
         resting = sum((held[layer] for layer in plan.old.layers_of(engine.stage_id)), start=HeldBytes()).total
         found.append((tensors.began, tensors.peak, resting, said))
+    return found
+
+
+def peaks_in_training(case: Case, moves: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return, per move while a batch trains, the peak of this rank and its prediction."""
+    engine = build(case, wide_layers)
+    data, found = batches(engine), []
+    for new in moves:
+        engine.train_batch(data), engine.train_batch(data)
+        with TensorBytes() as tensors:
+            engine.train_batch(data)
+        (held, in_training), uses = held_now(engine), engine.stage.layers.first_uses()
+        plan = MigrationPlan.between(engine.partition, new)
+        activations = tensors.peak - sum(in_training[layer] for layer in plan.old.layers_of(engine.stage_id))
+        both = {"training_bytes": in_training, "activation_bytes": [activations] * engine.num_stages}
+        said = migration_peaks(plan, held, uses, **both)[engine.stage_id]
+        engine.rebalance(new, background=True)
+        with TensorBytes() as tensors:
+            engine.train_batch(data)
+        assert engine.partition == list(new)
+        found.append((tensors.peak, said))
     return found
 
 
@@ -151,13 +173,15 @@ def test_the_peak_of_a_move_is_as_predicted(case: Case, moves: Sequence[Sequence
 @pytest.mark.nightly
 def test_the_peak_of_a_move_is_as_predicted_where_replicas_differ() -> None:
     case = Case(blocks=9, precision="bf16 zero1", replicas=2)
-    check_peaks(run(case.ranks, peaks, case, THERE_AND_BACK, False, own_layers))
+    check_peaks(run(case.ranks, peaks, case, THERE_AND_BACK, own_layers))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1", "fp32 zero1"])
 def test_the_peak_of_a_move_during_a_batch_is_as_predicted(precision: str) -> None:
     case = Case(blocks=9, precision=precision)
-    check_peaks(run(case.ranks, peaks, case, THERE_AND_BACK, True))
+    for rank in run(case.ranks, peaks_in_training, case, THERE_AND_BACK):
+        for peak, said in rank:
+            assert 0.95 * peak - BESIDE <= said <= 1.05 * peak  # a batch leaves more or less beside its layers
 
 
 def check_peaks(ranks: Sequence[Sequence[tuple[int, int, int, int]]]) -> None:
@@ -196,7 +220,9 @@ def refused(case: Case, how: str, folder: str) -> dict[str, Any]:
         )
     else:
         plan = MigrationPlan.between(engine.partition, new)
-    needed = max(migration_peaks(plan, held_now(engine), engine.stage.layers.first_uses(), overlapped=overlapped))
+    held, in_training = held_now(engine)
+    uses, meanwhile = engine.stage.layers.first_uses(), in_training if overlapped else None
+    needed = max(migration_peaks(plan, held, uses, training_bytes=meanwhile))
     ask = {
         "rebalance": lambda: engine.rebalance(new),
         "overlapped": lambda: go(engine, new, overlapped=True, check=engine.rebalancer.memory.check),

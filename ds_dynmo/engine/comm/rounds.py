@@ -79,6 +79,18 @@ class Rounds:
         self._left, self._post = deque(rounds), post
         self._current: PendingExchange | None = None
         self._failure: Exception | None = None
+        self._count = len(rounds)
+        self._waited_for: int | None = None
+
+    @property
+    def share_in_time(self) -> float:
+        """The share of the rounds, which are of about equal size, that had ended before :meth:`wait`."""
+        waited_for = self._waited_for if self._waited_for is not None else self._unfinished
+        return 1.0 - waited_for / self._count if self._count else 1.0
+
+    @property
+    def _unfinished(self) -> int:
+        return len(self._left) + (self._current is not None)
 
     def advance(self) -> bool:
         """Begin the next round if the one under way has ended, and return at once.
@@ -106,7 +118,10 @@ class Rounds:
         Raises:
             RuntimeError: the time-out has passed, or a peer is gone.
         """
-        while self._failure is None and (self._current is not None or self._left):
+        self.advance()
+        if self._waited_for is None:
+            self._waited_for = self._unfinished
+        while self._failure is None and self._unfinished:
             if self._current is None:
                 self._current = self._post(self._left.popleft())
             self._current.wait()

@@ -23,7 +23,7 @@ import torch
 
 from ds_dynmo.engine.decide.cost_model import CostModel
 from ds_dynmo.engine.decide.decentralized import decide_among_neighbours
-from ds_dynmo.engine.decide.decision import Decision, accept_move, costs_and_speeds, decide, predict
+from ds_dynmo.engine.decide.decision import Decision, accept_move, costs_and_speeds, decide, moved_bytes, predict
 from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.engine.decide.made_reports import measured_report, rebalance_report
 from ds_dynmo.engine.decide.memory import MemoryLimit
@@ -32,7 +32,7 @@ from ds_dynmo.engine.decide.trigger import Reason, Request, Trigger
 from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.measure import profile_reduction
 from ds_dynmo.engine.measure.profiler import Profiler
-from ds_dynmo.engine.move.background import BackgroundMove, MoveOutcome
+from ds_dynmo.engine.move.background import BackgroundMove, MoveOutcome, TransferBudget
 from ds_dynmo.engine.move.migrator import MoveCheck
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
@@ -74,6 +74,7 @@ class Rebalancer:
         cost_model: estimates of the costs of layers, stages and moves.
         profile: the latest profile, the same on every rank; None before the first.
         last_move_step: ``global_steps`` of the last move; None: layers never moved.
+        budget: bytes to move while a batch trains.
         failure: why the latest automatic decision was not carried out; None: no failure since the last request.
 
     Args:
@@ -111,6 +112,7 @@ class Rebalancer:
         self._waits_for_profile = False
         self._decided: DecidedMove | None = None  # begins with the next batch
         self._moving: tuple[DecidedMove, MigrationPlan] | None = None  # while a batch trains
+        self.budget = TransferBudget()
         stage.layers_moved.subscribe("measurements and estimates are of the stages before", self._layers_moved)
 
     # -- after a batch --------------------------------------------------------------------------------
@@ -329,8 +331,8 @@ class Rebalancer:
         self.drop_decided_move()
         with self._stage.timeline.phase("migrate", "migrate"):
             plan, began = MigrationPlan.between(self._stage.placement, move.target), time.perf_counter()
-            moved_bytes = self._migrate(plan, partial(self.memory.check, profile=move.profile))
-            return self._moved(move, plan, moved_bytes, began=began)
+            bytes_moved = self._migrate(plan, partial(self.memory.check, profile=move.profile))
+            return self._moved(move, plan, bytes_moved, began=began)
 
     def _move_in_background(self, move: DecidedMove) -> RebalanceReport | None:
         """Move layers while the next batch trains, if one has to move. Collective.
@@ -349,7 +351,7 @@ class Rebalancer:
         self,
         move: DecidedMove,
         plan: MigrationPlan,
-        moved_bytes: int,
+        bytes_moved: int,
         *,
         began: float,
         outcome: MoveOutcome | None = None,
@@ -375,7 +377,7 @@ class Rebalancer:
             move.decision,
             step=self._stage.counters.steps,
             request=move.request,
-            bytes_moved=moved_bytes,
+            bytes_moved=bytes_moved,
             seconds=(*move.seconds, waited),
             background_seconds=outcome.seconds if outcome is not None else None,
             load_signals=tuple(layer.load_signal for layer in self.profile.layers) if self.profile else (),
@@ -389,14 +391,18 @@ class Rebalancer:
     # -- while a batch trains -------------------------------------------------------------------------
 
     def begin_move(self) -> None:
-        """Begin the move that was decided, right before a batch; without one do nothing. Collective."""
+        """Begin the move that was decided, right before a batch; without one do nothing. Collective.
+
+        It goes only as far as its bytes are expected to arrive in time; the next batch continues. Where memory does not
+        suffice for a move during a batch, training waits for it.
+        """
         if self._decided is None:
             return
         move, self._decided = self._decided, None
-        plan = MigrationPlan.between(self._stage.placement, move.target)
         self._comm.enter("rebalance")
         with self._stage.timeline.phase("migrate", "begin to migrate"):
             try:
+                plan = MigrationPlan.between(self._stage.placement, self._next_placement(move))
                 if self.memory.fits(plan, move.profile, overlapped=True):
                     self._background.begin(plan)
                     self._moving = move, plan
@@ -405,17 +411,36 @@ class Rebalancer:
             except (PartitionError, MigrationError) as error:
                 self._stay(error)
 
+    def _next_placement(self, move: DecidedMove) -> Placement:
+        """Return where ``move`` goes while the next batch trains."""
+        here, profile = self._stage.placement, self.profile
+        if profile is None or len(profile.layers) != here.num_layers:
+            return move.target
+
+        return self.budget.next_placement(
+            here,
+            move.target,
+            allows=lambda placement: self.groups.allows(placement.boundaries),
+            bytes_to=lambda placement: moved_bytes(profile, MigrationPlan.between(here, placement)),
+        )
+
     def end_move(self) -> None:
         """Report the move that ended with the batch; without one do nothing. Collective."""
         if self._moving is None:
             return
         (move, plan), self._moving = self._moving, None
-        outcome = self._background.take_outcome()
+        outcome, began = self._background.take_outcome(), time.perf_counter()
         assert outcome is not None, "no schedule ran"
         if outcome.failure is not None:
             self._stay(outcome.failure)
-        else:
-            self._moved(move, plan, outcome.bytes_moved, began=time.perf_counter(), outcome=outcome)
+            return
+        part = move if plan.new == move.target else self._chosen(plan.new, move.request)
+        if self.profile is not None:
+            least = self._comm.max_over_world(torch.tensor([-outcome.share_in_time], dtype=torch.float64))
+            self.budget.record(moved_bytes(self.profile, plan), -least.item())
+        self._moved(part, plan, outcome.bytes_moved, began=began, outcome=outcome)
+        if part is not move:
+            self._decided = move
 
     def drop_decided_move(self) -> None:
         """Forget a move that has not begun: what it was decided from has changed."""

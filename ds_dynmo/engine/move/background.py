@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.engine.run.step_gate import StepGate
 from ds_dynmo.errors import MigrationError
+from ds_dynmo.partitioners import between
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan
+
+FIRST_BYTES = 256 << 20  # moved while the first batch trains: a quarter of a second at 1 GB/s
 
 
 @dataclass(frozen=True)
@@ -19,13 +24,59 @@ class MoveOutcome:
         bytes_moved: in this rank's pipeline.
         waited_seconds: that training waited for it on this rank.
         seconds: from its begin to its end.
+        share_in_time: the share of this rank's messages that had arrived when the batch's gradients were complete.
         failure: harmless, the same on every rank: nothing has moved; None: layers have moved.
     """
 
     bytes_moved: int
     waited_seconds: float
     seconds: float
+    share_in_time: float
     failure: MigrationError | None = None
+
+
+class TransferBudget:
+    """The bytes to move while one batch trains: what arrived in time in the batches before.
+
+    Attributes:
+        num_bytes: in a whole pipeline, by the sizes in the profile.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = FIRST_BYTES
+
+    def record(self, num_bytes: int, share_in_time: float) -> None:
+        """Update after a move, of which all ranks know the same.
+
+        Args:
+            num_bytes: that it moved.
+            share_in_time: the least of all ranks.
+        """
+        if share_in_time < 1.0:
+            self.num_bytes = max(1, int(num_bytes * share_in_time))
+        else:
+            self.num_bytes = max(self.num_bytes, 2 * num_bytes)
+
+    def next_placement(
+        self,
+        here: Placement,
+        target: Placement,
+        *,
+        allows: Callable[[Placement], bool],
+        bytes_to: Callable[[Placement], int],
+    ) -> Placement:
+        """Find the placement nearest to ``target`` whose bytes are within the budget.
+
+        Args:
+            allows: returns whether layers may be placed so.
+            bytes_to: returns the bytes to move to get there.
+
+        Returns:
+            If none is within the budget, the one nearest to ``here``: a layer is the least that moves.
+        """
+        way = (here.at(bounds) for bounds in between(here.boundaries, target.boundaries))
+        steps = [target, *filter(allows, way)]
+        return next((step for step in steps if bytes_to(step) <= self.num_bytes), steps[-1])
 
 
 class BackgroundMove:
@@ -65,7 +116,13 @@ class BackgroundMove:
                 raise
             failure = error
         ended = time.perf_counter()
-        self._outcome = MoveOutcome(bytes_moved, self._waited + ended - began, ended - self._began, failure)
+        self._outcome = MoveOutcome(
+            bytes_moved,
+            waited_seconds=self._waited + ended - began,
+            seconds=ended - self._began,
+            share_in_time=self._migrator.share_in_time,
+            failure=failure,
+        )
 
     def take_outcome(self) -> MoveOutcome | None:
         """Return how the move of the last batch ended, once; None: there was none."""

@@ -157,7 +157,7 @@ class MigrationContext:
                 continue
             self.state.drop(module.parameters())
             for parameter in module.parameters():  # other references to the parameter must not keep its memory
-                parameter.data = parameter.data.new_empty(0)
+                parameter.grad, parameter.data = None, parameter.data.new_empty(0)
             spec = self.layers.spec(index)
             self.layers.remove(index)
             if isinstance(spec, nn.Module):

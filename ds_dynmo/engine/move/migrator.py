@@ -78,10 +78,14 @@ class Migrator:
 
     Args:
         make_context: returns this rank's present stage.
+
+    Attributes:
+        share_in_time: the share of this rank's messages of the last move that had arrived before :meth:`commit`.
     """
 
     def __init__(self, make_context: Callable[[], MigrationContext]) -> None:
         self.make_context = make_context
+        self.share_in_time = 1.0
         self._migration: _Migration | None = None
 
     def migrate(self, plan: MigrationPlan, check: MoveCheck | None = None) -> int:
@@ -214,7 +218,8 @@ class Migrator:
             migration.under_way = begin(sends + more_sends, receives + more_receives)
             migration.under_way.advance()
             if migration.overlapped:
-                migration.copying = migration.context.state.copying()
+                staying = migration.context.staying(migration.plan)
+                migration.copying = migration.context.state.copying(staying)
 
     def poll(self) -> bool:
         """Send the next part of what travels, and copy the next part of what stays, without waiting.
@@ -271,6 +276,7 @@ class Migrator:
         with self._errors_are_fatal("waiting for the other ranks"):
             context.comm.all_done()
         self._migration = None
+        self.share_in_time = migration.under_way.share_in_time if migration.under_way is not None else 1.0
         return migration.num_bytes
 
     # -- messages -------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from ds_dynmo.engine.state.pieces import FLAT, StageSlots, StatePieces, in_memor
 from ds_dynmo.engine.state.resharding import Resharding, ReshardingPlan, plan_resharding
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
+from ds_dynmo.torch_private import version_of
 
 
 class FlatState:
@@ -66,6 +67,7 @@ class FlatState:
         self.shards = FlatShards(adapter, layers, comm, groups)
         self._weights = FlatWeights(self.shards, placeholders)
         self._next: Resharding | None = None
+        self._copied: dict[int, tuple[int, int]] = {}  # weights in the next buffers, by id of the parameter
         self._gradients = NO_GRADIENTS  # of the batch that trained during a move
         self._lacks_gradients = False  # their buffers are freed until the next wrap
         self._linked = False
@@ -155,6 +157,7 @@ class FlatState:
 
     def abandon(self) -> None:
         self._next, self._gradients = None, NO_GRADIENTS
+        self._copied.clear()
         self._weights.abandon()
         if self._lacks_gradients:
             self._wrap(self._adapter.groups, self._adapter.flats)
@@ -176,9 +179,16 @@ class FlatState:
         assert self._next is not None, "prepare comes first"
         return self._next.transfers()
 
-    def copying(self) -> Iterator[None]:
+    def copying(self, staying: Mapping[int, nn.Module]) -> Iterator[None]:
         assert self._next is not None, "prepare comes first"
-        return self._next.copying()
+        yield from self._next.copying()
+        for index, module in staying.items():
+            for name, parameter in module.named_parameters():
+                view = self.recv_buffer_of(ParamKey(self._layers.first_use(index), name))
+                if view is not None:
+                    self._copied[id(parameter)] = _state_of_memory(parameter)
+                    view.copy_(parameter.data.view(-1))
+                    yield
 
     def refresh(self) -> None:
         assert self._next is not None, "prepare comes first"
@@ -199,7 +209,8 @@ class FlatState:
                 view = self.recv_buffer_of(ParamKey(self._layers.first_use(index), name))
                 if view is not None:
                     unbind(parameter)
-                    view.copy_(parameter.data.view(-1))
+                    if self._copied.pop(id(parameter), None) != _state_of_memory(parameter):
+                        view.copy_(parameter.data.view(-1))
                     parameter.data = view.view(parameter.shape)
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -375,3 +386,8 @@ class FlatState:
             if not parameter.requires_grad:
                 parameter.data = parameter.data.clone()
         self._wrap(*self._weights.rebuild(self._layers.named_parameters(), self._frozen()))
+
+
+def _state_of_memory(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return what differs once a parameter was changed in place, or lies elsewhere."""
+    return version_of(parameter), parameter.data_ptr()

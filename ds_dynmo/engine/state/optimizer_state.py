@@ -109,8 +109,8 @@ class OptimizerState(Protocol):
         """List the state that travels ahead, apart from that in layers."""
         ...
 
-    def copying(self) -> Iterator[None]:
-        """Copy state that stays on this rank to its new memory, a bounded part per element."""
+    def copying(self, staying: Mapping[int, nn.Module]) -> Iterator[None]:
+        """Copy what stays on this rank, state and weights, to its new memory, a bounded part per element."""
         ...
 
     def refresh(self) -> None:
@@ -285,7 +285,7 @@ class PerParameterState:
     def transfers(self) -> Transfers:
         return [], []
 
-    def copying(self) -> Iterator[None]:
+    def copying(self, staying: Mapping[int, nn.Module]) -> Iterator[None]:
         return iter(())
 
     def refresh(self) -> None:

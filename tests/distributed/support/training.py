@@ -214,6 +214,7 @@ def outcome_of(engine: Any, losses: list[float]) -> dict[str, Any]:
         "state": state(engine),
         "partition": engine.partition,
         "moved": sum(report.layers_moved for report in engine.reports),
+        "blocking": sum(report.moved and report.background_seconds is None for report in engine.reports),
         "replica": engine.grid.get_data_parallel_id(),
     }
 

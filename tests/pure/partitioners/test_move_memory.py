@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import astuple
 
 import pytest
@@ -15,9 +16,13 @@ from tests.pure.partitioners.instances import random_start
 
 
 def peaks(
-    old: list[int], new: list[int], layers: list[HeldBytes], first_uses: list[int | None], *, overlapped: bool = False
+    old: list[int],
+    new: list[int],
+    layers: list[HeldBytes],
+    first_uses: Sequence[int | None],
+    training_bytes: list[int] | None = None,
 ) -> tuple[int, ...]:
-    return migration_peaks(MigrationPlan.between(old, new), layers, first_uses, overlapped=overlapped)
+    return migration_peaks(MigrationPlan.between(old, new), layers, first_uses, training_bytes=training_bytes)
 
 
 def test_arriving_layers_are_held_beside_leaving_ones_until_they_change_places() -> None:
@@ -45,8 +50,13 @@ def test_flat_weights_are_held_twice_then_one_kind_of_state_at_a_time() -> None:
 
 def test_all_state_is_held_twice_during_a_batch() -> None:
     layer = HeldBytes(flat=2, shards=12, largest_shard=4, gradients=4)
-    assert peaks([0, 2, 4], [0, 1, 4], [layer] * 4, [0, 1, 2, 3], overlapped=True) == (36 + 2 + 12, 36 + 6 + 36)
-    assert peaks([0, 2, 4], [0, 1, 4], [HeldBytes(separate=10)] * 4, [0, 1, 2, 3], overlapped=True) == (20, 30)
+    assert peaks([0, 2, 4], [0, 1, 4], [layer] * 4, [0, 1, 2, 3], training_bytes=[18] * 4) == (36 + 14, 36 + 42)
+    # Without a wrapper, gradients exist in training alone: 4 bytes that follow the layer of 10.
+    layers = [HeldBytes(separate=10)] * 4
+    assert peaks([0, 2, 4], [0, 1, 4], layers, [0, 1, 2, 3], training_bytes=[14] * 4) == (28, 28 + 10 + 4)
+    # Of 1 layer, then 8: the new gradients are larger than the shards that were freed for them.
+    layers = [HeldBytes(flat=2, shards=2, largest_shard=2, gradients=8)] * 9
+    assert peaks([0, 1, 9], [0, 8, 9], layers, range(9), training_bytes=[12] * 9)[0] == 8 * 12 + 8
 
 
 def test_every_stage_rebuilds_its_flat_buffers() -> None:
@@ -102,8 +112,10 @@ def test_a_stage_above_its_limit_is_named_if_layers_arrive() -> None:
 def test_a_move_during_a_batch_needs_more() -> None:
     plan, layers = MigrationPlan.between([0, 2, 4], [0, 1, 4]), [HeldBytes(flat=2, shards=12, largest_shard=4)] * 4
     assert overflow(plan, layers, [0, 1, 2, 3], 50, [28, 28]) is None
-    found = overflow(plan, layers, [0, 1, 2, 3], 50, [28, 28], overlapped=True)
+    found = overflow(plan, layers, [0, 1, 2, 3], 50, [28, 28], training_bytes=[14] * 4)
     assert found is not None and astuple(found) == (1, 28 + 6 + 36, 50)
+    found = overflow(plan, layers, [0, 1, 2, 3], 50, [28, 33], training_bytes=[14] * 4)  # 5 bytes of activations
+    assert found is not None and found.peak_bytes == 28 + 6 + 36 + 5
 
 
 def test_a_wrong_number_of_sizes_is_refused() -> None:
