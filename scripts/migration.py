@@ -4,10 +4,11 @@
     deepspeed --num_gpus 2 scripts/migration.py --precision fp32
     deepspeed --num_gpus 2 scripts/migration.py --precision bf16-zero1 --stage-parameters 50
 
-Three figures: the bandwidth of a move over that of a raw send and receive of the same bytes; the seconds of a
-rebalance that moves nothing over those of two collectives of a fixed size; and the seconds that a move spends on
-optimizer state that stays over those of a plain copy of the same bytes. Set OMP_NUM_THREADS=1. ``--json FILE`` also
-writes the figures.
+Four figures: the bandwidth of a move over that of a raw send and receive of the same bytes; the seconds that training
+waits for a move while a batch trains, over those of a move between two batches, with how much slower the rest of that
+batch is; the seconds of a rebalance that moves nothing over those of two collectives of a fixed size; and the seconds
+that a move spends on optimizer state that stays over those of a plain copy of the same bytes. Set OMP_NUM_THREADS=1.
+``--json FILE`` also writes the figures.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16-zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     "fp32-zero1": {"zero_optimization": {"stage": 1}},
 }
+MICRO_BATCHES = 4
 MOVED = 4  # layers that move at once
 SMALL = 1_000  # parameters of the layer that moves when the cost of those that stay is measured
 STAY = 10  # layers of each stage that stay then
@@ -53,13 +55,20 @@ LEAST = STAY * SMALL / 1e6  # millions of parameters of those
 
 
 class Weights(nn.Module):
-    """A layer of ``count`` parameters that takes almost no time to compute."""
+    """A layer of ``count`` parameters that takes almost no time to compute.
+
+    Attributes:
+        seconds: of sleep in each forward pass.
+    """
+
+    seconds = 0.0
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(count // 4)) for _ in range(4))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        time.sleep(Weights.seconds)
         return hidden + sum(weight.sum() for weight in self.weights) * 1e-6  # type: ignore[return-value]
 
 
@@ -67,7 +76,7 @@ def make_engine(counts: list[int], boundary: int, precision: str) -> Any:
     """Make an engine of two stages over layers of ``counts`` parameters, and train it on one batch."""
     engine = pipeline_engine(
         [LayerSpec(Weights, count) for count in counts],
-        micro_batches=2,
+        micro_batches=MICRO_BATCHES,
         dynmo={"interval": 0, "initial_partition": [0, boundary, len(counts)]},
         gradient_clipping=1.0,
         zero_allow_untested_optimizer=True,
@@ -95,6 +104,54 @@ def bandwidth(arguments: argparse.Namespace) -> dict[str, Any]:
         "raw_seconds": statistics.median(raw),
         "bandwidth_over_raw": statistics.median(b / a for a, b in zip(moved, raw)),
     }
+
+
+def background(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Move layers between two batches, and while a batch of twice that time trains; train without moves; in turns."""
+    count, precision = int(arguments.layer_parameters * 1e6), arguments.precision
+    engine = make_engine([count] * (MOVED + 2), MOVED + 1, precision)
+    hidden = torch.ones(1, 8, dtype=torch.bfloat16 if precision.startswith("bf16") else torch.float32)
+    data = iter(lambda: (hidden, hidden + 1), None)
+    train = partial(engine.train_batch, data)
+
+    def move(boundary: int, *, background: bool) -> float:
+        """Return the seconds of a batch with a move; they exclude a move before it."""
+        if not background:
+            timed(partial(engine.rebalance, [0, boundary, MOVED + 2]))
+        else:
+            engine.rebalance([0, boundary, MOVED + 2], background=True)
+        return timed(train)
+
+    engine.rebalancer.budget.num_bytes = 1 << 60
+    move(1, background=False), move(MOVED + 1, background=False)
+    Weights.seconds = slowest(engine.reports[-1].migrate_seconds) / MICRO_BATCHES
+    between, during, longer, whole = [], [], [], []
+    for _ in range(arguments.pairs):
+        for boundary, way in ((1, False), (MOVED + 1, True), (1, True), (MOVED + 1, False)):
+            still, moving = timed(train), move(boundary, background=way)
+            report = engine.reports[-1]
+            if way:
+                during.append(slowest(report.migrate_seconds))
+                longer.append(moving - still)
+                whole.append(moving / still)
+            else:
+                between.append(slowest(report.migrate_seconds))
+    Weights.seconds = 0.0
+    wait = statistics.median(between)
+    return {
+        "wait_between_seconds": wait,
+        "wait_during_seconds": statistics.median(during),
+        "wait_during_over_between": statistics.median(during) / wait,
+        "longer_batch_over_between": statistics.median(longer) / wait,
+        "batch_over_still": statistics.median(whole),
+    }
+
+
+def slowest(seconds: float) -> float:
+    """Return the most seconds of both ranks."""
+    most = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.item()
 
 
 def send_raw(payload: torch.Tensor | None, size: int, peer: int) -> None:
@@ -185,7 +242,7 @@ def main(given: list[str]) -> None:
     begin_rank()
     machine = Machine()
     figures = {"precision": arguments.precision}
-    for measure in (bandwidth, nothing_moves, optimizer):
+    for measure in (bandwidth, background, nothing_moves, optimizer):
         figures |= measure(arguments)
     if dist.get_rank() == 0:
         print_table(("figure", ""), figures.items())

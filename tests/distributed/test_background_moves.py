@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +103,31 @@ def test_an_automatic_decision_is_carried_out_while_the_next_batch_trains() -> N
         assert first.step == 3  # decided after batch 2
         assert first.migrate_seconds < first.background_seconds
         assert list(first.new_partition) == partition != [0, 4, 8]
+
+
+def traced(path: str) -> None:
+    trace = {"path": path, "steps": [3, 3]}
+    engine = build(Case(stages=2, start=(0, 4, 8), dynmo={"interval": 0, "trace": trace}))
+    data = batches(engine)
+    engine.train_batch(data), engine.train_batch(data)
+    engine.rebalance([0, 2, 8], background=True)
+    engine.train_batch(data)
+
+
+def test_a_trace_shows_the_transfer_on_its_own_track(tmp_path: Path) -> None:
+    run(2, traced, str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    for stage in range(2):
+        track = next(number for number, name in names.items() if name == f"stage {stage}, transfers")
+        (transfer,) = [event for event in events if event["ph"] == "X" and event["tid"] == track]
+        assert transfer["name"] == "layers from [0, 4, 8] to [0, 2, 8]"
+        of_rank = [event for event in events if event["ph"] == "X" and event["tid"] == stage]
+        forward = min(event["ts"] for event in of_rank if event["cat"] == "forward")
+        (step,) = [event for event in of_rank if event["cat"] == "optimizer step" and event["dur"] > 50]
+        (places,) = [event for event in of_rank if event["name"] == "change places"]
+        assert transfer["ts"] < min(forward, places["ts"]) and places["ts"] < step["ts"]
+        assert transfer["ts"] + transfer["dur"] <= places["ts"]
 
 
 # -- several batches -------------------------------------------------------------------------------------------

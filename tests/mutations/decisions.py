@@ -49,9 +49,16 @@ MUTATIONS = [
     Mutation(
         "the memory of layers that arrive is not counted while they move",
         "ds_dynmo/partitioners/move_memory.py",
-        "travels = old.total + new.flat + sum(layer.separate + layer.staged for layer in arriving)",
-        "travels = old.total + new.flat",
+        "return new.flat + sum(layer.separate + layer.staged for layer in arriving) +",
+        "return new.flat +",
         "tests/distributed/test_move_memory.py::test_the_peak_of_a_move_is_as_predicted -k 'fp32-2x1 and not zero1'",
+    ),
+    Mutation(
+        "a move while a batch trains is taken to need as little memory as one between batches",
+        "ds_dynmo/engine/decide/memory.py",
+        "        training_bytes = self.static_bytes if overlapped else None\n",
+        "        training_bytes = None\n",
+        "tests/distributed/test_move_memory.py -k overlapped",
     ),
     Mutation(
         "activations of micro-batches in flight are not counted",

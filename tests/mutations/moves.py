@@ -8,6 +8,7 @@ LAYERS = "ds_dynmo/engine/deepspeed/pipeline_module.py"
 STREAMS = "ds_dynmo/engine/run/random_streams.py"
 TRAVELS = "tests/distributed/test_what_travels.py::test_a_layer_arrives_as_what_it_has_become"
 PHASES = "tests/distributed/test_migration_phases.py"
+BACKGROUND = "tests/distributed/test_background_moves.py"
 RANDOM = "tests/distributed/test_randomness.py"
 ENGINE = "tests/distributed/test_engine.py"
 
@@ -67,7 +68,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients that are held are lost",
-        "ds_dynmo/engine/move/arriving.py",
+        "ds_dynmo/engine/state/optimizer_state.py",
         "            record.parameter.grad = record.gradient\n",
         "",
         TRAVELS,
@@ -110,9 +111,72 @@ MUTATIONS = [
     Mutation(
         "a layer arrives as it was when its move was prepared",
         "ds_dynmo/engine/move/migrator.py",
-        "        migration.packed = context.pack_again(migration.packed)\n",
-        "",
+        "            return context.pack_again(migration.packed)\n",
+        "            return migration.packed\n",
         f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
+    ),
+    Mutation(
+        "gradients that a wrapper holds whole are lost in a move before the step",
+        "ds_dynmo/engine/deepspeed/bf16_adapter.py",
+        "                    gradient.copy_(held.whole[id(parameter)])\n",
+        "",
+        f"{BACKGROUND}::test_moves_change_nothing -k 'bf16 and not zero1'",
+    ),
+    Mutation(
+        "gradients that ZeRO shards stay where they were in a move before the step",
+        "ds_dynmo/engine/state/flat_state.py",
+        "        shards = resharding.carry(gradients.shards, self._comm.p2p) if gradients.shards else {}\n",
+        "        shards = gradients.shards\n",
+        f"{BACKGROUND}::test_moves_change_nothing -k zero1",
+    ),
+    Mutation(
+        "the step is taken before layers change places",
+        "ds_dynmo/engine/run/step_gate.py",
+        "            if self.is_open:\n",
+        "            if False:\n",
+        f"{BACKGROUND}::test_moves_change_nothing",
+    ),
+    Mutation(
+        "state that changed after it was sent is not sent again",
+        "ds_dynmo/engine/state/flat_state.py",
+        "        if any(is_stale for *_, is_stale in every):\n",
+        "        if False:\n",
+        f"{BACKGROUND}::test_state_that_changes_meanwhile_is_sent_again",
+    ),
+    Mutation(
+        "weights that changed after they were copied are not copied again",
+        "ds_dynmo/engine/state/flat_state.py",
+        "self._copied.pop(id(parameter), None) != _state_of_memory(parameter)",
+        "id(parameter) not in self._copied",
+        f"{BACKGROUND}::test_state_that_changes_meanwhile_is_sent_again",
+    ),
+    Mutation(
+        "a failure before layers change places leaves the move half prepared",
+        "ds_dynmo/engine/move/migrator.py",
+        "                if error.harmless:\n                    self.abandon()\n",
+        "",
+        f"{BACKGROUND}::test_a_failure_before_layers_change_places_is_harmless",
+    ),
+    Mutation(
+        "a move goes all the way whatever arrives in time",
+        "ds_dynmo/engine/move/background.py",
+        "(step for step in steps if bytes_to(step) <= self.num_bytes)",
+        "iter(steps)",
+        f"{BACKGROUND}::test_what_does_not_fit_into_one_batch_goes_in_several",
+    ),
+    Mutation(
+        "what is left of a move is forgotten",
+        "ds_dynmo/engine/decide/rebalancer.py",
+        "        if part is not move:\n            self._decided = move\n",
+        "",
+        f"{BACKGROUND}::test_what_does_not_fit_into_one_batch_goes_in_several",
+    ),
+    Mutation(
+        "a changed model does not drop the decision before it",
+        "ds_dynmo/engine/decide/rebalancer.py",
+        "        self.drop_decided_move()\n        self._profiler.forget(batches_too=True)\n        self.cost_model",
+        "        self._profiler.forget(batches_too=True)\n        self.cost_model",
+        f"{BACKGROUND}::test_between_two_batches_nothing_is_under_way",
     ),
     Mutation(
         "stages of a tied layer that moved do not sum its gradients",

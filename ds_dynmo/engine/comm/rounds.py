@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -47,17 +48,18 @@ def _cut_by_peer(messages: Messages) -> dict[int, list[list[Message]]]:
 
 def _cut(messages: Sequence[Message]) -> list[list[Message]]:
     size = max(ROUND_BYTES, -(-sum(map(_bytes_of, messages)) // MOST_ROUNDS))
-    parts: list[list[Message]] = [[]]
+    finished: list[list[Message]] = []
+    part: list[Message] = []
     room = size
     for message in messages:
         pieces = [[piece] for piece in message[0].split(size)] if len(message) == 1 else [message]
         for piece in pieces:
-            if parts[-1] and _bytes_of(piece) > room:
-                parts.append([])
-                room = size
-            parts[-1].append(piece)
+            if part and _bytes_of(piece) > room:
+                finished.append(part)
+                part, room = [], size
+            part.append(piece)
             room -= _bytes_of(piece)
-    return parts
+    return [*finished, part]
 
 
 def _bytes_of(message: Message) -> int:
@@ -65,7 +67,7 @@ def _bytes_of(message: Message) -> int:
 
 
 def _part(cut: Mapping[int, Sequence[Sequence[Message]]], number: int) -> Messages:
-    return [(peer, message) for peer, parts in cut.items() if number < len(parts) for message in parts[number]]
+    return [(peer, message) for peer, of_peer in cut.items() for message in next(islice(of_peer, number, None), ())]
 
 
 class Rounds:

@@ -142,7 +142,7 @@ class PatchedPipelineEngine(PipelineEngine):
         with self.stage.around_schedule(training):
             super()._exec_schedule(pipe_schedule)
         if training:
-            self.stage.step_gate.pass_through()
+            self.stage.step_gate.pass_through(self.stage.timeline)
 
     def _aggregate_total_loss(self) -> Any:
         """Share the loss as DeepSpeed does, and show in a trace how long that waits.

@@ -1,7 +1,7 @@
 """Trace files in Chrome's trace format, which Perfetto and chrome://tracing open.
 
-A pipeline (one data-parallel replica) is a process, and a rank in it a thread. Each event has ``ph`` "X", microseconds
-and a category of :data:`CATEGORIES`. Format: "Trace Event Format", Google, 2016.
+A pipeline (one data-parallel replica) is a process, and a rank in it a thread, with another for its transfers. Each
+event has ``ph`` "X", microseconds and a category of :data:`CATEGORIES`. Format: "Trace Event Format", Google, 2016.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ CATEGORIES = (
     *("forward", "backward", "weight gradient", "load", "send", "receive", "wait", "reduce", "optimizer step"),
     "instruction",  # of a kind that DeepSpeed does not have
     *("loss", "profile", "decide", "migrate"),
+    "transfer",  # of layers while a batch trains, on a track of its own beside that of the rank
 )
+TRANSFERS = 1_000_000  # added to a rank: the number of its track of transfers
 _END = "\n]}\n"
 
 
@@ -91,8 +93,14 @@ def batch_events(step: int, placement: Placement, tracks: Sequence[Track], origi
     }
     return [
         marker,
+        *(_transfer_name(track) for track in tracks if any(event.category == "transfer" for event in track.events)),
         *(_complete(step, track, event, origin) for track in with_waits(tracks) for event in track.events),
     ]
+
+
+def _transfer_name(track: Track) -> dict[str, Any]:
+    place = {"pid": track.replica, "tid": TRANSFERS + track.rank}
+    return {"ph": "M", "name": "thread_name", **place, "args": {"name": f"stage {track.stage}, transfers"}}
 
 
 def _complete(step: int, track: Track, event: TraceEvent, origin: float) -> dict[str, Any]:
@@ -104,7 +112,7 @@ def _complete(step: int, track: Track, event: TraceEvent, origin: float) -> dict
         "ts": _microseconds(event.begin_seconds - origin),
         "dur": _microseconds(event.end_seconds - event.begin_seconds),
         "pid": track.replica,
-        "tid": track.rank,
+        "tid": track.rank + (TRANSFERS if event.category == "transfer" else 0),
         "args": {"step": step, "stage": track.stage, **number},
     }
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
+from ds_dynmo.engine.events import Timeline
 from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.engine.run.step_gate import StepGate
 from ds_dynmo.errors import MigrationError
@@ -87,11 +89,13 @@ class BackgroundMove:
 
     Args:
         gate: calls back during a batch, and before its optimizer's step.
+        timeline: shows in a trace when layers travel.
     """
 
-    def __init__(self, migrator: Migrator, gate: StepGate) -> None:
-        self._migrator, self._gate = migrator, gate
+    def __init__(self, migrator: Migrator, gate: StepGate, timeline: Timeline) -> None:
+        self._migrator, self._gate, self._timeline = migrator, gate, timeline
         self._began = self._waited = 0.0
+        self._travelling = ExitStack()
         self._outcome: MoveOutcome | None = None
 
     def begin(self, plan: MigrationPlan) -> None:
@@ -103,11 +107,17 @@ class BackgroundMove:
         self._began, self._waited = time.perf_counter(), 0.0
         self._migrator.prepare(plan, overlapped=True)
         self._migrator.start()
-        self._gate.open_for(self._migrator.poll, self._commit)
+        self._travelling.enter_context(self._timeline.phase("transfer", f"layers from {plan.old} to {plan.new}"))
+        self._gate.open_for(self._poll, self._commit)
         self._waited = time.perf_counter() - self._began
+
+    def _poll(self) -> None:
+        if self._migrator.poll():
+            self._travelling.close()
 
     def _commit(self) -> None:
         """Change places, between the batch's gradients and the optimizer's step. Collective."""
+        self._travelling.close()
         began, bytes_moved, failure = time.perf_counter(), 0, None
         try:
             bytes_moved = self._migrator.commit()
@@ -118,7 +128,7 @@ class BackgroundMove:
         ended = time.perf_counter()
         self._outcome = MoveOutcome(
             bytes_moved,
-            waited_seconds=self._waited + ended - began,
+            waited_seconds=self._waited + ended - began - self._migrator.drain_seconds,
             seconds=ended - self._began,
             share_in_time=self._migrator.share_in_time,
             failure=failure,

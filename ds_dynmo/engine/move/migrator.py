@@ -15,6 +15,7 @@ A blocking rebalance runs the four in a row. :mod:`ds_dynmo.partitioners.move_me
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -80,12 +81,13 @@ class Migrator:
         make_context: returns this rank's present stage.
 
     Attributes:
+        drain_seconds: that this rank waited in :meth:`commit` for others whose batch went on.
         share_in_time: the share of this rank's messages of the last move that had arrived before :meth:`commit`.
     """
 
     def __init__(self, make_context: Callable[[], MigrationContext]) -> None:
         self.make_context = make_context
-        self.share_in_time = 1.0
+        self.drain_seconds, self.share_in_time = 0.0, 1.0
         self._migration: _Migration | None = None
 
     def migrate(self, plan: MigrationPlan, check: MoveCheck | None = None) -> int:
@@ -291,6 +293,9 @@ class Migrator:
         assert migration.under_way is not None, "start comes first"
         with self._errors_are_fatal("receiving layers"):
             migration.under_way.wait()
+        began = time.perf_counter()
+        context.comm.all_done()
+        self.drain_seconds = time.perf_counter() - began
         context.state.refresh()
 
         def copy_and_pack() -> dict[int, PackedLayer]:

@@ -9,6 +9,7 @@ from typing import Any
 from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions
+from ds_dynmo.engine.events import Timeline
 
 
 class StepGate:
@@ -64,11 +65,17 @@ class StepGate:
             for kind, instruction in instructions.items()
         }
 
-    def pass_through(self) -> None:
-        """Run what has to come before the step that waits, and the step; do nothing if the gate is closed."""
+    def pass_through(self, timeline: Timeline) -> None:
+        """Run what has to come before the step that waits, and the step; do nothing if the gate is closed.
+
+        Args:
+            timeline: shows both in a trace.
+        """
         before, step = self._before_step, self._step
         self.close()
         if before is not None:
-            before()
+            with timeline.phase("migrate", "change places"):
+                before()
         if step is not None:
-            step()
+            with timeline.phase("optimizer step", "optimizer step"):
+                step()
