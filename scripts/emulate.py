@@ -9,6 +9,7 @@
     deepspeed --num_gpus 8 scripts/emulate.py prediction                   # simulated and measured iterations
     deepspeed --num_gpus 8 scripts/emulate.py makespan                     # balancers "makespan" and "partition"
     deepspeed --num_gpus 8 scripts/emulate.py slowed --rank 3 --factor 2   # a rank that becomes slow during the run
+    deepspeed --num_gpus 8 scripts/emulate.py moves                        # batches during which layers move
 
 Set OMP_NUM_THREADS=1: one thread per stage. ``--json FILE`` also writes the figures.
 """
@@ -20,7 +21,7 @@ import sys
 
 import torch
 
-from benchmarks import allocated, differences, held_bytes, one_engine, prediction, slowed
+from benchmarks import allocated, differences, held_bytes, moves, one_engine, prediction, slowed
 from benchmarks.machine import Machine
 from ds_dynmo.cli.command_line import CommandParser, num_processes, refusals_of, write_json
 from ds_dynmo.cli.startup import begin_rank
@@ -34,6 +35,7 @@ COMMANDS = {
     "prediction": (prediction, prediction.measure),
     "makespan": (differences, differences.measure),
     "slowed": (slowed, slowed.measure),
+    "moves": (moves, moves.measure),
 }
 HELP = {  # of the options in a module's OPTIONS
     "batches": "timed batches per draw",
@@ -46,6 +48,7 @@ HELP = {  # of the options in a module's OPTIONS
     "layers": "layers of the model",
     "layers_per_stage": "on average",
     "micro_batches": "per batch",
+    "parameters": "millions in each layer that moves",
     "pairs": "pairs of measurements in turns",
     "rank": "the rank that becomes slow",
     "rounds": "turns of each partition or engine",

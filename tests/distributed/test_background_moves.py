@@ -130,6 +130,34 @@ def test_a_trace_shows_the_transfer_on_its_own_track(tmp_path: Path) -> None:
         assert transfer["ts"] + transfer["dur"] <= places["ts"]
 
 
+def sent_at_the_end(case: Case) -> tuple[int, int, int]:
+    """Return the bytes that this rank sends once a batch's gradients are complete, those of the move, and gradients."""
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    leaving = [layers_of(engine)[2], layers_of(engine)[3]] if engine.stage_id == 0 else []
+    elements = sum(parameter.numel() for layer in leaving for parameter in layer.parameters())
+    post, sent = engine.stage.comm.p2p.post, []
+
+    def counted(sends: Any, receives: Any) -> Any:
+        sent.extend(tensor.nbytes for _, tensor in sends)
+        return post(sends, receives)
+
+    engine.stage.comm.p2p.post = counted
+    engine.rebalance([0, 2, 8], background=True)
+    engine.train_batch(data)
+    return sum(sent), engine.reports[-1].bytes_moved, elements
+
+
+@pytest.mark.parametrize(("precision", "gradient_bytes"), [("fp32", 4), ("bf16", 4), ("bf16 zero1", 2)])
+def test_after_the_batch_only_its_gradients_follow(precision: str, gradient_bytes: int) -> None:
+    case = Case(stages=2, precision=precision, start=(0, 4, 8))
+    (sent, moved, elements), (from_other, *_) = run(2, sent_at_the_end, case)
+    counts = 2 * 16 * 4 if precision == "fp32" else 0  # of steps: 4 bytes for each of at most 16 parameters of a layer
+    assert from_other == 0 and elements * gradient_bytes <= sent <= elements * gradient_bytes + counts
+    assert moved >= elements * (12 if precision == "fp32" else 14)
+
+
 # -- several batches -------------------------------------------------------------------------------------------
 
 

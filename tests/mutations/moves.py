@@ -111,8 +111,8 @@ MUTATIONS = [
     Mutation(
         "a layer arrives as it was when its move was prepared",
         "ds_dynmo/engine/move/migrator.py",
-        "            return context.pack_again(migration.packed)\n",
-        "            return migration.packed\n",
+        "            packed = context.pack_again(migration.packed)\n",
+        "            packed = migration.packed\n",
         f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
     ),
     Mutation(

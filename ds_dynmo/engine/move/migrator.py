@@ -293,17 +293,20 @@ class Migrator:
         assert migration.under_way is not None, "start comes first"
         with self._errors_are_fatal("receiving layers"):
             migration.under_way.wait()
-        began = time.perf_counter()
-        context.comm.all_done()
-        self.drain_seconds = time.perf_counter() - began
+        began, working_seconds = time.perf_counter(), 0.0
         context.state.refresh()
 
         def copy_and_pack() -> dict[int, PackedLayer]:
+            nonlocal working_seconds
+            starts = time.perf_counter()
             for _ in migration.copying:
                 pass
-            return context.pack_again(migration.packed)
+            packed = context.pack_again(migration.packed)
+            working_seconds = time.perf_counter() - starts
+            return packed
 
         migration.packed = context.comm.everywhere(_ARRIVING, copy_and_pack)
+        self.drain_seconds = time.perf_counter() - began - working_seconds  # the first collectives since the batch
         migration.arrivals = _exchange_headers(migration.plan, context, migration.packed)
         context.comm.everywhere(_ARRIVING, lambda: context.receive(migration.arrivals, arrivals))
 
