@@ -414,9 +414,8 @@ class Rebalancer:
     def _next_placement(self, move: DecidedMove) -> Placement:
         """Return where ``move`` goes while the next batch trains."""
         here, profile = self._stage.placement, self.profile
-        if profile is None or len(profile.layers) != here.num_layers:
+        if profile is None:
             return move.target
-
         return self.budget.next_placement(
             here,
             move.target,
