@@ -150,7 +150,9 @@ def sent_at_the_end(case: Case) -> tuple[int, int, int]:
     return sum(sent), engine.reports[-1].bytes_moved, elements
 
 
-@pytest.mark.parametrize(("precision", "gradient_bytes"), [("fp32", 4), ("bf16", 2), ("bf16 zero1", 2), ("bf16 zero1 fp32sums", 4)])
+@pytest.mark.parametrize(
+    ("precision", "gradient_bytes"), [("fp32", 4), ("bf16", 2), ("bf16 zero1", 2), ("bf16 zero1 fp32sums", 4)]
+)
 def test_after_the_batch_only_its_gradients_follow(precision: str, gradient_bytes: int) -> None:
     case = Case(stages=2, precision=precision, start=(0, 4, 8))
     (sent, moved, elements), (from_other, *_) = run(2, sent_at_the_end, case)
