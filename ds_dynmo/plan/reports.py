@@ -32,7 +32,7 @@ class RebalanceReport(_BetweenPlacements):
     """The outcome of one decision. Seconds are wall-clock on the reporting rank.
 
     Attributes:
-        step: ``global_steps`` at the decision.
+        step: ``global_steps`` when layers had moved, or when it was decided that they stay.
         reason: why it was made: "interval", "initial" (the first partition of a run), "by hand"
             (``rebalance()`` was called), "explicit" (a partition was given), "checkpoint" (the partition of a loaded
             checkpoint), or the text given to ``model_changed``.
@@ -146,7 +146,7 @@ class RepackReport(_BetweenPlacements):
     """The outcome of one re-packing. Seconds are wall-clock on the reporting rank.
 
     Attributes:
-        step: ``global_steps`` at the decision.
+        step: ``global_steps`` when layers had moved, or when it was decided that they stay.
         reason: why it was made.
         old_placement, new_placement: on the old and the new number of stages.
         released_ranks, recalled_ranks: ranks of the launch that were released or taken back.
