@@ -85,6 +85,7 @@ def test_a_profile_after_every_iteration_costs_more() -> None:
     assert often > seldom
 
 
+@pytest.mark.nightly
 def test_each_schedule_has_an_engine_of_its_own() -> None:
     flags = ("--balancer", "makespan", "--schedule", "1f1b", "--schedule", "zero_bubble")
     rows = run(2, emulated, "freezing", *flags)[0]
@@ -129,7 +130,7 @@ def test_rows_of_real_models_are_kept_after_each_round() -> None:
     assert first != last
 
 
-@pytest.mark.parametrize("interval", [25, 1])
+@pytest.mark.parametrize("interval", [25, pytest.param(1, marks=pytest.mark.nightly)])
 def test_recorded_loads_are_replayed(interval: int, tmp_path: Path) -> None:
     shares = [[1, 1, 1, 1]] * 10 + [[0.1, 0.1, 2, 2]] * 10
     frozen = {10: [50, 0, 50, 50]}  # engines hear of it

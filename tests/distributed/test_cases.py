@@ -15,12 +15,11 @@ from tests.distributed.support import case_runs
 from tests.distributed.support.case_runs import CASES, SIZES, CaseRun, check_moves_change_nothing, moved, signals
 from tests.distributed.support.training import drop_decision, whole
 
-# Cases whose recomputation, switching off and resuming are always tested; those of the others are in the nightly form.
+# Always tested: every kind of case, and what it has of its own. The others are in the nightly form.
 FIRST = (
     "freezing and pruning",
     "egeria",
     "moe bias and freezing",
-    "mod, moe and hash-sparse attention",
     "mod threshold",
     "pruning in CSR",
     "qk-sparse attention",
@@ -43,27 +42,7 @@ def run_with_moves(name: str) -> list[dict[str, Any]]:
     return run(2, case_runs.train, moved(CaseRun(CASES[name])))
 
 
-# Cases whose parts are always tested in other cases; by themselves they are in the nightly form.
-SELDOM = (
-    "automatic freezing",
-    "dense",
-    "freezing",
-    "hash-sparse attention",
-    "mod",
-    "moe bias",
-    "pruning",
-    "pruning and qk-sparse attention",
-    "egeria and mod",
-    "egeria and pruning",
-    "exits, calm",
-    "exits, state",
-    "mod and freezing",
-    "mod schedule",
-    "moe auxiliary loss and freezing",
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n in SELDOM else n for n in CASES])
+@first_of_all
 @pytest.mark.every_variant
 def test_moves_change_nothing(name: str) -> None:
     check_moves_change_nothing(CaseRun(CASES[name]), plain_run(name), run_with_moves(name))

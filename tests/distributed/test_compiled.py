@@ -68,6 +68,7 @@ CASES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["fp32", *(pytest.param(name, marks=pytest.mark.nightly) for name in [*CASES][1:])])
 def test_moves_change_nothing(name: str) -> None:
     case = CASES[name]

@@ -74,7 +74,13 @@ def test_automatic_rebalance_evens_out_sleeping_layers(tmp_path: Path) -> None:
     assert records[2]["bottleneck_seconds"] < records[0]["bottleneck_seconds"]
 
 
-@pytest.mark.parametrize("block", [{"balancer": "diffusion"}, {"balancer": "diffusion", "decentralized": True}])
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param({"balancer": "diffusion"}, marks=pytest.mark.nightly),
+        {"balancer": "diffusion", "decentralized": True},
+    ],
+)
 def test_diffusion_rebalances_in_the_engine(block: dict[str, Any]) -> None:
     results = run(3, train_sleeping, {"interval": 3, **block}, [4, 4, 4, 4, 4, 4, 24, 24], 4)
     assert all(result["partition"] == results[0]["partition"] for result in results)

@@ -180,6 +180,7 @@ def test_moves_change_nothing(name: str) -> None:
     check_moves_change_nothing(CaseRun(MODELS[name], replicas=2), plain_run(name))
 
 
+@pytest.mark.nightly
 def test_moves_over_three_stages_change_nothing() -> None:
     check_moves_change_nothing(CaseRun(MODELS["bias and freezing"], stages=3, replicas=2, clip=0.05))
 
@@ -192,6 +193,7 @@ def test_recomputation_changes_nothing(name: str) -> None:
         assert expected[0]["losses"] == found[0]["losses"] and whole(expected) == whole(found)
 
 
+@pytest.mark.nightly
 def test_switched_off_it_trains_the_same() -> None:
     """It equals a run with moves."""
     case = CaseRun(MODELS["auxiliary loss"], replicas=2)

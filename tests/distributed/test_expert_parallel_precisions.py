@@ -34,17 +34,12 @@ CASES = {
 }
 
 
-def precisions(number: int) -> Any:
-    """Run a test with the first ``number`` of :data:`CASES`; in the nightly form with all."""
-    more = [pytest.param(name, marks=pytest.mark.nightly) for name in [*CASES][number:]]
-    return pytest.mark.parametrize("precision", [*[*CASES][:number], *more])
-
-
 def case_in(precision: str, **changes: Any) -> CaseRun:
     return replace(CaseRun(MODELS[CASES[precision]], replicas=2, precision=precision, clip=0.05, steps=4), **changes)
 
 
-@precisions(1)
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", CASES)
 def test_moves_and_a_restart_under_zero_bubble_change_nothing(precision: str, tmp_path: Path) -> None:
     case = case_in(precision)
     elsewhere = moved(replace(case, dynmo=ZERO_BUBBLE))
@@ -60,7 +55,9 @@ def gradients(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return {key: np.concatenate(parts) for key, parts in found.items()}
 
 
-@precisions(3)
+@pytest.mark.parametrize(
+    "precision", [name if name == "bf16 zero1" else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]
+)
 def test_split_experts_train_as_all_experts_on_every_replica(precision: str) -> None:
     case = case_in(precision, optimizer="SGD", steps=3)
     ours, theirs = run_each(4, case_runs.train, (case,), (unsharded(case),))
@@ -97,7 +94,8 @@ def held_and_counted(engine: Any) -> tuple[int, int]:
     return sum(tensor.nbytes for of_buffer in held for tensor in of_buffer.values()), sum(counted)
 
 
-@pytest.mark.parametrize("precision", ["bf16 zero1", pytest.param("bf16", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", ["bf16 zero1", "bf16"])
 def test_fewer_stages_and_back_change_nothing(precision: str) -> None:
     """Before that layers move ahead of the other state, as while a batch trains. The profile counts what is held."""
     case = CaseRun(MODELS["auxiliary loss"], replicas=2, precision=precision, dynmo=PARK, clip=0.0)

@@ -154,6 +154,7 @@ def test_checkpoints_load_in_stock_and_back(writer: str, reader: str, tmp_path: 
     assert [found[:2] for found in run(2, checkpoints.load_as, reader, case, str(tmp_path))] == saved
 
 
+@pytest.mark.nightly
 def test_parked_and_recalled_ranks_keep_the_scale() -> None:
     case = replace(CASE, tied=True, clip=0.0, dynmo=PARK, scheduler=True)
     came_back, stayed = run(2, train_and_repack, case, {1: 1, 4: 2}, 8), run(2, train_alone, case, 8)
@@ -161,6 +162,7 @@ def test_parked_and_recalled_ranks_keep_the_scale() -> None:
     assert merged(came_back) == merged(stayed)
 
 
+@pytest.mark.nightly
 def test_layers_freeze_and_thaw() -> None:
     """They are frozen in and after skipped steps, move, and go on where they were."""
     case = replace(CASE, stages=3, clip=0.0)

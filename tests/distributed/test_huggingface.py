@@ -97,7 +97,8 @@ def test_random_moves_change_nothing() -> None:
     assert b[0]["partition"] == moves[5] != a[0]["partition"]
 
 
-@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["mixtral", "gpt2"])
 def test_activation_checkpointing_changes_nothing(name: str) -> None:
     plain, recomputed = (run(2, case_runs.train, moved(case(name, interval=n))) for n in (0, 1))
     assert plain[0]["losses"] == recomputed[0]["losses"] and whole(plain) == whole(recomputed)

@@ -58,6 +58,7 @@ def test_moves_change_nothing_under_any_setting(name: str, precision: str, stage
     check_moves_change_nothing(case(name, stages=stages, precision=precision))
 
 
+@pytest.mark.nightly
 def test_recomputation_and_split_passes_change_nothing() -> None:
     """With moves, too."""
     again = (case(checkpoint_interval=1), case(dynmo={"interval": 0, "schedule": {"kind": "zero_bubble"}}))
@@ -66,6 +67,7 @@ def test_recomputation_and_split_passes_change_nothing() -> None:
         assert case_runs.signals(plain_run()) == case_runs.signals(found)
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     resumed = run(4, case_runs.train, case(), str(tmp_path), 3)
     assert plain_run()[0]["losses"] == resumed[0]["losses"] and whole(plain_run()) == whole(resumed)
@@ -226,6 +228,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kind", ["deepseek_v3", *(pytest.param(one, marks=pytest.mark.nightly) for one in FAMILIES if one != "deepseek_v3")]
 )

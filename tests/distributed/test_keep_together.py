@@ -144,7 +144,7 @@ def test_automatic_moves_make_only_allowed_cuts(balancer: dict[str, Any]) -> Non
     check_same(still, moved)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16 zero1"])
 def test_moves_by_hand_change_nothing(precision: str) -> None:
     case = Case(stages=3, dynmo=BY_HAND, precision=precision)
     moves = [[0, 1, 6, 8], [0, 5, 6, 8], [0, 2, 4, 8]]
@@ -176,7 +176,7 @@ def load_masked(case: Case, folder: str, steps: int) -> dict[str, Any]:
     return _continue(engine, islice(batches(engine), steps * engine.micro_batches, None), steps)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_run_resumes_at_another_number_of_stages(tmp_path: Path, stages: int) -> None:
     case = Case(stages=3, dynmo=BY_HAND)
     saved = run(3, save_masked, case, str(tmp_path), [0, 5, 6, 8], 2)

@@ -307,6 +307,7 @@ def train_slices(case: Case, *, shrinks: bool) -> dict[str, Any]:
     return {"losses": losses, "marks": [(p.dim(), p.model_parallel) for p in split]}
 
 
+@pytest.mark.nightly
 def test_each_slice_keeps_elements_of_its_own() -> None:
     case = Case(slices=2, blocks=4, clip=0.0, precision="bf16 zero1")
     results = run(4, train_slices_both, case)

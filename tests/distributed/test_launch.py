@@ -53,7 +53,8 @@ def test_two_nodes_train_rebalance_save_and_resume(tmp_path: Path) -> None:
         assert found[rank] == [[still[rank]["losses"][:4], [0, 3, 8]], [still[rank]["losses"][4:], [0, 7, 8]]]
 
 
-@pytest.mark.parametrize("policy", [pytest.param("exit", marks=pytest.mark.nightly), "park"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("policy", ["exit", "park"])
 def test_released_ranks_end_and_the_launcher_succeeds(policy: str, tmp_path: Path) -> None:
     """A rank that is not recalled ends with the job: rank 0's end is all that tells it."""
     with socket.socket() as free:

@@ -18,6 +18,7 @@ TORCHS_CACHE = "/torchinductor_"  # an empty folder, unless scripts/setup_env.sh
 NODE_LAUNCHER = "deepspeed.launcher.launch"
 
 
+@pytest.mark.nightly
 def test_a_finished_run_leaves_nothing(tmp_path: Path) -> None:
     """A lock was left in torch's extensions before."""
     with WatchedCommand(tmp_path, [*QUICKSTART, "--steps", "2"]) as command:

@@ -316,6 +316,7 @@ def train_sliced(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
     return outcome_of(engine, train_and_move(engine, data(replica=engine.grid.get_data_parallel_id()), moves, 3))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "settings",
     [

@@ -80,6 +80,7 @@ def test_moves_change_nothing(name: str, precision: str, stages: int, replicas: 
     check_moves_change_nothing(case(name, stages=stages, replicas=replicas, precision=precision))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.nightly) for name in MODELS)])
 def test_split_backward_passes_change_nothing(name: str) -> None:
     check_as_under_1f1b(2, case_runs.train, moved(case(name)))
@@ -92,6 +93,7 @@ def test_moves_change_nothing_of_compiled_layers(name: str, precision: str) -> N
     check_moves_change_nothing(case(name, precision=precision, dynmo={"interval": 0, "compile": True}))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "precision"),
     [

@@ -107,6 +107,7 @@ def test_a_recalled_rank_gets_learning_rates_set_by_hand() -> None:
     assert merged(came_back) == merged(stayed)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "precision",
     [pytest.param("fp32", marks=pytest.mark.nightly), pytest.param("bf16", marks=pytest.mark.nightly), "bf16 zero1"],

@@ -161,6 +161,7 @@ def test_a_rank_that_dies_while_layers_move_is_named(precision: str) -> None:
         assert "ranks [2] (as numbered at the launch) do not answer any more" in text and "last checkpoint" in text
 
 
+@pytest.mark.nightly
 def test_a_rank_that_fails_while_layers_move_is_not_reported_as_dead() -> None:
     case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 3.0})
     *others, failed = run(3, killed, case, "failing")
@@ -168,6 +169,7 @@ def test_a_rank_that_fails_while_layers_move_is_not_reported_as_dead() -> None:
     assert not any("do not answer" in text for text in [*others, failed]), others
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_between_two_worlds_is_named() -> None:
     case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 4.0})
     left, _, died = run(3, killed, case, "at work")
@@ -219,7 +221,10 @@ def train_and_refuse(case: Case, sizes: Sizes, fails: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("precision", "freed_ranks"), [("fp32", "release"), ("bf16 zero1", "replicas")])
+@pytest.mark.parametrize(
+    ("precision", "freed_ranks"),
+    [pytest.param("fp32", "release", marks=pytest.mark.nightly), ("bf16 zero1", "replicas")],
+)
 def test_a_recalled_rank_that_cannot_receive_layers_is_parked_again(precision: str, freed_ranks: str) -> None:
     block = {"interval": 0, "repack": {"release": "park", "freed_ranks": freed_ranks}}
     case = Case(stages=3, precision=precision, micro_batches=4, dynmo=block)

@@ -144,6 +144,7 @@ def test_attributes_built_once_fit_two_replicas() -> None:
         assert {name: value for name, value in found.items() if name not in differ} == expected
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_two_replicas_loads_in_a_launch_of_that_size(tmp_path: Path) -> None:
     case = Case(stages=4, precision="bf16 zero1", micro_batches=4, dynmo=BY_HAND)
     repacked = run(4, train, case, {1: 2}, 3, False, False, (2, str(tmp_path)))
@@ -229,7 +230,7 @@ def repack_automatically(block: dict[str, Any], steps: int) -> list[tuple[int, i
     return shapes
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero_bubble", marks=pytest.mark.nightly)])
 def test_automatic_repacking_makes_replicas_and_stages_again(schedule: str) -> None:
     """Decisions consider one pipeline. The throughput that further replicas add does not count."""
     repack = {"enabled": True, "freed_ranks": "replicas"}

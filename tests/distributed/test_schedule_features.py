@@ -191,7 +191,6 @@ class Feature:
     ranks: int
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    nightly: bool = False
     unsplit: bool = False
 
 
@@ -223,7 +222,6 @@ FEATURES = {
         3,
         test_masks.train,
         (replace(test_masks.STAGES, micro_batches=6), "everything", test_masks.MOVES, (5,), False, test_masks.THAWED),
-        nightly=True,
     ),
     "a frozen prefix": Feature(
         3, train_frozen, (Case(stages=3, micro_batches=5), {1: 3, 3: 5, 5: 0}, {2: [0, 1, 5, 8]})
@@ -232,7 +230,7 @@ FEATURES = {
     "dynamic shapes": Feature(2, test_topologies.train_feature, ({}, {"dynamic_shape": True}, MOVES, True)),
     "patched instructions": Feature(2, test_instructions.train_patched_but_messages, (Case(clip=0.0), "entries", True)),
     "instructions patched later": Feature(
-        2, test_instructions.train_patched_but_messages, (Case(clip=0.0), "engine", False), nightly=True
+        2, test_instructions.train_patched_but_messages, (Case(clip=0.0), "engine", False)
     ),
     "own backward pass": Feature(
         3,
@@ -244,14 +242,13 @@ FEATURES = {
         2,
         test_engine_class.train_with_reference,
         ("ds_dynmo", OWN, (), None, None, twofold),
-        nightly=True,
         unsplit=True,
     ),
     "sizes": Feature(2, test_topologies.train_other_sizes, (MOVES,)),
     "fewer micro-batches": Feature(4, train, (Case(stages=4, micro_batches=2), [[0, 1, 3, 5, 8]], 4, 1)),
-    "1 micro-batch": Feature(3, train, (Case(stages=3, micro_batches=1), [], 4, 1), nightly=True),
-    "1 stage": Feature(1, train, (Case(stages=1), [], 2, 1), nightly=True, unsplit=True),
-    "switched off": Feature(2, train, (Case(dynmo={"enabled": False}, replicas=1), [], 3, 1), nightly=True),
+    "1 micro-batch": Feature(3, train, (Case(stages=3, micro_batches=1), [], 4, 1)),
+    "1 stage": Feature(1, train, (Case(stages=1), [], 2, 1), unsplit=True),
+    "switched off": Feature(2, train, (Case(dynmo={"enabled": False}, replicas=1), [], 3, 1)),
     "tensor parallel": Feature(
         4,
         test_topologies.train_sliced,
@@ -261,30 +258,24 @@ FEATURES = {
         4,
         test_topologies.train_sliced,
         (Case(slices=2, blocks=4, clip=0.05, precision="bf16 zero1"), [[0, 2, 6], [0, 5, 6]]),
-        nightly=True,
     ),
     "experts on replicas": Feature(
-        4, case_runs.train, (moved(CaseRun(test_expert_parallel.MODELS["auxiliary loss"], replicas=2)),), nightly=True
+        4, case_runs.train, (moved(CaseRun(test_expert_parallel.MODELS["auxiliary loss"], replicas=2)),)
     ),
     "a layer used twice": Feature(
         3, train_layers, (Case(stages=3, micro_batches=5, precision="bf16"), used_twice, [[0, 4, 5, 7]])
     ),
     "unusual modules": Feature(3, train_layers, (Case(stages=3, micro_batches=5, clip=0.0), unusual_layers, [])),
-    "gpt2": Feature(2, case_runs.train, (moved(test_huggingface.case("gpt2", precision="bf16")),), nightly=True),
-    "mixtral": Feature(
-        2, case_runs.train, (moved(test_huggingface.case("mixtral", precision="bf16 zero1")),), nightly=True
-    ),
-    "mixtral recomputed": Feature(
-        2, case_runs.train, (moved(test_huggingface.case("mixtral", interval=1)),), nightly=True
-    ),
-    "qwen3": Feature(2, case_runs.train, (moved(test_huggingface.case("qwen3")),), nightly=True),
-    "peft": Feature(2, test_foreign_models.train, ("lora", True), nightly=True),
-    "torchvision": Feature(2, test_foreign_models.train, ("alexnet", True), nightly=True),
+    "gpt2": Feature(2, case_runs.train, (moved(test_huggingface.case("gpt2", precision="bf16")),)),
+    "mixtral": Feature(2, case_runs.train, (moved(test_huggingface.case("mixtral", precision="bf16 zero1")),)),
+    "mixtral recomputed": Feature(2, case_runs.train, (moved(test_huggingface.case("mixtral", interval=1)),)),
+    "qwen3": Feature(2, case_runs.train, (moved(test_huggingface.case("qwen3")),)),
+    "peft": Feature(2, test_foreign_models.train, ("lora", True)),
+    "torchvision": Feature(2, test_foreign_models.train, ("alexnet", True)),
     "tied classes": Feature(
         3,
         test_tied_classes.train,
         (Case(stages=3, clip=0.5, groups="two"), "in the middle", [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8]], 5),
-        nightly=True,
     ),
     "a tied head": Feature(
         2, test_tied_classes.train, (Case(clip=0.5, precision="bf16"), "other attribute", [[0, 6, 8], [0, 1, 8]], 3)
@@ -298,22 +289,29 @@ FEATURES = {
         4,
         test_replicas.train,
         (Case(stages=4, micro_batches=4, dynmo=test_replicas.BY_HAND), {1: 2, 3: 4}, 4, False, True, None, True),
-        nightly=True,
     ),
-    "timers": Feature(
-        2, test_topologies.train_feature, features(wall_clock_breakdown=True, steps_per_print=1), nightly=True
-    ),
+    "timers": Feature(2, test_topologies.train_feature, features(wall_clock_breakdown=True, steps_per_print=1)),
     "autocast": Feature(
         2,
         test_topologies.train_feature,
         features(torch_autocast={"enabled": True, "dtype": "bfloat16"}),
-        nightly=True,
     ),
 }
 
 
+# Always tested: what no other test has under our schedules. The others are in the nightly form.
+FIRST = (
+    "hooks, callbacks, loss, evaluations",
+    "tuples",
+    "tensors without gradient",
+    "patched instructions",
+    "tensor parallel",
+    "unusual modules",
+)
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if one.nightly else ()) for name, one in FEATURES.items()]
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.nightly) for name in FEATURES]
 )
 @pytest.mark.every_variant
 def test_features_work_as_under_1f1b(name: str) -> None:

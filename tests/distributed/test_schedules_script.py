@@ -50,6 +50,7 @@ def test_every_schedule_trains_the_same_weights(split: str, loads: str, tmp_path
     assert rows["zero_bubble"]["simulated_seconds"] <= rows["1f1b"]["simulated_seconds"]
 
 
+@pytest.mark.nightly
 def test_over_real_blocks_orders_come_from_a_profile(tmp_path: Path) -> None:
     sizes = ["--compute", "real", "--hidden-size", "16", "--sequence-length", "8"]
     found = figures(tmp_path, *sizes, "--arm", "auto", "--arm", "zero_bubble")
@@ -64,6 +65,7 @@ def test_over_real_blocks_orders_come_from_a_profile(tmp_path: Path) -> None:
     assert rows["stock"]["speedup_over_stock_quartiles"] == [1.0, 1.0]
 
 
+@pytest.mark.nightly
 def test_batches_in_a_row(tmp_path: Path) -> None:
     flags = ["--back-to-back", "3", "--memory", "2", "--arm", "zero_bubble", "--arm", "zero_bubble_waiting"]
     found = figures(tmp_path, *flags)

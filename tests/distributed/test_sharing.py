@@ -219,14 +219,9 @@ def train(what: str, precision: str, moves: list[list[int]]) -> dict[str, Any]:
     ("what", "precision"),
     [
         *((what, "fp32") for what in MODELS),
-        *(
-            pytest.param(what, precision, marks=() if what in models else pytest.mark.nightly)
-            for precision, models in {
-                "bf16": ("megatron", "tied_with_settings"),
-                "bf16 zero1": ("shared_part", "tied_around_a_module"),
-            }.items()
-            for what in MODELS
-        ),
+        ("shared_part", "bf16 zero1"),
+        *(pytest.param(what, "bf16", marks=pytest.mark.nightly) for what in MODELS),
+        *(pytest.param(what, "bf16 zero1", marks=pytest.mark.nightly) for what in MODELS if what != "shared_part"),
     ],
 )
 @pytest.mark.every_variant

@@ -105,6 +105,7 @@ def test_checkpoints_load_in_stock_and_back(tmp_path: Path, precision: str) -> N
     assert all("-model_0" in name for name in files["ours"] if "dynmo" in name and "manifest" not in name)
 
 
+@pytest.mark.nightly
 def test_stock_weights_load_at_another_number_of_stages(tmp_path: Path) -> None:
     case = replace(SLICED, clip=0.0)
     run(4, save_as, "stock", case, str(tmp_path), sliced_layers)
@@ -139,6 +140,7 @@ def test_each_slice_reads_its_own_files_once(tmp_path: Path) -> None:
         assert all(f"-model_{place:02d}" in name for name in layers)
 
 
+@pytest.mark.nightly
 def test_damage_of_one_slice_changes_no_slice(tmp_path: Path) -> None:
     run(4, save_and_continue, SLICED, str(tmp_path), None, sliced_layers)
     good = tmp_path / f"global_step{STEPS}"
@@ -160,6 +162,7 @@ def test_damage_of_one_slice_changes_no_slice(tmp_path: Path) -> None:
     assert [found[-1][0] for found in results] == undisturbed
 
 
+@pytest.mark.nightly
 def test_frozen_layers_get_their_state_back(tmp_path: Path) -> None:
     case = replace(SLICED, precision="bf16 zero1", groups="two")
     saved = run(4, save_then_thaw, case, str(tmp_path), 3, [0, 2, 6], sliced_layers)
@@ -228,7 +231,7 @@ def load_changed(case: Case, folder: str) -> dict[str, Any]:
     return {**outcome(engine, train_on(engine, STEPS + 1)), "words": words(engine)}
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_changed_slices_load_as_they_were_saved(tmp_path: Path, stages: int) -> None:
     saved = run(4, save_changed, SLICED, str(tmp_path))
     case = replace(SLICED, stages=stages)

@@ -47,6 +47,7 @@ def test_a_run_resumes_at_another_number_of_stages(tmp_path: Path, way: str, pre
     assert whole(loaded) == whole(saved)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(3, 2), (2, 3), (3, 4)])
 def test_uses_on_one_stage_after_loading_stay_equal(tmp_path: Path, saved_on: int, loaded_on: int) -> None:
     case = Case(stages=saved_on, groups="two", start=(0, 1, 6, 8) if saved_on == 3 else None)
@@ -85,6 +86,7 @@ def load_stock_weights_tied(case: Case, way: str, folder: str) -> Any:
     return load_stock_weights(case, folder, WAYS[way])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=() if way in ("sparkjiao", *FIRST) else pytest.mark.nightly) for way in ENDS]
 )
@@ -111,6 +113,7 @@ def refuse(case: Case, way: str, folders: Sequence[str], steps: int) -> dict[str
     return {"messages": messages, "unchanged": unchanged, "losses": losses}
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_other_tied_classes_is_refused(tmp_path: Path) -> None:
     """It is found before anything changes."""
     case = Case(stages=2)

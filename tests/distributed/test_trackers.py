@@ -177,7 +177,7 @@ def test_moves_change_nothing(which: str) -> None:
     check_same(run(4, train, SLICED, which, MOVES), still(which))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_recomputation_repeats_the_random_numbers(reentrant: bool) -> None:
     case = Case(slices=2, checkpoint_interval=1, reentrant=reentrant)
     check_same(run(4, train, case, "deepspeed", MOVES), still("deepspeed"))

@@ -82,7 +82,9 @@ def test_nothing_is_saved_when_a_rank_is_lost(tmp_path: Path) -> None:
     assert run(2, left_alone, arguments, folder, complete=False) == [[], []]
 
 
-@pytest.mark.parametrize(("name", "killed_in"), [("freezing and pruning", None), ("egeria", 7)])
+@pytest.mark.parametrize(
+    ("name", "killed_in"), [pytest.param("freezing and pruning", None, marks=pytest.mark.nightly), ("egeria", 7)]
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(name: str, killed_in: int | None, tmp_path: Path) -> None:
     """Also its schedule, without the flag --steps, and from the last complete checkpoint."""
     arguments = flags(tmp_path, name, STEPS)
@@ -268,7 +270,7 @@ def losses_apart(arguments: list[str]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["moe auxiliary loss", "dense"])
+@pytest.mark.parametrize("name", ["moe auxiliary loss", pytest.param("dense", marks=pytest.mark.nightly)])
 def test_reported_losses_are_separate_and_do_not_change_training(name: str, tmp_path: Path) -> None:
     results = run(4, losses_apart, [*flags(tmp_path, name, 3), "--stages", "2"])
     first = results[0]

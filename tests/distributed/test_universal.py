@@ -168,6 +168,7 @@ def tensors(folder: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("precision", "tied"),
     [

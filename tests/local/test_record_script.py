@@ -11,7 +11,9 @@ from ds_dynmo.simulation import CASES
 from record import FILES, OWN_CHANGES, prepared
 
 
-@pytest.mark.parametrize("case", [*CASES, *FILES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "freezing" else pytest.mark.nightly) for case in (*CASES, *FILES)]
+)
 def test_every_case_is_trained_with_16_blocks(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     run = prepared(case, 30, tmp_path)

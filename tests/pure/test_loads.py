@@ -105,6 +105,7 @@ def test_fluctuations_have_the_requested_correlation(correlation: float) -> None
     assert abs(np.corrcoef(deviation.ravel(), (other - other.mean(axis=0)).ravel())[0, 1]) < 0.1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "published", "tolerance"),
     [

@@ -73,7 +73,9 @@ VARIANTS = "@pytest.mark.parametrize('number', range({}))\ndef test_{}(number): 
         ("pure/test_one.py", {"few": [0, 1], "many": [0, 1, 2, 3], "promises": [0, 1, 2, 3]}),
     ],
 )
-def test_all_but_two_of_many_variants_on_ranks_are_nightly(file: str, ran: dict[str, list[int]], tmp_path: Path) -> None:
+def test_all_but_two_of_many_variants_on_ranks_are_nightly(
+    file: str, ran: dict[str, list[int]], tmp_path: Path
+) -> None:
     few, many, promises = (VARIANTS.format(n, name, name) for n, name in ((2, "few"), (4, "many"), (4, "promises")))
     path = tmp_path / file
     path.parent.mkdir()
