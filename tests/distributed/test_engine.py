@@ -195,22 +195,26 @@ def test_an_automatic_rebalance_that_cannot_fit_does_not_end_training() -> None:
     assert run(2, train_with_little_memory) == [([0, 4, 8], 5)] * 2
 
 
-def refuse_partition(partition: Any) -> tuple[Any, Any, str]:
+def refuse_partitions(partitions: list[Any]) -> list[Any]:
+    """Return the state before any of them, and for each the state after it and the error."""
     engine = build(Case())
     engine.train_batch(batches(engine))
-    before, message = state(engine), ""
-    try:
-        engine.rebalance(partition)
-    except ds_dynmo.PartitionError as error:
-        message = str(error)
-    return before, state(engine), message
+    found: list[Any] = [state(engine)]
+    for partition in partitions:
+        message = ""
+        try:
+            engine.rebalance(partition)
+        except ds_dynmo.PartitionError as error:
+            message = str(error)
+        found.append((state(engine), message))
+    return found
 
 
-@pytest.mark.parametrize("partition", [[0, 8], [0, 0, 8], [0, 9, 8], [1, 4, 8], [0, 4, 7], "abc"])
-@pytest.mark.every_variant
-def test_an_invalid_partition_changes_nothing(partition: Any) -> None:
-    for before, after, message in run(2, refuse_partition, partition):
-        assert "partition" in message and before == after
+def test_an_invalid_partition_changes_nothing() -> None:
+    for before, *refused in run(2, refuse_partitions, [[0, 8], [0, 0, 8], [0, 9, 8], [1, 4, 8], [0, 4, 7], "abc"]):
+        assert len(refused) == 6
+        for after, message in refused:
+            assert "partition" in message and before == after
 
 
 def disagree() -> tuple[list[str], list[int], list[float]]:

@@ -29,9 +29,9 @@ from tests.distributed import (
     test_tied_classes,
     test_topologies,
 )
-from tests.distributed.harness import RankError, run
+from tests.distributed.harness import RankError, run, run_each
 from tests.distributed.support import case_runs, elastic
-from tests.distributed.support.case_runs import CaseRun, moved
+from tests.distributed.support.case_runs import CaseRun
 from tests.distributed.support.configs import SECTION, Case
 from tests.distributed.support.models import WIDTH, Block, Embedding, Head, scale, seeded
 from tests.distributed.support.training import batches, build, outcome_of, raw, train, train_frozen
@@ -260,16 +260,16 @@ FEATURES = {
         (Case(slices=2, blocks=4, clip=0.05, precision="bf16 zero1"), [[0, 2, 6], [0, 5, 6]]),
     ),
     "experts on replicas": Feature(
-        4, case_runs.train, (moved(CaseRun(test_expert_parallel.MODELS["auxiliary loss"], replicas=2)),)
+        4, case_runs.train_moved, (CaseRun(test_expert_parallel.MODELS["auxiliary loss"], replicas=2),)
     ),
     "a layer used twice": Feature(
         3, train_layers, (Case(stages=3, micro_batches=5, precision="bf16"), used_twice, [[0, 4, 5, 7]])
     ),
     "unusual modules": Feature(3, train_layers, (Case(stages=3, micro_batches=5, clip=0.0), unusual_layers, [])),
-    "gpt2": Feature(2, case_runs.train, (moved(test_huggingface.case("gpt2", precision="bf16")),)),
-    "mixtral": Feature(2, case_runs.train, (moved(test_huggingface.case("mixtral", precision="bf16 zero1")),)),
-    "mixtral recomputed": Feature(2, case_runs.train, (moved(test_huggingface.case("mixtral", interval=1)),)),
-    "qwen3": Feature(2, case_runs.train, (moved(test_huggingface.case("qwen3")),)),
+    "gpt2": Feature(2, case_runs.train_moved, (test_huggingface.case("gpt2", precision="bf16"),)),
+    "mixtral": Feature(2, case_runs.train_moved, (test_huggingface.case("mixtral", precision="bf16 zero1"),)),
+    "mixtral recomputed": Feature(2, case_runs.train_moved, (test_huggingface.case("mixtral", interval=1),)),
+    "qwen3": Feature(2, case_runs.train_moved, (test_huggingface.case("qwen3"),)),
     "peft": Feature(2, test_foreign_models.train, ("lora", True)),
     "torchvision": Feature(2, test_foreign_models.train, ("alexnet", True)),
     "tied classes": Feature(
@@ -369,11 +369,11 @@ def names_layers(log: bool) -> list[str]:
 
 
 def test_layers_that_cannot_be_split_are_named_once() -> None:
-    of_ranks = run(4, names_layers, True)
+    silent, of_ranks = run_each(4, names_layers, (False,), (True,))
     (message,) = [message for lines in of_ranks for message in lines]
     assert message.startswith("schedule: backward passes of layer 6 (Embedding) always run in one: see docs/schedules")
     assert of_ranks[2] == [message]  # the last stage's first replica
-    assert not any(run(4, names_layers, False))
+    assert not any(silent)
 
 
 class Failing(Block):

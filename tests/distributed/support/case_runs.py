@@ -305,6 +305,10 @@ def moved(case: CaseRun) -> CaseRun:
     return replace(case, moves={1: there, 2: back, 4: there, 5: back})
 
 
+def train_moved(case: CaseRun) -> dict[str, Any]:
+    return train(moved(case))
+
+
 def signals(results: list[dict[str, Any]]) -> dict[int, float]:
     """Return the load signals by layer."""
     return {layer: signal for result in results for layer, signal in result["signals"].items()}
