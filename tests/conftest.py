@@ -17,7 +17,6 @@ NO_PACKAGE = "could not import"  # beginning of the reasons that pytest.importor
 NO_COMPILER = "needs a C++ compiler"  # in the reason that tests/emulated/build.py gives
 NO_DEVICE = pytest.StashKey["str | None"]()  # why the emulated device, if asked for, cannot be made
 ON_RANKS = Path(__file__).resolve().parent / "distributed"
-MANY_VARIANTS = 3
 WHOLE_MATRIX = {"test_bitwise.py"}
 LAUNCHES = {"test_benchmark.py", "test_launch.py", "test_left_behind.py", "test_slurm.py", "test_train_script.py"}
 
@@ -93,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_variants_to_nightly(items: list[pytest.Item]) -> None:
-    """Mark all but the first and the last variant of tests on ranks as nightly, where there are ``MANY_VARIANTS``.
+    """Mark variants of tests on ranks as nightly: all precisions but the last, then all but the first and the last.
 
     The whole matrix of precisions, stages and replicas is in test_bitwise.py. Elsewhere variants differ in one of
     these, and two of them find what four do. The mark ``every_variant`` says where each is a promise of its own.
@@ -101,13 +100,23 @@ def _leave_variants_to_nightly(items: list[pytest.Item]) -> None:
     variants: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         function = getattr(item, "originalname", None)
-        if item.path.is_relative_to(ON_RANKS) and function and not any(item.iter_markers("nightly")):
+        marks = {mark.name for mark in item.iter_markers()}
+        if not function or item.path.name in WHOLE_MATRIX or marks & {"nightly", "every_variant"}:
+            continue
+        if item.path.is_relative_to(ON_RANKS):
             variants.setdefault((item.path, function), []).append(item)
-    for (path, _), same_test in variants.items():
-        if len(same_test) >= MANY_VARIANTS and path.name not in WHOLE_MATRIX:
-            for item in same_test[1:-1]:
-                if not any(item.iter_markers("every_variant")):
-                    item.add_marker("nightly")
+    for same_test in variants.values():
+        in_last_precision = [*{_but_precision(item): item for item in same_test}.values()]
+        kept = {in_last_precision[0], in_last_precision[-1]}
+        for item in same_test:
+            if item not in kept:
+                item.add_marker("nightly")
+
+
+def _but_precision(item: pytest.Item) -> tuple[str, ...]:
+    """Return the parameters of a variant, without the one that is called precision."""
+    call = getattr(item, "callspec", None)
+    return tuple(f"{name}={value!r}" for name, value in call.params.items() if name != "precision") if call else ()
 
 
 def _start_with_slow(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -114,7 +114,7 @@ def test_switched_off_it_stays_at_its_partition(tmp_path: Path) -> None:
     assert loaded[0]["partition"] == [0, 4, 8] and saved[0]["partition"] == [0, 1, 8]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(1, 2, marks=pytest.mark.nightly), (2, 1)])
 def test_a_run_resumes_with_another_number_of_replicas(tmp_path: Path, before: int, after: int) -> None:
     case = Case(stages=2, replicas=before, tied=True)
     run(case.ranks, save_and_continue, case, str(tmp_path), skewed(2))

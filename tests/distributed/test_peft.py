@@ -64,7 +64,6 @@ def case(
 @pytest.mark.parametrize(
     ("name", "precision", "stages", "replicas"),
     [
-        ("llama", "fp32", 2, 1),
         ("mistral", "bf16 zero1", 2, 1),
         pytest.param("llama", "fp32", 3, 2, marks=pytest.mark.nightly),
         pytest.param("mistral", "bf16 zero1", 2, 2, marks=pytest.mark.nightly),

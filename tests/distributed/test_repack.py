@@ -63,8 +63,8 @@ COME_AND_GO = {2: 1, 4: 2, 6: 4}
 @pytest.mark.parametrize(
     ("precision", "replicas"),
     [
-        ("fp32", 1),
         ("bf16 zero1", 2),
+        pytest.param("fp32", 1, marks=pytest.mark.nightly),
         pytest.param("fp32", 2, marks=pytest.mark.nightly),
         pytest.param("bf16 zero1", 1, marks=pytest.mark.nightly),
         pytest.param("bf16", 1, marks=pytest.mark.nightly),
@@ -213,7 +213,7 @@ def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        "automatic freezing",
+        pytest.param("automatic freezing", marks=pytest.mark.nightly),
         "egeria and pruning",
         pytest.param("freezing and pruning", marks=pytest.mark.nightly),
         pytest.param("egeria", marks=pytest.mark.nightly),

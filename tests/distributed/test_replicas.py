@@ -181,6 +181,7 @@ def train_on_a_dataset(case: Case, sizes: Mapping[int, int], steps: int) -> dict
     return {"losses": losses}
 
 
+@pytest.mark.nightly
 def test_replicas_share_the_samples_of_training_data() -> None:
     """DeepSpeed gives it only to the first and the last stage."""
     case = Case(stages=4, micro_batches=4, dynmo=BY_HAND)

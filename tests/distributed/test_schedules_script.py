@@ -21,12 +21,13 @@ def figures(folder: Path, *flags: str) -> Any:
     return json.loads(file.read_text())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("split", "loads"),
     [
         ("realistic", "random"),
-        pytest.param("even", "frozen", marks=pytest.mark.nightly),
-        pytest.param("even", "weightless", marks=pytest.mark.nightly),
+        ("even", "frozen"),
+        ("even", "weightless"),
     ],
 )
 def test_every_schedule_trains_the_same_weights(split: str, loads: str, tmp_path: Path) -> None:

@@ -390,7 +390,7 @@ def checkpoint_of(whole: Whole, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_an_exported_checkpoint_loads_in_the_library(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     reference, (tokens, _) = library_model(name), batch()

@@ -330,7 +330,9 @@ MOD = [0.07, *[1.0, 0.5] * 6, 0.02, 0.25]  # ds_configs/mod.json, whose even par
 
 
 @pytest.mark.parametrize(
-    ("work", "start"), [(MOD, (0, 8, 15)), ([1.0, 0.6] * 12, (0, 6, 12, 18, 24))], ids=["2 stages", "4 stages"]
+    ("work", "start"),
+    [pytest.param(MOD, (0, 8, 15), marks=pytest.mark.nightly), ([1.0, 0.6] * 12, (0, 6, 12, 18, 24))],
+    ids=["2 stages", "4 stages"],
 )
 def test_a_constant_load_on_a_busy_machine_settles(work: list[float], start: tuple[int, ...]) -> None:
     moves = []

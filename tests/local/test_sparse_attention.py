@@ -99,7 +99,10 @@ def test_bucket_attention_equals_dense_attention_with_a_mask(name: str) -> None:
     assert bucket_pairs(buckets, BUCKETS) == attends.sum()
 
 
-@pytest.mark.parametrize("name", ["random", "no query", "nothing", "a head without"])
+@pytest.mark.parametrize(
+    "name",
+    ["random", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("no query", "nothing")), "a head without"],
+)
 def test_kept_attention_equals_dense_attention_with_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "QUERY_TILE", 32)
     (keep_query, keep_key), given = keeps()[name], states()
