@@ -69,7 +69,7 @@ CASES = {
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["fp32", *(pytest.param(name, marks=pytest.mark.nightly) for name in [*CASES][1:])])
+@pytest.mark.parametrize("name", CASES)
 def test_moves_change_nothing(name: str) -> None:
     case = CASES[name]
     check_same(case, partitions(case, seed=11, count=3))

@@ -229,9 +229,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "kind", ["deepseek_v3", *(pytest.param(one, marks=pytest.mark.nightly) for one in FAMILIES if one != "deepseek_v3")]
-)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_other_families_share_experts(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(3)
     settings = {**SIZES, "output_router_logits": "router_aux_loss_coef" in FAMILIES[kind], **FAMILIES[kind]}

@@ -321,8 +321,8 @@ def train_sliced(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
     "settings",
     [
         {},
-        pytest.param({"checkpoint_interval": 1, "dynmo": ZERO_BUBBLE}, marks=pytest.mark.nightly),
-        pytest.param({"replicas": 2, "precision": "bf16 zero1"}, marks=pytest.mark.nightly),
+        {"checkpoint_interval": 1, "dynmo": ZERO_BUBBLE},
+        {"replicas": 2, "precision": "bf16 zero1"},
     ],
 )
 def test_tables_cross_stages_whose_messages_are_split_over_slices(settings: dict[str, Any]) -> None:

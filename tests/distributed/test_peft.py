@@ -80,7 +80,7 @@ def test_moves_change_nothing(name: str, precision: str, stages: int, replicas: 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.nightly) for name in MODELS)])
+@pytest.mark.parametrize("name", MODELS)
 def test_split_backward_passes_change_nothing(name: str) -> None:
     check_as_under_1f1b(2, case_runs.train, moved(case(name)))
 
@@ -97,8 +97,8 @@ def test_moves_change_nothing_of_compiled_layers(name: str, precision: str) -> N
     ("name", "precision"),
     [
         ("mistral", "bf16 zero1"),
-        *(pytest.param(name, "fp32", marks=pytest.mark.nightly) for name in MODELS),
-        pytest.param("llama tied, two layers", "bf16 zero1", marks=pytest.mark.nightly),
+        *((name, "fp32") for name in MODELS),
+        ("llama tied, two layers", "bf16 zero1"),
     ],
 )
 def test_repacking_changes_nothing(name: str, precision: str) -> None:

@@ -151,7 +151,7 @@ def test_recomputation_in_a_pass_in_two_parts_changes_nothing() -> None:
     check_same(run(2, train_in_two_parts, Case(checkpoint_interval=1, dynmo=block)), still())
 
 
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_moves_change_nothing(tied: bool) -> None:
     moves = Plan(moves=((0, 1, 2, 8), (0, 6, 7, 8), (0, 2, 5, 8)))
     moved = run(3, train, Case(stages=3, tied=tied), moves)

@@ -87,9 +87,7 @@ def load_stock_weights_tied(case: Case, way: str, folder: str) -> Any:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way in ("sparkjiao", *FIRST) else pytest.mark.nightly) for way in ENDS]
-)
+@pytest.mark.parametrize("way", ENDS)
 def test_stock_weights_load(tmp_path: Path, way: str) -> None:
     case = Case(stages=2, clip=0.0)
     run(2, save_as_tied, "stock", case, way, str(tmp_path))

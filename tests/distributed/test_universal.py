@@ -173,8 +173,8 @@ def tensors(folder: Path) -> dict[str, bytes]:
     ("precision", "tied"),
     [
         ("fp32 zero1", False),
-        pytest.param("bf16 zero1", True, marks=pytest.mark.nightly),
-        pytest.param("bf16", True, marks=pytest.mark.nightly),
+        ("bf16 zero1", True),
+        ("bf16", True),
     ],
 )
 def test_from_two_slices_to_one_and_back(tmp_path: Path, precision: str, tied: bool) -> None:
