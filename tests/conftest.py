@@ -84,10 +84,11 @@ def emulated_device_found_no_fault() -> Iterator[None]:
     assert not found, "\n".join(found)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Leave some variants to the nightly form, and start each worker with tests that launch programs."""
     _leave_variants_to_nightly(items)
+    yield  # pytest selects by marks
     _start_with_slow(config, items)
 
 
