@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_variants_to_nightly(items: list[pytest.Item]) -> None:
-    """Mark variants of tests on ranks as nightly: all precisions but the last, then all but the first and the last.
+    """Mark all but the first and the last variant of each test on ranks as nightly.
 
     The whole matrix of precisions, stages and replicas is in test_bitwise.py. Elsewhere variants differ in one of
     these, and two of them find what four do. The mark ``every_variant`` says where each is a promise of its own.
@@ -107,17 +107,8 @@ def _leave_variants_to_nightly(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(ON_RANKS):
             variants.setdefault((item.path, function), []).append(item)
     for same_test in variants.values():
-        in_last_precision = [*{_but_precision(item): item for item in same_test}.values()]
-        kept = {in_last_precision[0], in_last_precision[-1]}
-        for item in same_test:
-            if item not in kept:
-                item.add_marker("nightly")
-
-
-def _but_precision(item: pytest.Item) -> tuple[str, ...]:
-    """Return the parameters of a variant, without the one that is called precision."""
-    call = getattr(item, "callspec", None)
-    return tuple(f"{name}={value!r}" for name, value in call.params.items() if name != "precision") if call else ()
+        for item in same_test[1:-1]:
+            item.add_marker("nightly")
 
 
 def _start_with_slow(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -123,7 +123,7 @@ def test_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
             run(2, load_and_continue, other, str(tmp_path))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.nightly), "bf16 zero1"])
 def test_flat_buffers_of_other_groups_are_refused(tmp_path: Path, precision: str) -> None:
     """They are refused before anything changes."""
     cases = [Case(stages=2, precision=precision, groups=groups) for groups in ("one", "two")]

@@ -323,7 +323,10 @@ def freeze_tie(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]
     return {"losses": losses, "state": state(engine), "replica": 0, "changed": changed}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param("fp32", marks=pytest.mark.nightly), pytest.param("bf16", marks=pytest.mark.nightly), "bf16 zero1"],
+)
 def test_all_uses_of_a_tied_layer_freeze_and_thaw(precision: str) -> None:
     together, apart = [0, 7, 8], [0, 3, 8]
     still, moved = (run(2, freeze_tie, precision, moves) for moves in ([], [apart, together, apart, apart]))

@@ -90,7 +90,7 @@ def train_favourites(run: CaseRun) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["balanced", pytest.param("eager", marks=pytest.mark.nightly)])
 def test_a_replica_whose_experts_nobody_chose_trains_as_with_all_experts_in_one_place(name: str) -> None:
     shared = case(name, stages=1, optimizer="SGD")
     everywhere = replace(shared, model={**shared.model, "expert_parallel": False})

@@ -305,7 +305,6 @@ FIRST = (
     "tuples",
     "tensors without gradient",
     "patched instructions",
-    "tensor parallel",
     "unusual modules",
 )
 
