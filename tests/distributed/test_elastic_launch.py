@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from tests.distributed.harness import run
 from tests.distributed.support.script import flags, run_script
 from tests.distributed.test_launches import OF_LAUNCHERS
 from tests.distributed.watched_command import WatchedCommand
+from tests.ports import free_port
 
 SAVE_INTERVAL = 5
 COMPARED = 3  # batches at the beginning of each part of the run
@@ -39,12 +39,6 @@ def parts(report: Path) -> list[Part]:
         elif record["kind"] == "step":
             found[-1].losses.append(record["train_loss"])
     return [part for part in found if part.losses]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def agent(*, hosts_store: bool, port: int) -> list[str]:

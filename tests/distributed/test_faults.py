@@ -169,7 +169,7 @@ def fatal(case: Case, point: str, rank: int, background: bool) -> str:
 @pytest.mark.every_variant
 def test_once_bytes_move_a_failure_stops_every_rank_with_its_place(point: str, rank: int, precision: str) -> None:
     background = precision == "bf16 zero1"
-    messages = run(3, fatal, CASES[precision], point, rank, background, seconds=60, complete=False)
+    messages = run(3, fatal, CASES[precision], point, rank, background, complete=False)
     assert "the cable is gone" in messages[rank]
     for number, message in enumerate(messages):
         assert f"rank {number} failed " in message and "resume the job from its last checkpoint" in message

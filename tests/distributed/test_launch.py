@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
 from tests.distributed.support.training import train
+from tests.ports import free_port
 
 SCRIPT = Path(__file__).with_name("node_script.py")
 
@@ -23,12 +23,9 @@ def launch(folder: Path, *arguments: list[list[int]]) -> list[Any]:
     """Launch one rank on each of two nodes, which meet on the loopback interface."""
     hosts = folder / "hosts"
     hosts.write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hosts), "--no_ssh"),
-        *("--master_addr", "127.0.0.1", "--master_port", str(port)),
+        *("--master_addr", "127.0.0.1", "--master_port", str(free_port())),
     ]
     nodes = [
         subprocess.Popen(
@@ -57,10 +54,7 @@ def test_two_nodes_train_rebalance_save_and_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["exit", "park"])
 def test_released_ranks_end_and_the_launcher_succeeds(policy: str, tmp_path: Path) -> None:
     """A rank that is not recalled ends with the job: rank 0's end is all that tells it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "3", "--master_port", str(port)]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "3", "--master_port", str(free_port())]
     done = subprocess.run(
         [*launcher, str(SCRIPT.with_name("repack_script.py")), str(tmp_path), policy],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -102,4 +102,4 @@ def test_a_released_rank_ends_with_the_job_at_the_latest(release: str, launcher:
     with WatchedCommand(tmp_path, [*launcher, *TRAIN, *flags]) as command:
         assert not command.left(*OF_LAUNCHERS), command.output()
         assert command.launcher.returncode == 0, command.output()
-        assert "2 -> 1 stages" in command.output() and "step 10/10" in command.output(), command.output()
+        assert "2 -> 1 stage, " in command.output() and "step 10/10" in command.output(), command.output()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import psutil
 import pytest
 
 from tests.distributed.watched_command import ROOT, WatchedCommand
+from tests.ports import free_port
 
 QUICKSTART = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
 TORCHS_CACHE = "/torchinductor_"  # an empty folder, unless scripts/setup_env.sh gave torch another
@@ -95,10 +95,7 @@ def test_a_killed_benchmark_that_launches_jobs_leaves_nothing(killed: str, tmp_p
 
 @pytest.mark.nightly
 def test_a_run_killed_while_a_rank_is_parked_leaves_nothing(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
     with WatchedCommand(tmp_path, [*launcher, str(Path(__file__).with_name("parked_script.py"))]) as command:
         command.until(lambda: "parks\n" in command.output() and "trains on\n" in command.output())
         command.launcher.kill()

@@ -418,7 +418,7 @@ def after_a_failure() -> bool:
 
 def test_an_error_in_the_middle_of_a_batch_ends_the_run_and_leaves_nothing_behind() -> None:
     with pytest.raises(RankError, match="in the middle of a batch"):
-        run(3, after_a_failure, seconds=60)
+        run(3, after_a_failure)
 
 
 def save_under(kind: str, case: Case, folder: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from guard import guarded_group
+from tests.ports import free_port
 
 CONFIGURATION = """
 ClusterName=test
@@ -61,7 +62,7 @@ class Cluster:
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._nodes = len(names)
         host = socket.gethostname().partition(".")[0]
-        *ports, self.free_port = _free_ports(len(names) + 2)
+        *ports, self.free_port = (free_port() for _ in range(len(names) + 2))
         lines = [
             f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=1"
             for name, port in zip(names, ports[1:], strict=True)
@@ -124,13 +125,3 @@ class Cluster:
                 daemon.wait(timeout=30)
         self._guards.close()
         self._spool.cleanup()
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

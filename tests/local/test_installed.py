@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from tests.local.mpi import FOR_OPEN_MPI
 from tests.local.slurm_cluster import Cluster, skip_without_slurm
 from tests.pages import code_blocks
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ["ds-dynmo-train", "--deepspeed_config", "gpt.json", "--data", __file__, "--steps", "2"]
@@ -66,7 +66,7 @@ def test_every_launcher_starts_training(installed: Path, launcher: str) -> None:
     words = LAUNCHERS[launcher]
     if launcher == "mpirun" and shutil.which("mpirun") is None:
         pytest.skip("needs MPI (Debian: openmpi-bin): no mpirun")
-    port = free_port()
+    port = str(free_port())
     if words and words[-1] == "--master_port":
         words = [*words, port]
     variables = {**FOR_OPEN_MPI, "MASTER_PORT": port} if launcher == "mpirun" else {}
@@ -85,9 +85,3 @@ def test_srun_starts_training(installed: Path, tmp_path: Path) -> None:
     finally:
         cluster.close()
     assert printed.count("step 2/2: loss") == 1
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return str(probe.getsockname()[1])

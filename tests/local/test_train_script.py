@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from ds_dynmo.cli.training.resuming import METADATA_FILE, find_checkpoint, write
 from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.models import read_model_config
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}
@@ -342,12 +342,6 @@ def test_a_signal_that_comes_while_ranks_agree_counts_in_the_next_batch() -> Non
 
 
 # -- a whole run --------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def launch(config: Path, *flags: str) -> str:
