@@ -6,6 +6,7 @@ imported where it is called.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -53,6 +54,8 @@ NEEDED = (  # module, then a name within it
     "torch.distributed.distributed_c10d:PrefixStore",
     "torch.nn:Module._call_impl",
     "torch.nn:Module._compiled_call_impl",
+    "torch.serialization:_save",
+    "torch.serialization:_open_zipfile_writer",
     "torch.utils.hooks:RemovableHandle.next_id",
 )
 
@@ -154,6 +157,39 @@ def reshaped(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
     """Reshape a contiguous tensor; for autograd the result is no view."""
     found: torch.Tensor = torch.ops.aten._unsafe_view(tensor, shape)
     return found
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+Record = tuple[str, Any, int]
+"""A part of a file of ``torch.save``: its name, a storage or bytes, and its size in bytes."""
+
+
+def copied_records(content: Any) -> list[Record]:
+    """Return what ``torch.save`` would write, with a copy of each storage in host memory. They are copied in turn."""
+    records = _Records()
+    torch.serialization._save(content, records, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+    return records.found
+
+
+def write_records(records: Iterable[Record], path: str) -> None:
+    """Write a file as ``torch.save`` does; it does not hold Python's lock meanwhile."""
+    with torch.serialization._open_zipfile_writer(path) as file:
+        for record in records:
+            file.write_record(*record)
+
+
+class _Records:
+    """Stands in for torch's writer of a file, and keeps copies of what it is given."""
+
+    def __init__(self) -> None:
+        self.found: list[Record] = []
+
+    def write_record(self, name: str, data: Any, num_bytes: int) -> None:
+        """Keep a part of the file."""
+        if isinstance(data, torch.UntypedStorage) and torch._C._storage_Use_Count(data._cdata) > 1:
+            data = data.clone()  # of a tensor on the CPU; that of another device was copied for this call
+        self.found.append((name, data, num_bytes))
 
 
 # -- modules and parameters ---------------------------------------------------------------------------

@@ -67,6 +67,16 @@ class MigrationConfig(Section):
     )
 
 
+class CheckpointConfig(Section):
+    """How checkpoints are written: the "checkpoint" object in the "dynmo" section."""
+
+    kind: Literal["blocking", "background"] = Field(
+        default="blocking",
+        description='"blocking": training waits until a checkpoint is written; "background": it waits until its state '
+        "is copied to host memory, and goes on while a thread writes the copy",
+    )
+
+
 class TraceConfig(Section):
     """Which batches are traced, for Perfetto: the "trace" object in the "dynmo" section."""
 
@@ -156,6 +166,9 @@ class DynMoConfig(Section):  # a validator sees only the keys above its own: the
     migration: MigrationConfig = Field(
         default=MigrationConfig(), description="how layers move after an automatic decision; a string is its kind"
     )
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="how checkpoints are written; a string is its kind"
+    )
     compile: bool = Field(
         default=False, description="true: torch.compile runs each layer, where it is and again where it arrives"
     )
@@ -221,7 +234,7 @@ class DynMoConfig(Section):  # a validator sees only the keys above its own: the
     def _bytes_or_fraction(cls, limit: Any) -> int | float | None:
         return parse_memory_limit(limit)
 
-    @field_validator("schedule", "migration", mode="before")
+    @field_validator("schedule", "migration", "checkpoint", mode="before")
     @classmethod
     def _kind_alone(cls, section: Any) -> Any:
         """Take a string for the object that has only this kind."""

@@ -26,6 +26,7 @@ from ds_dynmo.engine.resize.job_state import Stateful
 from ds_dynmo.engine.resize.repacker import Repacker
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.checkpointer import Checkpointer
+from ds_dynmo.engine.save.writing import SaveOptions
 from ds_dynmo.engine.state import gradients, kept_elements
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
@@ -78,6 +79,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             return train()
         check_at_work(self, "train_batch")
         self.stage.optimizer.check_given()
+        self.checkpointer.before_batch()
         self.repacker.data.before_batch(data_iter)
         return self._parts.step.run(train)
 
@@ -162,7 +164,9 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             MigrationError: see its message; nothing has changed unless it says that layers had begun to move. Harmless,
                 with both numbers, if the move takes a rank above the memory limit.
             ConfigError: the configuration has no "dynmo" section, or ``enabled`` is false.
+            CheckpointError: a save in the background has failed.
         """
+        self.checkpointer.check()
         if partition is None:
             return self.rebalancer.decide_on_request(self.train_batch, background=background)
         return self.rebalancer.move_to_partition(partition, Request(Reason.EXPLICIT), background=background)
@@ -326,6 +330,9 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     ) -> bool:
         """Write a checkpoint that loads at any partition. It is complete or does not appear. Collective.
 
+        With ``"checkpoint": "background"`` in the section, return once the state is copied to host memory. A failure to
+        write it is raised by the next batch that notices, or the next call here or of :meth:`wait_for_save`.
+
         Raises:
             CheckpointError: on every rank; earlier checkpoints are untouched.
         """
@@ -333,7 +340,16 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         if self.dynmo is None:
             return bool(super().save_checkpoint(*arguments))
         check_at_work(self, "save_checkpoint")
-        return self.checkpointer.save(*arguments)
+        return self.checkpointer.save(SaveOptions(*arguments))
+
+    def wait_for_save(self) -> None:
+        """Wait until no checkpoint is being written in the background. Collective.
+
+        Raises:
+            CheckpointError: on every rank; the last one could not be written. Earlier checkpoints are untouched.
+        """
+        if self.dynmo is not None:
+            self.checkpointer.wait()
 
     def load_checkpoint(
         self,

@@ -84,7 +84,7 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
     trainable = TrainableLayers(engine, stage)
     progress = EngineProgress(engine, rebalancer, trainable)
     checkpointer = Checkpointer(
-        engine, stage, references, rebalancer, trainable, progress, lambda: ranks.world.generation
+        engine, stage, references, rebalancer, trainable, progress, reporter, lambda: ranks.world.generation
     )
     tracer = _tracer(stage, clock, reporter, ranks)
     states = TrackedStates(stage.comm.gather_over_slices)
@@ -103,6 +103,7 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
         data,
         progress=progress,
         save_checkpoint=engine.save_checkpoint,
+        wait_for_save=checkpointer.wait,
     )
     step = TrainingStep(stage, trainable, executor, profiler, rebalancer, repacker, reporter, tracer)
     return Parts(

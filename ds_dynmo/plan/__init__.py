@@ -3,7 +3,7 @@
 from ds_dynmo.placement import check_partition, stage_of
 from ds_dynmo.plan.migration import LayerMove, MigrationPlan
 from ds_dynmo.plan.profile import HeldBytes, LayerCost, Profile, limit_minus_workspace
-from ds_dynmo.plan.reports import MeasuredReport, RebalanceReport, RepackReport
+from ds_dynmo.plan.reports import MeasuredReport, RebalanceReport, RepackReport, SaveReport
 
 __all__ = [
     "HeldBytes",
@@ -14,6 +14,7 @@ __all__ = [
     "Profile",
     "RebalanceReport",
     "RepackReport",
+    "SaveReport",
     "check_partition",
     "limit_minus_workspace",
     "stage_of",

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_dynmo.placement import Placement
 
-__all__ = ["MeasuredReport", "RebalanceReport", "RepackReport"]
+__all__ = ["MeasuredReport", "RebalanceReport", "RepackReport", "SaveReport"]
 
 
 class _BetweenPlacements:
@@ -192,7 +192,32 @@ class RepackReport(_BetweenPlacements):
         return _record("repack", self)
 
 
-def _record(kind: str, report: RebalanceReport | MeasuredReport | RepackReport) -> dict[str, Any]:
+@dataclass(frozen=True)
+class SaveReport:
+    """A checkpoint that was saved. Seconds are wall-clock on rank 0.
+
+    Attributes:
+        step: ``global_steps`` of the state in it.
+        path: its folder.
+        background: whether it was written while training went on.
+        bytes_saved: of all files.
+        wait_seconds: that training waited.
+        save_seconds: from the call until it was whole.
+    """
+
+    step: int
+    path: str
+    background: bool
+    bytes_saved: int
+    wait_seconds: float
+    save_seconds: float
+
+    def as_record(self) -> dict[str, Any]:
+        """Return a dict for one JSON line."""
+        return _record("save", self)
+
+
+def _record(kind: str, report: RebalanceReport | MeasuredReport | RepackReport | SaveReport) -> dict[str, Any]:
     """Return the fields of a report; a placement becomes its boundaries, as ``..._partition``."""
     record: dict[str, Any] = {"kind": kind}
     for field in fields(report):

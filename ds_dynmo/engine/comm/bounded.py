@@ -128,6 +128,11 @@ class BoundedStore:
         """Return whether all keys exist."""
         return bool(self._run(lambda: self.raw.check(list(keys))))
 
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete keys."""
+        for key in keys:
+            self._run(lambda key=key: self.raw.delete_key(key))  # type: ignore[misc]
+
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, and return its new value."""
         return int(self._run(lambda: self.raw.add(key, amount)))

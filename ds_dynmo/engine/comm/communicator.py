@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,10 +27,11 @@ from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
 from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
-from ds_dynmo.engine.comm.posted import PostedBroadcast
+from ds_dynmo.engine.comm.posted import PostedBroadcast, PostedMaximum
 from ds_dynmo.engine.comm.same_facts import ranks_by
+from ds_dynmo.engine.comm.store_agreement import StoreAgreement
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
-from ds_dynmo.torch_private import default_store
+from ds_dynmo.torch_private import default_store, prefix_store
 
 Result = TypeVar("Result")
 
@@ -190,6 +192,19 @@ class Communicator:
             f"{self._what} is collective, but {who}. No layer has moved, yet the ranks are out of step: resume the job "
             f"from its last checkpoint ({error})"
         )
+
+    # -- beside the main thread -----------------------------------------------------------------------
+
+    def post_max(self, numbers: torch.Tensor) -> PostedMaximum:
+        """Post an elementwise maximum over all ranks of a CPU tensor, in place. Collective over the world."""
+        return PostedMaximum(numbers, self._control)
+
+    def store_agreement(self) -> StoreAgreement:
+        """Return a way by which threads of all ranks agree without collectives. Collective over the world."""
+        name = self.broadcast_object(uuid.uuid4().hex)
+        store = BoundedStore(default_store(), self._timeout_seconds)
+        part = store.view(prefix_store(f"ds_dynmo/agreement/{name}", store.raw))
+        return StoreAgreement(part, dist.get_rank(), dist.get_world_size(), self._timeout_seconds)
 
     # -- small numbers --------------------------------------------------------------------------------
 

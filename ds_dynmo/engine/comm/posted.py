@@ -1,4 +1,4 @@
-"""Broadcasts that are waited for when their value is read.
+"""Collectives that are waited for when their result is read.
 
 All ranks of a group post a broadcast and continue. On a receiving rank, :class:`PostedTensor` represents the value: a
 tensor whose first reader waits until it has arrived. The other ranks only have to have posted the broadcast. So any
@@ -17,25 +17,24 @@ import torch.distributed as dist
 
 from ds_dynmo.torch_private import subclassed, tree_map, without_torch_function
 
-_UNDER_WAY: set[PostedBroadcast] = set()
+_UNDER_WAY: set[Posted] = set()
 
 
-class PostedBroadcast:
-    """A broadcast that this rank has posted. Construction is collective.
+class Posted:
+    """A collective that this rank has posted.
 
     Args:
-        tensor: sent by rank ``src``, received by others; nothing else may write to it until it has arrived.
+        tensor: nothing else may write to it until the result has arrived.
+        work: torch's handle.
     """
 
-    def __init__(self, tensor: torch.Tensor, src: int, group: Any) -> None:
+    def __init__(self, tensor: torch.Tensor, work: Any) -> None:
         self.tensor = tensor
-        if dist.get_rank() != src:
-            tensor.fill_(torch.nan)  # so that a read without a wait is noticed
-        self._work: Any = dist.broadcast(tensor, src, group=group, async_op=True)
+        self._work = work
         _UNDER_WAY.add(self)
 
     def wait(self) -> None:
-        """Wait until the value has arrived or left; return at once if it has.
+        """Wait until the result has arrived or left; return at once if it has.
 
         Raises:
             RuntimeError: another rank is gone.
@@ -46,13 +45,29 @@ class PostedBroadcast:
             work.wait()
             self._work = None
 
+
+class PostedMaximum(Posted):
+    """An elementwise maximum over the ranks of a group, in place. Construction is collective."""
+
+    def __init__(self, tensor: torch.Tensor, group: Any) -> None:
+        super().__init__(tensor, dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True))
+
+
+class PostedBroadcast(Posted):
+    """A broadcast from rank ``src``. Construction is collective."""
+
+    def __init__(self, tensor: torch.Tensor, src: int, group: Any) -> None:
+        if dist.get_rank() != src:
+            tensor.fill_(torch.nan)  # so that a read without a wait is noticed
+        super().__init__(tensor, dist.broadcast(tensor, src, group=group, async_op=True))
+
     def element(self, index: int) -> PostedTensor:
         """Return a tensor for one element of the value."""
         return PostedTensor(self.tensor[index], self.wait)
 
 
 def wait_for_posted() -> None:
-    """Wait for all broadcasts of this process, so that it does not end before others have received them."""
+    """Wait for all that this process has posted, so that it does not end before others have received them."""
     for posted in tuple(_UNDER_WAY):
         with suppress(RuntimeError):
             posted.wait()

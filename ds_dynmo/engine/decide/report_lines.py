@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_dynmo.errors import counted
-from ds_dynmo.plan import RebalanceReport, RepackReport
+from ds_dynmo.plan import RebalanceReport, RepackReport, SaveReport
 
 
 def rebalance_line(report: RebalanceReport) -> str:
@@ -46,6 +46,14 @@ def repack_line(report: RepackReport) -> str:
             f"{report.iteration_seconds_after * 1e3:.0f} ms"
         )
     return text
+
+
+def save_line(report: SaveReport) -> str:
+    """Write the log line of a checkpoint that was saved in the background."""
+    return (
+        f"DynMo step {report.step}: checkpoint {report.path} is whole, {report.bytes_saved / 2**20:.1f} MiB in "
+        f"{report.save_seconds:.2f} s, of which training waited {report.wait_seconds:.2f} s"
+    )
 
 
 def _moved(report: RebalanceReport | RepackReport) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.decide.report_files import check_writable, guard_monitors, record_writer
-from ds_dynmo.engine.decide.report_lines import rebalance_line, repack_line
+from ds_dynmo.engine.decide.report_lines import rebalance_line, repack_line, save_line
 from ds_dynmo.engine.deepspeed.logs import logger_named
 from ds_dynmo.placement import Placement
-from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport, RepackReport
+from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport, RepackReport, SaveReport
 
 # DeepSpeed's logger starts at WARNING, which would hide the one line per rebalance.
 logger = logger_named("DynMo")
@@ -109,6 +109,12 @@ class Reporter:
             },
             samples,
         )
+
+    def saved(self, report: SaveReport) -> None:
+        """Record a checkpoint; log one that was written in the background. A thread may call this."""
+        if report.background:
+            self.inform(save_line(report))
+        self.write(report.as_record())
 
     def warn(self, message: str) -> None:
         """Log a failure that does not end training."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,12 +15,12 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.files import path_in_errors
 
 __all__ = [
     "GROUP_OPTIONS",
@@ -36,6 +36,7 @@ __all__ = [
     "writes_optimizer_shards",
 ]
 
+Take = Callable[[Any, str, Callable[[Any, str], Any]], None]
 GROUP_OPTIONS = "dynmo_group_options"  # options of a stage's parameter groups, beside the client state
 PICKLED = (
     DynamicLossScaler,
@@ -74,8 +75,12 @@ def groups_of_stage(stage: Any) -> list[list[str]] | list[int] | None:
     return None
 
 
-def cannot_write(engine: Any) -> str | None:
-    """Find the setting by which a checkpoint may be incomplete after it was written; None if there is none."""
+def cannot_write(engine: Any, *, later: bool) -> str | None:
+    """Find the setting by which a checkpoint may be incomplete after it was written; None if there is none.
+
+    Args:
+        later: whether files are copied, and written after DeepSpeed's writer was called.
+    """
     if engine.use_node_local_storage():
         return (
             "checkpoint.use_node_local_storage = true: where layers move, another node than the one that wrote a "
@@ -83,29 +88,40 @@ def cannot_write(engine: Any) -> str | None:
         )
     if engine.checkpoint_engine.is_decoupled():
         return "a checkpoint writer that goes on after save_checkpoint returned is not supported with dynmo"
+    if later and type(engine.checkpoint_engine) is not TorchCheckpointEngine:
+        return (
+            f'dynmo.checkpoint = "background" writes files as torch.save does, not by {engine.checkpoint_engine}: '
+            "remove checkpoint.writer from the configuration"
+        )
     return None
 
 
-def write(engine: Any, folder: str, tag: str, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> None:
-    """Write DeepSpeed's files of this rank."""
+def write(
+    engine: Any, folder: str, tag: str, client_state: Mapping[str, Any], take: Take, *, exclude_frozen: bool
+) -> None:
+    """Write DeepSpeed's files of this rank.
+
+    Args:
+        take: is given the content of each file, its path, and DeepSpeed's function that writes it.
+    """
     shards, state = writes_optimizer_shards(engine), dict(client_state)
     if shards:  # a universal checkpoint has only what is in this file, and options of the first stage's groups
         state[GROUP_OPTIONS] = engine.optimizer.state_dict()[BASE_OPTIMIZER_STATE]["param_groups"]
         if not engine.zero_optimization():  # DeepSpeed leaves them out, and its converter needs them
             state[PARAM_SHAPES] = engine._get_zero_param_shapes()
-    with _named_files(engine.checkpoint_engine):
+    with _files_to(take, engine.checkpoint_engine):
         engine._save_checkpoint(folder, tag, client_state=state, exclude_frozen_parameters=exclude_frozen)
         if shards:
             engine._save_zero_checkpoint(folder, tag)
 
 
 @contextmanager
-def _named_files(checkpoint_engine: Any) -> Iterator[None]:
-    """Add the name of the file to errors of DeepSpeed's writer."""
+def _files_to(take: Take, checkpoint_engine: Any) -> Iterator[None]:
+    """Let ``take`` have the files that DeepSpeed's writer is to write."""
 
-    def save(state_dict: Any, path: str) -> Any:
-        with path_in_errors(path):
-            return write_file(state_dict, path)
+    def save(state_dict: Any, path: str) -> bool:
+        take(state_dict, path, write_file)
+        return True
 
     write_file = checkpoint_engine.save
     checkpoint_engine.save = save

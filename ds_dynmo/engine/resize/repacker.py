@@ -41,6 +41,7 @@ class Repacker:
         engine: DeepSpeed's engine, which is rebuilt for another world.
         progress: counters that are the same on every rank of the job.
         save_checkpoint: ``engine.save_checkpoint``, of a folder and a tag.
+        wait_for_save: ``engine.wait_for_save``.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class Repacker:
         *,
         progress: Stateful,
         save_checkpoint: Callable[[str, str], Any],
+        wait_for_save: Callable[[], None],
     ) -> None:
         self._stage, self._config, self._comm = stage, stage.config, stage.comm
         self._rebalancer, self._reporter = rebalancer, reporter
-        self._save_checkpoint = save_checkpoint
+        self._save_checkpoint, self._wait_for_save = save_checkpoint, wait_for_save
         self.ranks, self.data = ranks, data
         self._change = WorldChange(engine, stage, rebalancer, migrator, ranks, data, progress)
         self._decision = StageDecision(stage, rebalancer, ranks)
@@ -167,6 +169,8 @@ class Repacker:
         step = counters.steps
         before, after = self._decision.predicted_seconds(old), self._decision.predicted_seconds(new)
         self._reporter.profiled(self._rebalancer.profile, counters.samples)  # the next one is of other stages
+        if new.num_stages != old.num_stages:
+            self._wait_for_save()  # its ranks finish it together
         if self._policy.restarts and new.num_stages < old.num_stages:
             result, saved = self._stop_for_restart(new)
             verdict = f"{verdict}; {saved}"
@@ -217,7 +221,12 @@ class Repacker:
     def _stop_for_restart(self, new: Placement) -> tuple[RepackResult, str]:
         """Save a checkpoint with its launch, and release every rank; also return a clause for the verdict."""
         began = time.perf_counter()
-        launch = save_for_restart(self._stage, self._save_checkpoint, new, self._change.shared_states)
+
+        def save_whole(folder: str, tag: str) -> None:
+            self._save_checkpoint(folder, tag)
+            self._wait_for_save()
+
+        launch = save_for_restart(self._stage, save_whole, new, self._change.shared_states)
         self.ranks.released = True
         ranks = self.world.launch_ranks(self.world.launch_stages_at_work)
         result = RepackResult(released_ranks=ranks, migrate_seconds=time.perf_counter() - began)

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
+
+from ds_dynmo.engine.decide.memory import HeldMemory
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
+from ds_dynmo.engine.decide.reporter import Reporter
 from ds_dynmo.engine.move.references import References
 from ds_dynmo.engine.run.trainable import TrainableLayers
 from ds_dynmo.engine.save.applying import LoadOptions
+from ds_dynmo.engine.save.background import BackgroundSave
 from ds_dynmo.engine.save.context import CheckpointContext
+from ds_dynmo.engine.save.destinations import Destination, ToDisk, ToMemory
 from ds_dynmo.engine.save.initial_model import InitialModelSpec
 from ds_dynmo.engine.save.progress import EngineProgress
 from ds_dynmo.engine.save.reading import load
-from ds_dynmo.engine.save.writing import save
+from ds_dynmo.engine.save.writing import SaveOptions, UnfinishedCheckpoint, begin_save
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import SaveReport
 
 
 class Checkpointer:
     """Writes checkpoints, and loads them at any partition. Construction is collective.
 
+    At most one save is under way in the background: the next save, a load and a re-packing wait for it first.
+
     Args:
         engine: DeepSpeed's, which writes its files beside ds_dynmo's.
         references: to objects that layers refer to and do not own.
+        reporter: records saves.
         generation: gives the number of worlds before the present one.
     """
 
@@ -34,28 +47,71 @@ class Checkpointer:
         rebalancer: Rebalancer,
         trainable: TrainableLayers,
         progress: EngineProgress,
+        reporter: Reporter,
         generation: Callable[[], int],
     ) -> None:
         self._engine, self._stage, self._references, self._rebalancer = engine, stage, references, rebalancer
         self._trainable, self._progress, self._generation = trainable, progress, generation
+        self._reporter = reporter
+        self._under_way: BackgroundSave | None = None
+        self._has_warned = False
         self._origin = InitialModelSpec.of(stage, engine.get_data_types()[0], references.is_shared)
         stage.optimizer.changed.subscribe("a checkpoint describes its files", self._describe_optimizer)
 
-    def save(
-        self,
-        save_dir: str,
-        tag: str | None,
-        client_state: dict[str, Any],
-        save_latest: bool,
-        exclude_frozen_parameters: bool,
-    ) -> bool:
-        """Write a checkpoint: :func:`ds_dynmo.engine.save.writing.save`. Collective."""
-        return save(
-            self._context("saving a checkpoint"), save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+    def save(self, options: SaveOptions) -> bool:
+        """Write a checkpoint, or begin to if ``dynmo.checkpoint`` says so. Collective.
+
+        Raises:
+            ConfigError, CheckpointError: see :func:`begin_save` and :meth:`UnfinishedCheckpoint.finish`; or the save
+                before has failed.
+        """
+        began = time.perf_counter()
+        self.wait()
+        context = self._context("saving a checkpoint")
+        destination: Destination = ToMemory() if self._saves_in_background() else ToDisk()
+        unfinished = begin_save(context, options, destination)
+        if not destination.writes_later:
+            self._report(unfinished, began, None, unfinished.finish(context))
+            return True
+        self._under_way = BackgroundSave(
+            unfinished,
+            self._stage.comm,
+            saved=partial(self._report, unfinished, began, time.perf_counter() - began),
+            failed=partial(self._report_failure, unfinished),
         )
+        return True
+
+    def wait(self) -> None:
+        """Wait until no save is under way in the background. Collective.
+
+        Raises:
+            CheckpointError: on every rank; that save has failed. Earlier checkpoints are untouched.
+        """
+        save, self._under_way = self._under_way, None
+        if save is not None:
+            save.wait()
+
+    def before_batch(self) -> None:
+        """Notice the end of a save in the background, without a wait for it. Collective.
+
+        Raises:
+            CheckpointError: as :meth:`wait`.
+        """
+        if self._under_way is not None and self._under_way.is_over():
+            self.wait()
+
+    def check(self) -> None:
+        """Notice the end of a save in the background now. Collective.
+
+        Raises:
+            CheckpointError: as :meth:`wait`.
+        """
+        if self._under_way is not None and self._under_way.is_over_now():
+            self.wait()
 
     def load(self, load_dir: str, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint: :func:`ds_dynmo.engine.save.reading.load`. Collective."""
+        self.wait()
         return load(self._context("loading a checkpoint"), load_dir, tag, options)
 
     def _context(self, operation: str) -> CheckpointContext:
@@ -71,5 +127,53 @@ class Checkpointer:
             operation=operation,
         )
 
+    def _saves_in_background(self) -> bool:
+        """Return whether to save in the background. Collective: on a CPU, the copy counts with the memory limit."""
+        if self._stage.config.checkpoint.kind != "background":
+            return False
+        held = self._rebalancer.memory.held() if get_accelerator().device_name() == "cpu" else None
+        if held is None:
+            return True
+        present, copied = _most_bytes(held, self._stage.placement)
+        if present + copied <= held.limit:
+            return True
+        if not self._has_warned:
+            self._reporter.warn(
+                f"DynMo step {self._stage.counters.steps}: training waits for checkpoints, because the {copied} bytes "
+                f"that a save in the background copies would take a rank to {present + copied} bytes, above "
+                f"{held.limit} (dynmo.memory_limit)"
+            )
+        self._has_warned = True
+        return False
+
+    def _report(
+        self, unfinished: UnfinishedCheckpoint, began: float, wait_seconds: float | None, bytes_saved: int
+    ) -> None:
+        """Report a checkpoint that is whole; ``wait_seconds``: None: training waited until now."""
+        save_seconds = time.perf_counter() - began
+        self._reporter.saved(
+            SaveReport(
+                step=unfinished.step,
+                path=unfinished.path,
+                background=wait_seconds is not None,
+                bytes_saved=bytes_saved,
+                wait_seconds=save_seconds if wait_seconds is None else wait_seconds,
+                save_seconds=save_seconds,
+            )
+        )
+
+    def _report_failure(self, unfinished: UnfinishedCheckpoint, error: str) -> None:
+        self._reporter.warn(f"DynMo step {unfinished.step}: checkpoint {unfinished.path} was not saved: {error}")
+
     def _describe_optimizer(self, _: None) -> None:
         self._origin = self._origin.with_optimizer(self._stage)
+
+
+def _most_bytes(held: HeldMemory, placement: Placement) -> tuple[int, int]:
+    """Return the bytes in training, and those that a save copies, of the stage where they are the most."""
+    of_stages = []
+    for stage in placement.stages:
+        layers = placement.layers_of(stage)
+        copied = sum(held.layers[index].total - held.layers[index].gradients for index in layers)
+        of_stages.append((sum(held.static_bytes[index] for index in layers), copied))
+    return max(of_stages, key=sum)

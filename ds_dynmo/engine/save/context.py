@@ -62,6 +62,10 @@ class CheckpointContext:
         """
         return self.stage.comm.everywhere(self.operation, function, same=same, error=CheckpointError)
 
+    def gather(self, function: Callable[[], T]) -> list[T]:
+        """Call ``function`` on every rank: :meth:`Agreement.gather`, by collectives."""
+        return self.stage.comm.gather_on_first(self.everywhere(function))
+
 
 def local_slice(context: CheckpointContext, stage: StageSlots) -> SliceManifest:
     """Make the manifest of only this rank's stage and layers; ``stage``: the slots of its optimizer files."""

@@ -1,14 +1,25 @@
-"""Save a checkpoint: DeepSpeed's files and ds_dynmo's beside them, which all appear at once."""
+"""Save a checkpoint: DeepSpeed's files and ds_dynmo's beside them, which all appear at once.
+
+A save has two parts. :func:`begin_save` takes the state of training: every file is written, or copied to memory.
+:class:`UnfinishedCheckpoint` writes what is not on the disk yet, checks all files and gives the folder its name. It has
+nothing of the engine, so a thread may finish it while training goes on.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from ds_dynmo.engine.comm.store_agreement import Agreement
 from ds_dynmo.engine.deepspeed import files
 from ds_dynmo.engine.save.context import CheckpointContext, local_slice, universal_info
+from ds_dynmo.engine.save.destinations import Destination
 from ds_dynmo.engine.save.folder import CheckpointFolder, sync
 from ds_dynmo.engine.save.layer_content import add_left_out, add_per_replica, extras_of
 from ds_dynmo.engine.save.manifest import (
@@ -27,62 +38,85 @@ from ds_dynmo.files import path_in_errors
 from ds_dynmo.files.checkpoints import layer_file
 
 
-def save(
-    context: CheckpointContext,
-    save_dir: str,
-    tag: str | None,
-    client_state: dict[str, Any],
-    save_latest: bool,
-    exclude_frozen_parameters: bool,
-) -> bool:
-    """Write a checkpoint. Collective.
+@dataclass(frozen=True)
+class SaveOptions:
+    """The arguments of ``engine.save_checkpoint``."""
+
+    save_dir: str
+    tag: str | None
+    client_state: dict[str, Any]
+    save_latest: bool
+    exclude_frozen_parameters: bool
+
+
+def begin_save(context: CheckpointContext, options: SaveOptions, destination: Destination) -> UnfinishedCheckpoint:
+    """Take the state of training. Collective.
 
     Raises:
         ConfigError: a tag that cannot name a folder, or a way of writing that is not supported. Nothing was written.
-        CheckpointError: on every rank, if a rank could not write, or wrote what could not be loaded again (a class
-            in ``client_state``). Earlier checkpoints are untouched.
+        CheckpointError: on every rank, if a rank could not take its part. Earlier checkpoints are untouched.
     """
+    save_dir, exclude_frozen = options.save_dir, options.exclude_frozen_parameters
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-    tag = str(tag if tag is not None else f"global_step{context.stage.counters.steps}")
-    _check_supported(context, tag)
-    client_state = client_state | universal_info(context.engine, context.stage, client_state)
-    comm, leads = context.stage.comm, context.here.rank == 0
-    comm.enter("save_checkpoint")
+    tag = str(options.tag if options.tag is not None else f"global_step{context.stage.counters.steps}")
+    _check_supported(context, tag, destination)
+    client_state = options.client_state | universal_info(context.engine, context.stage, options.client_state)
+    context.stage.comm.enter("save_checkpoint")
     context.everywhere(lambda: os.path.join(save_dir, tag), same=str)
-    folder = CheckpointFolder(save_dir, tag)
+    rank, folder = context.here.rank, CheckpointFolder(save_dir, tag)
+    with _discarded_on_error(folder, rank, context):
+        context.gather(lambda: folder.begin() if rank == 0 else None)
+        context.gather(lambda: _take_files(context, folder.temporary, client_state, exclude_frozen, destination))
+        slices = context.gather(lambda: (context.here.tp_rank, context.here.stage, _slice(context)))
+    manifest = _manifest(context, slices, exclude_frozen) if rank == 0 else None
+    return UnfinishedCheckpoint(
+        path=os.path.join(save_dir, tag),
+        step=context.stage.counters.steps,
+        folder=folder,
+        rank=rank,
+        world_size=context.here.world_size,
+        destination=destination,
+        manifest=manifest,
+        save_latest=options.save_latest,
+    )
+
+
+@contextmanager
+def _discarded_on_error(folder: CheckpointFolder, rank: int, agreement: Agreement) -> Iterator[None]:
+    """Let rank 0 remove the temporary folder if there is an error inside, which is on every rank."""
     try:
-        context.everywhere(lambda: folder.begin() if leads else None)
-        context.everywhere(lambda: _write_files(context, folder.temporary, client_state, exclude_frozen_parameters))
-        place = context.here.tp_rank, context.here.stage
-        share = context.everywhere(lambda: (*place, _slice(context), _check_files(context, folder.temporary)))
-        every = comm.gather_on_first(share)
-
-        def finish() -> None:
-            if leads:
-                _finish(folder, _manifest(context, every, exclude_frozen_parameters), save_latest)
-
-        context.everywhere(finish)
+        yield
     except CheckpointError:
-        context.everywhere(lambda: folder.discard() if leads else None)
+        with suppress(CheckpointError):  # the next save removes it
+            agreement.gather(lambda: folder.discard() if rank == 0 else None)
         raise
-    return True
 
 
-def _check_supported(context: CheckpointContext, tag: str) -> None:
+def _check_supported(context: CheckpointContext, tag: str, destination: Destination) -> None:
     if os.path.basename(tag) != tag or tag in ("", ".", ".."):
         raise ConfigError(f"tag = {tag!r}: has to be the name of one folder")
-    if (problem := files.cannot_write(context.engine)) is not None:
+    if (problem := files.cannot_write(context.engine, later=destination.writes_later)) is not None:
         raise ConfigError(problem)
 
 
-def _write_files(context: CheckpointContext, folder: str, client_state: dict[str, Any], exclude_frozen: bool) -> None:
-    """Write DeepSpeed's files of this rank, and ds_dynmo's."""
+def _take_files(
+    context: CheckpointContext,
+    folder: str,
+    client_state: dict[str, Any],
+    exclude_frozen: bool,
+    destination: Destination,
+) -> None:
+    """Let ``destination`` have DeepSpeed's files of this rank, and ds_dynmo's."""
     layers = context.stage.layers
     layers.tied_aliases.refresh(training=context.engine.module.training)
     parent, name = os.path.split(folder)
     engine = context.engine
-    files.write(engine, parent, name, client_state, exclude_frozen=exclude_frozen)
+
+    def take(content: Any, name: str) -> None:
+        destination.take(content, os.path.join(folder, name), torch.save)
+
+    files.write(engine, parent, name, client_state, destination.take, exclude_frozen=exclude_frozen)
     replica, slice_index = context.here.replica, context.here.tp_rank
     shared_writing = engine.module.checkpoint_parallel_write_pipeline  # another replica may write a layer's weights
     for index, module in layers.counted_modules().items():
@@ -96,30 +130,10 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
         )
         extras = add_per_replica(extras, module, context.stage.state)
         extras = add_left_out(extras, module) if exclude_frozen else extras
-        _write(extras, folder, layer_file(index, replica, slice_index))
+        take(extras, layer_file(index, replica, slice_index))
     if (of_optimizer := context.stage.state.extra_optimizer_state()) is not None:
-        _write(of_optimizer, folder, flat_file(context.here.stage, replica, slice_index))
-    _write(random_states(), folder, rank_file(context.here.stage, replica, slice_index))
-
-
-def _write(content: Any, folder: str, name: str) -> None:
-    path = os.path.join(folder, name)
-    with path_in_errors(path):
-        torch.save(content, path)
-
-
-def _check_files(context: CheckpointContext, folder: str) -> dict[str, SavedFile]:
-    """Check that this rank's share of all files is on the disk and can be loaded; describe each."""
-    names = sorted(
-        os.path.relpath(os.path.join(path, name), folder) for path, _, names in os.walk(folder) for name in names
-    )
-    found = {}
-    for name in names[context.here.rank :: context.here.world_size]:
-        path = os.path.join(folder, name)
-        sync(path)
-        safe_load(path, mapped=True, checks_values=False)  # they are as in memory still
-        found[name] = describe(path)
-    return found
+        take(of_optimizer, flat_file(context.here.stage, replica, slice_index))
+    take(random_states(), rank_file(context.here.stage, replica, slice_index))
 
 
 def _slice(context: CheckpointContext) -> SliceManifest:
@@ -127,27 +141,81 @@ def _slice(context: CheckpointContext) -> SliceManifest:
 
 
 def _manifest(
-    context: CheckpointContext, every: list[tuple[int, int, SliceManifest, dict[str, SavedFile]]], exclude_frozen: bool
+    context: CheckpointContext, slices: list[tuple[int, int, SliceManifest]], exclude_frozen: bool
 ) -> Manifest:
-    """Make the manifest; ``every``: per rank its slice, its stage, that stage's manifest, and the checked files."""
+    """Make the manifest, but for the files; ``slices``: per rank its slice, its stage, and that stage's manifest."""
     optimizer = context.stage.optimizer.inner
     return Manifest(
         placement=context.stage.layers.placement,
         replicas=context.here.replicas,
         optimizer=context.stage.state.storage,
         optimizer_class=type(optimizer).__name__ if optimizer is not None else "",
-        slices=join((slice_index, stage, part) for slice_index, stage, part, _ in every),
+        slices=join(slices),
         frozen_excluded=exclude_frozen,
         replicas_differ=context.stage.replicas_differ,
-        ties=context.stage.layers.alike_uses(),
-        files={name: file for *_, found in every for name, file in found.items()},
-        state=context.progress.counters(),
+        ties=copy.deepcopy(context.stage.layers.alike_uses()),
+        files={},
+        state=copy.deepcopy(context.progress.counters()),
     )
 
 
-def _finish(folder: CheckpointFolder, manifest: Manifest, save_latest: bool) -> None:
-    path = os.path.join(folder.temporary, MANIFEST)
-    with path_in_errors(path), open(path, "w") as file:
-        file.write(manifest.to_json())
-    sync(path)
-    folder.commit(save_latest)
+@dataclass(frozen=True)
+class UnfinishedCheckpoint:
+    """A checkpoint whose state was taken, and which has no name yet.
+
+    Attributes:
+        path: the name that its folder will have.
+        step: ``global_steps`` of its state.
+        rank, world_size: of the ranks that finish it together.
+        destination: has the files that are not on the disk yet.
+        manifest: on rank 0, without files.
+    """
+
+    path: str
+    step: int
+    folder: CheckpointFolder
+    rank: int
+    world_size: int
+    destination: Destination
+    manifest: Manifest | None
+    save_latest: bool
+
+    def finish(self, agreement: Agreement) -> int:
+        """Write the rest, check every file, and give the folder its name. Every rank calls this.
+
+        Returns:
+            The bytes of all files on rank 0, 0 on other ranks.
+
+        Raises:
+            CheckpointError: on every rank, if a rank could not write, or wrote what could not be loaded again (a class
+                in ``client_state``). Earlier checkpoints are untouched.
+        """
+        with _discarded_on_error(self.folder, self.rank, agreement):
+            agreement.gather(self.destination.write_rest)
+            found = agreement.gather(self._check_files)
+            named = {name: SavedFile(**file) for part in found for name, file in part.items()}
+            agreement.gather(lambda: self._commit(named))
+        return sum(file.num_bytes for file in named.values())
+
+    def _check_files(self) -> dict[str, dict[str, Any]]:
+        """Check that this rank's share of all files is on the disk and can be loaded; describe each."""
+        folder = self.folder.temporary
+        names = sorted(
+            os.path.relpath(os.path.join(path, name), folder) for path, _, names in os.walk(folder) for name in names
+        )
+        found = {}
+        for name in names[self.rank :: self.world_size]:
+            path = os.path.join(folder, name)
+            sync(path)
+            safe_load(path, mapped=True, checks_values=False)  # they are as in memory still
+            found[name] = asdict(describe(path))
+        return found
+
+    def _commit(self, named: dict[str, SavedFile]) -> None:
+        if self.manifest is None:
+            return
+        path = os.path.join(self.folder.temporary, MANIFEST)
+        with path_in_errors(path), open(path, "w") as file:
+            file.write(replace(self.manifest, files=named).to_json())
+        sync(path)
+        self.folder.commit(self.save_latest)
