@@ -197,6 +197,7 @@ def save(run: TrainingRun, engine: Any, cases: list[DynamicCase]) -> str:
     tag = f"global_step{engine.global_steps}"
     frozen_left_out = not run.model.save_base
     engine.save_checkpoint(str(run.save), tag=tag, save_latest=False, exclude_frozen_parameters=frozen_left_out)
+    engine.wait_for_save()  # the metadata completes it
     states = {case.name: case.state_dict() for case in cases}
     failure: list[str | None] = [None]
     if engine.global_rank == 0:
