@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ds_dynmo
+from ds_dynmo.engine.save import destinations
 from ds_dynmo.engine.save import folder as folders
 from tests.distributed.harness import RankError, run
 from tests.distributed.support.checkpoints import (
@@ -140,7 +141,8 @@ class Killed(BaseException):
 
 STEPS_OF_WRITING = [
     (os, "rename"), (os, "replace"), (os, "makedirs"), (os, "rmdir"), (os, "unlink"), (os, "link"), (os, "fsync"),
-    (torch, "save"), (shutil, "copytree"), (shutil, "rmtree"),
+    (torch, "save"), (shutil, "copytree"), (shutil, "rmtree"), (destinations, "copied_records"),
+    (destinations, "write_records"),
 ]  # fmt: skip
 
 
@@ -192,9 +194,9 @@ def problems_after_kill(engine: Any, folder: str, saved: dict[str, Any], tag: st
     return ""
 
 
-def kill_everywhere(folder: str, tags: list[str], every: int) -> list[tuple[int, str]]:
+def kill_everywhere(folder: str, tags: list[str], kind: str, every: int) -> list[tuple[int, str]]:
     """Kill the writing of the last of ``tags`` at every ``every``-th step. Return what is wrong afterwards, by step."""
-    engine = build(Case(stages=1, blocks=1))
+    engine = build(Case(stages=1, blocks=1, dynmo={"interval": 0, "checkpoint": kind}))
     wrong, step, survived = [], 0, False
     while not survived:
         target = os.path.join(folder, str(step))
@@ -202,15 +204,19 @@ def kill_everywhere(folder: str, tags: list[str], every: int) -> list[tuple[int,
         for tag in tags[:-1]:
             train_on(engine, 0, 1)
             engine.save_checkpoint(target, tag=tag)
+            engine.wait_for_save()
             saved[tag] = (engine.global_steps, state(engine))
         train_on(engine, 0, 1)
         new = (engine.global_steps, state(engine))
         with Countdown(step, killed):
             try:
                 engine.save_checkpoint(target, tag=tags[-1])
+                engine.wait_for_save()
                 survived = True
             except Killed:
                 pass
+            except ds_dynmo.CheckpointError as error:
+                assert kind == "background" and "Killed" in str(error)  # in the thread
         if problem := problems_after_kill(engine, target, saved, tags[-1], new):
             wrong.append((step, problem))
         train_on(engine, 0, 1)
@@ -231,9 +237,11 @@ def kill_everywhere(folder: str, tags: list[str], every: int) -> list[tuple[int,
 
 
 @pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["blocking", "background"])
 @pytest.mark.parametrize("tags", [["one", "two"], ["one", "one"], ["one", "two", "one"]], ids="-".join)
-def test_a_kill_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, tags: list[str], every: int) -> None:
-    *wrong, (steps, _) = run(1, kill_everywhere, str(tmp_path), tags, every)[0]
+@pytest.mark.every_variant
+def test_a_kill_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, tags: list[str], kind: str, every: int) -> None:
+    *wrong, (steps, _) = run(1, kill_everywhere, str(tmp_path), tags, kind, every)[0]
     assert not wrong
     assert steps > 20
 
@@ -242,14 +250,28 @@ def save_twice_and_die(case: Case, folder: str, rank: int, step: int) -> None:
     engine = build(case)
     train_on(engine, 0)
     engine.save_checkpoint(folder, tag="t")
+    engine.wait_for_save()
     train_on(engine, STEPS)
     with Countdown(step if engine.global_rank == rank else 10**6, lambda: os._exit(1)):
         engine.save_checkpoint(folder, tag="t")
+        engine.wait_for_save()
 
 
-@pytest.mark.parametrize(("rank", "step"), [(0, 3), (1, 2), (0, 12)])
-def test_a_rank_that_dies_while_writing_leaves_the_previous_checkpoint(tmp_path: Path, rank: int, step: int) -> None:
-    case = Case(stages=2)
+IN_THE_MIDDLE = [
+    *(("blocking", 0, 3), ("blocking", 1, 2), ("blocking", 0, 12)),
+    *(("background", 0, 8), ("background", 1, 5)),  # copying
+    *(("background", 0, 18), ("background", 1, 12)),  # writing
+    *(("background", 0, 30), ("background", 1, 20)),  # waiting until files are on the disk
+    ("background", 0, 36),  # about to rename
+]
+
+
+@pytest.mark.parametrize(("kind", "rank", "step"), IN_THE_MIDDLE)
+@pytest.mark.every_variant
+def test_a_rank_that_dies_while_writing_leaves_the_previous_checkpoint(
+    tmp_path: Path, kind: str, rank: int, step: int
+) -> None:
+    case = Case(stages=2, dynmo={"interval": 0, "checkpoint": kind, "timeout_seconds": 20})
     with pytest.raises(RankError, match="died"):
         run(2, save_twice_and_die, case, str(tmp_path), rank, step)
     saved = run(2, save_and_continue, case, str(tmp_path / "reference"))

@@ -24,14 +24,14 @@ MUTATIONS = [
         "ds_dynmo/engine/save/folder.py",
         "        sync(os.path.join(self.temporary, FOLDER))\n",
         "        write_latest(self._save_dir, self._tag)\n        sync(os.path.join(self.temporary, FOLDER))\n",
-        f"{DAMAGE}::test_a_kill_at_any_step_leaves_a_whole_checkpoint[one-two-13]",
+        f"{DAMAGE}::test_a_kill_at_any_step_leaves_a_whole_checkpoint[one-two-blocking-13]",
     ),
     Mutation(
         "a checkpoint is written into the folder of the one before",
         "ds_dynmo/engine/save/folder.py",
         "            os.rename(self.temporary, self._replacing)\n            self._replace()\n",
         "            _remove(self._path)\n            os.rename(self.temporary, self._path)\n",
-        f"{DAMAGE}::test_a_kill_at_any_step_leaves_a_whole_checkpoint[one-one-13]",
+        f"{DAMAGE}::test_a_kill_at_any_step_leaves_a_whole_checkpoint[one-one-blocking-13]",
     ),
     Mutation(
         "a file of another run of the same length is not noticed",
