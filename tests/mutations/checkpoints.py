@@ -8,15 +8,15 @@ RESUMES = "tests/distributed/test_checkpoint.py::test_a_run_resumes_in_an_engine
 DAMAGE = "tests/distributed/test_checkpoint_damage.py"
 CHANGED = "tests/distributed/test_checkpoint_changed_layers.py"
 STOCK = "tests/distributed/test_checkpoint_stock.py"
+BACKGROUND = "tests/distributed/test_background_saves.py"
 UNIVERSAL = "tests/distributed/test_universal.py"
 
 MUTATIONS = [
     Mutation(
         "what a layer has beside its weights is not written for the last layer of a stage",
         "ds_dynmo/engine/save/writing.py",
-        "        _write(extras, folder, layer_file(index, replica, slice_index))\n",
-        "        if index != layers.indices[-1]:\n"
-        "            _write(extras, folder, layer_file(index, replica, slice_index))\n",
+        "        take(extras, layer_file(index, replica, slice_index))\n",
+        "        if index != layers.indices[-1]:\n            take(extras, layer_file(index, replica, slice_index))\n",
         f"{RESUMES} -k SGD",
     ),
     Mutation(
@@ -217,5 +217,82 @@ MUTATIONS = [
         "loss_scale=folder.loss_scale(),",
         "loss_scale={},",
         f"{UNIVERSAL}::test_a_loss_scale_goes_on",
+    ),
+    Mutation(
+        "a save in the background writes what training has changed meanwhile",
+        "ds_dynmo/torch_private.py",
+        "            data = data.clone()  # of a tensor on the CPU; that of another device was copied for this call\n",
+        "            pass\n",
+        f"{BACKGROUND}::test_nothing_that_changes_later_is_written[fp32]",
+    ),
+    Mutation(
+        "the copy of a save shares the counters of the run",
+        "ds_dynmo/engine/save/writing.py",
+        "        state=copy.deepcopy(context.progress.counters()),\n",
+        "        state={},\n",
+        f"{BACKGROUND}::test_nothing_that_changes_later_is_written[fp32]",
+    ),
+    Mutation(
+        "the next save does not wait for the one before",
+        "ds_dynmo/engine/save/checkpointer.py",
+        "        began = time.perf_counter()\n        self.wait()\n",
+        "        began = time.perf_counter()\n        self._under_way = None\n",
+        f"{BACKGROUND}::test_what_needs_the_checkpoint_waits_for_it[save]",
+    ),
+    Mutation(
+        "a load does not wait for the save before it",
+        "ds_dynmo/engine/save/checkpointer.py",
+        "        self.wait()\n        return load(",
+        "        return load(",
+        f"{BACKGROUND}::test_what_needs_the_checkpoint_waits_for_it[load]",
+    ),
+    Mutation(
+        "a re-packing does not wait for a save",
+        "ds_dynmo/engine/resize/repacker.py",
+        "            self._wait_for_save()  # its ranks finish it together\n",
+        "            pass\n",
+        f"{BACKGROUND}::test_what_needs_the_checkpoint_waits_for_it[repack]",
+    ),
+    Mutation(
+        "training does not notice that a save has failed",
+        "ds_dynmo/engine/engine.py",
+        "        self.checkpointer.before_batch()\n",
+        "",
+        f"{BACKGROUND}::test_a_failed_write_is_an_error_of_the_next_call_on_every_rank",
+    ),
+    Mutation(
+        "a rank alone knows that its part of a save has failed",
+        "ds_dynmo/engine/comm/store_agreement.py",
+        '        verdict = problems[0] if problems else ""\n',
+        '        verdict = ""\n',
+        f"{BACKGROUND}::test_a_failed_write_is_an_error_of_the_next_call_on_every_rank",
+    ),
+    Mutation(
+        "a script that ends does not wait for its save",
+        "ds_dynmo/engine/save/background.py",
+        'name="ds_dynmo save")',
+        'name="ds_dynmo save", daemon=True)',
+        f"{BACKGROUND}::test_a_script_that_ends_leaves_a_whole_checkpoint",
+    ),
+    Mutation(
+        "rank 0, and the store with it, ends before others have read that a checkpoint is whole",
+        "ds_dynmo/engine/comm/store_agreement.py",
+        "            self._collect()\n            self._delete(self._round - 1)\n",
+        "            self._delete(self._round - 1)\n",
+        f"{BACKGROUND}::test_ranks_agree_through_the_store",
+    ),
+    Mutation(
+        "the copy of a save does not count with the memory limit",
+        "ds_dynmo/engine/save/checkpointer.py",
+        "        if present + copied <= held.limit:\n",
+        "        if present <= held.limit:\n",
+        f"{BACKGROUND}::test_on_a_cpu_the_copy_counts_with_the_memory_limit",
+    ),
+    Mutation(
+        "a checkpoint in the background has its name before every rank has written its files",
+        "ds_dynmo/engine/save/writing.py",
+        "            agreement.gather(self.destination.write_rest)\n",
+        "            self.destination.write_rest()\n",
+        f"{BACKGROUND}::test_a_failed_write_is_an_error_of_the_next_call_on_every_rank",
     ),
 ]
