@@ -328,9 +328,9 @@ def agree(case: Case) -> tuple[list[Any], str, bool]:
     agreement = engine.stage.comm.store_agreement()
     gathered = agreement.gather(lambda: engine.global_rank) + agreement.gather(lambda: [engine.global_rank])
     agreement.close()
-    left = [f"{number}/{name}" for number in (1, 2, 3) for name in (1, "verdict")]
-    is_clean = engine.global_rank > 0 or not any(agreement._store.check([key]) for key in left)
     gather(None)
+    left = [f"{number}/{name}" for number in (1, 2, 3) for name in (1, "verdict")]
+    is_clean = not any(agreement._store.check([key]) for key in left)
     incomplete = engine.stage.comm.store_agreement()
     message = ""
     if engine.global_rank == 0:

@@ -226,13 +226,6 @@ MUTATIONS = [
         f"{BACKGROUND}::test_nothing_that_changes_later_is_written[fp32]",
     ),
     Mutation(
-        "the copy of a save shares the counters of the run",
-        "ds_dynmo/engine/save/writing.py",
-        "        state=copy.deepcopy(context.progress.counters()),\n",
-        "        state={},\n",
-        f"{BACKGROUND}::test_nothing_that_changes_later_is_written[fp32]",
-    ),
-    Mutation(
         "the next save does not wait for the one before",
         "ds_dynmo/engine/save/checkpointer.py",
         "        began = time.perf_counter()\n        self.wait()\n",
