@@ -107,7 +107,7 @@ def bandwidth(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def background(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Move layers between two batches, and while a batch of twice that time trains; train without moves; in turns."""
+    """Move layers between two batches, and while a batch of several times that time trains, in turns."""
     count, precision = int(arguments.layer_parameters * 1e6), arguments.precision
     engine = make_engine([count] * (MOVED + 2), MOVED + 1, precision)
     hidden = torch.ones(1, 8, dtype=torch.bfloat16 if precision.startswith("bf16") else torch.float32)
@@ -124,7 +124,7 @@ def background(arguments: argparse.Namespace) -> dict[str, Any]:
 
     engine.rebalancer.budget.num_bytes = 1 << 60
     move(1, background=False), move(MOVED + 1, background=False)
-    Weights.seconds = slowest(engine.reports[-1].migrate_seconds) / MICRO_BATCHES
+    Weights.seconds = 2 * slowest(engine.reports[-1].migrate_seconds) / MICRO_BATCHES
     between, during, longer, whole = [], [], [], []
     for _ in range(arguments.pairs):
         for boundary, way in ((1, False), (MOVED + 1, True), (1, True), (MOVED + 1, False)):

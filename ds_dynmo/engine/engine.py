@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -144,6 +144,12 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         if self.dynmo is not None:
             self._parts.reporter.write(record)
 
+    @overload
+    def rebalance(self, partition: Sequence[int] | None = None) -> RebalanceReport: ...
+
+    @overload
+    def rebalance(self, partition: Sequence[int] | None = None, *, background: bool) -> RebalanceReport | None: ...
+
     @where_layers_may_move
     def rebalance(self, partition: Sequence[int] | None = None, *, background: bool = False) -> RebalanceReport | None:
         """Move layers now. Collective: every rank calls it between the same two batches.
@@ -212,6 +218,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     @where_layers_may_move
     def repack(self, num_stages: int | None = None, *, partition: Sequence[int] | None = None) -> RepackReport:
         """Continue with fewer ranks, or take parked ones back; see :meth:`Repacker.repack`. Collective."""
+        self.rebalancer.settle()
         return self.repacker.repack(num_stages, partition=partition, train=self.train_batch)
 
     @property
@@ -301,6 +308,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         Raises:
             ConfigError: on every rank, with the first problem; nothing has changed.
         """
+        self.rebalancer.settle()
         kept_elements.keep_elements(self.stage, kept, is_moving=self.migrator.is_moving)
 
     @at_work
@@ -378,4 +386,5 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         check_at_work(self, "load_checkpoint")
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn: a pipeline's layers are loaded one by one, as in DeepSpeed")
+        self.rebalancer.settle()
         return self.checkpointer.load(load_dir, tag, LoadOptions(*flags))

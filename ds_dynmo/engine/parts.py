@@ -77,7 +77,7 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
         profiler=profiler,
         reporter=reporter,
         migrate=migrator.migrate,
-        background=BackgroundMove(migrator, stage.step_gate, stage.timeline),
+        background=BackgroundMove(migrator, stage),
         replica_multiplier=lambda: ranks.world.replica_multiplier,
         lacks_data=lambda: data.is_missing,
     )

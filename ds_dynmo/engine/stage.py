@@ -25,8 +25,8 @@ from ds_dynmo.engine.deepspeed.settings import sums_whole, waits_for_norm
 from ds_dynmo.engine.deepspeed.ties import UseDescription, find_uses, separate_uses
 from ds_dynmo.engine.events import AroundSchedule, EngineEvent, LayersMoved, Timeline
 from ds_dynmo.engine.run.compiled_layers import CompiledLayers
+from ds_dynmo.engine.run.deferred_step import DeferredStep
 from ds_dynmo.engine.run.gradient_flags import GradientFlags
-from ds_dynmo.engine.run.step_gate import StepGate
 from ds_dynmo.engine.split.steps import ScheduleInForce
 from ds_dynmo.engine.state.clipping import ModelNorm
 from ds_dynmo.engine.state.optimizer_binding import OptimizerBinding
@@ -56,7 +56,7 @@ class StageContext:
         schedule: the schedule in force.
         compiled: runs layers compiled, if configured.
         gradient_flags: tensors between stages that get a gradient.
-        step_gate: where layers may change places in a batch.
+        deferred_step: the optimizer's step of a batch at whose end layers change places.
         on_arrival: the user's callbacks for layers that arrive, called with number and module.
     """
 
@@ -74,7 +74,7 @@ class StageContext:
     schedule: ScheduleInForce = field(default_factory=ScheduleInForce)
     compiled: CompiledLayers = field(default_factory=CompiledLayers)
     gradient_flags: GradientFlags = field(default_factory=GradientFlags)
-    step_gate: StepGate = field(default_factory=StepGate)
+    deferred_step: DeferredStep = field(default_factory=DeferredStep)
     on_arrival: list[Callable[[int, nn.Module], None]] = field(default_factory=list)
 
     @property

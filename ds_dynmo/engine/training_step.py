@@ -50,9 +50,13 @@ class TrainingStep:
         """
         with self._tracer.batch() if self._tracer is not None else nullcontext():
             self._trainable.check()
-            self._stage.layers.tied_aliases.refresh(training=True)
             self._rebalancer.begin_move()
-            loss = self._train(train)
+            self._stage.layers.tied_aliases.refresh(training=True)
+            try:
+                loss = self._train(train)
+            except BaseException:
+                self._rebalancer.interrupt_move()
+                raise
             self._stage.optimizer.after_step()
             self._rebalancer.end_move()
             request = self._rebalancer.after_batch()

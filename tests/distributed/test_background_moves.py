@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_dynmo.engine.deepspeed.patches import PatchedPipelineEngine
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import PRECISIONS, Case
 from tests.distributed.support.training import (
@@ -193,6 +194,24 @@ def test_a_newer_decision_overtakes_one_under_way() -> None:
     check_moves_changed_nothing(still, moved)
 
 
+def warmed_up() -> list[bool]:
+    """Return, for the batches after one in which layers moved, whether the warm-up was over before each."""
+    engine = build(Case(stages=2, start=(0, 4, 8), dynmo={"interval": 0, "profile": {"warmup_batches": 2}}))
+    data = batches(engine)
+    engine.train_batch(data)
+    engine.rebalance([0, 2, 8], background=True)
+    engine.train_batch(data)
+    warm = []
+    for _ in range(3):
+        warm.append(engine.rebalancer.trigger.warm)
+        engine.train_batch(data)
+    return warm
+
+
+def test_the_warm_up_begins_after_the_batch_in_which_layers_moved() -> None:
+    assert run(2, warmed_up) == [[False, False, True]] * 2
+
+
 def saved_between(folder: str, moves: bool) -> dict[str, Any]:
     """Decide, and then save, evaluate, change the model and decide by hand before the next batch."""
     engine = build(Case(stages=2, start=(0, 4, 8)))
@@ -268,6 +287,35 @@ def test_a_failure_before_layers_change_places_is_harmless(precision: str) -> No
     assert any("no layer was moved" in message and "no room" in message for message in failed[0]["warnings"])
     assert [r["partition"] for r in failed] == [[0, 2, 8]] * 4
     check_moves_changed_nothing(still, failed)
+
+
+def out_of_data(case: Case, moves: bool) -> dict[str, Any]:
+    """Let the data end at a batch in which layers move, as an engine class of the user's may find; then move again."""
+    engine = build(case)
+    data, losses = batches(engine), []
+    losses.append(engine.train_batch(data).item())
+
+    def ends_early(*_: Any) -> None:
+        raise StopIteration
+
+    for partition, background in (([0, 2, 8], False), ([0, 6, 8], True)):
+        if moves:
+            engine.rebalance([0, 5, 8], background=True)
+            PatchedPipelineEngine.train_batch = ends_early  # type: ignore[method-assign]
+            with pytest.raises(StopIteration):
+                engine.train_batch(data)
+            del PatchedPipelineEngine.train_batch
+            engine.rebalance(partition, background=background)
+        losses.append(engine.train_batch(data).item())
+    return outcome_of(engine, losses)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+def test_a_batch_that_an_exception_ends_drops_its_move(precision: str) -> None:
+    case = Case(stages=2, precision=precision, start=(0, 4, 8))
+    still, moved = run_each(2, out_of_data, (case, False), (case, True))
+    assert [r["partition"] for r in moved] == [[0, 6, 8]] * 2
+    check_moves_changed_nothing(still, moved)
 
 
 def zeroed_meanwhile(case: Case, moves: bool) -> dict[str, Any]:

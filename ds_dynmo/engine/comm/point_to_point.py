@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ds_dynmo.engine.comm.bounded import default_timeout
 from ds_dynmo.engine.comm.device_group import device_group
 from ds_dynmo.engine.comm.pending import PendingExchange
 from ds_dynmo.engine.comm.rounds import Message, Messages, Round, Rounds, rounds_of
@@ -88,14 +90,18 @@ class PointToPoint:
         return self._posted(Round(_messages(sends), _messages(receives)))
 
     def begin(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> Rounds:
-        """Prepare to send and receive like :meth:`post`, but in rounds: :meth:`Rounds.advance` begins the next one."""
-        return Rounds(rounds_of(_messages(sends), _messages(receives)), self._posted)
+        """Prepare to send and receive like :meth:`post`, but in rounds: :meth:`Rounds.advance` begins the next one.
+
+        A round waits for other ranks as long as the pipeline's messages do: they begin it between two instructions.
+        """
+        post = partial(self._posted, timeout=max(self._timeout, default_timeout()))
+        return Rounds(rounds_of(_messages(sends), _messages(receives)), post)
 
     def begin_at_once(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> Rounds:
         """Prepare to send and receive like :meth:`begin`, in one round."""
         return Rounds([Round(_messages(sends), _messages(receives))], self._posted)
 
-    def _posted(self, messages: Round) -> PendingExchange:
+    def _posted(self, messages: Round, timeout: timedelta | None = None) -> PendingExchange:
         operations: list[Any] = []
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         with self._stream.after_compute():
@@ -113,7 +119,7 @@ class PointToPoint:
                 operations.append(dist.P2POp(dist.isend, buffer, peer, group=self._layers))
             works = dist.batch_isend_irecv(operations) if operations else []
         return PendingExchange(
-            works, [operation.tensor for operation in operations], staged, self._stream, self._timeout
+            works, [operation.tensor for operation in operations], staged, self._stream, timeout or self._timeout
         )
 
     def exchange(

@@ -13,6 +13,7 @@ from ds_dynmo.engine.comm.pending import PendingExchange
 
 ROUND_BYTES = 8 << 20  # least size of a round between two ranks in one direction, if there is so much to send
 MOST_ROUNDS = 16
+UNDER_WAY = 2
 
 Message = list[torch.Tensor]  # flat byte tensors that travel together
 Messages = list[tuple[int, Message]]  # with the rank that each goes to or comes from
@@ -29,9 +30,9 @@ def rounds_of(sends: Messages, receives: Messages) -> list[Round]:
     """Cut the messages of a rank into rounds.
 
     Messages from one rank to another are cut by their sizes alone, so both ranks cut them alike. Round k has the k-th
-    part of what is exchanged with every rank. A rank begins a round once the one before has ended, and the k-th rounds
-    of all ranks fit together: so no rank waits for one that waits for it, even if a backend runs operations in the
-    order of posting, as NCCL does.
+    part of what is exchanged with every rank. A rank begins its rounds in order, and the k-th rounds of all ranks fit
+    together: so no rank waits for one that waits for it, even if a backend runs operations in the order of posting, as
+    NCCL does.
     """
     cut_sends, cut_receives = _cut_by_peer(sends), _cut_by_peer(receives)
     count = max((len(parts) for parts in (*cut_sends.values(), *cut_receives.values())), default=0)
@@ -71,7 +72,7 @@ def _part(cut: Mapping[int, Sequence[Sequence[Message]]], number: int) -> Messag
 
 
 class Rounds:
-    """An exchange of messages, round by round.
+    """An exchange of messages, round by round; at most :data:`UNDER_WAY` at a time.
 
     Args:
         post: starts a round.
@@ -79,7 +80,7 @@ class Rounds:
 
     def __init__(self, rounds: Sequence[Round], post: Callable[[Round], PendingExchange]) -> None:
         self._left, self._post = deque(rounds), post
-        self._current: PendingExchange | None = None
+        self._under_way: deque[PendingExchange] = deque()
         self._failure: Exception | None = None
         self._count = len(rounds)
         self._waited_for: int | None = None
@@ -92,41 +93,41 @@ class Rounds:
 
     @property
     def _unfinished(self) -> int:
-        return len(self._left) + (self._current is not None)
+        return len(self._left) + len(self._under_way)
 
     def advance(self) -> bool:
-        """Begin the next round if the one under way has ended, and return at once.
+        """Begin further rounds as those under way end, and return at once. A failure is kept for :meth:`wait`.
 
         Returns:
             Whether :meth:`wait` would return, or raise, at once.
         """
-        if self._current is not None:
-            if not self._current.is_done():
-                return False
-            try:
-                self._current.wait()
-            except Exception as failure:  # reported where all ranks can learn of it
-                self._failure = failure
-            self._current = None
-        if self._failure is not None:
-            return True
-        if self._left:
-            self._current = self._post(self._left.popleft())
-        return self._current is None
+        try:
+            while self._under_way and self._failure is None and self._under_way[0].is_done():
+                self._under_way.popleft().wait()
+            while self._left and self._failure is None and len(self._under_way) < UNDER_WAY:
+                self._begin_next()
+        except Exception as failure:
+            self._failure = failure
+        return self._failure is not None or not self._unfinished
 
     def wait(self) -> None:
         """Exchange all that is left.
 
         Raises:
             RuntimeError: the time-out has passed, or a peer is gone.
+            Exception: a round could not be begun, as for want of memory.
         """
         self.advance()
         if self._waited_for is None:
             self._waited_for = self._unfinished
         while self._failure is None and self._unfinished:
-            if self._current is None:
-                self._current = self._post(self._left.popleft())
-            self._current.wait()
-            self._current = None
+            if self._left:
+                self._begin_next()
+            self._under_way.popleft().wait()
         if self._failure is not None:
             raise self._failure
+
+    def _begin_next(self) -> None:
+        posted = self._post(self._left.popleft())
+        posted.is_done()  # begins to watch it, so that the next call knows
+        self._under_way.append(posted)

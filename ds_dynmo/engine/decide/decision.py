@@ -11,7 +11,7 @@ import numpy as np
 
 from ds_dynmo import partitioners
 from ds_dynmo.engine.decide.decision_input import DecisionInput, MoveTradeoff
-from ds_dynmo.partitioners import Overflow, PipelineModel
+from ds_dynmo.partitioners import MemoryModel, Overflow, PipelineModel
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile
 from ds_dynmo.schedules import FoundSchedule, PassCosts, Schedule, idle_share, replay
@@ -125,13 +125,13 @@ def accept_move(given: DecisionInput, proposed: Placement) -> Decision:
     if too_much is not None:
         way = partitioners.between(here.boundaries, proposed.boundaries)
         allowed = (here.at(bounds) for bounds in way if groups is None or groups.allows(bounds))
-        fitting = (between for between in allowed if _fits(given, between) and _overflow(given, between) is None)
+        fitting = (between for between in allowed if fits(given.memory, between) and _overflow(given, between) is None)
         nearer = next(fitting, None)
         if nearer is None:
             return predict(given, here, f"going to {proposed}, {too_much}")
         part = accept_move(given, nearer)
         return replace(part, verdict=f"{part.verdict}; going to {proposed}, {too_much}")
-    if not _fits(given, here):
+    if not fits(given.memory, here):
         return predict(given, proposed, "the present partition does not fit in memory")
     if not _improves(given, proposed):
         return predict(given, here, f"{proposed} would be better by less than min_improvement")
@@ -240,8 +240,8 @@ def _exceeds_noise(saved: float, given: DecisionInput, proposed: Placement, trad
     return True
 
 
-def _fits(given: DecisionInput, placement: Placement) -> bool:
-    memory = given.memory
+def fits(memory: MemoryModel | None, placement: Placement) -> bool:
+    """Return whether every stage has enough memory to train at ``placement``; ``memory`` None: there is no limit."""
     if memory is None:
         return True
     return all(needed <= limit for needed, limit in zip(memory.bytes_per_stage(placement.boundaries), memory.limits))

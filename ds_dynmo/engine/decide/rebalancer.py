@@ -2,9 +2,9 @@
 
 Every rank takes the same decision from the same numbers. Until layers start to move, a failure changes nothing.
 
-    after a batch:                                  after_batch, decide_and_move_or_stay -> decide_and_move -> move_to
-    engine.rebalance():                             decide_on_request -> decide_and_move -> move_to
-    engine.rebalance(partition), initialize:        move_to_partition -> move_to
+    after a batch:                                  after_batch, decide_and_move_or_stay
+    engine.rebalance():                             decide_on_request
+    engine.rebalance(partition), initialize:        move_to_partition
     a load, engine.repack() without other stages:   move_to
 
 With ``migration.kind`` "background" a move begins right before the next batch (:meth:`Rebalancer.begin_move`) and has
@@ -23,8 +23,8 @@ import torch
 
 from ds_dynmo.engine.decide.cost_model import CostModel
 from ds_dynmo.engine.decide.decentralized import decide_among_neighbours
-from ds_dynmo.engine.decide.decision import Decision, accept_move, costs_and_speeds, decide, moved_bytes, predict
-from ds_dynmo.engine.decide.decision_input import DecisionInput
+from ds_dynmo.engine.decide.decision import Decision, accept_move, costs_and_speeds, decide, fits, moved_bytes, predict
+from ds_dynmo.engine.decide.decision_input import DecisionInput, memory_model
 from ds_dynmo.engine.decide.made_reports import measured_report, rebalance_report
 from ds_dynmo.engine.decide.memory import MemoryLimit
 from ds_dynmo.engine.decide.reporter import Reporter
@@ -54,6 +54,7 @@ class DecidedMove:
         profile: from which it was decided, for the memory that stages need; None: the user chose the target.
         seconds: of gathering the profile, and of the decision.
         clears_pending_decision: whether to drop a pending decision.
+        has_begun: whether layers went a part of the way in earlier batches.
     """
 
     target: Placement
@@ -62,6 +63,7 @@ class DecidedMove:
     profile: Profile | None
     seconds: tuple[float, float]
     clears_pending_decision: bool = True
+    has_begun: bool = False
 
 
 class Rebalancer:
@@ -111,7 +113,8 @@ class Rebalancer:
         self._profile_seconds = 0.0  # spent gathering the latest profile
         self._waits_for_profile = False
         self._decided: DecidedMove | None = None  # begins with the next batch
-        self._moving: tuple[DecidedMove, MigrationPlan] | None = None  # while a batch trains
+        # While a batch trains: the move, its plan, and what is left to move after it.
+        self._moving: tuple[DecidedMove, MigrationPlan, DecidedMove | None] | None = None
         self.budget = TransferBudget()
         stage.layers_moved.subscribe("measurements and estimates are of the stages before", self._layers_moved)
 
@@ -191,6 +194,7 @@ class Rebalancer:
             raise MigrationError(
                 "rebalance: there is no profile yet and no data to train on. Train a batch first", harmless=True
             )
+        self.drop_decided_move()
         self.trigger.ask(Request(Reason.BY_HAND))
         self.failure, self._waits_for_profile = None, True
         try:
@@ -233,15 +237,6 @@ class Rebalancer:
             self._profiler.forget()
             self._profile_seconds = time.perf_counter() - began
             return self.profile
-
-    def decide_and_move(self, request: Request, *, profile_seconds: float) -> RebalanceReport:
-        """Decide from the latest profile, and move layers. Collective.
-
-        Raises:
-            PartitionError: no partition meets the memory limit. Nothing has changed.
-            MigrationError: see its message.
-        """
-        return self._move_now(self._decided_move(request, profile_seconds))
 
     def _decided_move(self, request: Request, profile_seconds: float) -> DecidedMove:
         """Decide from the latest profile. Collective."""
@@ -328,6 +323,7 @@ class Rebalancer:
 
     def _move_now(self, move: DecidedMove) -> RebalanceReport:
         """Move layers between two batches. Collective."""
+        self.settle()
         self.drop_decided_move()
         with self._stage.timeline.phase("migrate", "migrate"):
             plan, began = MigrationPlan.between(self._stage.placement, move.target), time.perf_counter()
@@ -362,7 +358,7 @@ class Rebalancer:
             began: when training began to wait.
             outcome: of a move while a batch trained.
         """
-        if plan.moves:
+        if plan.moves and outcome is None:
             self._stage.publish_move()
         waited = time.perf_counter() - began + (outcome.waited_seconds if outcome is not None else 0.0)
         if plan.moves and self.profile is not None:
@@ -371,7 +367,7 @@ class Rebalancer:
         if move.clears_pending_decision and outcome is None:
             self.trigger.decided(bool(plan.moves))
         elif plan.moves:
-            self.trigger.moved()
+            self.trigger.moved(in_batch=outcome is not None)
         report = rebalance_report(
             plan,
             move.decision,
@@ -396,30 +392,47 @@ class Rebalancer:
         It goes only as far as its bytes are expected to arrive in time; the next batch continues. Where memory does not
         suffice for a move during a batch, training waits for it.
         """
+        self.settle()
         if self._decided is None:
             return
         move, self._decided = self._decided, None
         self._comm.enter("rebalance")
         with self._stage.timeline.phase("migrate", "begin to migrate"):
             try:
-                plan = MigrationPlan.between(self._stage.placement, self._next_placement(move))
-                if self.memory.fits(plan, move.profile, overlapped=True):
-                    self._background.begin(plan)
-                    self._moving = move, plan
-                else:
-                    self._move_now(move)
+                self._begin(move)
             except (PartitionError, MigrationError) as error:
                 self._stay(error)
 
-    def _next_placement(self, move: DecidedMove) -> Placement:
+    def _begin(self, move: DecidedMove) -> None:
+        limit_bytes = self.memory.bytes()
+        new = self._comm.everywhere(
+            "choosing where layers go while a batch trains",
+            lambda: self._next_placement(move, limit_bytes),
+            same=self._stage.placement_change_text,
+        )
+        plan = MigrationPlan.between(self._stage.placement, new)
+        if not self.memory.fits(plan, self.profile, overlapped=True):
+            self._move_now(move)
+            return
+        is_whole = new == move.target and not move.has_begun
+        part = move if is_whole else self._chosen(new, move.request)
+        self._background.begin(plan)
+        self._moving = part, plan, None if new == move.target else replace(move, has_begun=True)
+
+    def _next_placement(self, move: DecidedMove, limit_bytes: int | None) -> Placement:
         """Return where ``move`` goes while the next batch trains."""
         here, profile = self._stage.placement, self.profile
         if profile is None:
             return move.target
+        memory = memory_model(profile, limit_bytes, self.memory.checkpoint_interval)
+
+        def allows(placement: Placement) -> bool:
+            return self.groups.allows(placement.boundaries) and fits(memory, placement)
+
         return self.budget.next_placement(
             here,
             move.target,
-            allows=lambda placement: self.groups.allows(placement.boundaries),
+            allows=allows,
             bytes_to=lambda placement: moved_bytes(profile, MigrationPlan.between(here, placement)),
         )
 
@@ -427,19 +440,32 @@ class Rebalancer:
         """Report the move that ended with the batch; without one do nothing. Collective."""
         if self._moving is None:
             return
-        (move, plan), self._moving = self._moving, None
+        (move, plan, rest), self._moving = self._moving, None
         outcome, began = self._background.take_outcome(), time.perf_counter()
         assert outcome is not None, "no schedule ran"
+        self._profiler.forget(batches_too=True)
         if outcome.failure is not None:
-            self._stay(outcome.failure)
+            self.failure = outcome.failure
+            self._reporter.warn(f"DynMo step {self._stage.counters.steps}: no layer was moved: {outcome.failure}")
             return
-        part = move if plan.new == move.target else self._chosen(plan.new, move.request)
+        most_waited, least_in_time = self._comm.max_over_world(
+            torch.tensor([outcome.waited_seconds, -outcome.share_in_time], dtype=torch.float64)
+        ).tolist()
+        outcome = replace(outcome, waited_seconds=most_waited, share_in_time=-least_in_time)
         if self.profile is not None:
-            least = self._comm.max_over_world(torch.tensor([-outcome.share_in_time], dtype=torch.float64))
-            self.budget.record(moved_bytes(self.profile, plan), -least.item())
-        self._moved(part, plan, outcome.bytes_moved, began=began, outcome=outcome)
-        if part is not move:
-            self._decided = move
+            self.budget.record(moved_bytes(self.profile, plan), outcome.share_in_time)
+        self._moved(move, plan, outcome.bytes_moved, began=began, outcome=outcome)
+        self._decided = rest
+
+    def interrupt_move(self) -> None:
+        """Drop the move of a batch that an exception has ended. :meth:`settle` follows."""
+        if self._moving is not None:
+            self._background.interrupt()
+            self._moving = None
+
+    def settle(self) -> None:
+        """Finish what an exception in a batch has left of a move. Collective."""
+        self._background.settle()
 
     def drop_decided_move(self) -> None:
         """Forget a move that has not begun: what it was decided from has changed."""
@@ -524,6 +550,7 @@ class Rebalancer:
         self.drop_decided_move()
         self._profiler.forget(batches_too=True)
         if moved.stages_changed:  # estimates of layers stay valid
+            self.budget = TransferBudget()  # recalled ranks have seen no move
             self.cost_model.stages_changed()
             self._stage.schedule.forget()
             self._move_seconds = 0.0

@@ -144,9 +144,13 @@ class Trigger:
         if moved:
             self.moved()
 
-    def moved(self) -> None:
-        """Update after a move: start the warm-up again, and measure the batches after it."""
-        self._batches_since_move, self._measurement_wanted = 0, True
+    def moved(self, *, in_batch: bool = False) -> None:
+        """Update after a move: start the warm-up again, and measure the batches after it.
+
+        Args:
+            in_batch: whether layers moved in the batch that :meth:`batch_done` counts next: it ran where they were.
+        """
+        self._batches_since_move, self._measurement_wanted = -1 if in_batch else 0, True
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""

@@ -107,10 +107,10 @@ class Bf16Adapter(FlatOptimizerAdapter):
         ):
             yield from ((p, gradient) for p, gradient, has in zip(group, gradients, held) if has)
 
-    def held_gradients(self) -> HeldGradients:
+    def export_gradients(self) -> HeldGradients:
         return HeldGradients(whole={id(parameter): gradient for parameter, gradient in self.gradients()})
 
-    def hold_gradients(self, held: HeldGradients) -> None:
+    def import_gradients(self, held: HeldGradients) -> None:
         wrapper = self._wrapper
         for number, (group, gradients) in enumerate(zip(wrapper.bf16_groups, wrapper.fp32_groups_gradients)):
             for place, (parameter, gradient) in enumerate(zip(group, gradients)):

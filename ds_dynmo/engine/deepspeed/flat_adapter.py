@@ -51,9 +51,6 @@ class HeldGradients:
     shards: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
-NO_GRADIENTS = HeldGradients()
-
-
 def bound_by_wrapper(name: str) -> bool:
     """Return whether ``name`` is an attribute that DeepSpeed's wrappers set on their parameters."""
     return name in _BOUND
@@ -133,11 +130,11 @@ class FlatOptimizerAdapter(ABC):
         """List the reduced gradients of this rank's parameters, or of their parts in this rank's shards."""
 
     @abstractmethod
-    def held_gradients(self) -> HeldGradients:
+    def export_gradients(self) -> HeldGradients:
         """Return the gradients that wait for the optimizer's step."""
 
     @abstractmethod
-    def hold_gradients(self, held: HeldGradients) -> None:
+    def import_gradients(self, held: HeldGradients) -> None:
         """Set the gradients for the optimizer's step, after :meth:`rewrap`."""
 
     @abstractmethod

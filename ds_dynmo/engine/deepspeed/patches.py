@@ -138,11 +138,13 @@ class PatchedPipelineEngine(PipelineEngine):
             super()._exec_schedule(pipe_schedule)
             return
         self.stage.schedule.begin(pipe_schedule)
-        training = torch.is_grad_enabled()
+        training, step = torch.is_grad_enabled(), self.stage.deferred_step
+        if training and self.stage.schedule.user_steps:
+            step.run(self.stage.timeline)  # layers change places now: the user's steps may contain any instruction
         with self.stage.around_schedule(training):
             super()._exec_schedule(pipe_schedule)
         if training:
-            self.stage.step_gate.pass_through(self.stage.timeline)
+            step.run(self.stage.timeline)
 
     def _aggregate_total_loss(self) -> Any:
         """Share the loss as DeepSpeed does, and show in a trace how long that waits.

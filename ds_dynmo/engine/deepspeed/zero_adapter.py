@@ -126,19 +126,20 @@ class ZeroAdapter(FlatOptimizerAdapter):
         for i, inside in enumerate(wrapper.params_in_partition):
             yield from zip(inside, wrapper.averaged_gradients[i])
 
-    def held_gradients(self) -> HeldGradients:
+    def export_gradients(self) -> HeldGradients:
         wrapper, shards = self._wrapper, {}
         for number, size in enumerate(wrapper.partition_size):
+            shard = self.masters[number].new_zeros(size, dtype=wrapper.gradient_accumulation_dtype)
             parts = wrapper.averaged_gradients.get(number)
-            if parts is None:
-                shards[number] = self.masters[number].new_zeros(size, dtype=wrapper.gradient_accumulation_dtype)
-                continue
             whole = getattr(parts, "flat_partition", None)
-            flat = whole.reshape(-1) if whole is not None else torch.cat([part.reshape(-1) for part in parts])
-            shards[number] = nn.functional.pad(flat, (0, size - flat.numel()))
+            offset = 0
+            for part in [whole] if whole is not None else parts or ():
+                shard.narrow(0, offset, part.numel()).copy_(part.reshape(-1))
+                offset += part.numel()
+            shards[number] = shard
         return HeldGradients(shards=shards)
 
-    def hold_gradients(self, held: HeldGradients) -> None:
+    def import_gradients(self, held: HeldGradients) -> None:
         wrapper = self._wrapper
         for number, shard in held.shards.items():
             sizes, left, first = [], shard.numel(), wrapper.first_offset[number]

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ds_dynmo.engine.events import Timeline
 from ds_dynmo.engine.move.migrator import Migrator
-from ds_dynmo.engine.run.step_gate import StepGate
+from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.partitioners import between
 from ds_dynmo.placement import Placement
@@ -74,7 +73,7 @@ class TransferBudget:
             bytes_to: returns the bytes to move to get there.
 
         Returns:
-            If none is within the budget, the one nearest to ``here``: a layer is the least that moves.
+            If none is within the budget, the one nearest to ``here``: each boundary moves by a layer at most.
         """
         way = (here.at(bounds) for bounds in between(here.boundaries, target.boundaries))
         steps = [target, *filter(allows, way)]
@@ -84,16 +83,12 @@ class TransferBudget:
 class BackgroundMove:
     """Moves layers while the next batch trains.
 
-    The state of an optimizer is constant from one step to the next. So it travels from the begin of a batch to the step
-    at its end, at which the gradients follow. Between two batches nothing is under way.
-
-    Args:
-        gate: calls back during a batch, and before its optimizer's step.
-        timeline: shows in a trace when layers travel.
+    The state of an optimizer is constant from one step to the next. So it travels from the beginning of a batch to the
+    step at its end, at which the gradients follow. Between two batches nothing is under way.
     """
 
-    def __init__(self, migrator: Migrator, gate: StepGate, timeline: Timeline) -> None:
-        self._migrator, self._gate, self._timeline = migrator, gate, timeline
+    def __init__(self, migrator: Migrator, stage: StageContext) -> None:
+        self._migrator, self._stage = migrator, stage
         self._began = self._waited = 0.0
         self._travelling = ExitStack()
         self._outcome: MoveOutcome | None = None
@@ -104,11 +99,11 @@ class BackgroundMove:
         Raises:
             MigrationError: see its message.
         """
-        self._began, self._waited = time.perf_counter(), 0.0
+        self._began, self._outcome = time.perf_counter(), None
         self._migrator.prepare(plan, overlapped=True)
         self._migrator.start()
-        self._travelling.enter_context(self._timeline.phase("transfer", f"layers from {plan.old} to {plan.new}"))
-        self._gate.open_for(self._poll, self._commit)
+        self._travelling.enter_context(self._stage.timeline.phase("transfer", f"layers from {plan.old} to {plan.new}"))
+        self._stage.deferred_step.defer(poll=self._poll, before_step=self._commit, after_step=self._publish)
         self._waited = time.perf_counter() - self._began
 
     def _poll(self) -> None:
@@ -133,6 +128,24 @@ class BackgroundMove:
             share_in_time=self._migrator.share_in_time,
             failure=failure,
         )
+
+    def _publish(self) -> None:
+        if self._outcome is not None and self._outcome.failure is None:
+            self._stage.publish_move()
+
+    def interrupt(self) -> None:
+        """Update after an exception in the batch, which may be one of this rank alone. :meth:`settle` follows."""
+        self._stage.deferred_step.cancel()
+        self._travelling.close()
+
+    def settle(self) -> None:
+        """Drop a move that an exception has interrupted: nothing has changed. Collective.
+
+        Raises:
+            MigrationError: fatal.
+        """
+        if self._migrator.is_moving:
+            self._migrator.abandon()
 
     def take_outcome(self) -> MoveOutcome | None:
         """Return how the move of the last batch ended, once; None: there was none."""

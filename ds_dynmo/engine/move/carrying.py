@@ -9,11 +9,9 @@ import torch
 from ds_dynmo.engine.comm.point_to_point import PeerTensor
 from ds_dynmo.engine.move.layout import Buffer, Shard
 from ds_dynmo.engine.move.route import Row
-from ds_dynmo.engine.move.tensors import num_bytes
 
-__all__ = ["Holder", "Tensors", "Transfers", "copy_staying", "copying_staying", "transfers"]
+__all__ = ["Holder", "Tensors", "Transfers", "copies_of_staying", "copy_staying", "transfers"]
 
-COPIED_BYTES = 8 << 20  # copied at a time while a batch trains
 
 Holder = tuple[int, int]  # a rank within a tensor-parallel slice: stage, data-parallel index
 Tensors = Mapping[Buffer, torch.Tensor]  # a rank's shards of one kind of state
@@ -42,23 +40,19 @@ def transfers(
 
 def copy_staying(rows: Iterable[Row], holder: Holder, old: Tensors, new: Tensors) -> None:
     """Copy the elements that stay on a rank from its old shards to its new ones."""
-    for _ in copying_staying(rows, holder, old, new):
-        pass
+    for row in _staying(rows, holder):
+        _destination(row, new).copy_(_source(row, old))
 
 
-def copying_staying(rows: Iterable[Row], holder: Holder, old: Tensors, new: Tensors) -> Iterator[None]:
-    """Do :meth:`copy_staying`, a bounded part per element."""
-    copied = 0
-    for row in rows:
-        if row.source[:2] == row.destination[:2] == holder:
-            source, destination = _source(row, old), _destination(row, new)
-            step = COPIED_BYTES // source.element_size()
-            for there, here in zip(destination.split(step), source.split(step)):
-                there.copy_(here)
-                copied += num_bytes(here)
-                if copied >= COPIED_BYTES:
-                    copied = 0
-                    yield
+def copies_of_staying(
+    rows: Iterable[Row], holder: Holder, old: Tensors, new: Tensors
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """List the copies that :func:`copy_staying` makes, as pairs of a destination and a source."""
+    return [(_destination(row, new), _source(row, old)) for row in _staying(rows, holder)]
+
+
+def _staying(rows: Iterable[Row], holder: Holder) -> Iterator[Row]:
+    return (row for row in rows if row.source[:2] == row.destination[:2] == holder)
 
 
 def _source(row: Row, old: Tensors) -> torch.Tensor:

@@ -68,7 +68,7 @@ class _Migration:
     def remaining(self, layer: PackedLayer | ArrivingLayer) -> Sequence[torch.Tensor]:
         """Return the tensors still to send at the commit.
 
-        Those that change only by the optimizer's step were sent at the start. If batches were trained since, the layer
+        Those that change only by the optimizer's step were sent at the start. If a batch was trained since, the layer
         was packed again, and both kinds are what is left to send.
         """
         return (*layer.changed_by_step, *layer.changed_any_time) if self.overlapped else layer.changed_any_time
@@ -81,7 +81,7 @@ class Migrator:
         make_context: returns this rank's present stage.
 
     Attributes:
-        drain_seconds: that this rank waited in :meth:`commit` for others whose batch went on.
+        drain_seconds: that this rank waited in the last :meth:`commit` for others whose batch went on.
         share_in_time: the share of this rank's messages of the last move that had arrived before :meth:`commit`.
     """
 
@@ -149,7 +149,7 @@ class Migrator:
         Args:
             plan: the same on every rank.
             check: refuses plans, such as one for which a rank lacks memory.
-            overlapped: whether batches train between :meth:`start` and :meth:`commit`. Then all optimizer state
+            overlapped: whether a batch trains between :meth:`start` and :meth:`commit`. Then all optimizer state
                 travels ahead, and exists twice meanwhile; else flat buffers follow at the commit, kind after kind.
 
         Returns:
@@ -198,8 +198,16 @@ class Migrator:
         return _Migration(plan, context, overlapped, packed, arrivals, num_bytes)
 
     def abandon(self) -> None:
-        """Drop the prepared plan; nothing has changed. Every rank has to call this."""
-        migration, self._migration = self._in_progress(), None
+        """Drop the prepared plan; nothing has changed. Every rank has to call this.
+
+        Raises:
+            MigrationError: fatal; what was started did not arrive, and would be taken for another message.
+        """
+        migration = self._in_progress()
+        if migration.under_way is not None:
+            with self._errors_are_fatal("receiving layers"):
+                migration.under_way.wait()
+        self._migration = None
         migration.context.state.abandon()
 
     def start(self) -> None:
@@ -227,7 +235,7 @@ class Migrator:
         """Send the next part of what travels, and copy the next part of what stays, without waiting.
 
         Returns:
-            Whether all has arrived.
+            Whether all has arrived, or :meth:`commit` will raise.
         """
         migration = self._in_progress()
         assert migration.under_way is not None, "start comes first"
@@ -291,23 +299,24 @@ class Migrator:
         """
         context, arrivals = migration.context, migration.arrivals
         assert migration.under_way is not None, "start comes first"
+        context.comm.enter("rebalance")
+        began = time.perf_counter()
+        context.comm.all_done()
+        self.drain_seconds = time.perf_counter() - began
         with self._errors_are_fatal("receiving layers"):
             migration.under_way.wait()
-        began, working_seconds = time.perf_counter(), 0.0
-        context.state.refresh()
+        if context.state.refresh():
+            migration.copying = iter(())
 
         def copy_and_pack() -> dict[int, PackedLayer]:
-            nonlocal working_seconds
-            starts = time.perf_counter()
             for _ in migration.copying:
                 pass
-            packed = context.pack_again(migration.packed)
-            working_seconds = time.perf_counter() - starts
-            return packed
+            context.state.take_gradients()
+            return context.pack_again(migration.packed)
 
         migration.packed = context.comm.everywhere(_ARRIVING, copy_and_pack)
-        self.drain_seconds = time.perf_counter() - began - working_seconds  # the first collectives since the batch
-        migration.arrivals = _exchange_headers(migration.plan, context, migration.packed)
+        with self._errors_are_fatal("describing layers"):
+            migration.arrivals = _exchange_headers(migration.plan, context, migration.packed)
         context.comm.everywhere(_ARRIVING, lambda: context.receive(migration.arrivals, arrivals))
 
     def _transfers(

@@ -102,7 +102,7 @@ class Executor:
             composed = instructions.marked(composed, self._profiler, backward=backward)
         if training and self._tracer is not None and self._tracer.records:
             composed = self._tracer.recorded(composed)
-        return self._stage.step_gate.polled(composed) if training else composed
+        return self._stage.deferred_step.polled(composed) if training else composed
 
     def _composed(self, scheduled: bool) -> Instructions:
         """Compose the instructions of a batch; again only if something has changed."""
@@ -113,7 +113,7 @@ class Executor:
                 self._stage.layers,
                 prefix,
                 accumulates=self._engine.using_bf16_optimizer,
-                around_step=self._stage.step_gate.around_step,
+                around_step=self._stage.deferred_step.around_step,
                 callbacks=self._callbacks,
                 streams=self._streams,
                 flags=self._stage.gradient_flags,

@@ -5,7 +5,8 @@ layers move, the buffers of every stage change, and with them the shards of laye
 place of each interval before and after (:mod:`ds_dynmo.engine.move.route`), copy the elements that stay on a rank, and
 send the others (:mod:`ds_dynmo.engine.state.resharding`).
 
-Gradients do not travel: between two batches the wrappers hold none, and a move at any other time is refused.
+Between two batches the wrappers hold no gradients, and a move begins only then. If a batch trains before it ends, the
+gradients move too: whole ones with their layers, shards as one more kind of state along the same route.
 
 While layers travel, a stage holds the new flat weights beside its state. Then the old weights and gradient buffers are
 freed, and each kind of state in turn exists old and new. If state travels while a batch trains, all kinds exist twice.
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.deepspeed.flat_adapter import NO_GRADIENTS, FlatOptimizerAdapter, HeldGradients, unbind
+from ds_dynmo.engine.deepspeed.flat_adapter import FlatOptimizerAdapter, HeldGradients, unbind
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.carrying import Holder, Transfers
 from ds_dynmo.engine.move.layout import Shard
@@ -39,6 +40,9 @@ from ds_dynmo.engine.state.resharding import Resharding, ReshardingPlan, plan_re
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 from ds_dynmo.torch_private import version_of
+
+COPIED_BYTES = 8 << 20  # at least so many are copied between two instructions of a batch
+MOST_PARTS = 12
 
 
 class FlatState:
@@ -68,7 +72,8 @@ class FlatState:
         self._weights = FlatWeights(self.shards, placeholders)
         self._next: Resharding | None = None
         self._copied: dict[int, tuple[int, int]] = {}  # weights in the next buffers, by id of the parameter
-        self._gradients = NO_GRADIENTS  # of the batch that trained during a move
+        self._gradients: HeldGradients | None = None  # of the batch that trained during a move
+        self._gradients_move = False
         self._lacks_gradients = False  # their buffers are freed until the next wrap
         self._linked = False
         self.inventory = StageInventory(layers, self.shards, comm)
@@ -156,14 +161,14 @@ class FlatState:
         return self._next.bytes_sent, planned.route.digest
 
     def abandon(self) -> None:
-        self._next, self._gradients = None, NO_GRADIENTS
+        self._next = self._gradients = None
         self._copied.clear()
         self._weights.abandon()
         if self._lacks_gradients:
             self._wrap(self._adapter.groups, self._adapter.flats)
 
     def record(self, module: nn.Module) -> LayerRecord:
-        groups, gradients = self._adapter.inner.param_groups, self._gradients.whole
+        groups, gradients = self._adapter.inner.param_groups, self._gradients.whole if self._gradients else {}
         return LayerRecord.of(
             module,
             group_of=self._membership.group,
@@ -181,26 +186,45 @@ class FlatState:
 
     def copying(self, staying: Mapping[int, nn.Module]) -> Iterator[None]:
         assert self._next is not None, "prepare comes first"
-        yield from self._next.copying()
+        copies, weights = self._next.copies_of_staying(), []
         for index, module in staying.items():
             for name, parameter in module.named_parameters():
                 view = self.recv_buffer_of(ParamKey(self._layers.first_use(index), name))
                 if view is not None:
-                    self._copied[id(parameter)] = _state_of_memory(parameter)
-                    view.copy_(parameter.data.view(-1))
+                    weights.append(parameter)
+                    copies.append((view, parameter.data.view(-1)))
+        known = {id(parameter): _state_of_memory(parameter) for parameter in weights}
+        part_bytes, copied = max(COPIED_BYTES, sum(source.nbytes for _, source in copies) // MOST_PARTS), 0
+        for destination, source in copies:
+            step = part_bytes // source.element_size()
+            for there, here in zip(destination.split(step), source.split(step)):
+                there.copy_(here)
+                copied += here.nbytes
+                if copied >= part_bytes:
+                    copied = 0
                     yield
+        self._next.mark_copied()
+        self._copied = known
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         assert self._next is not None, "prepare comes first"
-        tp_rank, here = self._comm.here.tp_rank, self._adapter.holds_gradients
+        tp_rank = self._comm.here.tp_rank
         scalars = {number: self.shards.scalars(number) for number in self.shards.numbers}
-        every = self._comm.gather_objects((tp_rank, scalars, here, self._next.is_stale))
-        self._next.plan = replace(
-            self._next.plan, scalars=merge_scalars(of_rank for of_slice, of_rank, *_ in every if of_slice == tp_rank)
+        of_ranks = self._comm.gather_objects(
+            (tp_rank, scalars, self._adapter.holds_gradients, self._next.has_changed_since_sent)
         )
-        if any(is_stale for *_, is_stale in every):
-            self._next.begin_anew()
-        self._gradients = self._adapter.held_gradients() if any(held for *_, held, _ in every) else NO_GRADIENTS
+        self._next.plan = replace(
+            self._next.plan,
+            scalars=merge_scalars(of_rank for of_slice, of_rank, *_ in of_ranks if of_slice == tp_rank),
+        )
+        self._gradients_move = any(holds for *_, holds, _ in of_ranks)
+        has_changed = any(changed for *_, changed in of_ranks)
+        if has_changed:
+            self._next.discard_sent_ahead()
+        return has_changed
+
+    def take_gradients(self) -> None:
+        self._gradients = self._adapter.export_gradients() if self._gradients_move else None
 
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
         """Copy the weights of layers that stay to the next buffers."""
@@ -221,9 +245,9 @@ class FlatState:
     def install_parameters(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         resharding, self._next = self._next, None
         assert resharding is not None, "prepare comes first"
-        gradients, self._gradients = self._gradients, NO_GRADIENTS
-        assert gradients is not NO_GRADIENTS or not self._adapter.holds_gradients, "refresh comes first"
-        whole = dict(gradients.whole)
+        gradients, self._gradients = self._gradients, None
+        assert gradients is not None or not self._adapter.holds_gradients, "take_gradients comes first"
+        whole = dict(gradients.whole) if gradients is not None else {}
         for record in (record for layer in arrived.values() for record in layer.parameters.values()):
             if record.group is not None:
                 self._membership.join(record.parameter, record.group)
@@ -236,9 +260,9 @@ class FlatState:
         groups, flats = self._weights.rebuild(self._layers.named_parameters(), detached)
         self._adapter.free_weights()
         self._run(resharding)
-        shards = resharding.carry(gradients.shards, self._comm.p2p) if gradients.shards else {}
+        shards = resharding.carry(gradients.shards, self._comm.p2p) if gradients and gradients.shards else {}
         self._wrap(groups, flats)
-        self._adapter.hold_gradients(HeldGradients(whole, shards))
+        self._adapter.import_gradients(HeldGradients(whole, shards))
 
     def _wrap(self, groups: list[list[nn.Parameter]], flats: list[torch.Tensor]) -> None:
         """Point DeepSpeed's wrapper at groups and buffers; the shards are in place."""

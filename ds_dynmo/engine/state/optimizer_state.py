@@ -110,11 +110,22 @@ class OptimizerState(Protocol):
         ...
 
     def copying(self, staying: Mapping[int, nn.Module]) -> Iterator[None]:
-        """Copy what stays on this rank, state and weights, to its new memory, a bounded part per element."""
+        """Copy what stays on this rank, state and weights, to its new memory.
+
+        The iterator copies a bounded part before each of its elements.
+        """
         ...
 
-    def refresh(self) -> None:
-        """Update what a batch has changed since :meth:`prepare`, and hold its gradients to go along. Collective."""
+    def refresh(self) -> bool:
+        """Update what a batch has changed since :meth:`prepare`. Collective.
+
+        Returns:
+            Whether what was sent ahead has changed on any rank, so that all state apart from layers follows at the end.
+        """
+        ...
+
+    def take_gradients(self) -> None:
+        """Hold the gradients of the batch, so that they move along. After :meth:`refresh`."""
         ...
 
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
@@ -288,8 +299,12 @@ class PerParameterState:
     def copying(self, staying: Mapping[int, nn.Module]) -> Iterator[None]:
         return iter(())
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         self._count_steps_per_parameter()
+        return False
+
+    def take_gradients(self) -> None:
+        pass
 
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
         pass

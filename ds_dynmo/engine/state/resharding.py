@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +11,7 @@ import torch
 from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.comm.point_to_point import PeerTensor, PointToPoint
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
-from ds_dynmo.engine.move.carrying import Holder, Tensors, Transfers, copy_staying, copying_staying, transfers
+from ds_dynmo.engine.move.carrying import Holder, Tensors, Transfers, copies_of_staying, copy_staying, transfers
 from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, intervals_of_shards, shard_size
 from ds_dynmo.engine.move.route import Route, Row
 from ds_dynmo.engine.state.flat_shards import Member
@@ -151,7 +151,7 @@ class Resharding:
         self.plan = plan
         self._old, self._holder, self._rank_of, self._device = old, holder, rank_of, device
         self._new: dict[str, dict[Buffer, torch.Tensor]] = {}
-        self._copied: set[str] = set()  # kinds whose staying elements are in the new shards
+        self._are_copied = False  # whether what stays is in the new shards
         self._versions: dict[tuple[Buffer, str], int] = {}  # of the old shards, when they were to be sent ahead
 
     @property
@@ -167,21 +167,27 @@ class Resharding:
         self._versions = self._present_versions()
 
     @property
-    def is_stale(self) -> bool:
-        """Whether this rank's state was changed after :meth:`allocate`, so that it has to be sent again."""
+    def has_changed_since_sent(self) -> bool:
+        """Whether this rank's state was changed after :meth:`allocate`."""
         return bool(self._versions) and self._versions != self._present_versions()
 
-    def begin_anew(self) -> None:
+    def discard_sent_ahead(self) -> None:
         """Drop what was sent ahead: :meth:`run` sends everything."""
         self._new.clear()
-        self._copied.clear()
+        self._are_copied = False
         self._versions.clear()
 
-    def copying(self) -> Iterator[None]:
-        """Copy what stays on this rank to the allocated shards, a bounded part per element."""
-        for kind in list(self._new):
-            yield from copying_staying(self.plan.rows(kind), self._holder, self._old_of(kind), self._new[kind])
-            self._copied.add(kind)
+    def copies_of_staying(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """List the copies, of all kinds, of what stays on this rank: pairs of a destination and a source."""
+        return [
+            pair
+            for kind in self._new
+            for pair in copies_of_staying(self.plan.rows(kind), self._holder, self._old_of(kind), self._new[kind])
+        ]
+
+    def mark_copied(self) -> None:
+        """Update after the copies of :meth:`copies_of_staying` were made."""
+        self._are_copied = True
 
     def carry(self, shards: Mapping[int, torch.Tensor], p2p: PointToPoint) -> dict[int, torch.Tensor]:
         """Move one more kind of state along the same route: this rank's shards of live buffers, per group.
@@ -190,13 +196,14 @@ class Resharding:
             This rank's new shards, per group.
         """
         old = {Buffer(group, detached=False): shard for group, shard in shards.items()}
-        some = next(iter(shards.values()))
         new = {
-            place.buffer: some.new_zeros(size)
+            place.buffer: shards[place.buffer.group].new_zeros(size)
             for place, size in self.plan.route.new.sizes.items()
             if place[:2] == self._holder and not place.buffer.detached
         }
-        rows = [r for r in self.plan.route.rows if not (r.source.buffer.detached or r.destination.buffer.detached)]
+        rows = [
+            row for row in self.plan.route.rows if not (row.source.buffer.detached or row.destination.buffer.detached)
+        ]
         staying = partial(copy_staying, rows, self._holder, old, new)
         p2p.exchange(*transfers(rows, self._holder, self._rank_of, old, new), staying)
         return {buffer.group: shard for buffer, shard in new.items()}
@@ -217,7 +224,7 @@ class Resharding:
             if kind not in self._new:
                 self._allocate(kind)
                 p2p.exchange(*self._transfers(kind), partial(self._copy_staying, kind))
-            elif kind not in self._copied:
+            elif not self._are_copied:
                 self._copy_staying(kind)
             for shards in self._old.values():
                 shards.pop(kind, None)
