@@ -276,7 +276,7 @@ def come_back(case: Case) -> list[Any]:
     if engine.released:
         return [engine.wait_for_recall(), engine.partition]
     engine.train_batch(data)
-    with_limit(engine, sum(layer.total for layer in held_now(engine)) // 2)
+    with_limit(engine, sum(layer.total for layer in held_now(engine)[0]) // 2)
     message = ""
     try:
         engine.repack(2, partition=[0, 1, case.num_layers])

@@ -400,10 +400,17 @@ class Communicator:
             logger.error(f"rank {failed[0]}: {what} failed:\n{trace}")
         return first.error(f"{what} failed on ranks {failed}, first with {first}. No layer has moved")
 
-    def all_done(self) -> None:
-        """Wait until every rank is done; after the time-out, report that a rank failed. Collective over the world."""
+    def all_done(self, worst: torch.Tensor | None = None) -> None:
+        """Wait until every rank is done; after the time-out, report that a rank failed. Collective over the world.
+
+        Args:
+            worst: numbers of this rank, which become the maxima over all ranks.
+        """
         try:
-            dist.barrier(group=self._control)
+            if worst is None:
+                dist.barrier(group=self._control)
+            else:
+                dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._control)
         except RuntimeError as error:
             raise MigrationError(f"another rank did not finish its part of the move ({error})") from error
 

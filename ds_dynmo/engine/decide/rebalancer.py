@@ -32,8 +32,8 @@ from ds_dynmo.engine.decide.trigger import Reason, Request, Trigger
 from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.measure import profile_reduction
 from ds_dynmo.engine.measure.profiler import Profiler
-from ds_dynmo.engine.move.background import BackgroundMove, MoveOutcome, TransferBudget
-from ds_dynmo.engine.move.migrator import MoveCheck
+from ds_dynmo.engine.move.background import BackgroundMove, TransferBudget
+from ds_dynmo.engine.move.migrator import MoveCheck, MoveResult
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
 from ds_dynmo.layer_groups import LayerGroups
@@ -328,7 +328,9 @@ class Rebalancer:
         with self._stage.timeline.phase("migrate", "migrate"):
             plan, began = MigrationPlan.between(self._stage.placement, move.target), time.perf_counter()
             bytes_moved = self._migrate(plan, partial(self.memory.check, profile=move.profile))
-            return self._moved(move, plan, bytes_moved, began=began)
+            if plan.moves:
+                self._stage.publish_move()
+            return self._moved(move, plan, bytes_moved, time.perf_counter() - began)
 
     def _move_in_background(self, move: DecidedMove) -> RebalanceReport | None:
         """Move layers while the next batch trains, if one has to move. Collective.
@@ -348,34 +350,32 @@ class Rebalancer:
         move: DecidedMove,
         plan: MigrationPlan,
         bytes_moved: int,
+        waited_seconds: float,
         *,
-        began: float,
-        outcome: MoveOutcome | None = None,
+        background_seconds: float | None = None,
     ) -> RebalanceReport:
-        """Publish and report a move, and train by the schedule found for it. Collective.
+        """Report a move, and train by the schedule found for it. Collective.
 
         Args:
-            began: when training began to wait.
-            outcome: of a move while a batch trained.
+            waited_seconds: that training waited for it.
+            background_seconds: from the beginning to the end of a move while a batch trained; None: training waited.
         """
-        if plan.moves and outcome is None:
-            self._stage.publish_move()
-        waited = time.perf_counter() - began + (outcome.waited_seconds if outcome is not None else 0.0)
+        in_batch = background_seconds is not None
         if plan.moves and self.profile is not None:
             self.cost_model.moved(self.profile, plan)
-            self._move_seconds += waited
-        if move.clears_pending_decision and outcome is None:
+            self._move_seconds += waited_seconds
+        if move.clears_pending_decision and not in_batch:
             self.trigger.decided(bool(plan.moves))
         elif plan.moves:
-            self.trigger.moved(in_batch=outcome is not None)
+            self.trigger.moved(in_batch=in_batch)
         report = rebalance_report(
             plan,
             move.decision,
             step=self._stage.counters.steps,
             request=move.request,
             bytes_moved=bytes_moved,
-            seconds=(*move.seconds, waited),
-            background_seconds=outcome.seconds if outcome is not None else None,
+            seconds=(*move.seconds, waited_seconds),
+            background_seconds=background_seconds,
             load_signals=tuple(layer.load_signal for layer in self.profile.layers) if self.profile else (),
             own_schedule=self._stage.schedule.user_steps,
         )
@@ -405,11 +405,7 @@ class Rebalancer:
 
     def _begin(self, move: DecidedMove) -> None:
         limit_bytes = self.memory.bytes()
-        new = self._comm.everywhere(
-            "choosing where layers go while a batch trains",
-            lambda: self._next_placement(move, limit_bytes),
-            same=self._stage.placement_change_text,
-        )
+        new = self._next_placement(move, limit_bytes)  # the ranks compare it when they prepare the move
         plan = MigrationPlan.between(self._stage.placement, new)
         if not self.memory.fits(plan, self.profile, overlapped=True):
             self._move_now(move)
@@ -444,17 +440,15 @@ class Rebalancer:
         outcome, began = self._background.take_outcome(), time.perf_counter()
         assert outcome is not None, "no schedule ran"
         self._profiler.forget(batches_too=True)
-        if outcome.failure is not None:
-            self.failure = outcome.failure
-            self._reporter.warn(f"DynMo step {self._stage.counters.steps}: no layer was moved: {outcome.failure}")
+        result = outcome.result
+        if not isinstance(result, MoveResult):
+            self.failure = result
+            self._reporter.warn(f"DynMo step {self._stage.counters.steps}: no layer was moved: {result}")
             return
-        most_waited, least_in_time = self._comm.max_over_world(
-            torch.tensor([outcome.waited_seconds, -outcome.share_in_time], dtype=torch.float64)
-        ).tolist()
-        outcome = replace(outcome, waited_seconds=most_waited, share_in_time=-least_in_time)
         if self.profile is not None:
-            self.budget.record(moved_bytes(self.profile, plan), outcome.share_in_time)
-        self._moved(move, plan, outcome.bytes_moved, began=began, outcome=outcome)
+            self.budget.record(moved_bytes(self.profile, plan), result.share_in_time)
+        waited_seconds = result.waited_seconds + time.perf_counter() - began
+        self._moved(move, plan, result.bytes_moved, waited_seconds, background_seconds=outcome.seconds)
         self._decided = rest
 
     def interrupt_move(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ds_dynmo.engine.move.migrator import Migrator
+from ds_dynmo.engine.move.migrator import Migrator, MoveResult
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.partitioners import between
@@ -22,18 +22,12 @@ class MoveOutcome:
     """How a move ended.
 
     Attributes:
-        bytes_moved: in this rank's pipeline.
-        waited_seconds: that training waited for it on this rank.
-        seconds: from its begin to its end.
-        share_in_time: the share of this rank's messages that had arrived when the batch's gradients were complete.
-        failure: harmless, the same on every rank: nothing has moved; None: layers have moved.
+        result: of the move; or the harmless failure, the same on every rank, after which nothing has moved.
+        seconds: from its beginning to its end, on this rank.
     """
 
-    bytes_moved: int
-    waited_seconds: float
+    result: MoveResult | MigrationError
     seconds: float
-    share_in_time: float
-    failure: MigrationError | None = None
 
 
 class TransferBudget:
@@ -89,9 +83,10 @@ class BackgroundMove:
 
     def __init__(self, migrator: Migrator, stage: StageContext) -> None:
         self._migrator, self._stage = migrator, stage
-        self._began = self._waited = 0.0
+        self._began = 0.0
         self._travelling = ExitStack()
         self._outcome: MoveOutcome | None = None
+        self._is_interrupted = False
 
     def begin(self, plan: MigrationPlan) -> None:
         """Begin to move layers by ``plan``, right before a batch. Collective.
@@ -104,7 +99,6 @@ class BackgroundMove:
         self._migrator.start()
         self._travelling.enter_context(self._stage.timeline.phase("transfer", f"layers from {plan.old} to {plan.new}"))
         self._stage.deferred_step.defer(poll=self._poll, before_step=self._commit, after_step=self._publish)
-        self._waited = time.perf_counter() - self._began
 
     def _poll(self) -> None:
         if self._migrator.poll():
@@ -113,30 +107,24 @@ class BackgroundMove:
     def _commit(self) -> None:
         """Change places, between the batch's gradients and the optimizer's step. Collective."""
         self._travelling.close()
-        began, bytes_moved, failure = time.perf_counter(), 0, None
+        result: MoveResult | MigrationError
         try:
-            bytes_moved = self._migrator.commit()
+            result = self._migrator.commit()
         except MigrationError as error:
             if not error.harmless:
                 raise
-            failure = error
-        ended = time.perf_counter()
-        self._outcome = MoveOutcome(
-            bytes_moved,
-            waited_seconds=self._waited + ended - began - self._migrator.drain_seconds,
-            seconds=ended - self._began,
-            share_in_time=self._migrator.share_in_time,
-            failure=failure,
-        )
+            result = error
+        self._outcome = MoveOutcome(result, time.perf_counter() - self._began)
 
     def _publish(self) -> None:
-        if self._outcome is not None and self._outcome.failure is None:
+        if self._outcome is not None and isinstance(self._outcome.result, MoveResult):
             self._stage.publish_move()
 
     def interrupt(self) -> None:
         """Update after an exception in the batch, which may be one of this rank alone. :meth:`settle` follows."""
         self._stage.deferred_step.cancel()
         self._travelling.close()
+        self._is_interrupted = self._migrator.is_moving
 
     def settle(self) -> None:
         """Drop a move that an exception has interrupted: nothing has changed. Collective.
@@ -144,7 +132,8 @@ class BackgroundMove:
         Raises:
             MigrationError: fatal.
         """
-        if self._migrator.is_moving:
+        if self._is_interrupted:
+            self._is_interrupted = False
             self._migrator.abandon()
 
     def take_outcome(self) -> MoveOutcome | None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -44,6 +44,20 @@ class MoveCheck(Protocol):
         ...
 
 
+class MoveResult(NamedTuple):
+    """How a move went.
+
+    Attributes:
+        bytes_moved: in this rank's pipeline.
+        waited_seconds: the longest that training waited for it on a rank.
+        share_in_time: the least share of a rank's messages that had arrived when :meth:`Migrator.commit` began.
+    """
+
+    bytes_moved: int
+    waited_seconds: float
+    share_in_time: float
+
+
 @dataclass
 class _Migration:
     """A prepared plan.
@@ -53,6 +67,8 @@ class _Migration:
         arrivals: layers that arrive on this rank.
         num_bytes: that move in this rank's pipeline.
         under_way: messages that were started.
+        waited_seconds: that training waited before the batch.
+        drain_seconds: that this rank waited for others whose batch went on.
         copying: copies what stays on this rank to its new memory, a bounded part at a time.
     """
 
@@ -62,6 +78,8 @@ class _Migration:
     packed: dict[int, PackedLayer]
     arrivals: dict[int, ArrivingLayer]
     num_bytes: int
+    waited_seconds: float = 0.0
+    drain_seconds: float = 0.0
     under_way: Rounds | None = None
     copying: Iterator[None] = field(default_factory=lambda: iter(()))
 
@@ -79,15 +97,10 @@ class Migrator:
 
     Args:
         make_context: returns this rank's present stage.
-
-    Attributes:
-        drain_seconds: that this rank waited in the last :meth:`commit` for others whose batch went on.
-        share_in_time: the share of this rank's messages of the last move that had arrived before :meth:`commit`.
     """
 
     def __init__(self, make_context: Callable[[], MigrationContext]) -> None:
         self.make_context = make_context
-        self.drain_seconds, self.share_in_time = 0.0, 1.0
         self._migration: _Migration | None = None
 
     def migrate(self, plan: MigrationPlan, check: MoveCheck | None = None) -> int:
@@ -105,7 +118,7 @@ class Migrator:
         if not self.prepare(plan, check):
             return 0
         self.start()
-        return self.commit()
+        return self.commit().bytes_moved
 
     def rehearse(self, plan: MigrationPlan, *, stage: int | None = None, copies: bool = False) -> None:
         """Check that the ranks can send their layers, before a step that cannot be undone.
@@ -159,7 +172,7 @@ class Migrator:
             MigrationError: on every rank that can still raise it.
         """
         assert self._migration is None, "one plan at a time"
-        context = self.make_context()
+        context, began = self.make_context(), time.perf_counter()
         if not plan.moves:
             return False
         if check is not None:
@@ -169,6 +182,7 @@ class Migrator:
         except (PartitionError, MigrationError):
             context.state.abandon()
             raise
+        self._migration.waited_seconds = time.perf_counter() - began
         return True
 
     def _prepared(self, plan: MigrationPlan, context: MigrationContext, overlapped: bool) -> _Migration:
@@ -179,7 +193,9 @@ class Migrator:
             context.check()
             return num_bytes, route, context.pack_leaving(plan)
 
-        state_bytes, route, packed = context.comm.everywhere(_GETTING_READY, pack)
+        state_bytes, route, packed = context.comm.everywhere(
+            _GETTING_READY, pack, same=lambda _: f"{plan.old} -> {plan.new}"
+        )
         try:
             arrivals = _exchange_headers(plan, context, packed)
         except Exception as error:
@@ -216,7 +232,7 @@ class Migrator:
         Raises:
             MigrationError: fatal.
         """
-        migration = self._in_progress()
+        migration, began = self._in_progress(), time.perf_counter()
         with self._errors_are_fatal("sending layers"):
             sends, receives = self._transfers(
                 {index: layer.changed_by_step for index, layer in migration.packed.items()},
@@ -230,6 +246,7 @@ class Migrator:
             if migration.overlapped:
                 staying = migration.context.staying(migration.plan)
                 migration.copying = migration.context.state.copying(staying)
+        migration.waited_seconds += time.perf_counter() - began
 
     def poll(self) -> bool:
         """Send the next part of what travels, and copy the next part of what stays, without waiting.
@@ -242,19 +259,16 @@ class Migrator:
         next(migration.copying, None)
         return migration.under_way.advance()
 
-    def commit(self) -> int:
+    def commit(self) -> MoveResult:
         """Send what may have changed, rebuild the stages, and free the layers that left.
 
         Call it between two batches, or, if a batch trains during the move, between the reduction of its gradients and
         the optimizer's step. The gradients move with the layers.
 
-        Returns:
-            Bytes moved in this rank's pipeline.
-
         Raises:
             MigrationError: fatal. If a batch trained during the move: harmless, on every rank, if nothing had changed.
         """
-        migration = self._in_progress()
+        migration, began = self._in_progress(), time.perf_counter()
         context = migration.context
         if migration.overlapped:
             try:
@@ -264,6 +278,9 @@ class Migrator:
                     self.abandon()
                 raise
         with self._errors_are_fatal("sending layers"):
+            assert migration.under_way is not None, "start comes first"
+            if migration.overlapped:  # its rounds come first on every rank
+                migration.under_way.wait()
             rest = context.comm.p2p.post(
                 *self._transfers(
                     {index: migration.remaining(layer) for index, layer in migration.packed.items()},
@@ -271,8 +288,7 @@ class Migrator:
                 )
             )
             context.state.copy_staying(context.staying(migration.plan))
-            if migration.under_way is not None:
-                migration.under_way.wait()
+            migration.under_way.wait()
             rest.wait()
         with self._errors_are_fatal("rebuilding the stage"):
             arrived = {index: arrival.materialize() for index, arrival in migration.arrivals.items()}
@@ -284,10 +300,11 @@ class Migrator:
         with self._errors_are_fatal("tying layers"):
             context.layers.tie(context.comm.grid, context.comm.tied_group)
         with self._errors_are_fatal("waiting for the other ranks"):
-            context.comm.all_done()
+            waited_seconds = migration.waited_seconds + time.perf_counter() - began - migration.drain_seconds
+            worst = torch.tensor([waited_seconds, -migration.under_way.share_in_time], dtype=torch.float64)
+            context.comm.all_done(worst)
         self._migration = None
-        self.share_in_time = migration.under_way.share_in_time if migration.under_way is not None else 1.0
-        return migration.num_bytes
+        return MoveResult(migration.num_bytes, worst[0].item(), -worst[1].item())
 
     # -- messages -------------------------------------------------------------------------------------
 
@@ -298,23 +315,24 @@ class Migrator:
             MigrationError: harmless, on every rank, if a rank cannot describe its layers or lacks memory; else fatal.
         """
         context, arrivals = migration.context, migration.arrivals
-        assert migration.under_way is not None, "start comes first"
         context.comm.enter("rebalance")
-        began = time.perf_counter()
-        context.comm.all_done()
-        self.drain_seconds = time.perf_counter() - began
-        with self._errors_are_fatal("receiving layers"):
-            migration.under_way.wait()
+        began, working_seconds = time.perf_counter(), 0.0
         if context.state.refresh():
             migration.copying = iter(())
 
         def copy_and_pack() -> dict[int, PackedLayer]:
+            nonlocal working_seconds
+            starts = time.perf_counter()
             for _ in migration.copying:
                 pass
             context.state.take_gradients()
-            return context.pack_again(migration.packed)
+            packed = context.pack_again(migration.packed)
+            working_seconds = time.perf_counter() - starts
+            return packed
 
         migration.packed = context.comm.everywhere(_ARRIVING, copy_and_pack)
+        # These collectives are the first since the batch began: this rank waited for those whose batch went on.
+        migration.drain_seconds = time.perf_counter() - began - working_seconds
         with self._errors_are_fatal("describing layers"):
             migration.arrivals = _exchange_headers(migration.plan, context, migration.packed)
         context.comm.everywhere(_ARRIVING, lambda: context.receive(migration.arrivals, arrivals))
