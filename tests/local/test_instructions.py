@@ -68,7 +68,7 @@ def test_a_schedule_of_ours_refuses_own_messages(kind: type) -> None:
 
 def composed(present: dict[type, Any]) -> Any:
     layers: Any = SimpleNamespace(run=range(4), tied_aliases=[], copies=list)
-    return compose(present, layers, 0, accumulates=False, around_step=lambda step: step, callbacks=(), streams=None)
+    return compose(present, layers, 0, accumulates=False, callbacks=(), streams=None)
 
 
 def test_only_instructions_that_need_it_are_wrapped() -> None:

@@ -132,7 +132,7 @@ MUTATIONS = [
     Mutation(
         "the step is taken before layers change places",
         "ds_dynmo/engine/run/deferred_step.py",
-        "            if self._calls is not None:\n",
+        "            if self.is_deferred:\n",
         "            if False:\n",
         f"{BACKGROUND}::test_moves_change_nothing",
     ),

@@ -256,7 +256,10 @@ class Migrator:
         """
         migration = self._in_progress()
         assert migration.under_way is not None, "start comes first"
-        next(migration.copying, None)
+        try:
+            next(migration.copying, None)
+        except Exception as error:  # of this rank alone: all ranks learn of it in commit
+            migration.copying = _failing(error)
         return migration.under_way.advance()
 
     def commit(self) -> MoveResult:
@@ -309,7 +312,7 @@ class Migrator:
     # -- messages -------------------------------------------------------------------------------------
 
     def _arrive(self, migration: _Migration) -> None:
-        """Wait for what was started, and exchange descriptions of the layers again, which a batch may have changed.
+        """Finish the copies, and exchange descriptions of the layers again, which a batch may have changed.
 
         Raises:
             MigrationError: harmless, on every rank, if a rank cannot describe its layers or lacks memory; else fatal.
@@ -368,6 +371,12 @@ class Migrator:
                 f"rank {rank} failed {step} while layers moved from {plan.old} to {plan.new}: "
                 f"{error}. Layers had begun to move: resume the job from its last checkpoint"
             ) from error
+
+
+def _failing(error: Exception) -> Iterator[None]:
+    """Raise ``error`` when the first element is asked for."""
+    raise error
+    yield
 
 
 def _exchange_headers(

@@ -45,11 +45,16 @@ class DeferredStep:
         """Run the next step in its schedule."""
         self._calls = self._step = None
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the step of the next batch, or of the one that trains, is deferred."""
+        return self._calls is not None
+
     def around_step(self, step: Instruction) -> Instruction:
         """Wrap the instruction of the optimizer's step: it is kept for :meth:`run` if it is deferred."""
 
         def optimizer_step(engine: Any, *args: Any, **kwargs: Any) -> None:
-            if self._calls is not None:
+            if self.is_deferred:
                 self._step = partial(step, engine, *args, **kwargs)
             else:
                 step(engine, *args, **kwargs)

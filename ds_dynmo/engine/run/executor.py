@@ -48,7 +48,7 @@ class Executor:
         self._profiler, self._tracer, self._streams = profiler, tracer, streams
         self._first_micro_batch = first_micro_batch
         self._callbacks: list[Callable[[], None]] = []
-        self._composed_for: tuple[dict[type, Any], int, bool] | None = None
+        self._composed_for: tuple[dict[type, Any], int, bool, bool] | None = None
         self._composition: Instructions = {}
         self._scheduled = ScheduledBatches(engine, stage)
         stage.schedule.is_profiled = lambda: profiler.measures
@@ -107,19 +107,20 @@ class Executor:
     def _composed(self, scheduled: bool) -> Instructions:
         """Compose the instructions of a batch; again only if something has changed."""
         present, prefix = dict(present_instructions(self._engine)), self._trainable.prefix
-        if (present, prefix, scheduled) != self._composed_for:
+        step = self._stage.deferred_step
+        if (present, prefix, scheduled, step.is_deferred) != self._composed_for:
             self._composition = instructions.compose(
                 present,
                 self._stage.layers,
                 prefix,
                 accumulates=self._engine.using_bf16_optimizer,
-                around_step=self._stage.deferred_step.around_step,
+                around_step=step.around_step if step.is_deferred else None,
                 callbacks=self._callbacks,
                 streams=self._streams,
                 flags=self._stage.gradient_flags,
                 scheduled=self._scheduled if scheduled else None,
             )
-            self._composed_for = present, prefix, scheduled
+            self._composed_for = present, prefix, scheduled, step.is_deferred
         return self._composition
 
     def _recompose(self, _: LayersMoved | None = None) -> None:

@@ -78,7 +78,7 @@ def compose(
     prefix: int,
     *,
     accumulates: bool,
-    around_step: Around,
+    around_step: Around | None = None,
     callbacks: Sequence[Callable[[], None]],
     streams: LayerStreams | None,
     flags: GradientFlags | None = None,
@@ -89,7 +89,7 @@ def compose(
     Args:
         prefix: number of leading layers of the model that are frozen.
         accumulates: whether the optimizer takes gradients after every micro-batch (``BF16_Optimizer``).
-        around_step: put around the optimizer's step, within the callbacks.
+        around_step: put around the optimizer's step, within the callbacks; None: nothing is.
         callbacks: of the user, called before the optimizer's step.
         streams: random numbers per layer; None: layers use the rank's generators.
         flags: tensors between stages that get a gradient; None: all floating ones.
@@ -115,7 +115,8 @@ def compose(
         put_around(schedule.ReduceTiedGrads, partial(_of_all_uses, layers))
     if layers.tied_aliases and accumulates and frozen_prefix.has_backward_work(layers.indices, prefix):
         put_around(schedule.BackwardPass, partial(_accumulating_tied_aliases, layers))
-    put_around(schedule.OptimizerStep, around_step)
+    if around_step is not None:
+        put_around(schedule.OptimizerStep, around_step)
     if callbacks:
         put_around(schedule.OptimizerStep, partial(_after_callbacks, callbacks))
     if scheduled is not None:
