@@ -332,10 +332,10 @@ def test_a_batch_that_an_exception_ends_drops_its_move(precision: str) -> None:
 def zeroed_meanwhile(case: Case, moves: bool) -> dict[str, Any]:
     """Zero weights, with masters and moments, before the step of a batch in which their layer moves."""
     engine = build(case)
-    data = batches(engine)
+    data, at = batches(engine), 0 if case.precision.startswith("fp16") else 2  # fp16: the step is skipped
 
     def zero() -> None:
-        if engine.global_steps == 2:
+        if engine.global_steps == at:
             for index, layer in layers_of(engine).items():
                 if index in (2, 3, 5):
                     weight = layer.up.weight
@@ -345,13 +345,14 @@ def zeroed_meanwhile(case: Case, moves: bool) -> dict[str, Any]:
     engine.before_step(zero)
     losses = []
     for step in range(5):
-        if moves and step == 2:
+        if moves and step == at:
             engine.rebalance([0, 3, 8], background=True)
         losses.append(engine.train_batch(data).item())
     return outcome_of(engine, losses)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
+@pytest.mark.every_variant
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1", "fp16 zero1"])
 def test_state_that_changes_meanwhile_is_sent_again(precision: str) -> None:
     case = Case(stages=2, precision=precision, start=(0, 4, 8))
     still, moved = run_each(2, zeroed_meanwhile, (case, False), (case, True))
