@@ -252,6 +252,28 @@ def test_between_two_batches_nothing_is_under_way(tmp_path: Any) -> None:
 # -- what goes wrong, and what changes meanwhile -----------------------------------------------------------------
 
 
+def of_two_minds(moves: bool) -> dict[str, Any]:
+    """Give the ranks different budgets, so that they choose different parts of the way."""
+    engine = build(Case(stages=2, start=(0, 4, 8)))
+    data, warnings = batches(engine), Warnings()
+    losses = [engine.train_batch(data).item() for _ in range(3)]
+    if moves:
+        engine.rebalancer.budget.num_bytes = 1 if engine.global_rank else 1 << 60
+        engine.rebalance([0, 7, 8], background=True)
+    losses.append(engine.train_batch(data).item())
+    assert engine.partition == [0, 4, 8]
+    if moves:
+        engine.rebalance([0, 7, 8])
+    losses.append(engine.train_batch(data).item())
+    return {**outcome_of(engine, losses), "warnings": warnings.messages}
+
+
+def test_ranks_that_chose_different_parts_of_the_way_stay() -> None:
+    still, moved = run_each(2, of_two_minds, (False,), (True,))
+    assert any("ranks differ" in message and "[0, 5, 8] on ranks [1]" in message for message in moved[0]["warnings"])
+    check_moves_changed_nothing(still, moved)
+
+
 def fails_once(case: Case, rank: int | None, where: str) -> dict[str, Any]:
     """Let ``rank`` fail to copy in the batch, or to describe its layers after it; move later."""
     engine = build(case)

@@ -193,9 +193,9 @@ class Migrator:
             context.check()
             return num_bytes, route, context.pack_leaving(plan)
 
-        state_bytes, route, packed = context.comm.everywhere(
-            _GETTING_READY, pack, same=lambda _: f"{plan.old} -> {plan.new}"
-        )
+        way = f"{plan.old} -> {plan.new}"  # each rank has chosen it alone if a batch trains meanwhile
+        same: Callable[[object], object] | None = (lambda _: way) if overlapped else None
+        state_bytes, route, packed = context.comm.everywhere(_GETTING_READY, pack, same=same)
         try:
             arrivals = _exchange_headers(plan, context, packed)
         except Exception as error:
