@@ -158,13 +158,6 @@ MUTATIONS = [
         f"{BACKGROUND}::test_a_failure_before_layers_change_places_is_harmless",
     ),
     Mutation(
-        "ranks that chose different parts of the way move layers",
-        "ds_dynmo/engine/move/migrator.py",
-        " = (lambda _: way) if overlapped else None\n",
-        " = None\n",
-        f"{BACKGROUND}::test_ranks_that_chose_different_parts_of_the_way_stay",
-    ),
-    Mutation(
         "a move goes all the way whatever arrives in time",
         "ds_dynmo/engine/move/background.py",
         "(step for step in steps if bytes_to(step) <= self.num_bytes)",
