@@ -44,7 +44,7 @@ class RebalanceReport(_BetweenPlacements):
         bytes_moved: in the whole pipeline (one data-parallel replica): weights, optimizer state and buffers.
         profile_seconds, decide_seconds, migrate_seconds: that training waited while the profile was gathered, for the
             decision, and while layers moved.
-        background_seconds: from the begin to the end of a move while a batch trained; None: training waited for it.
+        background_seconds: from the beginning to the end of a move while a batch trained; None: training waited for it.
         load_signals: per layer, None where a layer does not report one.
         iteration_seconds_before, iteration_seconds_after: predicted by simulating the schedule, without the
             optimizer's step and messages; before: under the old schedule, after: under the new one.

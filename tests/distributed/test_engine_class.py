@@ -23,7 +23,7 @@ from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
 from tests.distributed.support.instructions import MOVES, STEPS, error_of, initialize, outcomes
 from tests.distributed.support.models import Block, Embedding, Head, layers
-from tests.distributed.support.training import batches, build, state, whole
+from tests.distributed.support.training import batches, build, check_moves_changed_nothing, outcome_of, state, whole
 
 # -- a user's own engine ------------------------------------------------------------------------------
 
@@ -297,3 +297,33 @@ def test_reports_say_what_their_engine_runs(kind: str) -> None:
     assert unnamed.own_schedule == ours.own_schedule == "" and unnamed.schedule.startswith("1f1b, predicted ")
     assert named.schedule_splits is None and unnamed.schedule_splits is None
     assert ours.schedule.startswith(f"{kind}, ")
+
+
+class StepsTwice(schedule.TrainSchedule):
+    """DeepSpeed's, with another optimizer step at the end, which finds no gradients."""
+
+    def steps(self) -> Any:
+        yield from super().steps()
+        yield [schedule.OptimizerStep()]
+
+
+class WithTwoSteps(PipelineEngine):
+    def _train_schedule(self) -> Any:
+        return StepsTwice(self.micro_batches, self.num_stages, self.stage_id)
+
+
+def stepped_twice(moves: bool) -> dict[str, Any]:
+    """Decide to move in the background before the first batch, when nobody knows the schedule yet."""
+    engine = initialize("ds_dynmo", Case(stages=2), layers, WithTwoSteps)
+    data, losses = batches(engine), []
+    for step in range(3):
+        if moves and step == 0:
+            engine.rebalance([0, 2, 8], background=True)
+        losses.append(engine.train_batch(data).item())
+    return {**outcome_of(engine, losses), "steps": engine.global_steps}
+
+
+def test_no_step_of_a_users_schedule_is_lost_when_layers_move() -> None:
+    still, moved = run_each(2, stepped_twice, (False,), (True,))
+    assert [r["steps"] for r in moved] == [r["steps"] for r in still] == [6, 6]
+    check_moves_changed_nothing(still, moved)

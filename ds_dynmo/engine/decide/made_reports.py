@@ -44,7 +44,7 @@ def rebalance_report(
     Args:
         decision: None: there was no profile for predictions.
         seconds: that training waited for profile, decision and migration.
-        background_seconds: from the begin to the end of a move while a batch trained; None: training waited for it.
+        background_seconds: from the beginning to the end of a move while a batch trained; None: training waited for it.
         own_schedule: class of the schedule of a user's engine class.
     """
     found = decision.found if decision else None

@@ -13,7 +13,7 @@ def rebalance_line(report: RebalanceReport) -> str:
         f"{_moved(report)} in {report.migrate_seconds * 1e3:.0f} ms"
     )
     if report.background_seconds is not None:
-        text += f" beside a batch, {report.background_seconds * 1e3:.0f} ms from begin to end"
+        text += f" beside a batch, {report.background_seconds * 1e3:.0f} ms from beginning to end"
     if report.bottleneck_seconds_before is not None and report.bottleneck_seconds_after is not None:
         text += (
             f"; predicted bottleneck {report.bottleneck_seconds_before * 1e3:.2f} -> "
