@@ -175,7 +175,6 @@ def save_and_train_on(case: Case, folder: str, method: str) -> tuple[list[int], 
         pytest.param(3, Case(precision="fp32 zero1"), marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.every_variant
 def test_a_stock_checkpoint_loads_at_every_number_of_stages(tmp_path: Path, saved: int, case: Case) -> None:
     at = {stages: replace(case, clip=0.0, stages=stages) for stages in (1, 2, 3)}
     (_, losses), *_ = run(at[saved].ranks, save_and_train_on, at[saved], str(tmp_path), "uniform")
