@@ -62,6 +62,7 @@ class TrainingStep:
             request = self._rebalancer.after_batch()
             if request is not None and not self._repack(request):
                 self._rebalancer.decide_and_move_or_stay(request)
+            self._rebalancer.post_profile()
             self._rebalancer.report_profile()
             return loss
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +107,53 @@ def test_an_automatic_decision_is_carried_out_while_the_next_batch_trains() -> N
     for reports, partition in run(2, decided):
         first = next(report for report in reports if report.moved)
         assert first.reason == "interval" and first.background_seconds is not None
-        assert first.step == 3  # decided after batch 2
+        assert first.step == 4  # measured until batch 2, decided after batch 3
         assert first.migrate_seconds < first.background_seconds
         assert list(first.new_partition) == partition != [0, 4, 8]
+
+
+def steps_of_profiles(interval: int, call: str) -> dict[str, Any]:
+    """Train 8 batches; ``call`` the engine when the profile of batch 2 is on its way."""
+    use_virtual_clock()
+    section = {"interval": interval, "migration": "background", "profile": {"batches": 1, "warmup_batches": 1}}
+    engine, data = sleeping_engine(section, [0.01] * 8, 2)
+    calls: dict[str, Callable[[], Any]] = {
+        "": lambda: None,
+        "decide": lambda: engine.rebalance(),
+        "move": lambda: engine.rebalance([0, 5, 8]),
+        "move in the next batch": lambda: engine.rebalance([0, 5, 8], background=True),
+        "the model changes": lambda: engine.model_changed("more work"),
+    }
+    profiles = []
+    for batch in range(1, 9):
+        engine.train_batch(data)
+        if batch == 2:
+            calls[call]()
+        profiles.append(engine.profile.step if engine.profile is not None else 0)
+    return {"profiles": profiles, "decisions": [(report.step, report.reason) for report in engine.reports]}
+
+
+def test_a_profile_is_read_after_the_next_batch() -> None:
+    for of_rank in run(2, steps_of_profiles, 3, ""):
+        assert of_rank["profiles"] == [0, 0, 2, 3, 3, 3, 6, 6]  # batch 2 ends the warm-up, 3 and 6 the intervals
+        assert of_rank["decisions"] == [(4, "interval"), (7, "interval")]
+
+
+def test_a_decision_follows_every_batch_at_interval_1() -> None:
+    for of_rank in run(2, steps_of_profiles, 1, ""):
+        assert of_rank["profiles"] == [0, 0, 2, 3, 4, 5, 6, 7]
+        assert [step for step, _ in of_rank["decisions"]] == [3, 4, 5, 6, 7, 8]
+
+
+def test_a_decision_by_hand_reads_the_profile_on_its_way() -> None:
+    for of_rank in run(2, steps_of_profiles, 3, "decide"):
+        assert of_rank["profiles"][1] == 2 and of_rank["decisions"][0] == (2, "by hand")
+
+
+@pytest.mark.parametrize("call", ["move", "move in the next batch", "the model changes"])
+def test_a_profile_of_another_state_is_dropped(call: str) -> None:
+    for of_rank in run(2, steps_of_profiles, 2, call):
+        assert 2 not in of_rank["profiles"] and max(of_rank["profiles"]) > 3
 
 
 def traced(path: str) -> None:

@@ -384,3 +384,104 @@ def test_a_layer_that_was_compiled_in_place_stays(path: str, named: str) -> None
     layer.get_submodule(path).compile()
     with pytest.raises(TypeError, match=rf'{named} was compiled by its method compile.*"compile": true'):
         pack(PerParameterState(None).record(layer), Layer)
+
+
+def values_after(change: Callable[[Layer, torch.optim.Optimizer], None], layer: Layer) -> list[torch.Tensor] | None:
+    """Pack a layer, ``change`` it, and list what is left to send."""
+    optimizer = trained(layer)
+    layer.zero_grad()
+    state = PerParameterState(optimizer)
+    packed = pack(state.record(layer), type(layer))
+    layer.linear(torch.full((3,), 2.0)).sum().backward()
+    change(layer, optimizer)
+    return packed.values_left(state.record(layer), state.gradient_dtype)
+
+
+def test_only_values_are_left_if_a_batch_changed_nothing_else() -> None:
+    """The layer that was built before the batch gets them."""
+    layer = Layer()
+    optimizer = trained(layer)
+    layer.zero_grad()
+    state = PerParameterState(optimizer)
+    packed = pack(state.record(layer), Layer)
+    arrival = ArrivingLayer(packed.header)
+    arrival.allocate(CPU, unprepared)
+    arrival.load(Layer, CPU)
+    transmit(packed.changed_by_step, arrival.changed_by_step)
+    layer.scratch.fill_(7.0)
+    layer.linear(torch.full((3,), 2.0)).sum().backward()
+    for held in optimizer.state.values():
+        held["step"] += 1
+    values = packed.values_left(state.record(layer), state.gradient_dtype)
+    assert values is not None
+    transmit(values, arrival.expect_gradients(state.gradient_dtype))
+    arrived = arrival.materialize()
+    assert torch.equal(arrived.module.scratch, layer.scratch)
+    assert torch.equal(arrived.module.linear.weight, layer.linear.weight)
+    for name, parameter in layer.named_parameters():
+        record = arrived.parameters[name]
+        assert record.gradient is not None and parameter.grad is not None and record.state is not None
+        assert torch.equal(record.gradient, parameter.grad) and record.state["step"] == 2
+
+
+def _without_gradient(layer: Layer, optimizer: torch.optim.Optimizer) -> None:
+    layer.linear.bias.grad = None
+
+
+def _frozen_in_the_batch(layer: Layer, optimizer: torch.optim.Optimizer) -> None:
+    layer.linear.bias.requires_grad_(False)
+    layer.linear.bias.grad = None
+
+
+def _of_another_attribute(layer: Layer, optimizer: torch.optim.Optimizer) -> None:
+    layer.frozen = True
+
+
+def _of_another_rate(layer: Layer, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def _of_another_weight(layer: Layer, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        layer.linear.weight.add_(1.0)
+
+
+def _with_another_buffer(layer: Layer, optimizer: torch.optim.Optimizer) -> None:
+    layer.scratch = torch.zeros(3)
+
+
+def _with_one_more_tensor(layer: Layer, optimizer: torch.optim.Optimizer) -> None:
+    layer.sparse = torch.ones(2)
+
+
+def _with_a_sparse_gradient(layer: Layer, optimizer: torch.optim.Optimizer) -> None:
+    layer.linear.weight.grad = torch.zeros(4, 3).to_sparse()
+
+
+def _with_a_lambda(layer: Layer, optimizer: torch.optim.Optimizer) -> None:
+    layer.extra = lambda: 1  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _without_gradient,
+        _frozen_in_the_batch,
+        _of_another_attribute,
+        _of_another_rate,
+        _of_another_weight,
+        _with_another_buffer,
+        _with_one_more_tensor,
+        _with_a_sparse_gradient,
+        _with_a_lambda,
+    ],
+)
+def test_a_layer_that_changed_otherwise_is_packed_again(
+    change: Callable[[Layer, torch.optim.Optimizer], None],
+) -> None:
+    assert values_after(lambda layer, optimizer: None, Layer()) is not None
+    assert values_after(change, Layer()) is None
+
+
+def test_a_layer_sent_in_parts_is_packed_again() -> None:
+    assert values_after(lambda layer, optimizer: None, Unpicklable()) is None

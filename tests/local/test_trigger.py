@@ -87,6 +87,34 @@ def test_disabled_a_run_resumed_from_one_that_decided_profiles_once() -> None:
     assert resumed.pending == Request(Reason.INITIAL) and not resumed.placed
 
 
+def test_a_decision_whose_profile_is_on_its_way_is_saved() -> None:
+    first = Trigger(config(interval=1, profile={"warmup_batches": 0}))
+    first.batch_done(1)
+    first.profile_posted(measurement=True, decision=True)
+    assert first.pending is None and first.awaiting == Request(Reason.INTERVAL)
+    resumed = Trigger(config(interval=1))
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.pending == Request(Reason.INTERVAL) and resumed.awaiting is None
+
+
+def test_a_decision_leaves_the_one_that_became_due_while_its_profile_was_on_its_way() -> None:
+    trigger = Trigger(config(interval=1, profile={"warmup_batches": 0}))
+    trigger.batch_done(1)
+    trigger.profile_posted(measurement=True, decision=True)
+    trigger.batch_done(2)
+    trigger.decided(moved=False)
+    assert trigger.awaiting is None and trigger.pending == Request(Reason.INTERVAL)
+
+
+def test_what_a_dropped_profile_was_for_is_due_again() -> None:
+    trigger = Trigger(config(interval=1, profile={"warmup_batches": 0}))
+    trigger.batch_done(1)
+    trigger.profile_posted(measurement=True, decision=True)
+    assert not trigger.measurement_due(1) and not trigger.decision_due(1)
+    trigger.profile_dropped(measurement=True)
+    assert trigger.measurement_due(1) and trigger.decision_due(1)
+
+
 def test_start_and_stop_step() -> None:
     seen = run(config(interval=5, start_step=10, stop_step=15), 30)
     assert seen["decided"] == [(10, "interval"), (15, "interval")]

@@ -90,8 +90,8 @@ MUTATIONS = [
     Mutation(
         "a view of a weight arrives as a copy",
         "ds_dynmo/engine/move/packing.py",
-        "    bases = find_bases(tensors)\n",
-        "    bases: dict[int, int] = {}\n",
+        "_constant_tensors(layer), find_bases(tensors)\n",
+        "_constant_tensors(layer), dict[int, int]()\n",
         TRAVELS,
     ),
     Mutation(
@@ -111,8 +111,15 @@ MUTATIONS = [
     Mutation(
         "a layer arrives as it was when its move was prepared",
         "ds_dynmo/engine/move/migrator.py",
-        "            packed = context.pack_again(migration.packed)\n",
-        "            packed = migration.packed\n",
+        "lambda: context.pack_again(migration.packed)",
+        "lambda: migration.packed",
+        f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
+    ),
+    Mutation(
+        "a layer whose attributes changed on its way is not packed again",
+        "ds_dynmo/engine/move/packing.py",
+        "        if dumped.data != self._shell.data or not",
+        "        if not",
         f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
     ),
     Mutation(
@@ -174,9 +181,23 @@ MUTATIONS = [
     Mutation(
         "a changed model does not drop the decision before it",
         "ds_dynmo/engine/decide/rebalancer.py",
-        "        self.drop_decided_move()\n        self._profiler.forget(batches_too=True)\n        self.cost_model",
-        "        self._profiler.forget(batches_too=True)\n        self.cost_model",
+        "        self.drop_decided_move()\n        self._drop_posted_profile()\n        self._profiler",
+        "        self._drop_posted_profile()\n        self._profiler",
         f"{BACKGROUND}::test_between_two_batches_nothing_is_under_way",
+    ),
+    Mutation(
+        "a changed model does not drop the profile of the batch before it",
+        "ds_dynmo/engine/decide/rebalancer.py",
+        "        self.drop_decided_move()\n        self._drop_posted_profile()\n        self._profiler",
+        "        self.drop_decided_move()\n        self._profiler",
+        f"{BACKGROUND}::test_a_profile_of_another_state_is_dropped",
+    ),
+    Mutation(
+        "a profile is kept though layers moved before it was read",
+        "ds_dynmo/engine/decide/rebalancer.py",
+        "        self._drop_posted_profile()\n        self._profiler.forget(batches_too=True)\n        if moved",
+        "        self._profiler.forget(batches_too=True)\n        if moved",
+        f"{BACKGROUND}::test_a_profile_of_another_state_is_dropped",
     ),
     Mutation(
         "stages of a tied layer that moved do not sum its gradients",
@@ -265,8 +286,8 @@ MUTATIONS = [
     Mutation(
         "a rank that cannot send its layers does not say so",
         "ds_dynmo/engine/comm/communicator.py",
-        "torch.cat([torch.tensor([int(failure is not None)])",
-        "torch.cat([torch.tensor([0])",
+        "torch.tensor([int(failure is not None), ",
+        "torch.tensor([0, ",
         "tests/distributed/test_moves.py::test_a_layer_that_cannot_be_packed_stays_and_training_continues",
     ),
     Mutation(

@@ -199,6 +199,14 @@ class Communicator:
         """Post an elementwise maximum over all ranks of a CPU tensor, in place. Collective over the world."""
         return PostedMaximum(numbers, self._control)
 
+    def read_max(self, posted: PostedMaximum) -> torch.Tensor:
+        """Wait for the numbers of :meth:`post_max`."""
+        try:
+            posted.wait()
+        except RuntimeError as error:
+            raise self._control_failed(error) from error
+        return posted.tensor
+
     def store_agreement(self) -> StoreAgreement:
         """Return a way by which threads of all ranks agree without collectives. Collective over the world."""
         name = self.broadcast_object(uuid.uuid4().hex)
@@ -348,11 +356,33 @@ class Communicator:
             MigrationError: harmless, on every rank: the first failure by rank is of another type, or results differ.
                 Not harmless: a collective within ``function`` failed, as it does on the other ranks.
         """
+        return self._everywhere(what, function, same=same, compared_in=compared_in, error=error)[0]
+
+    def anywhere(self, what: str, function: Callable[[], bool]) -> bool:
+        """Call ``function`` on every rank; return whether it returned True on any, once it has succeeded on all.
+
+        Collective over the world: one small reduction. Arguments and errors are those of :meth:`everywhere`.
+        """
+        return self._everywhere(what, function, found=bool)[1]
+
+    def _everywhere(
+        self,
+        what: str,
+        function: Callable[[], Result],
+        *,
+        same: Callable[[Result], object] | None = None,
+        compared_in: tuple[int, int] = (0, 1),
+        error: type[Exception] | None = None,
+        found: Callable[[Result], bool] = lambda result: False,
+    ) -> tuple[Result, bool]:
+        """Return this rank's result, and whether it is ``found`` on any rank: see :meth:`everywhere`."""
         failure: Exception | None = None
+        is_found = False
         text = ""
         try:
             result = function()
             text = str(same(result)) if same is not None else ""
+            is_found = found(result)
         except Exception as raised:  # any error of a user's object; other ranks have to know
             if error is None:
                 raise_unless_harmless(raised)
@@ -361,9 +391,8 @@ class Communicator:
         digest = _number_of(text)
         most_and_least = torch.full((2, parts), torch.iinfo(torch.int64).min)
         most_and_least[:, part] = torch.tensor([digest, -digest])
-        failed, *digests = self.max_over_world(
-            torch.cat([torch.tensor([int(failure is not None)]), most_and_least.flatten()])
-        ).tolist()
+        flags = torch.tensor([int(failure is not None), int(is_found)])
+        failed, found_anywhere, *digests = self.max_over_world(torch.cat([flags, most_and_least.flatten()])).tolist()
         if failed:
             raise self._first_failure(what, failure, error) from failure
         if any(most != -least for most, least in zip(digests[:parts], digests[parts:])):
@@ -371,7 +400,7 @@ class Communicator:
             if error is not None:
                 raise error(f"{what}: ranks differ: {differing}")
             raise MigrationError(f"{what}: ranks differ: {differing}. No layer has moved", harmless=True)
-        return result
+        return result, bool(found_anywhere)
 
     def _differing_texts(self, part: int, text: str) -> str:
         """Describe which ranks have which text, in parts where texts differ. Collective over the world."""

@@ -30,7 +30,7 @@ from ds_dynmo.engine.decide.memory import MemoryLimit
 from ds_dynmo.engine.decide.reporter import Reporter
 from ds_dynmo.engine.decide.trigger import Reason, Request, Trigger
 from ds_dynmo.engine.events import LayersMoved
-from ds_dynmo.engine.measure import profile_reduction
+from ds_dynmo.engine.measure.profile_reduction import PostedProfile
 from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.move.background import BackgroundMove, TransferBudget
 from ds_dynmo.engine.move.migrator import MoveCheck, MoveResult
@@ -111,6 +111,7 @@ class Rebalancer:
         self.failure: Exception | None = None
         self._move_seconds = 0.0  # of moves since the last profile, on this rank
         self._profile_seconds = 0.0  # spent gathering the latest profile
+        self._posted: tuple[PostedProfile, bool] | None = None  # and whether a measurement is due
         self._waits_for_profile = False
         self._decided: DecidedMove | None = None  # begins with the next batch
         # While a batch trains: the move, its plan, and what is left to move after it.
@@ -121,25 +122,29 @@ class Rebalancer:
     # -- after a batch --------------------------------------------------------------------------------
 
     def after_batch(self) -> Request | None:
-        """Count a trained batch, and gather its profile if that is due. Collective.
+        """Count a trained batch, and read the profile that is due. Collective. :meth:`post_profile` follows.
 
         Returns:
             The request of a decision that is due now; None: none is.
         """
         self.trigger.batch_done(self._stage.counters.steps)
-        batches = self._profiler.batches
-        measurement, decision = self.trigger.measurement_due(batches), self.trigger.decision_due(batches)
-        if not measurement and not decision:
-            return None
+        if not self._gathers_in_background:
+            self._post_due_profile()
         try:
-            profile = self.gather_profile()
+            self._read_profile()
         except (PartitionError, MigrationError) as error:
             self._stay(error)
             return None
-        if measurement:
-            self._reporter.measured(measured_report(profile, self.last_move_step), self._stage.counters.samples)
-            self.trigger.measurement_recorded()
-        return self.trigger.pending if decision and not self._waits_for_profile else None
+        return self.trigger.awaiting if not self._waits_for_profile else None
+
+    def post_profile(self) -> None:
+        """Post the profile that is due, which is gathered while the next batch trains. Collective."""
+        if self._gathers_in_background:
+            self._post_due_profile()
+
+    @property
+    def _gathers_in_background(self) -> bool:
+        return self._config.migration.kind == "background" and not self._waits_for_profile
 
     def decide_and_move_or_stay(self, request: Request) -> None:
         """Decide and move layers; if that fails harmlessly, warn on rank 0 and continue. Collective."""
@@ -173,6 +178,7 @@ class Rebalancer:
             train: trains a batch on the engine's data. Collective.
             background: whether to move while the next batch trains; the report then follows.
         """
+        self._read_profile()
         profile_seconds = self.train_until_profiled(train) if self.profile is None else 0.0
         move = self._decided_move(Request(Reason.BY_HAND), profile_seconds)
         report = self._move_in_background(move) if background else self._move_now(move)
@@ -195,6 +201,7 @@ class Rebalancer:
                 "rebalance: there is no profile yet and no data to train on. Train a batch first", harmless=True
             )
         self.drop_decided_move()
+        self._read_profile()
         self.trigger.ask(Request(Reason.BY_HAND))
         self.failure, self._waits_for_profile = None, True
         try:
@@ -210,33 +217,60 @@ class Rebalancer:
     def model_changed(self, reason: str) -> None:
         """Update after the model's work changed: the next batch is profiled and a decision follows."""
         self.drop_decided_move()
+        self._drop_posted_profile()
         self._profiler.forget(batches_too=True)
         self.cost_model.model_changed()
         self.trigger.model_changed(reason)
 
     # -- profile, decide, move ------------------------------------------------------------------------
 
-    def gather_profile(self) -> Profile:
-        """Reduce the measurements of all ranks to one profile. Collective.
+    def _post_due_profile(self) -> None:
+        """Post the measurements of the batches so far, if a measurement or a decision is due. Collective."""
+        batches = self._profiler.batches
+        measurement, decision = self.trigger.measurement_due(batches), self.trigger.decision_due(batches)
+        if not measurement and not decision:
+            return
+        with self._stage.timeline.phase("profile", "post the profile"):
+            began = time.perf_counter()
+            if not self._gathers_in_background:  # else the batch's loss may still be on its way, and is not waited for
+                self._comm.enter("rebalance")
+            self._posted = PostedProfile(self._stage, self._profiler, self._move_seconds), measurement
+            self.trigger.profile_posted(measurement=measurement, decision=decision)
+            self._profiler.forget()
+            self._profile_seconds = time.perf_counter() - began
+
+    def _read_profile(self) -> None:
+        """Read the profile that was posted; without one do nothing. Collective.
 
         Raises:
             PartitionError: on every rank; a layer did not run.
             MigrationError: on every rank, harmless; a rank cannot size its layers.
         """
-        with self._stage.timeline.phase("profile", "gather the profile"):
+        if self._posted is None:
+            return
+        posted, measurement = self._posted
+        with self._stage.timeline.phase("profile", "read the profile"):
             began = time.perf_counter()
-            self._comm.enter("rebalance")
-            self.profile, move_seconds = profile_reduction.gather_profile(
-                self._stage, self._profiler, self._move_seconds
-            )
+            try:
+                self.profile, move_seconds = posted.read()
+            except (PartitionError, MigrationError):
+                self._drop_posted_profile()
+                raise
+            self._posted = None
             whole, limit_bytes = self.of_whole_batch(self.profile), self.memory.bytes()
             self.cost_model.profiled(whole, move_seconds)
             if self.cost_model.first_seconds is None:
                 self.cost_model.begin(self.decision_input(whole, limit_bytes, assume_running_schedule=False))
             self._move_seconds = 0.0
-            self._profiler.forget()
-            self._profile_seconds = time.perf_counter() - began
-            return self.profile
+            self._profile_seconds += time.perf_counter() - began
+        if measurement:
+            self._reporter.measured(measured_report(self.profile, self.last_move_step), self._stage.counters.samples)
+
+    def _drop_posted_profile(self) -> None:
+        """Drop the profile on the way: layers were elsewhere when it was measured, or cost something else."""
+        if self._posted is not None:
+            (_, measurement), self._posted = self._posted, None
+            self.trigger.profile_dropped(measurement=measurement)
 
     def _decided_move(self, request: Request, profile_seconds: float) -> DecidedMove:
         """Decide from the latest profile. Collective."""
@@ -534,6 +568,7 @@ class Rebalancer:
     def forget_profile(self) -> None:
         """Drop the profile: this rank has no layers any more."""
         self.profile = None
+        self._drop_posted_profile()
 
     def of_whole_batch(self, profile: Profile) -> Profile:
         """Return ``profile`` as if one pipeline ran the micro-batches of all its extra replicas too."""
@@ -542,6 +577,7 @@ class Rebalancer:
     def _layers_moved(self, moved: LayersMoved) -> None:
         self.last_move_step = moved.step
         self.drop_decided_move()
+        self._drop_posted_profile()
         self._profiler.forget(batches_too=True)
         if moved.stages_changed:  # estimates of layers stay valid
             self.budget = TransferBudget()  # recalled ranks have seen no move

@@ -65,6 +65,7 @@ class Trigger:
         self._config = config
         self._batches_since_move = 0  # batches since the start, or since layers last moved
         self._pending = Request(Reason.INITIAL) if config.initial_partition == "profile" else None
+        self._awaiting: Request | None = None  # its profile is on the way
         self._placed = False
         self._urgent = False
         self._measurement_wanted = True  # the first profile of a run, and the first after each move
@@ -75,6 +76,11 @@ class Trigger:
     def pending(self) -> Request | None:
         """The request of the pending decision; None: none is pending."""
         return self._pending
+
+    @property
+    def awaiting(self) -> Request | None:
+        """The request of the decision whose profile is on the way; None: there is none."""
+        return self._awaiting
 
     @property
     def warm(self) -> bool:
@@ -137,10 +143,25 @@ class Trigger:
         """Update after :meth:`measurement_due` was acted on."""
         self._measurement_wanted = False
 
+    def profile_posted(self, *, measurement: bool, decision: bool) -> None:
+        """Update after a profile, for a measurement or a decision that are due, was posted. It is read later."""
+        if decision:
+            self._awaiting, self._pending, self._urgent = self._pending, None, False
+        if measurement:
+            self.measurement_recorded()
+
+    def profile_dropped(self, *, measurement: bool) -> None:
+        """Update after a posted profile was dropped: what it was for is due again."""
+        self._pending, self._awaiting = self._pending or self._awaiting, None
+        self._measurement_wanted = self._measurement_wanted or measurement
+
     def decided(self, moved: bool) -> None:
-        """Update after a decision."""
+        """Update after a decision: the one whose profile was on the way, or else the pending one."""
         self._placed = not self._config.enabled and self._config.initial_partition == "profile"
-        self._pending, self._urgent = None, False
+        if self._awaiting is not None:
+            self._awaiting = None
+        else:
+            self._pending, self._urgent = None, False
         if moved:
             self.moved()
 
@@ -154,7 +175,7 @@ class Trigger:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
-        pending = self._pending
+        pending = self._awaiting or self._pending
         text = str(pending) if pending is not None else None
         state = {
             **{name: getattr(self, attribute) for name, attribute in self._SAVED.items()},
@@ -174,7 +195,7 @@ class Trigger:
         for name, attribute in self._SAVED.items():
             setattr(self, attribute, state[name])
         self._placed = state.get("_placed", False)  # older checkpoints lack it
-        self._pending = _request_saved(state)
+        self._pending, self._awaiting = _request_saved(state), None
         if not self._config.enabled:
             self._urgent = False
             places = self._config.initial_partition == "profile" and not self._placed

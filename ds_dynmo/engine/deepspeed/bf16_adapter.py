@@ -32,8 +32,9 @@ class Bf16Adapter(FlatOptimizerAdapter):
         return list(self._wrapper.bf16_groups_flat)
 
     @property
-    def gradient_bytes_per_element(self) -> int:
-        return int(self._wrapper.grad_acc_dtype.itemsize)
+    def gradient_dtype(self) -> torch.dtype | None:
+        dtype: torch.dtype = self._wrapper.grad_acc_dtype
+        return dtype
 
     @property
     def holds_gradients(self) -> bool:

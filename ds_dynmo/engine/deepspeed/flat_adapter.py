@@ -44,11 +44,11 @@ class HeldGradients:
 
     Attributes:
         whole: per ``id`` of a parameter, its gradient, if every replica has all gradients.
-        shards: per parameter group, this rank's flat shard, if each replica has its own.
+        shards: per parameter group, this rank's shard, if each replica has its own: in parts, one after the other.
     """
 
     whole: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    shards: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    shards: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
 
 
 def bound_by_wrapper(name: str) -> bool:
@@ -105,8 +105,13 @@ class FlatOptimizerAdapter(ABC):
 
     @property
     @abstractmethod
+    def gradient_dtype(self) -> torch.dtype | None:
+        """The type of the gradients that the wrapper keeps for each parameter; None: it keeps none."""
+
+    @property
     def gradient_bytes_per_element(self) -> int:
         """Bytes of gradients that the wrapper keeps for each element of a parameter."""
+        return self.gradient_dtype.itemsize if self.gradient_dtype is not None else 0
 
     @property
     @abstractmethod

@@ -38,8 +38,8 @@ class ZeroAdapter(FlatOptimizerAdapter):
         return list(self._wrapper.bit16_groups_flat)
 
     @property
-    def gradient_bytes_per_element(self) -> int:
-        return 0
+    def gradient_dtype(self) -> torch.dtype | None:
+        return None
 
     def accumulate(self, steps: int) -> None:
         self._wrapper.gradient_accumulation_steps = steps
@@ -129,24 +129,21 @@ class ZeroAdapter(FlatOptimizerAdapter):
     def export_gradients(self) -> HeldGradients:
         wrapper, shards = self._wrapper, {}
         for number, size in enumerate(wrapper.partition_size):
-            shard = self.masters[number].new_zeros(size, dtype=wrapper.gradient_accumulation_dtype)
             parts = wrapper.averaged_gradients.get(number)
+            if parts is None:
+                parts = [self.masters[number].new_zeros(size, dtype=wrapper.gradient_accumulation_dtype)]
             whole = getattr(parts, "flat_partition", None)
-            offset = 0
-            for part in [whole] if whole is not None else parts or ():
-                shard.narrow(0, offset, part.numel()).copy_(part.reshape(-1))
-                offset += part.numel()
-            shards[number] = shard
+            shards[number] = [whole] if whole is not None else list(parts)
         return HeldGradients(shards=shards)
 
     def import_gradients(self, held: HeldGradients) -> None:
         wrapper = self._wrapper
-        for number, shard in held.shards.items():
-            sizes, left, first = [], shard.numel(), wrapper.first_offset[number]
-            for parameter in wrapper.params_in_partition[number]:
-                sizes.append(min(parameter.numel() - first, left))
-                left, first = left - sizes[-1], 0
-            wrapper.averaged_gradients[number] = list(shard.split([*sizes, left]))
+        for number, parts in held.shards.items():
+            inside = wrapper.params_in_partition[number]
+            if len(parts) == len(inside) == 1:  # the group has no parameter here, only a placeholder
+                parts = parts[0].split([inside[0].numel(), parts[0].numel() - inside[0].numel()])
+            assert len(parts) == len(inside) + 1, "each parameter, and the padding"
+            wrapper.averaged_gradients[number] = list(parts)
 
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:

@@ -48,23 +48,31 @@ class LayerColumn(IntEnum):
 COLUMNS = LayerColumn.HELD + len(fields(HeldBytes))
 
 
-def gather_profile(stage: StageContext, profiler: Profiler, move_seconds: float) -> tuple[Profile, float]:
-    """Reduce the measurements of all ranks to one profile, and move seconds to their maximum. Collective.
+class PostedProfile:
+    """A profile whose measurements are being reduced over all ranks. Construction is collective, and waits for none.
 
     Args:
         move_seconds: of the moves since the last profile, on this rank.
-
-    Raises:
-        PartitionError: on every rank; a layer was not measured on any rank.
-        MigrationError: on every rank, harmless; a rank failed to size its layers.
     """
-    table = measurement_table(stage.layers, profiler, stage.state, move_seconds)
-    stage.comm.max_over_world(table)
-    if failed(table):
-        raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
-    counters, first_uses = stage.counters, stage.layers.first_uses()
-    profile = profile_from(table, stage.placement, counters.steps, counters.micro_batches, first_uses)
-    return profile, float(table[-1, SummaryColumn.MOVES])
+
+    def __init__(self, stage: StageContext, profiler: Profiler, move_seconds: float) -> None:
+        self._comm, self._placement = stage.comm, stage.placement
+        self._step, self._micro_batches = stage.counters.steps, stage.counters.micro_batches
+        self._first_uses = stage.layers.first_uses()
+        self._posted = stage.comm.post_max(measurement_table(stage.layers, profiler, stage.state, move_seconds))
+
+    def read(self) -> tuple[Profile, float]:
+        """Wait for the profile, and for move seconds, of which the maximum counts. Collective.
+
+        Raises:
+            PartitionError: on every rank; a layer was not measured on any rank.
+            MigrationError: on every rank, harmless; a rank failed to size its layers.
+        """
+        table = self._comm.read_max(self._posted)
+        if failed(table):
+            raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
+        profile = profile_from(table, self._placement, self._step, self._micro_batches, self._first_uses)
+        return profile, float(table[-1, SummaryColumn.MOVES])
 
 
 def measurement_table(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_dynmo.engine.move.packing import GradientDtype, expected_gradients
 from ds_dynmo.engine.move.references import References
 from ds_dynmo.engine.move.shell import Build
 from ds_dynmo.engine.move.tensors import TensorMeta, bytes_of, restored, restored_sparse
@@ -123,6 +124,21 @@ class ArrivingLayer:
         complete(layer.module)
         self._shell.check(layer, tensors, self._counterparts)
         self._layer = layer
+
+    def expect_gradients(self, gradient_dtype: GradientDtype) -> list[torch.Tensor]:
+        """Allocate the gradients of :meth:`PackedLayer.values_left`.
+
+        Returns:
+            The receive buffers of all that it lists.
+        """
+        layer = self._layer
+        assert layer is not None, "load comes first"
+        buffers = []
+        for name, parameter, dtype in expected_gradients(layer, gradient_dtype):
+            gradient = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+            layer.parameters[name].gradient = gradient
+            buffers.append(bytes_of(gradient))
+        return [*self.changed_any_time, *buffers]
 
     def materialize(self) -> LayerRecord:
         """Complete the built layer, once its buffers are filled, with what belongs to its parameters."""

@@ -10,7 +10,7 @@ from ds_dynmo.engine.comm.point_to_point import PeerTensor
 from ds_dynmo.engine.move.layout import Buffer, Shard
 from ds_dynmo.engine.move.route import Row
 
-__all__ = ["Holder", "Tensors", "Transfers", "copies_of_staying", "copy_staying", "transfers"]
+__all__ = ["Holder", "Tensors", "Transfers", "copies_of_staying", "copy_all", "copy_staying", "transfers"]
 
 
 Holder = tuple[int, int]  # a rank within a tensor-parallel slice: stage, data-parallel index
@@ -40,8 +40,13 @@ def transfers(
 
 def copy_staying(rows: Iterable[Row], holder: Holder, old: Tensors, new: Tensors) -> None:
     """Copy the elements that stay on a rank from its old shards to its new ones."""
-    for row in _staying(rows, holder):
-        _destination(row, new).copy_(_source(row, old))
+    copy_all(copies_of_staying(rows, holder, old, new))
+
+
+def copy_all(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Carry out copies: pairs of a destination and a source."""
+    for destination, source in copies:
+        destination.copy_(source)
 
 
 def copies_of_staying(

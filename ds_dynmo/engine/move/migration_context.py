@@ -119,6 +119,18 @@ class MigrationContext:
             again[index] = self.pack(index, module, sent_ahead)
         return again
 
+    def values_left(self, packed: Mapping[int, PackedLayer]) -> dict[int, list[torch.Tensor]] | None:
+        """List what is left to be sent of packed layers after a batch; None: one has to be packed again."""
+        left: dict[int, list[torch.Tensor]] = {}
+        for index, layer in packed.items():
+            module = self.layers.local_module(index)
+            assert module is not None
+            values = layer.values_left(self.state.record(module), self.state.gradient_dtype)
+            if values is None:
+                return None
+            left[index] = values
+        return left
+
     def receive(
         self, arrivals: Mapping[int, ArrivingLayer], sent_ahead: Mapping[int, ArrivingLayer] | None = None
     ) -> None:

@@ -58,6 +58,9 @@ class MoveResult(NamedTuple):
     share_in_time: float
 
 
+TensorsOfLayers = Mapping[int, Sequence[torch.Tensor]]
+
+
 @dataclass
 class _Migration:
     """A prepared plan.
@@ -70,6 +73,7 @@ class _Migration:
         waited_seconds: that training waited before the batch.
         drain_seconds: that this rank waited for others whose batch went on.
         copying: copies what stays on this rank to its new memory, a bounded part at a time.
+        last_sent, last_received: tensors of each layer that travel at the commit.
     """
 
     plan: MigrationPlan
@@ -82,14 +86,8 @@ class _Migration:
     drain_seconds: float = 0.0
     under_way: Rounds | None = None
     copying: Iterator[None] = field(default_factory=lambda: iter(()))
-
-    def remaining(self, layer: PackedLayer | ArrivingLayer) -> Sequence[torch.Tensor]:
-        """Return the tensors still to send at the commit.
-
-        Those that change only by the optimizer's step were sent at the start. If a batch was trained since, the layer
-        was packed again, and both kinds are what is left to send.
-        """
-        return (*layer.changed_by_step, *layer.changed_any_time) if self.overlapped else layer.changed_any_time
+    last_sent: TensorsOfLayers = field(default_factory=dict)
+    last_received: TensorsOfLayers = field(default_factory=dict)
 
 
 class Migrator:
@@ -280,16 +278,14 @@ class Migrator:
                 if error.harmless:
                     self.abandon()
                 raise
+        else:
+            migration.last_sent = {index: layer.changed_any_time for index, layer in migration.packed.items()}
+            migration.last_received = {index: layer.changed_any_time for index, layer in migration.arrivals.items()}
         with self._errors_are_fatal("sending layers"):
             assert migration.under_way is not None, "start comes first"
             if migration.overlapped:  # its rounds come first on every rank
                 migration.under_way.wait()
-            rest = context.comm.p2p.post(
-                *self._transfers(
-                    {index: migration.remaining(layer) for index, layer in migration.packed.items()},
-                    {index: migration.remaining(layer) for index, layer in migration.arrivals.items()},
-                )
-            )
+            rest = context.comm.p2p.post(*self._transfers(migration.last_sent, migration.last_received))
             context.state.copy_staying(context.staying(migration.plan))
             migration.under_way.wait()
             rest.wait()
@@ -312,7 +308,7 @@ class Migrator:
     # -- messages -------------------------------------------------------------------------------------
 
     def _arrive(self, migration: _Migration) -> None:
-        """Finish the copies, and exchange descriptions of the layers again, which a batch may have changed.
+        """Finish the copies, and list what is left to travel.
 
         Raises:
             MigrationError: harmless, on every rank, if a rank cannot describe its layers or lacks memory; else fatal.
@@ -323,22 +319,41 @@ class Migrator:
         if context.state.refresh():
             migration.copying = iter(())
 
-        def copy_and_pack() -> dict[int, PackedLayer]:
+        def copy_and_list() -> bool:
+            """Return whether a layer of this rank has changed in more than its values."""
             nonlocal working_seconds
             starts = time.perf_counter()
             for _ in migration.copying:
                 pass
             context.state.take_gradients()
-            packed = context.pack_again(migration.packed)
+            left = context.values_left(migration.packed)
+            migration.last_sent = left or {}
+            migration.last_received = {
+                index: layer.expect_gradients(context.state.gradient_dtype) for index, layer in arrivals.items()
+            }
             working_seconds = time.perf_counter() - starts
-            return packed
+            return left is None
 
-        migration.packed = context.comm.everywhere(_ARRIVING, copy_and_pack)
+        has_changed = context.comm.anywhere(_ARRIVING, copy_and_list)
         # These collectives are the first since the batch began: this rank waited for those whose batch went on.
         migration.drain_seconds = time.perf_counter() - began - working_seconds
+        if has_changed:
+            self._describe_again(migration)
+
+    def _describe_again(self, migration: _Migration) -> None:
+        """Exchange descriptions of the layers again, which a batch has changed.
+
+        Raises:
+            MigrationError: as for :meth:`_arrive`.
+        """
+        context, arrivals = migration.context, migration.arrivals
+        migration.last_received = {}
+        migration.packed = context.comm.everywhere(_ARRIVING, lambda: context.pack_again(migration.packed))
         with self._errors_are_fatal("describing layers"):
             migration.arrivals = _exchange_headers(migration.plan, context, migration.packed)
         context.comm.everywhere(_ARRIVING, lambda: context.receive(migration.arrivals, arrivals))
+        migration.last_sent = {index: layer.tensors for index, layer in migration.packed.items()}
+        migration.last_received = {index: layer.recv_buffers for index, layer in migration.arrivals.items()}
 
     def _transfers(
         self, leaving: Mapping[int, Sequence[torch.Tensor]], arriving: Mapping[int, Sequence[torch.Tensor]]

@@ -6,25 +6,31 @@ Optimizer state, gradients, hooks and parameter groups are in the same pickle. O
 not own travel as names (:mod:`ds_dynmo.engine.move.references`).
 
 Weights and moments are *constant* between two steps of the optimizer and may travel while a batch trains. Buffers,
-attributes, step counts and gradients may change meanwhile. So a layer whose constant tensors were sent ahead is packed
-again, in its state at the commit.
+attributes, step counts and gradients may change meanwhile. If only values have changed, they follow at the commit
+(:meth:`PackedLayer.values_left`). Else the layer is packed again, in its state then.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ds_dynmo.engine.move.object_graph import is_constant
-from ds_dynmo.engine.move.references import Outside, References
+from ds_dynmo.engine.move.pickling import dump
+from ds_dynmo.engine.move.references import Outside, Reference, References
 from ds_dynmo.engine.move.shell import Build, Shell
-from ds_dynmo.engine.move.tensors import TensorMeta, describe, find_bases, meta_of
-from ds_dynmo.engine.state.layer_record import LayerRecord
+from ds_dynmo.engine.move.tensors import TensorMeta, bytes_of, describe, find_bases, meta_of
+from ds_dynmo.engine.state.layer_record import LayerRecord, without_gradients
 from ds_dynmo.torch_private import compiled_call_of, version_of
+
+GradientDtype = Callable[[nn.Parameter], torch.dtype | None]
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,9 @@ class PackedLayer:
     changed_by_step: tuple[torch.Tensor, ...]
     changed_any_time: tuple[torch.Tensor, ...]
     _constants: tuple[_Constant, ...]
+    _shell: Shell
+    _listed: _Listed
+    _references: Mapping[int, Reference]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -67,6 +76,98 @@ class PackedLayer:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.numel() for tensor in self.tensors)
+
+    def values_left(self, layer: LayerRecord, gradient_dtype: GradientDtype) -> list[torch.Tensor] | None:
+        """List what is to be sent after a batch, as flat byte views, if nothing but values has changed.
+
+        These are :attr:`changed_any_time`, and the gradients of the parameters that train.
+
+        Args:
+            layer: as it is now.
+            gradient_dtype: returns the type of a parameter's gradient; None: it is not in the layer.
+
+        Returns:
+            None: the layer has to be packed again.
+        """
+        if self._shell.parts or any(reference.tensors for reference in self._references.values()):
+            return None
+        expected = {name: (p, dtype) for name, p, dtype in expected_gradients(layer, gradient_dtype)}
+        gradients = {name: record.gradient for name, record in layer.parameters.items() if record.gradient is not None}
+        if gradients.keys() != expected.keys() or not all(
+            _is_as(gradients[name], *expected[name]) for name in expected
+        ):
+            return None
+        try:
+            _check_not_compiled_in_place(layer.module)
+            dumped = dump(without_gradients(layer), {key: number for number, key in enumerate(self._references)})
+        except Exception:  # any error of a user's object, which packing again finds too
+            return None
+        if dumped.data != self._shell.data or not all(constant.is_unchanged() for constant in self._constants):
+            return None
+        listed = _Listed.of(layer, dumped.tensors)
+        same = len(dumped.tensors) == len(self._listed.tensors) and all(map(is_, dumped.tensors, self._listed.tensors))
+        if not same or listed.metas != self._listed.metas:
+            return None
+        return [*listed.changed_any_time, *(bytes_of(gradient) for gradient in gradients.values())]
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """The tensors of a layer, with what the receiver has to know of each, and their memory as flat byte views."""
+
+    tensors: tuple[torch.Tensor, ...]
+    metas: tuple[TensorMeta, ...]
+    changed_by_step: tuple[torch.Tensor, ...]
+    changed_any_time: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(
+        cls, layer: LayerRecord, tensors: Sequence[torch.Tensor], ahead: Mapping[int, int] = MappingProxyType({})
+    ) -> _Listed:
+        """List the tensors of a layer.
+
+        Args:
+            ahead: by ``id``, the number of each constant tensor that was sent ahead.
+        """
+        name_of = {id(record.parameter): name for name, record in layer.parameters.items()}
+        constant, bases = _constant_tensors(layer), find_bases(tensors)
+        metas: list[TensorMeta] = []
+        changed_by_step: list[torch.Tensor] = []
+        changed_any_time: list[torch.Tensor] = []
+        for number, tensor in enumerate(tensors):
+            if number in bases:
+                base = bases[number]
+                offset = (tensor.data_ptr() - tensors[base].data_ptr()) // tensor.element_size()
+                meta = replace(meta_of(tensor), base=base, offset=offset)
+            elif id(tensor) in ahead:
+                meta = replace(meta_of(tensor), sent_ahead=ahead[id(tensor)])
+            else:
+                meta, flat = describe(tensor)
+                meta = replace(meta, constant=id(tensor) in constant)
+                (changed_by_step if meta.constant else changed_any_time).extend(flat)
+            metas.append(replace(meta, name=name_of.get(id(tensor))))
+        return cls(tuple(tensors), tuple(metas), tuple(changed_by_step), tuple(changed_any_time))
+
+    @property
+    def constants(self) -> tuple[_Constant, ...]:
+        """The constant tensors that travel."""
+        return tuple(_Constant.of(tensor) for tensor, meta in zip(self.tensors, self.metas) if meta.constant)
+
+
+def expected_gradients(
+    layer: LayerRecord, gradient_dtype: GradientDtype
+) -> Iterator[tuple[str, nn.Parameter, torch.dtype]]:
+    """List the parameters that have a gradient in the layer at the end of a batch: name, parameter, gradient's type."""
+    for name, record in layer.parameters.items():
+        dtype = gradient_dtype(record.parameter)
+        if dtype is not None and record.group is not None and record.parameter.requires_grad:
+            yield name, record.parameter, dtype
+
+
+def _is_as(gradient: torch.Tensor, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Return whether a gradient is one block of memory of the parameter's shape."""
+    same = gradient.layout == torch.strided and (gradient.dtype, gradient.shape) == (dtype, parameter.shape)
+    return same and gradient.is_contiguous()
 
 
 def pack(
@@ -92,31 +193,17 @@ def pack(
     _check_not_compiled_in_place(layer.module)
     outside = references.outside(layer.module, _extra_roots(layer)) if references is not None else Outside()
     shell, tensors = Shell.of(layer, build, outside, completed)
-    name_of = {id(record.parameter): name for name, record in layer.parameters.items()}
     known = sent_ahead._constants if sent_ahead is not None else ()
     ahead = {id(constant.tensor): number for number, constant in enumerate(known) if constant.is_unchanged()}
-    constant = _constant_tensors(layer)
-    bases = find_bases(tensors)
-    metas: list[TensorMeta] = []
-    changed_by_step: list[torch.Tensor] = []
-    changed_any_time: list[torch.Tensor] = []
-    for number, tensor in enumerate(tensors):
-        if number in bases:
-            base = bases[number]
-            offset = (tensor.data_ptr() - tensors[base].data_ptr()) // tensor.element_size()
-            meta = replace(meta_of(tensor), base=base, offset=offset)
-        elif id(tensor) in ahead:
-            meta = replace(meta_of(tensor), sent_ahead=ahead[id(tensor)])
-        else:
-            meta, flat = describe(tensor)
-            meta = replace(meta, constant=id(tensor) in constant)
-            (changed_by_step if meta.constant else changed_any_time).extend(flat)
-        metas.append(replace(meta, name=name_of.get(id(tensor))))
+    listed = _Listed.of(layer, tensors, ahead)
     return PackedLayer(
-        pickle.dumps((shell, tuple(metas), tuple(outside.references.values()))),
-        tuple(changed_by_step),
-        tuple(changed_any_time),
-        tuple(_Constant.of(tensor) for tensor, meta in zip(tensors, metas) if meta.constant),
+        pickle.dumps((shell, listed.metas, tuple(outside.references.values()))),
+        listed.changed_by_step,
+        listed.changed_any_time,
+        listed.constants,
+        shell,
+        listed,
+        outside.references,
     )
 
 

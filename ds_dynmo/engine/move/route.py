@@ -52,7 +52,7 @@ class Route:
         A parameter comes from its new stage if that stage has it already, else from the first stage that has it.
         Parameters that ``old`` lacks have no rows.
         """
-        return cls(old, new, tuple(_joined(_rows(old, new))))
+        return cls(old, new, tuple(_joined(row for row, _ in _rows(old, new))))
 
     def __post_init__(self) -> None:
         known = {interval.key for held in self.old.intervals.values() for interval in held}
@@ -67,6 +67,10 @@ class Route:
             due = sum(interval.numel for interval in held if interval.key in known)
             assert coming[shard] == due, f"{coming[shard]} elements arrive in {shard}, {due} are due"
 
+    def parts(self) -> Iterator[tuple[Row, Interval]]:
+        """Yield the rows in parts: each of one interval of the old layout, with the interval of the new one."""
+        yield from _rows(self.old, self.new)
+
     def inverse(self) -> Route:
         """Return the route back, of the parameters that both layouts have."""
         return Route.between(self.new, self.old)
@@ -77,8 +81,8 @@ class Route:
         return hashlib.sha256(repr(self.rows).encode()).hexdigest()
 
 
-def _rows(old: Layout, new: Layout) -> Iterator[Row]:
-    """Yield the rows, each of one parameter, sorted by destination."""
+def _rows(old: Layout, new: Layout) -> Iterator[tuple[Row, Interval]]:
+    """Yield the rows, each of one interval of both layouts, sorted by destination, with the interval of the new one."""
     holders: dict[ParamKey, dict[int, list[tuple[Shard, Interval]]]] = {}
     for shard in sorted(old.intervals):
         for interval in old.intervals[shard]:
@@ -92,7 +96,8 @@ def _rows(old: Layout, new: Layout) -> Iterator[Row]:
                 numel = min(interval.start + interval.numel, target.start + target.numel) - start
                 if numel > 0:
                     source_offset = interval.offset + start - interval.start
-                    yield Row(source, destination, source_offset, target.offset + start - target.start, numel)
+                    destination_offset = target.offset + start - target.start
+                    yield Row(source, destination, source_offset, destination_offset, numel), target
 
 
 def _joined(rows: Iterator[Row]) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,7 +70,7 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
     )
 
 
-def find_bases(tensors: list[torch.Tensor]) -> dict[int, int]:
+def find_bases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     """Map each tensor that lies in the memory of another to that one, by number, so that views stay views."""
     bases: dict[int, int] = {}
     strided = [n for n, tensor in enumerate(tensors) if tensor.layout == torch.strided and tensor.numel()]

@@ -176,6 +176,9 @@ class FlatState:
             gradient_of=lambda parameter: gradients.get(id(parameter)),
         )
 
+    def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
+        return self._adapter.gradient_dtype
+
     def recv_buffer_of(self, key: ParamKey) -> torch.Tensor | None:
         assert self._next is not None, "prepare comes first"
         return self._weights.next_view(key)

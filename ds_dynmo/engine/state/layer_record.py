@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,12 @@ class LayerRecord:
         }
         groups = sorted({record.group for record in parameters.values() if record.group is not None})
         return cls(module, parameters, {number: options_of(number) for number in groups})
+
+
+def without_gradients(layer: LayerRecord) -> LayerRecord:
+    """Return the record of a layer between two batches, when there are no gradients."""
+    parameters = {name: replace(record, gradient=None) for name, record in layer.parameters.items()}
+    return replace(layer, parameters=parameters)
 
 
 def parameter_attributes(parameter: nn.Parameter) -> dict[str, Any]:

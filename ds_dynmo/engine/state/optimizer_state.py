@@ -101,6 +101,10 @@ class OptimizerState(Protocol):
         """Collect a layer with the optimizer state that travels inside it."""
         ...
 
+    def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
+        """Return the type of a parameter's gradient, if that travels inside the layer; None: it does not."""
+        ...
+
     def recv_buffer_of(self, key: ParamKey) -> torch.Tensor | None:
         """Return flat memory for a parameter of an arriving layer; None: it is allocated separately."""
         ...
@@ -289,6 +293,9 @@ class PerParameterState:
             state_of=self._state.get,
             gradient_of=lambda parameter: parameter.grad,
         )
+
+    def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
+        return parameter.dtype
 
     def recv_buffer_of(self, key: ParamKey) -> torch.Tensor | None:
         return None

@@ -11,7 +11,15 @@ import torch
 from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.comm.point_to_point import PeerTensor, PointToPoint
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
-from ds_dynmo.engine.move.carrying import Holder, Tensors, Transfers, copies_of_staying, copy_staying, transfers
+from ds_dynmo.engine.move.carrying import (
+    Holder,
+    Tensors,
+    Transfers,
+    copies_of_staying,
+    copy_all,
+    copy_staying,
+    transfers,
+)
 from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, intervals_of_shards, shard_size
 from ds_dynmo.engine.move.route import Route, Row
 from ds_dynmo.engine.state.flat_shards import Member
@@ -126,6 +134,15 @@ class _LayoutBuilder:
         return Layout(self._intervals, self._sizes)
 
 
+def _narrow(parts: Sequence[torch.Tensor], offset: int, numel: int) -> torch.Tensor:
+    """Return elements of a shard that lies in parts of memory, one after the other."""
+    for part in parts:
+        if offset < part.numel():
+            return part.reshape(-1).narrow(0, offset, numel)
+        offset -= part.numel()
+    raise AssertionError(f"a shard ends {offset} elements too early")
+
+
 class Resharding:
     """One rank's part in a :class:`ReshardingPlan`.
 
@@ -189,24 +206,54 @@ class Resharding:
         """Update after the copies of :meth:`copies_of_staying` were made."""
         self._are_copied = True
 
-    def carry(self, shards: Mapping[int, torch.Tensor], p2p: PointToPoint) -> dict[int, torch.Tensor]:
+    def carry(self, shards: Mapping[int, Sequence[torch.Tensor]], p2p: PointToPoint) -> dict[int, list[torch.Tensor]]:
         """Move one more kind of state along the same route: this rank's shards of live buffers, per group.
 
+        Args:
+            shards: each in parts of memory, one after the other. A part is not copied if it stays whole.
+
         Returns:
-            This rank's new shards, per group.
+            This rank's new shards, per group: a part per parameter, and the padding.
         """
-        old = {Buffer(group, detached=False): shard for group, shard in shards.items()}
-        new = {
-            place.buffer: shards[place.buffer.group].new_zeros(size)
-            for place, size in self.plan.route.new.sizes.items()
+        new, sends, receives = self.plan.route.new, list[PeerTensor](), list[PeerTensor]()
+        parts: dict[tuple[Shard, Interval], torch.Tensor] = {}
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def empty(place: Shard, numel: int) -> torch.Tensor:
+            return shards[place.buffer.group][0].new_zeros(numel)
+
+        for row, interval in self.plan.route.parts():
+            leaves, arrives = row.source[:2] == self._holder, row.destination[:2] == self._holder
+            if row.source.buffer.detached or row.destination.buffer.detached or not (leaves or arrives):
+                continue
+            held = _narrow(shards[row.source.buffer.group], row.source_offset, row.numel) if leaves else None
+            if not arrives:
+                assert held is not None
+                sends.append((self._rank_of(row.destination), held))
+                continue
+            whole = parts.get((row.destination, interval))
+            if whole is None and held is not None and row.numel == interval.numel:
+                parts[row.destination, interval] = held
+                continue
+            if whole is None:
+                whole = parts[row.destination, interval] = empty(row.destination, interval.numel)
+            part = whole.narrow(0, row.destination_offset - interval.offset, row.numel)
+            if held is not None:
+                copies.append((part, held))
+            else:
+                receives.append((self._rank_of(row.source), part))
+        p2p.exchange(sends, receives, partial(copy_all, copies))
+        return {
+            place.buffer.group: [
+                *(
+                    parts[place, interval] if (place, interval) in parts else empty(place, interval.numel)
+                    for interval in held_there
+                ),
+                empty(place, new.sizes[place] - new.used(place)),
+            ]
+            for place, held_there in new.intervals.items()
             if place[:2] == self._holder and not place.buffer.detached
         }
-        rows = [
-            row for row in self.plan.route.rows if not (row.source.buffer.detached or row.destination.buffer.detached)
-        ]
-        staying = partial(copy_staying, rows, self._holder, old, new)
-        p2p.exchange(*transfers(rows, self._holder, self._rank_of, old, new), staying)
-        return {buffer.group: shard for buffer, shard in new.items()}
 
     def transfers(self) -> Transfers:
         """List the sends and receives of the kinds whose new shards are allocated."""
