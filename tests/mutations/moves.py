@@ -181,15 +181,17 @@ MUTATIONS = [
     Mutation(
         "a changed model does not drop the decision before it",
         "ds_dynmo/engine/decide/rebalancer.py",
-        "        self.drop_decided_move()\n        self._drop_posted_profile()\n        self._profiler",
-        "        self._drop_posted_profile()\n        self._profiler",
+        "        self.drop_decided_move()\n        self._drop_posted_profile()\n"
+        "        self._profiler.forget(batches_too=True)\n        self.cost_model",
+        "        self._drop_posted_profile()\n        self._profiler.forget(batches_too=True)\n        self.cost_model",
         f"{BACKGROUND}::test_between_two_batches_nothing_is_under_way",
     ),
     Mutation(
         "a changed model does not drop the profile of the batch before it",
         "ds_dynmo/engine/decide/rebalancer.py",
-        "        self.drop_decided_move()\n        self._drop_posted_profile()\n        self._profiler",
-        "        self.drop_decided_move()\n        self._profiler",
+        "        self.drop_decided_move()\n        self._drop_posted_profile()\n"
+        "        self._profiler.forget(batches_too=True)\n        self.cost_model",
+        "        self.drop_decided_move()\n        self._profiler.forget(batches_too=True)\n        self.cost_model",
         f"{BACKGROUND}::test_a_profile_of_another_state_is_dropped",
     ),
     Mutation(
