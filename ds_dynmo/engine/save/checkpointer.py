@@ -81,6 +81,11 @@ class Checkpointer:
         )
         return True
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save was under way in the background when the last batch began: the same on every rank."""
+        return self._under_way is not None
+
     def wait(self) -> None:
         """Wait until no save is under way in the background. Collective.
 
