@@ -26,7 +26,7 @@ ENCODED_TOGETHER = 256  # documents
 class Tokenizer:
     """The tokenizer in a folder of a Hugging Face model.
 
-    Documents get the special tokens that the library's ``tokenizer(text)`` gives them, and the folder's end-of-text
+    Documents get the special tokens that transformers' ``tokenizer(text)`` gives them, and the folder's end-of-text
     token, if they do not end with it.
 
     Args:
@@ -56,7 +56,7 @@ class Tokenizer:
             ) from error
         try:
             self._tokenizer: Any = LibraryTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises Exception itself
+        except Exception as error:  # transformers raises Exception itself
             raise ConfigError(f"{path}: tokenizers cannot read it: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -74,13 +74,13 @@ class Tokenizer:
         """Return the ids of each document.
 
         Raises:
-            ConfigError: the library cannot encode one, such as words without a token for unknown ones.
+            ConfigError: transformers cannot encode one, such as words without a token for unknown ones.
         """
         documents = iter(documents)
         while batch := list(itertools.islice(documents, ENCODED_TOGETHER)):
             try:
                 encodings = self._tokenizer.encode_batch(batch)
-            except Exception as error:  # the library raises Exception itself
+            except Exception as error:  # transformers raises Exception itself
                 raise ConfigError(f"{self.folder / TOKENIZER}: tokenizers cannot encode with it: {error}") from error
             for encoding in encodings:
                 ids = encoding.ids
@@ -90,7 +90,7 @@ class Tokenizer:
         return load_json(self.folder / name) if (self.folder / name).is_file() else {}
 
     def _check(self, settings: dict[str, Any]) -> None:
-        """Refuse what the library would change in the tokenizer when it opens the folder."""
+        """Refuse what transformers would change in the tokenizer when it opens the folder."""
         missing = [token for token in _named(settings) if self._tokenizer.token_to_id(token) is None]
         if missing:
             raise ConfigError(

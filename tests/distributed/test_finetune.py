@@ -1,4 +1,4 @@
-"""Finetuning in one command: a Hugging Face folder, text that its tokenizer reads, weights that the library reads."""
+"""Finetuning in one command: a Hugging Face folder, text that its tokenizer reads, weights that transformers reads."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def command(arguments: list[str]) -> int:
 
 
 def validation_loss(model: Any, made: Path, out: Path, documents: Any) -> float:
-    """Compute what the command reports last, in the library, one document after the other."""
+    """Compute what the command reports last, in transformers, one document after the other."""
     config = DataConfig(documents=documents, cache=str(out / "cache"))
     data = open_data(made / "text.jsonl", config, vocabulary=400, tokenizer=made / "model")
     batches = data.batches("validation", micro_batch_size=SEQUENCES, sequence_length=LENGTH, seed=0)

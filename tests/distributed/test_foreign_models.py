@@ -34,7 +34,7 @@ def alexnet() -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]], list[
 
 
 class Decoder(nn.Module):
-    """One of the library's decoder layers, with the inputs that its model would pass. All share one rotary part."""
+    """One of transformers' decoder layers, with the inputs that its model would pass. All share one rotary part."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
         super().__init__()

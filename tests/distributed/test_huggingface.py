@@ -1,4 +1,4 @@
-"""Hugging Face models in a pipeline: moves change nothing, and training equals that of the library's model."""
+"""Hugging Face models in a pipeline: moves change nothing, and training equals that of transformers' model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Experts of a Hugging Face model that replicas share: the model is the library's, its layers move, and it is exported.
+"""Experts of a Hugging Face model that replicas share: the model is transformers', its layers move, and it is exported.
 
-An expert multiplies the tokens of all replicas at once, so that sums are those of the library's model in another order.
+An expert multiplies the tokens of all replicas at once, so that sums are those of transformers' model in another order.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def test_a_replica_whose_experts_nobody_chose_trains_as_with_all_experts_in_one_
             torch.testing.assert_close(torch.tensor(weights), torch.tensor(expected[share]), rtol=1e-4, atol=1e-5)
 
 
-# -- beside the library's model ---------------------------------------------------------------------------------------
+# -- beside transformers' model ---------------------------------------------------------------------------------------
 
 PARTITIONS = [[0, 4, 7], [0, 2, 7], [0, 6, 7]]
 MICRO_BATCHES = 3

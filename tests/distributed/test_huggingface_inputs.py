@@ -94,7 +94,7 @@ def test_training_equals_that_of_the_librarys_model(name: str) -> None:
 
 
 def count_runs(partitions: list[list[int]], checkpoint_interval: int) -> list[tuple[int, bool]]:
-    """Count the runs of the library's ``forward`` in a step at each partition; and do layers share what runs it?"""
+    """Count the runs of transformers' ``forward`` in a step at each partition; and do layers share what runs it?"""
     engine = engine_of("qwen3", activation_checkpoint_interval=checkpoint_interval)
     stubbed = engine.module._layer_specs[0].module_args[0].stubbed
     runs, run, data, found = [0], stubbed._run, micro_batches("qwen3"), []

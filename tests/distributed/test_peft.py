@@ -216,7 +216,7 @@ def loss_of(model: Any, micro_batches: Any, *, backward: bool = False) -> float:
     ],
 )
 def test_training_equals_that_of_pefts_model(kind: str, lora: dict[str, Any], tmp_path: Path) -> None:
-    """Two stages with moves train what peft trains; peft reads the adapters, and the library the merged model."""
+    """Two stages with moves train what peft trains; peft reads the adapters, and transformers the merged model."""
     torch.manual_seed(3)
     base, checkpoint, out, whole_model = (str(tmp_path / part) for part in ("base", "checkpoint", "out", "merged"))
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **SIZES)).save_pretrained(

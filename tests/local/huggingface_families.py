@@ -1,4 +1,4 @@
-"""Try a family of causal language models: the layers of a tiny model of its default config beside the library's."""
+"""Try a family of causal language models: the layers of a tiny model of its default config beside transformers'."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def tiny_values(kind: str, **changes: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def compare_forward(model: Any) -> None:
-    """Compare logits with the library's in evaluation: torch has no backward pass of FlexAttention on CPUs.
+    """Compare logits with transformers' in evaluation: torch has no backward pass of FlexAttention on CPUs.
 
     Raises:
         AssertionError: they differ.
@@ -150,7 +150,7 @@ def compare_forward(model: Any) -> None:
 
 
 def compare_files(model: Any) -> None:
-    """Read a folder that the library wrote, export it again, and let the library read that.
+    """Read a folder that transformers wrote, export it again, and let transformers read that.
 
     Raises:
         AssertionError: weights or names of tensors differ.

@@ -1,4 +1,4 @@
-"""The layers of a Hugging Face model, compared with the library's own forward and backward pass."""
+"""The layers of a Hugging Face model, compared with transformers' own forward and backward pass."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Whole(nn.Module):
         return activations
 
     def gradients(self, reference: Any) -> dict[str, torch.Tensor | None]:
-        """Return gradients by the library's names."""
+        """Return gradients by transformers' names."""
         path = {id(module): name for name, module in reference.named_modules()}
         base = reference.base_model
         parts = [reference.get_input_embeddings()]
@@ -125,7 +125,7 @@ def built(model: Any, **settings: Any) -> Whole:
 
 
 def library_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits and total loss. The library takes unshifted labels, so the cross entropy is ours."""
+    """Return logits and total loss. Transformers takes unshifted labels, so the cross entropy is ours."""
     outputs = model(tokens)
     loss = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
     if getattr(outputs, "aux_loss", None) is not None:
@@ -166,7 +166,7 @@ def test_the_router_loss_equals_the_librarys_and_is_absent_in_evaluation() -> No
 
 
 class Runs:
-    """Counts how often the library's ``forward`` is run for arguments of layers."""
+    """Counts how often transformers' ``forward`` is run for arguments of layers."""
 
     def __init__(self, layers: Whole) -> None:
         (self.stubbed,) = {layer.stubbed for layer in layers.layers if hasattr(layer, "stubbed")}
@@ -223,7 +223,7 @@ def test_micro_batches_in_flight_have_their_own_arguments(reentrant: bool | None
 
 
 def test_bf16_results_equal_the_librarys() -> None:
-    """DeepSpeed converts layers to bf16 as torch does. The library keeps rotary frequencies in fp32, and so do we."""
+    """DeepSpeed converts layers to bf16 as torch does. Transformers keeps rotary frequencies in fp32, and so do we."""
     for name in ("llama", "mixtral balanced", "gpt2"):
         reference, (tokens, _) = library_model(name), batch()
         ours = built(reference).bfloat16()
@@ -540,7 +540,7 @@ def test_a_model_that_is_not_built_as_its_config_says_is_refused() -> None:
 
 
 def test_a_tied_head_with_values_of_its_own_in_the_files_is_refused(tmp_path: Path) -> None:
-    """The library does not tie it then."""
+    """Transformers does not tie it then."""
     reference = library_model("llama tied")
     reference.save_pretrained(tmp_path)
     embedding = reference.model.embed_tokens.weight.detach()
@@ -588,7 +588,7 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     refused(r"has no file model\.safetensors; files of pickle are not read")
     (tmp_path / "adapter_config.json").touch()
-    refused(r"has adapter_config\.json: the library would load the adapter too")
+    refused(r"has adapter_config\.json: transformers would load the adapter too")
 
 
 # -- the "model" section --------------------------------------------------------------------------------------

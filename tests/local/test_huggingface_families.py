@@ -1,4 +1,4 @@
-"""Families of causal language models beside the library's, one for each mechanism, and what is refused."""
+"""Families of causal language models beside transformers', one for each mechanism, and what is refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_family_equals_the_librarys(kind: str) -> None:
 
 @pytest.mark.nightly
 def test_what_the_page_says_of_families_holds() -> None:
-    """Takes minutes. Later versions of the library have more families."""
+    """Takes minutes. Later versions of transformers have more families."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -58,7 +58,7 @@ def test_what_the_page_says_of_families_holds() -> None:
 
 
 def verify(values: dict[str, Any], **changes: Any) -> None:
-    """Compare what is made of a config with the library's model; ``changes`` are to what verification found."""
+    """Compare what is made of a config with transformers' model; ``changes`` are to what verification found."""
     settings = {name: changes.pop(name) for name in ("inputs", "parallel") if name in changes}
     source = verification.find_transforms(adapter.source_of(values, 0, **settings), "a model")
     verification._compare_once.cache_clear()
@@ -170,14 +170,14 @@ def test_another_router_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     values = tiny_values("mixtral", router_aux_loss_coef=0.5)
     verify(values)
     monkeypatch.setattr(adapter, "find_router_loss", lambda model, blocks, place: (None, [False] * len(blocks)))
-    with pytest.raises(ConfigError, match=r"the loss of a tiny model is \d.*, the library's \d"):
+    with pytest.raises(ConfigError, match=r"the loss of a tiny model is \d.*, transformers' \d"):
         verify(values)
 
 
 def test_packed_documents_that_see_each_other_are_refused() -> None:
     values = tiny_values("minimax")
     verify(values)
-    with pytest.raises(PackingError, match=r"packed documents see each other, as in the library: logits .* differ by"):
+    with pytest.raises(PackingError, match=r"packed documents see each other, as in transformers: logits .* differ by"):
         verify(values, inputs=("position_ids",))
 
 

@@ -156,7 +156,7 @@ def test_at_least_60_families_take_adapters() -> None:
     for kind in families():
         try:
             huggingface.layers(tiny_model(kind), attn_implementation="eager")
-        except Exception:  # a family that does not work; the library raises many kinds
+        except Exception:  # a family that does not work; transformers raises many kinds
             continue
         compare_family(kind)
         working.append(kind)

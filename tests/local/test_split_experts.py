@@ -24,7 +24,7 @@ STACKED = {"experts.gate_up_proj", "experts.down_proj"}
 
 
 def mixtral(experts: str, top_k: int = 2) -> nn.Module:
-    """The library's layer; ``experts``: its implementation."""
+    """Transformers' layer; ``experts``: its implementation."""
     library = pytest.importorskip("transformers")
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 

@@ -1,6 +1,6 @@
 """Causal language models of Hugging Face's transformers as layers of a pipeline.
 
-A family's configuration declares of what parts the model consists, in ``base_model_pp_plan``. The library's own modules
+A family's configuration declares of what parts the model consists, in ``base_model_pp_plan``. Transformers' own modules
 compute (:mod:`ds_dynmo.models.huggingface.modules` puts them together), so that logits and gradients are those of the
 library's model; :mod:`ds_dynmo.models.huggingface.verification` compares them. Weights are fp32 whatever the files
 hold: precision is the engine's matter.
@@ -45,7 +45,7 @@ from ds_dynmo.models.huggingface.weights import Folder, InMemory, Stored, Tensor
 __all__ = ["INPUTS", "PART", "build_layers", "source_of", "specs_of"]
 
 TIE = "embedding"
-PART = "part."  # in each of our layers, the name of the library's module
+PART = "part."  # in each of our layers, the name of the transformers module
 INPUTS = ("attention_mask", "position_ids")  # what a batch may have beside its tokens
 
 
@@ -65,11 +65,11 @@ def build_layers(
 
     A tied head and the embedding are one ``TiedLayerSpec`` key, "embedding". ``loss_fn`` is
     :func:`~ds_dynmo.models.gpt.language_model_loss`, which adds the router loss of a model with experts if the config
-    says ``output_router_logits``, as in the library. Unlike the library, evaluations leave it out.
+    says ``output_router_logits``, as in transformers. Unlike transformers, evaluations leave it out.
 
     Args:
         model: a local folder with ``config.json`` and safetensors files, of which each layer reads its own tensors
-            when it is built; the path of a ``config.json``, a config object of the library's or its dict (with
+            when it is built; the path of a ``config.json``, a transformers config object or its dict (with
             "model_type") for fresh weights; or a model object, whose weights are copied. A ``PeftModel`` of peft's
             gives its active adapter too.
         seed: what fresh weights are drawn from, a generator for each layer: the same under every partition.
@@ -80,8 +80,8 @@ def build_layers(
         inputs: what a batch has beside its tokens, int64 ``[batch, sequence]`` each, in this order:
             "attention_mask", 0 for padding; "position_ids", which begin anew with each document of a packed sequence.
             The first layer is given a tuple then.
-        attn_implementation: the library's name; None: "sdpa" where the family has it, else "eager".
-        verified: compare a tiny model of these layers with the library's first, on the CPU, so with other attention
+        attn_implementation: transformers' name; None: "sdpa" where the family has it, else "eager".
+        verified: compare a tiny model of these layers with transformers' first, on the CPU, so with other attention
             than kernels of accelerators; False: trust the declared parts.
         peft: LoRA adapters, as peft's ``LoraConfig`` or its keys; all weights but theirs are frozen. Where neither it
             nor peft says which modules get one, all linear layers of attention and dense feed-forward parts do, and
@@ -207,7 +207,7 @@ def _adapters(source: Source, lora: Lora, label: str, *, weights: bool) -> Adapt
 
 
 def _skeleton(config: Any, label: str, attn_implementation: str | None) -> Any:
-    """Build the library's model without memory."""
+    """Build transformers' model without memory."""
     if attn_implementation is not None and "/" in attn_implementation:
         raise ConfigError(f"attn_implementation {attn_implementation}: names code to be fetched, which is never run")
     with torch.device("meta"):
@@ -216,12 +216,12 @@ def _skeleton(config: Any, label: str, attn_implementation: str | None) -> Any:
             if attn_implementation is None:
                 attn_implementation = default_attention(auto._model_mapping[type(config)])
             return auto.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
-        except Exception as error:  # the library raises many kinds for sizes that do not fit
+        except Exception as error:  # transformers raises many kinds for sizes that do not fit
             raise ConfigError(f"{label}: transformers cannot build the model: {error}") from error
 
 
 def _exact_buffers(skeleton: Any, outline: Outline) -> tuple[str, ...]:
-    """List the buffers of layers that the library keeps in fp32 in a bf16 model."""
+    """List the buffers of layers that transformers keeps in fp32 in a bf16 model."""
     inside = tuple(f"{path}." for path in outline.paths)
     buffers = {name for name, one in skeleton.named_buffers() if one.is_floating_point() and name.startswith(inside)}
     if not buffers:
@@ -249,7 +249,7 @@ def _stored_tensors(source: Source, tensors: Folder) -> dict[str, Stored]:
 
 
 def _check_tied(source: Source, tensors: Folder, stored: Mapping[str, Stored]) -> None:
-    """Refuse files that have embedding and head both, with other values: the library does not tie them then."""
+    """Refuse files that have embedding and head both, with other values: transformers does not tie them then."""
     ends = [f"{source.outline.paths[end]}.weight" for end in (0, -1)]
     if all(name in stored for name in ends):
         first, last = (stored[name].names[0] for name in ends)
@@ -261,7 +261,7 @@ def _check_tied(source: Source, tensors: Folder, stored: Mapping[str, Stored]) -
 
 
 def _expected(source: Source) -> dict[str, tuple[int, ...]]:
-    """List the shapes of all that the model has, by the library's names."""
+    """List the shapes of all that the model has, by transformers' names."""
     outline = source.outline
     return {
         f"{outline.paths[layer]}.{name}": shape

@@ -30,7 +30,7 @@ class SavedLayer:
 
     Attributes:
         path: of the file that the tensors are from.
-        tensors: by the names in the library's module of the layer, its part.
+        tensors: by the names in transformers' module of the layer, its part.
         attributes: plain ones of each module in the part, by its path.
         left_out: digests of frozen weights that were not saved, by the names in the part.
     """
@@ -57,7 +57,7 @@ def write_adapters(
 
     Args:
         base: of which model the adapters are, for the config.
-        layers: each with the library's path of its part.
+        layers: each with transformers' path of its part.
 
     Raises:
         CheckpointError: tensors are not those of the adapters, or these were trained with other factors.
@@ -87,7 +87,7 @@ def write_adapters(
 
 
 def merged(source: Source, layer: int, saved: SavedLayer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Add a layer's adapters to its weights in fp32, and name them as the library's files do.
+    """Add a layer's adapters to its weights in fp32, and name them as transformers' files do.
 
     Args:
         source: reads the base where the checkpoint lacks it.

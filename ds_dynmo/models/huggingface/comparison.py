@@ -1,4 +1,4 @@
-"""Compare layers with the library's model: logits, loss, gradients, in training and evaluation, with dropout."""
+"""Compare layers with transformers' model: logits, loss, gradients, in training and evaluation, with dropout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEED = 0  # of dropout
 
 
 def compare(model: Any, layers: BuiltLayers, inputs: tuple[str, ...]) -> str:
-    """Describe how ``layers`` differ from the library's ``model``, whose weights they have; empty: not at all.
+    """Describe how ``layers`` differ from transformers' ``model``, whose weights they have; empty: not at all.
 
     Draws random numbers from torch's generator of the CPU.
 
@@ -45,7 +45,7 @@ def compare_parameters(model: Any, layers: BuiltLayers) -> str:
     if apart:
         return f"layers of a tiny model do not have each parameter once: {', '.join(apart[:3])}"
     apart = [name for name, one in parameters.items() if one.requires_grad != weights[name].requires_grad]
-    return f"layers of a tiny model do not train what the library trains: {', '.join(apart[:3])}" if apart else ""
+    return f"layers of a tiny model do not train what transformers trains: {', '.join(apart[:3])}" if apart else ""
 
 
 def _compare_training(model: Any, layers: BuiltLayers, tokens: torch.Tensor, beside: Beside) -> str:
@@ -60,7 +60,7 @@ def _compare_training(model: Any, layers: BuiltLayers, tokens: torch.Tensor, bes
         return said
     loss = language_model_loss(found, F.pad(labels[:, 1:], (0, 1), value=-100))
     if not abs(loss - expected.loss) <= TOLERANCE * abs(expected.loss):
-        return f"the loss of a tiny model is {loss:.7g}, the library's {expected.loss:.7g}"
+        return f"the loss of a tiny model is {loss:.7g}, transformers' {expected.loss:.7g}"
     return _compare_gradients(model, layers, expected.loss, loss)
 
 
@@ -103,7 +103,7 @@ def compare_documents(layers: BuiltLayers, vocabulary: int) -> str:
     scale, off = logits.abs().max(), (logits - changed).abs().max()
     if not off <= TOLERANCE * scale:
         return (
-            f"packed documents see each other, as in the library: logits of a tiny model differ by {off:.3g}, the "
+            f"packed documents see each other, as in transformers: logits of a tiny model differ by {off:.3g}, the "
             f"largest is {scale:.3g}"
         )
     return ""

@@ -33,12 +33,12 @@ _SHOULD_BE = (
 DRAWS = ("dropout", "pdrop", "drop", "jitter_noise")  # ends of a config's keys; those of the embedding begin with "emb"
 
 
-# Parts of the model without its head, in their order, of families for which the library declares none.
+# Parts of the model without its head, in their order, of families for which transformers declares none.
 PLANS = {"gpt2": ("wte", "wpe", "drop", "h", "ln_f")}
 
 
 def transformers() -> Any:
-    """Import the library.
+    """Import transformers.
 
     Raises:
         ConfigError: it is not installed.
@@ -53,7 +53,7 @@ def transformers() -> Any:
 
 
 def library_module(name: str) -> Any:
-    """Import a module of the library's."""
+    """Import a transformers module."""
     return importlib.import_module(f"{transformers().__name__}.{name}")
 
 
@@ -105,7 +105,7 @@ def config_of(model: Any) -> Any:
             raise ConfigError(f"{path}: there is no such folder or file (models are not fetched)")
         if (path / ADAPTER).is_file():
             raise ConfigError(
-                f"{path}: has {ADAPTER}: the library would load the adapter too. Give the PeftModel that peft's "
+                f"{path}: has {ADAPTER}: transformers would load the adapter too. Give the PeftModel that peft's "
                 "from_pretrained(..., is_trainable=True) makes, or the folder of a model without adapters"
             )
         path = path / "config.json" if path.is_dir() else path
@@ -117,7 +117,7 @@ def config_of(model: Any) -> Any:
 
 
 def default_attention(kind: Any) -> str:
-    """Name the implementation of attention that we take for a model class of the library's if nobody asks for one."""
+    """Name the implementation of attention that we take for a transformers model class if nobody asks for one."""
     return "sdpa" if kind._supports_sdpa else "eager"
 
 
@@ -145,13 +145,13 @@ def _read(library: Any, values: dict[str, Any], label: str) -> Any:
     try:
         return type(library.AutoConfig.for_model(kind)).from_dict(
             copy.deepcopy(values)
-        )  # the library changes nested ones
-    except Exception as error:  # the library's own checks raise many kinds
+        )  # transformers changes nested ones
+    except Exception as error:  # transformers' own checks raise many kinds
         raise ConfigError(f"{label}: is not a config of a {kind} model: {error}") from error
 
 
 def _check_keys(config: Any, values: dict[str, Any]) -> None:
-    """Refuse keys that the library would keep and ignore."""
+    """Refuse keys that transformers would keep and ignore."""
     known = {
         *type(config)().to_dict(),
         *config.attribute_map,
@@ -188,7 +188,7 @@ def _check_family(config: Any, label: str) -> None:
 
 
 def _check_sizes(config: Any, label: str) -> None:
-    """Refuse sizes that the library would notice in the first pass only."""
+    """Refuse sizes that transformers would notice in the first pass only."""
     if differs_by_layer(config):
         return
     heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
@@ -211,7 +211,7 @@ def _check_sizes(config: Any, label: str) -> None:
 
 
 def differs_by_layer(config: Any) -> bool:
-    """Return whether sizes differ from layer to layer: the library has no common value of such a one."""
+    """Return whether sizes differ from layer to layer: transformers has no common value of such a one."""
     return bool(getattr(config, "is_heterogeneous", False))
 
 

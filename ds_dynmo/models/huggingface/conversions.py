@@ -1,4 +1,4 @@
-"""What tensors of the library's files become in its models, and back, by the library's own table of conversions."""
+"""What tensors of transformers' files become in its models, and back, by transformers' own table of conversions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["locate", "made_shapes", "to_files"]
 
 
 def locate(model: Any, names: Collection[str]) -> tuple[dict[str, Stored], list[str]]:
-    """Find what the tensors ``names`` of files are in the library's ``model``.
+    """Find what the tensors ``names`` of files are in transformers' ``model``.
 
     Returns:
         By the first tensor that they make, what it is made of; and the names that make nothing.
@@ -52,14 +52,14 @@ def _stored(target: str, found: list[tuple[str, str | None]], converters: Mappin
 def made_shapes(
     model: Any, stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], label: str
 ) -> dict[str, tuple[Stored, tuple[int, ...]]]:
-    """Find what is made of files' tensors, by its name in the library's ``model``, with its shape; nothing is read.
+    """Find what is made of files' tensors, by its name in transformers' ``model``, with its shape; nothing is read.
 
     Args:
         shapes: of the files' tensors.
         label: of the files, for messages.
 
     Raises:
-        ConfigError: the library cannot make it of such tensors.
+        ConfigError: transformers cannot make it of such tensors.
     """
     made = {}
     for target, one in stored.items():
@@ -67,12 +67,12 @@ def made_shapes(
             found = {name: torch.empty(shapes[name], device="meta") for name in one.names}
             for name, value in one.values(found, model).items():
                 made[name] = (replace(one, target=name), tuple(value.shape))
-        except Exception as error:  # the library raises many kinds for shapes that do not fit
+        except Exception as error:  # transformers raises many kinds for shapes that do not fit
             raise ConfigError(f"{label}: {target} cannot be made of {', '.join(one.names[:3])}: {error}") from error
     return made
 
 
 def to_files(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make what the library's files hold of tensors of its ``model``."""
+    """Make what transformers' files hold of tensors of its ``model``."""
     made: dict[str, torch.Tensor] = library_module("core_model_loading").revert_weight_conversion(model, dict(tensors))
     return made

@@ -1,6 +1,6 @@
 """Decoder layers with experts: what they take is counted, and data-parallel replicas can share them out.
 
-The library's module of a layer's experts stays as it is, and computes, whatever its kind. Hooks count what it is given.
+Transformers' module of a layer's experts stays as it is, and computes, whatever its kind. Hooks count what it is given.
 Where experts are distributed over replicas, hooks give it the rows of its own experts, from all replicas, and send the
 results back.
 """
@@ -26,7 +26,7 @@ __all__ = ["MoEDecoderLayer", "keep_share"]
 
 
 def keep_share(module: nn.Module, share: slice, count: int) -> None:
-    """Leave ``share`` of ``count`` experts in the library's ``module`` of them, if it does not have just these."""
+    """Leave ``share`` of ``count`` experts in transformers' ``module`` of them, if it does not have just these."""
     kept = share.stop - share.start
     for weights in module.parameters():
         if len(weights) == count > kept:
@@ -126,7 +126,7 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
 
     @contextmanager
     def _hooked(self, one: _ExpertPass) -> Iterator[None]:
-        """Register ``one`` as hooks of the library's module in the body: a layer that moves or is saved has none."""
+        """Register ``one`` as hooks of transformers' module in the body: a layer that moves or is saved has none."""
         handles = [self._module.register_forward_pre_hook(one.before), self._module.register_forward_hook(one.after)]
         try:
             yield
@@ -146,7 +146,7 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
 
 
 class _ExpertPass:
-    """What is done around the library's experts in one pass of a layer.
+    """What is done around transformers' experts in one pass of a layer.
 
     Args:
         replicas: that share the layer's experts; None: all are here.
@@ -175,7 +175,7 @@ class _ExpertPass:
         return self._for_module(self._dispatch.to_experts(rows), list(self._dispatch.counts))
 
     def after(self, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        """Take the results of shared experts back and add up each token's, weighted, as the library does."""
+        """Take the results of shared experts back and add up each token's, weighted, as transformers does."""
         if self._replicas is None:
             return output
         made = self._dispatch.back(output[: sum(self._dispatch.counts)])

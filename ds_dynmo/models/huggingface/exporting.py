@@ -31,7 +31,7 @@ def export(
     peft: Any = None,
     merge: bool = False,
 ) -> None:
-    """Write the weights of a checkpoint in the library's format, for its ``from_pretrained``.
+    """Write the weights of a checkpoint in transformers' format, for its ``from_pretrained``.
 
     One process reads and writes one layer after the other, whatever the partition was that saved them; weights have
     the dtype that they were trained in. Of a model with adapters, those alone are written, for peft's
@@ -100,14 +100,14 @@ def _saved_layer(path: Path, layer: int) -> SavedLayer:
 
 
 def _saved(path: Path, layer: int) -> dict[str, torch.Tensor]:
-    """Read the tensors of one pipeline layer, by the names in the library's module of it."""
+    """Read the tensors of one pipeline layer, by the names in transformers' module of it."""
     found = {name.removeprefix(PART): value for name, value in load(path).items()}
     shares = _shares(path.parent, layer)
     return found | {name: torch.cat([share[name] for share in shares]) for name in (shares[0] if shares else ())}
 
 
 def _exported(source: Source, layer: int, path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of one pipeline layer, named as the library names them."""
+    """Read the tensors of one pipeline layer, named as transformers names them."""
     found = _saved(path, layer)
     part = source.outline.paths[layer]
     expected = {name: torch.Size(shape) for name, shape in source.shapes(layer).items()}

@@ -1,6 +1,6 @@
 """Take over from a model in memory what its config does not say, and refuse what cannot be taken over.
 
-Scripts change models after they are built: the rate of a dropout, the token of padding, a layer's place. The library
+Scripts change models after they are built: the rate of a dropout, the token of padding, a layer's place. Transformers
 computes with the attributes of its modules then, not with the config.
 """
 
@@ -24,8 +24,8 @@ def take_settings(skeleton: Any, model: nn.Module, label: str) -> None:
     """Copy the settings of the modules of ``model`` to those of ``skeleton``.
 
     Args:
-        skeleton: the library's model of the config, without memory.
-        model: the library's, with adapters or without.
+        skeleton: transformers' model of the config, without memory.
+        model: transformers', with adapters or without.
 
     Raises:
         ConfigError: a module has another class than the config says, or other weights are shared.

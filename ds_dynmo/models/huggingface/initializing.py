@@ -1,4 +1,4 @@
-"""Let the library initialize modules: what it draws, and whether it gave each tensor a value."""
+"""Let transformers initialize modules: what it draws, and whether it gave each tensor a value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_set", "drawing_from", "unset"]
 
 @contextmanager
 def drawing_from(*key: int | str) -> Iterator[None]:
-    """Draw from the generator of ``key`` meanwhile: the library draws from torch's, whose state is put back."""
+    """Draw from the generator of ``key`` meanwhile: transformers draws from torch's, whose state is put back."""
     state = torch.get_rng_state()
     torch.set_rng_state(generator_for(*key).get_state())
     try:

@@ -1,6 +1,6 @@
 """LoRA adapters of Hugging Face's peft in pipeline layers.
 
-peft puts its modules into a model of the library's that has no memory. Each pipeline layer gets a copy of those in its
+peft puts its modules into a transformers model that has no memory. Each pipeline layer gets a copy of those in its
 part, around the weights that it has read or drawn. So no rank builds more than its own layers, and adapters compute by
 peft's own code.
 """
@@ -30,8 +30,8 @@ class Adapters:
     """The adapters of a model, or of one part of it.
 
     Attributes:
-        model: peft's, around the library's, without memory.
-        config: of the library's model, which parts refer to.
+        model: peft's, around transformers', without memory.
+        config: of transformers' model, which parts refer to.
         name: the adapter's.
         tensors: values by peft's names; None: fresh ones.
         trainable: ``requires_grad`` by peft's names.
@@ -95,7 +95,7 @@ class Adapters:
                 module.update_layer(self.name, rank, lora_alpha=alpha, config=self.lora_config)
 
     def merge(self, path: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Add adapters to the weights of a part, and give its tensors by the library's names.
+        """Add adapters to the weights of a part, and give its tensors by transformers' names.
 
         Args:
             values: of all tensors of the part, by peft's names; they change.
@@ -114,7 +114,7 @@ class Adapters:
 def adapters_in(
     skeleton: Any, blocks: Sequence[nn.Module], lora: Lora, label: str, *, weights: bool = True
 ) -> Adapters:
-    """Let peft put adapters into a copy of ``skeleton``, the library's model without memory.
+    """Let peft put adapters into a copy of ``skeleton``, transformers' model without memory.
 
     Args:
         blocks: its decoder layers.
@@ -182,7 +182,7 @@ def _with_adapters(skeleton: Any, config: Any, adapter: str, label: str) -> Any:
 
 
 def base_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Collect the tensors of a model's base by the library's names."""
+    """Collect the tensors of a model's base by transformers' names."""
     named = ((plain_name(name), tensor) for name, tensor in model.state_dict().items() if not is_adapters(name))
     return {own: tensor for own, tensor in named if own is not None}
 

@@ -62,7 +62,7 @@ class Lora:
     Attributes:
         config: peft's, a copy.
         name: the adapter's.
-        model: the library's model that has the adapter; None: it is made anew.
+        model: transformers' model that has the adapter; None: it is made anew.
     """
 
     config: Any

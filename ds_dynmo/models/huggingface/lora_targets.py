@@ -33,7 +33,7 @@ def choose_targets(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
     """Name all linear layers of attention and of dense feed-forward parts.
 
     Args:
-        model: the library's, with or without memory. A name is that of the module alone where no other module of the
+        model: transformers', with or without memory. A name is that of the module alone where no other module of the
             model has it, else its path in the decoder layer.
         blocks: its decoder layers.
     """
@@ -60,7 +60,7 @@ def check_names(config: Any, model: nn.Module, label: str) -> None:
 
     Args:
         config: peft's.
-        model: the library's, with or without memory.
+        model: transformers', with or without memory.
 
     Raises:
         ConfigError: with the first such name, and those that there are.

@@ -1,9 +1,9 @@
 """The pipeline layers around the parts of a Hugging Face causal language model.
 
-Each holds one module of the library's as ``part``. What the library's model computes between them is computed by the
+Each holds one module of transformers as ``part``. What transformers' model computes between them is computed by the
 :class:`~ds_dynmo.models.huggingface.stubbed_model.StubbedModel` that all layers share. Between layers there is what a
 :class:`~ds_dynmo.models.stream.Stream` packs, and behind it the model's inputs beside the tokens, unchanged. Where a
-model has a router loss, ``auxiliary`` is fp32 ``[2, experts]`` until the head makes the loss of it: the library's loss
+model has a router loss, ``auxiliary`` is fp32 ``[2, experts]`` until the head makes the loss of it: transformers' loss
 is a product of means over the tokens of all layers, no sum over layers.
 """
 
@@ -38,7 +38,7 @@ Inputs = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The library's ``load_balancing_loss_func``, summed up layer by layer.
+    """Transformers' ``load_balancing_loss_func``, summed up layer by layer.
 
     ``experts * sum_e f_e P_e`` times ``coefficient``, with ``f_e`` the choices of expert ``e`` per token and ``P_e``
     its mean router probability, both over the tokens of all decoder layers (Switch Transformer, equations 4 to 6).
@@ -133,7 +133,7 @@ class PositionEmbedding(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer of the library's.
+    """One transformers decoder layer.
 
     Args:
         block: its number among the decoder layers.
@@ -167,7 +167,7 @@ class DecoderLayer(nn.Module):
         return _pack(replace(stream, hidden=hidden, auxiliary=auxiliary), inputs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DecoderLayer:
-        """Convert as ``nn.Module`` does, but for dtypes of buffers that the library keeps in fp32."""
+        """Convert as ``nn.Module`` does, but for dtypes of buffers that transformers keeps in fp32."""
         with _keeping_dtypes(self.part, self.exact):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -207,7 +207,7 @@ def tied_logits(embedding: InputEmbedding, activations: Activations) -> Activati
 
 @dataclass(frozen=True)
 class _Tied:
-    """Stands for the library's output embedding."""
+    """Stands for transformers' output embedding."""
 
     weight: torch.Tensor
 

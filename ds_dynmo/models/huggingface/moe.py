@@ -1,4 +1,4 @@
-"""Find experts and routers in the decoder layers of a model of the library's."""
+"""Find experts and routers in the decoder layers of a transformers model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ds_dynmo.models.huggingface.outline import Experts
 
 __all__ = ["can_share", "find_experts", "find_router_loss"]
 
-# What the library's experts are called with: tokens, numbers of experts, their weights.
+# What transformers' experts are called with: tokens, numbers of experts, their weights.
 CALLS = (["hidden_states", "top_k_index", "top_k_weights"], ["hidden_states", "router_indices", "routing_weights"])
 TOKENS = 11  # of a trial
 
@@ -81,7 +81,7 @@ def find_router_loss(model: Any, blocks: Sequence[nn.Module], label: str) -> tup
     """Describe what routers add to the loss, None where the config does not ask for it, and which layers have one.
 
     Raises:
-        ConfigError: the config asks for it, and it is not known what the library would compute.
+        ConfigError: the config asks for it, and it is not known what transformers would compute.
     """
     config = model.config
     none = [False] * len(blocks)

@@ -1,4 +1,4 @@
-"""Find the parts of a model of the library's that become pipeline layers."""
+"""Find the parts of a transformers model that become pipeline layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Experts", "Outline", "outline_of"]
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a decoder layer of the library's.
+    """The experts of a transformers decoder layer.
 
     Attributes:
         path: of their module in the decoder layer. It is called with tokens ``[tokens, hidden]``, and, ``[tokens,
@@ -36,7 +36,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Outline:
-    """Where the library keeps the parts of a model.
+    """Where transformers keeps the parts of a model.
 
     Attributes:
         paths: per pipeline layer, of its part; a tied head has the last one.
@@ -64,7 +64,7 @@ class Outline:
 
 
 def outline_of(model: Any, label: str) -> Outline:
-    """Find the parts that the library declares.
+    """Find the parts that transformers declares.
 
     Raises:
         ConfigError: they are not embedding, decoder layers and norm, or not all that has weights.

@@ -1,4 +1,4 @@
-"""A model of the library's without memory, and how pipeline layers get their parts of it."""
+"""A transformers model without memory, and how pipeline layers get their parts of it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from ds_dynmo.models.huggingface.weights import Stored, Tensors
 __all__ = ["Source"]
 
 _CPU = torch.device("cpu")
-_INITIALIZED = "_is_hf_initialized"  # the library initializes no tensor that has it
+_INITIALIZED = "_is_hf_initialized"  # transformers initializes no tensor that has it
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model of the library's without memory, and where the weights of its parts come from.
+    """A transformers model without memory, and where the weights of its parts come from.
 
     Attributes:
-        skeleton: the library's model on the "meta" device.
+        skeleton: transformers' model on the "meta" device.
         outline: where its parts are.
-        stubbed: the library's model around its parts.
+        stubbed: transformers' model around its parts.
         inputs: of the model beside the tokens, in the order in which they follow those.
         tensors: None for fresh weights.
         stored_tensors: per tensor of the model, those in ``tensors`` that it is made of; None: the one of its name.
         experts: per decoder layer, if it has any.
-        trainable: ``requires_grad`` by the library's name; where it says nothing, as the library builds the parameter.
-        exact: buffers that the library keeps in fp32 in a bf16 model.
-        has_input_transform: whether the library's model computes something between its embedding and its first decoder
+        trainable: ``requires_grad`` by transformers' name; where it says nothing, as transformers builds the parameter.
+        exact: buffers that transformers keeps in fp32 in a bf16 model.
+        has_input_transform: whether transformers' model computes something between its embedding and its first decoder
             layer.
         has_output_transform: whether it computes something around its output embedding.
-        adapters: None: parts are the library's alone.
+        adapters: None: parts are transformers' alone.
     """
 
     skeleton: Any
@@ -83,7 +83,7 @@ class Source:
         return self.tensors is not None and any(one is not None and one.parallel for one in self.experts)
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """List what is saved of pipeline layer ``layer``, by the names in the library's module."""
+        """List what is saved of pipeline layer ``layer``, by the names in transformers' module."""
         part = self.skeleton.get_submodule(self.outline.paths[layer])
         return {name: tuple(tensor.shape) for name, tensor in part.state_dict().items()}
 
@@ -98,7 +98,7 @@ class Source:
         return replace(self, tensors=tensors, stored_tensors=of_layer, adapters=adapters)
 
     def build(self, layer: int) -> nn.Module:
-        """Build the library's module of pipeline layer ``layer`` with its weights and adapters, on the CPU."""
+        """Build transformers' module of pipeline layer ``layer`` with its weights and adapters, on the CPU."""
         part, path = self.build_base(layer), self.outline.paths[layer]
         if self.adapters is None:
             return part
@@ -135,7 +135,7 @@ class Source:
             parameter.data = own.copy_(value)
 
     def exact_buffers(self, layer: int) -> list[str]:
-        """List the buffers of pipeline layer ``layer``, by the library's names, that are fp32 in its bf16 model."""
+        """List the buffers of pipeline layer ``layer``, by transformers' names, that are fp32 in its bf16 model."""
         prefix = f"{self.outline.paths[layer]}."
         return [name.removeprefix(prefix) for name in self.exact if name.startswith(prefix)]
 
@@ -162,7 +162,7 @@ class Source:
                 value.detach().copy_(stored.value(tensors.read(stored.names), self.skeleton))
 
     def _compute_buffers(self, part: nn.Module) -> None:
-        """Let the library compute what is in no file."""
+        """Let transformers compute what is in no file."""
         saved = list(part.state_dict(keep_vars=True).values())
         for tensor in saved:
             setattr(tensor, _INITIALIZED, True)

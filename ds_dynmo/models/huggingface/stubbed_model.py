@@ -1,6 +1,6 @@
-"""Get each decoder layer's arguments by running the library's ``forward`` with stub layers.
+"""Get each decoder layer's arguments by running transformers' ``forward`` with stub layers.
 
-Masks, rotary tables, positions and whatever else a family hands to its layers are made by the library's own code, once
+Masks, rotary tables, positions and whatever else a family hands to its layers are made by transformers' own code, once
 per stage and micro-batch: a stub in place of each decoder layer records what it is called with.
 """
 
@@ -25,21 +25,21 @@ from ds_dynmo.torch_private import children_of, version_of
 __all__ = ["StubbedModel"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional ones, and those by name
-Inputs = Mapping[str, torch.Tensor]  # of a model beside the tokens, by the library's names
+Inputs = Mapping[str, torch.Tensor]  # of a model beside the tokens, by transformers' names
 
 _CPU = torch.device("cpu")
 
 
 class StubbedModel:
-    """The library's model without weights: stubs stand for its decoder layers, nothing for its other parts.
+    """Transformers' model without weights: stubs stand for its decoder layers, nothing for its other parts.
 
     All layers of a rank share one. It is an argument of their LayerSpecs and no part of their state: it is neither
     converted, saved nor moved, and a layer that comes from another rank finds this rank's.
 
     Args:
-        skeleton: the library's model on the "meta" device.
+        skeleton: transformers' model on the "meta" device.
         outline: where its parts are.
-        seed: of what the library may draw when it initializes modules without weights.
+        seed: of what transformers may draw when it initializes modules without weights.
     """
 
     def __init__(self, skeleton: Any, outline: Outline, seed: int) -> None:
@@ -58,7 +58,7 @@ class StubbedModel:
         return twin
 
     def arguments(self, block: int, hidden: torch.Tensor, inputs: Inputs) -> Arguments:
-        """Return what the library calls decoder layer ``block`` with.
+        """Return what transformers calls decoder layer ``block`` with.
 
         The arguments of all decoder layers are made at once, and kept until a micro-batch comes for which they would
         be others. They do not depend on the values of hidden states: NaN stands for these.
@@ -83,7 +83,7 @@ class StubbedModel:
         """Compute logits from what the final norm gives.
 
         Args:
-            head: stands for the library's output embedding.
+            head: stands for transformers' output embedding.
         """
         model = self._on(hidden.device, training=False)
         parts = {model.base_model_prefix: lambda *_, **__: _LastHiddenState(hidden), self._outline.head: head}
@@ -105,14 +105,14 @@ class StubbedModel:
         except Exception as error:
             if not calls:
                 raise
-            raise TypeError(f"a decoder layer gives more than hidden states to the library's model: {error}") from error
-        raise AssertionError(f"the library's model calls {len(calls)} of {len(stubs)} decoder layers")
+            raise TypeError(f"a decoder layer gives more than hidden states to transformers' model: {error}") from error
+        raise AssertionError(f"transformers' model calls {len(calls)} of {len(stubs)} decoder layers")
 
     def _on(self, device: torch.device, *, training: bool) -> Any:
-        """Return the library's model on ``device``, in this mode.
+        """Return transformers' model on ``device``, in this mode.
 
-        Its buffers have the dtypes of the library's fp32 model whatever the layers are converted to, as frequencies
-        have in the library's bf16 model: rounded ones would be wrong by more than a radian at position 1000.
+        Its buffers have the dtypes of transformers' fp32 model whatever the layers are converted to, as frequencies
+        have in transformers' bf16 model: rounded ones would be wrong by more than a radian at position 1000.
         """
         if self._model is None:
             with torch.inference_mode(False), torch.no_grad(), _CPU:
@@ -178,7 +178,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _without_parts(skeleton: Any, outline: Outline, seed: int) -> Any:
-    """Build the library's model on the CPU, with None in place of every part that has weights."""
+    """Build transformers' model on the CPU, with None in place of every part that has weights."""
     config = copy.deepcopy(skeleton.config)
     config.use_cache = False
     if getattr(config, "output_router_logits", False):
@@ -204,7 +204,7 @@ def _is_plain(name: str, value: Any) -> bool:
 
 
 class _Reached(Exception):
-    """Ends the library's ``forward`` at its last decoder layer."""
+    """Ends transformers' ``forward`` at its last decoder layer."""
 
 
 class _Stub:
@@ -222,7 +222,7 @@ class _Stub:
         self._calls, self._block, self._is_last = calls, block, is_last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        assert len(self._calls) == self._block, "the library's model calls decoder layers in another order"
+        assert len(self._calls) == self._block, "transformers' model calls decoder layers in another order"
         self._calls.append((args, kwargs))
         if self._is_last:
             raise _Reached
@@ -230,7 +230,7 @@ class _Stub:
 
 
 class _LastHiddenState:
-    """What the library's model without its head returns: nothing but hidden states."""
+    """What transformers' model without its head returns: nothing but hidden states."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden

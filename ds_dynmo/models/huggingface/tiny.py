@@ -1,4 +1,4 @@
-"""Derive a tiny model of the same kind from a config of the library's."""
+"""Derive a tiny model of the same kind from a transformers config."""
 
 from __future__ import annotations
 

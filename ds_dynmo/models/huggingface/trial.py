@@ -1,4 +1,4 @@
-"""A tiny model of the library's with random weights, its layers in one module, and batches to try them with."""
+"""A tiny model of transformers with random weights, its layers in one module, and batches to try them with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOISE = 0.05  # added to initial weights, which are so small that errors would n
 
 
 def random_model(values: dict[str, Any], implementation: str) -> Any:
-    """Build a model of the library's in training mode, with random weights, the same each time."""
+    """Build a transformers model in training mode, with random weights, the same each time."""
     library = transformers()
     config = type(library.AutoConfig.for_model(values["model_type"])).from_dict(values)
     with torch.random.fork_rng(devices=[]):
@@ -41,7 +41,7 @@ def random_model(values: dict[str, Any], implementation: str) -> Any:
 def trial_batches(vocabulary: int, inputs: tuple[str, ...]) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """Yield tokens and what is beside them: padded left and right, or packed, where ``inputs`` say so.
 
-    Every token of a tiny vocabulary is among them: some have a meaning for the library.
+    Every token of a tiny vocabulary is among them: some have a meaning for transformers.
     """
     mixed = torch.randperm(BATCH * LENGTH, generator=generator_for("verification"))
     tokens = mixed.remainder(vocabulary).view(BATCH, LENGTH)
@@ -90,14 +90,14 @@ class BuiltLayers(nn.Module):
     def separate(self) -> None:
         """Let each layer find its arguments by itself, as if it were on a stage of its own.
 
-        What one layer writes into an argument the next does not see then, though in the library's model it does.
+        What one layer writes into an argument the next does not see then, though in transformers' model it does.
         """
         for layer in self.layers:
             if hasattr(layer, "stubbed"):
                 layer.stubbed = copy.deepcopy(layer.stubbed)
 
     def named_weights(self, model: Any) -> dict[str, nn.Parameter]:
-        """Collect the parameters of all layers by their names in the library's ``model``."""
+        """Collect the parameters of all layers by their names in transformers' ``model``."""
         return {
             f"{path}.{name.removeprefix('part.')}": parameter
             for path, layer in zip(outline_of(model, "the model").paths, self.layers)

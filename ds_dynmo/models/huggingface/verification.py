@@ -1,4 +1,4 @@
-"""Compare a family's layers with the library's model, on a tiny model with random weights.
+"""Compare a family's layers with transformers' model, on a tiny model with random weights.
 
 The declared parts of a model do not say what else its ``forward`` does: scale embeddings or logits, hand values from
 layer to layer. So it is tried, with the config's own settings, before anything is built: a model whose layers give
@@ -58,12 +58,12 @@ class Trial:
     parallel: bool = False
 
 
-# Makes the layers of a model, or config, of the library's.
+# Makes the layers of a model, or config, of transformers.
 MakeSpecs = Callable[[Any, Trial], list[LayerSpec]]
 
 
 def find_transforms(source: Source, label: str) -> Source:
-    """Find out whether the library's model computes something before its decoder layers, and around its head.
+    """Find out whether transformers' model computes something before its decoder layers, and around its head.
 
     Raises:
         ConfigError: it cannot be called so.
@@ -80,7 +80,7 @@ def find_transforms(source: Source, label: str) -> Source:
         with torch.random.fork_rng(devices=[]):
             entered = source.stubbed.enter(hidden, {}, training=True)
             exited = source.stubbed.logits(hidden, head)
-    except Exception as error:  # what the library's models raise is not known
+    except Exception as error:  # what transformers' models raise is not known
         kind = source.config.model_type
         raise ConfigError(f"{label}: model_type {kind} cannot be run in parts: {_said(error)}") from error
     plain_head = exited is logits and len(seen) == 1 and seen[0].data_ptr() == hidden.data_ptr()
@@ -93,7 +93,7 @@ def find_transforms(source: Source, label: str) -> Source:
 
 
 def verify(source: Source, label: str, make_specs: MakeSpecs) -> None:
-    """Refuse a model whose layers do not compute what the library's model does.
+    """Refuse a model whose layers do not compute what transformers' model does.
 
     Args:
         make_specs: makes the layers of another model as those of ``source`` are made.
@@ -113,7 +113,7 @@ def verify(source: Source, label: str, make_specs: MakeSpecs) -> None:
     )
     try:
         tiny = json.dumps(tiny_config(config, source.blocks), sort_keys=True)
-    except Exception as cause:  # the library raises many kinds for sizes that do not fit
+    except Exception as cause:  # transformers raises many kinds for sizes that do not fit
         raise ConfigError(f"{label}: model_type {kind} {_NO_TINY}: {_said(cause)}; {_REMEDY}") from cause
     result = _compare_once(tiny, count_kinds(source.blocks), trial, make_specs)
     if result.said:
@@ -151,7 +151,7 @@ def _compare_once(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) ->
 
 
 def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> ComparisonResult:
-    """Compare the layers of a tiny model with the library's."""
+    """Compare the layers of a tiny model with transformers'."""
     with (
         torch.device("cpu"),
         torch.random.fork_rng(devices=[]),
@@ -166,11 +166,11 @@ def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> Comp
             for tokens, beside in trial_batches(model.config.vocab_size, trial.inputs):
                 with torch.no_grad():
                     model(tokens, use_cache=False, **beside)
-        except Exception as error:  # the library raises many kinds for sizes that do not fit
+        except Exception as error:  # transformers raises many kinds for sizes that do not fit
             return ComparisonResult(f"{_NO_TINY}: {_said(error)}; {_REMEDY}")
         try:
             result = _compare_layers(model, trial, make_specs)
-        except Exception as error:  # what the library's models raise is not known
+        except Exception as error:  # what transformers' models raise is not known
             result = ComparisonResult(f"{_MORE}: the layers of a tiny model fail: {_said(error)}")
     return replace(result, said=f"with {trial.implementation} attention {result.said}") if result.said else result
 

@@ -24,20 +24,20 @@ INDEX = "model.safetensors.index.json"
 SHOWN = 4  # names in a message
 ROWS = 1024  # of a tensor that are read at once to compare it
 
-# Buffers that older versions of the library saved.
+# Buffers that older versions of transformers saved.
 _IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of the library's model as it lies in files, or in memory.
+    """One tensor of transformers' model as it lies in files, or in memory.
 
     Attributes:
-        target: its name in the library's model.
+        target: its name in transformers' model.
         names: of the tensors that it is made of.
         patterns: of ``converter``, one for each of ``names``.
-        converter: the library's, which makes it; None: it is the one tensor.
-        first: of all that the converter makes of ``names``, by its name in the library's model.
+        converter: transformers', which makes it; None: it is the one tensor.
+        first: of all that the converter makes of ``names``, by its name in transformers' model.
     """
 
     target: str
@@ -60,12 +60,12 @@ class Stored:
         """Make the tensor of what was read.
 
         Args:
-            model: the library's.
+            model: transformers'.
         """
         return self.values(found, model)[self.target]
 
     def values(self, found: Mapping[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-        """Make all tensors that come of ``names``, by their names in the library's model."""
+        """Make all tensors that come of ``names``, by their names in transformers' model."""
         if self.converter is None:
             return {self.target: found[self.names[0]]}
         converter = copy.deepcopy(self.converter)
@@ -164,7 +164,7 @@ class Folder:
 
 
 def _files(folder: Path) -> list[Path]:
-    if not (folder / SINGLE).is_file() and (folder / INDEX).is_file():  # the library prefers the single one, too
+    if not (folder / SINGLE).is_file() and (folder / INDEX).is_file():  # transformers prefers the single one, too
         weight_map = load_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ConfigError(f'{folder / INDEX}: should have a "weight_map" of tensors to file names')
@@ -200,10 +200,10 @@ def check_tensors(
     """Refuse tensors that are not the model's.
 
     Args:
-        found: shapes of what they make, by the names in the library's model.
+        found: shapes of what they make, by the names in transformers' model.
         expected: what the model has.
         unknown: tensors that make nothing of the model's.
-        ignored: patterns of those that the library leaves out.
+        ignored: patterns of those that transformers leaves out.
 
     Raises:
         ConfigError: naming the tensors and their shapes.
