@@ -428,3 +428,30 @@ def test_state_that_changes_meanwhile_is_sent_again(precision: str) -> None:
     case = Case(stages=2, precision=precision, start=(0, 4, 8))
     still, moved = run_each(2, zeroed_meanwhile, (case, False), (case, True))
     check_moves_changed_nothing(still, moved)
+
+
+# -- ranks that were away --------------------------------------------------------------------------------------
+
+
+def moved_after_a_recall() -> dict[str, Any]:
+    """Park rank 1 after a move over a slow link, recall it, and move while a batch trains."""
+    engine = build(Case(stages=2, dynmo={"interval": 0, "repack": {"release": "park"}}))
+    data = batches(engine)
+    while engine.global_steps < 7:
+        engine.train_batch(data)
+        if engine.global_steps == 2:
+            engine.rebalancer.budget.record(1 << 20, 0.001)
+        sizes = {2: 1, 4: 2}
+        if engine.global_steps in sizes:
+            engine.repack(sizes[engine.global_steps])
+        if engine.released:
+            assert engine.wait_for_recall()
+        if engine.global_steps == 5:
+            start = list(engine.partition)
+            engine.rebalance([0, start[1] + 2, 8], background=True)
+    return {"from": start, "to": engine.partition}
+
+
+def test_a_recalled_rank_moves_as_many_bytes_as_the_others() -> None:
+    for found in run(2, moved_after_a_recall):
+        assert found["to"][1] == found["from"][1] + 2

@@ -195,6 +195,13 @@ MUTATIONS = [
         f"{BACKGROUND}::test_a_profile_of_another_state_is_dropped",
     ),
     Mutation(
+        "a recalled rank moves more bytes in a batch than the others",
+        "ds_dynmo/engine/decide/rebalancer.py",
+        "            self.budget = TransferBudget()  # recalled ranks have seen no move\n",
+        "",
+        f"{BACKGROUND}::test_a_recalled_rank_moves_as_many_bytes_as_the_others",
+    ),
+    Mutation(
         "a profile is kept though layers moved before it was read",
         "ds_dynmo/engine/decide/rebalancer.py",
         "        self._drop_posted_profile()\n        self._profiler.forget(batches_too=True)\n        if moved",
