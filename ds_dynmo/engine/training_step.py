@@ -60,9 +60,10 @@ class TrainingStep:
             self._stage.optimizer.after_step()
             self._rebalancer.end_move()
             request = self._rebalancer.after_batch()
-            if request is not None and not self._repack(request):
-                self._rebalancer.decide_and_move_or_stay(request)
-            self._rebalancer.post_profile()
+            if request is None or not self._repack(request):
+                if request is not None:
+                    self._rebalancer.decide_and_move_or_stay(request)
+                self._rebalancer.post_profile()
             self._rebalancer.report_profile()
             return loss
 

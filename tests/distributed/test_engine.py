@@ -20,7 +20,14 @@ from ds_dynmo.placement import Placement
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import WIDTH, Block, Embedding, Head, module_of
-from tests.distributed.support.training import batches, build, partition_of, sleeping_engine, state
+from tests.distributed.support.training import (
+    batches,
+    build,
+    partition_of,
+    sleeping_engine,
+    state,
+    use_virtual_clock,
+)
 
 
 def test_an_initial_partition_by_each_method() -> None:
@@ -42,6 +49,7 @@ def test_an_initial_partition_by_each_method() -> None:
 
 
 def train_sleeping(block: dict[str, Any], milliseconds: Sequence[float], steps: int) -> dict[str, Any]:
+    use_virtual_clock()
     engine, data = sleeping_engine(block, [ms / 1000 for ms in milliseconds], torch.distributed.get_world_size())
     for _ in range(steps):
         engine.train_batch(data)

@@ -19,7 +19,14 @@ from ds_dynmo.engine.measure.trace_events import CATEGORIES
 from ds_dynmo.errors import ConfigError
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
-from tests.distributed.support.training import batches, build, freeze, sleeping_engine, train, whole
+from tests.distributed.support.training import (
+    batches,
+    build,
+    freeze,
+    sleeping_engine,
+    train,
+    whole,
+)
 
 Found = dict[tuple[Any, ...], dict[str, Any]]
 
@@ -71,7 +78,8 @@ def train_with_shifted_clocks(path: str, seconds: float) -> list[int]:
     """Train sleeping layers, the last of which are slow, until some move, with different clocks on all ranks."""
     perf_counter, rank = time.perf_counter, torch.distributed.get_rank()
     time.perf_counter = lambda: perf_counter() + seconds * rank
-    block = {"interval": 3, "min_improvement": 0.0, "trace": {"path": path, "steps": [2, 4]}}
+    block = {"interval": 0, "initial_partition": "profile", "profile": {"warmup_batches": 2}}
+    block |= {"min_improvement": 0.0, "trace": {"path": path, "steps": [2, 4]}}  # the first decision may cost anything
     engine, data = sleeping_engine(block, [0.003] * 6 + [0.02] * 2, torch.distributed.get_world_size())
     for _ in range(5):
         engine.train_batch(data)

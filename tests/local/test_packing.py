@@ -394,7 +394,7 @@ def values_after(change: Callable[[Layer, torch.optim.Optimizer], None], layer: 
     packed = pack(state.record(layer), type(layer))
     layer.linear(torch.full((3,), 2.0)).sum().backward()
     change(layer, optimizer)
-    return packed.values_left(state.record(layer), state.gradient_dtype)
+    return packed.values_left(state.record(layer), None, state.gradient_dtype)
 
 
 def test_only_values_are_left_if_a_batch_changed_nothing_else() -> None:
@@ -412,7 +412,7 @@ def test_only_values_are_left_if_a_batch_changed_nothing_else() -> None:
     layer.linear(torch.full((3,), 2.0)).sum().backward()
     for held in optimizer.state.values():
         held["step"] += 1
-    values = packed.values_left(state.record(layer), state.gradient_dtype)
+    values = packed.values_left(state.record(layer), None, state.gradient_dtype)
     assert values is not None
     transmit(values, arrival.expect_gradients(state.gradient_dtype))
     arrived = arrival.materialize()

@@ -9,7 +9,7 @@ import pytest
 
 from ds_dynmo.config import DynMoConfig, parse_section
 from ds_dynmo.engine.decide.made_reports import measured_report
-from ds_dynmo.engine.decide.trigger import Reason, Request, Trigger
+from ds_dynmo.engine.decide.trigger import Due, Reason, Request, Trigger
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
 
@@ -30,15 +30,13 @@ def run(settings: DynMoConfig, steps: int, requests: dict[int, str] | None = Non
             seen["profiled"].append(step)
             profiled += 1
         steering.batch_done(step)
-        outcome, decision = steering.measurement_due(profiled), steering.decision_due(profiled)
-        if outcome or decision:
-            profiled = 0
-        if outcome:
+        if not steering.take(profiled):
+            continue
+        due, profiled = steering.finish(), 0
+        if due.measurement:
             seen["outcomes"].append(step)
-            steering.measurement_recorded()
-        if decision:
-            seen["decided"].append((step, str(steering.pending)))
-            steering.decided(moved=False)
+        if due.request is not None:
+            seen["decided"].append((step, str(due.request)))
     return seen
 
 
@@ -87,32 +85,41 @@ def test_disabled_a_run_resumed_from_one_that_decided_profiles_once() -> None:
     assert resumed.pending == Request(Reason.INITIAL) and not resumed.placed
 
 
-def test_a_decision_whose_profile_is_on_its_way_is_saved() -> None:
-    first = Trigger(config(interval=1, profile={"warmup_batches": 0}))
-    first.batch_done(1)
-    first.profile_posted(measurement=True, decision=True)
-    assert first.pending is None and first.awaiting == Request(Reason.INTERVAL)
-    resumed = Trigger(config(interval=1))
-    resumed.load_state_dict(first.state_dict())
-    assert resumed.pending == Request(Reason.INTERVAL) and resumed.awaiting is None
-
-
-def test_a_decision_leaves_the_one_that_became_due_while_its_profile_was_on_its_way() -> None:
+def taken() -> Trigger:
+    """Return a trigger whose measurement and urgent decision are on their way."""
     trigger = Trigger(config(interval=1, profile={"warmup_batches": 0}))
+    trigger.model_changed("pruned")
     trigger.batch_done(1)
-    trigger.profile_posted(measurement=True, decision=True)
+    assert trigger.take(1) and trigger.pending is None
+    return trigger
+
+
+def test_what_was_taken_is_saved_as_due() -> None:
+    resumed = Trigger(config(interval=1, profile={"warmup_batches": 5}))
+    resumed.load_state_dict(taken().state_dict())
+    assert resumed.pending == Request(Reason.MODEL_CHANGED, "pruned") and resumed.profile_batch(2)
+    assert resumed.take(1)
+    assert resumed.finish() == Due(True, Request(Reason.MODEL_CHANGED, "pruned"), True)
+
+
+def test_a_decision_that_becomes_due_while_another_is_on_its_way_stays_due() -> None:
+    trigger = taken()
     trigger.batch_done(2)
-    trigger.decided(moved=False)
-    assert trigger.awaiting is None and trigger.pending == Request(Reason.INTERVAL)
+    assert str(trigger.finish().request) == "pruned" and trigger.pending == Request(Reason.INTERVAL)
+    assert trigger.take(1) and trigger.finish() == Due(False, Request(Reason.INTERVAL), False)
 
 
-def test_what_a_dropped_profile_was_for_is_due_again() -> None:
-    trigger = Trigger(config(interval=1, profile={"warmup_batches": 0}))
-    trigger.batch_done(1)
-    trigger.profile_posted(measurement=True, decision=True)
-    assert not trigger.measurement_due(1) and not trigger.decision_due(1)
-    trigger.profile_dropped(measurement=True)
-    assert trigger.measurement_due(1) and trigger.decision_due(1)
+def test_what_is_given_back_is_due_again() -> None:
+    trigger = taken()
+    assert not trigger.take(1)
+    trigger.give_back()
+    assert trigger.take(1) and trigger.finish() == Due(True, Request(Reason.MODEL_CHANGED, "pruned"), True)
+
+
+def test_a_decision_whose_profile_failed_is_dropped() -> None:
+    trigger = taken()
+    trigger.give_back(decision=False)
+    assert trigger.pending is None and trigger.take(1) and trigger.finish() == Due(True, None, False)
 
 
 def test_start_and_stop_step() -> None:
@@ -153,7 +160,6 @@ def test_a_checkpoint_restores_all_counters_and_nothing_else() -> None:
     for step in range(1, 7):
         before.batch_done(step)
     before.model_changed("pruned")
-    before.measurement_recorded()
     saved = json.loads(json.dumps(before.state_dict()))
     after = Trigger(config(interval=3))
     after.load_state_dict({**saved, "_config": None, "decided": None, "_later": 1})
@@ -188,7 +194,6 @@ def test_a_models_own_reason_is_not_taken_for_a_built_in_one() -> None:
 
 def test_a_move_is_followed_by_warm_up_and_one_outcome() -> None:
     steering = Trigger(config(interval=0))
-    steering.measurement_recorded()
     steering.decided(moved=True)
     assert not steering.profile_batch(5)
     steering.batch_done(5)

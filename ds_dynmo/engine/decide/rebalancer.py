@@ -111,7 +111,7 @@ class Rebalancer:
         self.failure: Exception | None = None
         self._move_seconds = 0.0  # of moves since the last profile, on this rank
         self._profile_seconds = 0.0  # spent gathering the latest profile
-        self._posted: tuple[PostedProfile, bool] | None = None  # and whether a measurement is due
+        self._posted: PostedProfile | None = None
         self._waits_for_profile = False
         self._decided: DecidedMove | None = None  # begins with the next batch
         # While a batch trains: the move, its plan, and what is left to move after it.
@@ -131,15 +131,18 @@ class Rebalancer:
         if not self._gathers_in_background:
             self._post_due_profile()
         try:
-            self._read_profile()
+            request = self.read_profile()
         except (PartitionError, MigrationError) as error:
             self._stay(error)
             return None
-        return self.trigger.awaiting if not self._waits_for_profile else None
+        return request if not self._waits_for_profile else None
 
     def post_profile(self) -> None:
-        """Post the profile that is due, which is gathered while the next batch trains. Collective."""
-        if self._gathers_in_background:
+        """Post the profile that is due, which is gathered while the next batch trains. Collective.
+
+        If layers move in that batch, it would be dropped, so it is not gathered.
+        """
+        if self._gathers_in_background and self._decided is None:
             self._post_due_profile()
 
     @property
@@ -149,7 +152,7 @@ class Rebalancer:
     def decide_and_move_or_stay(self, request: Request) -> None:
         """Decide and move layers; if that fails harmlessly, warn on rank 0 and continue. Collective."""
         try:
-            move = self._decided_move(request, self._profile_seconds)
+            move = replace(self._decided_move(request, self._profile_seconds), clears_pending_decision=False)
             if self._config.migration.kind == "background":
                 self._move_in_background(move)
             else:
@@ -167,7 +170,6 @@ class Rebalancer:
         self.failure = error
         self._reporter.warn(f"DynMo step {self._stage.counters.steps}: no layer was moved: {error}")
         self._profiler.forget()
-        self.trigger.decided(moved=False)
 
     # -- by hand --------------------------------------------------------------------------------------
 
@@ -178,7 +180,7 @@ class Rebalancer:
             train: trains a batch on the engine's data. Collective.
             background: whether to move while the next batch trains; the report then follows.
         """
-        self._read_profile()
+        self.read_profile()
         profile_seconds = self.train_until_profiled(train) if self.profile is None else 0.0
         move = self._decided_move(Request(Reason.BY_HAND), profile_seconds)
         report = self._move_in_background(move) if background else self._move_now(move)
@@ -201,7 +203,6 @@ class Rebalancer:
                 "rebalance: there is no profile yet and no data to train on. Train a batch first", harmless=True
             )
         self.drop_decided_move()
-        self._read_profile()
         self.trigger.ask(Request(Reason.BY_HAND))
         self.failure, self._waits_for_profile = None, True
         try:
@@ -226,51 +227,53 @@ class Rebalancer:
 
     def _post_due_profile(self) -> None:
         """Post the measurements of the batches so far, if a measurement or a decision is due. Collective."""
-        batches = self._profiler.batches
-        measurement, decision = self.trigger.measurement_due(batches), self.trigger.decision_due(batches)
-        if not measurement and not decision:
+        if not self.trigger.take(self._profiler.batches):
             return
         with self._stage.timeline.phase("profile", "post the profile"):
             began = time.perf_counter()
             if not self._gathers_in_background:  # else the batch's loss may still be on its way, and is not waited for
                 self._comm.enter("rebalance")
-            self._posted = PostedProfile(self._stage, self._profiler, self._move_seconds), measurement
-            self.trigger.profile_posted(measurement=measurement, decision=decision)
+            self._posted = PostedProfile(self._stage, self._profiler, self._move_seconds)
             self._profiler.forget()
             self._profile_seconds = time.perf_counter() - began
 
-    def _read_profile(self) -> None:
+    def read_profile(self) -> Request | None:
         """Read the profile that was posted; without one do nothing. Collective.
+
+        Returns:
+            The request of the decision that it was gathered for; None: there is none.
 
         Raises:
             PartitionError: on every rank; a layer did not run.
             MigrationError: on every rank, harmless; a rank cannot size its layers.
         """
-        if self._posted is None:
-            return
-        posted, measurement = self._posted
+        posted, self._posted = self._posted, None
+        if posted is None:
+            return None
         with self._stage.timeline.phase("profile", "read the profile"):
             began = time.perf_counter()
             try:
                 self.profile, move_seconds = posted.read()
             except (PartitionError, MigrationError):
-                self._drop_posted_profile()
+                self.trigger.give_back(decision=False)
                 raise
-            self._posted = None
             whole, limit_bytes = self.of_whole_batch(self.profile), self.memory.bytes()
             self.cost_model.profiled(whole, move_seconds)
             if self.cost_model.first_seconds is None:
                 self.cost_model.begin(self.decision_input(whole, limit_bytes, assume_running_schedule=False))
             self._move_seconds = 0.0
             self._profile_seconds += time.perf_counter() - began
-        if measurement:
+        due = self.trigger.finish()
+        if due.measurement:
             self._reporter.measured(measured_report(self.profile, self.last_move_step), self._stage.counters.samples)
+        return due.request
 
     def _drop_posted_profile(self) -> None:
         """Drop the profile on the way: layers were elsewhere when it was measured, or cost something else."""
-        if self._posted is not None:
-            (_, measurement), self._posted = self._posted, None
-            self.trigger.profile_dropped(measurement=measurement)
+        posted, self._posted = self._posted, None
+        if posted is not None:
+            posted.drop()
+            self.trigger.give_back()
 
     def _decided_move(self, request: Request, profile_seconds: float) -> DecidedMove:
         """Decide from the latest profile. Collective."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ds_dynmo.config import DynMoConfig
 
@@ -42,6 +42,20 @@ class Request:
         return self.text or self.reason.value
 
 
+class Due(NamedTuple):
+    """What a profile is gathered for.
+
+    Attributes:
+        measurement: whether it is to be reported, as the first of a run or after a move.
+        request: of a decision; None: none is due.
+        urgent: whether the decision does not wait for a warm-up.
+    """
+
+    measurement: bool
+    request: Request | None
+    urgent: bool
+
+
 class Trigger:
     """Determines which batches are profiled, and after which a decision is due.
 
@@ -65,7 +79,7 @@ class Trigger:
         self._config = config
         self._batches_since_move = 0  # batches since the start, or since layers last moved
         self._pending = Request(Reason.INITIAL) if config.initial_partition == "profile" else None
-        self._awaiting: Request | None = None  # its profile is on the way
+        self._taken: Due | None = None  # its profile is on the way
         self._placed = False
         self._urgent = False
         self._measurement_wanted = True  # the first profile of a run, and the first after each move
@@ -76,11 +90,6 @@ class Trigger:
     def pending(self) -> Request | None:
         """The request of the pending decision; None: none is pending."""
         return self._pending
-
-    @property
-    def awaiting(self) -> Request | None:
-        """The request of the decision whose profile is on the way; None: there is none."""
-        return self._awaiting
 
     @property
     def warm(self) -> bool:
@@ -131,37 +140,50 @@ class Trigger:
         if self._config.enabled and self._pending is None and self._due(step):
             self._pending = Request(Reason.INTERVAL)
 
-    def decision_due(self, profiled_batches: int) -> bool:
-        """Return whether a decision is pending and the profile is long enough for it."""
-        return self._pending is not None and profiled_batches >= self._config.profile.batches
+    def take(self, profiled_batches: int) -> bool:
+        """Take what is due after so many profiled batches. Its profile is gathered, and :meth:`finish` follows.
 
-    def measurement_due(self, profiled_batches: int) -> bool:
-        """Return whether the profile is to be reported, as the first of a run or after a move, and is long enough."""
-        return self._measurement_wanted and profiled_batches >= self._config.profile.batches
+        Returns:
+            Whether anything is due.
+        """
+        due = Due(self._measurement_wanted, self._pending, self._urgent)
+        if not (due.measurement or due.request) or profiled_batches < self._config.profile.batches:
+            return False
+        self._taken = due
+        self._measurement_wanted, self._pending, self._urgent = False, None, False
+        return True
 
-    def measurement_recorded(self) -> None:
-        """Update after :meth:`measurement_due` was acted on."""
-        self._measurement_wanted = False
+    def finish(self) -> Due:
+        """Return what was taken: its profile is there."""
+        due, self._taken = self._taken, None
+        assert due is not None, "take comes first"
+        if due.request is not None:
+            self._placed = self._places_once
+        return due
 
-    def profile_posted(self, *, measurement: bool, decision: bool) -> None:
-        """Update after a profile, for a measurement or a decision that are due, was posted. It is read later."""
+    def give_back(self, *, decision: bool = True) -> None:
+        """Make due again what was taken: its profile was dropped, or failed.
+
+        Args:
+            decision: whether the decision is due again, too; else it is dropped.
+        """
+        due, self._taken = self._taken, None
+        if due is None:
+            return
+        self._measurement_wanted = self._measurement_wanted or due.measurement
         if decision:
-            self._awaiting, self._pending, self._urgent = self._pending, None, False
-        if measurement:
-            self.measurement_recorded()
+            self._pending, self._urgent = self._pending or due.request, self._urgent or due.urgent
+        elif due.request is not None:
+            self._placed = self._places_once
 
-    def profile_dropped(self, *, measurement: bool) -> None:
-        """Update after a posted profile was dropped: what it was for is due again."""
-        self._pending, self._awaiting = self._pending or self._awaiting, None
-        self._measurement_wanted = self._measurement_wanted or measurement
+    @property
+    def _places_once(self) -> bool:
+        return not self._config.enabled and self._config.initial_partition == "profile"
 
     def decided(self, moved: bool) -> None:
-        """Update after a decision: the one whose profile was on the way, or else the pending one."""
-        self._placed = not self._config.enabled and self._config.initial_partition == "profile"
-        if self._awaiting is not None:
-            self._awaiting = None
-        else:
-            self._pending, self._urgent = None, False
+        """Update after a decision that nothing was taken for: what is pending is dropped."""
+        self._placed = self._places_once
+        self._pending, self._urgent = None, False
         if moved:
             self.moved()
 
@@ -175,10 +197,13 @@ class Trigger:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
-        pending = self._awaiting or self._pending
+        due = self._taken or Due(False, None, False)
+        pending = self._pending or due.request
         text = str(pending) if pending is not None else None
         state = {
             **{name: getattr(self, attribute) for name, attribute in self._SAVED.items()},
+            "_urgent": self._urgent or due.urgent,
+            "_outcome_wanted": self._measurement_wanted or due.measurement,
             "_placed": self._placed,
             "_reason": text,
         }
@@ -195,7 +220,7 @@ class Trigger:
         for name, attribute in self._SAVED.items():
             setattr(self, attribute, state[name])
         self._placed = state.get("_placed", False)  # older checkpoints lack it
-        self._pending, self._awaiting = _request_saved(state), None
+        self._pending, self._taken = _request_saved(state), None
         if not self._config.enabled:
             self._urgent = False
             places = self._config.initial_partition == "profile" and not self._placed

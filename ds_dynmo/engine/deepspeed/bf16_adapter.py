@@ -116,7 +116,7 @@ class Bf16Adapter(FlatOptimizerAdapter):
         for number, (group, gradients) in enumerate(zip(wrapper.bf16_groups, wrapper.fp32_groups_gradients)):
             for place, (parameter, gradient) in enumerate(zip(group, gradients)):
                 if id(parameter) in held.whole:
-                    gradient.copy_(held.whole[id(parameter)])
+                    gradient.copy_(held.whole[id(parameter)].view_as(gradient))
                     wrapper.fp32_groups_has_gradients[number][place] = True
 
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:

@@ -139,11 +139,15 @@ class ZeroAdapter(FlatOptimizerAdapter):
     def import_gradients(self, held: HeldGradients) -> None:
         wrapper = self._wrapper
         for number, parts in held.shards.items():
+            *carried, padding = parts
             inside = wrapper.params_in_partition[number]
-            if len(parts) == len(inside) == 1:  # the group has no parameter here, only a placeholder
-                parts = parts[0].split([inside[0].numel(), parts[0].numel() - inside[0].numel()])
-            assert len(parts) == len(inside) + 1, "each parameter, and the padding"
-            wrapper.averaged_gradients[number] = list(parts)
+            if not carried and inside and inside[0].numel():  # the group has no parameter here, only a placeholder
+                first, padding = padding.split([inside[0].numel(), padding.numel() - inside[0].numel()])
+                carried = [first]
+            waiting = iter(carried)
+            found = [next(waiting) if parameter.numel() else padding[:0] for parameter in inside]
+            assert next(waiting, None) is None, "a part for each parameter with elements, and the padding"
+            wrapper.averaged_gradients[number] = [*found, padding]
 
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:

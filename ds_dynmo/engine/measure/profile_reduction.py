@@ -61,6 +61,10 @@ class PostedProfile:
         self._first_uses = stage.layers.first_uses()
         self._posted = stage.comm.post_max(measurement_table(stage.layers, profiler, stage.state, move_seconds))
 
+    def drop(self) -> None:
+        """Wait until no rank sends its part any more, and forget the profile. Collective."""
+        self._comm.read_max(self._posted)
+
     def read(self) -> tuple[Profile, float]:
         """Wait for the profile, and for move seconds, of which the maximum counts. Collective.
 

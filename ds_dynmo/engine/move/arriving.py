@@ -134,7 +134,8 @@ class ArrivingLayer:
         layer = self._layer
         assert layer is not None, "load comes first"
         buffers = []
-        for name, parameter, dtype in expected_gradients(layer, gradient_dtype):
+        trained = {meta.name for meta in self._metas if meta.name is not None and meta.requires_grad}
+        for name, (parameter, dtype) in expected_gradients(layer, trained, gradient_dtype).items():
             gradient = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
             layer.parameters[name].gradient = gradient
             buffers.append(bytes_of(gradient))

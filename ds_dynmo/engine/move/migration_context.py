@@ -125,7 +125,7 @@ class MigrationContext:
         for index, layer in packed.items():
             module = self.layers.local_module(index)
             assert module is not None
-            values = layer.values_left(self.state.record(module), self.state.gradient_dtype)
+            values = layer.values_left(self.state.record(module), self.references, self.state.gradient_dtype)
             if values is None:
                 return None
             left[index] = values

@@ -59,6 +59,7 @@ class MoveResult(NamedTuple):
 
 
 TensorsOfLayers = Mapping[int, Sequence[torch.Tensor]]
+LastTensors = tuple[TensorsOfLayers, TensorsOfLayers]  # that travel at the commit: sent, received
 
 
 @dataclass
@@ -73,7 +74,6 @@ class _Migration:
         waited_seconds: that training waited before the batch.
         drain_seconds: that this rank waited for others whose batch went on.
         copying: copies what stays on this rank to its new memory, a bounded part at a time.
-        last_sent, last_received: tensors of each layer that travel at the commit.
     """
 
     plan: MigrationPlan
@@ -86,8 +86,6 @@ class _Migration:
     drain_seconds: float = 0.0
     under_way: Rounds | None = None
     copying: Iterator[None] = field(default_factory=lambda: iter(()))
-    last_sent: TensorsOfLayers = field(default_factory=dict)
-    last_received: TensorsOfLayers = field(default_factory=dict)
 
 
 class Migrator:
@@ -273,19 +271,22 @@ class Migrator:
         context = migration.context
         if migration.overlapped:
             try:
-                self._arrive(migration)
+                last = self._arrive(migration)
             except MigrationError as error:
                 if error.harmless:
                     self.abandon()
                 raise
         else:
-            migration.last_sent = {index: layer.changed_any_time for index, layer in migration.packed.items()}
-            migration.last_received = {index: layer.changed_any_time for index, layer in migration.arrivals.items()}
+            last = (
+                {index: layer.changed_any_time for index, layer in migration.packed.items()},
+                {index: layer.changed_any_time for index, layer in migration.arrivals.items()},
+            )
         with self._errors_are_fatal("sending layers"):
             assert migration.under_way is not None, "start comes first"
             if migration.overlapped:  # its rounds come first on every rank
                 migration.under_way.wait()
-            rest = context.comm.p2p.post(*self._transfers(migration.last_sent, migration.last_received))
+            rest = context.comm.p2p.post(*self._transfers(*last))
+            del last  # the memory of layers that leave
             context.state.copy_staying(context.staying(migration.plan))
             migration.under_way.wait()
             rest.wait()
@@ -307,7 +308,7 @@ class Migrator:
 
     # -- messages -------------------------------------------------------------------------------------
 
-    def _arrive(self, migration: _Migration) -> None:
+    def _arrive(self, migration: _Migration) -> LastTensors:
         """Finish the copies, and list what is left to travel.
 
         Raises:
@@ -319,41 +320,44 @@ class Migrator:
         if context.state.refresh():
             migration.copying = iter(())
 
+        last: LastTensors = {}, {}
+
         def copy_and_list() -> bool:
-            """Return whether a layer of this rank has changed in more than its values."""
-            nonlocal working_seconds
+            """Make ready what is left; return whether a layer of this rank has changed in more than its values."""
+            nonlocal working_seconds, last
             starts = time.perf_counter()
             for _ in migration.copying:
                 pass
             context.state.take_gradients()
             left = context.values_left(migration.packed)
-            migration.last_sent = left or {}
-            migration.last_received = {
-                index: layer.expect_gradients(context.state.gradient_dtype) for index, layer in arrivals.items()
-            }
+            gradient_dtype = context.state.gradient_dtype
+            last = left or {}, {index: layer.expect_gradients(gradient_dtype) for index, layer in arrivals.items()}
             working_seconds = time.perf_counter() - starts
             return left is None
 
         has_changed = context.comm.anywhere(_ARRIVING, copy_and_list)
         # These collectives are the first since the batch began: this rank waited for those whose batch went on.
         migration.drain_seconds = time.perf_counter() - began - working_seconds
-        if has_changed:
-            self._describe_again(migration)
+        if not has_changed:
+            return last
+        last = {}, {}
+        return self._describe_again(migration)
 
-    def _describe_again(self, migration: _Migration) -> None:
+    def _describe_again(self, migration: _Migration) -> LastTensors:
         """Exchange descriptions of the layers again, which a batch has changed.
 
         Raises:
             MigrationError: as for :meth:`_arrive`.
         """
         context, arrivals = migration.context, migration.arrivals
-        migration.last_received = {}
         migration.packed = context.comm.everywhere(_ARRIVING, lambda: context.pack_again(migration.packed))
         with self._errors_are_fatal("describing layers"):
             migration.arrivals = _exchange_headers(migration.plan, context, migration.packed)
         context.comm.everywhere(_ARRIVING, lambda: context.receive(migration.arrivals, arrivals))
-        migration.last_sent = {index: layer.tensors for index, layer in migration.packed.items()}
-        migration.last_received = {index: layer.recv_buffers for index, layer in migration.arrivals.items()}
+        return (
+            {index: layer.tensors for index, layer in migration.packed.items()},
+            {index: layer.recv_buffers for index, layer in migration.arrivals.items()},
+        )
 
     def _transfers(
         self, leaving: Mapping[int, Sequence[torch.Tensor]], arriving: Mapping[int, Sequence[torch.Tensor]]

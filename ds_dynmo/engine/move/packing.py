@@ -13,7 +13,7 @@ attributes, step counts and gradients may change meanwhile. If only values have 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from torch import nn
 
 from ds_dynmo.engine.move.object_graph import is_constant
 from ds_dynmo.engine.move.pickling import dump
-from ds_dynmo.engine.move.references import Outside, Reference, References
+from ds_dynmo.engine.move.references import Outside, References
 from ds_dynmo.engine.move.shell import Build, Shell
 from ds_dynmo.engine.move.tensors import TensorMeta, bytes_of, describe, find_bases, meta_of
 from ds_dynmo.engine.state.layer_record import LayerRecord, without_gradients
@@ -55,17 +55,23 @@ class PackedLayer:
 
     Attributes:
         header: for :class:`ArrivingLayer`; refers to tensors by number.
-        changed_by_step: flat byte views of the tensors that only the optimizer's step changes.
-        changed_any_time: flat byte views of the others; parts of sparse tensors one by one.
+        shell, listed, outside: what the header was made of.
     """
 
     header: bytes
-    changed_by_step: tuple[torch.Tensor, ...]
-    changed_any_time: tuple[torch.Tensor, ...]
-    _constants: tuple[_Constant, ...]
-    _shell: Shell
-    _listed: _Listed
-    _references: Mapping[int, Reference]
+    shell: Shell
+    listed: _Listed
+    outside: Outside
+
+    @property
+    def changed_by_step(self) -> tuple[torch.Tensor, ...]:
+        """Flat byte views of the tensors that only the optimizer's step changes."""
+        return self.listed.changed_by_step
+
+    @property
+    def changed_any_time(self) -> tuple[torch.Tensor, ...]:
+        """Flat byte views of the other tensors; parts of sparse tensors one by one."""
+        return self.listed.changed_any_time
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -77,21 +83,26 @@ class PackedLayer:
         """Bytes of all tensors."""
         return sum(tensor.numel() for tensor in self.tensors)
 
-    def values_left(self, layer: LayerRecord, gradient_dtype: GradientDtype) -> list[torch.Tensor] | None:
+    def values_left(
+        self, layer: LayerRecord, references: References | None, gradient_dtype: GradientDtype
+    ) -> list[torch.Tensor] | None:
         """List what is to be sent after a batch, as flat byte views, if nothing but values has changed.
 
         These are :attr:`changed_any_time`, and the gradients of the parameters that train.
 
         Args:
             layer: as it is now.
+            references: as for :func:`pack`.
             gradient_dtype: returns the type of a parameter's gradient; None: it is not in the layer.
 
         Returns:
             None: the layer has to be packed again.
         """
-        if self._shell.parts or any(reference.tensors for reference in self._references.values()):
+        outside = self.outside
+        if self.shell.parts or outside.rank_attributes or any(each.tensors for each in outside.references.values()):
             return None
-        expected = {name: (p, dtype) for name, p, dtype in expected_gradients(layer, gradient_dtype)}
+        trained = {name for name, record in layer.parameters.items() if record.parameter.requires_grad}
+        expected = expected_gradients(layer, trained, gradient_dtype)
         gradients = {name: record.gradient for name, record in layer.parameters.items() if record.gradient is not None}
         if gradients.keys() != expected.keys() or not all(
             _is_as(gradients[name], *expected[name]) for name in expected
@@ -99,14 +110,15 @@ class PackedLayer:
             return None
         try:
             _check_not_compiled_in_place(layer.module)
-            dumped = dump(without_gradients(layer), {key: number for number, key in enumerate(self._references)})
+            if _outside(layer, references) != outside:
+                return None
+            dumped = dump(without_gradients(layer), {key: number for number, key in enumerate(outside.references)})
         except Exception:  # any error of a user's object, which packing again finds too
             return None
-        if dumped.data != self._shell.data or not all(constant.is_unchanged() for constant in self._constants):
+        if dumped.data != self.shell.data or not all(constant.is_unchanged() for constant in self.listed.constants):
             return None
         listed = _Listed.of(layer, dumped.tensors)
-        same = len(dumped.tensors) == len(self._listed.tensors) and all(map(is_, dumped.tensors, self._listed.tensors))
-        if not same or listed.metas != self._listed.metas:
+        if not listed.is_like(self.listed):
             return None
         return [*listed.changed_any_time, *(bytes_of(gradient) for gradient in gradients.values())]
 
@@ -119,6 +131,7 @@ class _Listed:
     metas: tuple[TensorMeta, ...]
     changed_by_step: tuple[torch.Tensor, ...]
     changed_any_time: tuple[torch.Tensor, ...]
+    constants: tuple[_Constant, ...]  # that travel
 
     @classmethod
     def of(
@@ -146,27 +159,33 @@ class _Listed:
                 meta = replace(meta, constant=id(tensor) in constant)
                 (changed_by_step if meta.constant else changed_any_time).extend(flat)
             metas.append(replace(meta, name=name_of.get(id(tensor))))
-        return cls(tuple(tensors), tuple(metas), tuple(changed_by_step), tuple(changed_any_time))
+        constants = tuple(_Constant.of(tensor) for tensor, meta in zip(tensors, metas) if meta.constant)
+        return cls(tuple(tensors), tuple(metas), tuple(changed_by_step), tuple(changed_any_time), constants)
 
-    @property
-    def constants(self) -> tuple[_Constant, ...]:
-        """The constant tensors that travel."""
-        return tuple(_Constant.of(tensor) for tensor, meta in zip(self.tensors, self.metas) if meta.constant)
+    def is_like(self, other: _Listed) -> bool:
+        """Return whether these are the same tensors, of the same kinds."""
+        same = len(self.tensors) == len(other.tensors) and all(map(is_, self.tensors, other.tensors))
+        return same and self.metas == other.metas
 
 
 def expected_gradients(
-    layer: LayerRecord, gradient_dtype: GradientDtype
-) -> Iterator[tuple[str, nn.Parameter, torch.dtype]]:
-    """List the parameters that have a gradient in the layer at the end of a batch: name, parameter, gradient's type."""
-    for name, record in layer.parameters.items():
-        dtype = gradient_dtype(record.parameter)
-        if dtype is not None and record.group is not None and record.parameter.requires_grad:
-            yield name, record.parameter, dtype
+    layer: LayerRecord, trained: Container[str], gradient_dtype: GradientDtype
+) -> dict[str, tuple[nn.Parameter, torch.dtype]]:
+    """List the parameters that have a gradient in the layer at the end of a batch, with its type, by name.
+
+    Args:
+        trained: names of the parameters that require gradients.
+    """
+    return {
+        name: (record.parameter, dtype)
+        for name, record in layer.parameters.items()
+        if (dtype := gradient_dtype(record.parameter)) is not None and record.group is not None and name in trained
+    }
 
 
 def _is_as(gradient: torch.Tensor, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Return whether a gradient is one block of memory of the parameter's shape."""
-    same = gradient.layout == torch.strided and (gradient.dtype, gradient.shape) == (dtype, parameter.shape)
+    """Return whether a gradient is one block of memory with an element for each of the parameter."""
+    same = gradient.layout == torch.strided and (gradient.dtype, gradient.numel()) == (dtype, parameter.numel())
     return same and gradient.is_contiguous()
 
 
@@ -191,20 +210,17 @@ def pack(
             of another layer that has no name, or the user has compiled a part in place.
     """
     _check_not_compiled_in_place(layer.module)
-    outside = references.outside(layer.module, _extra_roots(layer)) if references is not None else Outside()
+    outside = _outside(layer, references)
     shell, tensors = Shell.of(layer, build, outside, completed)
-    known = sent_ahead._constants if sent_ahead is not None else ()
+    known = sent_ahead.listed.constants if sent_ahead is not None else ()
     ahead = {id(constant.tensor): number for number, constant in enumerate(known) if constant.is_unchanged()}
     listed = _Listed.of(layer, tensors, ahead)
-    return PackedLayer(
-        pickle.dumps((shell, listed.metas, tuple(outside.references.values()))),
-        listed.changed_by_step,
-        listed.changed_any_time,
-        listed.constants,
-        shell,
-        listed,
-        outside.references,
-    )
+    header = pickle.dumps((shell, listed.metas, tuple(outside.references.values())))
+    return PackedLayer(header, shell, listed, outside)
+
+
+def _outside(layer: LayerRecord, references: References | None) -> Outside:
+    return references.outside(layer.module, _extra_roots(layer)) if references is not None else Outside()
 
 
 def _check_not_compiled_in_place(layer: nn.Module | None) -> None:

@@ -79,7 +79,7 @@ class LayerRecord:
 
 
 def without_gradients(layer: LayerRecord) -> LayerRecord:
-    """Return the record of a layer between two batches, when there are no gradients."""
+    """Return the record of a layer with None for each gradient, as between two batches."""
     parameters = {name: replace(record, gradient=None) for name, record in layer.parameters.items()}
     return replace(layer, parameters=parameters)
 

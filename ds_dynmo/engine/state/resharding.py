@@ -216,10 +216,10 @@ class Resharding:
             This rank's new shards, per group: a part per parameter, and the padding.
         """
         new, sends, receives = self.plan.route.new, list[PeerTensor](), list[PeerTensor]()
-        parts: dict[tuple[Shard, Interval], torch.Tensor] = {}
+        gathered: dict[tuple[Shard, Interval], torch.Tensor] = {}
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def empty(place: Shard, numel: int) -> torch.Tensor:
+        def zeros(place: Shard, numel: int) -> torch.Tensor:
             return shards[place.buffer.group][0].new_zeros(numel)
 
         for row, interval in self.plan.route.parts():
@@ -231,12 +231,12 @@ class Resharding:
                 assert held is not None
                 sends.append((self._rank_of(row.destination), held))
                 continue
-            whole = parts.get((row.destination, interval))
+            whole = gathered.get((row.destination, interval))
             if whole is None and held is not None and row.numel == interval.numel:
-                parts[row.destination, interval] = held
+                gathered[row.destination, interval] = held
                 continue
             if whole is None:
-                whole = parts[row.destination, interval] = empty(row.destination, interval.numel)
+                whole = gathered[row.destination, interval] = zeros(row.destination, interval.numel)
             part = whole.narrow(0, row.destination_offset - interval.offset, row.numel)
             if held is not None:
                 copies.append((part, held))
@@ -246,10 +246,10 @@ class Resharding:
         return {
             place.buffer.group: [
                 *(
-                    parts[place, interval] if (place, interval) in parts else empty(place, interval.numel)
+                    gathered[place, interval] if (place, interval) in gathered else zeros(place, interval.numel)
                     for interval in held_there
                 ),
-                empty(place, new.sizes[place] - new.used(place)),
+                zeros(place, new.sizes[place] - new.used(place)),
             ]
             for place, held_there in new.intervals.items()
             if place[:2] == self._holder and not place.buffer.detached
