@@ -2,13 +2,14 @@
 
 Every rank takes the same decision from the same numbers. Until layers start to move, a failure changes nothing.
 
-    after a batch:                                  after_batch, decide_and_move_or_stay
+    after a batch:                                  after_batch, decide_and_move_or_stay, post_profile
     engine.rebalance():                             decide_on_request
     engine.rebalance(partition), initialize:        move_to_partition
     a load, engine.repack() without other stages:   move_to
 
 With ``migration.kind`` "background" a move begins right before the next batch (:meth:`Rebalancer.begin_move`) and has
-ended when that batch has (:meth:`Rebalancer.end_move`). Between two batches nothing is under way.
+ended when that batch has (:meth:`Rebalancer.end_move`), and a profile is gathered while the next batch trains. Between two
+batches no layer is under way.
 """
 
 from __future__ import annotations
