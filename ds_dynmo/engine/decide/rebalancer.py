@@ -8,8 +8,8 @@ Every rank takes the same decision from the same numbers. Until layers start to 
     a load, engine.repack() without other stages:   move_to
 
 With ``migration.kind`` "background" a move begins right before the next batch (:meth:`Rebalancer.begin_move`) and has
-ended when that batch has (:meth:`Rebalancer.end_move`), and a profile is gathered while the next batch trains. Between two
-batches no layer is under way.
+ended when that batch has (:meth:`Rebalancer.end_move`). A profile is gathered meanwhile, too. Between two batches no
+layer is under way.
 """
 
 from __future__ import annotations
