@@ -120,7 +120,7 @@ MUTATIONS = [
         "ds_dynmo/engine/move/packing.py",
         "        if dumped.data != self.shell.data or not",
         "        if not",
-        f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
+        "tests/local/test_packing.py::test_a_layer_that_changed_otherwise_is_packed_again",
     ),
     Mutation(
         "gradients that a wrapper holds whole are lost in a move before the step",
