@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from tests.distributed.support.configs import Case
 from tests.distributed.support.training import batches, build
@@ -22,6 +21,8 @@ def losses_of_batches() -> list[float]:
 class Untold:
     """A handle of torch's that never says by itself that it is done."""
 
+    is_waited_for = False
+
     def __init__(self, work: Any) -> None:
         self._work = work
 
@@ -29,18 +30,17 @@ class Untold:
         return False
 
     def wait(self, *timeout: Any) -> Any:
+        self.is_waited_for = True
         return self._work.wait(*timeout)
 
 
-def poll_before_and_after_a_wait() -> tuple[bool, list[float]]:
-    """Exchange numbers with the other rank. Return whether a poll found them once the host had waited, and them."""
+def poll_before_and_after_a_wait() -> tuple[bool, bool, bool, list[float]]:
+    """Exchange numbers with the other rank. Return what a poll found, whether it waited, what one found later, them."""
     engine = build(Case())
     mine, theirs = (torch.full((2,), number, device=engine.device) for number in (float(dist.get_rank()), 7.0))
     other = 1 - dist.get_rank()
     pending = engine.stage.comm.p2p.post([(other, mine)], [(other, theirs)])
-    pending._works = [Untold(work) for work in pending._works]
-    pending.is_done()
-    get_accelerator().synchronize()
-    is_done = pending.is_done()
+    handles = pending._works = [Untold(work) for work in pending._works]
+    is_done, is_waited_for = pending.is_done(), any(work.is_waited_for for work in handles)
     pending.wait()
-    return is_done, theirs.tolist()
+    return is_done, is_waited_for, pending.is_done(), theirs.tolist()

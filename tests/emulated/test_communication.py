@@ -11,5 +11,7 @@ def test_a_loss_that_is_under_way_is_not_read() -> None:
     assert len({tuple(losses) for losses in run(2, messages.losses_of_batches)}) == 1
 
 
-def test_a_poll_does_without_handles_that_say_when_they_are_done() -> None:
-    assert run(2, messages.poll_before_and_after_a_wait) == [(True, [1.0, 1.0]), (True, [0.0, 0.0])]
+def test_a_poll_never_waits() -> None:
+    """Two ranks that train may each wait for a message that the other begins later."""
+    found = run(2, messages.poll_before_and_after_a_wait)
+    assert found == [(False, False, True, [1.0, 1.0]), (False, False, True, [0.0, 0.0])]

@@ -33,21 +33,18 @@ class PendingExchange:
         self._works, self._buffers, self._staged = list(works), buffers, staged
         self._stream, self._timeout = stream, timeout
         self._waiter: _Waiter | None = None
-        self._arrived: Any = None
 
     def is_done(self) -> bool:
         """Return whether :meth:`wait` would return, or raise, at once.
 
-        A handle may not know without a wait: ``is_completed`` of NCCL, XCCL and HCCL asks the accelerator, but that of
-        gloo stays False until ``wait`` (seen in torch 2.13.0). So the first call starts a wait: on a separate stream,
-        or on a CPU in a thread.
+        ``is_completed`` of NCCL, XCCL and HCCL asks the accelerator. That of gloo stays False until ``wait`` (seen in
+        torch 2.13.0), so on a CPU the first call starts a wait in a thread. Never wait here: two ranks that train may
+        each wait for a message that the other begins later.
         """
         if not self._works:
             return True
         if self._stream.is_queue:
-            if self._arrived is None:
-                self._arrived = self._stream.event_after(lambda: _wait(self._works, self._timeout))
-            return bool(self._arrived.query())
+            return all(work.is_completed() for work in self._works)
         if self._waiter is None:
             self._waiter = _Waiter(self._works, self._timeout)
             self._waiter.start()

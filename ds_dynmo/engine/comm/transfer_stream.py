@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -46,14 +45,6 @@ class TransferStream:
     def is_queue(self) -> bool:
         """Whether operations are queued on an accelerator."""
         return self._stream is not None
-
-    def event_after(self, queue: Callable[[], None]) -> Any:
-        """Return an event after what ``queue`` puts on a separate stream, so that no transfer waits for it."""
-        event, stream = get_accelerator().Event(), get_accelerator().Stream()
-        with get_accelerator().stream(stream):
-            queue()
-            event.record(stream)
-        return event
 
     @contextmanager
     def before_compute(self) -> Iterator[None]:
