@@ -28,7 +28,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from benchmarks.arms import timed, wait_for_all
-from benchmarks.emulation import pipeline_engine
+from benchmarks.emulation import PRECISIONS, pipeline_engine
 from benchmarks.machine import Machine
 from ds_dynmo.cli.command_line import (
     CommandParser,
@@ -41,12 +41,6 @@ from ds_dynmo.cli.command_line import (
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.errors import ConfigError
 
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "bf16-zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
-    "fp32-zero1": {"zero_optimization": {"stage": 1}},
-}
 MICRO_BATCHES = 4
 MOVED = 4  # layers that move at once
 SMALL = 1_000  # parameters of the layer that moves when the cost of those that stay is measured

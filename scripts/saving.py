@@ -28,7 +28,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from benchmarks.arms import timed
-from benchmarks.emulation import pipeline_engine
+from benchmarks.emulation import PRECISIONS, pipeline_engine
 from benchmarks.machine import Machine
 from ds_dynmo.cli.command_line import (
     CommandParser,
@@ -41,10 +41,6 @@ from ds_dynmo.cli.command_line import (
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.errors import ConfigError
 
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16-zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
-}
 LAYERS = 4
 MICRO_BATCHES = 4
 KINDS = ("background", "blocking", "stock")

@@ -139,6 +139,14 @@ def mean_square(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (outputs - labels).square().mean()
 
 
+PRECISIONS: dict[str, dict[str, Any]] = {  # DeepSpeed's keys, for :func:`pipeline_engine`
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16-zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+    "fp32-zero1": {"zero_optimization": {"stage": 1}},
+}
+
+
 def pipeline_engine(
     layers: list[Any],
     *,

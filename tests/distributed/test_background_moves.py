@@ -241,6 +241,31 @@ def test_layers_are_described_once(precision: str) -> None:
         assert arrived in ([], [2, 3])
 
 
+def begins_to_share() -> tuple[list[int], str]:
+    """While a layer is on its way, let one that stays hold an object of it; return the partition and the failure."""
+    engine = build(Case(stages=2, start=(0, 4, 8)))
+    data = batches(engine)
+    engine.train_batch(data)
+    here, begin_move = layers_of(engine), engine.rebalancer.begin_move
+    if engine.stage_id == 0:
+        here[2].seen = [1]
+
+    def begin_and_share() -> None:
+        begin_move()
+        if engine.stage_id == 0:
+            here[1].seen = here[2].seen
+
+    engine.rebalancer.begin_move = begin_and_share
+    engine.rebalance([0, 2, 8], background=True)
+    engine.train_batch(data)
+    return engine.partition, str(engine.rebalancer.failure)
+
+
+def test_a_layer_whose_object_another_begins_to_share_stays() -> None:
+    for partition, failure in run(2, begins_to_share):
+        assert partition == [0, 4, 8] and "layer 2's seen" in failure and "is shared with layer 1" in failure
+
+
 class WithEmpty(Block):
     """A block with a parameter without elements, as pruning of whole columns leaves it."""
 

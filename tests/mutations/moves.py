@@ -116,6 +116,13 @@ MUTATIONS = [
         f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
     ),
     Mutation(
+        "an object that layers begin to share while one is on its way becomes a copy",
+        "ds_dynmo/engine/move/packing.py",
+        "            if _outside(layer, references) != outside:\n",
+        "            if False:\n",
+        f"{BACKGROUND}::test_a_layer_whose_object_another_begins_to_share_stays",
+    ),
+    Mutation(
         "a layer whose attributes changed on its way is not packed again",
         "ds_dynmo/engine/move/packing.py",
         "        if dumped.data != self.shell.data or not",
