@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,14 @@ def pytest_configure(config: pytest.Config) -> None:
     ``DS_ACCELERATOR`` may ask for another device. The emulated one is compiled here if need be. DeepSpeed looks for an
     accelerator once. Workers, fork servers and launched programs inherit the variable.
 
-    They also keep what Python compiles, which takes each of them three seconds for our package.
+    They also keep what Python compiles, which takes each of them three seconds for our package. And no process of the
+    tests interrupts another one: gloo's threads would interrupt the thread that holds the lock they need, and spin.
 
     Where ``CI`` is set, the summary lists what was skipped, and why: nobody there sees what the machine lacks.
     """
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    with suppress(OSError):  # a sandbox may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if os.environ.get("CI"):
         config.option.reportchars += "s"
     folder = Path(__file__).resolve().parent / "accelerator"

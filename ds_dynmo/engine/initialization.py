@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import deepspeed
@@ -108,8 +108,7 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynM
     if dynmo is None:
         validation.check_module(model)
         return None
-    check_deepspeed()
-    check_torch()
+    check_packages()
     validation.check_module(model)
     validation.check_training(settings, optimizer)
     validation.check_features(settings)
@@ -123,6 +122,17 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynM
     if dynmo.compile:
         compiler.prepare(compiler.default_backend(), "dynmo.compile = true")
     return dynmo
+
+
+@cache
+def check_packages() -> None:
+    """Refuse a DeepSpeed or a torch without the names that this package relies on. Looked up once per process.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    check_deepspeed()
+    check_torch()
 
 
 def _go_to_first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> None:

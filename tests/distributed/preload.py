@@ -14,7 +14,7 @@ import deepspeed.runtime.bf16_optimizer
 import torch
 
 from ds_dynmo import skip_shm_operator
-from ds_dynmo.engine.deepspeed.probe import check_deepspeed
+from ds_dynmo.engine.initialization import check_packages
 
 MODULES = [
     "torch._dynamo",
@@ -52,7 +52,7 @@ for name in MODULES:
 for name in OPTIONAL:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
-check_deepspeed()  # what it reads is cached
+check_packages()  # for all ranks
 torch.manual_seed(torch.initial_seed())  # imports a part of torch's compiler
 skip_shm_operator()  # compiling it takes 40 s
 deepspeed.runtime.bf16_optimizer.see_memory_usage = _nothing  # it collects garbage, which takes seconds per optimizer

@@ -50,18 +50,15 @@ def plan_to(engine: Any, partition: Sequence[int]) -> MigrationPlan:
     return MigrationPlan.between(engine.partition, partition)
 
 
-def move_in_phases(engine: Any, partition: Sequence[int], *, overlapped: bool) -> int:
-    """Move to ``partition`` phase by phase. Return how often ``poll`` returned False."""
+def move_in_phases(engine: Any, partition: Sequence[int], *, overlapped: bool) -> None:
+    """Move to ``partition`` phase by phase."""
     migrator = migrator_of(engine)
-    asked = 0
     if migrator.prepare(plan_to(engine, partition), overlapped=overlapped):
         migrator.start()
-        while not migrator.poll():
-            asked += 1
+        while overlapped and not migrator.poll():
             time.sleep(1e-3)
         migrator.commit()
         engine.stage.publish_move()
-    return asked
 
 
 # -- all phases -------------------------------------------------------------------------------------------
@@ -233,7 +230,7 @@ def alive(precision: str, overlapped: bool) -> list[tuple[int, int]]:
     migrator.prepare(plan_to(engine, [0, 1, 3, 9]), overlapped=overlapped)
     look()
     migrator.start()
-    while not migrator.poll():
+    while overlapped and not migrator.poll():
         time.sleep(1e-3)
     look()
     migrator.commit()

@@ -72,6 +72,17 @@ def test_objects_that_layers_share_without_a_name_are_refused(how: str) -> None:
         packed(layers[0], names_of(layers))
 
 
+def test_an_object_that_layers_share_later_is_refused_by_the_next_walk() -> None:
+    held = Thing()
+    layers = [Layer(held=held), Layer()]
+    names = names_of(layers)
+    with names.walked_once():
+        packed(layers[0], names)
+    vars(layers[1])["held"] = held
+    with names.walked_once(), pytest.raises(TypeError, match="is shared with layer 1"):
+        packed(layers[0], names)
+
+
 @pytest.mark.parametrize("how", HOLDERS)
 def test_another_layers_weight_is_refused(how: str) -> None:
     other = Layer()

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 
-from ds_dynmo.engine.comm.rounds import MOST_ROUNDS, ROUND_BYTES, Message, rounds_of
+from ds_dynmo.engine.comm.rounds import (
+    MOST_ROUNDS,
+    PER_CALL,
+    ROUND_BYTES,
+    Message,
+    Round,
+    Rounds,
+    RoundsInThread,
+    rounds_of,
+)
 from ds_dynmo.engine.move.background import FIRST_BYTES, TransferBudget
 from ds_dynmo.placement import Placement
 
@@ -41,6 +52,64 @@ def test_sender_and_receiver_cut_alike(seed: int) -> None:
 
 def test_nothing_needs_no_round() -> None:
     assert rounds_of([], []) == []
+
+
+class Posted:
+    """A round that a test has posted; an accelerator has not come to it yet."""
+
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        """Return, as if it had arrived."""
+
+
+def rounds_to(*peers: int) -> list[Round]:
+    return [Round([(peer, [])], []) for peer in peers]
+
+
+def test_rounds_are_queued_before_earlier_ones_have_ended() -> None:
+    queued: list[int] = []
+
+    def post(messages: Round) -> Any:
+        queued.append(messages.sends[0][0])
+        return Posted()
+
+    rounds = Rounds(rounds_to(*range(2 * PER_CALL + 1)), post)
+    assert not rounds.advance() and queued == list(range(PER_CALL))
+    assert not rounds.advance() and queued == list(range(2 * PER_CALL))
+    rounds.wait()
+    assert queued == list(range(2 * PER_CALL + 1)) and rounds.share_in_time == 0.0
+
+
+def test_on_a_cpu_rounds_go_on_between_two_calls() -> None:
+    begun, over = [threading.Event() for _ in range(5)], threading.Event()
+
+    def post(messages: Round) -> Any:
+        begun[messages.sends[0][0]].set()
+        if messages.sends[0][0] == 4:
+            over.wait()
+        return Posted()
+
+    rounds = RoundsInThread(rounds_to(*range(5)), post)
+    assert not rounds.advance() and begun[4].wait(60)
+    assert not rounds.advance() and rounds.share_in_time == pytest.approx(0.8)
+    over.set()
+    rounds.wait()
+    assert rounds.advance()
+
+
+@pytest.mark.parametrize("kind", [Rounds, RoundsInThread])
+def test_a_round_that_cannot_begin_is_an_error_of_the_wait(kind: type[Rounds]) -> None:
+    def post(messages: Round) -> Any:
+        raise MemoryError("no room")
+
+    rounds = kind(rounds_to(1, 2), post)
+    rounds.advance()
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no room"):
+            rounds.wait()
+    assert rounds.advance() and rounds.share_in_time == 0.0
 
 
 def test_the_budget_is_what_arrived_in_time() -> None:

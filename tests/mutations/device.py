@@ -34,7 +34,7 @@ MUTATIONS = [
     on_device(
         "what has arrived is copied without a wait",
         f"{COMM}/pending.py",
-        "                _wait(self._works, self._timeout)\n            for tensor",
+        "                work.wait(self._timeout)\n            for tensor",
         "                pass\n            for tensor",
         PHASES,
     ),
@@ -112,8 +112,8 @@ MUTATIONS = [
     on_device(
         "small numbers travel on the device's group",
         f"{COMM}/communicator.py",
-        "            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._control)",
-        "            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)",
+        "op=dist.ReduceOp.MAX, group=self._control)\n        except RuntimeError as error:\n            raise self._control_f",
+        "op=dist.ReduceOp.MAX)\n        except RuntimeError as error:\n            raise self._control_f",
         MOVES + " -k fp32",
     ),
     on_device(

@@ -224,17 +224,6 @@ class Communicator:
             raise self._control_failed(error) from error
         return numbers
 
-    def sum_in_pipeline(self, number: int) -> int:
-        """Sum a number over the stages of this rank's pipeline. Collective over the world."""
-        pipeline, pipelines = self.here.pipeline
-        numbers = torch.zeros(pipelines, dtype=torch.int64)
-        numbers[pipeline] = number
-        try:
-            dist.all_reduce(numbers, group=self._control)
-        except RuntimeError as error:
-            raise self._control_failed(error) from error
-        return int(numbers[pipeline])
-
     def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum elementwise over all ranks, on the device of ``numbers``. Collective over the world."""
         moved = numbers.to(self.device, copy=True)
@@ -429,17 +418,27 @@ class Communicator:
             logger.error(f"rank {failed[0]}: {what} failed:\n{trace}")
         return first.error(f"{what} failed on ranks {failed}, first with {first}. No layer has moved")
 
-    def all_done(self, worst: torch.Tensor | None = None) -> None:
-        """Wait until every rank is done; after the time-out, report that a rank failed. Collective over the world.
+    def all_done(self) -> None:
+        """Wait until every rank is done; after the time-out, report that a rank failed. Collective over the world."""
+        self._wait_for_all(torch.zeros(1))
 
-        Args:
-            worst: numbers of this rank, which become the maxima over all ranks.
+    def all_moved(self, worst: Sequence[float], number: float) -> tuple[list[float], float]:
+        """Wait like :meth:`all_done`, and combine numbers of the ranks. Collective over the world.
+
+        Returns:
+            The maxima of ``worst`` over all ranks, and the sum of ``number`` over the stages of this rank's pipeline.
         """
+        pipeline, pipelines = self.here.pipeline
+        of_stages = torch.zeros(pipelines, self.here.num_stages, dtype=torch.float64)
+        of_stages[pipeline, self.here.stage] = number
+        numbers = torch.cat([torch.tensor(worst, dtype=torch.float64), of_stages.flatten()])
+        self._wait_for_all(numbers)
+        of_stages = numbers[len(worst) :].view_as(of_stages)
+        return numbers[: len(worst)].tolist(), of_stages[pipeline].sum().item()
+
+    def _wait_for_all(self, numbers: torch.Tensor) -> None:
         try:
-            if worst is None:
-                dist.barrier(group=self._control)
-            else:
-                dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._control)
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._control)
         except RuntimeError as error:
             raise MigrationError(f"another rank did not finish its part of the move ({error})") from error
 

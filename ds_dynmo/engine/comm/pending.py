@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -32,23 +31,14 @@ class PendingExchange:
     ) -> None:
         self._works, self._buffers, self._staged = list(works), buffers, staged
         self._stream, self._timeout = stream, timeout
-        self._waiter: _Waiter | None = None
 
     def is_done(self) -> bool:
-        """Return whether :meth:`wait` would return, or raise, at once.
+        """Return whether the accelerator knows that :meth:`wait` would return at once; False on a CPU.
 
-        ``is_completed`` of NCCL, XCCL and HCCL asks the accelerator. That of gloo stays False until ``wait`` (seen in
-        torch 2.13.0), so on a CPU the first call starts a wait in a thread. Never wait here: two ranks that train may
-        each wait for a message that the other begins later.
+        ``is_completed`` of NCCL, XCCL and HCCL asks the accelerator; that of gloo stays False until ``wait`` (seen in
+        torch 2.13.0). Never wait here: two ranks that train may each wait for a message that the other begins later.
         """
-        if not self._works:
-            return True
-        if self._stream.is_queue:
-            return all(work.is_completed() for work in self._works)
-        if self._waiter is None:
-            self._waiter = _Waiter(self._works, self._timeout)
-            self._waiter.start()
-        return not self._waiter.is_alive()
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         """Wait until everything is received and sent tensors may be written to again.
@@ -57,38 +47,10 @@ class PendingExchange:
             RuntimeError: the time-out has passed, or a peer is gone.
         """
         with self._stream.before_compute():
-            if self._waiter is not None:
-                self._waiter.result()
-            else:
-                _wait(self._works, self._timeout)
+            for work in self._works:
+                work.wait(self._timeout)
             for tensor, arrived in self._staged:
                 tensor.copy_(arrived)
         self._works.clear()
         self._buffers.clear()
         self._staged.clear()
-
-
-class _Waiter(threading.Thread):
-    """A thread that waits for handles; a wait releases the interpreter."""
-
-    def __init__(self, works: Sequence[Any], timeout: timedelta) -> None:
-        super().__init__(name="ds_dynmo transfers", daemon=True)
-        self._works, self._timeout = list(works), timeout
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            _wait(self._works, self._timeout)
-        except BaseException as error:  # raised by result()
-            self._error = error
-        self._works.clear()
-
-    def result(self) -> None:
-        self.join()
-        if self._error is not None:
-            raise self._error
-
-
-def _wait(works: Sequence[Any], timeout: timedelta) -> None:
-    for work in works:
-        work.wait(timeout)

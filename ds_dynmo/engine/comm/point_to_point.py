@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_dynmo.engine.comm.bounded import default_timeout
 from ds_dynmo.engine.comm.device_group import device_group
 from ds_dynmo.engine.comm.pending import PendingExchange
-from ds_dynmo.engine.comm.rounds import Message, Messages, Round, Rounds, rounds_of
+from ds_dynmo.engine.comm.rounds import Message, Messages, Round, Rounds, RoundsInThread, rounds_of
 from ds_dynmo.engine.comm.transfer_stream import TransferStream
 
 SMALL_BYTES = 1 << 16  # tensors up to this size are packed into one message
@@ -90,12 +90,13 @@ class PointToPoint:
         return self._posted(Round(_messages(sends), _messages(receives)))
 
     def begin(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> Rounds:
-        """Prepare to send and receive like :meth:`post`, but in rounds: :meth:`Rounds.advance` begins the next one.
+        """Prepare to send and receive like :meth:`post`, but in rounds, beside a batch: :meth:`Rounds.advance` begins.
 
-        A round waits for other ranks as long as the pipeline's messages do: they begin it between two instructions.
+        A round waits for other ranks as long as the pipeline's messages do: they begin it during their batch.
         """
         post = partial(self._posted, timeout=max(self._timeout, default_timeout()))
-        return Rounds(rounds_of(_messages(sends), _messages(receives)), post)
+        kind = Rounds if self._stream.is_queue else RoundsInThread
+        return kind(rounds_of(_messages(sends), _messages(receives)), post)
 
     def begin_at_once(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> Rounds:
         """Prepare to send and receive like :meth:`begin`, in one round."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -13,7 +14,7 @@ from ds_dynmo.engine.comm.pending import PendingExchange
 
 ROUND_BYTES = 8 << 20  # least size of a round between two ranks in one direction, if there is so much to send
 MOST_ROUNDS = 16
-UNDER_WAY = 2
+PER_CALL = 2  # rounds that are queued at a time
 
 Message = list[torch.Tensor]  # flat byte tensors that travel together
 Messages = list[tuple[int, Message]]  # with the rank that each goes to or comes from
@@ -72,7 +73,10 @@ def _part(cut: Mapping[int, Sequence[Sequence[Message]]], number: int) -> Messag
 
 
 class Rounds:
-    """An exchange of messages, round by round; at most :data:`UNDER_WAY` at a time.
+    """An exchange of messages, round by round.
+
+    Each call of :meth:`advance` queues rounds without asking whether earlier ones have ended: an accelerator may be far
+    behind the calls, and orders a round after the work that was queued before it.
 
     Args:
         post: starts a round.
@@ -81,7 +85,7 @@ class Rounds:
     def __init__(self, rounds: Sequence[Round], post: Callable[[Round], PendingExchange]) -> None:
         self._left, self._post = deque(rounds), post
         self._under_way: deque[PendingExchange] = deque()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._count = len(rounds)
         self._waited_for: int | None = None
 
@@ -96,18 +100,20 @@ class Rounds:
         return len(self._left) + len(self._under_way)
 
     def advance(self) -> bool:
-        """Begin further rounds as those under way end, and return at once. A failure is kept for :meth:`wait`.
+        """Go on with the exchange, and return at once. A failure is kept for :meth:`wait`.
 
         Returns:
             Whether :meth:`wait` would return, or raise, at once.
         """
-        try:
-            while self._under_way and self._failure is None and self._under_way[0].is_done():
-                self._under_way.popleft().wait()
-            while self._left and self._failure is None and len(self._under_way) < UNDER_WAY:
-                self._begin_next()
-        except Exception as failure:
-            self._failure = failure
+        if self._failure is None:
+            try:
+                for _ in range(min(PER_CALL, len(self._left))):
+                    self._under_way.append(self._post(self._left[0]))
+                    self._left.popleft()
+                while self._under_way and self._under_way[0].is_done():
+                    self._under_way.popleft().wait()
+            except Exception as failure:
+                self._failure = failure
         return self._failure is not None or not self._unfinished
 
     def wait(self) -> None:
@@ -120,14 +126,39 @@ class Rounds:
         self.advance()
         if self._waited_for is None:
             self._waited_for = self._unfinished
-        while self._failure is None and self._unfinished:
-            if self._left:
-                self._begin_next()
-            self._under_way.popleft().wait()
+        self._finish()
         if self._failure is not None:
             raise self._failure
 
-    def _begin_next(self) -> None:
-        posted = self._post(self._left.popleft())
-        posted.is_done()  # begins to watch it, so that the next call knows
-        self._under_way.append(posted)
+    def _finish(self) -> None:
+        while self._left and self._failure is None:
+            self.advance()
+        while self._under_way and self._failure is None:
+            self._under_way.popleft().wait()
+
+
+class RoundsInThread(Rounds):
+    """The same on a CPU, where sending takes time: a thread exchanges one round after the other.
+
+    So messages travel while the rank computes, and while it waits for the pipeline's.
+    """
+
+    def __init__(self, rounds: Sequence[Round], post: Callable[[Round], PendingExchange]) -> None:
+        super().__init__(rounds, post)
+        self._thread = threading.Thread(target=self._exchange, name="ds_dynmo transfers", daemon=True)
+
+    def _exchange(self) -> None:
+        try:
+            while self._left:
+                self._post(self._left[0]).wait()
+                self._left.popleft()
+        except BaseException as failure:  # raised by wait()
+            self._failure = failure
+
+    def advance(self) -> bool:
+        if self._thread.ident is None:
+            self._thread.start()
+        return not self._thread.is_alive()
+
+    def _finish(self) -> None:
+        self._thread.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from deepspeed.pipe import LayerSpec
@@ -85,14 +86,27 @@ class MigrationContext:
 
     # -- packing --------------------------------------------------------------------------------------
 
-    def pack(self, index: int, module: nn.Module, sent_ahead: PackedLayer | None = None) -> PackedLayer:
-        """Pack a layer of this stage.
+    def pack(
+        self, modules: Mapping[int, nn.Module], sent_ahead: Mapping[int, PackedLayer] = MappingProxyType({})
+    ) -> dict[int, PackedLayer]:
+        """Pack layers of this stage.
 
         Args:
-            sent_ahead: the layer as it was packed when its constant tensors were sent.
+            modules: by number.
+            sent_ahead: layers as they were packed when their constant tensors were sent.
         """
-        build = partial(self.layers.build, index, self.device)
-        return pack(self.state.record(module), build, self.references, sent_ahead, completed=bool(self.on_arrival))
+        completed = bool(self.on_arrival)
+        with self.references.walked_once():
+            return {
+                index: pack(
+                    self.state.record(module),
+                    partial(self.layers.build, index, self.device),
+                    self.references,
+                    sent_ahead.get(index),
+                    completed=completed,
+                )
+                for index, module in modules.items()
+            }
 
     def pack_leaving(self, plan: MigrationPlan) -> dict[int, PackedLayer]:
         """Pack the layers that leave this stage.
@@ -105,31 +119,31 @@ class MigrationContext:
         }
         modules = {index: module for index, module in leaving.items() if module is not None}
         sent = {move.layer for move in self.sent(plan)}
-        packed = {index: self.pack(index, module) for index, module in modules.items() if index in sent}
+        packed = self.pack({index: module for index, module in modules.items() if index in sent})
         staying = set(map(id, self.staying(plan).values()))
         self.references.check_left_behind({index: m for index, m in modules.items() if id(m) not in staying})
         return packed
 
     def pack_again(self, packed: Mapping[int, PackedLayer]) -> dict[int, PackedLayer]:
         """Pack layers again after their constant tensors were sent."""
-        again: dict[int, PackedLayer] = {}
-        for index, sent_ahead in packed.items():
-            module = self.layers.local_module(index)
-            assert module is not None
-            again[index] = self.pack(index, module, sent_ahead)
-        return again
+        return self.pack({index: self._module(index) for index in packed}, packed)
 
     def values_left(self, packed: Mapping[int, PackedLayer]) -> dict[int, list[torch.Tensor]] | None:
         """List what is left to be sent of packed layers after a batch; None: one has to be packed again."""
         left: dict[int, list[torch.Tensor]] = {}
-        for index, layer in packed.items():
-            module = self.layers.local_module(index)
-            assert module is not None
-            values = layer.values_left(self.state.record(module), self.references, self.state.gradient_dtype)
-            if values is None:
-                return None
-            left[index] = values
+        with self.references.walked_once():
+            for index, layer in packed.items():
+                record = self.state.record(self._module(index))
+                values = layer.values_left(record, self.references, self.state.gradient_dtype)
+                if values is None:
+                    return None
+                left[index] = values
         return left
+
+    def _module(self, index: int) -> nn.Module:
+        module = self.layers.local_module(index)
+        assert module is not None, "a layer of another stage"
+        return module
 
     def receive(
         self, arrivals: Mapping[int, ArrivingLayer], sent_ahead: Mapping[int, ArrivingLayer] | None = None

@@ -4,12 +4,12 @@
    the arriving layers without values. Every harmless failure happens here, on all ranks alike, before anything changes.
 2. :meth:`Migrator.start`: weights and optimizer state, which are constant between two steps of the optimizer, start to
    travel. In a blocking rebalance an exception is fatal from here on, and its message says so.
-3. :meth:`Migrator.poll`: send the next part, and ask whether all has arrived. A batch may train meanwhile.
+3. :meth:`Migrator.poll`, if a batch trains meanwhile: the next part follows.
 4. :meth:`Migrator.commit`, before the optimizer's step of that batch: what may have changed since then follows
    (buffers, attributes, step counts, gradients). The stages are rebuilt, and layers that left are freed. Before that,
    an exception is still harmless if a batch trained meanwhile: the old stages have all state, and go on.
 
-A blocking rebalance runs the four in a row. :mod:`ds_dynmo.partitioners.move_memory` predicts the peak of memory.
+A blocking rebalance runs the others in a row. :mod:`ds_dynmo.partitioners.move_memory` predicts the peak of memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Migration:
     Attributes:
         packed: layers that leave this rank.
         arrivals: layers that arrive on this rank.
-        num_bytes: that move in this rank's pipeline.
+        sent_bytes: that leave this rank.
         under_way: messages that were started.
         waited_seconds: that training waited before the batch.
         drain_seconds: that this rank waited for others whose batch went on.
@@ -81,7 +81,7 @@ class _Migration:
     overlapped: bool
     packed: dict[int, PackedLayer]
     arrivals: dict[int, ArrivingLayer]
-    num_bytes: int
+    sent_bytes: int
     waited_seconds: float = 0.0
     drain_seconds: float = 0.0
     under_way: Rounds | None = None
@@ -134,8 +134,7 @@ class Migrator:
             context.check()
             context.pack_leaving(plan)
             if copies:
-                for index, module in context.layers.modules().items():
-                    context.pack(index, module)
+                context.pack(context.layers.modules())
 
         context.comm.everywhere(_GETTING_READY, pack_all)
 
@@ -205,9 +204,8 @@ class Migrator:
             return route
 
         context.comm.everywhere(_MAKING_ROOM, receive, same=str, compared_in=context.comm.here.pipeline)
-        outgoing_bytes = state_bytes + sum(layer.num_bytes for layer in packed.values())
-        num_bytes = context.comm.sum_in_pipeline(outgoing_bytes)
-        return _Migration(plan, context, overlapped, packed, arrivals, num_bytes)
+        sent_bytes = state_bytes + sum(layer.num_bytes for layer in packed.values())
+        return _Migration(plan, context, overlapped, packed, arrivals, sent_bytes)
 
     def abandon(self) -> None:
         """Drop the prepared plan; nothing has changed. Every rank has to call this.
@@ -247,11 +245,13 @@ class Migrator:
     def poll(self) -> bool:
         """Send the next part of what travels, and copy the next part of what stays, without waiting.
 
+        Only while a batch trains.
+
         Returns:
             Whether all has arrived, or :meth:`commit` will raise.
         """
         migration = self._in_progress()
-        assert migration.under_way is not None, "start comes first"
+        assert migration.under_way is not None and migration.overlapped, "start comes first"
         try:
             next(migration.copying, None)
         except Exception as error:  # of this rank alone: all ranks learn of it in commit
@@ -301,10 +301,10 @@ class Migrator:
             context.layers.tie(context.comm.grid, context.comm.tied_group)
         with self._errors_are_fatal("waiting for the other ranks"):
             waited_seconds = migration.waited_seconds + time.perf_counter() - began - migration.drain_seconds
-            worst = torch.tensor([waited_seconds, -migration.under_way.share_in_time], dtype=torch.float64)
-            context.comm.all_done(worst)
+            mine = waited_seconds, -migration.under_way.share_in_time
+            (waited_seconds, late), bytes_moved = context.comm.all_moved(mine, migration.sent_bytes)
         self._migration = None
-        return MoveResult(migration.num_bytes, worst[0].item(), -worst[1].item())
+        return MoveResult(int(bytes_moved), waited_seconds, -late)
 
     # -- messages -------------------------------------------------------------------------------------
 

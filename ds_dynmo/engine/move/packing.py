@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import is_
 from types import MappingProxyType
 from typing import Any
@@ -148,17 +148,17 @@ class _Listed:
         changed_by_step: list[torch.Tensor] = []
         changed_any_time: list[torch.Tensor] = []
         for number, tensor in enumerate(tensors):
+            name = name_of.get(id(tensor))
             if number in bases:
                 base = bases[number]
                 offset = (tensor.data_ptr() - tensors[base].data_ptr()) // tensor.element_size()
-                meta = replace(meta_of(tensor), base=base, offset=offset)
+                meta = meta_of(tensor, name=name, base=base, offset=offset)
             elif id(tensor) in ahead:
-                meta = replace(meta_of(tensor), sent_ahead=ahead[id(tensor)])
+                meta = meta_of(tensor, name=name, sent_ahead=ahead[id(tensor)])
             else:
-                meta, flat = describe(tensor)
-                meta = replace(meta, constant=id(tensor) in constant)
+                meta, flat = describe(tensor, name=name, constant=id(tensor) in constant)
                 (changed_by_step if meta.constant else changed_any_time).extend(flat)
-            metas.append(replace(meta, name=name_of.get(id(tensor))))
+            metas.append(meta)
         constants = tuple(_Constant.of(tensor) for tensor, meta in zip(tensors, metas) if meta.constant)
         return cls(tuple(tensors), tuple(metas), tuple(changed_by_step), tuple(changed_any_time), constants)
 

@@ -13,6 +13,7 @@ that it gets when it is built on that rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,14 @@ class Outside:
     rank_attributes: dict[int, frozenset[str]] = field(default_factory=dict)
 
 
+@dataclass
+class _Walks:
+    """What walks have found: global variables, and by number of a layer its objects, by ``id``."""
+
+    variables: GlobalVariables = field(default_factory=GlobalVariables)
+    objects: dict[int, dict[int, Any]] = field(default_factory=dict)
+
+
 class References:
     """Separates what the layers of one rank own from what they only refer to. Construction is collective.
 
@@ -79,6 +88,7 @@ class References:
         self._modules = modules
         self._names = Names(pipeline, modules, gather)
         self._rank_attributes = frozenset(rank_attributes)
+        self._walks: _Walks | None = None
 
     def is_shared(self, value: Any) -> bool:
         """Return whether ``value`` has a name, and so belongs to the rank rather than to a layer."""
@@ -92,6 +102,15 @@ class References:
 
     # -- a layer that leaves --------------------------------------------------------------------------
 
+    @contextmanager
+    def walked_once(self) -> Iterator[None]:
+        """Walk each layer once for all calls of :meth:`outside` within. No object may change meanwhile."""
+        self._walks = _Walks()
+        try:
+            yield
+        finally:
+            self._walks = None
+
     def outside(self, layer: nn.Module, extra_roots: Mapping[str, Any]) -> Outside:
         """Find the objects that ``layer`` refers to and that do not move with it.
 
@@ -102,7 +121,7 @@ class References:
             TypeError: it refers to an object that it shares with another layer and that has no name, to a tensor of
                 another layer, or to a tensor without values. The message has the attribute's path.
         """
-        outside, variables, others = Outside(), GlobalVariables(), self._others(layer)
+        outside, walks, others = Outside(), self._walks or _Walks(), self._others(layer)
         own_modules = {id(part): part for part in layer.modules() if self._names.is_of_one_layer(part)}
         own_tensors = {id(t) for part in own_modules.values() for t in _registered(part)}
         nameless: dict[int, tuple[Path, Any]] = {}
@@ -121,14 +140,14 @@ class References:
                 continue
             name = self._names.of(value)
             if name is None and not is_immutable(value):
-                name = variables.of(value)
+                name = walks.variables.of(value)
             if name is not None:
                 if isinstance(value, nn.Parameter | nn.Module):
                     self._check_not_of_others(path, value, others)
                 outside.references[id(value)] = self._reference(name, path, value, layer)
             elif not is_immutable(value):
                 nameless[id(value)] = (path, value)
-        self._check_nameless(nameless, layer, roots, outside)
+        self._check_nameless(nameless, layer, roots, outside, walks)
         return outside
 
     def check_left_behind(self, leaving: Mapping[int, nn.Module]) -> None:
@@ -202,17 +221,21 @@ class References:
         layer: nn.Module,
         roots: Sequence[tuple[Path, Any]],
         outside: Outside,
+        walks: _Walks,
     ) -> None:
         """Refuse objects without a name that another layer refers to as well."""
-        others = self._others(layer)
+        others = self._others(layer) if nameless else {}
         for path, value in nameless.values():
             if isinstance(value, torch.Tensor):
                 _check_has_values(path, value)
                 self._check_not_of_others(path, value, others)
         for number, other in others.items():
-            for _, value in walk([((), other)], lambda value: not self._names.is_shared(value), children=_all_of):
-                if id(value) in nameless and _travels(value, layer, roots, outside):
-                    path, shared = nameless[id(value)]
+            if number not in walks.objects:
+                found = walk([((), other)], lambda value: not self._names.is_shared(value), children=_all_of)
+                walks.objects[number] = {id(value): value for _, value in found}
+            for key, value in walks.objects[number].items():
+                if key in nameless and _travels(value, layer, roots, outside):
+                    path, shared = nameless[key]
                     if isinstance(shared, nn.Module):
                         self._check_not_of_others(path, shared, others)
                     raise TypeError(self._shared_text(layer, path, shared, number))

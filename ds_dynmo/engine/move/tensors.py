@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,30 +45,35 @@ class TensorMeta:
         return self.strides == torch.empty(self.shape, device="meta").stride()
 
 
-def describe(tensor: torch.Tensor) -> tuple[TensorMeta, list[torch.Tensor]]:
-    """Describe a tensor, and return the flat byte tensors to send: views of its memory where possible."""
+def describe(tensor: torch.Tensor, **facts: Any) -> tuple[TensorMeta, list[torch.Tensor]]:
+    """Describe a tensor, and return the flat byte tensors to send: views of its memory where possible.
+
+    Args:
+        facts: further attributes of the description.
+    """
     data = tensor.detach()
     if data.layout != torch.strided:
         parts = [describe(part) for part in dense_parts(data)]
-        meta = replace(meta_of(tensor), parts=tuple(meta for meta, _ in parts))
+        meta = meta_of(tensor, parts=tuple(meta for meta, _ in parts), **facts)
         return meta, [flat for _, flats in parts for flat in flats]
     if not _is_dense(data):
         data = data.contiguous()
-    return replace(meta_of(tensor), strides=data.stride()), ([bytes_of(data)] if data.numel() else [])
+    return meta_of(tensor, strides=data.stride(), **facts), ([bytes_of(data)] if data.numel() else [])
 
 
-def meta_of(tensor: torch.Tensor) -> TensorMeta:
-    """Describe a tensor, without the parts of a sparse one."""
-    return TensorMeta(
-        is_parameter=isinstance(tensor, nn.Parameter),
-        requires_grad=tensor.requires_grad and tensor.is_leaf,
-        on_cpu=tensor.device.type == "cpu",
-        shape=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        strides=tensor.stride() if tensor.layout == torch.strided else None,
-        layout=tensor.layout,
-        is_coalesced=tensor.layout == torch.sparse_coo and tensor.is_coalesced(),
-    )
+def meta_of(tensor: torch.Tensor, **facts: Any) -> TensorMeta:
+    """Describe a tensor, without the parts of a sparse one. ``facts``: as for :func:`describe`."""
+    attributes = {
+        "is_parameter": isinstance(tensor, nn.Parameter),
+        "requires_grad": tensor.requires_grad and tensor.is_leaf,
+        "on_cpu": tensor.device.type == "cpu",
+        "shape": tuple(tensor.shape),
+        "dtype": tensor.dtype,
+        "strides": tensor.stride() if tensor.layout == torch.strided else None,
+        "layout": tensor.layout,
+        "is_coalesced": tensor.layout == torch.sparse_coo and tensor.is_coalesced(),
+    }
+    return TensorMeta(**{**attributes, **facts})
 
 
 def find_bases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
@@ -115,6 +121,8 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no gaps and no overlap: it is a permuted contiguous tensor."""
+    if tensor.is_contiguous():
+        return True
     strides, shape = tensor.stride(), tensor.shape
     order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], -shape[axis]))
     return tensor.permute(order).is_contiguous()

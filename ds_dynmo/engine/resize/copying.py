@@ -25,7 +25,7 @@ def copy_stage(context: MigrationContext, placement: Placement, num_replicas: in
     has_layers = replica < num_replicas
     plan = context.state.plan_scatter_shards(placement, num_replicas)
     modules = context.layers.modules() if has_layers else {}
-    packed = {index: context.pack(index, module) for index, module in modules.items()}
+    packed = context.pack(modules)
     source = context.comm.rank_of(context.stage_id, replica % num_replicas)
     packed_headers = {index: layer.header for index, layer in packed.items()}
     if has_layers:

@@ -219,8 +219,8 @@ class Resharding:
         gathered: dict[tuple[Shard, Interval], torch.Tensor] = {}
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def zeros(place: Shard, numel: int) -> torch.Tensor:
-            return shards[place.buffer.group][0].new_zeros(numel)
+        def memory(place: Shard, numel: int) -> torch.Tensor:
+            return shards[place.buffer.group][0].new_empty(numel)
 
         for row, interval in self.plan.route.parts():
             leaves, arrives = row.source[:2] == self._holder, row.destination[:2] == self._holder
@@ -236,7 +236,7 @@ class Resharding:
                 gathered[row.destination, interval] = held
                 continue
             if whole is None:
-                whole = gathered[row.destination, interval] = zeros(row.destination, interval.numel)
+                whole = gathered[row.destination, interval] = memory(row.destination, interval.numel)
             part = whole.narrow(0, row.destination_offset - interval.offset, row.numel)
             if held is not None:
                 copies.append((part, held))
@@ -246,10 +246,12 @@ class Resharding:
         return {
             place.buffer.group: [
                 *(
-                    gathered[place, interval] if (place, interval) in gathered else zeros(place, interval.numel)
+                    gathered[place, interval]
+                    if (place, interval) in gathered
+                    else memory(place, interval.numel).zero_()
                     for interval in held_there
                 ),
-                zeros(place, new.sizes[place] - new.used(place)),
+                memory(place, new.sizes[place] - new.used(place)).zero_(),
             ]
             for place, held_there in new.intervals.items()
             if place[:2] == self._holder and not place.buffer.detached
