@@ -112,8 +112,9 @@ MUTATIONS = [
     on_device(
         "small numbers travel on the device's group",
         f"{COMM}/communicator.py",
-        "op=dist.ReduceOp.MAX, group=self._control)\n        except RuntimeError as error:\n            raise self._control_f",
-        "op=dist.ReduceOp.MAX)\n        except RuntimeError as error:\n            raise self._control_f",
+        ", group=self._control)\n        except RuntimeError as error:\n            raise self._control_failed(error) from error"
+        "\n        return numbers",
+        ")\n        except RuntimeError as error:\n            raise self._control_failed(error) from error\n        return numbers",
         MOVES + " -k fp32",
     ),
     on_device(
