@@ -438,7 +438,7 @@ class Communicator:
 
     def _wait_for_all(self, numbers: torch.Tensor) -> None:
         try:
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._control)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._control)
         except RuntimeError as error:
             raise MigrationError(f"another rank did not finish its part of the move ({error})") from error
 
