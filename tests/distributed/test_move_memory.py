@@ -24,6 +24,7 @@ from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import WIDTH, Embedding, Head, project
 from tests.distributed.support.training import batches, build, state
+from tests.emulated import not_on_it
 
 BESIDE = 16 << 10  # bytes beside layers: headers, and other messages between ranks
 THERE_AND_BACK = [[0, 3, 12], [0, 9, 12], [0, 6, 12]]
@@ -176,7 +177,10 @@ def test_the_peak_of_a_move_is_as_predicted_where_replicas_differ() -> None:
     check_peaks(run(case.ranks, peaks, case, THERE_AND_BACK, own_layers))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1", "fp32 zero1"])
+NOT_COUNTED = not_on_it("AdamW's step holds as many bytes as its parameters more there, which no prediction counts")
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=NOT_COUNTED), "bf16", "bf16 zero1", "fp32 zero1"])
 def test_the_peak_of_a_move_during_a_batch_is_as_predicted(precision: str) -> None:
     case = Case(blocks=9, precision=precision)
     for rank in run(case.ranks, peaks_in_training, case, THERE_AND_BACK):
