@@ -10,8 +10,9 @@ A migration holds old and new buffers at once, in this order:
 5. Gradient buffers are allocated again.
 
 If a batch trains meanwhile, gradients stay, and the optimizer's shards travel with the layers: old and new shards of
-all kinds exist at once. At the batch's end the gradients of arriving layers follow, and the new gradient buffers are
-allocated once the old shards are freed. Activations are not counted.
+all kinds exist at once. At the batch's end the gradients of arriving layers follow; those that ZeRO shards, and new
+gradient buffers, once the old shards are freed. Activations are not counted, unless the caller knows them, and nor is
+what the optimizer's step allocates.
 """
 
 from __future__ import annotations
@@ -70,14 +71,17 @@ def migration_peaks(
     def peak(stage: int) -> int:
         old, new = _sum(layers, before[stage].values()), _sum(layers, after[stage].values())
         arriving = [move.layer for move in sent if move.destination == stage]
-        leaving = [layers[move.layer] for move in sent if move.source == stage]
+        leaving = [move.layer for move in sent if move.source == stage]
+        moved = [layers[number] for number in arriving], [layers[number] for number in leaving]
         if training_bytes is None:
-            return _peak(old, new, [layers[number] for number in arriving], leaving)
+            return _peak(old, new, *moved)
         trains, will_train = (sum(training_bytes[n] for n in here[stage].values()) for here in (before, after))
-        travel = trains + new.shards + _travelling(new, [layers[number] for number in arriving], leaving)
-        gradients = sum(training_bytes[number] - layers[number].total for number in arriving)
+        of_batch = {n: training_bytes[n] - layers[n].total for n in (*arriving, *leaving)}
+        travel = trains + new.shards + _travelling(new, *moved)
+        gradients = sum(of_batch[n] for n in arriving if _gradients_come_with(layers[n]))
+        sharded = sum(of_batch[n] for n in leaving if not _gradients_come_with(layers[n]))
         activations = activation_bytes[stage] if activation_bytes is not None else 0
-        return max(travel + activations, travel + gradients, will_train + old.gradients)
+        return max(travel + activations, travel + gradients, will_train + old.gradients + sharded)
 
     return tuple(map(peak, stages))
 
@@ -140,6 +144,11 @@ def _owners(here: Iterable[int], first_uses: Sequence[int | None]) -> dict[int, 
 
 def _sum(layers: Sequence[HeldBytes], numbers: Iterable[int]) -> HeldBytes:
     return sum((layers[number] for number in numbers), start=HeldBytes())
+
+
+def _gradients_come_with(layer: HeldBytes) -> bool:
+    """Return whether gradients travel with the layer; those of ZeRO, which only a batch has, follow the shards."""
+    return layer.gradients > 0 or not layer.shards
 
 
 def _peak(old: HeldBytes, new: HeldBytes, arriving: Sequence[HeldBytes], leaving: Sequence[HeldBytes]) -> int:
