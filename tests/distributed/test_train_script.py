@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import re
 import signal
 from pathlib import Path
@@ -25,8 +26,10 @@ from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models import DynamicCase, language_model_loss, model_layers
 from ds_dynmo.simulation import Recorded
 from tests.distributed.harness import run
+from tests.distributed.support.case_runs import SIZES
 from tests.distributed.support.script import flags, run_script
 from tests.distributed.support.training import Warnings, state, whole
+from tests.distributed.watched_command import ROOT
 from tests.full_disk import files_of_at_most
 
 STEPS = 8
@@ -244,6 +247,44 @@ def test_a_disk_that_is_full_at_the_first_save_gives_one_line_and_leaves_no_fold
         line = rf"ds-dynmo-train: error{where}: rank \d: OSError: \[Errno 27\] File too large: '{folder}/.*'\n"
         assert code == 2 and re.fullmatch(line, said), said
     assert not folder.parent.exists()
+
+
+def printed_by_the_command(arguments: list[str]) -> tuple[int, str]:
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")  # of the world that is there
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        return main(arguments), said.getvalue()
+
+
+def test_the_whole_command(tmp_path: Path) -> None:
+    """It reports, traces and prints what it did."""
+    (tmp_path / "text").write_bytes(random.Random(0).randbytes(512))  # 30 sequences for training
+    settings = json.loads((ROOT / "ds_configs" / "freezing.json").read_text())
+    settings["model"] = {**SIZES, "sampling": "epochs", "case": {"kind": "freezing", "schedule": [[0.25, 2]]}}
+    settings["dynmo"] = {"interval": 3, "min_improvement": 0.0, "profile": {"batches": 1}}
+    settings["gradient_accumulation_steps"] = 8
+    config, report = tmp_path / "config.json", tmp_path / "report.jsonl"
+    config.write_text(json.dumps(settings))
+    trace = {"path": str(tmp_path / "trace.json"), "steps": [7, 8]}
+    given = ["--deepspeed_config", str(config), "--data", str(tmp_path / "text"), "--report", str(report)]
+    (code, printed), (other_code, nothing) = run(
+        2, printed_by_the_command, [*given, "--steps", "8", "--set", f"dynmo.trace={json.dumps(trace)}"]
+    )
+    assert (code, other_code, nothing) == (0, 0, "")
+    records = [json.loads(line) for line in report.read_text().splitlines()]
+    assert records[0]["kind"] == "start" and records[-1]["kind"] == "end"
+    assert records[0]["config"]["dynmo"]["interval"] == 3
+    reasons = [record["reason"] for record in records if record["kind"] == "rebalance"]
+    assert "interval" in reasons and any("freezing" in reason for reason in reasons)
+    assert any(record["kind"] == "measured" for record in records)
+    steps = [record for record in records if record["kind"] == "step"]
+    assert [record["step"] for record in steps] == list(range(1, 9))
+    tokens = 8 * SIZES["sequence_length"]
+    assert all(r["tokens_per_second"] == pytest.approx(tokens / r["seconds"]) for r in steps)
+    assert steps[0]["train_loss"] == records[-1]["first_train_loss"]
+    assert {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} >= {"step 7"}
+    assert records[-1]["steps"] == 8 and records[-1]["validation_loss"] > 0
+    assert "tokens/s" in printed and "bubble ratio" in printed
 
 
 def losses_apart(arguments: list[str]) -> dict[str, Any]:

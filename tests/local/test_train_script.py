@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -441,34 +440,3 @@ def test_the_configuration_to_begin_with_trains(tmp_path: Path) -> None:
     losses = [record["train_loss"] for record in records if record["kind"] == "step"]
     assert len(losses) == 6 and losses[-1] < losses[0]
     assert "step 6/6" in printed and find_checkpoint(tmp_path / "saved") == "global_step6"
-
-
-def test_a_short_run(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(random.Random(0).randbytes(512))  # 30 sequences for training
-    model = {**SIZES, "sampling": "epochs", "case": {"kind": "freezing", "schedule": [[0.25, 2]]}}
-    dynmo = {"interval": 3, "min_improvement": 0.0, "profile": {"batches": 1}}
-    config = write(tmp_path, model=model, dynmo=dynmo, gradient_accumulation_steps=8)
-    report = tmp_path / "report.jsonl"
-    flags = [
-        "--data",
-        str(tmp_path / "text"),
-        "--report",
-        str(report),
-        "--set",
-        f"dynmo.trace={json.dumps({'path': str(tmp_path / 'trace.json'), 'steps': [7, 8]})}",
-    ]
-    printed = launch(config, "--steps", "8", *flags)
-    records = [json.loads(line) for line in report.read_text().splitlines()]
-    assert records[0]["kind"] == "start" and records[-1]["kind"] == "end"
-    assert records[0]["config"]["dynmo"]["interval"] == 3
-    reasons = [record["reason"] for record in records if record["kind"] == "rebalance"]
-    assert "interval" in reasons and any("freezing" in reason for reason in reasons)
-    assert any(record["kind"] == "measured" for record in records)
-    steps = [record for record in records if record["kind"] == "step"]
-    assert [record["step"] for record in steps] == list(range(1, 9))
-    tokens = 8 * SIZES["sequence_length"]
-    assert all(r["tokens_per_second"] == pytest.approx(tokens / r["seconds"]) for r in steps)
-    assert steps[0]["train_loss"] == records[-1]["first_train_loss"]
-    assert {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} >= {"step 7"}
-    assert records[-1]["steps"] == 8 and records[-1]["validation_loss"] > 0
-    assert "tokens/s" in printed and "bubble ratio" in printed
