@@ -111,8 +111,10 @@ def test_rebalances_change_nothing_with_parameter_groups_and_a_scheduler(groups:
     check_same(case, partitions(case, seed=6, count=3))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize(
+    ("reentrant", "interval"),
+    [(True, 1), (False, 2), *(pytest.param(*both, marks=pytest.mark.nightly) for both in ((False, 1), (True, 2)))],
+)
 def test_rebalances_change_nothing_under_activation_checkpointing(reentrant: bool, interval: int) -> None:
     case = Case(stages=3, checkpoint_interval=interval, reentrant=reentrant)
     check_same(case, partitions(case, seed=7, count=3))

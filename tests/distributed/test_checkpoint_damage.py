@@ -238,7 +238,11 @@ def kill_everywhere(folder: str, tags: list[str], kind: str, every: int) -> list
 
 @pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", ["blocking", "background"])
-@pytest.mark.parametrize("tags", [["one", "two"], ["one", "one"], ["one", "two", "one"]], ids="-".join)
+@pytest.mark.parametrize(
+    "tags",
+    [pytest.param(["one", "two"], marks=pytest.mark.nightly), ["one", "one"], ["one", "two", "one"]],
+    ids="-".join,
+)
 @pytest.mark.every_variant
 def test_a_kill_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, tags: list[str], kind: str, every: int) -> None:
     *wrong, (steps, _) = run(1, kill_everywhere, str(tmp_path), tags, kind, every)[0]

@@ -18,7 +18,6 @@ MESSAGE = 4 * SIZES.hidden_size * SIZES.sequence_length  # bytes
 ENDED = 0 if get_accelerator().device_name() == "cpu" else AHEAD * MESSAGE
 OFTEN = [  # all others in the nightly form
     ("stock", "fp32", "none"),
-    ("1f1b", "fp32", "reentrant"),
     ("zero_bubble", "bf16", "none"),
     ("zero_bubble", "fp32", "non-reentrant"),
 ]

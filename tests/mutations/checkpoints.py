@@ -24,7 +24,7 @@ MUTATIONS = [
         "ds_dynmo/engine/save/folder.py",
         "        sync(os.path.join(self.temporary, FOLDER))\n",
         "        write_latest(self._save_dir, self._tag)\n        sync(os.path.join(self.temporary, FOLDER))\n",
-        f"{DAMAGE}::test_a_kill_at_any_step_leaves_a_whole_checkpoint[one-two-blocking-13]",
+        f"{DAMAGE}::test_a_kill_at_any_step_leaves_a_whole_checkpoint[one-two-one-blocking-13]",
     ),
     Mutation(
         "a checkpoint is written into the folder of the one before",

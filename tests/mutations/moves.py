@@ -227,7 +227,7 @@ MUTATIONS = [
         LAYERS,
         "        module.is_checkpointable_results_interval = None  # stale results would silently skip layers\n",
         "",
-        "tests/distributed/test_bitwise.py::test_rebalances_change_nothing_under_activation_checkpointing[1-True]",
+        "tests/distributed/test_bitwise.py::test_rebalances_change_nothing_under_activation_checkpointing[True-1]",
     ),
     Mutation(
         "a layer draws by its place in its stage",

@@ -52,7 +52,7 @@ def test_only_the_tests_of_accelerators_see_one(asked: list[str], accelerator: s
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("ci", "code"), [("", 5), ("true", 2)])
+@pytest.mark.parametrize(("ci", "code"), [pytest.param("", 5, marks=pytest.mark.nightly), ("true", 2)])
 def test_without_a_compiler_no_test_of_the_emulated_device_runs(ci: str, code: int, tmp_path: Path) -> None:
     """They are skipped with the reason; in CI that is an error."""
     (tmp_path / "test_one.py").write_text("import no_such_module\n")
