@@ -84,14 +84,14 @@ def test_a_command_gets_the_released_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "says"),
+    ("program", "seconds", "says"),
     [
-        (["-c", "import sys; sys.exit('quota exceeded')"], "exit code 1: quota exceeded"),
-        (["-c", "while True: pass"], "timed out after 0.5 seconds"),
+        ("import sys; sys.exit('quota exceeded')", 60.0, "exit code 1: quota exceeded"),
+        ("while True: pass", 0.5, "timed out after 0.5 seconds"),
     ],
 )
-def test_a_command_that_fails_is_a_refusal(program: list[str], says: str) -> None:
-    section = {"release": "command", "command": [sys.executable, *program], "release_timeout_seconds": 0.5}
+def test_a_command_that_fails_is_a_refusal(program: str, seconds: float, says: str) -> None:
+    section = {"release": "command", "command": [sys.executable, "-c", program], "release_timeout_seconds": seconds}
     with pytest.raises(ReleaseRefused, match=says):
         policy(section).release(GONE, STAYING)
 
