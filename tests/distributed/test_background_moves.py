@@ -44,7 +44,10 @@ def check_same(case: Case, moves: list[list[int]], steps: int = 7, every: int = 
 @pytest.mark.every_variant
 @pytest.mark.parametrize(
     "precision",
-    [name if name in ("fp32", "bf16 zero1") else pytest.param(name, marks=pytest.mark.nightly) for name in PRECISIONS],
+    [
+        name if name in ("fp32", "bf16", "bf16 zero1") else pytest.param(name, marks=pytest.mark.nightly)
+        for name in PRECISIONS
+    ],
 )
 def test_moves_change_nothing(precision: str) -> None:
     case = Case(stages=3, precision=precision, replicas=1 + ("zero1" in precision), groups="two", tied=True)

@@ -258,7 +258,7 @@ def printed_by_the_command(arguments: list[str]) -> tuple[int, str]:
 
 def test_the_whole_command(tmp_path: Path) -> None:
     """It reports, traces and prints what it did."""
-    (tmp_path / "text").write_bytes(random.Random(0).randbytes(512))  # 30 sequences for training
+    (tmp_path / "text").write_bytes(random.Random(0).randbytes(512))  # some 40 sequences for training
     settings = json.loads((ROOT / "ds_configs" / "freezing.json").read_text())
     settings["model"] = {**SIZES, "sampling": "epochs", "case": {"kind": "freezing", "schedule": [[0.25, 2]]}}
     settings["dynmo"] = {"interval": 3, "min_improvement": 0.0, "profile": {"batches": 1}}

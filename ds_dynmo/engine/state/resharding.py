@@ -235,7 +235,7 @@ class Resharding:
             if whole is None and held is not None and row.numel == interval.numel:
                 gathered[row.destination, interval] = held
                 continue
-            if whole is None:
+            if whole is None:  # the rows of an interval fill it: Route.check
                 whole = gathered[row.destination, interval] = memory(row.destination, interval.numel)
             part = whole.narrow(0, row.destination_offset - interval.offset, row.numel)
             if held is not None:

@@ -59,6 +59,13 @@ def test_all_state_is_held_twice_during_a_batch() -> None:
     assert peaks([0, 1, 9], [0, 8, 9], layers, range(9), training_bytes=[12] * 9)[0] == 8 * 12 + 8
 
 
+def test_zeros_gradients_follow_once_the_old_shards_are_freed() -> None:
+    """Those of a layer that left stay in their buffer until the step."""
+    layers = [HeldBytes(flat=2, shards=6, largest_shard=2)] * 10
+    found = peaks([0, 1, 2, 10], [0, 2, 9, 10], layers, range(10), training_bytes=[12] * 10)
+    assert found[1] == 7 * 12 + 4
+
+
 def test_every_stage_rebuilds_its_flat_buffers() -> None:
     layer = HeldBytes(flat=2, shards=12, largest_shard=4)
     assert peaks([0, 2, 3, 4], [0, 1, 3, 4], [layer] * 4, [0, 1, 2, 3]) == (30, 32, 18)
