@@ -14,11 +14,12 @@ import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ds_dynmo.errors import ConfigError
@@ -57,7 +58,7 @@ class FileBytes:
                 break
         self._begins = np.array(begins)
         self._count = begins[-1] if most is None else min(most, begins[-1])
-        self._map = lru_cache(maxsize=MAPPED_FILES)(partial(np.memmap, dtype=np.uint8, mode="r"))
+        self._map = lru_cache(maxsize=MAPPED_FILES)(_mapped)
 
     def __len__(self) -> int:
         return self._count
@@ -247,6 +248,10 @@ def load_text(path: str | os.PathLike[str] | None = None) -> ByteText:
 
 
 @lru_cache(maxsize=2)
+def _mapped(file: Path) -> npt.NDArray[np.uint8]:
+    return np.memmap(file, dtype=np.uint8, mode="r")
+
+
 def _shuffled(count: int, *key: int | str) -> torch.Tensor:
     """Shuffle the numbers below ``count``, in an order that depends on ``key`` alone."""
     return torch.randperm(count, generator=generator_for(*key, "order"))
