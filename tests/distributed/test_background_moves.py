@@ -420,12 +420,12 @@ def fails_once(case: Case, rank: int | None, where: str) -> dict[str, Any]:
     losses.append(engine.train_batch(data).item())
     if rank is not None:
         held = engine.stage.state
-        refresh = held.refresh
+        take_gradients = held.take_gradients
 
-        def fail_from_now_on() -> bool:
+        def fail_from_now_on() -> None:
             if engine.global_rank == rank:
                 held.record = fail
-            return bool(refresh())
+            take_gradients()
 
         def fail(*_: Any) -> Any:
             raise MemoryError("no room")
@@ -434,14 +434,14 @@ def fails_once(case: Case, rank: int | None, where: str) -> dict[str, Any]:
             yield fail()
 
         if where == "packing":
-            held.refresh = fail_from_now_on
+            held.take_gradients = fail_from_now_on
         elif engine.global_rank == rank:
             held.copying = fail_in_a_poll
         engine.rebalance([0, 2, 8], background=True)
     losses.append(engine.train_batch(data).item())
     if rank is not None:
         assert engine.partition == [0, 4, 8]
-        for name in ("refresh", "record", "copying"):
+        for name in ("take_gradients", "record", "copying"):
             vars(held).pop(name, None)
         engine.rebalance([0, 2, 8], background=True)
     losses.append(engine.train_batch(data).item())

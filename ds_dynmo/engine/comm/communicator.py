@@ -34,6 +34,7 @@ from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmles
 from ds_dynmo.torch_private import default_store, prefix_store
 
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 _EXPECTED = (PartitionError, MigrationError)  # training can continue after them
 
@@ -254,13 +255,7 @@ class Communicator:
         Raises:
             MigrationError: on every rank, if the value of one rank cannot be sent.
         """
-        gathered: list[Any] = [None] * dist.get_world_size()
-        sent = _EncodedValue.of(value)
-        try:
-            dist.all_gather_object(gathered, sent, group=self._control)
-        except RuntimeError as error:
-            raise self._control_failed(error) from error
-        return self._received(gathered)
+        return self.gather_from_all(self._what, lambda: (value, None))[0]
 
     def broadcast_object(self, value: Any) -> Any:
         """Send the picklable value of rank 0 to all; the values of others are ignored. Collective over the world.
@@ -347,12 +342,50 @@ class Communicator:
         """
         return self._everywhere(what, function, same=same, compared_in=compared_in, error=error)[0]
 
+    def gather_from_all(
+        self,
+        what: str,
+        function: Callable[[], tuple[Value, Result]],
+        *,
+        same: Callable[[Result], object] | None = None,
+    ) -> tuple[list[Value], Result]:
+        """Call ``function`` on every rank; once it has succeeded on all, gather the first part of its results.
+
+        Collective over the world: a small reduction, and a gathering if a rank has another value than None. Arguments
+        and errors are those of :meth:`everywhere`. A value that cannot be pickled is a failure too.
+
+        Args:
+            function: returns a picklable value for all ranks, and a result for this rank.
+
+        Returns:
+            The values of all ranks, in rank order, and this rank's result.
+        """
+
+        def encoded() -> tuple[bytes, Result]:
+            value, result = function()
+            return b"" if value is None else to_bytes(value), result
+
+        (data, result), most = self._everywhere(
+            what, encoded, same=None if same is None else lambda both: same(both[1]), size=lambda both: len(both[0])
+        )
+        values: list[Any] = [None] * dist.get_world_size()
+        if most:
+            sent = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
+            received = torch.empty(len(values), most, dtype=torch.uint8)
+            try:
+                dist.all_gather(list(received), sent, group=self._control)
+            except RuntimeError as error:
+                raise self._control_failed(error) from error
+            # a pickle ends before the zeros behind it
+            values = [from_bytes(row.numpy().tobytes(), self.device) if row.any() else None for row in received]
+        return values, result
+
     def anywhere(self, what: str, function: Callable[[], bool]) -> bool:
         """Call ``function`` on every rank; return whether it returned True on any, once it has succeeded on all.
 
         Collective over the world: one small reduction. Arguments and errors are those of :meth:`everywhere`.
         """
-        return self._everywhere(what, function, found=bool)[1]
+        return bool(self._everywhere(what, function, size=int)[1])
 
     def _everywhere(
         self,
@@ -362,16 +395,16 @@ class Communicator:
         same: Callable[[Result], object] | None = None,
         compared_in: tuple[int, int] = (0, 1),
         error: type[Exception] | None = None,
-        found: Callable[[Result], bool] = lambda result: False,
-    ) -> tuple[Result, bool]:
-        """Return this rank's result, and whether it is ``found`` on any rank: see :meth:`everywhere`."""
+        size: Callable[[Result], int] = lambda result: 0,
+    ) -> tuple[Result, int]:
+        """Return this rank's result, and the greatest ``size`` of all ranks' results: see :meth:`everywhere`."""
         failure: Exception | None = None
-        is_found = False
+        of_result = 0
         text = ""
         try:
             result = function()
             text = str(same(result)) if same is not None else ""
-            is_found = found(result)
+            of_result = size(result)
         except Exception as raised:  # any error of a user's object; other ranks have to know
             if error is None:
                 raise_unless_harmless(raised)
@@ -380,8 +413,8 @@ class Communicator:
         digest = _number_of(text)
         most_and_least = torch.full((2, parts), torch.iinfo(torch.int64).min)
         most_and_least[:, part] = torch.tensor([digest, -digest])
-        flags = torch.tensor([int(failure is not None), int(is_found)])
-        failed, found_anywhere, *digests = self.max_over_world(torch.cat([flags, most_and_least.flatten()])).tolist()
+        numbers = torch.tensor([int(failure is not None), of_result])
+        failed, greatest, *digests = self.max_over_world(torch.cat([numbers, most_and_least.flatten()])).tolist()
         if failed:
             raise self._first_failure(what, failure, error) from failure
         if any(most != -least for most, least in zip(digests[:parts], digests[parts:])):
@@ -389,7 +422,7 @@ class Communicator:
             if error is not None:
                 raise error(f"{what}: ranks differ: {differing}")
             raise MigrationError(f"{what}: ranks differ: {differing}. No layer has moved", harmless=True)
-        return result, bool(found_anywhere)
+        return result, greatest
 
     def _differing_texts(self, part: int, text: str) -> str:
         """Describe which ranks have which text, in parts where texts differ. Collective over the world."""

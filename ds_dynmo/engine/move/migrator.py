@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -60,6 +60,18 @@ class MoveResult(NamedTuple):
 
 TensorsOfLayers = Mapping[int, Sequence[torch.Tensor]]
 LastTensors = tuple[TensorsOfLayers, TensorsOfLayers]  # that travel at the commit: sent, received
+
+
+class _Changes(NamedTuple):
+    """What a batch has changed on a rank while layers travelled.
+
+    Attributes:
+        state: what every rank has to know of the optimizer's state; None: nothing.
+        layers: whether a layer that leaves has changed in more than its values.
+    """
+
+    state: Any
+    layers: bool
 
 
 @dataclass
@@ -181,16 +193,15 @@ class Migrator:
         return True
 
     def _prepared(self, plan: MigrationPlan, context: MigrationContext, overlapped: bool) -> _Migration:
-        """Pack leaving layers, allocate arriving ones, and agree that every rank has done so. Collective."""
+        """Pack leaving layers, make room for arriving ones, and agree that every rank has done so. Collective."""
 
-        def pack() -> tuple[int, str, dict[int, PackedLayer]]:
-            num_bytes, route = context.state.prepare(plan, overlapped=overlapped)
+        def pack() -> tuple[Any, dict[int, PackedLayer]]:
             context.check()
-            return num_bytes, route, context.pack_leaving(plan)
+            return context.state.describe(), context.pack_leaving(plan)
 
         way = f"{plan.old} -> {plan.new}"  # each rank has chosen it alone if a batch trains meanwhile
         same: Callable[[object], object] | None = (lambda _: way) if overlapped else None
-        state_bytes, route, packed = context.comm.everywhere(_GETTING_READY, pack, same=same)
+        descriptions, packed = context.comm.gather_from_all(_GETTING_READY, pack, same=same)
         try:
             arrivals = _exchange_headers(plan, context, packed)
         except Exception as error:
@@ -199,11 +210,14 @@ class Migrator:
                 "No layer has moved, yet the ranks are out of step: resume the job from its last checkpoint"
             ) from error
 
-        def receive() -> str:
+        def receive() -> tuple[int, str]:
+            sent = context.state.prepare(plan, descriptions, overlapped=overlapped)
             context.receive(arrivals)
-            return route
+            return sent
 
-        context.comm.everywhere(_MAKING_ROOM, receive, same=str, compared_in=context.comm.here.pipeline)
+        state_bytes, _ = context.comm.everywhere(
+            _MAKING_ROOM, receive, same=_route_of, compared_in=context.comm.here.pipeline
+        )
         sent_bytes = state_bytes + sum(layer.num_bytes for layer in packed.values())
         return _Migration(plan, context, overlapped, packed, arrivals, sent_bytes)
 
@@ -316,31 +330,29 @@ class Migrator:
         """
         context, arrivals = migration.context, migration.arrivals
         context.comm.enter("rebalance")
-        began, working_seconds = time.perf_counter(), 0.0
-        if context.state.refresh():
-            migration.copying = iter(())
+        working_until = 0.0
 
-        last: LastTensors = {}, {}
-
-        def copy_and_list() -> bool:
-            """Make ready what is left; return whether a layer of this rank has changed in more than its values."""
-            nonlocal working_seconds, last
-            starts = time.perf_counter()
+        def copy_and_list() -> tuple[_Changes | None, LastTensors]:
+            """Make ready and list what is left."""
+            nonlocal working_until
             for _ in migration.copying:
                 pass
             context.state.take_gradients()
             left = context.values_left(migration.packed)
             gradient_dtype = context.state.gradient_dtype
-            last = left or {}, {index: layer.expect_gradients(gradient_dtype) for index, layer in arrivals.items()}
-            working_seconds = time.perf_counter() - starts
-            return left is None
+            buffers = {index: layer.expect_gradients(gradient_dtype) for index, layer in arrivals.items()}
+            changes = _Changes(context.state.changes(), left is None)
+            working_until = time.perf_counter()
+            return (changes if any(changes) else None), (left or {}, buffers)
 
-        has_changed = context.comm.anywhere(_ARRIVING, copy_and_list)
-        # These collectives are the first since the batch began: this rank waited for those whose batch went on.
-        migration.drain_seconds = time.perf_counter() - began - working_seconds
-        if not has_changed:
+        of_ranks, last = context.comm.gather_from_all(_ARRIVING, copy_and_list)
+        # This collective is the first since the batch began: this rank waited for those whose batch went on.
+        migration.drain_seconds = time.perf_counter() - working_until
+        changes = [rank for rank in of_ranks if rank is not None]
+        context.state.apply_changes([rank.state for rank in changes])
+        if not any(rank.layers for rank in changes):
             return last
-        last = {}, {}
+        del last
         return self._describe_again(migration)
 
     def _describe_again(self, migration: _Migration) -> LastTensors:
@@ -390,6 +402,10 @@ class Migrator:
                 f"rank {rank} failed {step} while layers moved from {plan.old} to {plan.new}: "
                 f"{error}. Layers had begun to move: resume the job from its last checkpoint"
             ) from error
+
+
+def _route_of(sent: tuple[int, str]) -> str:
+    return sent[1]
 
 
 def _failing(error: Exception) -> Iterator[None]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from ds_dynmo.engine.move.carrying import Holder, Transfers
 from ds_dynmo.engine.move.layout import Shard
 from ds_dynmo.engine.state.flat_shards import FlatShards
 from ds_dynmo.engine.state.flat_weights import FlatWeights
-from ds_dynmo.engine.state.inventory import Inventory, StageInventory, merge_scalars
+from ds_dynmo.engine.state.inventory import Inventory, Scalars, StageInventory, merge_scalars
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.engine.state.membership import Membership
@@ -43,6 +43,22 @@ from ds_dynmo.torch_private import version_of
 
 COPIED_BYTES = 8 << 20  # at least so many are copied between two instructions of a batch
 MOST_PARTS = 12
+
+
+class _Changes(NamedTuple):
+    """What a batch has changed on a rank while layers travelled.
+
+    Attributes:
+        tp_rank: the rank's index on the tensor ("model") axis.
+        scalars: per parameter group, what the optimizer keeps once, such as the count of steps.
+        has_gradients: whether gradients wait for the optimizer's step.
+        shards_have_changed: whether state that was sent ahead has changed.
+    """
+
+    tp_rank: int
+    scalars: Scalars
+    has_gradients: bool
+    shards_have_changed: bool
 
 
 class FlatState:
@@ -73,7 +89,6 @@ class FlatState:
         self._next: Resharding | None = None
         self._copied: dict[int, tuple[int, int]] = {}  # weights in the next buffers, by id of the parameter
         self._gradients: HeldGradients | None = None  # of the batch that trained during a move
-        self._gradients_move = False
         self._lacks_gradients = False  # their buffers are freed until the next wrap
         self._linked = False
         self.inventory = StageInventory(layers, self.shards, comm)
@@ -139,18 +154,19 @@ class FlatState:
         self._adapter.free_weights()
         self._wrap(groups, flats)
 
-    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
-        """Gather all inventories, plan all copies and messages, and allocate the next flat weights."""
-        self.abandon()
-        if not plan.moves:
-            return 0, ""
-        every = self._inventories()
+    def describe(self) -> Inventory:
         if self._adapter.holds_gradients:
             raise ValueError(
                 "the optimizer's flat buffers hold gradients of a batch, which do not move with layers: move them "
                 "after the optimizer's step"
             )
-        planned = plan_resharding(plan, every, self._layers, self._comm.here)
+        return self.inventory.take()
+
+    def prepare(
+        self, plan: MigrationPlan, descriptions: Sequence[Inventory], *, overlapped: bool = False
+    ) -> tuple[int, str]:
+        """Plan all copies and messages, and allocate the next flat weights."""
+        planned = plan_resharding(plan, descriptions, self._layers, self._comm.here)
         self._next = self._resharding(planned)
         if not overlapped:  # gradients are zero until the next batch; free memory for weights
             self._adapter.free_gradients()
@@ -209,25 +225,26 @@ class FlatState:
         self._next.mark_copied()
         self._copied = known
 
-    def refresh(self) -> bool:
-        assert self._next is not None, "prepare comes first"
-        tp_rank = self._comm.here.tp_rank
-        scalars = {number: self.shards.scalars(number) for number in self.shards.numbers}
-        of_ranks = self._comm.gather_objects(
-            (tp_rank, scalars, self._adapter.holds_gradients, self._next.has_changed_since_sent)
-        )
-        self._next.plan = replace(
-            self._next.plan,
-            scalars=merge_scalars(of_rank for of_slice, of_rank, *_ in of_ranks if of_slice == tp_rank),
-        )
-        self._gradients_move = any(holds for *_, holds, _ in of_ranks)
-        has_changed = any(changed for *_, changed in of_ranks)
-        if has_changed:
-            self._next.discard_sent_ahead()
-        return has_changed
-
     def take_gradients(self) -> None:
-        self._gradients = self._adapter.export_gradients() if self._gradients_move else None
+        self._gradients = self._adapter.export_gradients()
+
+    def changes(self) -> _Changes:
+        assert self._next is not None, "prepare comes first"
+        return _Changes(
+            tp_rank=self._comm.here.tp_rank,
+            scalars={number: self.shards.scalars(number) for number in self.shards.numbers},
+            has_gradients=self._adapter.holds_gradients,
+            shards_have_changed=self._next.has_changed_since_sent,
+        )
+
+    def apply_changes(self, changes: Sequence[_Changes]) -> None:
+        assert self._next is not None, "prepare comes first"
+        of_slice = (rank.scalars for rank in changes if rank.tp_rank == self._comm.here.tp_rank)
+        self._next.plan = replace(self._next.plan, scalars=merge_scalars(of_slice))
+        if not any(rank.has_gradients for rank in changes):
+            self._gradients = None
+        if any(rank.shards_have_changed for rank in changes):
+            self._next.discard_sent_ahead()
 
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
         """Copy the weights of layers that stay to the next buffers."""
@@ -292,7 +309,7 @@ class FlatState:
 
     def _inventories(self) -> list[Inventory]:
         """Gather the inventory of each rank. Collective."""
-        return self._comm.gather_objects(self._comm.everywhere("listing what the optimizer holds", self.inventory.take))
+        return self._comm.gather_from_all("listing what the optimizer holds", lambda: (self.inventory.take(), None))[0]
 
     def _reshard(self, placement: Placement, num_replicas: int, shards: tuple[int, int]) -> ReshardingPlan:
         """Plan new shards of the same buffers, from the state of ``num_replicas`` replicas."""

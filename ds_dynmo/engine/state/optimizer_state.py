@@ -81,10 +81,19 @@ class OptimizerState(Protocol):
 
     # -- the phases of a migration, in this order, on every rank ------------------------------------------
 
-    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
-        """Plan the state to send, and allocate buffers for the state to receive. May gather.
+    def describe(self) -> Any:
+        """Return what every rank has to know of this rank's state to plan a move; None: nothing.
+
+        Raises:
+            ValueError: state cannot move now.
+        """
+        ...
+
+    def prepare(self, plan: MigrationPlan, descriptions: Sequence[Any], *, overlapped: bool = False) -> tuple[int, str]:
+        """Plan the state to send, and allocate buffers for the state to receive.
 
         Args:
+            descriptions: those of :meth:`describe` of all ranks, in rank order.
             overlapped: whether a batch trains before :meth:`install_parameters`, so that all state travels ahead.
 
         Returns:
@@ -120,16 +129,16 @@ class OptimizerState(Protocol):
         """
         ...
 
-    def refresh(self) -> bool:
-        """Update what a batch has changed since :meth:`prepare`. Collective.
-
-        Returns:
-            Whether what was sent ahead has changed on any rank, so that all state apart from layers follows at the end.
-        """
+    def take_gradients(self) -> None:
+        """Hold the gradients of the batch, so that they move along."""
         ...
 
-    def take_gradients(self) -> None:
-        """Hold the gradients of the batch, so that they move along. After :meth:`refresh`."""
+    def changes(self) -> Any:
+        """Return what every rank has to know of what the batch has changed since :meth:`prepare`; None: nothing."""
+        ...
+
+    def apply_changes(self, changes: Sequence[Any]) -> None:
+        """Update to the :meth:`changes` of all ranks. State that was sent ahead and has changed follows at the end."""
         ...
 
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
@@ -259,9 +268,10 @@ class PerParameterState:
     def refit(self) -> None:
         self._count_steps_per_parameter(self._gather)
 
-    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
-        if plan.moves:
-            self._count_steps_per_parameter()
+    def describe(self) -> None:
+        self._count_steps_per_parameter()
+
+    def prepare(self, plan: MigrationPlan, descriptions: Sequence[Any], *, overlapped: bool = False) -> tuple[int, str]:
         return 0, ""
 
     def abandon(self) -> None:
@@ -306,11 +316,13 @@ class PerParameterState:
     def copying(self, staying: Mapping[int, nn.Module]) -> Iterator[None]:
         return iter(())
 
-    def refresh(self) -> bool:
-        self._count_steps_per_parameter()
-        return False
-
     def take_gradients(self) -> None:
+        self._count_steps_per_parameter()
+
+    def changes(self) -> None:
+        return None
+
+    def apply_changes(self, changes: Sequence[Any]) -> None:
         pass
 
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
