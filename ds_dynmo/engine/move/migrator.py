@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -216,7 +217,7 @@ class Migrator:
             return sent
 
         state_bytes, _ = context.comm.everywhere(
-            _MAKING_ROOM, receive, same=_route_of, compared_in=context.comm.here.pipeline
+            _MAKING_ROOM, receive, same=itemgetter(1), compared_in=context.comm.here.pipeline
         )
         sent_bytes = state_bytes + sum(layer.num_bytes for layer in packed.values())
         return _Migration(plan, context, overlapped, packed, arrivals, sent_bytes)
@@ -402,10 +403,6 @@ class Migrator:
                 f"rank {rank} failed {step} while layers moved from {plan.old} to {plan.new}: "
                 f"{error}. Layers had begun to move: resume the job from its last checkpoint"
             ) from error
-
-
-def _route_of(sent: tuple[int, str]) -> str:
-    return sent[1]
 
 
 def _failing(error: Exception) -> Iterator[None]:

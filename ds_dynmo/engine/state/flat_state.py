@@ -45,20 +45,18 @@ COPIED_BYTES = 8 << 20  # at least so many are copied between two instructions o
 MOST_PARTS = 12
 
 
-class _Changes(NamedTuple):
+class _ShardChanges(NamedTuple):
     """What a batch has changed on a rank while layers travelled.
 
     Attributes:
         tp_rank: the rank's index on the tensor ("model") axis.
         scalars: per parameter group, what the optimizer keeps once, such as the count of steps.
-        has_gradients: whether gradients wait for the optimizer's step.
-        shards_have_changed: whether state that was sent ahead has changed.
+        have_changed: whether state that was sent ahead has changed.
     """
 
     tp_rank: int
     scalars: Scalars
-    has_gradients: bool
-    shards_have_changed: bool
+    have_changed: bool
 
 
 class FlatState:
@@ -228,22 +226,19 @@ class FlatState:
     def take_gradients(self) -> None:
         self._gradients = self._adapter.export_gradients()
 
-    def changes(self) -> _Changes:
+    def changes(self) -> _ShardChanges:
         assert self._next is not None, "prepare comes first"
-        return _Changes(
+        return _ShardChanges(
             tp_rank=self._comm.here.tp_rank,
             scalars={number: self.shards.scalars(number) for number in self.shards.numbers},
-            has_gradients=self._adapter.holds_gradients,
-            shards_have_changed=self._next.has_changed_since_sent,
+            have_changed=self._next.has_changed_since_sent,
         )
 
-    def apply_changes(self, changes: Sequence[_Changes]) -> None:
+    def apply_changes(self, changes: Sequence[_ShardChanges]) -> None:
         assert self._next is not None, "prepare comes first"
         of_slice = (rank.scalars for rank in changes if rank.tp_rank == self._comm.here.tp_rank)
         self._next.plan = replace(self._next.plan, scalars=merge_scalars(of_slice))
-        if not any(rank.has_gradients for rank in changes):
-            self._gradients = None
-        if any(rank.shards_have_changed for rank in changes):
+        if any(rank.have_changed for rank in changes):
             self._next.discard_sent_ahead()
 
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
