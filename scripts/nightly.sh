@@ -9,13 +9,13 @@
 #   emulated    tests/distributed on the emulated device, and of the nightly ones those of moves
 #   mutations   the code broken in small ways: tests have to fail
 #   versions    the lowest and highest tested versions of DeepSpeed, torch, transformers and peft
-#   pythons     scripts/test.sh under each other Python of PYTHONS (default: 3.10 and 3.13) that is installed
+#   pythons     scripts/test.sh under each other Python of PYTHONS (default: 3.12 and 3.13) that is installed
 #
 # The output of each step is in a file of FOLDER (default: nightly/). A step without what it needs is "not run".
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 FOLDER="${FOLDER:-nightly}"
-PYTHONS="${PYTHONS:-3.10 3.13}"
+PYTHONS="${PYTHONS:-3.12 3.13}"
 STEPS=(short long compiled emulated mutations versions pythons)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # as scripts/test.sh
 mkdir -p "$FOLDER" || exit 1

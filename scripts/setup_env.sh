@@ -12,7 +12,7 @@
 #   the system's Python has torch      .venv is made on top of that torch
 #   otherwise                          .venv is made and torch installed first, so that no other package picks one
 #
-# PYTHON      the interpreter to start from, 3.10 or newer (default: that of .venv, else the first such on PATH)
+# PYTHON      the interpreter to start from, 3.11 or newer (default: that of .venv, else the first such on PATH)
 # TORCH_SPEC  what pip installs where torch is missing, with options (default: the version below, in the build for DEVICE)
 #
 # Nothing is compiled: our scripts do without DeepSpeed's operators.
@@ -47,25 +47,30 @@ ds_dynmo_setup_env() {
 
 # Print the interpreter to start from.
 ds_dynmo_python() {
-    local candidate candidates=(python3 python3.13 python3.12 python3.11 python3.10)
+    local candidate candidates=(python3 python3.13 python3.12 python3.11)
     [[ -n "${VIRTUAL_ENV:-}" ]] || candidates=("$1/.venv/bin/python" "${candidates[@]}")
     [[ -z "${PYTHON:-}" ]] || candidates=("$PYTHON")
     for candidate in "${candidates[@]}"; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+        if ds_dynmo_supported "$candidate"; then
             command -v "$candidate"
             return
         fi
     done
-    ds_dynmo_say "no Python 3.10 or newer (tried ${candidates[*]}): install one, or name it in PYTHON"
+    ds_dynmo_say "no Python 3.11 or newer (tried ${candidates[*]}): install one, or name it in PYTHON"
     return 1
 }
 
-# Make .venv in $2 with interpreter $1, unless it is there.
+# Is interpreter $1 a Python that pyproject.toml admits?
+ds_dynmo_supported() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+# Make .venv in $2 with interpreter $1, unless there is one that can be used.
 ds_dynmo_venv() {
     local python="$1" folder="$2/.venv" options=(--clear)
     if [[ -f "$folder/ds_dynmo_installed" && "$(head -n 1 "$folder/ds_dynmo_installed")" != "$2" ]]; then
         ds_dynmo_say "the checkout was moved: making .venv anew"
-    elif "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
+    elif ds_dynmo_supported "$folder/bin/python" && "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
         return
     fi
     python="$("$python" -c 'import os, sys; print(os.path.realpath(sys.executable))')" # not that of .venv itself
@@ -81,12 +86,8 @@ ds_dynmo_venv() {
 # Does interpreter $1 have everything that pyproject.toml in $2 asks for, with extra $3, in the versions it asks for?
 ds_dynmo_complete() {
     "$1" - "$2/pyproject.toml" "$3" <<'PYTHON_CODE' 2>/dev/null
-import importlib.metadata, sys
+import importlib.metadata, sys, tomllib
 
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    from pip._vendor import tomli as tomllib
 from pip._vendor.packaging.requirements import Requirement
 
 path, extra = sys.argv[1:]

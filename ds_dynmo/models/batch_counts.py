@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from torch import nn
-from typing_extensions import Self
 
 from ds_dynmo.torch_private import backward_pass_number
 

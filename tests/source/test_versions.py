@@ -48,3 +48,16 @@ def test_the_page_of_versions_has_the_tested_versions() -> None:
 def test_the_scripts_install_a_tested_torch() -> None:
     (version,) = re.findall(r"torch==([\d.]+)", (ROOT / "scripts" / "setup_env.sh").read_text())
     assert version in TESTED["torch"]
+
+
+def test_every_text_names_the_oldest_python() -> None:
+    (oldest,) = re.findall(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    texts = {
+        "pyproject.toml": f'target-version = "py{oldest.replace(".", "")}"',
+        "README.md": f"Python {oldest} or newer",
+        "CONTRIBUTING.md": f"Python {oldest} or newer",
+        "docs/scripts.md": f"Python {oldest} or newer",
+        "docs/versions.md": f"| Python | {oldest} or newer |",
+        "scripts/setup_env.sh": f"sys.version_info < ({oldest.replace('.', ', ')})",
+    }
+    assert [path for path, text in texts.items() if text not in (ROOT / path).read_text()] == []
