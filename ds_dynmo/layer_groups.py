@@ -26,17 +26,17 @@ class LayerGroups:
     """The groups of one model.
 
     Attributes:
-        bounds: group ``g`` is layers ``[bounds[g], bounds[g + 1])``; a partition may cut at these.
+        boundaries: group ``g`` is layers ``[boundaries[g], boundaries[g + 1])``; a partition may cut at these.
         reasons: the layers with which no stage may start, each with the reason.
 
     >>> groups = LayerGroups.of([(1, 2)], ["Embedding", "Norm", "Head"])
-    >>> groups.bounds
+    >>> groups.boundaries
     (0, 1, 3)
     >>> groups.fold([5, 1, 2])
     [5, 3]
     """
 
-    bounds: tuple[int, ...]
+    boundaries: tuple[int, ...]
     reasons: tuple[tuple[int, str], ...] = ()
 
     @classmethod
@@ -69,12 +69,12 @@ class LayerGroups:
 
     @property
     def num_layers(self) -> int:
-        return self.bounds[-1]
+        return self.boundaries[-1]
 
     @property
     def num_groups(self) -> int:
         """The number of groups, which is the largest number of stages."""
-        return len(self.bounds) - 1
+        return len(self.boundaries) - 1
 
     @property
     def single_layers(self) -> bool:
@@ -83,7 +83,7 @@ class LayerGroups:
 
     def allows(self, partition: Sequence[int]) -> bool:
         """Return whether ``partition`` cuts no group."""
-        return set(partition) <= set(self.bounds)
+        return set(partition) <= set(self.boundaries)
 
     def check(self, partition: Sequence[int]) -> None:
         """Refuse a partition that cuts a group.
@@ -117,7 +117,7 @@ class LayerGroups:
         Raises:
             PartitionError: they start or end within a group.
         """
-        cuts = [cut - start for cut in self.bounds if start <= cut <= start + len(numbers)]
+        cuts = [cut - start for cut in self.boundaries if start <= cut <= start + len(numbers)]
         if not cuts or cuts[0] != 0 or cuts[-1] != len(numbers):
             raise PartitionError(
                 f"{len(numbers)} numbers from layer {start} on are not those of whole groups of a model of "
@@ -127,7 +127,7 @@ class LayerGroups:
 
     def fold_ints(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Sum ``numbers`` over the layers of each group."""
-        return tuple(sum(numbers[low:high]) for low, high in pairwise(self.bounds))
+        return tuple(sum(numbers[low:high]) for low, high in pairwise(self.boundaries))
 
     def fold_partition(self, partition: Sequence[int]) -> tuple[int, ...]:
         """Convert boundaries from layers to groups.
@@ -136,12 +136,12 @@ class LayerGroups:
             PartitionError: it cuts a group.
         """
         self.check(partition)
-        number = {cut: group for group, cut in enumerate(self.bounds)}
+        number = {cut: group for group, cut in enumerate(self.boundaries)}
         return tuple(number[cut] for cut in partition)
 
     def unfold_partition(self, partition: Sequence[int]) -> tuple[int, ...]:
         """Convert boundaries from groups to layers."""
-        return tuple(self.bounds[group] for group in partition)
+        return tuple(self.boundaries[group] for group in partition)
 
     def nearest(self, partition: Sequence[int]) -> tuple[int, ...]:
         """Find the nearest partition that cuts no group: with the least sum of its boundaries' distances, in layers.
@@ -165,7 +165,7 @@ class LayerGroups:
             following = {}
             for group in range(stage, self.num_groups - (num_stages - stage) + 1):
                 least = min(filter(None, (least, best.get(group - 1))), key=lambda reached: reached[0])
-                cut = self.bounds[group]
+                cut = self.boundaries[group]
                 following[group] = (least[0] + abs(cut - wanted[stage]), (*least[1], cut))
             best = following
         return (*min(best.values(), key=lambda reached: reached[0])[1], self.num_layers)

@@ -80,17 +80,19 @@ class Placement:
     may_be_empty: InitVar[Container[int]] = ()
 
     def __post_init__(self, may_be_empty: Container[int]) -> None:
-        bounds = self.boundaries
-        if len(bounds) != len(self.owners) + 1:
-            raise PartitionError(f"partition {list(bounds)} has {len(bounds)} boundaries, {len(self.owners)} owners")
+        boundaries = self.boundaries
+        if len(boundaries) != len(self.owners) + 1:
+            raise PartitionError(
+                f"partition {list(boundaries)} has {len(boundaries)} boundaries, {len(self.owners)} owners"
+            )
         if not self.owners or {*self.owners} != {*range(self.num_stages)}:
             raise PartitionError(f"the owners {list(self.owners)} of chunks are not the stages 0, 1, ...")
-        if bounds[0] != 0:
-            raise PartitionError(f"partition {list(bounds)} runs from {bounds[0]}, the first layer is 0")
-        for owner, start, stop in zip(self.owners, bounds, bounds[1:]):
+        if boundaries[0] != 0:
+            raise PartitionError(f"partition {list(boundaries)} runs from {boundaries[0]}, the first layer is 0")
+        for owner, start, stop in zip(self.owners, boundaries, boundaries[1:]):
             if stop < start or (stop == start and owner not in may_be_empty):
                 raise PartitionError(
-                    f"partition {list(bounds)} is not strictly increasing: stage {owner} would own no layer "
+                    f"partition {list(boundaries)} is not strictly increasing: stage {owner} would own no layer "
                     f"({start} to {stop})"
                 )
 
@@ -115,10 +117,10 @@ class Placement:
         >>> Placement.chain([0, 3, 3, 8], empty=[1]).empty_stages
         (1,)
         """
-        bounds = _ints(boundaries)
-        stages = max(len(bounds) - 1, 1) if num_stages is None else num_stages
-        _check_extent(bounds, num_layers, f"{stages} stages", stages)
-        return cls(bounds, tuple(range(stages)), empty)
+        boundaries = _ints(boundaries)
+        stages = max(len(boundaries) - 1, 1) if num_stages is None else num_stages
+        _check_extent(boundaries, num_layers, f"{stages} stages", stages)
+        return cls(boundaries, tuple(range(stages)), empty)
 
     @staticmethod
     def stages_of_chain(boundaries: Sequence[int]) -> int:
@@ -136,10 +138,10 @@ class Placement:
         Raises:
             PartitionError: as for :meth:`chain`, or an odd number of chunks.
         """
-        bounds = _ints(boundaries)
-        stages = max((len(bounds) - 1) // 2, 1) if num_stages is None else num_stages
-        _check_extent(bounds, num_layers, f"a V of {stages} stages", 2 * stages)
-        return cls(bounds, (*range(stages), *reversed(range(stages))))
+        boundaries = _ints(boundaries)
+        stages = max((len(boundaries) - 1) // 2, 1) if num_stages is None else num_stages
+        _check_extent(boundaries, num_layers, f"a V of {stages} stages", 2 * stages)
+        return cls(boundaries, (*range(stages), *reversed(range(stages))))
 
     @classmethod
     def of(cls, boundaries: Sequence[int], owners: Sequence[int] | None = None) -> Placement:
@@ -152,9 +154,9 @@ class Placement:
         Raises:
             PartitionError: boundaries of other layers, or of another number of chunks.
         """
-        bounds = _ints(boundaries)
-        _check_extent(bounds, self.num_layers, f"{self.num_stages} stages", self.num_chunks)
-        return Placement(bounds, self.owners)
+        boundaries = _ints(boundaries)
+        _check_extent(boundaries, self.num_layers, f"{self.num_stages} stages", self.num_chunks)
+        return Placement(boundaries, self.owners)
 
     def __repr__(self) -> str:
         return f"{list(self.boundaries)}" + ("" if self.is_chain else f" on stages {list(self.owners)}")
@@ -279,12 +281,14 @@ def _ints(values: Sequence[int]) -> tuple[int, ...]:
         raise PartitionError(f"a partition is a list of ints, got {values!r}") from error
 
 
-def _check_extent(bounds: tuple[int, ...], num_layers: int | None, what: str, num_chunks: int) -> None:
-    if len(bounds) != num_chunks + 1:
-        raise PartitionError(f"partition {list(bounds)} has {len(bounds)} boundaries, {what} need {num_chunks + 1}")
-    last = bounds[-1] if num_layers is None else num_layers
-    if bounds[0] != 0 or bounds[-1] != last:
+def _check_extent(boundaries: tuple[int, ...], num_layers: int | None, what: str, num_chunks: int) -> None:
+    if len(boundaries) != num_chunks + 1:
         raise PartitionError(
-            f"partition {list(bounds)} runs from {bounds[0]} to {bounds[-1]}, "
+            f"partition {list(boundaries)} has {len(boundaries)} boundaries, {what} need {num_chunks + 1}"
+        )
+    last = boundaries[-1] if num_layers is None else num_layers
+    if boundaries[0] != 0 or boundaries[-1] != last:
+        raise PartitionError(
+            f"partition {list(boundaries)} runs from {boundaries[0]} to {boundaries[-1]}, "
             f"the model's {last} layers need 0 to {last}"
         )

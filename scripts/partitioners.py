@@ -129,14 +129,14 @@ def one_run(
 
 def pairs_alone(costs: list[float], start: list[int]) -> list[int]:
     """Find the partition that stages reach if each only evens out with its neighbours."""
-    bounds, quiet, parity = [*start], 0, 0
+    partition, quiet, parity = [*start], 0, 0
     while quiet < 2:
-        before = [*bounds]
-        for stage in range(1 + parity, len(bounds) - 1, 2):
-            left, right = costs[bounds[stage - 1] : bounds[stage]], costs[bounds[stage] : bounds[stage + 1]]
-            bounds[stage] = bounds[stage - 1] + diffusion_step(left, right)
-        quiet, parity = (quiet + 1 if bounds == before else 0), 1 - parity
-    return bounds
+        before = [*partition]
+        for stage in range(1 + parity, len(partition) - 1, 2):
+            left, right = costs[partition[stage - 1] : partition[stage]], costs[partition[stage] : partition[stage + 1]]
+            partition[stage] = partition[stage - 1] + diffusion_step(left, right)
+        quiet, parity = (quiet + 1 if partition == before else 0), 1 - parity
+    return partition
 
 
 def with_memory(instances: int) -> Iterator[Cells]:

@@ -100,7 +100,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     @property
     def partition(self) -> list[int]:
         """The current boundaries: stage ``s`` owns layers ``[p[s], p[s + 1])``."""
-        return [int(bound) for bound in self.module.parts]
+        return [int(boundary) for boundary in self.module.parts]
 
     @property
     def chunks(self) -> tuple[range, ...]:

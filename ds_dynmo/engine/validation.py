@@ -42,7 +42,7 @@ def check_module(model: Any) -> None:
     num_layers, num_stages = len(layer_specs(model)), model.num_stages
     if num_stages > num_layers:
         raise PartitionError(f"{num_stages} stages need at least as many layers, the model has {num_layers}")
-    check_partition([int(bound) for bound in model.parts], num_layers, num_stages)
+    check_partition([int(boundary) for boundary in model.parts], num_layers, num_stages)
     for axis in model.topology().get_axis_names():
         if axis not in ("pipe", "data", "model") and model.topology().get_dim(axis) > 1:
             raise ConfigError(

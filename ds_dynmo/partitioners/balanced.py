@@ -80,16 +80,16 @@ def balanced(
     bound = _least_bottleneck(prefix, num_stages, max(weights))
     limits = Limits(prefix, (1,) * num_stages, bound)
     floor = _largest_floor(prefix, num_stages)
-    lowered, bounds = 0, _spread(prefix, num_stages, floor, bound)
-    while bounds is None:  # the least bottleneck may not allow such a floor
+    lowered, partition = 0, _spread(prefix, num_stages, floor, bound)
+    while partition is None:  # the least bottleneck may not allow such a floor
         lowered = 2 * lowered + (floor >> 5) + 1
-        bounds = _spread(prefix, num_stages, max(0, floor - lowered), bound)
+        partition = _spread(prefix, num_stages, max(0, floor - lowered), bound)
     if lowered:
-        reached = lightest_loads(limits, limits.lightest(even_out(prefix, bounds)))
+        reached = lightest_loads(limits, limits.lightest(even_out(prefix, partition)))
         floor = reached[-1][len(weights)]
     if present is not None:
         return present if limits.met(present, floor) else fewest_moved(limits, floor, present, sizes)
-    return even_out(prefix, evenest(limits, reached, floor) if lowered else bounds)
+    return even_out(prefix, evenest(limits, reached, floor) if lowered else partition)
 
 
 def balanced_groups(
@@ -129,11 +129,11 @@ def _least_bottleneck(prefix: list[int], num_stages: int, largest: int) -> int:
     low, high = high, low + largest  # greedy filling always meets this bound
     while low < high:
         middle = (low + high) // 2
-        bounds = _fill(prefix, num_stages, middle)
-        if prefix[-1] - prefix[bounds[-2]] <= middle:
-            high = max(prefix[b] - prefix[a] for a, b in zip(bounds, bounds[1:]))
+        partition = _fill(prefix, num_stages, middle)
+        if prefix[-1] - prefix[partition[-2]] <= middle:
+            high = max(prefix[b] - prefix[a] for a, b in zip(partition, partition[1:]))
         else:
-            low = _first_bound_beyond(prefix, bounds, middle)
+            low = _first_bound_beyond(prefix, partition, middle)
     return high
 
 
@@ -145,20 +145,20 @@ def _fill(prefix: list[int], num_stages: int, bound: int) -> list[int]:
     Args:
         bound: at least the largest layer.
     """
-    bounds, stop = [0], 0
+    partition, stop = [0], 0
     for _ in range(num_stages - 1):
         stop = bisect_right(prefix, prefix[stop] + bound, stop) - 1
-        bounds.append(stop)
-    bounds.append(len(prefix) - 1)
-    return bounds
+        partition.append(stop)
+    partition.append(len(prefix) - 1)
+    return partition
 
 
-def _first_bound_beyond(prefix: list[int], bounds: list[int], bound: int) -> int:
-    """Return ``bound`` if the filled ``bounds`` meet it, else the smallest bound that fills stages differently."""
-    rest = prefix[-1] - prefix[bounds[-2]]
+def _first_bound_beyond(prefix: list[int], partition: list[int], bound: int) -> int:
+    """Return ``bound`` if the filled ``partition`` meets it, else the smallest bound that fills stages differently."""
+    rest = prefix[-1] - prefix[partition[-2]]
     if rest <= bound:
         return bound
-    return min([rest, *(prefix[stop + 1] - prefix[start] for start, stop in zip(bounds[:-2], bounds[1:-1]))])
+    return min([rest, *(prefix[stop + 1] - prefix[start] for start, stop in zip(partition[:-2], partition[1:-1]))])
 
 
 def _largest_floor(prefix: list[int], num_stages: int) -> int:
@@ -166,13 +166,13 @@ def _largest_floor(prefix: list[int], num_stages: int) -> int:
     low, high = 0, prefix[-1] // num_stages
     while low < high:
         middle = (low + high + 1) // 2
-        bounds = _fill_least(prefix, num_stages, middle)
-        if prefix[-1] - prefix[bounds[-2]] >= middle:
-            low = min(prefix[b] - prefix[a] for a, b in zip(bounds, bounds[1:]))
+        partition = _fill_least(prefix, num_stages, middle)
+        if prefix[-1] - prefix[partition[-2]] >= middle:
+            low = min(prefix[b] - prefix[a] for a, b in zip(partition, partition[1:]))
         else:
-            stages = zip(bounds[:-2], bounds[1:-1])
+            stages = zip(partition[:-2], partition[1:-1])
             short = max(
-                [prefix[-1] - prefix[bounds[-2]], *(prefix[stop - 1] - prefix[start] for start, stop in stages)]
+                [prefix[-1] - prefix[partition[-2]], *(prefix[stop - 1] - prefix[start] for start, stop in stages)]
             )
             high = min(short, middle - 1)
     return low
@@ -180,12 +180,12 @@ def _largest_floor(prefix: list[int], num_stages: int) -> int:
 
 def _fill_least(prefix: list[int], num_stages: int, floor: int) -> list[int]:
     """Fill stages from the left with the fewest layers that reach ``floor``; the last takes the rest, maybe none."""
-    bounds, stop, num_layers = [0], 0, len(prefix) - 1
+    partition, stop, num_layers = [0], 0, len(prefix) - 1
     for _ in range(num_stages - 1):
         stop = min(bisect_left(prefix, prefix[stop] + floor, min(stop + 1, num_layers)), num_layers)
-        bounds.append(stop)
-    bounds.append(num_layers)
-    return bounds
+        partition.append(stop)
+    partition.append(num_layers)
+    return partition
 
 
 def _spread(prefix: list[int], num_stages: int, floor: int, bound: int) -> list[int] | None:
@@ -195,9 +195,9 @@ def _spread(prefix: list[int], num_stages: int, floor: int, bound: int) -> list[
     greedy filling. With a larger floor, None means that these choices led to no partition; another may exist.
     """
     latest, earliest = _fill(prefix, num_stages, bound), _fill_least(prefix, num_stages, floor)
-    bounds = [0] * num_stages + [len(prefix) - 1]
+    partition = [0] * num_stages + [len(prefix) - 1]
     for stage in range(num_stages - 1, 0, -1):
-        stop = bounds[stage + 1]
+        stop = partition[stage + 1]
         low = max(earliest[stage], bisect_left(prefix, prefix[stop] - bound))
         high = min(latest[stage], bisect_right(prefix, prefix[stop] - floor, 0, stop) - 1)
         if low > high:
@@ -206,5 +206,5 @@ def _spread(prefix: list[int], num_stages: int, floor: int, bound: int) -> list[
         # The first boundary at or beyond the even share; the one before it may be nearer.
         if share > low and (prefix[share] + prefix[share - 1]) * (stage + 1) >= 2 * prefix[stop] * stage:
             share -= 1
-        bounds[stage] = share
-    return bounds if floor <= prefix[bounds[1]] <= bound else None
+        partition[stage] = share
+    return partition if floor <= prefix[partition[1]] <= bound else None

@@ -85,10 +85,10 @@ def diffusion_trace(
     speeds: Sequence[float] | None = None,
 ) -> DiffusionTrace:
     """Run :func:`diffusion` and record every round."""
-    checked, bounds = _checked(costs, num_stages, start, memory)
-    nodes = _nodes(checked, bounds, memory, speeds)
-    partitions = [bounds]
-    potentials = [potential(loads(checked, bounds, speeds))]
+    checked, present = _checked(costs, num_stages, start, memory)
+    nodes = _nodes(checked, present, memory, speeds)
+    partitions = [present]
+    potentials = [potential(loads(checked, present, speeds))]
     floats_sent = 0
     while not nodes[0].done:
         floats_sent += _deliver(nodes)
@@ -96,7 +96,7 @@ def diffusion_trace(
         moved = partition != partitions[-1]
         potentials.append(potential(loads(checked, partition, speeds)) if moved else potentials[-1])
         partitions.append(partition)
-    _check_fit(nodes[0], bounds, memory)
+    _check_fit(nodes[0], present, memory)
     return DiffusionTrace(tuple(partitions), tuple(potentials), floats_sent)
 
 
@@ -112,12 +112,12 @@ def _checked(
 
 
 def _nodes(
-    costs: Sequence[float], bounds: Sequence[int], memory: MemoryModel | None, speeds: Sequence[float] | None
+    costs: Sequence[float], partition: Sequence[int], memory: MemoryModel | None, speeds: Sequence[float] | None
 ) -> list[DiffusionNode]:
-    num_stages = len(bounds) - 1
+    num_stages = len(partition) - 1
     checked = check_speeds((1.0,) * num_stages if speeds is None else speeds, num_stages)
     nodes = []
-    for stage, (start, stop, speed) in enumerate(zip(bounds, bounds[1:], checked)):
+    for stage, (start, stop, speed) in enumerate(zip(partition, partition[1:], checked)):
         stage_memory = None if memory is None else memory.of_stage(stage, start, stop)
         nodes.append(DiffusionNode(stage, num_stages, start, costs[start:stop], memory=stage_memory, speed=speed))
     return nodes
@@ -133,7 +133,7 @@ def _deliver(nodes: list[DiffusionNode]) -> int:
 
 
 def _boundaries(nodes: list[DiffusionNode]) -> tuple[int, ...]:
-    return (*(node.bounds[0] for node in nodes), nodes[-1].bounds[1])
+    return (*(node.extent[0] for node in nodes), nodes[-1].extent[1])
 
 
 def _check_fit(node: DiffusionNode, start: tuple[int, ...], memory: MemoryModel | None) -> None:

@@ -50,7 +50,7 @@ class SearchVerdict(NamedTuple):
 
 
 class RightSweep(NamedTuple):
-    """The message of a sweep to the right: the right neighbour gets the layers beyond each attempt's bound."""
+    """The message of a sweep to the right: the right neighbour gets the layers beyond each attempt's boundary."""
 
     verdict: SearchVerdict
     window: Stretch  # all layers that any attempt passes on, up to the sender's last
@@ -59,7 +59,7 @@ class RightSweep(NamedTuple):
     @classmethod
     def handing_on(cls, verdict: SearchVerdict, known: Stretch, stop: int, attempts: list[Attempt]) -> RightSweep:
         """Build the message from the layers of ``known`` up to ``stop`` that attempts pass on."""
-        first = min((attempt.bound for attempt in attempts if attempt.bound != FAILED), default=stop)
+        first = min((attempt.boundary for attempt in attempts if attempt.boundary != FAILED), default=stop)
         return cls(verdict, known.part(first, stop), attempts)
 
     def encoded(self) -> Message:
@@ -75,7 +75,7 @@ class RightSweep(NamedTuple):
 
 
 class LeftSweep(NamedTuple):
-    """The message of a sweep to the left: the left neighbour gets the layers before each attempt's bound."""
+    """The message of a sweep to the left: the left neighbour gets the layers before each attempt's boundary."""
 
     window: Stretch  # all layers that any attempt passes on, from the sender's first
     attempts: list[Attempt]
@@ -83,7 +83,7 @@ class LeftSweep(NamedTuple):
     @classmethod
     def handing_on(cls, known: Stretch, start: int, attempts: list[Attempt]) -> LeftSweep:
         """Build the message from the layers of ``known`` from ``start`` on that attempts pass on."""
-        end = max((attempt.bound for attempt in attempts), default=FAILED)
+        end = max((attempt.boundary for attempt in attempts), default=FAILED)
         return cls(known.part(start, end), attempts)
 
     def encoded(self) -> Message:

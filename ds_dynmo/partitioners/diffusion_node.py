@@ -88,16 +88,16 @@ class DiffusionNode:
         self.layers = Stretch.of(start, costs, memory)
         self.rounds = 0
         self._room = Room.of(memory, speed)
-        self.start_bottleneck = self.layers.load(self._room, *self.bounds)
+        self.start_bottleneck = self.layers.load(self._room, *self.extent)
         self.end_bottleneck = math.inf
         self._group_sizes = inner_sizes(memory)
         self._last = num_stages - 1
-        self._fits_now = self.layers.fits(self._room, *self.bounds)
+        self._fits_now = self.layers.fits(self._room, *self.extent)
         self._phases = self._run()
         self._turn: _Turn | None = next(self._phases, None)
 
     @property
-    def bounds(self) -> tuple[int, int]:
+    def extent(self) -> tuple[int, int]:
         """The stage's layers ``[start, stop)`` now."""
         return self.layers.start, self.layers.stop
 
@@ -215,8 +215,8 @@ class DiffusionNode:
                 known = known.joined(window)
             else:  # the last stage: the sweep turns around
                 back = [Attempt(attempt.target, known.stop) for attempt in attempts]
-            settled = [keep_right(known, self._room, left.bound, right) for left, right in zip(attempts, back)]
-            kept = [(first.bound, end.bound) for first, end in zip(settled, back)]
+            settled = [keep_right(known, self._room, left.boundary, right) for left, right in zip(attempts, back)]
+            kept = [(first.boundary, end.boundary) for first, end in zip(settled, back)]
             if self.stage > 0:
                 yield from self._tell_left(LeftSweep.handing_on(known, self.layers.start, settled).encoded())
             else:
@@ -247,8 +247,8 @@ class DiffusionNode:
                 sent = Offer(quiet, self._room, self.layers).encoded()
                 turn = _Turn(to_right=sent, from_right=True) if to_right else _Turn(to_left=sent, from_left=True)
                 offer = Offer.decoded((yield turn), self._group_sizes)
-                before, self.layers = self.bounds, self._settled(partner, offer)
-                quiet = 0 if self.bounds != before else 1 + min(quiet, offer.quiet)
+                before, self.layers = self.extent, self._settled(partner, offer)
+                quiet = 0 if self.extent != before else 1 + min(quiet, offer.quiet)
             else:
                 yield _Turn()
                 quiet += 1
@@ -258,10 +258,10 @@ class DiffusionNode:
     def _settled(self, partner: int, offer: Offer) -> Stretch:
         """Return this stage's layers after evening out with ``partner``, which computes the same boundary."""
         if partner > self.stage:
-            both, bound = _meet(self.layers, offer.layers, self._room, offer.room)
-            return both.part(both.start, bound)
-        both, bound = _meet(offer.layers, self.layers, offer.room, self._room)
-        return both.part(bound, both.stop)
+            both, boundary = _meet(self.layers, offer.layers, self._room, offer.room)
+            return both.part(both.start, boundary)
+        both, boundary = _meet(offer.layers, self.layers, offer.room, self._room)
+        return both.part(boundary, both.stop)
 
 
 def _meet(left: Stretch, right: Stretch, left_room: Room, right_room: Room) -> tuple[Stretch, int]:
@@ -269,8 +269,8 @@ def _meet(left: Stretch, right: Stretch, left_room: Room, right_room: Room) -> t
     both = left.joined(right)
 
     def fits(left_layers: int) -> bool:
-        bound = both.start + left_layers
-        return both.fits(left_room, both.start, bound) and both.fits(right_room, bound, both.stop)
+        boundary = both.start + left_layers
+        return both.fits(left_room, both.start, boundary) and both.fits(right_room, boundary, both.stop)
 
     left_costs, right_costs = ([demand.cost for demand in stretch.demands] for stretch in (left, right))
     speeds = left_room.speed, right_room.speed

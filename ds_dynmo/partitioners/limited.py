@@ -73,11 +73,11 @@ def _least_bottleneck(prefix: list[int], slowness: list[int], room: list[Stops])
     high = _bottleneck(prefix, slowness, best)
     while low < high:
         middle = (low + high) // 2
-        bounds, following = _probe(prefix, slowness, room, middle)
-        if bounds is None:
+        partition, following = _probe(prefix, slowness, room, middle)
+        if partition is None:
             low = following
         else:
-            best, high = bounds, _bottleneck(prefix, slowness, bounds)
+            best, high = partition, _bottleneck(prefix, slowness, partition)
     return best
 
 
@@ -97,8 +97,8 @@ def _probe(prefix: list[int], slowness: list[int], room: list[Stops], bound: int
     reached = [np.arange(len(prefix)) == 0]
     for stage_stops in stops:
         reached.append(_reach(reached[-1], stage_stops))
-    bounds = _trace_back(prefix, reached, stops) if reached[-1][-1] else None
-    return bounds, min(following, default=bound + 1)
+    partition = _trace_back(prefix, reached, stops) if reached[-1][-1] else None
+    return partition, min(following, default=bound + 1)
 
 
 def _reach(starts: npt.NDArray[np.bool_], stops: Stops) -> npt.NDArray[np.bool_]:
@@ -113,21 +113,21 @@ def _reach(starts: npt.NDArray[np.bool_], stops: Stops) -> npt.NDArray[np.bool_]
 def _trace_back(prefix: list[int], reached: list[npt.NDArray[np.bool_]], stops: list[Stops]) -> list[int]:
     """Choose boundaries nearest to an even share of the layers before, from the last to the first."""
     num_stages = len(stops)
-    bounds = [0] * num_stages + [len(prefix) - 1]
+    partition = [0] * num_stages + [len(prefix) - 1]
     for stage in range(num_stages - 1, 0, -1):
-        stop = bounds[stage + 1]
+        stop = partition[stage + 1]
         candidates = np.flatnonzero(reached[stage][:stop] & (stops[stage][:stop] >= stop)).tolist()
-        bounds[stage] = _nearest_share(prefix, stage, stop, candidates)
-    return bounds
+        partition[stage] = _nearest_share(prefix, stage, stop, candidates)
+    return partition
 
 
 def _nearest_share(prefix: list[int], stage: int, stop: int, candidates: list[int]) -> int:
     share = prefix[stop] * stage
-    return min(candidates, key=lambda bound: abs(prefix[bound] * (stage + 1) - share))
+    return min(candidates, key=lambda start: abs(prefix[start] * (stage + 1) - share))
 
 
-def _bottleneck(prefix: list[int], slowness: list[int], bounds: list[int]) -> int:
-    return max(slow * (prefix[stop] - prefix[start]) for slow, start, stop in zip(slowness, bounds, bounds[1:]))
+def _bottleneck(prefix: list[int], slowness: list[int], partition: list[int]) -> int:
+    return max(slow * (prefix[stop] - prefix[start]) for slow, start, stop in zip(slowness, partition, partition[1:]))
 
 
 def _none_fits(prefix: list[int], memory: MemoryModel) -> PartitionError:

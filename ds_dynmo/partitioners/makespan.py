@@ -38,7 +38,8 @@ from ds_dynmo.plan import check_partition
 __all__ = ["makespan"]
 
 Floats = npt.NDArray[np.float64]
-Bounds = npt.NDArray[np.int64]  # [num_stages + 1, how many]: partitions are columns
+Integers = npt.NDArray[np.int64]
+Partitions = Integers  # [num_stages + 1, how many]: a column each
 _ALL = 1000  # most partitions of which all are simulated
 _BATCH = 192  # neighbours simulated at once; fewer would not be faster
 _NEIGHBOURS = 1200  # neighbours considered in a round
@@ -90,7 +91,7 @@ def makespan(
 def _under_schedules(
     costs: Sequence[float],
     pipeline: PipelineModel,
-    furthest: Bounds | None,
+    furthest: Integers | None,
     memory: MemoryModel | None,
     current: list[int] | None,
 ) -> list[int]:
@@ -151,8 +152,8 @@ def _are_few(num_layers: int, num_stages: int) -> bool:
 
 
 def _all_that_fit(
-    costs: Sequence[float], num_stages: int, furthest: Bounds | None, memory: MemoryModel | None
-) -> Bounds:
+    costs: Sequence[float], num_stages: int, furthest: Integers | None, memory: MemoryModel | None
+) -> Partitions:
     """Return every partition that fits, as columns.
 
     Raises:
@@ -165,13 +166,13 @@ def _all_that_fit(
 
 
 @lru_cache(maxsize=8)
-def _every_partition(num_layers: int, num_stages: int) -> Bounds:
+def _every_partition(num_layers: int, num_stages: int) -> Partitions:
     inner = list(itertools.combinations(range(1, num_layers), num_stages - 1))
     ends = np.zeros((len(inner), 1), dtype=np.int64)
     return np.hstack([ends, np.array(inner, dtype=np.int64).reshape(len(inner), -1), ends + num_layers]).T
 
 
-def _fitting(memory: MemoryModel | None, num_layers: int, num_stages: int) -> Bounds | None:
+def _fitting(memory: MemoryModel | None, num_layers: int, num_stages: int) -> Integers | None:
     """Compute, per stage and first layer, the furthest stop that fits; None: no limit."""
     if memory is None:
         return None
@@ -179,7 +180,7 @@ def _fitting(memory: MemoryModel | None, num_layers: int, num_stages: int) -> Bo
     return np.array([memory.furthest_stops(stage) for stage in range(num_stages)])
 
 
-def _fitted(candidates: Bounds, furthest: Bounds | None) -> Bounds:
+def _fitted(candidates: Partitions, furthest: Integers | None) -> Partitions:
     """Keep the candidates that are partitions and fit."""
     legal = (candidates[:-1] < candidates[1:]).all(axis=0)
     candidates = candidates[:, legal]
@@ -190,7 +191,7 @@ def _fitted(candidates: Bounds, furthest: Bounds | None) -> Bounds:
 
 
 def _preferred(
-    candidates: Bounds, seconds: Floats, pipeline: PipelineModel, current: list[int] | None, best_seconds: float
+    candidates: Partitions, seconds: Floats, pipeline: PipelineModel, current: list[int] | None, best_seconds: float
 ) -> list[int]:
     """Choose, among those as short as the best, the one that moves fewest bytes, then fewest layers."""
     equal = candidates[:, seconds <= best_seconds * (1 + _TIE)]
@@ -204,7 +205,7 @@ def _preferred(
 def _search(
     costs: Sequence[float],
     pipeline: PipelineModel,
-    furthest: Bounds | None,
+    furthest: Integers | None,
     memory: MemoryModel | None,
     current: list[int] | None,
 ) -> list[int]:
@@ -235,7 +236,7 @@ def _search(
 
 
 def _with_fewer_moves(
-    best: list[int], best_seconds: float, pipeline: PipelineModel, furthest: Bounds | None, current: list[int]
+    best: list[int], best_seconds: float, pipeline: PipelineModel, furthest: Integers | None, current: list[int]
 ) -> list[int]:
     """Move boundaries of ``best`` back to the current partition if the iteration gets no longer."""
     runs = _shifts(len(best) - 1)[:, ::2].astype(bool)
@@ -247,7 +248,7 @@ def _with_fewer_moves(
     return _preferred(near, pipeline.iterations_seconds(near), pipeline, current, best_seconds)
 
 
-def _fresh(near: Bounds, bounds: Floats, best_seconds: float, seen: set[bytes]) -> Bounds:
+def _fresh(near: Partitions, bounds: Floats, best_seconds: float, seen: set[bytes]) -> Partitions:
     """Select partitions that may be shorter and have not been simulated, the most promising first."""
     promising = np.argsort(bounds, kind="stable")[: np.count_nonzero(bounds < best_seconds)]
     columns = np.ascontiguousarray(near[:, promising].T)
@@ -263,7 +264,7 @@ def _fresh(near: Bounds, bounds: Floats, best_seconds: float, seen: set[bytes]) 
 
 
 @lru_cache(maxsize=8)
-def _shifts(num_stages: int) -> Bounds:
+def _shifts(num_stages: int) -> Integers:
     """List the moves of every run of neighbouring boundaries by one layer to the left or right."""
     runs = []
     for first in range(1, num_stages):
@@ -274,16 +275,16 @@ def _shifts(num_stages: int) -> Bounds:
     return np.array(runs).T
 
 
-def _lower_bounds(bounds: Bounds, pipeline: PipelineModel) -> Floats:
+def _lower_bounds(partitions: Partitions, pipeline: PipelineModel) -> Floats:
     """Bound iterations from below: a stage runs all its passes, and one micro-batch passes all earlier stages."""
-    forward, backward = pipeline.stages_seconds(bounds)
+    forward, backward = pipeline.stages_seconds(partitions)
     both = forward + backward
     before = np.cumsum(both, axis=0) - both
     lowest: Floats = (before + pipeline.micro_batches * both).max(axis=0)
     return lowest
 
 
-def _seeds(pipeline: PipelineModel, furthest: Bounds | None) -> Bounds:
+def _seeds(pipeline: PipelineModel, furthest: Integers | None) -> Partitions:
     """Find start partitions that minimise parts of an iteration's time: the largest load, and the sum of loads.
 
     Loads weigh forward and backward seconds in several ways, with or without the passes through earlier stages. With
@@ -310,7 +311,7 @@ def _seeds(pipeline: PipelineModel, furthest: Bounds | None) -> Bounds:
     )
 
 
-def _chain(stage_costs: Sequence[Floats], combine: np.ufunc) -> tuple[Bounds, Floats]:
+def _chain(stage_costs: Sequence[Floats], combine: np.ufunc) -> tuple[Partitions, Floats]:
     """Find, per kind, the partition of least cost and that cost: ``combine`` over ``costs[kind, stop, start]``."""
     kinds, size, _ = stage_costs[0].shape
     least = np.full((kinds, size), np.inf)
@@ -320,8 +321,8 @@ def _chain(stage_costs: Sequence[Floats], combine: np.ufunc) -> tuple[Bounds, Fl
         reached = combine(least[:, None, :], costs)
         froms.append(reached.argmin(axis=2))
         least = np.take_along_axis(reached, froms[-1][:, :, None], axis=2)[:, :, 0]
-    bounds = [np.full(kinds, size - 1)]
+    boundaries = [np.full(kinds, size - 1)]
     for chosen in reversed(froms):
-        bounds.append(chosen[np.arange(kinds), bounds[-1]])
+        boundaries.append(chosen[np.arange(kinds), boundaries[-1]])
     feasible = least[:, -1] < np.inf
-    return np.array(bounds[::-1], dtype=np.int64)[:, feasible], least[feasible, -1]
+    return np.array(boundaries[::-1], dtype=np.int64)[:, feasible], least[feasible, -1]

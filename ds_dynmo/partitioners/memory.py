@@ -171,8 +171,8 @@ class MemoryModel:
             self,
             static_bytes=groups.fold_ints(self.static_bytes),
             activation_bytes=groups.fold_ints(self.activation_bytes),
-            input_bytes=tuple(self.input_bytes[first] for first in groups.bounds[:-1]),
-            inner_bytes=tuple(tuple(layers[start:stop]) for start, stop in itertools.pairwise(groups.bounds)),
+            input_bytes=tuple(self.input_bytes[first] for first in groups.boundaries[:-1]),
+            inner_bytes=tuple(tuple(layers[start:stop]) for start, stop in itertools.pairwise(groups.boundaries)),
         )
 
     @property
@@ -180,9 +180,9 @@ class MemoryModel:
         """The number of layers in each group; empty without groups."""
         return tuple(map(len, self.inner_bytes))
 
-    def in_layers(self, bounds: Sequence[int]) -> list[int]:
+    def in_layers(self, partition: Sequence[int]) -> list[int]:
         """Convert boundaries from groups to layers."""
-        return [self._first_layers[bound] for bound in bounds]
+        return [self._first_layers[group] for group in partition]
 
     def layer_bytes(self, start: int, stop: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return the activation and input bytes of layers ``[start, stop)``, or of the layers in these groups."""
@@ -210,8 +210,8 @@ class MemoryModel:
         Raises:
             PartitionError: ``partition`` is invalid for the model's layers and stages.
         """
-        bounds = check_partition(partition, len(self.static_bytes), len(self.limits))
-        return [self.stage_bytes(stage, *bounds[stage : stage + 2]) for stage in range(len(self.limits))]
+        partition = check_partition(partition, len(self.static_bytes), len(self.limits))
+        return [self.stage_bytes(stage, *partition[stage : stage + 2]) for stage in range(len(self.limits))]
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
         """Return whether layers ``[start, stop)`` fit on ``stage``."""

@@ -27,16 +27,16 @@ def prefix_sums(values: Sequence[float]) -> Numbers:
     return np.concatenate([[0], np.cumsum(values)])
 
 
-def sums_of_many(values: Sequence[float], bounds: npt.NDArray[np.int64]) -> Numbers:
+def sums_of_many(values: Sequence[float], partitions: npt.NDArray[np.int64]) -> Numbers:
     """Sum values of layers per stage under many partitions at once: :func:`loads`, except for rounding.
 
     Args:
-        bounds: ``[num_stages + 1, how many]``: partitions are columns.
+        partitions: ``[num_stages + 1, how many]``: a column each.
 
     Returns:
         ``[num_stages, how many]``.
     """
-    return np.diff(prefix_sums(values)[bounds], axis=0)
+    return np.diff(prefix_sums(values)[partitions], axis=0)
 
 
 def loads(costs: Sequence[float], partition: Sequence[int], speeds: Sequence[float] | None = None) -> list[float]:
@@ -52,8 +52,8 @@ def loads(costs: Sequence[float], partition: Sequence[int], speeds: Sequence[flo
         PartitionError: invalid costs or speeds, or an invalid partition of these layers.
     """
     checked = check_costs(costs)
-    bounds = check_partition(partition, len(checked), len(partition) - 1)
-    sums = [math.fsum(checked[start:stop]) for start, stop in zip(bounds, bounds[1:])]
+    partition = check_partition(partition, len(checked), len(partition) - 1)
+    sums = [math.fsum(checked[start:stop]) for start, stop in zip(partition, partition[1:])]
     return sums if speeds is None else [load / speed for load, speed in zip(sums, check_speeds(speeds, len(sums)))]
 
 

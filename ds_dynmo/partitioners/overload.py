@@ -43,12 +43,12 @@ class Attempt(NamedTuple):
 
     Attributes:
         target: the bottleneck to try.
-        bound: the boundary between the sender and the receiver; :data:`FAILED` once a stage could not keep a layer.
+        boundary: between the sender and the receiver; :data:`FAILED` once a stage could not keep a layer.
         bottleneck: the largest load so far among stages whose layers are final.
     """
 
     target: float
-    bound: int
+    boundary: int
     bottleneck: float = 0.0
 
     @classmethod
@@ -82,11 +82,11 @@ class Bracket:
 
 
 def keep_left(known: Stretch, room: Room, stop: int, attempt: Attempt) -> Attempt:
-    """Sweep to the right: keep what the target allows of layers ``[attempt.bound, stop)``, from the left.
+    """Sweep to the right: keep what the target allows of layers ``[attempt.boundary, stop)``, from the left.
 
     A stage keeps at least one layer that fits, even above the target: the sweep to the left tests this layer.
     """
-    start = attempt.bound
+    start = attempt.boundary
     if start == FAILED:
         return attempt
 
@@ -96,14 +96,14 @@ def keep_left(known: Stretch, room: Room, stop: int, attempt: Attempt) -> Attemp
         return heavy or not known.fits(room, start, end)
 
     kept = bisect_left(range(start + 1, stop + 1), True, key=too_much)
-    return attempt._replace(bound=start + kept if kept else FAILED)
+    return attempt._replace(boundary=start + kept if kept else FAILED)
 
 
 def keep_right(known: Stretch, room: Room, start: int, attempt: Attempt) -> Attempt:
-    """Sweep to the left: keep what the target allows of layers ``[start, attempt.bound)``, from the right."""
-    stop = attempt.bound
+    """Sweep to the left: keep what the target allows of layers ``[start, attempt.boundary)``, from the right."""
+    stop = attempt.boundary
     if FAILED in (start, stop):
-        return attempt._replace(bound=FAILED)
+        return attempt._replace(boundary=FAILED)
     light = bisect_left(range(start, stop), True, key=lambda first: known.load(room, first, stop) <= attempt.target)
     first = start + light
     while first < stop and not known.fits(room, first, stop):
@@ -115,9 +115,10 @@ def keep_right(known: Stretch, room: Room, start: int, attempt: Attempt) -> Atte
 def choose(bracket: Bracket, attempts: Sequence[Attempt]) -> tuple[int, Bracket]:
     """Return the attempt to adopt after a pair of sweeps, or :data:`FAILED`, and the new bracket; on stage 0.
 
-    An attempt succeeded if its ``bound`` is 0: stage 0 had no layer to pass on. If none succeeded, the search is over.
+    An attempt succeeded if its ``boundary`` is 0: stage 0 had no layer to pass on. If none succeeded, the search is
+    over.
     """
-    succeeded = [place for place, attempt in enumerate(attempts) if attempt.bound == 0]
+    succeeded = [place for place, attempt in enumerate(attempts) if attempt.boundary == 0]
     if not succeeded:
         return FAILED, Bracket(bracket.high, bracket.high)
     best = min(succeeded, key=lambda place: attempts[place].bottleneck)

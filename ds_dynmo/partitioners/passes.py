@@ -41,7 +41,7 @@ from ds_dynmo.schedules.order import run
 __all__ = ["PassModel"]
 
 Floats = npt.NDArray[np.float64]
-Bounds = npt.NDArray[np.int64]  # [num_stages + 1, how many]: partitions are columns
+Partitions = npt.NDArray[np.int64]  # [num_stages + 1, how many]: a column each
 _CLOSE = 1.002  # over the bound; a known order below it is not searched again
 _AS_GOOD = 1.01  # over its ratio to the bound when it was searched; a known order below it is not searched again
 _FAR = 1.1  # over the bound; above it an order is searched even without work left
@@ -220,14 +220,14 @@ class PassModel:
         )
         return tuple(forward + backward for forward, backward in zip(self.forward_seconds, whole))
 
-    def lower_bounds(self, bounds: Bounds) -> Floats:
+    def lower_bounds(self, partitions: Partitions) -> Floats:
         """Bound the iterations of many partitions from below, whatever their orders."""
-        bounds = self._in_layers(bounds)
-        goes_back = bounds[1:] > self.frozen_layers
+        partitions = self._in_layers(partitions)
+        goes_back = partitions[1:] > self.frozen_layers
         speeds = np.asarray(self.speeds)[:, None]
-        forward, *backward = (sums_of_many(seconds, bounds) / speeds for seconds in self._seconds)
+        forward, *backward = (sums_of_many(seconds, partitions) / speeds for seconds in self._seconds)
         first, second, whole = (seconds * goes_back for seconds in backward)
-        owners, in_flight = range(len(self.speeds)), self._in_flight(bounds)
+        owners, in_flight = range(len(self.speeds)), self._in_flight(partitions)
         return lower_bounds(owners, forward, first, second, whole, self.micro_batches, in_flight=in_flight)
 
     def costs(self, partition: Sequence[int]) -> PassCosts:
@@ -281,17 +281,17 @@ class PassModel:
         left = (self.limit_bytes - sum(self.static_bytes[start:stop]) for start, stop in self._runs(partition))
         return tuple(map(min, limits, left))
 
-    def _in_flight(self, bounds: Bounds) -> Bounds | None:
+    def _in_flight(self, partitions: Partitions) -> npt.NDArray[np.int64] | None:
         """Count the micro-batches for which each stage has memory; None under checkpointing: no bound."""
         if self.checkpoint_interval:
             return None
         stages = len(self.speeds)
-        activations = sums_of_many(self.activation_bytes, bounds)
+        activations = sums_of_many(self.activation_bytes, partitions)
         counts = [in_flight(stage, stages, self.micro_batches) for stage in range(stages)]
         under_1f1b = np.array(counts)[:, None] * activations
         limits = np.broadcast_to(np.floor(self.memory * under_1f1b.max(axis=0)), activations.shape)
         if self.limit_bytes is not None:
-            limits = np.minimum(limits, self.limit_bytes - sums_of_many(self.static_bytes, bounds))
+            limits = np.minimum(limits, self.limit_bytes - sums_of_many(self.static_bytes, partitions))
         fitting = np.where(activations > 0, limits // np.maximum(activations, 1), self.micro_batches)
         return np.clip(fitting, 1, self.micro_batches).astype(np.int64)
 
@@ -326,5 +326,5 @@ class PassModel:
         """Return the layers ``(start, stop)`` of each stage."""
         return list(itertools.pairwise(self._in_layers(np.asarray(partition)).tolist()))
 
-    def _in_layers(self, bounds: Bounds) -> Bounds:
-        return np.asarray(self.first_layers)[bounds] if self.first_layers else bounds
+    def _in_layers(self, partitions: Partitions) -> Partitions:
+        return np.asarray(self.first_layers)[partitions] if self.first_layers else partitions

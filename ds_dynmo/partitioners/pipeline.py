@@ -103,7 +103,7 @@ class PipelineModel:
             forward_seconds=tuple(groups.fold(self.forward_seconds)),
             backward_seconds=tuple(groups.fold(self.backward_seconds)),
             layer_bytes=groups.fold_ints(self.layer_bytes or (1,) * groups.num_layers),
-            passes=replace(self.passes, first_layers=tuple(groups.bounds)) if self.passes is not None else None,
+            passes=replace(self.passes, first_layers=tuple(groups.boundaries)) if self.passes is not None else None,
         )
 
     @cached_property
@@ -144,26 +144,27 @@ class PipelineModel:
         """Simulate the iteration under one partition and DeepSpeed's 1F1B."""
         return float(self.iterations_seconds(np.asarray(partition)[:, None])[0])
 
-    def iterations_seconds(self, bounds: npt.NDArray[np.int64]) -> Floats:
+    def iterations_seconds(self, partitions: npt.NDArray[np.int64]) -> Floats:
         """Simulate the iterations under many partitions, ``[num_stages + 1, how many]``, and DeepSpeed's 1F1B."""
-        forward, backward = self.stages_seconds(bounds)
+        forward, backward = self.stages_seconds(partitions)
         return iteration_seconds(forward, backward, self.micro_batches, self.link_seconds, sends=self.sends)
 
-    def stages_seconds(self, bounds: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
+    def stages_seconds(self, partitions: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Compute the forward and backward seconds of each stage, ``[num_stages, how many]``."""
         speeds = np.asarray(self.speeds)[:, None]
-        return sums_of_many(self.forward_seconds, bounds) / speeds, sums_of_many(self.backward_seconds, bounds) / speeds
+        forward = sums_of_many(self.forward_seconds, partitions) / speeds
+        return forward, sums_of_many(self.backward_seconds, partitions) / speeds
 
     @cached_property
     def _on(self) -> dict[int, PipelineModel]:
         return {}
 
-    def moved(self, old: Sequence[int], bounds: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
+    def moved(self, old: Sequence[int], partitions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
         """Count the bytes and the layers that change stage from ``old`` to each of many partitions."""
         num_layers, num_stages = len(self.forward_seconds), len(old) - 1
         before = np.asarray(old)[:, None]
-        low, high = np.maximum(before[:-1], bounds[:-1]), np.minimum(before[1:], bounds[1:])
+        low, high = np.maximum(before[:-1], partitions[:-1]), np.minimum(before[1:], partitions[1:])
         high = np.maximum(low, high)
         sizes = prefix_sums(self.layer_bytes or (1,) * num_layers)
-        assert len(bounds) == num_stages + 1
+        assert len(partitions) == num_stages + 1
         return sizes[-1] - (sizes[high] - sizes[low]).sum(axis=0), num_layers - (high - low).sum(axis=0)

@@ -65,18 +65,18 @@ def first_fit(
     Raises:
         PartitionError: ``partition`` is invalid, or the target is below 1.
     """
-    bounds = list(check_partition(partition, partition[-1], len(partition) - 1))
+    packed = list(check_partition(partition, partition[-1], len(partition) - 1))
     if target < 1:
         raise PartitionError(f"a pipeline needs at least 1 stage, the target is {target}")
     stage = 0
-    while stage < len(bounds) - 2:
-        merged = bounds[: stage + 1] + bounds[stage + 2 :]
+    while stage < len(packed) - 2:
+        merged = packed[: stage + 1] + packed[stage + 2 :]
         count = len(merged) - 1
         if count >= target and all(fits(count, s, *merged[s : s + 2]) for s in range(count)):
-            bounds = merged
+            packed = merged
         else:
             stage += 1
-    return tuple(bounds)
+    return tuple(packed)
 
 
 def fewest_stages(

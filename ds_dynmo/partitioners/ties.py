@@ -56,14 +56,14 @@ class Limits:
         """Compute the load of layers ``[start, stop)`` on ``stage``."""
         return self.slowness[stage] * (self.prefix[stop] - self.prefix[start])
 
-    def lightest(self, bounds: Sequence[int]) -> int:
+    def lightest(self, partition: Sequence[int]) -> int:
         """Compute the smallest load of a stage."""
-        return min(self.load(stage, *bounds[stage : stage + 2]) for stage in range(len(bounds) - 1))
+        return min(self.load(stage, *partition[stage : stage + 2]) for stage in range(len(partition) - 1))
 
-    def met(self, bounds: Sequence[int], floor: int) -> bool:
+    def met(self, partition: Sequence[int], floor: int) -> bool:
         """Return whether every stage fits and has a load from ``floor`` to the bound."""
         return all(
-            stop in self.stops(stage, start, floor) for stage, (start, stop) in enumerate(zip(bounds, bounds[1:]))
+            stop in self.stops(stage, start, floor) for stage, (start, stop) in enumerate(zip(partition, partition[1:]))
         )
 
     def stops(self, stage: int, start: int, floor: int) -> range:
@@ -119,14 +119,14 @@ def evenest(limits: Limits, reached: Sequence[dict[int, int]], floor: int) -> li
         reached: the result of :func:`lightest_loads`.
     """
     prefix, num_stages = limits.prefix, len(limits.slowness)
-    bounds = [0] * num_stages + [len(prefix) - 1]
+    partition = [0] * num_stages + [len(prefix) - 1]
     for stage in range(num_stages - 1, 0, -1):
-        stop = bounds[stage + 1]
+        stop = partition[stage + 1]
         starts = (start for start, lightest in reached[stage].items() if lightest >= floor and start < stop)
         candidates = [start for start in starts if stop in limits.stops(stage, start, floor)]
         share = prefix[stop] * stage
-        bounds[stage] = min(candidates, key=lambda start: abs(prefix[start] * (stage + 1) - share))
-    return bounds
+        partition[stage] = min(candidates, key=lambda start: abs(prefix[start] * (stage + 1) - share))
+    return partition
 
 
 def fewest_moved(limits: Limits, floor: int, start: Sequence[int], layer_bytes: Sequence[int]) -> list[int]:
@@ -151,13 +151,13 @@ def fewest_moved(limits: Limits, floor: int, start: Sequence[int], layer_bytes: 
                     after[stop], chosen[stop] = stay, first
         kept = after
         starts.append(chosen)
-    bounds = [len(limits.prefix) - 1]
+    boundaries = [len(limits.prefix) - 1]
     for chosen in reversed(starts):
-        bounds.append(chosen[bounds[-1]])
-    return bounds[::-1]
+        boundaries.append(chosen[boundaries[-1]])
+    return boundaries[::-1]
 
 
-def even_out(prefix: list[int], bounds: list[int], fits: Callable[[int, int, int], bool] | None = None) -> list[int]:
+def even_out(prefix: list[int], partition: list[int], fits: Callable[[int, int, int], bool] | None = None) -> list[int]:
     """Move each inner boundary, in turn, to minimise the heavier load of the two stages beside it.
 
     No stage becomes heavier than the heavier of its pair was, nor lighter than the lighter one.
@@ -169,26 +169,27 @@ def even_out(prefix: list[int], bounds: list[int], fits: Callable[[int, int, int
     >>> even_out([0, 10, 11, 12, 13, 14], [0, 1, 2, 5])
     [0, 1, 3, 5]
     """
-    bounds = [*bounds]
-    num_stages = len(bounds) - 1
+    partition = [*partition]
+    num_stages = len(partition) - 1
     for _ in range(num_stages):
-        before = [*bounds]
+        before = [*partition]
         for stage in range(1, num_stages):
-            bound = _even_bound(prefix, *bounds[stage - 1 : stage + 2])
-            if fits is None or (fits(stage - 1, bounds[stage - 1], bound) and fits(stage, bound, bounds[stage + 1])):
-                bounds[stage] = bound
-        if bounds == before:
+            start, boundary, stop = partition[stage - 1 : stage + 2]
+            boundary = _even_boundary(prefix, start, boundary, stop)
+            if fits is None or (fits(stage - 1, start, boundary) and fits(stage, boundary, stop)):
+                partition[stage] = boundary
+        if partition == before:
             break
-    return bounds
+    return partition
 
 
-def _even_bound(prefix: list[int], start: int, bound: int, stop: int) -> int:
-    """Find the boundary that minimises the heavier load of two neighbours; among equals ``bound``."""
+def _even_boundary(prefix: list[int], start: int, boundary: int, stop: int) -> int:
+    """Find the boundary that minimises the heavier load of two neighbours; among equals ``boundary``."""
     low, high = prefix[start], prefix[stop]
     # From the middle on, the left stage is the heavier one; before it, the right one.
     right = bisect_left(prefix, -(-(low + high) // 2), start + 1, stop - 1)
     left = max(right - 1, start + 1)
-    best, heaviest = bound, max(prefix[bound] - low, high - prefix[bound])
+    best, heaviest = boundary, max(prefix[boundary] - low, high - prefix[boundary])
     for place in (left, right):
         heavier = max(prefix[place] - low, high - prefix[place])
         if heavier < heaviest:

@@ -147,7 +147,7 @@ def make_engine(arguments: argparse.Namespace, kind: str, precision: str, checkp
         sequence_length=arguments.sequence_length,
         tied_embedding=False,
     )
-    bounds = [0, *(1 + BLOCKS_PER_STAGE * stage for stage in range(1, stages)), config.layers + 3]
+    partition = [0, *(1 + BLOCKS_PER_STAGE * stage for stage in range(1, stages)), config.layers + 3]
     return pipeline_engine(
         gpt_layers(config),
         micro_batches=arguments.micro_batches,
@@ -156,7 +156,7 @@ def make_engine(arguments: argparse.Namespace, kind: str, precision: str, checkp
             "min_improvement": 0.99,
             "log": False,
             "monitor": False,
-            "initial_partition": bounds,
+            "initial_partition": partition,
             "schedule": {"kind": "1f1b" if kind == "stock" else "zero_bubble"},
         },
         checkpoint_interval=0 if checkpointing == "none" else 1,

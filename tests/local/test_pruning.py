@@ -123,11 +123,11 @@ def by_sorting(linears: Linears, keep: int) -> list[list[bool]]:
     return masks
 
 
-def on_stages(linears: Linears, keep: int, bounds: Sequence[int]) -> list[list[bool]]:
+def on_stages(linears: Linears, keep: int, partition: Sequence[int]) -> list[list[bool]]:
     """Run :func:`select_largest` with the layers on stages: threads that sum over each other."""
     import threading
 
-    stages = [{layer: linears[layer] for layer in linears if a <= layer < b} for a, b in zip(bounds, bounds[1:])]
+    stages = [{layer: linears[layer] for layer in linears if a <= layer < b} for a, b in zip(partition, partition[1:])]
     barrier = threading.Barrier(len(stages))
     shared: dict[int, torch.Tensor] = {}
     found: dict[int, list[list[bool]]] = {}
@@ -157,16 +157,16 @@ def on_stages(linears: Linears, keep: int, bounds: Sequence[int]) -> list[list[b
 
 
 @pytest.mark.parametrize("values", ["normal", "ties", "one", "extreme", "bf16"])
-@pytest.mark.parametrize("bounds", [[0, 8], [0, 3, 8], [0, 2, 3, 5, 8], [0, 1, 8]])
+@pytest.mark.parametrize("partition", [[0, 8], [0, 3, 8], [0, 2, 3, 5, 8], [0, 1, 8]])
 def test_selection_equals_sorting_the_whole_model(
-    values: str, bounds: list[int], monkeypatch: pytest.MonkeyPatch
+    values: str, partition: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(magnitude, "WEIGHTS_AT_ONCE", 13)  # pieces end within layers
     for seed in range(2):
         linears = model(seed, values)
         size = sum(member.weight.numel() for members in linears.values() for member in members)
         for keep in (0, 1, size // 10, size // 2, size - 1, size):
-            masks = on_stages(linears, keep, bounds)
+            masks = on_stages(linears, keep, partition)
             assert masks == by_sorting(linears, keep)
             assert sum(map(sum, masks)) == keep
 

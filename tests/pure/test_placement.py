@@ -128,7 +128,7 @@ def test_an_invalid_partition_is_refused(partition: Any, message: str) -> None:
 
 PACKAGE = Path(placement.__file__).parent
 CALCULATE = {PACKAGE / "placement.py", PACKAGE / "layer_groups.py"} | {*(PACKAGE / "partitioners").rglob("*.py")}
-BOUNDARIES = {"partition", "parts", "boundaries", "bounds", "old_partition", "new_partition", "proposed"}
+BOUNDARIES = {"partition", "parts", "boundaries", "old_partition", "new_partition", "proposed"}
 
 
 def arithmetic(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -168,7 +168,7 @@ def is_adjacent_pair(index: ast.AST) -> bool:
 
 @pytest.mark.parametrize(
     "text",
-    ["partition[stage]", "engine.partition[-1]", "x[s:s + 2]", "zip(bounds, bounds[1:])", "len(module.parts) - 1"],
+    ["partition[stage]", "engine.partition[-1]", "x[s:s + 2]", "zip(parts, parts[1:])", "len(module.parts) - 1"],
 )
 def test_boundary_arithmetic_is_recognised(text: str) -> None:
     assert [*arithmetic(ast.parse(text))]

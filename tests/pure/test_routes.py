@@ -67,13 +67,13 @@ def random_layouts(chooser: random.Random) -> tuple[Layout, Layout]:
     tied = {key for key in numels if key.layer == 0}  # layer 0 is used on the last stage, too
 
     def drawn(replicas: int) -> Layout:
-        bounds = [0, *sorted(chooser.sample(range(1, layers), stages - 1)), layers]
+        partition = [0, *sorted(chooser.sample(range(1, layers), stages - 1)), layers]
         held: dict[int, dict[Buffer, list[tuple[ParamKey, int]]]] = {}
         group = {key: chooser.choice(buffers) for key in numels if chooser.random() < 0.9}
         for stage in range(stages):
             held[stage] = {buffer: [] for buffer in buffers}
             for key, buffer in group.items():
-                if bounds[stage] <= key.layer < bounds[stage + 1] or (key in tied and stage == stages - 1):
+                if partition[stage] <= key.layer < partition[stage + 1] or (key in tied and stage == stages - 1):
                     held[stage][buffer].append((key, numels[key]))
         return laid_out(held, replicas)
 

@@ -37,7 +37,7 @@ def decide_among_neighbours(
 
     Args:
         costs: of this stage's layers only, on a stage of speed 1; the same on every data-parallel replica.
-        placement: the present one, a chain; used for this stage's bounds only.
+        placement: the present one, a chain; used for this stage's layers only.
         memory: used for this stage's layers and limit only.
         speed: of this stage.
         groups: layers that are kept together; None: none are.
@@ -55,7 +55,7 @@ def decide_among_neighbours(
     if not node.fits:
         raise PartitionError("decentralized diffusion found no partition that meets the memory limit")
     stops = torch.zeros(placement.num_stages, dtype=torch.float64)
-    _, stops[stage] = node.bounds
+    _, stops[stage] = node.extent
     return placement.at(groups.unfold_partition([0, *map(int, comm.max_over_world(stops).tolist())]))
 
 

@@ -124,7 +124,7 @@ def accept_move(given: DecisionInput, proposed: Placement) -> Decision:
     too_much = _overflow(given, proposed)
     if too_much is not None:
         way = partitioners.between(here.boundaries, proposed.boundaries)
-        allowed = (here.at(bounds) for bounds in way if groups is None or groups.allows(bounds))
+        allowed = (here.at(partition) for partition in way if groups is None or groups.allows(partition))
         fitting = (between for between in allowed if fits(given.memory, between) and _overflow(given, between) is None)
         nearer = next(fitting, None)
         if nearer is None:

@@ -69,7 +69,7 @@ class TransferBudget:
         Returns:
             If none is within the budget, the one nearest to ``here``: each boundary moves by a layer at most.
         """
-        way = (here.at(bounds) for bounds in between(here.boundaries, target.boundaries))
+        way = (here.at(partition) for partition in between(here.boundaries, target.boundaries))
         steps = [target, *filter(allows, way)]
         return next((step for step in steps if bytes_to(step) <= self.num_bytes), steps[-1])
 

@@ -47,7 +47,7 @@ def test_numpy_costs_give_plain_ints(function: Callable[..., Any]) -> None:
     for dtype in (np.int64, np.float64, np.float32):
         partition = function(np.array([4, 9, 7, 5], dtype=dtype), 3)
         assert partition == [0, 1, 2, 4]
-        assert all(type(bound) is int for bound in partition)
+        assert all(type(boundary) is int for boundary in partition)
 
 
 def test_uniform_sizes_differ_by_at_most_one() -> None:

@@ -40,7 +40,7 @@ def check_result(balancer: Any, costs: list[float], start: list[int], memory: An
     given = [*costs], [*start]
     partition = balancer(costs, num_stages, start=start, memory=memory)
     assert (costs, start) == given  # arguments are read only
-    assert all(type(bound) is int for bound in partition)
+    assert all(type(boundary) is int for boundary in partition)
     check_partition(partition, len(costs), num_stages)
     assert bottleneck(costs, partition) <= bottleneck(costs, start)
     assert partition == balancer(tuple(costs), num_stages, start=tuple(start), memory=memory)

@@ -72,7 +72,7 @@ def check_run(costs: list[float], start: list[int], memory: MemoryModel | None =
     trace = diffusion_trace(costs, num_stages, start, memory=memory)
     assert trace.partition == diffusion(costs, num_stages, start, memory=memory)
     assert trace.rounds <= lemma2(costs, num_stages)
-    assert all(type(bound) is int for bound in trace.partition)
+    assert all(type(boundary) is int for boundary in trace.partition)
     bottlenecks = [bottleneck(costs, partition) for partition in trace.partitions]  # also refuses empty stages
     assert all(after <= before for before, after in zip(bottlenecks, bottlenecks[1:]))
     changed = [place for place in range(trace.rounds) if trace.partitions[place] != trace.partitions[place + 1]]
@@ -203,13 +203,13 @@ def test_nodes_that_only_exchange_messages_reach_the_same_partition() -> None:
             assert len({node.done for node in nodes}) == 1  # all, or none
             sizes = [len(message) for pair in sent for message in pair if message is not None]
             assert max(sizes, default=0) <= message_capacity(num_layers)
-        landed = [*(node.bounds[0] for node in nodes), nodes[-1].bounds[1]]
+        landed = [*(node.extent[0] for node in nodes), nodes[-1].extent[1]]
         assert landed == diffusion(costs, num_stages, start, memory=memory)
         for node in nodes:
             assert node.fits
             assert node.start_bottleneck == bottleneck(costs, start)
             assert node.end_bottleneck == bottleneck(costs, landed)
-            assert [demand.cost for demand in node.layers.demands] == costs[slice(*node.bounds)]
+            assert [demand.cost for demand in node.layers.demands] == costs[slice(*node.extent)]
 
 
 def test_different_stage_speeds_rarely_cost_the_optimum() -> None:
@@ -238,7 +238,7 @@ def test_different_stage_speeds_rarely_cost_the_optimum() -> None:
             sent = run_round(nodes)
             sizes = [len(message) for pair in sent for message in pair if message is not None]
             assert max(sizes, default=0) <= message_capacity(num_layers)
-        assert [*(node.bounds[0] for node in nodes), nodes[-1].bounds[1]] == trace.partition
+        assert [*(node.extent[0] for node in nodes), nodes[-1].extent[1]] == trace.partition
         assert seconds[-1] <= nodes[0].end_bottleneck <= seconds[0]
     assert missed < 20  # of 200
 

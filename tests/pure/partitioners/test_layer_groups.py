@@ -71,10 +71,10 @@ def choose(name: str, costs: Sequence[float], start: Sequence[int], groups: Laye
 
 
 def test_no_cut_inside_a_run_nor_before_a_type() -> None:
-    assert LayerGroups.of([(5, 6)], NAMES).bounds == (0, 1, 2, 3, 4, 5, 7)
-    assert LayerGroups.of([(1, 2), (2, 3, 4)], NAMES).bounds == (0, 1, 5, 6, 7)  # overlapping runs are one
-    assert LayerGroups.of(["type:norm"], NAMES).bounds == (0, 1, 3, 6, 7)  # anywhere in the name, ignoring case
-    assert LayerGroups.of(["type:^Norm$|head"], NAMES).bounds == (0, 1, 3, 5, 7)
+    assert LayerGroups.of([(5, 6)], NAMES).boundaries == (0, 1, 2, 3, 4, 5, 7)
+    assert LayerGroups.of([(1, 2), (2, 3, 4)], NAMES).boundaries == (0, 1, 5, 6, 7)  # overlapping runs are one
+    assert LayerGroups.of(["type:norm"], NAMES).boundaries == (0, 1, 3, 6, 7)  # anywhere in the name, ignoring case
+    assert LayerGroups.of(["type:^Norm$|head"], NAMES).boundaries == (0, 1, 3, 5, 7)
     assert LayerGroups.of(["type:embed"], NAMES).single_layers  # nothing is cut before layer 0 anyway
     assert LayerGroups.of([], NAMES) == LayerGroups.single(7)
 
@@ -134,8 +134,8 @@ def test_groups_need_what_their_layers_need_wherever_segments_begin() -> None:
         folded = memory.folded(groups)
         for stage in range(num_stages):
             furthest = folded.furthest_stops(stage)
-            for first, start in enumerate(groups.bounds):
-                for last, stop in list(enumerate(groups.bounds))[first + 1 :]:
+            for first, start in enumerate(groups.boundaries):
+                for last, stop in list(enumerate(groups.boundaries))[first + 1 :]:
                     assert folded.stage_bytes(stage, first, last) == memory.stage_bytes(stage, start, stop)
                     assert (last <= furthest[first]) == memory.fits(stage, start, stop)
 
@@ -218,7 +218,7 @@ def test_every_balancer_makes_only_allowed_cuts(name: str) -> None:
         pipeline = pipeline_of(costs, [1.0] * num_stages) if rng.random() < 0.5 else None
         found = choose(name, costs, start, groups, pipeline=pipeline)
         check_partition(found, groups.num_layers, num_stages)
-        assert groups.allows(found) and all(type(bound) is int for bound in found)
+        assert groups.allows(found) and all(type(boundary) is int for boundary in found)
         if pipeline is None:
             best = balanced_groups(costs, num_stages, groups)
             assert bottleneck(costs, found) <= bottleneck(costs, best) * (1 + 1e-12)
@@ -305,12 +305,12 @@ def decide_among_neighbours(
     costs: Sequence[float], start: Sequence[int], groups: LayerGroups, memory: MemoryModel | None
 ) -> list[int] | None:
     """Run diffusion on stages that know only their own groups and exchange bytes. Return None if nothing fits."""
-    num_stages, bounds = len(start) - 1, groups.fold_partition(start)
+    num_stages, partition = len(start) - 1, groups.fold_partition(start)
     nodes = []
     for stage in range(num_stages):
         own = costs[start[stage] : start[stage + 1]]
-        known = memory.folded(groups).of_stage(stage, *bounds[stage : stage + 2]) if memory is not None else None
-        node = DiffusionNode(stage, num_stages, bounds[stage], groups.fold(own, start[stage]), memory=known)
+        known = memory.folded(groups).of_stage(stage, *partition[stage : stage + 2]) if memory is not None else None
+        node = DiffusionNode(stage, num_stages, partition[stage], groups.fold(own, start[stage]), memory=known)
         nodes.append(node)
     while not nodes[0].done:
         sent = [node.messages() for node in nodes]
@@ -322,7 +322,7 @@ def decide_among_neighbours(
             node.receive(from_left, from_right)
     if not nodes[0].fits:
         return None
-    return list(groups.unfold_partition([*(node.bounds[0] for node in nodes), nodes[-1].bounds[1]]))
+    return list(groups.unfold_partition([*(node.extent[0] for node in nodes), nodes[-1].extent[1]]))
 
 
 def test_nodes_that_pass_groups_reach_the_same_partition() -> None:

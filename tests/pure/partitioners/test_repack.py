@@ -77,8 +77,8 @@ def test_what_it_packs_fits_and_cannot_be_packed_further(seed: int) -> None:
         return
     packed = first_fit(start, fits_on(model))
     assert all(fits_on(model)(len(packed) - 1, s, *packed[s : s + 2]) for s in range(len(packed) - 1))
-    for bound in packed[1:-1]:
-        merged = [b for b in packed if b != bound]
+    for boundary in packed[1:-1]:
+        merged = [b for b in packed if b != boundary]
         assert not all(fits_on(model)(len(merged) - 1, s, *merged[s : s + 2]) for s in range(len(merged) - 1))
 
 

@@ -171,8 +171,8 @@ class _SavedPipeline:
             ends: dict[int, tuple[int, ...]] = {}
             for start, before in reached.items():
                 for end in range(start + 1, num_layers + 1):
-                    bounds = sorted({0, start, end, num_layers})
-                    if _are_alike(self._groups(Placement.of(bounds), bounds.index(start)), groups):
+                    boundaries = sorted({0, start, end, num_layers})
+                    if _are_alike(self._groups(Placement.of(boundaries), boundaries.index(start)), groups):
                         ends.setdefault(end, (*before, end))
             reached = ends
         found = reached.get(num_layers)
