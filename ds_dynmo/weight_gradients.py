@@ -16,7 +16,7 @@ from torch import nn
 from ds_dynmo.torch_private import transforms_are_active
 
 Compute = Callable[[], torch.Tensor]
-Part = int | None  # a row of a parameter; None: the whole parameter
+RowIndex = int | None  # of a row of a parameter; None: the whole parameter
 
 
 class Collector(Protocol):
@@ -31,7 +31,7 @@ class Collector(Protocol):
     def hide_from_autograd(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Hide ``parameters`` from autograd in their present use if this pass defers them; return whether it does."""
 
-    def add(self, parameter: nn.Parameter, compute: Compute, *, part: Part = None, held_bytes: int = 0) -> bool:
+    def add(self, parameter: nn.Parameter, compute: Compute, *, row: RowIndex = None, held_bytes: int = 0) -> bool:
         """Keep ``compute`` if a backward pass in two parts runs; return whether it is kept."""
 
 
@@ -86,21 +86,21 @@ def defer_weight_gradient(parameter: nn.Parameter, compute: Compute, *, held_byt
         compute: called once; its inputs are held until then.
         held_bytes: of these inputs, for the memory limit of the schedule; count inputs that several calls share once.
     """
-    defer_part(parameter, None, compute, held_bytes=held_bytes)
+    defer_row(parameter, None, compute, held_bytes=held_bytes)
 
 
-def defer_part(parameter: nn.Parameter, part: Part, compute: Compute, *, held_bytes: int = 0) -> None:
-    """Defer the gradient of ``parameter[part]`` like :func:`defer_weight_gradient`; other rows have zeros."""
-    if _collector is None or not _collector.add(parameter, compute, part=part, held_bytes=held_bytes):
-        gradient = whole(parameter, part, compute())
+def defer_row(parameter: nn.Parameter, row: RowIndex, compute: Compute, *, held_bytes: int = 0) -> None:
+    """Defer the gradient of ``parameter[row]`` like :func:`defer_weight_gradient`; other rows have zeros."""
+    if _collector is None or not _collector.add(parameter, compute, row=row, held_bytes=held_bytes):
+        gradient = whole(parameter, row, compute())
         with torch.enable_grad():
             parameter.backward(gradient)
 
 
-def whole(parameter: nn.Parameter, part: Part, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of ``parameter[part]`` as one of ``parameter``, with zeros elsewhere."""
-    if part is None:
+def whole(parameter: nn.Parameter, row: RowIndex, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of ``parameter[row]`` as one of ``parameter``, with zeros elsewhere."""
+    if row is None:
         return gradient
     among_zeros = gradient.new_zeros(parameter.shape)
-    among_zeros[part] = gradient
+    among_zeros[row] = gradient
     return among_zeros

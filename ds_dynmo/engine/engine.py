@@ -1,4 +1,4 @@
-"""The pipeline engine that re-balances itself: the methods for users and models. Each calls one part."""
+"""The pipeline engine that re-balances itself: the methods for users and models. Each calls one component."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.config.withdrawn import refusal
+from ds_dynmo.engine.components import Components, build_components
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.deepspeed import buffers
@@ -20,7 +21,6 @@ from ds_dynmo.engine.deepspeed.patches import PatchedPipelineEngine
 from ds_dynmo.engine.guards import at_work, check_at_work, where_layers_may_move
 from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.move.migrator import Migrator
-from ds_dynmo.engine.parts import Parts, build_parts
 from ds_dynmo.engine.resize.data_position import micro_batches_of
 from ds_dynmo.engine.resize.job_state import Stateful
 from ds_dynmo.engine.resize.repacker import Repacker
@@ -37,8 +37,9 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     """DeepSpeed's ``PipelineEngine`` with a re-partition step. :func:`ds_dynmo.initialize` builds it.
 
     Attributes:
-        dynmo: the "dynmo" section; None: the configuration has none, and this is DeepSpeed's engine, without parts.
-        profiler, rebalancer, migrator, repacker, checkpointer: see :class:`Parts`.
+        dynmo: the "dynmo" section; None: the configuration has none, and this is DeepSpeed's engine, without
+            components.
+        profiler, rebalancer, migrator, repacker, checkpointer: see :class:`Components`.
     """
 
     profiler: Profiler
@@ -46,15 +47,15 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     migrator: Migrator
     repacker: Repacker
     checkpointer: Checkpointer
-    _parts: Parts
+    _components: Components
 
     def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
         super().__init__(*args, dynmo=dynmo, **kwargs)
         if dynmo is None:
             return
-        parts = self._parts = build_parts(self, dynmo)
-        self.profiler, self.rebalancer, self.migrator = parts.profiler, parts.rebalancer, parts.migrator
-        self.repacker, self.checkpointer = parts.repacker, parts.checkpointer
+        components = self._components = build_components(self, dynmo)
+        self.profiler, self.rebalancer, self.migrator = components.profiler, components.rebalancer, components.migrator
+        self.repacker, self.checkpointer = components.repacker, components.checkpointer
 
     def __getattr__(self, name: str) -> Any:
         """Refuse a withdrawn method, and name its replacement."""
@@ -81,7 +82,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         self.stage.optimizer.check_given()
         self.checkpointer.before_batch()
         self.repacker.data.before_batch(data_iter)
-        return self._parts.step.run(train)
+        return self._components.step.run(train)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch by DeepSpeed's ``eval_batch``."""
@@ -129,12 +130,12 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     @property
     def reports(self) -> list[RebalanceReport]:
         """Every decision so far, including those that moved nothing."""
-        return [] if self.dynmo is None else self._parts.reporter.rebalances
+        return [] if self.dynmo is None else self._components.reporter.rebalances
 
     @property
     def measurements(self) -> list[MeasuredReport]:
         """The measurements of the first profile of a run, and of the first after each move."""
-        return [] if self.dynmo is None else self._parts.reporter.measurements
+        return [] if self.dynmo is None else self._components.reporter.measurements
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Append a record to ``dynmo.report`` on rank 0, as a line of JSON; do nothing without a report.
@@ -142,7 +143,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         All records are written in one place, so there is one warning of a full disk.
         """
         if self.dynmo is not None:
-            self._parts.reporter.write(record)
+            self._components.reporter.write(record)
 
     @overload
     def rebalance(self, partition: Sequence[int] | None = None) -> RebalanceReport: ...
@@ -196,7 +197,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         if self.dynmo is None:
             return
         check_at_work(self, "model_changed")
-        self._parts.trainable.agree("model_changed")
+        self._components.trainable.agree("model_changed")
         self.stage.compiled.model_changed()
         self.rebalancer.model_changed(reason)
 
@@ -206,7 +207,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
         Every rank makes the same call, between two batches. Trackers of Megatron and DeepSpeed are found without it.
         """
-        self._parts.tracked_states.add(name, tracker)
+        self._components.tracked_states.add(name, tracker)
 
     # -- fewer ranks, or more -------------------------------------------------------------------------
 
@@ -224,7 +225,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     @property
     def repacks(self) -> list[RepackReport]:
         """Every re-packing so far, including those by hand that found nothing better."""
-        return [] if self.dynmo is None else self._parts.reporter.repacks
+        return [] if self.dynmo is None else self._components.reporter.repacks
 
     @property
     def micro_batches_taken(self) -> int:
@@ -267,7 +268,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     @at_work
     def before_step(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on this rank in every batch, between the reduction of gradients and the step."""
-        self._parts.executor.before_step(callback)
+        self._components.executor.before_step(callback)
 
     @at_work
     def sum_over_stages(self, numbers: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Events between the parts of the engine: one place publishes an event, and every part that must know subscribes."""
+"""Events between the components of the engine: one publishes an event, those that must know subscribe."""
 
 from __future__ import annotations
 

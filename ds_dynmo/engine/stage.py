@@ -1,6 +1,6 @@
-"""The stage of one rank: the only interface between the engine and its parts.
+"""The stage of one rank: the only interface between the engine and its components.
 
-The parts are the rebalancer, migrator, repacker, checkpointer and profiler. Each gets the stage and its other
+The components are the rebalancer, migrator, repacker, checkpointer and profiler. Each gets the stage and its other
 dependencies at construction, and DeepSpeed's engine only if it runs, rebuilds or saves DeepSpeed's part.
 """
 

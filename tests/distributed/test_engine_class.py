@@ -234,14 +234,14 @@ def an_attribute_of_the_same_name() -> str:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.rebalancer, self._harmless_too = "theirs", 2
             super().__init__(*args, **kwargs)
-            self._parts, self._harmless, self.micro_batches = "theirs", 1, self.micro_batches
+            self._components, self._harmless, self.micro_batches = "theirs", 1, self.micro_batches
 
     return error_of(lambda: initialize("ds_dynmo", Case(), layers, TheirEngine))
 
 
 def test_an_engine_class_whose_constructor_sets_our_attributes_is_refused() -> None:
     for message in run(2, an_attribute_of_the_same_name):
-        assert "TheirEngine: its constructor sets _parts, rebalancer, which ds_dynmo's engine uses" in message
+        assert "TheirEngine: its constructor sets _components, rebalancer, which ds_dynmo's engine uses" in message
 
 
 def patched_engine_class_of_deepspeed() -> tuple[bool, bool]:

@@ -58,23 +58,23 @@ def check_hosts(store: BoundedStore, rank: int, world_size: int, timeout_seconds
         ConfigError: on every rank: names the hosts, and the variable to set there.
     """
     turn = (store.add("ds_dynmo/hosts/calls", 1) - 1) // world_size  # a process may make several engines
-    part = f"ds_dynmo/hosts/{turn}"
+    prefix = f"ds_dynmo/hosts/{turn}"
     loopback = _loopback(os.environ)
     if loopback is not None:
-        store.set(f"{part}/loopback/{store.add(f'{part}/loopbacks', 1)}", loopback)
+        store.set(f"{prefix}/loopback/{store.add(f'{prefix}/loopbacks', 1)}", loopback)
     if rank == 0:
-        store.set(f"{part}/first", _identity())
+        store.set(f"{prefix}/first", _identity())
     try:
-        store.wait([f"{part}/first"], timedelta(seconds=timeout_seconds))
-        store.add(f"{part}/elsewhere", int(store.get(f"{part}/first").decode() != _identity()))
-        meet(store, f"{part}/done", world_size, timedelta(seconds=timeout_seconds))
+        store.wait([f"{prefix}/first"], timedelta(seconds=timeout_seconds))
+        store.add(f"{prefix}/elsewhere", int(store.get(f"{prefix}/first").decode() != _identity()))
+        meet(store, f"{prefix}/done", world_size, timedelta(seconds=timeout_seconds))
     except RuntimeError:
         return
-    loopbacks = store.add(f"{part}/loopbacks", 0)
-    if loopbacks and store.add(f"{part}/elsewhere", 0):
-        names = {store.get(f"{part}/loopback/{number}").decode() for number in range(1, loopbacks + 1)}
+    loopbacks = store.add(f"{prefix}/loopbacks", 0)
+    if loopbacks and store.add(f"{prefix}/elsewhere", 0):
+        names = {store.get(f"{prefix}/loopback/{number}").decode() for number in range(1, loopbacks + 1)}
         with suppress(RuntimeError):  # so that the process with the store does not end before all have read it
-            meet(store, f"{part}/read", world_size, timedelta(seconds=timeout_seconds))
+            meet(store, f"{prefix}/read", world_size, timedelta(seconds=timeout_seconds))
         raise ConfigError(_refusal(sorted(names)))
 
 

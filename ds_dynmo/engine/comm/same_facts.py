@@ -34,19 +34,19 @@ def check_same(facts: Mapping[str, str]) -> None:
     store = BoundedStore(default_store(), TIMEOUT_SECONDS)
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     turn = (store.add("ds_dynmo/same/calls", 1) - 1) // world_size
-    part = f"ds_dynmo/same/{turn}"
+    prefix = f"ds_dynmo/same/{turn}"
     try:
-        store.set(f"{part}/{rank}", json.dumps(dict(facts)))
+        store.set(f"{prefix}/{rank}", json.dumps(dict(facts)))
         if rank == 0:
-            keys = [f"{part}/{number}" for number in range(world_size)]
+            keys = [f"{prefix}/{number}" for number in range(world_size)]
             store.wait(keys, timeout)
-            store.set(f"{part}/found", "; ".join(differences([json.loads(store.get(key)) for key in keys])))
-        store.wait([f"{part}/found"], timeout)
-        differing = store.get(f"{part}/found").decode()
+            store.set(f"{prefix}/found", "; ".join(differences([json.loads(store.get(key)) for key in keys])))
+        store.wait([f"{prefix}/found"], timeout)
+        differing = store.get(f"{prefix}/found").decode()
     except RuntimeError:
         return
     with suppress(RuntimeError):  # so that the process with the store does not end before all have read it
-        meet(store, f"{part}/read", world_size, timeout)
+        meet(store, f"{prefix}/read", world_size, timeout)
     if differing:
         raise ConfigError(f"ranks were not given the same: {differing}")
 

@@ -99,11 +99,11 @@ class StoreAgreement:
         if self._round > 1:
             self._delete(self._round - 1)
         missing = f"has not done its part {self._timeout_seconds:g} s after rank 0"
-        parts = [json.loads(text) if text is not None else [missing, None] for text in texts]
-        problems = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(parts) if problem is not None]
+        outcomes = [json.loads(text) if text is not None else [missing, None] for text in texts]
+        problems = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(outcomes) if problem is not None]
         verdict = problems[0] if problems else ""
         self._store.set(self._key(_VERDICT), verdict)
-        return [result for _, result in parts], verdict
+        return [result for _, result in outcomes], verdict
 
     def _collect(self) -> list[str | None]:
         """Read what the other ranks wrote in this round; None: a rank did not within the time-out."""

@@ -108,6 +108,6 @@ def _built_upon(user_class: type[PipelineEngine]) -> type[DynMoPipelineEngine]:
 
 def _added_names(kind: type) -> set[str]:
     """List the names that a subclass of DeepSpeed's engine adds, attributes too, without dunder names."""
-    classes = [part for part in kind.__mro__ if part not in PipelineEngine.__mro__]
-    names = {name for part in classes for name in (*vars(part), *inspect.get_annotations(part))}
+    classes = [base for base in kind.__mro__ if base not in PipelineEngine.__mro__]
+    names = {name for base in classes for name in (*vars(base), *inspect.get_annotations(base))}
     return {name for name in names if not (name.startswith("__") and name.endswith("__"))}

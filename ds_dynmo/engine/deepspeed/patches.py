@@ -30,7 +30,7 @@ class PatchedPipelineEngine(PipelineEngine):
 
     Attributes:
         dynmo: the "dynmo" section; None: every method is DeepSpeed's.
-        stage: the state that ds_dynmo's parts work on; only with a "dynmo" section.
+        stage: the state that ds_dynmo's components work on; only with a "dynmo" section.
     """
 
     dynmo: Any
@@ -133,7 +133,7 @@ class PatchedPipelineEngine(PipelineEngine):
         return steps if self.dynmo is None else self.stage.schedule.steps(steps)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        """Run the schedule of a training or evaluation batch inside the contexts of the engine's parts."""
+        """Run the schedule of a training or evaluation batch inside the contexts of the engine's components."""
         if self.dynmo is None:
             super()._exec_schedule(pipe_schedule)
             return

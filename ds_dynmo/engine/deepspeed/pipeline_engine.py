@@ -1,4 +1,4 @@
-"""The attributes of DeepSpeed's engine that parts of ds_dynmo's engine use, with their types."""
+"""The attributes of DeepSpeed's engine that components of ds_dynmo's engine use, with their types."""
 
 from __future__ import annotations
 

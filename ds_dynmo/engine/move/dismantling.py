@@ -53,7 +53,7 @@ class Dismantled:
     children: dict[str, Any]
 
 
-def find_parts(
+def modules_to_dismantle(
     module: nn.Module, references: Collection[int], of_rank: Mapping[int, Container[str]], path: str = ""
 ) -> dict[str, nn.Module]:
     """Find the modules to take apart, ``module`` and some below it, by path.
@@ -62,14 +62,14 @@ def find_parts(
         references: see :func:`why_it_stays`.
         of_rank: by ``id`` of a module, attributes that stay behind.
     """
-    parts = {path: module}
+    found = {path: module}
     for name, child in children_of(module).items():
-        known = {*references, *map(id, parts.values())}
+        known = {*references, *map(id, found.values())}
         if child is None or id(child) in known:
             continue
         if any(id(part) in of_rank for part in child.modules()) or not can_be_sent(child, known):
-            parts |= find_parts(child, known, of_rank, f"{path}.{name}" if path else name)
-    return parts
+            found |= modules_to_dismantle(child, known, of_rank, f"{path}.{name}" if path else name)
+    return found
 
 
 def dismantle(
@@ -114,25 +114,25 @@ def dismantle(
     )
 
 
-def assemble(shell: nn.Module, parts: Dismantled, device: torch.device) -> nn.Module:
-    """Put ``parts`` into ``shell``, a module of the same class."""
-    attributes = vars(shell)
-    for name in attributes.keys() - MODULE_MACHINERY - parts.left:
+def assemble(built: nn.Module, dismantled: Dismantled, device: torch.device) -> nn.Module:
+    """Put the parts of ``dismantled`` into ``built``, a module of the same class."""
+    attributes = vars(built)
+    for name in attributes.keys() - MODULE_MACHINERY - dismantled.left:
         del attributes[name]
-    attributes.update({**parts.attributes, **(parts.hooks or {})})
+    attributes.update({**dismantled.attributes, **(dismantled.hooks or {})})
     children = {
-        name: assemble(children_of(shell)[name], child, device) if isinstance(child, Dismantled) else child  # type: ignore[arg-type]
-        for name, child in parts.children.items()
+        name: assemble(children_of(built)[name], child, device) if isinstance(child, Dismantled) else child  # type: ignore[arg-type]
+        for name, child in dismantled.children.items()
     }
-    parameters_of(shell).clear()
-    parameters_of(shell).update(parts.parameters)
-    children_of(shell).clear()
-    children_of(shell).update(children)
-    set_buffers(shell, dict(parts.buffers), set(parts.non_persistent))
-    shell.training = parts.training
-    if parts.extra_state is not None:
-        shell.set_extra_state(from_bytes(parts.extra_state, device))
-    return shell
+    parameters_of(built).clear()
+    parameters_of(built).update(dismantled.parameters)
+    children_of(built).clear()
+    children_of(built).update(children)
+    set_buffers(built, dict(dismantled.buffers), set(dismantled.non_persistent))
+    built.training = dismantled.training
+    if dismantled.extra_state is not None:
+        built.set_extra_state(from_bytes(dismantled.extra_state, device))
+    return built
 
 
 def _has_extra_state(module: nn.Module) -> bool:

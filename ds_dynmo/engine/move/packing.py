@@ -99,7 +99,8 @@ class PackedLayer:
             None: the layer has to be packed again.
         """
         outside = self.outside
-        if self.shell.parts or outside.rank_attributes or any(each.tensors for each in outside.references.values()):
+        holds_tensors = any(reference.tensors for reference in outside.references.values())
+        if self.shell.dismantled or outside.rank_attributes or holds_tensors:
             return None
         trained = {name for name, record in layer.parameters.items() if record.parameter.requires_grad}
         expected = expected_gradients(layer, trained, gradient_dtype)

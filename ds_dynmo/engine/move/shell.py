@@ -22,7 +22,7 @@ from ds_dynmo.engine.move.description import (
     known_texts,
     path_text,
 )
-from ds_dynmo.engine.move.dismantling import HOOKS, assemble, dismantle, find_parts
+from ds_dynmo.engine.move.dismantling import HOOKS, assemble, dismantle, modules_to_dismantle
 from ds_dynmo.engine.move.pickling import dump, load, random_state_kept, stand_in
 from ds_dynmo.engine.move.references import Outside
 from ds_dynmo.engine.state.layer_record import LayerRecord
@@ -40,14 +40,14 @@ class Shell:
     """A layer's objects as bytes, with its tensors by number.
 
     Attributes:
-        parts: paths of modules that are filled into a layer built from the spec; (): the layer is pickled whole.
+        dismantled: paths of modules that are filled into a layer built from the spec; (): the layer is pickled whole.
         of_rank: by path of a module, its attributes that belong to the rank.
         reasons: by name of an attribute, why it is not sent.
         description: of the layer, to compare on arrival; None: the sender has compared already.
     """
 
     data: bytes
-    parts: tuple[str, ...]
+    dismantled: tuple[str, ...]
     of_rank: Mapping[str, frozenset[str]]
     reasons: Mapping[str, str]
     description: list[Line] | None
@@ -79,7 +79,7 @@ class Shell:
         """
         layer: LayerRecord = (
             self._load_in_parts(tensors, references, build, device)
-            if self.parts
+            if self.dismantled
             else load(self.data, tensors, references)
         )
         _number_later_hooks_after(layer.module)
@@ -91,12 +91,12 @@ class Shell:
         with random_state_kept():
             built = build()
             modules = dict(built.named_modules(remove_duplicate=False))
-            if missing := [path for path in self.parts if path not in modules]:
+            if missing := [path for path in self.dismantled if path not in modules]:
                 raise TypeError(
                     f"{kind_of(built)} has submodules {missing} that cannot be pickled and that its spec does not build"
                 )
-            numbered = {len(self.parts) + number: held for number, held in references.items()}
-            numbered.update((number, modules[path]) for number, path in enumerate(self.parts))
+            numbered = {len(self.dismantled) + number: held for number, held in references.items()}
+            numbered.update((number, modules[path]) for number, path in enumerate(self.dismantled))
             layer: LayerRecord = load(self.data, tensors, numbered)
             layer.module = assemble(built, layer.module, device)
         return layer
@@ -149,16 +149,16 @@ def _pickled_in_parts(
 ) -> tuple[Shell, list[torch.Tensor]]:
     """Pickle the parts of a layer that can be sent, for a layer that the receiver builds."""
     module, of_rank = layer.module, outside.rank_attributes
-    parts = find_parts(module, outside.references, of_rank)
-    apart = {id(part): number for number, part in enumerate(parts.values())}
-    known = {**apart, **{key: len(parts) + number for number, key in enumerate(outside.references)}}
+    apart = modules_to_dismantle(module, outside.references, of_rank)
+    numbers = {id(part): number for number, part in enumerate(apart.values())}
+    known = {**numbers, **{key: len(apart) + number for number, key in enumerate(outside.references)}}
     reasons: dict[str, str] = {}
-    dismantled = dismantle(module, known, apart, of_rank, reasons)
+    dismantled = dismantle(module, known, numbers, of_rank, reasons)
     dumped = dump(replace(layer, module=dismantled), known)
-    referred = {number - len(parts): held for number, held in dumped.referred.items() if number >= len(parts)}
+    referred = {number - len(apart): held for number, held in dumped.referred.items() if number >= len(apart)}
     paths = {path: of_rank[id(part)] for path, part in module.named_modules() if id(part) in of_rank}
     description = describe(_roots(layer), known_texts(dumped.tensors, referred), of_rank)
-    shell = Shell(dumped.data, tuple(parts), paths, reasons, description)
+    shell = Shell(dumped.data, tuple(apart), paths, reasons, description)
     if not completed:
         tensors = [stand_in(tensor) for tensor in dumped.tensors]
         device = next((record.parameter.device for record in layer.parameters.values()), torch.device("cpu"))

@@ -60,7 +60,7 @@ class DataPosition:
     @property
     def first_of_batch(self) -> int:
         """The number of this rank's first micro-batch in a batch."""
-        return self._parts()[0]
+        return self._counts()[0]
 
     def before_batch(self, data_iter: Any) -> None:
         """Skip to the position of the other ranks before a batch; ``data_iter``: the argument of ``train_batch``."""
@@ -71,7 +71,7 @@ class DataPosition:
             self._read_training_data()
         elif data_iter is not None and data_iter is not self._iterator:
             self._iterator, self._behind = data_iter, 0
-        before, count, after = self._parts()
+        before, count, after = self._counts()
         self.passed += before + count + after
         self._behind += before
         if reads:
@@ -82,7 +82,7 @@ class DataPosition:
 
     def evaluate_part(self, data_iter: Any, evaluate: Callable[[], Any]) -> Any:
         """Call ``evaluate`` on this rank's part of a whole batch."""
-        before, _, after = self._parts()
+        before, _, after = self._counts()
         reads = data_iter is not None and (self._engine.is_first_stage() or self._engine.is_last_stage())
         for _ in range(before if reads else 0):
             next(data_iter)
@@ -91,7 +91,7 @@ class DataPosition:
             next(data_iter)
         return result
 
-    def _parts(self) -> tuple[int, int, int]:
+    def _counts(self) -> tuple[int, int, int]:
         """Count the micro-batches of a batch: of the copies before this one, of this one, and of those after it."""
         count = self._engine.micro_batches
         return self.copy_index * count, count, (self.replica_multiplier - 1 - self.copy_index) * count

@@ -1,4 +1,4 @@
-"""The part of the engine that writes and reads checkpoints."""
+"""The component of the engine that writes and reads checkpoints."""
 
 from __future__ import annotations
 

@@ -67,17 +67,17 @@ class SliceManifest:
 def join(every: Iterable[tuple[int, int, SliceManifest]]) -> tuple[SliceManifest, ...]:
     """Join every rank's slice, stage and manifest of that stage alone into the manifests of all slices."""
     table: dict[int, dict[int, SliceManifest]] = {}
-    for slice_index, stage, part in every:
-        table.setdefault(slice_index, {})[stage] = part
+    for slice_index, stage, manifest in every:
+        table.setdefault(slice_index, {})[stage] = manifest
     joined = []
     for _, by_stage in sorted(table.items()):
-        parts = [part for _, part in sorted(by_stage.items())]
+        manifests = [manifest for _, manifest in sorted(by_stage.items())]
         joined.append(
             SliceManifest(
-                stages=tuple(stage for part in parts for stage in part.stages),
-                numbers=tuple(number for part in parts for number in part.numbers),
-                shapes={layer: shapes for part in parts for layer, shapes in part.shapes.items()},
-                weights={layer: path for part in parts for layer, path in part.weights.items()},
+                stages=tuple(stage for manifest in manifests for stage in manifest.stages),
+                numbers=tuple(number for manifest in manifests for number in manifest.numbers),
+                shapes={layer: shapes for manifest in manifests for layer, shapes in manifest.shapes.items()},
+                weights={layer: path for manifest in manifests for layer, path in manifest.weights.items()},
             )
         )
     return tuple(joined)
@@ -158,9 +158,9 @@ class Manifest:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it is not a manifest: {error}") from error
-        for part in manifest.slices:
-            if not len(part.stages) == len(part.numbers) == manifest.num_stages:
-                raise ValueError(f"it has {len(part.stages)} stages but the partition {manifest.placement}")
+        for of_slice in manifest.slices:
+            if not len(of_slice.stages) == len(of_slice.numbers) == manifest.num_stages:
+                raise ValueError(f"it has {len(of_slice.stages)} stages but the partition {manifest.placement}")
         return manifest
 
 

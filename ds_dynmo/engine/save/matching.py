@@ -26,8 +26,8 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
             f"{path}: a model of {counted(manifest.placement.num_layers, 'layer')}, expected {num_layers}"
         )
     for index, origin in context.origin.layers.items():
-        part = manifest.slices[context.here.tp_rank]
-        found = part.shapes.get(saved_as(context.stage.layers, part, index))
+        of_slice = manifest.slices[context.here.tp_rank]
+        found = of_slice.shapes.get(saved_as(context.stage.layers, of_slice, index))
         if found is None:
             raise CheckpointError(f"{path}: layer {index} has no parameters there, expected {origin.shapes}")
         differ = {
@@ -122,7 +122,7 @@ def _check_replicas(manifest: Manifest, replicas: int, differ: bool, path: str) 
 # -- files of layers that share weights by a key ------------------------------------------------------
 
 
-def saved_as(layers: StageLayers, part: SliceManifest, index: int) -> int:
+def saved_as(layers: StageLayers, of_slice: SliceManifest, index: int) -> int:
     """Find the layer number under which a checkpoint has layer ``index``.
 
     That is the first use of a key if all its uses were one module there and are alike, as when two of them were on one
@@ -131,4 +131,4 @@ def saved_as(layers: StageLayers, part: SliceManifest, index: int) -> int:
     tie = layers.tie_of(index)
     if tie is None:
         return layers.first_use(index)
-    return index if index in part.weights or not tie.alike else tie.uses[0]
+    return index if index in of_slice.weights or not tie.alike else tie.uses[0]

@@ -74,8 +74,8 @@ def safe_load(
 def _checksums(path: str) -> set[tuple[int, int]] | None:
     """Read the size and the checksum of each tensor's values in a file; None: it was written without."""
     with zipfile.ZipFile(path) as archive:
-        parts = archive.infolist()
-    return {(part.file_size, part.CRC) for part in parts} if any(part.CRC for part in parts) else None
+        entries = archive.infolist()
+    return {(entry.file_size, entry.CRC) for entry in entries} if any(entry.CRC for entry in entries) else None
 
 
 def _checksum(storage: Any) -> tuple[int, int]:
@@ -106,8 +106,8 @@ def describe(path: str) -> SavedFile:
     num_bytes = os.path.getsize(path)
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            parts = sorted((info.filename.partition("/")[2], info.CRC, info.file_size) for info in archive.infolist())
-        return SavedFile(num_bytes, hashlib.sha256(repr(parts).encode()).hexdigest()[:32])
+            entries = sorted((info.filename.partition("/")[2], info.CRC, info.file_size) for info in archive.infolist())
+        return SavedFile(num_bytes, hashlib.sha256(repr(entries).encode()).hexdigest()[:32])
     checksum = 0
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):

@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.torch_private import grouped_mm, reshaped, version_of, will_run
-from ds_dynmo.weight_gradients import Compute, Part, defer_part, waits
+from ds_dynmo.weight_gradients import Compute, RowIndex, defer_row, waits
 
 
 class Operand(NamedTuple):
@@ -22,12 +22,12 @@ class Operand(NamedTuple):
     Attributes:
         value: a tensor without gradient; None: there is no bias.
         owner: the parameter that gets the gradient; None: a constant.
-        part: the row of the owner that ``value`` is; None: the whole owner.
+        row: number of the row of the owner that ``value`` is; None: the whole owner.
     """
 
     value: torch.Tensor | None
     owner: nn.Parameter | None = None
-    part: Part = None
+    row: RowIndex = None
 
 
 class _Product(torch.autograd.Function):
@@ -47,7 +47,7 @@ class _Product(torch.autograd.Function):
             held: its inputs, unchanged so far.
         """
         if operand.owner is not None and will_run(ctx.next_functions[-1][0]):  # the anchor's
-            defer_part(operand.owner, operand.part, _of_unchanged(held, compute), held_bytes=held_bytes)
+            defer_row(operand.owner, operand.row, _of_unchanged(held, compute), held_bytes=held_bytes)
 
     @staticmethod
     def check() -> None:

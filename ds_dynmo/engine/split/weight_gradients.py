@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 from ds_dynmo.engine.split import split_modules
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.torch_private import backward_pass_number, hooks_of, is_only_tensor_of_its_memory
-from ds_dynmo.weight_gradients import Compute, Part, collected_by, whole
+from ds_dynmo.weight_gradients import Compute, RowIndex, collected_by, whole
 
-Parts = list[tuple[Part, Compute]]
+Terms = list[tuple[RowIndex, Compute]]  # of a sum, which is the gradient of a parameter
 
 
 class DeferredGradients:
@@ -39,21 +39,21 @@ class DeferredGradients:
     """
 
     def __init__(self) -> None:
-        self._of: dict[tuple[nn.Parameter, int], Parts] = {}
+        self._of: dict[tuple[nn.Parameter, int], Terms] = {}
 
     def __bool__(self) -> bool:
         return bool(self._of)
 
-    def add(self, parameter: nn.Parameter, part: Part, compute: Compute) -> None:
-        """Defer ``compute``, which returns the gradient of ``parameter[part]`` or a term of it."""
+    def add(self, parameter: nn.Parameter, row: RowIndex, compute: Compute) -> None:
+        """Defer ``compute``, which returns the gradient of ``parameter[row]`` or a term of it."""
         key = parameter, backward_pass_number()
-        self._of[key] = [*self._of.pop(key, []), (part, compute)]  # an outer run ends after those inside it
+        self._of[key] = [*self._of.pop(key, []), (row, compute)]  # an outer run ends after those inside it
 
     def roots(self) -> list[torch.Tensor]:
         """Return scalars whose backward passes, one after the other, compute all gradients."""
         of_parameter: dict[nn.Parameter, list[torch.Tensor]] = {}
-        for (parameter, _), parts in self._of.items():
-            of_parameter.setdefault(parameter, []).append(_Gradient.apply(parts, parameter))  # type: ignore[no-untyped-call]
+        for (parameter, _), terms in self._of.items():
+            of_parameter.setdefault(parameter, []).append(_Gradient.apply(terms, parameter))  # type: ignore[no-untyped-call]
         self._of = {}
         rounds = zip_longest(*of_parameter.values())
         return [torch.stack([scalar for scalar in scalars if scalar is not None]).sum() for scalars in rounds]
@@ -63,26 +63,26 @@ class _Gradient(torch.autograd.Function):
     """A scalar whose gradient with respect to a parameter is the sum of deferred gradients."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Parts, parameter: torch.Tensor) -> torch.Tensor:
-        ctx.parts, ctx.parameter = parts, parameter
+    def forward(ctx: Any, terms: Terms, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.terms, ctx.parameter = terms, parameter
         return parameter.new_zeros((), dtype=torch.float32)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        parts, ctx.parts = ctx.parts, []
-        return None, _sum(ctx.parameter, parts)
+        terms, ctx.terms = ctx.terms, []
+        return None, _sum(ctx.parameter, terms)
 
 
-def _sum(parameter: nn.Parameter, parts: Parts) -> torch.Tensor:
+def _sum(parameter: nn.Parameter, terms: Terms) -> torch.Tensor:
     """Sum in the order of autograd, for which the gradient of a row is a whole gradient with zeros elsewhere."""
-    rows = {part for part, _ in parts}
+    rows = {row for row, _ in terms}
     if len(rows) == 1 or None in rows:
         common = rows.pop() if len(rows) == 1 else None
-        gradients = [compute() if part == common else whole(parameter, part, compute()) for part, compute in parts]
+        gradients = [compute() if row == common else whole(parameter, row, compute()) for row, compute in terms]
         return whole(parameter, common, reduce(torch.add, gradients))
     sums = torch.zeros_like(parameter)
-    for row, compute in parts:
+    for row, compute in terms:
         sums[row] += compute()
     return sums
 
@@ -179,13 +179,13 @@ class WeightGradients:
             return torch.zeros_like(gradient)
         return gradient.clone() if _is_shared(gradient) else gradient
 
-    def add(self, parameter: nn.Parameter, compute: Compute, *, part: Part = None, held_bytes: int = 0) -> bool:
+    def add(self, parameter: nn.Parameter, compute: Compute, *, row: RowIndex = None, held_bytes: int = 0) -> bool:
         """Defer ``compute`` if the first part of a backward pass runs; return whether it was deferred."""
         if self._collecting is None:
             return False
         if self.observe is not None:
             compute = self.observe(compute, held_bytes)
-        self._collecting.add(parameter, part, compute)
+        self._collecting.add(parameter, row, compute)
         return True
 
 

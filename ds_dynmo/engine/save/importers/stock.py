@@ -63,7 +63,7 @@ def stock_manifest(
     check_slices(context, len(cut) or 1, folder)
     pattern = os.path.join(glob.escape(folder), "mp_rank_*_model_states.pt")
     stages = sorted(map(os.path.basename, glob.glob(pattern)))
-    expected = sorted(stage_file(number) for part in slices for number in part.numbers)
+    expected = sorted(stage_file(number) for of_slice in slices for number in of_slice.numbers)
     if not (options.module_only and stages):
         mine = slices[context.here.tp_rank]
         saved = _SavedPipeline(context, mine).find(folder, stages, strict=options.optimizer)
@@ -88,15 +88,17 @@ def _manifest(
 ) -> Manifest:
     """Make the manifest; ``groups``: per saved stage; None: as this engine was constructed."""
     kind = _storage(context, folder)
+    if groups is None:
+        held = [_trained(of_slice) for of_slice in slices]
+    else:
+        numbers = [_numbers(len(groups), len(slices), place) for place in range(len(slices))]
+        held = [_at(of_slice, of_files, groups, kind) for of_slice, of_files in zip(slices, numbers)]
     return Manifest(
         placement=placement,
         replicas=0,
         optimizer=kind,
         optimizer_class="",
-        slices=tuple(
-            _trained(part) if groups is None else _at(part, _numbers(len(groups), len(slices), place), groups, kind)
-            for place, part in enumerate(slices)
-        ),
+        slices=tuple(held),
         frozen_excluded=False,
         files={},
         state={},
@@ -212,19 +214,19 @@ def _numbers(stages: int, slices: int, mine: int) -> tuple[int, ...]:
     return tuple(stage * slices + mine for stage in range(stages))
 
 
-def _trained(part: SliceManifest) -> SliceManifest:
+def _trained(of_slice: SliceManifest) -> SliceManifest:
     """Leave out parameters that were frozen at construction: DeepSpeed writes none of them."""
     return replace(
-        part,
+        of_slice,
         stages=tuple(
-            replace(stage, slots=tuple(slot for slot in stage.slots if not slot.parked)) for stage in part.stages
+            replace(stage, slots=tuple(slot for slot in stage.slots if not slot.parked)) for stage in of_slice.stages
         ),
     )
 
 
-def _at(part: SliceManifest, numbers: tuple[int, ...], groups: list[Groups], kind: str) -> SliceManifest:
+def _at(of_slice: SliceManifest, numbers: tuple[int, ...], groups: list[Groups], kind: str) -> SliceManifest:
     """Describe what DeepSpeed writes of a slice, of which each stage has these ``groups``."""
-    known = {slot.key: slot for stage in _trained(part).stages for slot in stage.slots}
+    known = {slot.key: slot for stage in _trained(of_slice).stages for slot in stage.slots}
     stages = []
     for of_stage in groups:
         slots: list[Slot] = []
@@ -235,7 +237,7 @@ def _at(part: SliceManifest, numbers: tuple[int, ...], groups: list[Groups], kin
                 slots.append(replace(known[key], index=index, offset=offset))
                 offset += known[key].numel
         stages.append(StageSlots(tuple(slots)))
-    return replace(part, stages=tuple(stages), numbers=numbers)
+    return replace(of_slice, stages=tuple(stages), numbers=numbers)
 
 
 # -- layers that share weights by a key ---------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The construction of an engine's parts, each with its dependencies."""
+"""The construction of an engine's components, each with its dependencies."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from ds_dynmo.engine.validation import check_sharing, layer_groups
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts of an engine with a "dynmo" section, besides its stage.
+class Components:
+    """The components of an engine with a "dynmo" section, besides its stage.
 
     Attributes:
         reporter: keeps reports and writes them.
@@ -58,8 +58,8 @@ class Parts:
     tracked_states: TrackedStates
 
 
-def build_parts(engine: Any, config: DynMoConfig) -> Parts:
-    """Build the parts of ``engine``, whose stage exists. Collective.
+def build_components(engine: Any, config: DynMoConfig) -> Components:
+    """Build the components of ``engine``, whose stage exists. Collective.
 
     Raises:
         ConfigError: on every rank; layers share parameters, a file cannot be written, or a tie is frozen in part.
@@ -106,7 +106,7 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
         wait_for_save=checkpointer.wait,
     )
     step = TrainingStep(stage, trainable, executor, profiler, rebalancer, repacker, reporter, tracer)
-    return Parts(
+    return Components(
         reporter=reporter,
         profiler=profiler,
         migrator=migrator,
