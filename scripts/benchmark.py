@@ -41,7 +41,7 @@ from ds_dynmo.cli.command_line import (
 )
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.simulation import CASE_HELP, RECORDED_HELP, LoadModel, Recorded, chosen_cases
+from ds_dynmo.simulation import CASE_HELP, RECORDED_HELP, LoadModel, Recorded, chosen_load_models
 from ds_dynmo.simulation.runs import ARMS
 
 
@@ -78,8 +78,8 @@ def parse(given: list[str]) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def checked_cases(arguments: argparse.Namespace) -> list[LoadModel]:
-    """Read the cases, and refuse sizes that do not make a pipeline, or a measurement.
+def checked_load_models(arguments: argparse.Namespace) -> list[LoadModel]:
+    """Read the load models, and refuse sizes that do not make a pipeline, or a measurement.
 
     Raises:
         ConfigError: naming the option, its value and what is allowed.
@@ -88,13 +88,15 @@ def checked_cases(arguments: argparse.Namespace) -> list[LoadModel]:
     check_at_least_1(arguments, "layers", "micro_batches", "rounds", "batches")
     if arguments.steps < arguments.rounds:
         raise ConfigError(f"--steps {arguments.steps}: should be at least the rounds, {arguments.rounds}")
-    cases = chosen_cases(arguments.case, arguments.recorded)
+    load_models = chosen_load_models(arguments.case, arguments.recorded)
     if arguments.compute == "emulated":
-        for case in cases:
-            layers = layers_of(case, arguments)
-            case.dense(layers)  # refuses another number than the recording's
-            check_layers(layers, stages, f"{case.path}: layers" if isinstance(case, Recorded) else "--layers")
-        return cases
+        for load_model in load_models:
+            layers = layers_of(load_model, arguments)
+            load_model.dense(layers)  # refuses another number than the recording's
+            check_layers(
+                layers, stages, f"{load_model.path}: layers" if isinstance(load_model, Recorded) else "--layers"
+            )
+        return load_models
     if arguments.recorded is not None:
         raise ConfigError("--recorded: is replayed by emulated layers, not with --compute real")
     if stages > num_cores() and not arguments.few_cores:
@@ -102,13 +104,13 @@ def checked_cases(arguments: argparse.Namespace) -> list[LoadModel]:
             f"--compute real: {stages} processes on {num_cores()} cores measure nothing; "
             "start at most one for each core, or pass --few-cores"
         )
-    return cases
+    return load_models
 
 
 def main(given: list[str]) -> None:
     arguments = parse(given)
     with refusals_of("benchmark.py"):
-        cases = checked_cases(arguments)
+        load_models = checked_load_models(arguments)
     begin_rank()
     table, machine = list[dict[str, Any]](), Machine()
 
@@ -118,9 +120,9 @@ def main(given: list[str]) -> None:
         write_json(arguments.json, figures)
 
     measure = emulated_rows if arguments.compute == "emulated" else partial(real_rows, keep=keep)
-    for case in cases:
+    for load_model in load_models:
         with engines_end_here():
-            rows = measure(case, arguments)
+            rows = measure(load_model, arguments)
         table += rows
         if torch.distributed.get_rank() == 0:
             print_rows(rows)

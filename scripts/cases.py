@@ -26,7 +26,7 @@ from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.cli.train import VALIDATIONS, batches, ends_part, validate
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import LANGUAGE_MODEL_LOSS
-from ds_dynmo.simulation import CASES
+from ds_dynmo.simulation import LOAD_MODELS
 
 WAYS = ("on", "off", "dense")
 SAID = 10  # progress lines per case
@@ -99,14 +99,14 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main(given: list[str]) -> None:
     parser = CommandParser(__doc__)
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
+    parser.add_argument("cases", nargs="*", choices=[*LOAD_MODELS, []], help="default: all")
     parser.add_argument("--steps", type=int, default=200, help="steps of each run, default %(default)s")
     arguments = parser.parse_args(given)
     with refusals_of("cases.py"):
         num_processes("2 scripts/cases.py")
         begin_rank()
         rows: list[dict[str, Any]] = []
-        for case in arguments.cases or CASES:
+        for case in arguments.cases or LOAD_MODELS:
             with engines_end_here():
                 new = measure(case, arguments.steps)
             rows += new

@@ -23,7 +23,7 @@ from ds_dynmo.cli.command_line import CommandParser, num_processes, refusals_of
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.cli.train import build_cases, build_engine, train
 from ds_dynmo.cli.training.options import TrainingRun, prepare
-from ds_dynmo.simulation import CASES
+from ds_dynmo.simulation import LOAD_MODELS
 
 FOLDER = Path(__file__).resolve().parent / "recordings"
 CHANGES = ("gradient_accumulation_steps=8", "model.layers=16")  # of the files in ds_configs
@@ -40,13 +40,13 @@ FILES = {"mod_threshold": "mod"}  # of cases that are not called like their conf
 
 def main(given: list[str]) -> None:
     parser = CommandParser(__doc__, has_figures=False)
-    parser.add_argument("cases", nargs="*", choices=[*CASES, *FILES, []], help="default: the six cases")
+    parser.add_argument("cases", nargs="*", choices=[*LOAD_MODELS, *FILES, []], help="default: the six cases")
     parser.add_argument("--steps", type=int, default=300, help="of each run, default %(default)s")
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER", help="default: scripts/recordings")
     arguments = parser.parse_args(given)
     with refusals_of("record.py"):
         num_processes("2 scripts/record.py")
-        runs = [prepared(case, arguments.steps, arguments.out) for case in arguments.cases or CASES]
+        runs = [prepared(case, arguments.steps, arguments.out) for case in arguments.cases or LOAD_MODELS]
         begin_rank()
         for run in runs:
             with engines_end_here():

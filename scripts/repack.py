@@ -45,7 +45,7 @@ from benchmarks.packing import prepare_without_limit, show_memory, train_within_
 from ds_dynmo.cli.command_line import CommandParser, add_changes, print_table, refusals_of, write_json
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.config import load_settings
-from ds_dynmo.simulation import CASES, Phase
+from ds_dynmo.simulation import LOAD_MODELS, Phase
 from guard import guarded_group, scratch_folder
 
 FREEZES = ((0, 0), (0.25, 0.25), (0.5, 0.5), (0.75, 0.75))  # from this part of the run on, this part of the layers
@@ -67,7 +67,7 @@ def parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     kinds = parser.add_subparsers(dest="kind", required=True, parser_class=CommandParser)
     phases = kinds.add_parser("phases", description="throughput and ranks over a run; start with deepspeed")
-    phases.add_argument("--case", choices=list(CASES), default="pruning", help="default %(default)s")
+    phases.add_argument("--case", choices=list(LOAD_MODELS), default="pruning", help="default %(default)s")
     phases.add_argument("--layers", type=int, default=32, help="default %(default)s")
     phases.add_argument("--micro-batches", type=int, default=32, help="default %(default)s")
     phases.add_argument("--forward-ms", type=float, default=8.0, help="of a dense layer, default %(default)s")
@@ -97,7 +97,7 @@ def parse(given: list[str]) -> argparse.Namespace:
 
 def phases(arguments: argparse.Namespace) -> None:
     """Time every phase on all stages, and on the fewest that are fast enough."""
-    case, batches = CASES[arguments.case], data()
+    load_model, batches = LOAD_MODELS[arguments.case], data()
     stages = torch.distributed.get_world_size()
     block = {"repack": {"release": "park", "max_slowdown": 0.05}, "interval": 0}
     sizes = {"layers": arguments.layers, "micro_batches": arguments.micro_batches}
@@ -115,7 +115,7 @@ def phases(arguments: argparse.Namespace) -> None:
         return shortest_batch()
 
     start_seconds = on_all_stages(Phase.of([1.0] * arguments.layers))
-    for number, phase in enumerate(case.phases(arguments.layers, arguments.phases), 1):
+    for number, phase in enumerate(load_model.phases(arguments.layers, arguments.phases), 1):
         all_seconds = on_all_stages(phase)
         report = engine.repack()
         fewer = report.new_stages < report.old_stages

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, print_table, settings_of, write_json
 from ds_dynmo.errors import ConfigError, PartitionError, counted
-from ds_dynmo.simulation import CASE_HELP, RECORDED_HELP, Recorded, chosen_cases
+from ds_dynmo.simulation import CASE_HELP, RECORDED_HELP, Recorded, chosen_load_models
 from ds_dynmo.simulation.repacking import repack_rows, sustained_stages
 from ds_dynmo.simulation.runs import ARMS, Setting, compare, figures_of
 from ds_dynmo.simulation.statics import STATIC, STATICS, label
@@ -131,15 +131,15 @@ def print_repacking(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    cases = chosen_cases(arguments.case, arguments.recorded)
+    load_models = chosen_load_models(arguments.case, arguments.recorded)
     arms = [arm for arm in ARMS if arm in (*STATICS, "dense", *arguments.balancers)]
     rows = []
-    for case in cases:
+    for load_model in load_models:
         sizes = {name: getattr(arguments, name) for name in SIZES}
-        setting = Setting.of(case, **sizes, link_bytes_per_second=arguments.link_gbps / 8 * 1e9)
-        seeds = 1 if isinstance(case, Recorded) else arguments.seeds  # they change no recording
-        outcomes = compare(case, setting, arms, count=arguments.phases, seeds=seeds)
-        of_case = [{"case": case.name, "balancer": arm, **figures_of(arm, outcomes, setting)} for arm in arms]
+        setting = Setting.of(load_model, **sizes, link_bytes_per_second=arguments.link_gbps / 8 * 1e9)
+        seeds = 1 if isinstance(load_model, Recorded) else arguments.seeds  # they change no recording
+        outcomes = compare(load_model, setting, arms, count=arguments.phases, seeds=seeds)
+        of_case = [{"case": load_model.name, "balancer": arm, **figures_of(arm, outcomes, setting)} for arm in arms]
         print_case(of_case, setting)
         rows += [{**row, "setting": asdict(setting)} for row in of_case]
     if arguments.recorded is None:

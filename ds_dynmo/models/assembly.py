@@ -54,7 +54,7 @@ def _freezing(config: FreezingConfig, engine: Any, sizes: RunSizes) -> DynamicCa
 
 
 # Value: function(case, engine, sizes) that returns the object to call between batches, in this order; None: nothing.
-CONTROLLERS: dict[str, Callable[[Any, Any, RunSizes], DynamicCase | None]] = {
+DYNAMIC_CASE_BUILDERS: dict[str, Callable[[Any, Any, RunSizes], DynamicCase | None]] = {
     "pruning": Pruning,  # first, so that the others see no gradients of pruned weights
     "freezing": _freezing,
     "moe": RouterBiasUpdate,
@@ -118,7 +118,7 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
         layers_per_block=config.layers_per_block,
     )
     by_kind = {case.kind: case for case in config.case}
-    cases = [build(by_kind[kind], engine, sizes) for kind, build in CONTROLLERS.items() if kind in by_kind]
+    cases = [build(by_kind[kind], engine, sizes) for kind, build in DYNAMIC_CASE_BUILDERS.items() if kind in by_kind]
     return [case for case in cases if case is not None]
 
 

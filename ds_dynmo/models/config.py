@@ -36,11 +36,11 @@ BESIDE_HUGGINGFACE = {
     *("peft", "save_base"),
 }
 
-Case = Annotated[
+AnyCaseConfig = Annotated[
     MoEConfig | PruningConfig | FreezingConfig | SparseAttentionConfig | MixtureOfDepthsConfig | EarlyExitConfig,
     Field(discriminator="kind"),
 ]
-AnyCase = TypeVar("AnyCase", bound=CaseConfig)
+FoundCase = TypeVar("FoundCase", bound=CaseConfig)
 
 
 class ModelConfig(GPTConfig):
@@ -81,7 +81,7 @@ class ModelConfig(GPTConfig):
         description='"bytes": the text is trained byte by byte, even if the model has a tokenizer; null: as token ids '
         "if there is a tokenizer or the data is token ids",
     )
-    case: tuple[Case, ...] = Field(  # the last key: it is checked against all others
+    case: tuple[AnyCaseConfig, ...] = Field(  # the last key: it is checked against all others
         default=None,
         validate_default=True,
         description='what changes while the model trains: an object with the key "kind", or a list of such objects of '
@@ -99,9 +99,9 @@ class ModelConfig(GPTConfig):
         """Whether data-parallel replicas hold different experts."""
         return self.expert_parallel or any(case.distributes_experts for case in self.case)
 
-    def find_case(self, section: type[AnyCase]) -> AnyCase | None:
+    def find_case(self, case_class: type[FoundCase]) -> FoundCase | None:
         """Return the case of this class; None: the model does not have it."""
-        return next((case for case in self.case if isinstance(case, section)), None)
+        return next((case for case in self.case if isinstance(case, case_class)), None)
 
     @field_validator("case", mode="before")
     @classmethod
@@ -114,7 +114,7 @@ class ModelConfig(GPTConfig):
 
     @field_validator("case")
     @classmethod
-    def _fit_the_model(cls, cases: tuple[Case, ...], info: ValidationInfo) -> tuple[Case, ...]:
+    def _fit_the_model(cls, cases: tuple[AnyCaseConfig, ...], info: ValidationInfo) -> tuple[AnyCaseConfig, ...]:
         kinds = [case.kind for case in cases]
         if twice := [kind for kind in sorted(set(kinds)) if kinds.count(kind) > 1]:
             raise ValueError(f"{twice[0]}: is given {kinds.count(twice[0])} times, should be given once")
@@ -131,7 +131,7 @@ class ModelConfig(GPTConfig):
         return cases
 
     @field_serializer("case", mode="wrap")
-    def _as_written(self, cases: tuple[Case, ...], dump: SerializerFunctionWrapHandler) -> Any:
+    def _as_written(self, cases: tuple[AnyCaseConfig, ...], dump: SerializerFunctionWrapHandler) -> Any:
         dumped = list(dump(cases))
         return dumped if len(dumped) > 1 else dumped[0] if dumped else None
 

@@ -4,8 +4,17 @@ Costs are those of the paper's six models, by its load formulas, or recorded in 
 balancer or process, and are deterministic by seed.
 """
 
-from ds_dynmo.simulation.cases import CASES, LoadModel
+from ds_dynmo.simulation.load_models import LOAD_MODELS, LoadModel
 from ds_dynmo.simulation.phases import Phase, mean_over
-from ds_dynmo.simulation.recorded import CASE_HELP, RECORDED_HELP, Recorded, chosen_cases
+from ds_dynmo.simulation.recorded import CASE_HELP, RECORDED_HELP, Recorded, chosen_load_models
 
-__all__ = ["CASES", "CASE_HELP", "RECORDED_HELP", "LoadModel", "Phase", "Recorded", "chosen_cases", "mean_over"]
+__all__ = [
+    "CASE_HELP",
+    "LOAD_MODELS",
+    "RECORDED_HELP",
+    "LoadModel",
+    "Phase",
+    "Recorded",
+    "chosen_load_models",
+    "mean_over",
+]

@@ -1,4 +1,4 @@
-"""Recordings of real training: what ``ds-dynmo-train --record`` writes, read as a case.
+"""Recordings of real training: what ``ds-dynmo-train --record`` writes, read as a load model.
 
 A recording is a file of JSON lines. The first is its header; each other line is an iteration, with lists that have an
 entry per layer. A list that is the same as in the line before is left out.
@@ -16,10 +16,10 @@ from statistics import fmean, median
 from typing import Any
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.simulation.cases import CASES, LoadModel
+from ds_dynmo.simulation.load_models import LOAD_MODELS, LoadModel
 from ds_dynmo.simulation.phases import Phase
 
-CASE_HELP = f"one of {', '.join(CASES)}, or with --recorded of its cases; default: all; may be repeated"
+CASE_HELP = f"one of {', '.join(LOAD_MODELS)}, or with --recorded of its cases; default: all; may be repeated"
 RECORDED_HELP = "what ds-dynmo-train --record wrote, in place of the load models; may be repeated"
 KIND = "recording"
 FORWARD, BACKWARD, TRAINABLE = "forward_us", "backward_us", "trainable_parameters"
@@ -46,7 +46,7 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Recorded(LoadModel):
-    """A recorded run as a case, with the interval that it was trained with.
+    """A recorded run as a load model, with the interval that it was trained with.
 
     A share of 1 is the mean layer of the first iterations: the first :data:`FIRST`, or those before the first change.
     At interval 1 they are one phase, their median, and every later iteration is a phase as it was recorded. At others a
@@ -152,8 +152,8 @@ class Recorded(LoadModel):
             raise ConfigError(f"--layers {num_layers}: {self.path} is a recording of {self.layers} layers")
 
 
-def chosen_cases(names: Sequence[str] | None, recorded: Sequence[Path] | None) -> list[LoadModel]:
-    """Return the cases called ``names``, or all: of recordings, or else of the paper's formulas.
+def chosen_load_models(names: Sequence[str] | None, recorded: Sequence[Path] | None) -> list[LoadModel]:
+    """Return the load models of the cases called ``names``, or all: of recordings, or else of the paper's formulas.
 
     Args:
         recorded: files, and folders that hold ``*.jsonl``.
@@ -161,24 +161,24 @@ def chosen_cases(names: Sequence[str] | None, recorded: Sequence[Path] | None) -
     Raises:
         ConfigError: a folder without a recording, a name that none has; else as :meth:`Recorded.read`.
     """
-    cases = [*CASES.values()] if recorded is None else recordings(recorded)
-    if missing := set(names or ()) - {case.name for case in cases}:
-        have = ", ".join(case.name for case in cases)
+    load_models = [*LOAD_MODELS.values()] if recorded is None else recordings(recorded)
+    if missing := set(names or ()) - {load_model.name for load_model in load_models}:
+        have = ", ".join(load_model.name for load_model in load_models)
         raise ConfigError(f"--case {missing.pop()}: there are {'' if recorded is None else 'recordings of '}{have}")
     if recorded is None and names:
-        return [CASES[name] for name in names]
-    return [case for case in cases if not names or case.name in names]
+        return [LOAD_MODELS[name] for name in names]
+    return [load_model for load_model in load_models if not names or load_model.name in names]
 
 
 def recordings(paths: Iterable[Path]) -> list[LoadModel]:
     """Read recordings: files, and those in folders."""
-    cases = list[LoadModel]()
+    load_models = list[LoadModel]()
     for path in paths:
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not files:
             raise ConfigError(f"--recorded {path}: the folder holds no *.jsonl")
-        cases += [Recorded.read(file) for file in files]
-    return cases
+        load_models += [Recorded.read(file) for file in files]
+    return load_models
 
 
 def _objects(path: Path) -> list[dict[str, Any]]:

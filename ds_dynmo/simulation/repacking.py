@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_dynmo.partitioners import balanced
-from ds_dynmo.simulation.cases import PruningLoad
+from ds_dynmo.simulation.load_models import PruningLoad
 from ds_dynmo.simulation.runs import PhaseCosts, Setting, iteration
 
 
 def repack_rows(num_layers: int, stages: Sequence[int], *, seeds: int) -> list[dict[str, Any]]:
     """Make a row per sparsity and number of stages, all with as many micro-batches as the largest pipeline has."""
-    case, largest = PruningLoad(), max(stages)
+    load_model, largest = PruningLoad(), max(stages)
     rows = []
     begin = 0
-    runs = [case.phases(num_layers, 0, seed=seed) for seed in range(seeds)]
+    runs = [load_model.phases(num_layers, 0, seed=seed) for seed in range(seeds)]
     for phases in zip(*runs):
         for count in stages:
-            setting = Setting.of(case, layers=num_layers, stages=count, replicas=1, micro_batches=4 * largest)
+            setting = Setting.of(load_model, layers=num_layers, stages=count, replicas=1, micro_batches=4 * largest)
             costs = [PhaseCosts.of([phase], setting.forward_seconds) for phase in phases]
             seconds = [iteration(phase, balanced(phase.costs(), count), setting)[0] for phase in costs]
             tokens = statistics.fmean(setting.tokens / duration for duration in seconds)
             rows.append(
                 {
-                    "sparsity": case.sparsity(begin),
+                    "sparsity": load_model.sparsity(begin),
                     "iterations": phases[0].iterations,
                     "stages": count,
                     "tokens_per_second": tokens,

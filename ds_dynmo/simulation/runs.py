@@ -80,16 +80,16 @@ class Setting:
         return self.micro_batch_tokens * self.micro_batches * self.replicas
 
     @classmethod
-    def of(cls, case: LoadModel, **changes: int | float | None) -> Setting:
-        """Make the paper's setting of the case, with those of ``changes`` that are not None."""
+    def of(cls, load_model: LoadModel, **changes: int | float | None) -> Setting:
+        """Make the paper's setting of a load model, with those of ``changes`` that are not None."""
         chosen = {name: value for name, value in changes.items() if value is not None}
-        stages = int(chosen.get("stages", case.stages))
+        stages = int(chosen.get("stages", load_model.stages))
         paper = {
-            "layers": case.layers,
+            "layers": load_model.layers,
             "stages": stages,
-            "replicas": case.replicas,
+            "replicas": load_model.replicas,
             "micro_batches": 4 * stages,
-            "interval": case.interval,
+            "interval": load_model.interval,
             "announced": chosen.get("interval") is None,
         }
         return cls(**{**paper, **chosen})  # type: ignore[arg-type]
@@ -149,14 +149,16 @@ class PhaseCosts:
         return costs
 
 
-def run_costs(case: LoadModel, setting: Setting, count: int, seed: int) -> list[PhaseCosts]:
-    replicas = [case.phases(setting.layers, count, seed=seed, replica=replica) for replica in range(setting.replicas)]
+def run_costs(load_model: LoadModel, setting: Setting, count: int, seed: int) -> list[PhaseCosts]:
+    replicas = [
+        load_model.phases(setting.layers, count, seed=seed, replica=replica) for replica in range(setting.replicas)
+    ]
     return [PhaseCosts.of(phases, setting.forward_seconds) for phases in zip(*replicas)]
 
 
-def dense_costs(case: LoadModel, setting: Setting) -> list[PhaseCosts]:
+def dense_costs(load_model: LoadModel, setting: Setting) -> list[PhaseCosts]:
     """Make one iteration of the model that never changes; its replicas are alike."""
-    return [PhaseCosts.of([case.dense(setting.layers)], setting.forward_seconds)]
+    return [PhaseCosts.of([load_model.dense(setting.layers)], setting.forward_seconds)]
 
 
 def first_layers(partition: Partition) -> list[int]:
@@ -320,13 +322,15 @@ def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     return Outcome(**{**means, "moves": round(means["moves"])})  # type: ignore[arg-type]
 
 
-def compare(case: LoadModel, setting: Setting, arms: Sequence[str], *, count: int, seeds: int) -> dict[str, Outcome]:
+def compare(
+    load_model: LoadModel, setting: Setting, arms: Sequence[str], *, count: int, seeds: int
+) -> dict[str, Outcome]:
     """Simulate each of ``arms`` on the same loads; average over seeds.
 
     Static arms stay at their partition, which is made from the loads of the first iteration. All others begin at the
     one of these that has the shortest first iteration.
     """
-    runs = [run_costs(case, setting, count, seed) for seed in range(seeds)]
+    runs = [run_costs(load_model, setting, count, seed) for seed in range(seeds)]
     starts = [known_statics(phases[0], setting) for phases in runs]
     outcomes = {
         arm: mean_outcome([replay(phases, arm, setting, known.start(arm)) for phases, known in zip(runs, starts)])
@@ -334,7 +338,7 @@ def compare(case: LoadModel, setting: Setting, arms: Sequence[str], *, count: in
         if arm != "dense"
     }
     if "dense" in arms:
-        outcomes["dense"] = replay(dense_costs(case, setting), STATIC, setting)
+        outcomes["dense"] = replay(dense_costs(load_model, setting), STATIC, setting)
     return outcomes
 
 

@@ -39,9 +39,9 @@ LASTING_MS, CHANGING_MS = 5.0, 12.0  # a forward pass of a mean layer; longer wh
 PROBES = 6  # pairs of a profiled and a plain batch
 
 
-def emulated_rows(case: LoadModel, arguments: argparse.Namespace) -> list[dict[str, object]]:
+def emulated_rows(load_model: LoadModel, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Measure the case, and return its rows on rank 0; other ranks return an empty list."""
-    benchmark = Benchmark(case, arguments)
+    benchmark = Benchmark(load_model, arguments)
     benchmark.measure()
     if torch.distributed.get_rank():
         return []
@@ -54,28 +54,28 @@ def emulated_rows(case: LoadModel, arguments: argparse.Namespace) -> list[dict[s
         for schedule in benchmark.schedules
     }
     tokens = arguments.micro_batches * Setting.micro_batch_tokens
-    return rows_by_schedule(case.name, measured, tokens, benchmark.statics)
+    return rows_by_schedule(load_model.name, measured, tokens, benchmark.statics)
 
 
 class Benchmark:
     """One case: an engine per balancer over the same emulated layers."""
 
-    def __init__(self, case: LoadModel, arguments: argparse.Namespace) -> None:
-        self.case = case
+    def __init__(self, load_model: LoadModel, arguments: argparse.Namespace) -> None:
+        self.load_model = load_model
         self.arguments = arguments
-        self.lasting = case.interval > 1
+        self.lasting = load_model.interval > 1
         self.batches = data()
         self.began = time.perf_counter()
-        self.layers = layers_of(case, arguments)
-        self.dense = case.dense(self.layers)
+        self.layers = layers_of(load_model, arguments)
+        self.dense = load_model.dense(self.layers)
         self.rounds = arguments.rounds * (1 if self.lasting else CHANGING_ROUNDS)
         self.turns: list[list[Phase]] = []
         self.frozen: dict[tuple[str, str | None], list[bool]] = {}  # by arm, which layers are
         if self.lasting:
-            self.phases = case.phases(self.layers, PHASES, seed=arguments.seed)
+            self.phases = load_model.phases(self.layers, PHASES, seed=arguments.seed)
         else:
-            size = arguments.batches or (RECORDED_BATCHES if isinstance(case, Recorded) else 1)
-            self.turns = case.turns(self.layers, self.rounds, size, seed=arguments.seed)
+            size = arguments.batches or (RECORDED_BATCHES if isinstance(load_model, Recorded) else 1)
+            self.turns = load_model.turns(self.layers, self.rounds, size, seed=arguments.seed)
             self.phases = list(chain(*self.turns))
         mean_ms = arguments.forward_ms or (LASTING_MS if self.lasting else CHANGING_MS)
         self.mean_share = statistics.fmean(phase.mean_share() for phase in self.phases)
@@ -90,7 +90,7 @@ class Benchmark:
             for schedule in (self.schedules if name in (*DYNAMIC, "oracle") else [None])
         ]
         for line in self.statics.lines():
-            say(f"{case.name}: {line}")
+            say(f"{load_model.name}: {line}")
 
     def arm(self, name: str, schedule: str | None) -> Arm:
         """Make the engine of the arm ``name``; with ``schedule`` None it is DeepSpeed's."""
@@ -98,7 +98,7 @@ class Benchmark:
         if schedule is not None:
             block["schedule"] = {"kind": schedule}
         sizes = {"layers": self.layers, "micro_batches": self.arguments.micro_batches}
-        return Arm(name, make_engine(name, **sizes, interval=self.case.interval, block=block), schedule)
+        return Arm(name, make_engine(name, **sizes, interval=self.load_model.interval, block=block), schedule)
 
     def measure(self) -> None:
         """Fill the rounds of every arm. Collective."""
@@ -139,7 +139,7 @@ class Benchmark:
         """
         self.load(arm, phase)
         if arm.name == "oracle":
-            self.go_to_best(arm, phase if isinstance(self.case, Recorded) else before)
+            self.go_to_best(arm, phase if isinstance(self.load_model, Recorded) else before)
         partition = tuple(arm.engine.partition)
         seconds = self.timed_batch(arm)
         profile, decide, migrate = arm.new_costs()
@@ -173,7 +173,7 @@ class Benchmark:
         arm.new_costs()
         partitions, decisions = [arm.engine.partition], [self.batch_and_costs(arm)]
         partitions.append(arm.engine.partition)
-        if arm.dynamic and phase.iterations > known_after(self.case, phase) + self.case.interval:
+        if arm.dynamic and phase.iterations > known_after(self.load_model, phase) + self.load_model.interval:
             arm.engine.rebalancer.trigger.ask(Request(Reason.INTERVAL))
             decisions.append(self.batch_and_costs(arm))
             partitions.append(arm.engine.partition)
@@ -181,7 +181,7 @@ class Benchmark:
         self.timed_batch(arm)  # warm up: new shapes, new memory, another order
         if not arm.dynamic:
             return 0, 0.0, (0.0, 0.0, 0.0)
-        return until_settled(self.case, phase, decisions, profiling, moved_again=any(moved[1:]))
+        return until_settled(self.load_model, phase, decisions, profiling, moved_again=any(moved[1:]))
 
     def batch_and_costs(self, arm: Arm) -> tuple[float, Costs]:
         """Return the seconds of one batch, and of the rebalance after it."""
@@ -215,21 +215,26 @@ class Benchmark:
         arm.engine.rebalance(balanced(costs, torch.distributed.get_world_size()))
 
     def say(self, what: str) -> None:
-        say(f"{self.case.name}: {what}, {time.perf_counter() - self.began:.0f} s")
+        say(f"{self.load_model.name}: {what}, {time.perf_counter() - self.began:.0f} s")
 
 
-def layers_of(case: LoadModel, arguments: argparse.Namespace) -> int:
+def layers_of(load_model: LoadModel, arguments: argparse.Namespace) -> int:
     """Return the number of emulated layers: the requested one, or the recording's."""
-    return int(arguments.layers or (case.layers if isinstance(case, Recorded) else LAYERS))
+    return int(arguments.layers or (load_model.layers if isinstance(load_model, Recorded) else LAYERS))
 
 
-def known_after(case: LoadModel, phase: Phase) -> int:
+def known_after(load_model: LoadModel, phase: Phase) -> int:
     """Return the iterations of ``phase`` that pass until its loads are known, and decided on: at most all of them."""
-    return 1 if phase.announced else min(case.interval, phase.iterations)
+    return 1 if phase.announced else min(load_model.interval, phase.iterations)
 
 
 def until_settled(
-    case: LoadModel, phase: Phase, decisions: Sequence[tuple[float, Costs]], profiling: float, *, moved_again: bool
+    load_model: LoadModel,
+    phase: Phase,
+    decisions: Sequence[tuple[float, Costs]],
+    profiling: float,
+    *,
+    moved_again: bool,
 ) -> tuple[int, float, Costs]:
     """Count what a phase begins with: a decision once the change is known, and another one an interval later.
 
@@ -242,10 +247,10 @@ def until_settled(
         How many iterations pass before layers have settled, their seconds, and those of all rebalances of the phase,
         which are as many as it has intervals, these at least. These alone move layers.
     """
-    unsettled = (known_after(case, phase), case.interval if moved_again else 0)
+    unsettled = (known_after(load_model, phase), load_model.interval if moved_again else 0)
     seconds = sum(count * (batch - profiling) for count, (batch, _) in zip(unsettled, decisions))
     profile, decide, migrate = (sum(parts) for parts in zip(*(costs for _, costs in decisions)))
     profiled = len(decisions)
-    rebalances = max(profiled, phase.iterations / case.interval)
+    rebalances = max(profiled, phase.iterations / load_model.interval)
     costs = (rebalances * (profile / profiled + profiling), rebalances * decide / profiled, migrate)
     return sum(unsettled), seconds, costs

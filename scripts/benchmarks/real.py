@@ -31,7 +31,7 @@ SAID = 10  # progress lines
 
 
 def real_rows(
-    case: LoadModel, arguments: argparse.Namespace, keep: Callable[[list[dict[str, object]]], None]
+    load_model: LoadModel, arguments: argparse.Namespace, keep: Callable[[list[dict[str, object]]], None]
 ) -> list[dict[str, object]]:
     """Measure the case, and return its rows on rank 0; other ranks return an empty list.
 
@@ -42,11 +42,11 @@ def real_rows(
         ConfigError: no layer was profiled.
     """
     began = time.perf_counter()
-    known = statics_of(case.name, arguments.steps)
+    known = statics_of(load_model.name, arguments.steps)
     asked = [*(arguments.balancer or DEFAULTS), REFERENCE]
     arms = [arm for arm in chosen(asked, known) if arm != "oracle"]
-    trained = {arm: train(case.name, arm, known, arguments.steps) for arm in arms}
-    say(f"{case.name}: {len(arms)} engines are built, {time.perf_counter() - began:.0f} s")
+    trained = {arm: train(load_model.name, arm, known, arguments.steps) for arm in arms}
+    say(f"{load_model.name}: {len(arms)} engines are built, {time.perf_counter() - began:.0f} s")
     dense, reference = trained["dense"], trained[REFERENCE]
     dense.batch(0)
     dense.batch(0)
@@ -60,12 +60,12 @@ def real_rows(
                 one.timed_batch(step)
             if ends_part(step, size * arguments.rounds, SAID):
                 passed = time.perf_counter() - began
-                say(f"{case.name}: step {step + 1} of {size * arguments.rounds}, {passed:.0f} s")
+                say(f"{load_model.name}: step {step + 1} of {size * arguments.rounds}, {passed:.0f} s")
         for one in trained.values():
             costs, partition = costs_of(one.arm, size, profiling), tuple(one.arm.engine.partition)
             one.arm.rounds.append([Slice(size, sum(one.seconds[-size:]), ((), ()), partition, costs)])
         profiles.append(reference.arm.engine.profile)
-        table = rows_so_far(case.name, trained, profiles, known)
+        table = rows_so_far(load_model.name, trained, profiles, known)
         if table:
             keep(table)
     if profiles[-1] is None:

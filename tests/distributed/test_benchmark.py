@@ -13,7 +13,7 @@ from benchmarks.arms import engines_end_here
 from benchmarks.emulated import emulated_rows
 from benchmarks.real import real_rows
 from benchmarks.trained import configuration
-from ds_dynmo.simulation import CASES, Recorded
+from ds_dynmo.simulation import LOAD_MODELS, Recorded
 from ds_dynmo.simulation.runs import ARMS, DYNAMIC
 from tests.distributed.harness import run
 from tests.recordings import write_recording
@@ -36,7 +36,7 @@ def emulated(case: str, *flags: str) -> list[dict[str, Any]]:
     """Run the benchmark with small sizes."""
     sizes = ["--layers", "8", "--micro-batches", "2", "--forward-ms", "1", "--rounds", "1", "--batches", "1"]
     with engines_end_here():
-        return emulated_rows(CASES[case], parse([*sizes, *flags]))
+        return emulated_rows(LOAD_MODELS[case], parse([*sizes, *flags]))
 
 
 @functools.cache
@@ -116,7 +116,7 @@ def trained(steps: int) -> list[list[dict[str, Any]]]:
     with pytest.MonkeyPatch.context() as patch, engines_end_here():
         for module in ("trained", "real"):
             patch.setattr(f"benchmarks.{module}.configuration", lambda case: settings)
-        real_rows(CASES["freezing"], parse(["--steps", str(steps)]), kept.append)
+        real_rows(LOAD_MODELS["freezing"], parse(["--steps", str(steps)]), kept.append)
     return kept
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import emulate
-from benchmark import checked_cases, parse
+from benchmark import checked_load_models, parse
 from benchmarks.arms import chosen
 from benchmarks.emulated import Benchmark, until_settled
 from benchmarks.emulation import EmulatedBlock
@@ -22,7 +22,7 @@ from ds_dynmo.engine.split.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ModelConfig
 from ds_dynmo.partitioners import PipelineModel
-from ds_dynmo.simulation import CASES, Phase, Recorded
+from ds_dynmo.simulation import LOAD_MODELS, Phase, Recorded
 from ds_dynmo.simulation.runs import ARMS
 from ds_dynmo.simulation.statics import Statics
 from tests.recordings import write_recording
@@ -56,16 +56,16 @@ def test_sizes_that_do_not_make_a_pipeline_are_refused(
     recording = str(write_recording(tmp_path / "a.jsonl", [[1] * 6] * 9))
     flags = [recording if flag == "RECORDING" else flag for flag in flags]
     with pytest.raises(ConfigError, match=message):
-        checked_cases(parse(flags))
+        checked_load_models(parse(flags))
 
 
 def test_real_models_run_on_a_core_for_each_stage_or_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setattr("benchmark.num_cores", lambda: 8)
     real = ["--compute", "real", "--case", "moe"]
-    assert checked_cases(parse(real)) == [CASES["moe"]]
+    assert checked_load_models(parse(real)) == [LOAD_MODELS["moe"]]
     monkeypatch.setattr("benchmark.num_cores", lambda: 2)
-    assert checked_cases(parse([*real, "--few-cores"])) == [CASES["moe"]]
+    assert checked_load_models(parse([*real, "--few-cores"])) == [LOAD_MODELS["moe"]]
 
 
 MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 12}
@@ -76,9 +76,9 @@ MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 12}
     [
         {"huggingface": MIXTRAL, "tokens": "bytes", "case": {"kind": "freezing", "schedule": [[0.5, 4]]}},
         {**configuration("freezing")["model"], "split_blocks": True},
-        *(configuration(name)["model"] for name in CASES),
+        *(configuration(name)["model"] for name in LOAD_MODELS),
     ],
-    ids=["huggingface", "split_blocks", *CASES],
+    ids=["huggingface", "split_blocks", *LOAD_MODELS],
 )
 def test_the_dense_model_is_the_same_one_without_what_changes_it(block: dict[str, Any]) -> None:
     dense, whole = (parse_section(ModelConfig, one, "model") for one in (without_case(block), block))
@@ -96,7 +96,7 @@ def test_engines_are_the_requested_ones_and_their_baselines() -> None:
 def test_the_launcher_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ConfigError, match="start with DeepSpeed's launcher"):
-        checked_cases(parse([]))
+        checked_load_models(parse([]))
 
 
 def test_an_emulated_block_takes_the_seconds_of_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_the_requested_share_of_parameters_is_trainable(share: float, units: int
 
 def test_a_phase_begins_with_two_decisions() -> None:
     first, second = (2.0, (0.1, 0.2, 0.3)), (1.0, (0.3, 0.0, 0.1))
-    freezing, early_exit = CASES["freezing"], CASES["early_exit"]
+    freezing, early_exit = LOAD_MODELS["freezing"], LOAD_MODELS["early_exit"]
     announced, later = replace(Phase.of([1], 2500), announced=True), Phase.of([1], 2500)  # after an interval of 100
     passed, seconds, costs = until_settled(freezing, announced, [first, second], 0.05, moved_again=True)
     assert passed == 1 + 50
@@ -150,7 +150,7 @@ def test_a_phase_begins_with_two_decisions() -> None:
 
 def test_a_phase_has_settled_when_its_decisions_move_nothing() -> None:
     first, second = (2.0, (0.1, 0.2, 0.3)), (1.0, (0.3, 0.0, 0.0))
-    freezing, pruning = CASES["freezing"], CASES["pruning"]
+    freezing, pruning = LOAD_MODELS["freezing"], LOAD_MODELS["pruning"]
     announced = replace(Phase.of([1], 2500), announced=True)
     assert until_settled(freezing, announced, [first, second], 0.05, moved_again=False)[:2] == (1, pytest.approx(1.95))
     # A phase of pruning that is as long as its interval has one decision.
@@ -162,7 +162,7 @@ def test_a_phase_has_settled_when_its_decisions_move_nothing() -> None:
 
 def test_a_phase_that_is_shorter_than_its_interval_has_a_decision() -> None:
     passed, seconds, costs = until_settled(
-        CASES["pruning"], Phase.of([1], 75), [(2.0, (0.1, 0.2, 0.3))], 0.05, moved_again=False
+        LOAD_MODELS["pruning"], Phase.of([1], 75), [(2.0, (0.1, 0.2, 0.3))], 0.05, moved_again=False
     )
     assert (passed, seconds) == (75, pytest.approx(75 * 1.95))  # nothing was announced, and it is over before
     assert costs == pytest.approx((0.15, 0.2, 0.3))
@@ -172,7 +172,7 @@ def test_a_phase_that_is_shorter_than_its_interval_has_a_decision() -> None:
 def test_the_oracle_knows_recorded_loads_before_they_come(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     before, now = Phase.of([1, 0]), Phase.of([0, 1])
     benchmark, went = object.__new__(Benchmark), list[Phase]()
-    benchmark.case = Recorded("recorded") if recorded else CASES["moe"]
+    benchmark.load_model = Recorded("recorded") if recorded else LOAD_MODELS["moe"]
     arm = SimpleNamespace(
         name="oracle", dynamic=False, engine=SimpleNamespace(partition=[0, 1, 2]), new_costs=lambda: (0.0, 0.0, 0.0)
     )

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from ds_dynmo.models import model_layers
-from ds_dynmo.simulation import CASES
+from ds_dynmo.simulation import LOAD_MODELS
 from record import FILES, OWN_CHANGES, prepared
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "freezing" else pytest.mark.nightly) for case in (*CASES, *FILES)]
+    "case",
+    [pytest.param(case, marks=() if case == "freezing" else pytest.mark.nightly) for case in (*LOAD_MODELS, *FILES)],
 )
 def test_every_case_is_trained_with_16_blocks(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -22,4 +23,4 @@ def test_every_case_is_trained_with_16_blocks(case: str, tmp_path: Path, monkeyp
 
 
 def test_changes_are_of_known_cases() -> None:
-    assert OWN_CHANGES.keys() <= CASES.keys() | FILES.keys()
+    assert OWN_CHANGES.keys() <= LOAD_MODELS.keys() | FILES.keys()

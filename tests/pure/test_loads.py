@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.simulation import CASES, Phase, Recorded, chosen_cases, mean_over
-from ds_dynmo.simulation.cases import (
+from ds_dynmo.simulation import LOAD_MODELS, Phase, Recorded, chosen_load_models, mean_over
+from ds_dynmo.simulation.load_models import (
     EarlyExitLoad,
     Fluctuating,
     FreezingLoad,
@@ -83,9 +83,9 @@ def test_sparse_attention_is_as_dense_as_the_speedup_takes() -> None:
     assert quarter.forward == pytest.approx([0.75 + 0.25 * share for share in phases[0].forward])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LOAD_MODELS)
 def test_loads_are_the_same_for_the_same_seed(name: str) -> None:
-    case = CASES[name]
+    case = LOAD_MODELS[name]
     assert case.phases(12, 4, seed=3, replica=1) == case.phases(12, 4, seed=3, replica=1)
     if name not in ("freezing", "early_exit"):  # these two use no random numbers
         assert case.phases(12, 4, seed=3) != case.phases(12, 4, seed=4)
@@ -116,17 +116,17 @@ def test_fluctuations_have_the_requested_correlation(correlation: float) -> None
     ],
 )
 def test_a_static_pipeline_has_the_published_bubble(name: str, published: float, tolerance: float) -> None:
-    setting = Setting.of(CASES[name])
-    bubble = compare(CASES[name], setting, [STATIC], count=8, seeds=6)[STATIC].busiest_stage_ratio
+    setting = Setting.of(LOAD_MODELS[name])
+    bubble = compare(LOAD_MODELS[name], setting, [STATIC], count=8, seeds=6)[STATIC].busiest_stage_ratio
     assert bubble == pytest.approx(published, abs=tolerance)
 
 
 def test_at_90_percent_a_static_pipeline_idles_almost_five_times_as_much() -> None:
-    setting = Setting.of(CASES["pruning"])
+    setting = Setting.of(LOAD_MODELS["pruning"])
     bubbles = []
     for seed in range(6):
         loads = (
-            run_costs(CASES["pruning"], setting, 0, seed)[-1].costs() @ np.kron(np.eye(24), np.ones((2, 1)))
+            run_costs(LOAD_MODELS["pruning"], setting, 0, seed)[-1].costs() @ np.kron(np.eye(24), np.ones((2, 1)))
         ).ravel()
         bubbles.append(1 - loads.mean() / loads.max())
     assert np.mean(bubbles) == pytest.approx(0.68, abs=0.05)
@@ -168,8 +168,8 @@ def test_at_interval_1_every_recorded_iteration_counts_as_it_was(tmp_path: Path)
 
 
 def test_turns_of_made_up_loads_continue_each_other() -> None:
-    first, second = CASES["moe"].turns(4, 2, 3)
-    assert [*first, *second[1:]] == CASES["moe"].phases(4, 7) and second[0] is first[-1]
+    first, second = LOAD_MODELS["moe"].turns(4, 2, 3)
+    assert [*first, *second[1:]] == LOAD_MODELS["moe"].phases(4, 7) and second[0] is first[-1]
 
 
 EVEN = [[1, 1]] * 9
@@ -210,17 +210,17 @@ def test_what_is_no_whole_recording_is_refused(
 def test_recordings_are_chosen_by_case(tmp_path: Path) -> None:
     for case in ("moe", "mod"):
         write_recording(tmp_path / f"{case}.jsonl", EVEN, case=case)
-    assert [case.name for case in chosen_cases(None, [tmp_path])] == ["mod", "moe"]
-    assert [case.name for case in chosen_cases(["moe"], [tmp_path, tmp_path / "mod.jsonl"])] == ["moe"]
-    assert [case.name for case in chosen_cases(["moe"], None)] == ["moe"]
+    assert [case.name for case in chosen_load_models(None, [tmp_path])] == ["mod", "moe"]
+    assert [case.name for case in chosen_load_models(["moe"], [tmp_path, tmp_path / "mod.jsonl"])] == ["moe"]
+    assert [case.name for case in chosen_load_models(["moe"], None)] == ["moe"]
     with pytest.raises(ConfigError, match="--case freezing: there are recordings of mod, moe"):
-        chosen_cases(["freezing"], [tmp_path])
+        chosen_load_models(["freezing"], [tmp_path])
     with pytest.raises(ConfigError, match=r"--case dense: there are moe, pruning, .*mod"):
-        chosen_cases(["dense"], None)
+        chosen_load_models(["dense"], None)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="empty: the folder holds no"):
-        chosen_cases(None, [tmp_path / "empty"])
+        chosen_load_models(None, [tmp_path / "empty"])
     with pytest.raises(ConfigError, match=r"none\.jsonl: cannot be read"):
-        chosen_cases(None, [tmp_path / "none.jsonl"])
+        chosen_load_models(None, [tmp_path / "none.jsonl"])
     with pytest.raises(ConfigError, match=r"--layers 3: .*moe.jsonl is a recording of 2 layers"):
-        chosen_cases(["moe"], [tmp_path])[0].phases(3, 1)
+        chosen_load_models(["moe"], [tmp_path])[0].phases(3, 1)

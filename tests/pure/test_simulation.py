@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds_dynmo.cli import simulate
-from ds_dynmo.simulation import CASES, Phase, Recorded
+from ds_dynmo.simulation import LOAD_MODELS, Phase, Recorded
 from ds_dynmo.simulation.repacking import repack_rows, sustained_stages
 from ds_dynmo.simulation.runs import (
     DYNAMIC,
@@ -45,7 +45,7 @@ def steps(*phases: Phase) -> list[PhaseCosts]:
 
 
 def test_seconds_and_imbalance_of_an_iteration() -> None:
-    full, schedule, work, imbalance = iteration(dense_costs(CASES["moe"], setting())[0], [0, 4, 8], setting())
+    full, schedule, work, imbalance = iteration(dense_costs(LOAD_MODELS["moe"], setting())[0], [0, 4, 8], setting())
     assert (full, schedule, work, imbalance) == (8 * 12, (8 + 1) * 12, 8 * 12, 0)
     full, _, work, imbalance = iteration(steps(HALF_FROZEN)[0], [0, 4, 8], setting())
     assert (full, work, imbalance) == (8 * 12, 8 * 6, 2.0)
@@ -104,7 +104,7 @@ def test_a_shorter_iteration_pays_even_if_the_bottleneck_stays() -> None:
 
 
 def test_zero_bubble_is_between_the_busiest_stage_and_1f1b() -> None:
-    dense, four = dense_costs(CASES["moe"], setting())[0], setting(stages=4)
+    dense, four = dense_costs(LOAD_MODELS["moe"], setting())[0], setting(stages=4)
     full, schedule, _, _, zero_bubble = timed_iteration(dense, (0, 2, 4, 6, 8), four)
     assert full < zero_bubble < schedule
     assert zero_bubble >= full + 3 * 2  # the last stage waits for its first input
@@ -139,7 +139,8 @@ def test_the_bubble_is_the_share_of_an_iteration_without_work() -> None:
 
 
 def test_the_machine_is_the_papers_unless_told_otherwise() -> None:
-    paper, asked = Setting.of(CASES["freezing"]), Setting.of(CASES["freezing"], stages=8, interval=500, replicas=None)
+    freezing = LOAD_MODELS["freezing"]
+    paper, asked = Setting.of(freezing), Setting.of(freezing, stages=8, interval=500, replicas=None)
     assert (paper.layers, paper.stages, paper.replicas, paper.micro_batches) == (40, 24, 30, 96)
     assert (paper.interval, paper.announced) == (50, True)
     assert (asked.stages, asked.replicas, asked.micro_batches) == (8, 30, 32)

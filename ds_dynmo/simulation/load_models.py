@@ -51,7 +51,7 @@ class LoadModel:
 
 @dataclass(frozen=True)
 class Fluctuating(LoadModel):
-    """A case whose loads change in every iteration about a level.
+    """A model whose loads change in every iteration about a level.
 
     Attributes:
         own_level: share of the variance that is between places, the same in all iterations and replicas.
@@ -269,9 +269,9 @@ class MixtureOfDepthsLoad(Fluctuating):
         return [Phase.of(np.where(routed, shares, 1.0)) for shares in taken]
 
 
-CASES: Mapping[str, LoadModel] = {
-    case.name: case
-    for case in (
+LOAD_MODELS: Mapping[str, LoadModel] = {  # by case
+    load_model.name: load_model
+    for load_model in (
         MixtureOfExpertsLoad(),
         PruningLoad(),
         FreezingLoad(),
