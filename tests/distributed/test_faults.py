@@ -6,15 +6,21 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_dynmo import MigrationError
+from ds_dynmo.engine.comm import point_to_point
+from ds_dynmo.engine.comm.rounds import Rounds, RoundsInThread
 from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.move import arriving
 from tests.distributed.harness import RankError, run
@@ -173,6 +179,54 @@ def test_once_bytes_move_a_failure_stops_every_rank_with_its_place(point: str, r
     assert "the cable is gone" in messages[rank]
     for number, message in enumerate(messages):
         assert f"rank {number} failed " in message and "resume the job from its last checkpoint" in message
+
+
+class WaitsForStore:
+    """A round that does not begin before rank 1 has given up, and then fails."""
+
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        _get_default_store().wait(["given up"])
+        raise Injected("the cable is gone")
+
+
+def late_round(kind: type[Rounds]) -> tuple[str, list[str]]:
+    """Let rank 1 wait for a round that rank 0 does not begin. Return the error, and the threads that are left.
+
+    Args:
+        kind: exchanges the rounds of a move while a batch trains.
+    """
+    point_to_point.Rounds = point_to_point.RoundsInThread = kind  # type: ignore[misc]
+    engine = build(Case(stages=2, start=(0, 4, 8)))
+    data = batches(engine)
+    engine.train_batch(data)
+    p2p, begin = engine.stage.comm.p2p, engine.stage.comm.p2p.begin
+
+    def begin_late(*messages: Any) -> Rounds:
+        rounds: Any = begin(*messages)
+        impatient = partial(rounds._post, timeout=timedelta(seconds=1))
+        rounds._post = (lambda _: WaitsForStore()) if engine.global_rank == 0 else impatient
+        return rounds  # type: ignore[no-any-return]
+
+    p2p.begin = begin_late
+    engine.rebalance([0, 2, 8], background=True)
+    with pytest.raises(MigrationError) as caught:
+        engine.train_batch(data)
+    assert not caught.value.harmless and not engine.migrator.is_moving
+    if engine.global_rank == 1:
+        _get_default_store().set("given up", "yes")
+    return str(caught.value), [thread.name for thread in threading.enumerate() if thread.name == "ds_dynmo transfers"]
+
+
+@pytest.mark.parametrize("kind", [Rounds, RoundsInThread])
+def test_a_round_that_times_out_stops_its_rank_with_the_reason(kind: type[Rounds]) -> None:
+    (injected, _), (timed_out, _) = found = run(2, late_round, kind, complete=False, backend="gloo")
+    assert "rank 0 failed sending layers" in injected and "the cable is gone" in injected
+    assert "rank 1 failed sending layers while layers moved from [0, 4, 8] to [0, 2, 8]" in timed_out
+    assert "Timed out" in timed_out and "resume the job from its last checkpoint" in timed_out
+    assert [threads for _, threads in found] == [[], []]
 
 
 def _continue(engine: Any, case: Case, folder: str, background: bool) -> dict[str, Any]:

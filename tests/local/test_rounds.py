@@ -112,6 +112,21 @@ def test_a_round_that_cannot_begin_is_an_error_of_the_wait(kind: type[Rounds]) -
     assert rounds.advance() and rounds.share_in_time == 0.0
 
 
+@pytest.mark.parametrize("kind", [Rounds, RoundsInThread])
+def test_a_round_that_times_out_is_an_error_of_every_wait(kind: type[Rounds]) -> None:
+    class Late(Posted):
+        def wait(self) -> None:
+            raise RuntimeError("timed out")
+
+    rounds = kind(rounds_to(1), lambda messages: Late())  # type: ignore[arg-type, return-value]
+    rounds.advance()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="timed out"):
+            rounds.wait()
+    assert rounds.advance() and rounds.share_in_time == 0.0
+    assert "ds_dynmo transfers" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_the_budget_is_what_arrived_in_time() -> None:
     budget = TransferBudget()
     assert budget.num_bytes == FIRST_BYTES

@@ -126,7 +126,10 @@ class Rounds:
         self.advance()
         if self._waited_for is None:
             self._waited_for = self._unfinished
-        self._finish()
+        try:
+            self._finish()
+        except Exception as failure:
+            self._failure = failure
         if self._failure is not None:
             raise self._failure
 
