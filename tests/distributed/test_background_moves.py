@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from ds_dynmo import PartitionError
 from ds_dynmo.engine.deepspeed.patches import PatchedPipelineEngine
+from ds_dynmo.engine.move import references
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import PRECISIONS, Case
-from tests.distributed.support.models import Block, layers
+from tests.distributed.support.elastic import PARK, losses, merged
+from tests.distributed.support.models import WIDTH, Block, layers, seeded
 from tests.distributed.support.training import (
     Warnings,
     batches,
@@ -28,6 +32,7 @@ from tests.distributed.support.training import (
     outcome_of,
     partitions,
     sleeping_engine,
+    state,
     train,
     use_virtual_clock,
 )
@@ -242,6 +247,34 @@ def test_layers_are_described_once(precision: str) -> None:
         assert arrived in ([], [2, 3])
 
 
+def walks_per_move(moves: Sequence[Sequence[int]]) -> list[int]:
+    """Return, per move, how often layer 0 of this rank, which stays, is searched for what it shares with others."""
+    engine = build(Case(stages=2, start=(0, 4, 8)))
+    data, first, walk, roots = batches(engine), layers_of(engine).get(0), references.walk, []
+
+    def counted(starts: Sequence[Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+        roots.extend(value for _, value in starts)
+        return walk(starts, *args, **kwargs)
+
+    for number, layer in layers_of(engine).items():
+        layer.seen = [number]  # without such an object a layer has nothing to share
+    references.walk = counted  # type: ignore[assignment]
+    counts = []
+    for partition in moves:
+        engine.train_batch(data)
+        roots.clear()
+        engine.rebalance(partition, background=True)
+        engine.train_batch(data)
+        assert engine.partition == partition
+        counts.append(sum(root is first for root in roots))
+    return counts
+
+
+def test_layers_that_leave_together_are_compared_with_one_walk_of_each_other_layer() -> None:
+    one_leaves, two_leave = run(2, walks_per_move, [[0, 3, 8], [0, 1, 8]])[0]
+    assert one_leaves == two_leave > 0
+
+
 def begins_to_share() -> tuple[list[int], str]:
     """While a layer is on its way, let one that stays hold an object of it; return the partition and the failure."""
     engine = build(Case(stages=2, start=(0, 4, 8)))
@@ -298,6 +331,46 @@ def trained_with_empty(precision: str, moves: list[list[int]]) -> dict[str, Any]
 def test_parameters_without_elements_move(precision: str) -> None:
     moves = [[0, 2, 8], [0, 6, 8], [0, 4, 8]]
     still, moved = run_each(2, trained_with_empty, (precision, []), (precision, moves))
+    check_moves_changed_nothing(still, moved)
+
+
+class Dropped(nn.Module):
+    """A product with dropout, which evaluation leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(seeded((WIDTH, WIDTH), 3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + F.dropout(hidden @ self.weight, 0.3, self.training)
+
+
+def tied_in_the_middle(case: Case) -> list[Any]:
+    """Return 8 layers, of which 3 and 5 are one tied layer."""
+    whole = layers(case)
+    whole[3] = whole[5] = TiedLayerSpec("tied", Dropped, tied_weight_attr="weight")
+    return whole
+
+
+def moved_before_the_batch(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Evaluate before each batch; decide to move in it without the memory to do so."""
+    engine = build(case, tied_in_the_middle)
+    engine.rebalancer.memory.fits = lambda *_, **__: False
+    data, losses, waiting = batches(engine), [], list(moves)
+    for _ in range(4):
+        losses.append(engine.eval_batch(batches(engine, seed=7)).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0), background=True)
+        losses.append(engine.train_batch(data).item())
+    return outcome_of(engine, losses)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+def test_uses_of_a_tied_layer_train_after_an_evaluation_and_a_move_that_could_not_wait(precision: str) -> None:
+    """The uses come to one stage, where the later one shares the memory of the first, and part again."""
+    case, moves = Case(stages=2, precision=precision, start=(0, 4, 8)), [[0, 2, 8], [0, 7, 8], [0, 4, 8]]
+    still, moved = run_each(2, moved_before_the_batch, (case, []), (case, moves))
+    assert moved[0]["blocking"] == 3 and still[0]["losses"][0] != still[0]["losses"][2]
     check_moves_changed_nothing(still, moved)
 
 
@@ -543,3 +616,48 @@ def moved_after_a_recall() -> list[int]:
 
 def test_a_recalled_rank_moves_as_many_bytes_as_the_others() -> None:
     assert run(2, moved_after_a_recall) == [[0, 6, 8]] * 2
+
+
+# -- re-packing ------------------------------------------------------------------------------------------------
+
+
+def repacked_meanwhile(case: Case, changes: bool) -> dict[str, Any]:
+    """Train 9 batches. Re-pack between two of them, each time after a decision to move layers in the next one."""
+    engine = build(case)
+    data = batches(engine)
+    found: dict[str, Any] = {"losses": {}, "partitions": [], "state": {}}
+    while engine.global_steps < 9:
+        found["losses"][engine.global_steps + 1] = engine.train_batch(data).item()
+        step = engine.global_steps
+        found["partitions"].append(engine.partition)
+        if not changes:
+            continue
+        if step == 3:
+            engine.rebalance([0, 2, 5, 8], background=True)
+            engine.repack(partition=[0, 4, 8])
+        if engine.released and not engine.wait_for_recall():
+            return found
+        if step == 4:
+            engine.rebalancer.budget.num_bytes = 1
+            engine.rebalance([0, 7, 8], background=True)
+        if step == 5:  # a part of the way is left
+            engine.repack(partition=[0, 3, 6, 8])
+        if step == 6:
+            engine.rebalance([0, 2, 6, 8], background=True)
+            with pytest.raises(PartitionError, match="4 stages, there are 1 to 3"):
+                engine.repack(4)
+        if step == 7:
+            engine.rebalance([0, 5, 6, 8], background=True)
+            engine.repack(partition=[0, 2, 6, 8])
+    return {**found, "state": state(engine)}
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16 zero1"])
+def test_a_repacking_overtakes_a_decision_unless_it_is_refused(precision: str) -> None:
+    section = {**PARK, "timeout_seconds": 20}
+    case = Case(stages=3, precision=precision, start=(0, 3, 5, 8), clip=0.0, dynmo=section)
+    still, changed = (run(3, repacked_meanwhile, case, changes) for changes in (False, True))
+    assert losses(changed) == losses(still) and merged(changed) == merged(still)
+    on_three = [[0, 3, 6, 8], *[[0, 2, 6, 8]] * 3]
+    assert changed[0]["partitions"] == [*[[0, 3, 5, 8]] * 3, [0, 4, 8], [0, 5, 8], *on_three]
+    assert changed[1]["partitions"] == [*[[0, 3, 5, 8]] * 3, *on_three]  # released and recalled
