@@ -212,8 +212,8 @@ class Communicator:
         """Return a way by which threads of all ranks agree without collectives. Collective over the world."""
         name = self.broadcast_object(uuid.uuid4().hex)
         store = BoundedStore(default_store(), self._timeout_seconds)
-        part = store.view(prefix_store(f"ds_dynmo/agreement/{name}", store.raw))
-        return StoreAgreement(part, dist.get_rank(), dist.get_world_size(), self._timeout_seconds)
+        prefixed = store.view(prefix_store(f"ds_dynmo/agreement/{name}", store.raw))
+        return StoreAgreement(prefixed, dist.get_rank(), dist.get_world_size(), self._timeout_seconds)
 
     # -- small numbers --------------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ class Communicator:
         Args:
             what: name of the operation in messages, such as "deciding where layers go".
             same: returns the part of a result that has to be the same on all ranks, by its text; None: nothing has to.
-            compared_in: number of this rank's part, and number of parts, if ranks are divided into parts in which
+            compared_in: number of this rank's group, and number of groups, if ranks are divided into groups in which
                 ``same`` is compared.
             error: raised on every rank instead of the errors below.
 
@@ -409,24 +409,24 @@ class Communicator:
             if error is None:
                 raise_unless_harmless(raised)
             failure = raised
-        part, parts = compared_in
+        group, groups = compared_in
         digest = _number_of(text)
-        most_and_least = torch.full((2, parts), torch.iinfo(torch.int64).min)
-        most_and_least[:, part] = torch.tensor([digest, -digest])
+        most_and_least = torch.full((2, groups), torch.iinfo(torch.int64).min)
+        most_and_least[:, group] = torch.tensor([digest, -digest])
         numbers = torch.tensor([int(failure is not None), of_result])
         failed, greatest, *digests = self.max_over_world(torch.cat([numbers, most_and_least.flatten()])).tolist()
         if failed:
             raise self._first_failure(what, failure, error) from failure
-        if any(most != -least for most, least in zip(digests[:parts], digests[parts:])):
-            differing = self._differing_texts(part, text)
+        if any(most != -least for most, least in zip(digests[:groups], digests[groups:])):
+            differing = self._differing_texts(group, text)
             if error is not None:
                 raise error(f"{what}: ranks differ: {differing}")
             raise MigrationError(f"{what}: ranks differ: {differing}. No layer has moved", harmless=True)
         return result, greatest
 
-    def _differing_texts(self, part: int, text: str) -> str:
-        """Describe which ranks have which text, in parts where texts differ. Collective over the world."""
-        entries = self.gather_objects((part, text))
+    def _differing_texts(self, group: int, text: str) -> str:
+        """Describe which ranks have which text, in groups where texts differ. Collective over the world."""
+        entries = self.gather_objects((group, text))
         texts_of: dict[int, set[str]] = {}
         for number, theirs in entries:
             texts_of.setdefault(number, set()).add(theirs)

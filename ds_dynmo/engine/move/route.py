@@ -67,8 +67,8 @@ class Route:
             due = sum(interval.numel for interval in held if interval.key in known)
             assert coming[shard] == due, f"{coming[shard]} elements arrive in {shard}, {due} are due"
 
-    def parts(self) -> Iterator[tuple[Row, Interval]]:
-        """Yield the rows in parts: each of one interval of the old layout, with the interval of the new one."""
+    def rows_by_interval(self) -> Iterator[tuple[Row, Interval]]:
+        """Yield the rows, each cut to one interval of both layouts, with the interval of the new one."""
         yield from _rows(self.old, self.new)
 
     def inverse(self) -> Route:

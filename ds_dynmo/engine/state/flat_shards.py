@@ -172,19 +172,19 @@ class FlatShards:
         for detached, groups in ((False, self.members), (True, self.detached)):
             for number, group in enumerate(groups):
                 if any(id(parameter) in index_of for parameter in group.values()):
-                    parts = [KeptParameter(key, p.numel(), index_of.get(id(p))) for key, p in group.items()]
-                    self._compact(Buffer(number, detached), parts, p2p, rank_of)
+                    members = [KeptParameter(key, p.numel(), index_of.get(id(p))) for key, p in group.items()]
+                    self._compact(Buffer(number, detached), members, p2p, rank_of)
 
     def _compact(
-        self, buffer: Buffer, parts: Sequence[KeptParameter], p2p: PointToPoint, rank_of: Callable[[Shard], int]
+        self, buffer: Buffer, parameters: Sequence[KeptParameter], p2p: PointToPoint, rank_of: Callable[[Shard], int]
     ) -> None:
         """Remove elements from this rank's shards, and send the others to the replicas that will hold them."""
         holder = self._comm.here.stage, self._comm.here.replica
         shards = [Shard(holder[0], replica, buffer) for replica in range(self.count)]
-        numels = [(part.key, part.kept) for part in parts]
-        old_size = shard_size(sum(part.numel for part in parts), self.count, detached=buffer.detached)
+        numels = [(parameter.key, parameter.kept) for parameter in parameters]
+        old_size = shard_size(sum(parameter.numel for parameter in parameters), self.count, detached=buffer.detached)
         new_size = shard_size(sum(numel for _, numel in numels), self.count, detached=buffer.detached)
-        kept = [intervals_kept(parts, shard.replica * old_size, old_size) for shard in shards]
+        kept = [intervals_kept(parameters, shard.replica * old_size, old_size) for shard in shards]
         route = Route.between(
             Layout(dict(zip(shards, kept)), dict.fromkeys(shards, old_size)),
             Layout(
@@ -193,7 +193,7 @@ class FlatShards:
         )
         held = dict(self.held(buffer))
         for name in sorted(held):
-            old = {buffer: select_kept(held.pop(name), parts, holder[1] * old_size)}
+            old = {buffer: select_kept(held.pop(name), parameters, holder[1] * old_size)}
             new = {buffer: old[buffer].new_zeros(new_size)}
             p2p.exchange(*transfers(route.rows, holder, rank_of, old, new))
             copy_staying(route.rows, holder, old, new)
@@ -331,28 +331,28 @@ class FlatShards:
         return 1 if group in self.per_replica_groups else self._count_at_launch
 
 
-def intervals_kept(parts: Sequence[KeptParameter], begin: int, size: int) -> tuple[Interval, ...]:
+def intervals_kept(parameters: Sequence[KeptParameter], begin: int, size: int) -> tuple[Interval, ...]:
     """List the kept intervals of a shard: of ``size`` elements of a buffer from ``begin`` on."""
     intervals: list[Interval] = []
     offset = 0
-    for part in parts:
-        start, stop = part.kept_before(begin), part.kept_before(begin + size)
+    for parameter in parameters:
+        start, stop = parameter.kept_before(begin), parameter.kept_before(begin + size)
         if start < stop:
-            intervals.append(Interval(part.key, start, stop - start, offset))
+            intervals.append(Interval(parameter.key, start, stop - start, offset))
             offset += stop - start
-        begin -= part.numel
+        begin -= parameter.numel
     return tuple(intervals)
 
 
-def select_kept(shard: torch.Tensor, parts: Sequence[KeptParameter], begin: int) -> torch.Tensor:
+def select_kept(shard: torch.Tensor, parameters: Sequence[KeptParameter], begin: int) -> torch.Tensor:
     """Copy the kept elements of a shard, which holds a buffer from ``begin`` on."""
     rows = [shard.new_empty(0)]
-    for part in parts:
-        first, last = min(max(begin, 0), part.numel), min(max(begin + len(shard), 0), part.numel)
-        if part.places is None:
+    for parameter in parameters:
+        first, last = min(max(begin, 0), parameter.numel), min(max(begin + len(shard), 0), parameter.numel)
+        if parameter.places is None:
             rows.append(shard[first - begin : last - begin])
         else:
-            places = part.places[part.kept_before(begin) : part.kept_before(begin + len(shard))]
+            places = parameter.places[parameter.kept_before(begin) : parameter.kept_before(begin + len(shard))]
             rows.append(shard.index_select(0, places.to(shard.device) - begin))
-        begin -= part.numel
+        begin -= parameter.numel
     return torch.cat(rows)

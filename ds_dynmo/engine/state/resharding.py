@@ -222,7 +222,7 @@ class Resharding:
         def memory(place: Shard, numel: int) -> torch.Tensor:
             return shards[place.buffer.group][0].new_empty(numel)
 
-        for row, interval in self.plan.route.parts():
+        for row, interval in self.plan.route.rows_by_interval():
             leaves, arrives = row.source[:2] == self._holder, row.destination[:2] == self._holder
             if row.source.buffer.detached or row.destination.buffer.detached or not (leaves or arrives):
                 continue
