@@ -13,7 +13,7 @@ import deepspeed.runtime.config
 import pytest
 
 from ds_dynmo.engine.deepspeed import probe, settings
-from ds_dynmo.engine.deepspeed.names import BELOW, NEEDED, NEWEST, OLDEST, TESTED, PrivateName
+from ds_dynmo.engine.deepspeed.names import BELOW, NEEDED, OLDEST, TESTED, PrivateName
 from ds_dynmo.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ def test_each_missing_parameter_of_a_function_is_reported() -> None:
                 probe.check_deepspeed([name])
 
 
-@pytest.mark.parametrize("version", ["0.17.6", OLDEST + "rc1", BELOW, "1.0", "unknown"])
+@pytest.mark.parametrize("version", ["0.18.9", OLDEST + "rc1", BELOW, "1.0", "unknown"])
 def test_an_untested_version_is_refused_with_the_tested_ones(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "__version__", version)
     with pytest.raises(ConfigError) as caught:
@@ -62,7 +62,7 @@ def test_an_untested_version_is_refused_with_the_tested_ones(version: str, monke
     )
 
 
-@pytest.mark.parametrize("version", [*TESTED, "0.19.0", NEWEST + ".post1", NEWEST + "+cu128"])
+@pytest.mark.parametrize("version", [*TESTED, "0.19.9", TESTED[-1] + ".post1", TESTED[-1] + "+cu128"])
 def test_a_version_in_range_is_accepted(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "__version__", version)
     probe.check_deepspeed()
@@ -86,8 +86,6 @@ def test_the_package_metadata_requires_the_tested_range() -> None:
 
 def test_removed_features_are_those_that_the_newest_deepspeed_refuses() -> None:
     refused = getattr(deepspeed.runtime.config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", None)
-    if deepspeed.__version__ != NEWEST:
-        pytest.skip(f"deepspeed {deepspeed.__version__} is not the newest")
     assert refused is not None and sorted(refused) == sorted(settings.REMOVED)
 
 

@@ -166,15 +166,15 @@ def test_a_checkout_that_was_moved_gets_a_new_environment(checkout: Checkout, tm
 @pytest.mark.parametrize("reached", ["", "1"])
 def test_each_version_is_tested_from_a_folder_of_its_own(reached: str, checkout: Checkout) -> None:
     calls, _ = checkout.run(
-        "test_versions.sh", "tests/local", REACHED=reached, VERSIONS="torch==2.9.0 deepspeed==0.18.9"
+        "test_versions.sh", "tests/local", REACHED=reached, VERSIONS="torch==2.9.0 deepspeed==0.20.0"
     )
     *_, install_torch, test_torch, install_deepspeed, test_deepspeed = calls
     folder = Path(install_torch.split()[-2]).parent
     index = f" --index-url {CPU_INDEX}" if reached else ""
     assert install_torch == f"install --quiet{index} --target {folder}/torch==2.9.0 torch==2.9.0"
-    packaged = f"--target {folder}/deepspeed==0.18.9 deepspeed==0.18.9"
+    packaged = f"--target {folder}/deepspeed==0.20.0 deepspeed==0.20.0"
     assert install_deepspeed == f"install --quiet --no-deps --no-build-isolation {packaged}"
-    for call, package in ((test_torch, "torch==2.9.0"), (test_deepspeed, "deepspeed==0.18.9")):
+    for call, package in ((test_torch, "torch==2.9.0"), (test_deepspeed, "deepspeed==0.20.0")):
         assert call.startswith(f"{ON_CPU} {checkout.folder}:{folder / package} -m pytest ")
         assert call.endswith(" tests/local")
     assert not folder.exists()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ds_dynmo.engine import versions
 
 TESTED = versions.TESTED["deepspeed"]
-OLDEST, NEWEST = TESTED
+OLDEST = TESTED[0]
 BELOW = "0.20"  # the first that is refused unseen
 
 
@@ -24,13 +24,11 @@ class PrivateName:
         owner: ``"package.module"``, or ``"package.module:Class"`` for what its instances have.
         name: a method, a function, a global, or an attribute that code of the owner assigns.
         takes: of a function, the parameters that we name in a call or an override.
-        since: the oldest tested version that has it; older ones do without.
     """
 
     owner: str
     name: str
     takes: tuple[str, ...] = ()
-    since: str = OLDEST
 
     def __str__(self) -> str:
         return f"{self.owner.replace(':', '.')}.{self.name}"
@@ -62,7 +60,7 @@ NEEDED: tuple[PrivateName, ...] = (
     # The engine: what is overridden, called, or set anew when layers have moved.
     *_of(
         f"{_PIPE}.engine:PipelineEngine",
-        "_INSTRUCTION_MAP _config _global_grad_norm agg_additional_losses agg_train_loss "
+        "_INSTRUCTION_MAP _config _global_grad_norm agg_additional_losses agg_train_loss checkpoint_mp_rank "
         "basic_optimizer checkpoint_engine client_lr_scheduler data_iterator data_parallel_group dp_group_loss "
         "dp_world_size first_gradient_send grad_layer has_attention_mask has_bool_tensors is_data_parallel "
         "is_pipe_parallel is_pipe_partitioned loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size "
@@ -89,8 +87,6 @@ NEEDED: tuple[PrivateName, ...] = (
         reset_activation_shape="",
         use_node_local_storage="",
     ),
-    PrivateName(f"{_PIPE}.engine:PipelineEngine", "_backward_prologue_per_tensor", ("grad",)),
-    PrivateName(f"{_PIPE}.engine:PipelineEngine", "checkpoint_mp_rank", since=NEWEST),
     *_of(
         "deepspeed.runtime.config:DeepSpeedConfig",
         "optimizer_name optimizer_params scheduler_name scheduler_params",
@@ -129,6 +125,7 @@ NEEDED: tuple[PrivateName, ...] = (
         "parallel_partitioned_bit16_groups param_dict "
         "param_id params_already_reduced params_in_partition params_not_in_partition partition_count partition_size "
         "real_dp_process_group round_robin_bit16_groups round_robin_bit16_indices round_robin_bit16_meta "
+        "round_robin_bit16_offsets round_robin_bit16_padding "
         "single_partition_of_fp32_groups use_grad_accum_attribute",
         _create_param_mapping="",
         _enable_universal_checkpoint="",
@@ -142,8 +139,6 @@ NEEDED: tuple[PrivateName, ...] = (
         scaled_global_norm="norm_type",
         state_dict="",
     ),
-    PrivateName(f"{_ZERO}:DeepSpeedZeroOptimizer", "round_robin_bit16_offsets", since=NEWEST),
-    PrivateName(f"{_ZERO}:DeepSpeedZeroOptimizer", "round_robin_bit16_padding", since=NEWEST),
     *_of("deepspeed.runtime.utils", "", mask_nan_or_inf_with_val_inplace="input device"),
     *_of("deepspeed.utils.bwc", "", bwc_tensor_model_parallel_rank="mpu"),
     # The processes: what DeepSpeed keeps of a world.

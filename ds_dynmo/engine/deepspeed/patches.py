@@ -118,13 +118,6 @@ class PatchedPipelineEngine(PipelineEngine):
         scale_gradients(self.module.parameters(), norm, self.gradient_clipping())
         self._global_grad_norm = norm
 
-    def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
-        """Divide by the number of micro-batches on the last stage only, as 0.19.8 does; 0.18.9 divides on each."""
-        if self.dynmo is None or self.is_last_stage():
-            scaled: torch.Tensor = super()._backward_prologue_per_tensor(grad)
-            return scaled
-        return grad
-
     # -- a batch --------------------------------------------------------------------------------------
 
     def _train_schedule(self) -> Any:

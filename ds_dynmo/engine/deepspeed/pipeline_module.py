@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.pipe import DualPipeVModule, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.engine.deepspeed.layer_list import LayerList
@@ -24,11 +24,6 @@ from ds_dynmo.engine.move.pickling import stand_in
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.placement import Placement
 from ds_dynmo.torch_private import children_of
-
-try:
-    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
-except ImportError:  # not in 0.18.9
-    DualPipeVModule = None
 
 
 class StageLayers(LayerList):
@@ -309,7 +304,7 @@ class StageLayers(LayerList):
 
 def is_dual_pipe_v(model: Any) -> bool:
     """Return whether it is a ``DualPipeVModule``, a PipelineModule with two ranges of layers per stage."""
-    return DualPipeVModule is not None and isinstance(model, DualPipeVModule)
+    return isinstance(model, DualPipeVModule)
 
 
 def _without_values(layer: nn.Module) -> nn.Module:

@@ -24,9 +24,7 @@ def check_deepspeed(needed: Iterable[PrivateName] = NEEDED) -> None:
     """
     if not _in_range(deepspeed.__version__):
         raise ConfigError(f"deepspeed {deepspeed.__version__}: ds_dynmo works with {_range()}")
-    version = Version(deepspeed.__version__)
-    present = [name for name in needed if Version(name.since) <= version]
-    missing = [problem for name in present if (problem := _problem(name)) is not None]
+    missing = [problem for name in needed if (problem := _problem(name)) is not None]
     if missing:
         raise ConfigError(
             f"deepspeed {deepspeed.__version__}: {'; '.join(missing)}. Moving layers relies on it: install {_range()}"

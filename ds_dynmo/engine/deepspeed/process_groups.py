@@ -54,8 +54,7 @@ def _refit_engine(engine: Any, grid: Any) -> None:
     engine.seq_data_parallel_group = groups._get_sequence_data_parallel_group()
     engine.seq_dp_world_size = groups._get_sequence_data_parallel_world_size()
     engine.mp_world_size = groups._get_model_parallel_world_size()
-    if hasattr(engine, "checkpoint_mp_rank"):  # not in 0.18.9
-        engine.checkpoint_mp_rank = grid.get_model_parallel_rank() if engine.mp_world_size > 1 else 0
+    engine.checkpoint_mp_rank = grid.get_model_parallel_rank() if engine.mp_world_size > 1 else 0
     writer = engine.local_rank if engine.use_node_local_storage() else groups._get_sequence_data_parallel_rank()
     engine.save_non_zero_checkpoint = engine.checkpoint_engine.is_data_parallel_writer(writer)
     engine.num_stages, engine.stage_id = grid.pipe_parallel_size, grid.get_stage_id()

@@ -20,11 +20,6 @@ class ZeroAdapter(FlatOptimizerAdapter):
     shards_gradients = True
     _wrapper: DeepSpeedZeroOptimizer
 
-    def __init__(self, wrapper: DeepSpeedZeroOptimizer) -> None:
-        super().__init__(wrapper)
-        for flats in (wrapper.bit16_groups_flat, *wrapper.parallel_partitioned_bit16_groups):
-            flats[:] = [flat.detach() for flat in flats]  # 0.18.9 keeps the graph, and gloo cannot gather into them
-
     @property
     def masters(self) -> list[torch.Tensor]:
         return list(self._wrapper.single_partition_of_fp32_groups)
@@ -71,9 +66,8 @@ class ZeroAdapter(FlatOptimizerAdapter):
         wrapper.bit16_groups[:], wrapper.round_robin_bit16_groups[:] = groups, groups
         wrapper.round_robin_bit16_indices[:] = [list(range(len(group))) for group in groups]
         wrapper.round_robin_bit16_meta[:] = [[torch.zeros_like(p.data, device="meta") for p in g] for g in groups]
-        if hasattr(wrapper, "round_robin_bit16_padding"):  # not in 0.18.9
-            wrapper.round_robin_bit16_padding[:] = [[0] * len(group) for group in groups]
-            wrapper.round_robin_bit16_offsets[:] = [_offsets(group) for group in groups]
+        wrapper.round_robin_bit16_padding[:] = [[0] * len(group) for group in groups]
+        wrapper.round_robin_bit16_offsets[:] = [_offsets(group) for group in groups]
         self.free_gradients()
         self.free_weights()
         wrapper.bit16_groups_flat[:] = flats
