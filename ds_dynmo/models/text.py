@@ -247,11 +247,11 @@ def load_text(path: str | os.PathLike[str] | None = None) -> ByteText:
     return _open(text_files(Path(path)), str(Path(path)), None)
 
 
-@lru_cache(maxsize=2)
 def _mapped(file: Path) -> npt.NDArray[np.uint8]:
     return np.memmap(file, dtype=np.uint8, mode="r")
 
 
+@lru_cache(maxsize=2)
 def _shuffled(count: int, *key: int | str) -> torch.Tensor:
     """Shuffle the numbers below ``count``, in an order that depends on ``key`` alone."""
     return torch.randperm(count, generator=generator_for(*key, "order"))

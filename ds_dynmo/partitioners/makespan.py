@@ -30,7 +30,7 @@ import numpy.typing as npt
 from ds_dynmo.partitioners.balanced import balanced
 from ds_dynmo.partitioners.checks import check_costs, check_num_stages
 from ds_dynmo.partitioners.memory import MemoryModel
-from ds_dynmo.partitioners.metrics import prefix_sums
+from ds_dynmo.partitioners.metrics import Partitions, prefix_sums
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.partitioners.registry import register
 from ds_dynmo.plan import check_partition
@@ -39,7 +39,6 @@ __all__ = ["makespan"]
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
-Partitions = Integers  # [num_stages + 1, how many]: a column each
 _ALL = 1000  # most partitions of which all are simulated
 _BATCH = 192  # neighbours simulated at once; fewer would not be faster
 _NEIGHBOURS = 1200  # neighbours considered in a round

@@ -20,6 +20,7 @@ from ds_dynmo.schedules import simulate
 __all__ = ["bottleneck", "bubble_ratio", "imbalance", "loads", "potential", "prefix_sums", "sums_of_many"]
 
 Numbers = npt.NDArray[Any]
+Partitions = npt.NDArray[np.int64]  # [num_stages + 1, how many]: a column each
 
 
 def prefix_sums(values: Sequence[float]) -> Numbers:
@@ -27,11 +28,8 @@ def prefix_sums(values: Sequence[float]) -> Numbers:
     return np.concatenate([[0], np.cumsum(values)])
 
 
-def sums_of_many(values: Sequence[float], partitions: npt.NDArray[np.int64]) -> Numbers:
+def sums_of_many(values: Sequence[float], partitions: Partitions) -> Numbers:
     """Sum values of layers per stage under many partitions at once: :func:`loads`, except for rounding.
-
-    Args:
-        partitions: ``[num_stages + 1, how many]``: a column each.
 
     Returns:
         ``[num_stages, how many]``.

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ds_dynmo.errors import ScheduleError
 from ds_dynmo.partitioners.memory import kept_bytes
-from ds_dynmo.partitioners.metrics import sums_of_many
+from ds_dynmo.partitioners.metrics import Partitions, sums_of_many
 from ds_dynmo.schedules import (
     MOST_ACTIONS,
     FoundSchedule,
@@ -41,7 +41,6 @@ from ds_dynmo.schedules.order import run
 __all__ = ["PassModel"]
 
 Floats = npt.NDArray[np.float64]
-Partitions = npt.NDArray[np.int64]  # [num_stages + 1, how many]: a column each
 _CLOSE = 1.002  # over the bound; a known order below it is not searched again
 _AS_GOOD = 1.01  # over its ratio to the bound when it was searched; a known order below it is not searched again
 _FAR = 1.1  # over the bound; above it an order is searched even without work left

@@ -51,7 +51,7 @@ class LoadModel:
 
 @dataclass(frozen=True)
 class Fluctuating(LoadModel):
-    """A model whose loads change in every iteration about a level.
+    """A load model that changes in every iteration about a level.
 
     Attributes:
         own_level: share of the variance that is between places, the same in all iterations and replicas.

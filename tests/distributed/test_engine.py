@@ -113,7 +113,7 @@ def diffusion_both_ways(stages: int, seed: int) -> tuple[Any, Any, list[int]]:
         return reduce(numbers)
 
     comm.max_over_world = watched  # type: ignore[method-assign]
-    comm.gather_objects = comm._gather = None  # type: ignore[assignment]
+    comm.gather_from_all = None  # type: ignore[assignment,method-assign]
     for _ in range(5):
         num_layers = chooser.randint(stages, 20)
         costs = [chooser.choice([0.0, 1.0, chooser.random()]) for _ in range(num_layers)]

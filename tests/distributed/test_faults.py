@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -16,16 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.distributed_c10d import _get_default_store
+import torch.distributed as dist
 
 from ds_dynmo import MigrationError
 from ds_dynmo.engine.comm import point_to_point
 from ds_dynmo.engine.comm.rounds import Rounds, RoundsInThread
 from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.move import arriving
+from ds_dynmo.torch_private import default_store
 from tests.distributed.harness import RankError, run
 from tests.distributed.support.configs import Case
-from tests.distributed.support.training import batches, build, layers_of, partitions, state, whole
+from tests.distributed.support.training import Warnings, batches, build, layers_of, partitions, state, whole
 
 MOVES = ([0, 4, 6, 8], [0, 1, 6, 8], [0, 2, 4, 8])  # indexed by the rank that receives
 STEPS = 8
@@ -62,16 +64,11 @@ def _no_load_signal(engine: Any) -> None:
         module.load_signal = broken
 
 
-def _first_of_prepare(engine: Any) -> tuple[Any, str]:
-    """Return the object that prepares a move of optimizer state, and the name of its method."""
-    state = engine.stage.state
-    return (state.inventory, "take") if engine.stage.optimizer.adapter else (state, "prepare")
-
-
 HARMLESS: dict[str, Callable[[Any], None]] = {
     "gather": _no_load_signal,
     "decide": lambda engine: setattr(engine.rebalancer, "_decide", broken),
-    "prepare": lambda engine: setattr(*_first_of_prepare(engine), broken),
+    "describe": lambda engine: setattr(engine.stage.state, "describe", broken),
+    "prepare": lambda engine: setattr(engine.stage.state, "prepare", broken),
     "pack": lambda engine: setattr(engine.stage.state, "record", broken),
 }
 
@@ -95,8 +92,8 @@ def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
             assert error.harmless
             message = str(error)
     if engine.global_rank == rank:
-        for owner in (engine.rebalancer, engine.stage.state, _first_of_prepare(engine)[0]):
-            for name in ("_decide", "prepare", "take", "record"):
+        for owner in (engine.rebalancer, engine.stage.state):
+            for name in ("_decide", "describe", "prepare", "record"):
                 vars(owner).pop(name, None)
         for module in layers_of(engine).values():
             vars(module).pop("load_signal", None)
@@ -121,6 +118,43 @@ def another_route(case: Case) -> str:
 def test_ranks_that_planned_another_route_are_named_before_bytes_move() -> None:
     for message in run(3, another_route, CASES["bf16 zero1"]):
         assert "route: ranks differ: " in message and "another on ranks [1]. No layer has moved" in message
+
+
+class UnreadableOnRank0:
+    """Can be pickled on every rank, and not be loaded on rank 0."""
+
+    def __reduce__(self) -> Any:
+        return _loaded, ()
+
+
+def _loaded() -> UnreadableOnRank0:
+    if dist.get_rank() == 0:
+        raise MemoryError("no room")
+    return UnreadableOnRank0()
+
+
+def unreadable(background: bool) -> list[str]:
+    """Move layers while rank 1 describes its optimizer by something that rank 0 cannot load, then without it."""
+    engine = build(CASES["bf16 zero1"])
+    data, warnings, inventory = batches(engine), Warnings(), engine.stage.state.inventory
+    engine.train_batch(data)
+    take = inventory.take
+    if engine.global_rank == 1:
+        inventory.take = lambda: replace(take(), scalars={0: {"step": UnreadableOnRank0()}})
+    with pytest.raises(MigrationError) if not background else nullcontext() as caught:
+        engine.rebalance(MOVES[0], background=background)
+        engine.train_batch(data)
+    vars(inventory).pop("take", None)
+    engine.rebalance(MOVES[0])
+    engine.train_batch(data)
+    assert engine.partition == MOVES[0]
+    return warnings.messages if caught is None else [str(caught.value)]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_description_that_one_rank_cannot_load_is_harmless(background: bool) -> None:
+    said = "\n".join(run(3, unreadable, background)[0])
+    assert "failed on ranks [0], first with MemoryError: no room" in said
 
 
 def unharmed(case: Case, rank: int) -> dict[str, Any]:
@@ -188,7 +222,7 @@ class WaitsForStore:
         return False
 
     def wait(self) -> None:
-        _get_default_store().wait(["given up"])
+        default_store().wait(["given up"])
         raise Injected("the cable is gone")
 
 
@@ -216,7 +250,7 @@ def late_round(kind: type[Rounds]) -> tuple[str, list[str]]:
         engine.train_batch(data)
     assert not caught.value.harmless and not engine.migrator.is_moving
     if engine.global_rank == 1:
-        _get_default_store().set("given up", "yes")
+        default_store().set("given up", "yes")
     return str(caught.value), [thread.name for thread in threading.enumerate() if thread.name == "ds_dynmo transfers"]
 
 

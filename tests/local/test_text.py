@@ -35,6 +35,22 @@ def test_labels_are_the_inputs_shifted_by_one_byte() -> None:
     assert inputs.is_contiguous() and labels.is_contiguous()
 
 
+def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    file, place = tmp_path / "text", torch.tensor([0])
+    for byte in b"xy":
+        (tmp_path / "new").write_bytes(bytes([byte] * 9))
+        (tmp_path / "new").rename(file)
+        assert FileBytes([file])[place].tolist() == [byte]
+
+
+def test_the_order_of_an_epoch_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, draw = [], torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda count, **options: drawn.append(count) or draw(count, **options))
+    epochs = train_batches(counting(2000), seed=77, sampling="epochs")
+    list(islice(epochs.iterate(), 3))
+    assert len(drawn) == 2  # the micro-batches, and their order in the first epoch
+
+
 def test_a_micro_batch_is_reached_by_its_number() -> None:
     batches = train_batches(counting(5000))
     walked = list(islice(batches.iterate(), 6))

@@ -17,7 +17,6 @@ import ds_dynmo
 from ds_dynmo.config import DynMoConfig, parse_section
 from ds_dynmo.config.withdrawn import WITHDRAWN
 from ds_dynmo.engine import validation
-from ds_dynmo.engine.deepspeed.settings import REMOVED
 from ds_dynmo.errors import ConfigError, PartitionError
 
 FP16, ZERO_1 = {"fp16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}
@@ -111,13 +110,6 @@ def test_unsupported_features_are_refused(config: dict[str, Any], message: str) 
 )
 def test_supported_features_are_accepted(config: dict[str, Any]) -> None:
     validation.check_features(config)
-
-
-@pytest.mark.parametrize("key", REMOVED)
-def test_features_that_deepspeed_removed_are_refused(key: str) -> None:
-    """Removed keys are refused with every DeepSpeed, enabled or not."""
-    with pytest.raises(ConfigError, match=f"^{key}: DeepSpeed has removed it"):
-        validation.check_features({key: {"enabled": False}})
 
 
 def test_activations_partitioned_in_one_direction_only_are_refused() -> None:

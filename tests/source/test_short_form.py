@@ -23,9 +23,9 @@ class Selected:
 
 
 def test_listed_tests_are_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Collect them as pytest does. With several workers it runs no test, and ends without an error, if a name is wrong.
+    """Every listed name is that of a test that runs: pytest deselects a nightly one without a word.
 
-    It deselects nightly tests without a word.
+    With several workers pytest runs no test at all, and reports none, if one name is wrong.
     """
     selected = Selected()
     options = [f"--rootdir={ROOT}", "--collect-only", "-pno:cacheprovider", "-pno:faulthandler"]

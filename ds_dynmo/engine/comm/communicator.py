@@ -255,7 +255,8 @@ class Communicator:
         Raises:
             MigrationError: on every rank, if the value of one rank cannot be sent.
         """
-        return self.gather_from_all(self._what, lambda: (value, None))[0]
+        values, _ = self.gather_from_all(self._what, lambda: (value, None))
+        return values()
 
     def broadcast_object(self, value: Any) -> Any:
         """Send the picklable value of rank 0 to all; the values of others are ignored. Collective over the world.
@@ -348,7 +349,7 @@ class Communicator:
         function: Callable[[], tuple[Value, Result]],
         *,
         same: Callable[[Result], object] | None = None,
-    ) -> tuple[list[Value], Result]:
+    ) -> tuple[Callable[[], list[Value]], Result]:
         """Call ``function`` on every rank; once it has succeeded on all, gather the first part of its results.
 
         Collective over the world: a small reduction, and a gathering if a rank has another value than None. Arguments
@@ -358,7 +359,8 @@ class Communicator:
             function: returns a picklable value for all ranks, and a result for this rank.
 
         Returns:
-            The values of all ranks, in rank order, and this rank's result.
+            A function that loads the values of all ranks, in rank order, and this rank's result. Loading may fail on
+            this rank alone.
         """
 
         def encoded() -> tuple[bytes, Result]:
@@ -368,24 +370,18 @@ class Communicator:
         (data, result), most = self._everywhere(
             what, encoded, same=None if same is None else lambda both: same(both[1]), size=lambda both: len(both[0])
         )
-        values: list[Any] = [None] * dist.get_world_size()
+        received = torch.zeros(dist.get_world_size(), most, dtype=torch.uint8)
         if most:
             sent = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
-            received = torch.empty(len(values), most, dtype=torch.uint8)
             try:
                 dist.all_gather(list(received), sent, group=self._control)
             except RuntimeError as error:
                 raise self._control_failed(error) from error
-            # a pickle ends before the zeros behind it
-            values = [from_bytes(row.numpy().tobytes(), self.device) if row.any() else None for row in received]
+
+        def values() -> list[Any]:  # a pickle ends before the zeros behind it
+            return [from_bytes(row.numpy().tobytes(), self.device) if row.any() else None for row in received]
+
         return values, result
-
-    def anywhere(self, what: str, function: Callable[[], bool]) -> bool:
-        """Call ``function`` on every rank; return whether it returned True on any, once it has succeeded on all.
-
-        Collective over the world: one small reduction. Arguments and errors are those of :meth:`everywhere`.
-        """
-        return bool(self._everywhere(what, function, size=int)[1])
 
     def _everywhere(
         self,
@@ -399,12 +395,12 @@ class Communicator:
     ) -> tuple[Result, int]:
         """Return this rank's result, and the greatest ``size`` of all ranks' results: see :meth:`everywhere`."""
         failure: Exception | None = None
-        of_result = 0
+        this_size = 0
         text = ""
         try:
             result = function()
             text = str(same(result)) if same is not None else ""
-            of_result = size(result)
+            this_size = size(result)
         except Exception as raised:  # any error of a user's object; other ranks have to know
             if error is None:
                 raise_unless_harmless(raised)
@@ -413,7 +409,7 @@ class Communicator:
         digest = _number_of(text)
         most_and_least = torch.full((2, groups), torch.iinfo(torch.int64).min)
         most_and_least[:, group] = torch.tensor([digest, -digest])
-        numbers = torch.tensor([int(failure is not None), of_result])
+        numbers = torch.tensor([int(failure is not None), this_size])
         failed, greatest, *digests = self.max_over_world(torch.cat([numbers, most_and_least.flatten()])).tolist()
         if failed:
             raise self._first_failure(what, failure, error) from failure

@@ -14,23 +14,6 @@ from pydantic import ValidationError
 from ds_dynmo.config import BATCH_KEYS
 from ds_dynmo.errors import ConfigError
 
-# What DeepSpeed 0.19.8 refuses by name (runtime/config.py), and older versions do not: each of them depends on which
-# layers a stage has, or was never tried with layers that move.
-REMOVED = (
-    "amp",
-    "compression_training",
-    "curriculum_learning",
-    "eigenvalue",
-    "elasticity",
-    "graph_harvesting",
-    "nebula",
-    "progressive_layer_drop",
-    "quantize_training",
-    "sparse_attention",
-    "sparse_gradients",
-)
-
-
 _SECTIONS = {  # of DeepSpeed's pydantic models; the last one reads several
     "DeepSpeedZeroConfig": "zero_optimization",
     "DeepSpeedFP16Config": "fp16",
@@ -83,11 +66,6 @@ def _tried(what: str, make: Callable[[], Any]) -> Any:
         raise ConfigError(f"DeepSpeed refuses the configuration: {what}{' '.join(str(error).split())}") from error
     finally:
         logger.disabled = disabled
-
-
-def removed_sections(settings: Mapping[str, Any]) -> list[str]:
-    """List the sections of a configuration that the newest DeepSpeed no longer has."""
-    return [key for key in REMOVED if key in settings]
 
 
 def waits_for_norm(engine: Any) -> bool:

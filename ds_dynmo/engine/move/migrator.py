@@ -64,7 +64,7 @@ LastTensors = tuple[TensorsOfLayers, TensorsOfLayers]  # that travel at the comm
 
 
 class _Changes(NamedTuple):
-    """What a batch has changed on a rank while layers travelled.
+    """A rank's message to the others after a batch during which layers travelled.
 
     Attributes:
         state: what every rank has to know of the optimizer's state; None: nothing.
@@ -212,7 +212,7 @@ class Migrator:
             ) from error
 
         def receive() -> tuple[int, str]:
-            sent = context.state.prepare(plan, descriptions, overlapped=overlapped)
+            sent = context.state.prepare(plan, descriptions(), overlapped=overlapped)
             context.receive(arrivals)
             return sent
 
@@ -349,8 +349,9 @@ class Migrator:
         of_ranks, last = context.comm.gather_from_all(_ARRIVING, copy_and_list)
         # This collective is the first since the batch began: this rank waited for those whose batch went on.
         migration.drain_seconds = time.perf_counter() - working_until
-        changes = [rank for rank in of_ranks if rank is not None]
-        context.state.apply_changes([rank.state for rank in changes])
+        with self._errors_are_fatal("reading what the batch has changed"):
+            changes = [rank for rank in of_ranks() if rank is not None]
+            context.state.apply_changes([rank.state for rank in changes])
         if not any(rank.layers for rank in changes):
             return last
         del last

@@ -100,7 +100,7 @@ class PackedLayer:
         """
         outside = self.outside
         holds_tensors = any(reference.tensors for reference in outside.references.values())
-        if self.shell.dismantled or outside.rank_attributes or holds_tensors:
+        if self.shell.dismantled_paths or outside.rank_attributes or holds_tensors:
             return None
         trained = {name for name, record in layer.parameters.items() if record.parameter.requires_grad}
         expected = expected_gradients(layer, trained, gradient_dtype)

@@ -40,14 +40,14 @@ class Shell:
     """A layer's objects as bytes, with its tensors by number.
 
     Attributes:
-        dismantled: paths of modules that are filled into a layer built from the spec; (): the layer is pickled whole.
+        dismantled_paths: of modules that are filled into a layer built from the spec; (): the layer is pickled whole.
         of_rank: by path of a module, its attributes that belong to the rank.
         reasons: by name of an attribute, why it is not sent.
         description: of the layer, to compare on arrival; None: the sender has compared already.
     """
 
     data: bytes
-    dismantled: tuple[str, ...]
+    dismantled_paths: tuple[str, ...]
     of_rank: Mapping[str, frozenset[str]]
     reasons: Mapping[str, str]
     description: list[Line] | None
@@ -79,7 +79,7 @@ class Shell:
         """
         layer: LayerRecord = (
             self._load_in_parts(tensors, references, build, device)
-            if self.dismantled
+            if self.dismantled_paths
             else load(self.data, tensors, references)
         )
         _number_later_hooks_after(layer.module)
@@ -91,12 +91,12 @@ class Shell:
         with random_state_kept():
             built = build()
             modules = dict(built.named_modules(remove_duplicate=False))
-            if missing := [path for path in self.dismantled if path not in modules]:
+            if missing := [path for path in self.dismantled_paths if path not in modules]:
                 raise TypeError(
                     f"{kind_of(built)} has submodules {missing} that cannot be pickled and that its spec does not build"
                 )
-            numbered = {len(self.dismantled) + number: held for number, held in references.items()}
-            numbered.update((number, modules[path]) for number, path in enumerate(self.dismantled))
+            numbered = {len(self.dismantled_paths) + number: held for number, held in references.items()}
+            numbered.update((number, modules[path]) for number, path in enumerate(self.dismantled_paths))
             layer: LayerRecord = load(self.data, tensors, numbered)
             layer.module = assemble(built, layer.module, device)
         return layer

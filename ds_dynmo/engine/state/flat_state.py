@@ -46,7 +46,7 @@ MOST_PARTS = 12
 
 
 class _ShardChanges(NamedTuple):
-    """What a batch has changed on a rank while layers travelled.
+    """This rank's shards after a batch during which layers travelled.
 
     Attributes:
         tp_rank: the rank's index on the tensor ("model") axis.
@@ -164,6 +164,7 @@ class FlatState:
         self, plan: MigrationPlan, descriptions: Sequence[Inventory], *, overlapped: bool = False
     ) -> tuple[int, str]:
         """Plan all copies and messages, and allocate the next flat weights."""
+        assert self._next is None and not self._copied, "abandon comes first"
         planned = plan_resharding(plan, descriptions, self._layers, self._comm.here)
         self._next = self._resharding(planned)
         if not overlapped:  # gradients are zero until the next batch; free memory for weights
@@ -304,7 +305,9 @@ class FlatState:
 
     def _inventories(self) -> list[Inventory]:
         """Gather the inventory of each rank. Collective."""
-        return self._comm.gather_from_all("listing what the optimizer holds", lambda: (self.inventory.take(), None))[0]
+        what = "listing what the optimizer holds"
+        inventories, _ = self._comm.gather_from_all(what, lambda: (self.inventory.take(), None))
+        return inventories()
 
     def _reshard(self, placement: Placement, num_replicas: int, shards: tuple[int, int]) -> ReshardingPlan:
         """Plan new shards of the same buffers, from the state of ``num_replicas`` replicas."""

@@ -82,7 +82,7 @@ class OptimizerState(Protocol):
     # -- the phases of a migration, in this order, on every rank ------------------------------------------
 
     def describe(self) -> Any:
-        """Return what every rank has to know of this rank's state to plan a move; None: nothing.
+        """Update what travels inside layers, and return what all ranks have to know of the other state; None: nothing.
 
         Raises:
             ValueError: state cannot move now.
@@ -130,7 +130,7 @@ class OptimizerState(Protocol):
         ...
 
     def take_gradients(self) -> None:
-        """Hold the gradients of the batch, so that they move along."""
+        """Hold the gradients of the batch, and update what travels inside layers, so that they move along."""
         ...
 
     def changes(self) -> Any:
