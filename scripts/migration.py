@@ -3,11 +3,13 @@
 
     deepspeed --num_gpus 2 scripts/migration.py --precision fp32
     deepspeed --num_gpus 2 scripts/migration.py --precision bf16-zero1 --stage-parameters 50
+    scripts/link.sh 10gbit python scripts/migration.py --activations 0.5   # on two hosts with a link of 10 Gbit/s
 
 Four figures: the bandwidth of a move over that of a raw send and receive of the same bytes; the seconds that training
-waits for a move while a batch trains, over those of a move between two batches, with how much slower the rest of that
-batch is; the seconds of a rebalance that moves nothing over those of two collectives of a fixed size; and the seconds
-that a move spends on optimizer state that stays over those of a plain copy of the same bytes. Set OMP_NUM_THREADS=1.
+waits for a move while a batch trains, over those of a move between two batches, with that batch over one without a
+move, and the share of such a batch that the raw send takes; the seconds of a rebalance that moves nothing over those of
+two collectives of a fixed size; and the seconds that a move spends on optimizer state that stays over those of a plain
+copy of the same bytes. Set OMP_NUM_THREADS=1.
 ``--json FILE`` also writes the figures.
 """
 
@@ -104,7 +106,8 @@ def background(arguments: argparse.Namespace) -> dict[str, Any]:
     """Move layers between two batches, and while a batch of several times that time trains, in turns."""
     count, precision = int(arguments.layer_parameters * 1e6), arguments.precision
     engine = make_engine([count] * (MOVED + 2), MOVED + 1, precision)
-    hidden = torch.ones(1, 8, dtype=torch.bfloat16 if precision.startswith("bf16") else torch.float32)
+    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
+    hidden = torch.ones(1, max(8, int(arguments.activations * 1e6)), dtype=dtype)
     data = iter(lambda: (hidden, hidden + 1), None)
     train = partial(engine.train_batch, data)
 
@@ -119,14 +122,14 @@ def background(arguments: argparse.Namespace) -> dict[str, Any]:
     engine.rebalancer.budget.num_bytes = 1 << 60
     move(1, background=False), move(MOVED + 1, background=False)
     Weights.seconds = 2 * slowest(engine.reports[-1].migrate_seconds) / MICRO_BATCHES
-    between, during, longer, whole = [], [], [], []
+    between, during, whole, stills = [], [], [], []
     for _ in range(arguments.pairs):
         for boundary, way in ((1, False), (MOVED + 1, True), (1, True), (MOVED + 1, False)):
             still, moving = timed(train), move(boundary, background=way)
             report = engine.reports[-1]
+            stills.append(still)
             if way:
                 during.append(slowest(report.migrate_seconds))
-                longer.append(moving - still)
                 whole.append(moving / still)
             else:
                 between.append(slowest(report.migrate_seconds))
@@ -136,8 +139,8 @@ def background(arguments: argparse.Namespace) -> dict[str, Any]:
         "wait_between_seconds": wait,
         "wait_during_seconds": statistics.median(during),
         "wait_during_over_between": statistics.median(during) / wait,
-        "longer_batch_over_between": statistics.median(longer) / wait,
         "batch_over_still": statistics.median(whole),
+        "batch_seconds": statistics.median(stills),
     }
 
 
@@ -224,10 +227,18 @@ def main(given: list[str]) -> None:
         default=4.0,
         help=f"millions in each of the {MOVED} layers whose bandwidth is measured, default %(default)s",
     )
+    parser.add_argument(
+        "--activations",
+        type=float,
+        default=0.0,
+        help="millions of numbers that the stages send each other per micro-batch of a batch with a move; default: few",
+    )
     parser.add_argument("--pairs", type=int, default=6, help="pairs of measurements, default %(default)s")
     arguments = parser.parse_args(given)
     with refusals_of("migration.py"):
         check_at_least_1(arguments, "pairs")
+        if not 0 <= arguments.activations < math.inf:
+            raise ConfigError(f"--activations {arguments.activations}: should be at least 0 (millions)")
         for option, millions in (("stage", arguments.stage_parameters), ("layer", arguments.layer_parameters)):
             if not LEAST <= millions < math.inf:
                 raise ConfigError(f"--{option}-parameters {millions}: should be at least {LEAST} (millions)")
@@ -235,9 +246,10 @@ def main(given: list[str]) -> None:
             raise ConfigError("two ranks are needed: deepspeed --num_gpus 2 scripts/migration.py ...")
     begin_rank()
     machine = Machine()
-    figures = {"precision": arguments.precision}
+    figures: dict[str, Any] = {"precision": arguments.precision}
     for measure in (bandwidth, background, nothing_moves, optimizer):
         figures |= measure(arguments)
+    figures["raw_over_batch"] = figures["raw_seconds"] / figures["batch_seconds"]
     if dist.get_rank() == 0:
         print_table(("figure", ""), figures.items())
         write_json(arguments.json, {"machine": machine.record(), **figures})

@@ -14,6 +14,7 @@ import migration
         (["--stage-parameters", "0"], 2, r"--stage-parameters 0\.0: should be at least 0\.01 \(millions\)"),
         (["--stage-parameters", "nan"], 2, "--stage-parameters nan: should be at least"),
         (["--layer-parameters", "0"], 2, r"--layer-parameters 0\.0: should be at least 0\.01 \(millions\)"),
+        (["--activations", "-1"], 2, r"--activations -1\.0: should be at least 0 \(millions\)"),
         ([], None, "start with DeepSpeed's launcher: deepspeed --num_gpus 2 scripts/migration.py"),
     ],
 )
