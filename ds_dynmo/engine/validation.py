@@ -17,6 +17,7 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.replicas import has_per_replica
 from ds_dynmo.engine.deepspeed.module import has_deepspeeds_experts, layer_specs
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers, is_dual_pipe_v
+from ds_dynmo.engine.deepspeed.settings import check_removed
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.plan import check_partition
@@ -70,7 +71,8 @@ _REFUSED_DATA_EFFICIENCY = {
 
 
 def check_features(config: Mapping[str, Any]) -> None:
-    """Refuse features that DeepSpeed accepts, but that do not work in a pipeline whose layers move."""
+    """Refuse what DeepSpeed has removed, and features that do not work in a pipeline whose layers move."""
+    check_removed(config)
     for key, why in _REFUSED.items():
         if _enabled(config.get(key)):
             raise ConfigError(f"{key}.enabled = true: {why}; switch it off")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
@@ -280,3 +281,22 @@ def share_a_parameter() -> str:
 def test_layers_that_share_a_parameter_are_refused_on_every_rank() -> None:
     for message in run(2, share_a_parameter):
         assert "layers [1, 2] share parameters" in message and "TiedLayerSpec" in message
+
+
+def gathered() -> list[Any]:
+    """Gather nothing, values of different lengths beside none, and different results."""
+    from ds_dynmo.engine.comm.communicator import Communicator
+
+    comm, rank = Communicator(module_of(Case(stages=3)).mpu(), torch.device("cpu"), 30.0), dist.get_rank()
+    found: list[Any] = []
+    for value in (None, [None, 0, "three" * 99][rank]):
+        values, mine = comm.gather_from_all("a test", lambda value=value: (value, rank))  # type: ignore[misc]
+        found.append((values(), mine))
+    with pytest.raises(ds_dynmo.MigrationError, match=r"0 on ranks \[0\], 1 on ranks \[1\], 2 on ranks \[2\]"):
+        comm.gather_from_all("a test", lambda: (None, rank), same=str)
+    return found
+
+
+def test_a_value_of_each_rank_is_gathered_with_the_agreement() -> None:
+    for rank, found in enumerate(run(3, gathered)):
+        assert found == [([None] * 3, rank), ([None, 0, "three" * 99], rank)]

@@ -112,6 +112,13 @@ def test_supported_features_are_accepted(config: dict[str, Any]) -> None:
     validation.check_features(config)
 
 
+@pytest.mark.parametrize("key", ["amp", "elasticity"])
+def test_features_that_deepspeed_removed_are_refused(key: str) -> None:
+    """Enabled or not."""
+    with pytest.raises(ConfigError, match=r"^DeepSpeed refuses the configuration: .* has been removed"):
+        validation.check_features({key: {"enabled": False}})
+
+
 def test_activations_partitioned_in_one_direction_only_are_refused() -> None:
     model: Any = SimpleNamespace(topology=lambda: PipeModelDataParallelTopology(2, 2, 1))
     validation.check_partitioned_activations(

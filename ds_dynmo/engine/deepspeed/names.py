@@ -87,6 +87,7 @@ NEEDED: tuple[PrivateName, ...] = (
         reset_activation_shape="",
         use_node_local_storage="",
     ),
+    *_of("deepspeed.runtime.config", "", _reject_removed_config_keys="param_dict"),
     *_of(
         "deepspeed.runtime.config:DeepSpeedConfig",
         "optimizer_name optimizer_params scheduler_name scheduler_params",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.utils import logger
@@ -51,6 +52,15 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         if scheduler is None:
             raise ConfigError(f"scheduler.type = \"{name}\": is neither one of DeepSpeed's nor of torch's")
         _tried("scheduler.params: ", lambda: scheduler(optimizer, **(read.scheduler_params or {})))
+
+
+def check_removed(settings: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed has removed, by its own check, before it creates anything.
+
+    Raises:
+        ConfigError: one line.
+    """
+    _tried("", lambda: deepspeed_config._reject_removed_config_keys(settings))
 
 
 def _tried(what: str, make: Callable[[], Any]) -> Any:
