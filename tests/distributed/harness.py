@@ -216,6 +216,8 @@ def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
     pipe.send(result)
     for worker in multiprocessing.active_children():  # workers of a DataLoader would exit only seconds later
         worker.kill()
+    if result[0]:  # others may still be connecting to this rank, which they cannot once it has gone; run() ends it
+        threading.Event().wait()
     os._exit(0)
 
 
