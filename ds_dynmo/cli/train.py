@@ -41,7 +41,7 @@ from ds_dynmo.cli.training.report import (
     summary,
     validation_record,
 )
-from ds_dynmo.cli.training.resuming import RUN, write_run_metadata
+from ds_dynmo.cli.training.resuming import RUN, client_state
 from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.data import TokenBatches
 from ds_dynmo.engine.comm.hosts import check_launch
@@ -155,8 +155,11 @@ def train_until(
         history.stopped = 0 if last else stop.agreed(engine.device)
         due = run.save_interval and (step + 1) % run.save_interval == 0
         if run.save is not None and (last or due or history.stopped):
-            tag = save(run, engine, cases)
-            progress.say(f"step {step + 1}: checkpoint {tag} in {run.save}")
+            tag = f"global_step{step + 1}"
+            progress.say(f"step {step + 1}: saving checkpoint {tag} in {run.save}")
+            save(run, engine, cases, tag)
+            if last or history.stopped:
+                engine.wait_for_save()
         if history.stopped:
             progress.say(stopped_line(run, history.stopped, tag, step + 1))
             break
@@ -185,37 +188,25 @@ def validate(engine: Any, validation: Batches | TokenBatches) -> float:
     return float(engine.eval_batch(validation.iterate()))
 
 
-def save(run: TrainingRun, engine: Any, cases: list[DynamicCase]) -> str:
-    """Save a checkpoint, then the metadata from which a run resumes, then ``latest``. Return its tag. Collective.
-
-    A run that is killed in between resumes from the checkpoint before.
+def save(run: TrainingRun, engine: Any, cases: list[DynamicCase], tag: str) -> None:
+    """Save a checkpoint, with the metadata from which a run resumes. Collective.
 
     Raises:
-        CheckpointError: on every rank, if rank 0 cannot write the metadata.
+        CheckpointError: on every rank; earlier checkpoints are untouched.
     """
-    assert run.save is not None
-    tag = f"global_step{engine.global_steps}"
-    frozen_left_out = not run.model.save_base
-    engine.save_checkpoint(str(run.save), tag=tag, save_latest=False, exclude_frozen_parameters=frozen_left_out)
-    engine.wait_for_save()  # the metadata completes it
-    states = {case.name: case.state_dict() for case in cases}
-    failure: list[str | None] = [None]
-    if engine.global_rank == 0:
-        metadata = {
-            **run.state_dict(),
-            "step": engine.global_steps,
-            "stages": engine.num_stages,
-            "partition": engine.partition,
-            "cases": states,
-        }
-        try:
-            write_run_metadata(run.save / tag, metadata)
-        except OSError as error:
-            failure = [str(error)]
-    torch.distributed.broadcast_object_list(failure, device=engine.device)
-    if failure[0] is not None:
-        raise CheckpointError(f"{run.save / tag}: the metadata of the run cannot be written: {failure[0]}")
-    return tag
+    metadata = {
+        **run.state_dict(),
+        "step": engine.global_steps,
+        "stages": engine.num_stages,
+        "partition": engine.partition,
+        "cases": {case.name: case.state_dict() for case in cases},
+    }
+    engine.save_checkpoint(
+        str(run.save),
+        tag=tag,
+        client_state=client_state(metadata),
+        exclude_frozen_parameters=not run.model.save_base,
+    )
 
 
 def resumed_line(run: TrainingRun) -> str:

@@ -61,7 +61,7 @@ class MigrationConfig(Section):
     """How layers move after an automatic decision: the "migration" object in the "dynmo" section."""
 
     kind: Literal["blocking", "background"] = Field(
-        default="blocking",
+        default="background",
         description='"blocking": between two batches, while training waits; "background": while the next batch trains, '
         "and in place before its optimizer step",
     )

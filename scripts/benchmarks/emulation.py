@@ -160,7 +160,8 @@ def pipeline_engine(
     """Make an engine over ``layers``, one stage per rank, split uniformly.
 
     Args:
-        dynmo: the "dynmo" section; None: the engine is DeepSpeed's own.
+        dynmo: the "dynmo" section, where moves are "blocking" unless it says otherwise: then the profile of a batch
+            is there, and what is decided from it done, when the batch ends. None: the engine is DeepSpeed's own.
         config: more of DeepSpeed's keys.
     """
     settings = {
@@ -169,7 +170,7 @@ def pipeline_engine(
         "steps_per_print": None,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        **({} if dynmo is None else {"dynmo": dynmo}),
+        **({} if dynmo is None else {"dynmo": {"migration": "blocking", **dynmo}}),
         **config,
     }
     initialize = deepspeed.initialize if dynmo is None else ds_dynmo.initialize

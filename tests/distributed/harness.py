@@ -53,6 +53,7 @@ def run(
         backend: of the default process group; None: that of DeepSpeed's accelerator. With "gloo" the ranks use the CPU,
             otherwise each its own device.
         complete: whether every operation between ranks has its counterpart: not where a rank is to fail on the way.
+            Then a rank that is done stays until all are; else its process ends.
 
     Raises:
         RankError: a rank raised, died, or was not done in time; or the emulated device found a fault, or its backend
@@ -65,7 +66,7 @@ def run(
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
             place = Place(rank, num_ranks, folder, hosts, group_timeout, backend)
-            process = context.Process(target=_rank_main, args=(place, theirs, call))
+            process = context.Process(target=_rank_main, args=(place, theirs, call, complete))
             with patch.dict(os.environ, BIND_ONCE):
                 process.start()
             theirs.close()
@@ -181,11 +182,12 @@ class Place:
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.num_ranks, timeout=self.timeout)
 
 
-def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
+def _rank_main(place: Place, pipe: Connection, call: bytes, stays: bool) -> None:
     """Run one rank.
 
     Args:
         call: the function and its arguments, pickled, so that an import error is reported here.
+        stays: until :func:`run` ends it, unless the function failed.
     """
     threading.Thread(target=_end_with_pytest, daemon=True).start()
     rank, num_ranks, folder = place.rank, place.num_ranks, place.folder
@@ -216,7 +218,7 @@ def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
     pipe.send(result)
     for worker in multiprocessing.active_children():  # workers of a DataLoader would exit only seconds later
         worker.kill()
-    if result[0]:  # others may still be connecting to this rank, which they cannot once it has gone; run() ends it
+    if stays and result[0]:  # others may still be connecting to this rank, which they cannot once it is gone
         threading.Event().wait()
     os._exit(0)
 

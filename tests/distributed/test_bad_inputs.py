@@ -15,6 +15,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from tests.distributed.harness import run
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +55,14 @@ def flags(says: str, *given: str, **files: str | bytes) -> Row:
     return Row({}, given, says, {name.replace("__", "/").replace("_dot_", "."): text for name, text in files.items()})
 
 
+def saved(content: Any) -> bytes:
+    """Return the file that ``torch.save`` would write."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+SAVED = r"--resume here/a/mp_rank_00_model_states\.pt"
 TABLE = (
     # the file
     Row(None, (), r"config\.json: cannot be read: .*"),
@@ -144,8 +154,9 @@ TABLE = (
     flags(r"ids\.bin: token ids need \"dtype\".*", "--data", "ids.bin", ids_dot_bin=bytes(400)),
     flags(r"--resume /does/not/exist: no such folder", "--resume", "/does/not/exist"),
     flags(r"--resume here: holds no checkpoint of ds-dynmo-train", "--resume", "here", here__file="text"),
-    flags(r"--resume here/a/dynmo_train\.json: is no JSON.*", "--resume", "here", here__a__dynmo_train_dot_json="{"),
-    flags(r"--resume here/a/dynmo_train\.json: lacks .*", "--resume", "here", here__a__dynmo_train_dot_json="{}"),
+    flags(rf"{SAVED}: cannot be read.*", "--resume", "here", here__a__mp_rank_00_model_states_dot_pt="{"),
+    flags(rf"{SAVED}: lacks .*", "--resume", "here", here__a__mp_rank_00_model_states_dot_pt=saved({})),
+    flags(rf"{SAVED}: lacks .*", "--resume", "here", here__a__mp_rank_00_model_states_dot_pt=saved([1])),
     flags(r"--tag a: needs --resume DIR.*", "--tag", "a"),
     flags(r"--trace: withdrawn.*", "--trace", "t.json", "5", "4"),
     flags(r".*--report.*", "--report", ""),

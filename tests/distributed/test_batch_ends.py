@@ -322,4 +322,4 @@ def one_fails(case: Case) -> str:
 
 def test_a_loss_that_never_comes_is_an_error_where_it_is_read() -> None:
     """Over gloo, which notices at once that a rank is gone."""
-    assert run(3, one_fails, FREE, backend="gloo") == ["gone", "gone", "fails in its last pass"]
+    assert run(3, one_fails, FREE, backend="gloo", complete=False) == ["gone", "gone", "fails in its last pass"]

@@ -62,7 +62,7 @@ def test_automatic_rebalance_evens_out_sleeping_layers(tmp_path: Path) -> None:
     """It decides on one profile, so that nothing is averaged and the report follows from it exactly."""
     report = tmp_path / "report.jsonl"
     block = {"interval": 3, "stop_step": 3, "report": str(report), "min_improvement": 0.05}
-    block["profile"] = {"warmup_batches": 2}
+    block |= {"profile": {"warmup_batches": 2}, "migration": "blocking"}
     results = run(2, train_sleeping, block, [2, 2, 2, 2, 2, 2, 12, 12], 6)
     assert results[0]["partition"] == results[1]["partition"]
     assert results[0]["partition"] in ([0, 7, 8], [0, 6, 8])  # equal except for the loss
@@ -91,7 +91,7 @@ def test_automatic_rebalance_evens_out_sleeping_layers(tmp_path: Path) -> None:
     ],
 )
 def test_diffusion_rebalances_in_the_engine(block: dict[str, Any]) -> None:
-    results = run(3, train_sleeping, {"interval": 3, **block}, [4, 4, 4, 4, 4, 4, 24, 24], 4)
+    results = run(3, train_sleeping, {"interval": 3, **block}, [4, 4, 4, 4, 4, 4, 24, 24], 5)
     assert all(result["partition"] == results[0]["partition"] for result in results)
     assert results[0]["partition"][-2] == 7
 
@@ -139,7 +139,7 @@ def test_decentralized_diffusion_equals_the_pure_function(seed: int) -> None:
 def profile_sleeping(milliseconds: Sequence[float]) -> tuple[list[float], Any]:
     seconds = [ms / 1000 for ms in milliseconds]
     engine, data = sleeping_engine({"interval": 0}, seconds, 2)
-    for _ in range(2):
+    for _ in range(3):
         engine.train_batch(data)
     return seconds, engine.profile
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from ds_dynmo.cli.export import main
-from ds_dynmo.cli.training.resuming import METADATA_FILE
 from ds_dynmo.models import language_model_loss, load_text, model_layers, read_model_config
 from tests.distributed.harness import run
 from tests.distributed.support.case_runs import CASES, SIZES
 from tests.distributed.support.script import flags, run_script
+from tests.saved_runs import metadata_of, save_metadata
 
 
 def test_exported_weights_are_dense_and_compute_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,9 +44,9 @@ def test_exported_weights_are_dense_and_compute_the_same(tmp_path: Path, capsys:
     (saved / "global_step8" / "layer_02-model_states.pt").rename(saved / "elsewhere")
     assert main([str(saved), str(tmp_path / "again")]) == 2
     assert "layer_02-model_states.pt: there is no such file" in capsys.readouterr().err
-    facts = json.loads((saved / "global_step8" / METADATA_FILE).read_text())
+    facts = metadata_of(saved / "global_step8")
     facts["model"]["case"] = None
-    (saved / "global_step8" / METADATA_FILE).write_text(json.dumps(facts))
+    save_metadata(saved / "global_step8", facts)
     assert main([str(saved), str(tmp_path / "again")]) == 2
     assert 'model.case has no kind "pruning": its weights are dense already' in capsys.readouterr().err
     assert not (tmp_path / "again").exists()

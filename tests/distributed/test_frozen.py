@@ -342,7 +342,7 @@ def freeze_sleeping(count: int) -> dict[str, Any]:
     before = engine.partition
     freeze(engine, count // 2)
     engine.model_changed("half is frozen")
-    for _ in range(2):
+    for _ in range(4):
         engine.train_batch(data)
     return {"before": before, "partition": engine.partition, "reason": engine.reports[-1].reason}
 

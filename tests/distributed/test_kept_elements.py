@@ -375,7 +375,7 @@ def test_memory_falls_with_the_elements(precision: str, replicas: int) -> None:
     case = Case(
         precision=precision,
         replicas=replicas,
-        dynmo={"interval": 0, "profile": {"batches": 1}, "min_improvement": 0.99},
+        dynmo={"interval": 0, "migration": "blocking", "profile": {"batches": 1}, "min_improvement": 0.99},
     )
     for before, after in run(case.ranks, bytes_held, case):
         (held, static, elements), (held_after, static_after, elements_after) = before, after

@@ -61,7 +61,7 @@ def check_run(series: Series) -> None:
 
 def monitored(monitors: dict[str, Any], block: dict[str, Any]) -> list[tuple[int, Any]]:
     """Return the engine's records in order, each with its number of samples."""
-    case = Case(dynmo={"interval": 0, **block})
+    case = Case(dynmo={"interval": 0, "migration": "blocking", **block})
     module = module_of(case)
     engine = ds_dynmo.initialize(
         model=module, model_parameters=list(module.parameters()), config={**config(case), **monitors}

@@ -17,7 +17,7 @@ from tests.distributed.support.told_clock import unsteady_engine
 from tests.distributed.support.training import partition_of, state
 
 BY_PROFILE: dict[str, Any] = {"enabled": False, "initial_partition": "profile", "interval": 1}
-PLACED = (2, "initial", (0, 4, 8), (0, 7, 8))
+PLACED = (4, "initial", (0, 4, 8), (0, 7, 8))
 SECONDS = [(0.001, 0.002)] * 7 + [(0.02, 0.04)]  # of layers; the best two stages are [0, 7, 8]
 
 
@@ -52,7 +52,7 @@ def test_by_profile_it_profiles_once_and_moves_once(tmp_path: Path) -> None:
     results = run(2, train, {**BY_PROFILE, "repack": repack, "report": str(report)}, 8)
     assert results == [{"moves": [PLACED], "repacks": 0}] * 2
     records = map(json.loads, report.read_text().splitlines())
-    assert [(one["kind"], one["step"]) for one in records] == [("measured", 2), ("rebalance", 2), ("profile", 2)]
+    assert [(one["kind"], one["step"]) for one in records] == [("measured", 2), ("profile", 2), ("rebalance", 4)]
 
 
 def refusal(block: dict[str, Any]) -> str:
@@ -92,7 +92,7 @@ def load(block: dict[str, Any], folder: str, stages: int, weights_only: bool) ->
 
 def test_a_resumed_run_keeps_the_partition_of_its_profile(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    saved = run(2, save, BY_PROFILE, folder, 3)
+    saved = run(2, save, BY_PROFILE, folder, 4)
     assert [result["decisions"] for result in saved] == [[PLACED]] * 2
     resumed, weights_only = run_each(2, load, (BY_PROFILE, folder, 2, False), (BY_PROFILE, folder, 2, True))
     assert resumed == [{**result, "decisions": []} for result in saved]
@@ -100,11 +100,13 @@ def test_a_resumed_run_keeps_the_partition_of_its_profile(tmp_path: Path) -> Non
 
 
 def test_a_resumed_run_without_such_a_partition_profiles_once(tmp_path: Path) -> None:
-    early, elsewhere = str(tmp_path / "early"), str(tmp_path / "elsewhere")
+    early, decided, elsewhere = (str(tmp_path / name) for name in ("early", "decided", "elsewhere"))
     assert run(2, save, BY_PROFILE, early, 1)[0]["decisions"] == [PLACED]
-    assert run(2, save, {"interval": 3}, elsewhere, 3)[0]["partition"] == [0, 7, 8]
-    began, moved = run_each(2, load, (BY_PROFILE, early, 2, False), (BY_PROFILE, elsewhere, 2, False))
+    assert run(2, save, BY_PROFILE, decided, 3)[0]["decisions"] == [PLACED]
+    assert run(2, save, {"interval": 3}, elsewhere, 5)[0]["partition"] == [0, 7, 8]
+    began, lost, moved = run_each(2, load, *((BY_PROFILE, folder, 2, False) for folder in (early, decided, elsewhere)))
     assert [result["decisions"] for result in began] == [[PLACED]] * 2
-    assert [result["decisions"] for result in moved] == [[(5, *PLACED[1:])]] * 2
+    assert [result["decisions"] for result in lost] == [[(6, *PLACED[1:])]] * 2
+    assert [result["decisions"] for result in moved] == [[(9, *PLACED[1:])]] * 2
     others = run(3, load, BY_PROFILE, early, 3, False)
-    assert all([(step, why) for step, why, *_ in result["decisions"]] == [(3, "initial")] for result in others)
+    assert all([(step, why) for step, why, *_ in result["decisions"]] == [(5, "initial")] for result in others)

@@ -342,7 +342,7 @@ def test_moves_change_nothing_with_data_given_to_initialize() -> None:
 def one_stage() -> tuple[list[int], int]:
     engine = build(Case(stages=1, dynmo={"interval": 2}))
     data = batches(engine)
-    for _ in range(4):
+    for _ in range(5):
         engine.train_batch(data)
     return engine.partition, len(engine.reports)
 

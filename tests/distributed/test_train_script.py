@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,8 @@ from ds_dynmo.cli import command_line
 from ds_dynmo.cli.train import batches, build_cases, build_engine, main, save, train
 from ds_dynmo.cli.training.options import prepare
 from ds_dynmo.cli.training.report import begin_report, continue_report, record_nothing
-from ds_dynmo.cli.training.resuming import METADATA_FILE, find_checkpoint
+from ds_dynmo.cli.training.resuming import find_checkpoint
+from ds_dynmo.engine.save.destinations import ToMemory
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models import DynamicCase, language_model_loss, model_layers
 from ds_dynmo.simulation import Recorded
@@ -31,25 +33,33 @@ from tests.distributed.support.script import flags, run_script
 from tests.distributed.support.training import Warnings, state, whole
 from tests.distributed.watched_command import ROOT
 from tests.full_disk import files_of_at_most
+from tests.saved_runs import metadata_of
 
 STEPS = 8
 
 
 def signalled(arguments: list[str], received: dict[int, tuple[int, int]]) -> dict[str, Any]:
-    """Run the script.
+    """Run the script. A save in the background ends only once the third batch has begun.
 
     Args:
         received: by rank, the step in which it gets a signal, counted from 1, and the signal.
     """
     step, number = received.get(int(os.environ["RANK"]), (0, 0))
-    return run_script(arguments, before={step: lambda: os.kill(os.getpid(), number)})
+    has_begun, write_rest = threading.Event(), ToMemory.write_rest
+
+    def held(files: ToMemory) -> None:
+        assert has_begun.wait(120), "training waits for the save"
+        write_rest(files)
+
+    with patch.object(ToMemory, "write_rest", held):
+        return run_script(arguments, before={3: has_begun.set, step: lambda: os.kill(os.getpid(), number)})
 
 
 def test_a_run_stopped_by_signals_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    """They come to ranks in different batches; a launcher's SIGTERM follows a SIGINT."""
+    """They come to ranks in different batches; a launcher's SIGTERM follows a SIGINT. It saves in the background."""
     arguments = [*flags(tmp_path, "moe auxiliary loss", STEPS), "--report", str(tmp_path / "report.jsonl")]
     folder = tmp_path / "saved"
-    saving = ["--save", str(folder), "--save-interval", "2"]
+    saving = ["--save", str(folder), "--save-interval", "2", "--set", "dynmo.checkpoint=background"]
     in_one_go = run(2, run_script, arguments)
     received = {0: (6, signal.SIGTERM), 1: (5, signal.SIGINT)}
     begun = run(2, signalled, [*arguments, *saving], received)
@@ -102,7 +112,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, killed_in: int | N
         run(2, run_script, [*arguments, *saving], killed_in)
         done = 6
     assert {path.name for path in folder.glob("global_step*")} == {"global_step3", f"global_step{done}"}
-    assert json.loads((folder / find_checkpoint(folder) / METADATA_FILE).read_text())["step"] == done
+    assert metadata_of(folder / find_checkpoint(folder))["step"] == done
     resumed = run(2, run_script, [*flags(tmp_path, name), "--resume", str(folder)])
     assert resumed[0]["losses"] == in_one_go[0]["losses"][done:]
     assert resumed[0]["validation"] == [(step, loss) for step, loss in in_one_go[0]["validation"] if step > done]
@@ -121,7 +131,7 @@ def test_a_run_that_stopped_for_a_restart_is_resumed(tmp_path: Path) -> None:
     run(2, run_script, [*arguments, "--save", str(folder), "--save-interval", "2"], None, 5)
     launch = json.loads((folder / "launch.json").read_text())
     assert (launch["ranks"], launch["step"], launch["tag"]) == (1, 5, "global_step5")
-    assert json.loads((folder / "global_step4" / METADATA_FILE).read_text())["step"] == 4
+    assert metadata_of(folder / "global_step4")["step"] == 4
     assert find_checkpoint(folder) == "global_step5"
     resumed = run(1, run_script, [*flags(tmp_path, "freezing and pruning"), "--resume", str(folder)])
     assert resumed[0]["losses"] == in_one_go[0]["losses"][5:]
@@ -215,11 +225,12 @@ def failure_to_save(arguments: list[str]) -> str:
     return "nothing was raised"
 
 
-def test_a_resume_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_the_latest_is_an_error_on_every_rank(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     (folder / "latest").mkdir(parents=True)
-    for message in run(2, failure_to_save, [*flags(tmp_path, "dense", 3), "--save", str(folder)]):
-        assert message.startswith(f"{folder / 'global_step3'}: the metadata of the run cannot be written: [Errno 21]")
+    saving = ["--save", str(folder), "--set", "dynmo.checkpoint=background"]
+    for message in run(2, failure_to_save, [*flags(tmp_path, "dense", 3), *saving]):
+        assert message.startswith(f"{folder / 'global_step3'}: ") and "[Errno 21]" in message
 
 
 def command_on_a_full_disk(arguments: list[str]) -> tuple[int, str]:

@@ -15,13 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_dynmo.cli.training.data import identity_of
 from ds_dynmo.cli.training.options import TrainingRun, prepare
-from ds_dynmo.cli.training.resuming import write_run_metadata
 from ds_dynmo.data import TokenData, Tokens
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, load_text
 from ds_dynmo.models.huggingface.trial import random_model
 from tests.local.huggingface_families import tiny_values
 from tests.local.test_data_text import tokenizer
+from tests.saved_runs import save_metadata
 
 OURS = {"layers": 2, "hidden_size": 16, "heads": 2, "sequence_length": 4}
 
@@ -240,8 +240,7 @@ def test_a_model_can_be_named_by_a_change_and_exported(tmp_path: Path, folder: P
 
 def save_facts(folder: Path, facts: dict[str, Any]) -> None:
     """Let ``folder`` hold a checkpoint whose run has these facts."""
-    (folder / "global_step5").mkdir(exist_ok=True)
-    write_run_metadata(folder / "global_step5", facts)
+    save_metadata(folder / "global_step5", facts)
 
 
 def short(text: Path) -> Path:
@@ -293,8 +292,8 @@ def test_a_resume_file_with_other_things_in_it_is_refused(tmp_path: Path, text: 
     said: dict[str, Any] = {"step": 5, "steps": 8, "partition": [0, 4], "cases": {}}
     said["model"] = prepared(tmp_path, OURS, "--data", str(text)).model.model_dump(mode="json")
     for change, message in (
-        ({"step": "5"}, r"dynmo_train\.json: lacks step"),
-        ({"steps": None, "cases": []}, r"dynmo_train\.json: lacks cases, steps"),
+        ({"step": "5"}, r"mp_rank_00_model_states\.pt: lacks step"),
+        ({"steps": None, "cases": []}, r"mp_rank_00_model_states\.pt: lacks cases, steps"),
         ({"data": "x"}, "was trained on token ids, this run has raw bytes"),
     ):
         save_facts(tmp_path, {**said, **change})

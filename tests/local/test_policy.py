@@ -19,7 +19,7 @@ from ds_dynmo.engine.decide.decision_input import DecisionInput, MoveTradeoff
 from ds_dynmo.engine.measure.profiler import Samples
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners import MoveCosts, balanced
+from ds_dynmo.partitioners import MoveCosts, balanced, registry
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, LayerCost, MigrationPlan, Profile
 from tests.pages import code_blocks
@@ -59,6 +59,7 @@ def test_a_move_that_pays_is_accepted() -> None:
 
 def test_a_balancer_of_the_users_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that docs/balancers.md prints, named as there."""
+    monkeypatch.setattr(registry, "_BALANCERS", dict(registry._BALANCERS))
     (tmp_path / "my_balancers.py").write_text(code_blocks("balancers.md", "Write a balancer", "python")[0])
     monkeypatch.chdir(tmp_path)
     settings = config(balancer="my_balancers:one_step")

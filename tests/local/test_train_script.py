@@ -16,11 +16,12 @@ import torch
 
 from ds_dynmo.cli import train
 from ds_dynmo.cli.training.options import RECORDING, TrainingRun, prepare
-from ds_dynmo.cli.training.resuming import METADATA_FILE, find_checkpoint, write_run_metadata
+from ds_dynmo.cli.training.resuming import find_checkpoint
 from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.models import read_model_config
 from tests.ports import free_port
+from tests.saved_runs import metadata_of, save_metadata
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}
@@ -195,11 +196,6 @@ CONSTANT = {
 }
 
 
-def save_facts(checkpoint: Path, facts: dict[str, Any]) -> None:
-    checkpoint.mkdir(exist_ok=True)
-    write_run_metadata(checkpoint, facts)
-
-
 def on_a_small_text(config: Path) -> list[str]:
     """Return the flags that name a configuration and a text beside it, which is read faster than the default one."""
     text = config.with_name("text.txt")
@@ -212,7 +208,7 @@ def resumed(folder: Path, case: dict[str, Any], *flags: str, **changes: Any) -> 
     given = on_a_small_text(write(folder, model={**SIZES, **case}))
     model = prepare(given).model.model_dump(mode="json")
     facts = {"step": 5, "steps": 8, "partition": [0, 3, 7], "model": model, "cases": {}}
-    save_facts(folder / "global_step5", {**facts, **changes})
+    save_metadata(folder / "global_step5", {**facts, **changes})
     return prepare([*given, "--resume", str(folder), *flags])
 
 
@@ -260,8 +256,8 @@ def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             resumed(tmp_path, {}, *flags, **changes)
-    save_facts(tmp_path / "global_step5", {"step": 5, "partition": [0, 3, 7], "model": {}, "cases": []})
-    with pytest.raises(ConfigError, match=f"^--resume .*global_step5/{METADATA_FILE}: lacks cases, steps"):
+    save_metadata(tmp_path / "global_step5", {"step": 5, "partition": [0, 3, 7], "model": {}, "cases": []})
+    with pytest.raises(ConfigError, match=r"^--resume .*global_step5/mp_rank_00_model_states\.pt: lacks cases, steps"):
         prepare([*on_a_small_text(tmp_path / "config.json"), "--resume", str(tmp_path)])
 
 
@@ -276,8 +272,7 @@ def test_a_run_is_resumed_from_a_checkpoint_that_is_known(tmp_path: Path) -> Non
     latest.unlink()  # of a folder with one checkpoint it is plain which is meant
     flags = [*on_a_small_text(tmp_path / "config.json"), "--resume", str(tmp_path)]
     assert prepare(flags).first_step == 5
-    facts = json.loads((tmp_path / "global_step5" / METADATA_FILE).read_text())
-    save_facts(tmp_path / "global_step3", {**facts, "step": 3, "stages": 3})
+    save_metadata(tmp_path / "global_step3", {**metadata_of(tmp_path / "global_step5"), "step": 3, "stages": 3})
     assert prepare(flags).first_step == 3
     there = "there are global_step3, global_step5; --tag TAG chooses one"
     for names, problem in ((None, 'has no file "latest", and'), ("global_step7", '"latest" names global_step7, which')):

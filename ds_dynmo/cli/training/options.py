@@ -46,6 +46,7 @@ RECORDING = {  # in the "dynmo" section: every batch is profiled, and no layer m
     "stop_step": None,
     "min_improvement": 0.99,
     "memory_limit": None,
+    "migration": "blocking",  # then the profile of a batch is there when it ends
     "profile": {"batches": 1, "warmup_batches": 1},
 }
 

@@ -10,27 +10,23 @@ from typing import Any
 from ds_dynmo.config import load_json
 from ds_dynmo.config.explain import show
 from ds_dynmo.engine.save import folder as folders
-from ds_dynmo.errors import ConfigError
-from ds_dynmo.files import write_text
+from ds_dynmo.engine.save.manifest import stage_file
+from ds_dynmo.engine.save.safe_load import safe_load
+from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.files.texts import read_errors_as_config_error
 from ds_dynmo.models import ModelConfig, read_model_config
 
-__all__ = ["find_checkpoint", "has_saved", "read_resumed", "read_run_metadata", "total_steps", "write_run_metadata"]
+__all__ = ["client_state", "find_checkpoint", "has_saved", "read_resumed", "read_run_metadata", "total_steps"]
 
-METADATA_FILE = "dynmo_train.json"  # in the folder of each checkpoint
+METADATA_KEY = "ds_dynmo_train"  # in the client state of each checkpoint: the metadata of the run, as JSON
 LAUNCH_FILE = "launch.json"  # beside the checkpoint that the engine writes when it stops a run for a restart
 METADATA = {"step": int, "steps": int, "partition": list, "model": dict, "cases": dict}  # what a run is resumed with
 RUN = "run"  # name under which the run's own metadata are shared
 
 
-def write_run_metadata(checkpoint: Path, metadata: dict[str, Any]) -> None:
-    """Complete a checkpoint with the metadata of its run, and let ``latest`` name it.
-
-    Raises:
-        OSError: a file cannot be written; ``latest`` names the checkpoint before.
-    """
-    write_text(checkpoint / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
-    folders.write_latest(str(checkpoint.parent), checkpoint.name)
+def client_state(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the client state of a checkpoint whose run has this metadata."""
+    return {METADATA_KEY: json.dumps(metadata)}
 
 
 def has_saved(folder: Path) -> bool:
@@ -72,15 +68,18 @@ def read_run_metadata(folder: Path, tag: str) -> dict[str, Any]:
     Raises:
         ConfigError: there are none, or they lack something.
     """
-    checkpoint = folders.find(str(folder), tag)
-    path = Path(checkpoint or folder / tag) / METADATA_FILE
-    if path.is_file():
-        metadata = {"in_step": False, **load_json(path)}
+    path = _stage_file(folder, tag)
+    try:
+        saved = safe_load(str(path), mapped=True, checks_values=False)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    if isinstance(saved, dict) and METADATA_KEY in saved:
+        metadata = {"in_step": False, **json.loads(saved[METADATA_KEY])}
     elif (launch := _launch(folder)).get("tag") == tag:
         path, cases = folder / LAUNCH_FILE, dict(launch.get("states", {}))
         metadata = {**cases.pop(RUN, {}), **launch, "cases": cases, "in_step": True}
     else:
-        raise ConfigError(f"{path}: there is no such file: ds-dynmo-train did not save this checkpoint")
+        raise ConfigError(f"{path}: lacks {METADATA_KEY}: ds-dynmo-train did not save this checkpoint")
     missing = [key for key, kind in METADATA.items() if not isinstance(metadata.get(key), kind)]
     if missing:
         raise ConfigError(f"{path}: lacks {', '.join(sorted(missing))}")
@@ -133,14 +132,14 @@ def total_steps(requested: int | None, folder: Path, resumed: dict[str, Any], mo
 
 
 def _tags(folder: Path) -> list[str]:
-    """List the checkpoints of this command in ``folder``, by step."""
-    tags = {
-        entry.name for entry in os.scandir(folder) if (Path(entry) / METADATA_FILE).is_file() and entry.name[0] != "."
-    }
-    stopped = _launch(folder).get("tag")
-    if stopped is not None and folders.find(str(folder), stopped) is not None:
-        tags.add(stopped)
-    return sorted(tags, key=lambda tag: (len(tag), tag))
+    """List the checkpoints in ``folder``, by step."""
+    tags = {tag for entry in os.scandir(folder) if entry.is_dir() and (tag := folders.tag_of(entry.name)) is not None}
+    return sorted((tag for tag in tags if _stage_file(folder, tag).is_file()), key=lambda tag: (len(tag), tag))
+
+
+def _stage_file(folder: Path, tag: str) -> Path:
+    """Return the path of the file that has the client state of a checkpoint."""
+    return Path(folders.find(str(folder), tag) or folder / tag) / stage_file(0)
 
 
 def _launch(folder: Path) -> dict[str, Any]:

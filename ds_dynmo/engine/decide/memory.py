@@ -15,6 +15,8 @@ from ds_dynmo.errors import MigrationError
 from ds_dynmo.partitioners import MemoryModel, Overflow
 from ds_dynmo.plan import HeldBytes, MigrationPlan, Profile
 
+SHARE_IN_BATCH = 0.9  # of an accelerator: what a move during a batch may take without dynmo.memory_limit
+
 
 @dataclass(frozen=True)
 class HeldMemory:
@@ -64,13 +66,21 @@ class MemoryLimit:
         self.limit = stage.config.memory_limit
         self._agreed: tuple[int, int] | None = None  # number of the world, and its limit
 
-    def bytes(self) -> int | None:
-        """Return the smallest limit of all ranks, which may differ; None: no limit. Collective once in a world."""
-        if not isinstance(self.limit, float):
-            return self.limit
+    def bytes(self, *, in_batch: bool = False) -> int | None:
+        """Return the smallest limit of all ranks, which may differ; None: no limit. Collective once in a world.
+
+        Args:
+            in_batch: whether it is for a move during a batch. Such a move needs more than one for which training waits,
+                so it has a limit on an accelerator in any case.
+        """
+        limit = self.limit
+        if limit is None and in_batch and get_accelerator().device_name() != "cpu":
+            limit = SHARE_IN_BATCH
+        if not isinstance(limit, float):
+            return limit
         comm = self._stage.comm
         if self._agreed is None or self._agreed[0] != comm.worlds:
-            mine = torch.tensor([-self.limit * get_accelerator().total_memory()], dtype=torch.float64)
+            mine = torch.tensor([-limit * get_accelerator().total_memory()], dtype=torch.float64)
             self._agreed = comm.worlds, int(-comm.max_over_world(mine).item())
         return self._agreed[1]
 
@@ -79,13 +89,16 @@ class MemoryLimit:
         """Layers per checkpointed segment; 0: no checkpointing."""
         return self._stage.layers.checkpoint_interval
 
-    def held(self) -> HeldMemory | None:
+    def held(self, *, in_batch: bool = False) -> HeldMemory | None:
         """Gather the bytes of each layer; None without a limit. Collective.
+
+        Args:
+            in_batch: as for :meth:`bytes`.
 
         Raises:
             MigrationError: harmless, on every rank; a rank cannot size its layers.
         """
-        limit = self.bytes()
+        limit = self.bytes(in_batch=in_batch)
         if limit is None:
             return None
         layers = self._stage.layers
@@ -116,7 +129,7 @@ class MemoryLimit:
         return self._overflow(plan, profile, overlapped=overlapped) is None
 
     def _overflow(self, plan: MigrationPlan, profile: Profile | None, *, overlapped: bool) -> Overflow | None:
-        held = self.held()
+        held = self.held(in_batch=overlapped)
         if held is None:
             return None
         present = memory_model(profile, held.limit, self.checkpoint_interval) if profile is not None else None

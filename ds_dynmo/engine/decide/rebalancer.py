@@ -279,18 +279,20 @@ class Rebalancer:
     def _decided_move(self, request: Request, profile_seconds: float) -> DecidedMove:
         """Decide from the latest profile. Collective."""
         assert self.profile is not None
-        profile, limit_bytes = self.profile, self.memory.bytes()
-        began = time.perf_counter()
+        profile, limit_bytes, seconds = self.profile, self.memory.bytes(), 0.0
+
+        def decide() -> Decision:
+            nonlocal seconds
+            began = time.perf_counter()
+            decision = self._decide(profile, limit_bytes, request)
+            seconds = time.perf_counter() - began  # without the wait for ranks whose batch goes on
+            return decision
+
         self._comm.enter("rebalance")
         with self._stage.timeline.phase("decide", "decide"):
-            decision = self._comm.everywhere(
-                DECIDING,
-                lambda: self._decide(profile, limit_bytes, request),
-                same=self._agreed,
-            )
-        seconds = profile_seconds, time.perf_counter() - began
+            decision = self._comm.everywhere(DECIDING, decide, same=self._agreed)
         self.cost_model.decided(decision)
-        return DecidedMove(decision.placement, request, decision, profile, seconds)
+        return DecidedMove(decision.placement, request, decision, profile, (profile_seconds, seconds))
 
     def _decide(self, profile: Profile, limit_bytes: int | None, request: Request) -> Decision:
         """Decide from ``profile``. Collective if ``dynmo.decentralized`` is set."""
@@ -533,6 +535,12 @@ class Rebalancer:
                 self._stage.schedule.decide(found.schedule, costs, over_bound=found.over_bound)
 
     # -- for the repacker and checkpoints --------------------------------------------------------
+
+    def trigger_state(self) -> dict[str, Any]:
+        """Return the trigger's state for a checkpoint: a move that is not done is decided again by a resumed run."""
+        request = self._decided.request if self._decided is not None else None
+        is_decided_again = request is not None and (request.reason.is_automatic or request.reason is Reason.INITIAL)
+        return self.trigger.state_dict(request if is_decided_again else None)
 
     def nearest_allowed(self, placement: Placement) -> Placement:
         """Find the nearest placement that ``dynmo.keep_together`` allows; log it if it is not ``placement``."""

@@ -195,16 +195,20 @@ class Trigger:
         """
         self._batches_since_move, self._measurement_wanted = -1 if in_batch else 0, True
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint."""
+    def state_dict(self, decided: Request | None = None) -> dict[str, Any]:
+        """Return plain values for a checkpoint.
+
+        Args:
+            decided: the request of a move that was decided and is not done, which is lost with this run; None: none is.
+        """
         due = self._taken or Due(False, None, False)
-        pending = self._pending or due.request
+        pending = self._pending or due.request or decided
         text = str(pending) if pending is not None else None
         state = {
             **{name: getattr(self, attribute) for name, attribute in self._SAVED.items()},
             "_urgent": self._urgent or due.urgent,
             "_outcome_wanted": self._measurement_wanted or due.measurement,
-            "_placed": self._placed,
+            "_placed": self._placed and decided is None,
             "_reason": text,
         }
         if pending is not None and _request_saved(state) != pending:  # a model may give "interval" as reason

@@ -126,6 +126,15 @@ def find(save_dir: str, tag: str) -> str | None:
     return None
 
 
+def tag_of(name: str) -> str | None:
+    """Return the tag of which a folder of this name may hold the checkpoint; None: a temporary folder.
+
+    >>> tag_of("global_step7"), tag_of("global_step7.replacing"), tag_of(".global_step7.writing")
+    ('global_step7', 'global_step7', None)
+    """
+    return None if name.startswith(".") else name.removesuffix(_replacing("")).removesuffix(_replaced(""))
+
+
 def read_latest(save_dir: str, name: str = LATEST) -> str | None:
     """Read the tag that ``latest``, or a file of another ``name``, has; None: there is no such file."""
     path = os.path.join(save_dir, name)

@@ -27,12 +27,12 @@ class EngineProgress:
         self._engine, self._rebalancer, self._trainable = engine, rebalancer, trainable
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters that DeepSpeed's checkpoints lack, as plain JSON."""
+        """Return the counters that DeepSpeed's checkpoints lack, as plain JSON, for a checkpoint."""
         rebalancer = self._rebalancer
         return {
             **micro_batch_counters(self._engine),
             "last_move_step": rebalancer.last_move_step,
-            "controller": rebalancer.trigger.state_dict(),
+            "controller": rebalancer.trigger_state(),
             "experience": rebalancer.cost_model.state_dict(),
         }
 
@@ -52,7 +52,7 @@ class EngineProgress:
         """Return the whole progress, for a rank that was away."""
         return {
             "shared": shared_counters(self._engine),
-            "counters": self.counters(),
+            "counters": {**self.counters(), "controller": self._rebalancer.trigger.state_dict()},
             "profile": self._rebalancer.profile,
             "trainable": self._trainable.state_dict(),
         }

@@ -266,6 +266,7 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
 # A "dynmo" section with a decision after every batch. At the first, all blocks are on the second of two stages.
 EVERY: dict[str, Any] = {
     "interval": 1,
+    "migration": "blocking",
     "min_improvement": 0.0,
     "profile": {"batches": 1, "warmup_batches": 0},
     "initial_partition": [0, 1, 7],
