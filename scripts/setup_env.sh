@@ -78,6 +78,9 @@ ds_dynmo_venv() {
         options+=(--system-site-packages)
     fi
     ds_dynmo_say "making .venv with $("$python" --version) ($python)"
+    if [[ -L "$folder" ]]; then
+        rm "$folder" # --clear would empty the environment that the link leads to
+    fi
     "$python" -m venv "${options[@]}" "$folder" && return
     ds_dynmo_say "$python cannot make a virtual environment: install its venv module (Debian, Ubuntu: apt install python3-venv)"
     return 1

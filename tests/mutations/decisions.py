@@ -47,6 +47,13 @@ MUTATIONS = [
         " -k 'rebalance-fp32'",
     ),
     Mutation(
+        "without a memory limit a move during a batch may take all of an accelerator",
+        f"{DECIDE}/memory.py",
+        "        if limit is None and in_batch and",
+        "        if False and",
+        "tests/local/test_memory_limit.py",
+    ),
+    Mutation(
         "the memory of layers that arrive is not counted while they move",
         "ds_dynmo/partitioners/move_memory.py",
         "return new.flat + sum(layer.separate + layer.staged for layer in arriving) +",

@@ -18,7 +18,7 @@ case "$*" in
     *version_info*) ;;
     *"sys.prefix if"*) [[ "$0" != */.venv/* ]] || echo "${0%/bin/python}" ;;
     *realpath*) echo BASE ;;
-    *"-m venv --clear"*) rm -rf "${!#}"; mkdir -p "${!#}/bin"; cp "$0" "${!#}/bin/python" ;;
+    *"-m venv --clear"*) rm -rf "${!#}"/*; mkdir -p "${!#}/bin"; cp "$0" "${!#}/bin/python" ;;
     *"pip --version"* | --version) echo 3 ;;
     "-c import torch") [[ -e "${0%/*}/torch" ]] ;;
     *urlopen*) [[ -n "${REACHED:-}" ]] ;;
@@ -161,6 +161,16 @@ def test_a_checkout_that_was_moved_gets_a_new_environment(checkout: Checkout, tm
     (checkout.folder / ".venv" / "ds_dynmo_installed").write_text("/elsewhere\n")
     calls, said = checkout.run("quickstart.sh")
     assert "the checkout was moved" in said and f"install --quiet --editable {checkout.folder}" in calls
+
+
+def test_an_environment_that_a_link_leads_to_is_left_alone(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.run("quickstart.sh")
+    folder = checkout.folder / ".venv"
+    other = folder.rename(tmp_path / "of another checkout")
+    (other / "ds_dynmo_installed").write_text("/elsewhere\n")
+    folder.symlink_to(other)
+    checkout.run("quickstart.sh")
+    assert folder.is_dir() and not folder.is_symlink() and (other / "ds_dynmo_installed").read_text() == "/elsewhere\n"
 
 
 @pytest.mark.parametrize("reached", ["", "1"])

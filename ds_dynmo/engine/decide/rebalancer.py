@@ -578,8 +578,9 @@ class Rebalancer:
         return self._move_in_background(move) if background else self._move_now(move)
 
     def forget_profile(self) -> None:
-        """Drop the profile: this rank has no layers any more."""
+        """Drop the profile, and what was decided from it: this rank has no layers any more."""
         self.profile = None
+        self.drop_decided_move()
         self._drop_posted_profile()
 
     def of_whole_batch(self, profile: Profile) -> Profile:
