@@ -10,7 +10,7 @@ import torch
 
 from ds_dynmo.cli.training.resuming import METADATA_KEY, client_state
 from ds_dynmo.engine.save.folder import write_latest
-from ds_dynmo.engine.save.manifest import stage_file
+from ds_dynmo.engine.save.manifest import MANIFEST, stage_file
 
 
 def metadata_of(checkpoint: Path) -> dict[str, Any]:
@@ -19,6 +19,7 @@ def metadata_of(checkpoint: Path) -> dict[str, Any]:
 
 def save_metadata(checkpoint: Path, metadata: dict[str, Any]) -> None:
     """Let ``checkpoint`` be the latest one, of a run with this metadata. Nothing else is in that file afterwards."""
-    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / MANIFEST).parent.mkdir(parents=True, exist_ok=True)
+    (checkpoint / MANIFEST).touch()
     torch.save(client_state(metadata), checkpoint / stage_file(0))
     write_latest(str(checkpoint.parent), checkpoint.name)

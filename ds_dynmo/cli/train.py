@@ -46,6 +46,7 @@ from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.data import TokenBatches
 from ds_dynmo.engine.comm.hosts import check_launch
 from ds_dynmo.engine.comm.same_facts import check_same
+from ds_dynmo.engine.save.folder import write_latest
 from ds_dynmo.errors import CheckpointError, ConfigError, PartitionError
 from ds_dynmo.models import (
     AUXILIARY_LOSS,
@@ -205,8 +206,11 @@ def save(run: TrainingRun, engine: Any, cases: list[DynamicCase], tag: str) -> N
         str(run.save),
         tag=tag,
         client_state=client_state(metadata),
+        save_latest=engine.dynmo is not None,
         exclude_frozen_parameters=not run.model.save_base,
     )
+    if engine.dynmo is None and engine.global_rank == 0:  # DeepSpeed would name it while other ranks write
+        write_latest(str(run.save), tag)
 
 
 def resumed_line(run: TrainingRun) -> str:

@@ -105,7 +105,7 @@ class DynMoConfig(Section):  # a validator sees only the keys above its own: the
         description="false: layers stay at initial_partition, and engine.rebalance and engine.repack are refused",
     )
     interval: int = Field(default=100, ge=0, description="steps between automatic decisions; 0: only on request")
-    start_step: int = Field(default=0, ge=0, description="first step at which an automatic decision may happen")
+    start_step: int = Field(default=0, ge=0, description="first step at which an automatic decision may be due")
     stop_step: int | None = Field(
         default=None, ge=0, description="last such step, at least start_step; null: there is no last one"
     )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
+
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.reporter import Reporter
@@ -69,7 +71,8 @@ def build_components(engine: Any, config: DynMoConfig) -> Components:
     reporter = Reporter(config, stage.comm, is_first_rank=stage.comm.here.rank == 0, monitor=engine.monitor)
     references = _prepare_layers(engine, config)
     ranks, data, clock = JobRanks(stage, engine.module.topology()), DataPosition(engine), device_clock()
-    profiler = Profiler(clock, size_every_pass=config.memory_limit is not None)
+    moves_are_limited = config.migration.kind == "background" and get_accelerator().device_name() != "cpu"
+    profiler = Profiler(clock, size_every_pass=config.memory_limit is not None or moves_are_limited)
     migrator = Migrator(partial(MigrationContext.of, stage, references))
     rebalancer = Rebalancer(
         stage,

@@ -42,8 +42,8 @@ class RebalanceReport(_BetweenPlacements):
         imbalance_before, imbalance_after: predicted, the paper's equation 2.
         layers_moved: in the whole pipeline (one data-parallel replica).
         bytes_moved: in the whole pipeline (one data-parallel replica): weights, optimizer state and buffers.
-        profile_seconds, decide_seconds, migrate_seconds: that training waited while the profile was gathered, for the
-            decision, and while layers moved.
+        profile_seconds, decide_seconds, migrate_seconds: that training waited while the profile was gathered, that
+            this rank took to decide, and that training waited while layers moved.
         background_seconds: from the beginning to the end of a move while a batch trained; None: training waited for it.
         load_signals: per layer, None where a layer does not report one.
         iteration_seconds_before, iteration_seconds_after: predicted by simulating the schedule, without the

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+import ds_dynmo
 from ds_dynmo import PartitionError
 from ds_dynmo.engine.deepspeed.patches import PatchedPipelineEngine
 from ds_dynmo.engine.move import references
@@ -22,6 +23,7 @@ from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import PRECISIONS, Case
 from tests.distributed.support.elastic import PARK, losses, merged
 from tests.distributed.support.models import WIDTH, Block, layers, seeded
+from tests.distributed.support.told_clock import unsteady_engine
 from tests.distributed.support.training import (
     Warnings,
     batches,
@@ -139,7 +141,11 @@ def steps_of_profiles(interval: int, call: str) -> dict[str, Any]:
         if batch == 2:
             calls[call]()
         profiles.append(engine.profile.step if engine.profile is not None else 0)
-    return {"profiles": profiles, "decisions": [(report.step, report.reason) for report in engine.reports]}
+    return {
+        "profiles": profiles,
+        "decisions": [(report.step, report.reason) for report in engine.reports],
+        "measured": [report.step for report in engine.measurements],
+    }
 
 
 def test_a_profile_is_read_after_the_next_batch() -> None:
@@ -159,10 +165,61 @@ def test_a_decision_by_hand_reads_the_profile_on_its_way() -> None:
         assert of_rank["profiles"][1] == 2 and of_rank["decisions"][0] == (2, "by hand")
 
 
+def changes_in_every_batch() -> tuple[list[tuple[int, str, bool]], list[int]]:
+    section = {"interval": 0, "profile": {"warmup_batches": 0}}
+    engine, data = unsteady_engine(section, [(0.001, 0.002)] * 7 + [(0.02, 0.04)], [1.0] * 2, 0.0)
+    for batch in range(4):
+        engine.model_changed(f"change {batch}")
+        engine.train_batch(data)
+    return [(report.step, report.reason, report.moved) for report in engine.reports], engine.partition
+
+
+def test_a_model_that_changes_in_every_batch_gets_its_decisions() -> None:
+    for reports, partition in run(2, changes_in_every_batch):
+        assert reports == [(2, "change 0", True), (3, "change 2", False), (4, "change 3", False)]
+        assert partition == [0, 7, 8]
+
+
+def refused(call: str) -> list[tuple[int, str]]:
+    """Make a call that is refused while the profile for the first decision is on its way."""
+    section = {"initial_partition": "profile", "interval": 0, "profile": {"batches": 1, "warmup_batches": 1}}
+    engine, data = unsteady_engine(section, [(0.001, 0.002)] * 7 + [(0.02, 0.04)], [1.0] * 2, 0.0)
+    for batch in range(1, 8):
+        engine.train_batch(data)
+        if batch == 2:
+            with pytest.raises(ds_dynmo.PartitionError):
+                engine.repack(7) if call == "repack" else engine.rebalance([0, 9, 8])
+    return [(report.step, report.reason) for report in engine.reports]
+
+
+@pytest.mark.parametrize(("call", "step"), [("repack", 5), ("rebalance", 4)])
+def test_a_refused_call_leaves_a_decision_due(call: str, step: int) -> None:
+    assert run(2, refused, call) == [[(step, "initial")]] * 2
+
+
+def saved_after_a_decision(folder: str, loads: bool) -> list[tuple[int, str]]:
+    """Save between a decision and its move. Return the decisions of that run, or of one that resumes from there."""
+    section = {"interval": 3, "stop_step": 3, "profile": {"batches": 1, "warmup_batches": 1}}
+    engine, data = unsteady_engine(section, [(0.001, 0.002)] * 7 + [(0.02, 0.04)], [1.0] * 2, 0.0)
+    if loads:
+        engine.load_checkpoint(folder)
+    for batch in range(1, 7):
+        engine.train_batch(data)
+        if batch == 4 and not loads:
+            engine.save_checkpoint(folder)
+    return [(report.step, report.reason) for report in engine.reports]
+
+
+def test_a_run_that_is_resumed_before_a_decided_move_decides_again(tmp_path: Path) -> None:
+    assert run(2, saved_after_a_decision, str(tmp_path), False) == [[(5, "interval")]] * 2
+    assert run(2, saved_after_a_decision, str(tmp_path), True) == [[(7, "interval")]] * 2
+
+
 @pytest.mark.parametrize("call", ["move", "move in the next batch", "the model changes"])
 def test_a_profile_of_another_state_is_dropped(call: str) -> None:
     for of_rank in run(2, steps_of_profiles, 2, call):
         assert 2 not in of_rank["profiles"] and max(of_rank["profiles"]) > 3
+        assert of_rank["measured"][0] > 2  # the first measurement of the run, which was to be of batch 2
 
 
 def traced(path: str) -> None:
@@ -448,7 +505,7 @@ def saved_between(folder: str, moves: bool) -> dict[str, Any]:
             engine.model_changed("what it was decided from")
             drop_decision(engine)
         if moves and step == 4:
-            assert engine.partition == [0, 3, 8]
+            assert engine.partition == [0, 6, 8]
     outcome = outcome_of(engine, losses)
     if moves:
         engine.load_checkpoint(folder, "between")

@@ -24,6 +24,7 @@ from ds_dynmo.cli.training.options import prepare
 from ds_dynmo.cli.training.report import begin_report, continue_report, record_nothing
 from ds_dynmo.cli.training.resuming import find_checkpoint
 from ds_dynmo.engine.save.destinations import ToMemory
+from ds_dynmo.engine.save.folder import write_latest
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models import DynamicCase, language_model_loss, model_layers
 from ds_dynmo.simulation import Recorded
@@ -48,7 +49,7 @@ def signalled(arguments: list[str], received: dict[int, tuple[int, int]]) -> dic
     has_begun, write_rest = threading.Event(), ToMemory.write_rest
 
     def held(files: ToMemory) -> None:
-        assert has_begun.wait(120), "training waits for the save"
+        assert has_begun.wait(60), "training waits for the save"
         write_rest(files)
 
     with patch.object(ToMemory, "write_rest", held):
@@ -231,6 +232,29 @@ def test_a_checkpoint_that_cannot_be_the_latest_is_an_error_on_every_rank(tmp_pa
     saving = ["--save", str(folder), "--set", "dynmo.checkpoint=background"]
     for message in run(2, failure_to_save, [*flags(tmp_path, "dense", 3), *saving]):
         assert message.startswith(f"{folder / 'global_step3'}: ") and "[Errno 21]" in message
+
+
+def saved_by_stock_deepspeed(arguments: list[str], folder: Path) -> list[int]:
+    """Return the stages whose files are there, each time that ``latest`` is written."""
+    found = []
+
+    def name(save_dir: str, tag: str) -> None:
+        assert not (folder / "latest").exists()
+        found.append(len(list((folder / tag).glob("mp_rank_*_model_states.pt"))))
+        write_latest(save_dir, tag)
+
+    run = prepare(arguments)
+    engine = build_engine(run)
+    with patch("ds_dynmo.cli.train.write_latest", name):
+        train(run, engine, build_cases(run, engine))
+    return found
+
+
+def test_without_the_section_a_checkpoint_is_the_latest_once_all_ranks_have_written_it(tmp_path: Path) -> None:
+    arguments, folder = flags(tmp_path, "dense", 2), tmp_path / "saved"
+    saving = ["--save", str(folder), "--set", "dynmo=null"]
+    assert run(2, saved_by_stock_deepspeed, [*arguments, *saving], folder) == [[2], []]
+    assert find_checkpoint(folder) == "global_step2" and metadata_of(folder / "global_step2")["step"] == 2
 
 
 def command_on_a_full_disk(arguments: list[str]) -> tuple[int, str]:

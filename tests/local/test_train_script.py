@@ -18,6 +18,7 @@ from ds_dynmo.cli import train
 from ds_dynmo.cli.training.options import RECORDING, TrainingRun, prepare
 from ds_dynmo.cli.training.resuming import find_checkpoint
 from ds_dynmo.cli.training.stopping import StopSignals
+from ds_dynmo.engine.save.manifest import MANIFEST
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.models import read_model_config
 from tests.ports import free_port
@@ -302,6 +303,9 @@ def test_a_run_that_has_saved_nothing_yet_begins_where_it_would_resume(
         run = prepare([*given, *saving, "--resume", str(tmp_path / "run" / ".." / folder)])
         assert (run.resumed, run.resume, run.first_step) == (None, None, 0)
         assert "nothing has been saved there yet; the run begins" in capsys.readouterr().out
+        save_metadata(tmp_path / "run" / "unfinished", {})  # by stock DeepSpeed, which writes into the folder
+        (tmp_path / "run" / "unfinished" / MANIFEST).unlink()
+        (tmp_path / "run" / "latest").unlink()
     with pytest.raises(ConfigError, match=r"^--resume .*nowhere: no such folder"):
         prepare([*given, *saving, "--resume", str(tmp_path / "nowhere"), "--tag", "global_step3"])
     (tmp_path / "run" / "latest").write_text("of_another_command")

@@ -103,7 +103,7 @@ MUTATIONS = [
         "ds_dynmo/engine/decide/trigger.py",
         "        pending = self._pending or due.request or decided\n",
         "        pending = self._pending or due.request\n",
-        "tests/distributed/test_switched_off.py::test_a_resumed_run_without_such_a_partition_profiles_once",
+        "tests/distributed/test_background_moves.py::test_a_run_that_is_resumed_before_a_decided_move_decides_again",
     ),
     Mutation(
         "a placement that was decided and has not begun counts as done in a checkpoint",
@@ -111,6 +111,21 @@ MUTATIONS = [
         '            "_placed": self._placed and decided is None,\n',
         '            "_placed": self._placed,\n',
         "tests/distributed/test_switched_off.py::test_a_resumed_run_without_such_a_partition_profiles_once",
+    ),
+    Mutation(
+        "without the section DeepSpeed names a checkpoint while other ranks write",
+        "ds_dynmo/cli/train.py",
+        "        save_latest=engine.dynmo is not None,\n",
+        "",
+        "tests/distributed/test_train_script.py"
+        "::test_without_the_section_a_checkpoint_is_the_latest_once_all_ranks_have_written_it",
+    ),
+    Mutation(
+        "a run resumes from a checkpoint that is not whole",
+        "ds_dynmo/cli/training/resuming.py",
+        "if name == latest or (_path(folder, name) / MANIFEST).is_file()}",
+        "}",
+        "tests/local/test_train_script.py::test_a_run_that_has_saved_nothing_yet_begins_where_it_would_resume",
     ),
     Mutation(
         "ds-dynmo-train waits for each save in the background",

@@ -186,20 +186,32 @@ MUTATIONS = [
         f"{BACKGROUND}::test_what_does_not_fit_into_one_batch_goes_in_several",
     ),
     Mutation(
-        "a changed model does not drop the decision before it",
+        "a model that changes in every batch gets no decision",
         "ds_dynmo/engine/decide/rebalancer.py",
-        "        self.drop_decided_move()\n        self._drop_posted_profile()\n"
-        "        self._profiler.forget(batches_too=True)\n        self.cost_model",
-        "        self._drop_posted_profile()\n        self._profiler.forget(batches_too=True)\n        self.cost_model",
-        f"{BACKGROUND}::test_between_two_batches_nothing_is_under_way",
+        " or self._waits_for_profile or self.trigger.urgent\n",
+        " or self._waits_for_profile\n",
+        f"{BACKGROUND}::test_a_model_that_changes_in_every_batch_gets_its_decisions",
     ),
     Mutation(
         "a changed model does not drop the profile of the batch before it",
         "ds_dynmo/engine/decide/rebalancer.py",
-        "        self.drop_decided_move()\n        self._drop_posted_profile()\n"
+        "        self._drop_posted_profile()\n        self._profiler.forget(batches_too=True)\n        self.cost_model",
         "        self._profiler.forget(batches_too=True)\n        self.cost_model",
-        "        self.drop_decided_move()\n        self._profiler.forget(batches_too=True)\n        self.cost_model",
         f"{BACKGROUND}::test_a_profile_of_another_state_is_dropped",
+    ),
+    Mutation(
+        "a call that is refused takes the decision that was due",
+        "ds_dynmo/engine/decide/rebalancer.py",
+        "            self.trigger.still_due(request)\n",
+        "            pass\n",
+        f"{BACKGROUND}::test_a_refused_call_leaves_a_decision_due",
+    ),
+    Mutation(
+        "a call by hand fails with the profile of an earlier decision",
+        "ds_dynmo/engine/decide/rebalancer.py",
+        "        self.collect_profile()\n        profile_seconds",
+        "        self.read_profile()\n        profile_seconds",
+        "tests/distributed/test_decisions.py::test_a_layer_that_did_not_run_does_not_end_training",
     ),
     Mutation(
         "a recalled rank moves more bytes in a batch than the others",

@@ -10,7 +10,7 @@ from typing import Any
 from ds_dynmo.config import load_json
 from ds_dynmo.config.explain import show
 from ds_dynmo.engine.save import folder as folders
-from ds_dynmo.engine.save.manifest import stage_file
+from ds_dynmo.engine.save.manifest import MANIFEST, stage_file
 from ds_dynmo.engine.save.safe_load import safe_load
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.files.texts import read_errors_as_config_error
@@ -47,6 +47,8 @@ def find_checkpoint(folder: Path, tag: str | None = None) -> str:
         tags = _tags(folder)
         latest = folders.read_latest(str(folder))
     chosen = latest if tag is None else tag
+    if chosen and folders.find(str(folder), chosen) is not None:
+        return chosen
     if not tags:
         raise ConfigError(f"{folder}: holds no checkpoint of ds-dynmo-train")
     there = f"there are {', '.join(tags)}; --tag TAG chooses one"
@@ -56,10 +58,8 @@ def find_checkpoint(folder: Path, tag: str | None = None) -> str:
         return tags[0]
     if not chosen:
         raise ConfigError(f"{folder}: {'--tag' if tag is not None else 'latest'} is empty; {there}")
-    if folders.find(str(folder), chosen) is None:
-        named = f'"latest" names {latest}' if tag is None else f"--tag {tag}"
-        raise ConfigError(f"{folder}: {named}, which is not there; {there}")
-    return chosen
+    named = f'"latest" names {latest}' if tag is None else f"--tag {tag}"
+    raise ConfigError(f"{folder}: {named}, which is not there; {there}")
 
 
 def read_run_metadata(folder: Path, tag: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def read_run_metadata(folder: Path, tag: str) -> dict[str, Any]:
     Raises:
         ConfigError: there are none, or they lack something.
     """
-    path = _stage_file(folder, tag)
+    path = _path(folder, tag) / stage_file(0)
     try:
         saved = safe_load(str(path), mapped=True, checks_values=False)
     except CheckpointError as error:
@@ -132,14 +132,16 @@ def total_steps(requested: int | None, folder: Path, resumed: dict[str, Any], mo
 
 
 def _tags(folder: Path) -> list[str]:
-    """List the checkpoints in ``folder``, by step."""
-    tags = {tag for entry in os.scandir(folder) if entry.is_dir() and (tag := folders.tag_of(entry.name)) is not None}
-    return sorted((tag for tag in tags if _stage_file(folder, tag).is_file()), key=lambda tag: (len(tag), tag))
+    """List the checkpoints that are whole, by step. Of those of stock DeepSpeed only the latest is known to be."""
+    names = {tag for entry in os.scandir(folder) if entry.is_dir() and (tag := folders.tag_of(entry.name)) is not None}
+    latest = folders.read_latest(str(folder))
+    tags = {name for name in names if name == latest or (_path(folder, name) / MANIFEST).is_file()}
+    return sorted(tags, key=lambda tag: (len(tag), tag))
 
 
-def _stage_file(folder: Path, tag: str) -> Path:
-    """Return the path of the file that has the client state of a checkpoint."""
-    return Path(folders.find(str(folder), tag) or folder / tag) / stage_file(0)
+def _path(folder: Path, tag: str) -> Path:
+    """Return the folder of a checkpoint."""
+    return Path(folders.find(str(folder), tag) or folder / tag)
 
 
 def _launch(folder: Path) -> dict[str, Any]:

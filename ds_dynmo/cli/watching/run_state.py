@@ -84,7 +84,7 @@ class RunState:
         self.validation_loss = float(record["validation_loss"])
 
     def take_profile(self, record: Record) -> None:
-        """Take a profile, which is written after the decision that it led to: layers may have moved since."""
+        """Take a profile, which may be written after the move that it led to: layers may be elsewhere by then."""
         self.measurement = Profile.from_record(record)
         if self.measurement.step > self.placed_step:
             self.placement = self.measurement.placement

@@ -43,7 +43,7 @@ def rebalance_report(
 
     Args:
         decision: None: there was no profile for predictions.
-        seconds: that training waited for profile, decision and migration.
+        seconds: of profile, decision and migration, as in a :class:`RebalanceReport`.
         background_seconds: from the beginning to the end of a move while a batch trained; None: training waited for it.
         own_schedule: class of the schedule of a user's engine class.
     """

@@ -129,7 +129,8 @@ class Rebalancer:
             The request of a decision that is due now; None: none is.
         """
         self.trigger.batch_done(self._stage.counters.steps)
-        if not self._gathers_in_background:
+        if self._needs_profile_now:
+            self._comm.enter("rebalance")
             self._post_due_profile()
         try:
             request = self.read_profile()
@@ -143,12 +144,13 @@ class Rebalancer:
 
         If layers move in that batch, it would be dropped, so it is not gathered.
         """
-        if self._gathers_in_background and self._decided is None:
-            self._post_due_profile()
+        if self._config.migration.kind == "background" and self._decided is None:
+            self._post_due_profile()  # the batch's loss may still be on its way, and is not waited for
 
     @property
-    def _gathers_in_background(self) -> bool:
-        return self._config.migration.kind == "background" and not self._waits_for_profile
+    def _needs_profile_now(self) -> bool:
+        """Whether training waits for the profile that is due: a model may have changed again before the next batch."""
+        return self._config.migration.kind == "blocking" or self._waits_for_profile or self.trigger.urgent
 
     def decide_and_move_or_stay(self, request: Request) -> None:
         """Decide and move layers; if that fails harmlessly, warn on rank 0 and continue. Collective."""
@@ -181,7 +183,7 @@ class Rebalancer:
             train: trains a batch on the engine's data. Collective.
             background: whether to move while the next batch trains; the report then follows.
         """
-        self.read_profile()
+        self.collect_profile()
         profile_seconds = self.train_until_profiled(train) if self.profile is None else 0.0
         move = self._decided_move(Request(Reason.BY_HAND), profile_seconds)
         report = self._move_in_background(move) if background else self._move_now(move)
@@ -218,7 +220,6 @@ class Rebalancer:
 
     def model_changed(self, reason: str) -> None:
         """Update after the model's work changed: the next batch is profiled and a decision follows."""
-        self.drop_decided_move()
         self._drop_posted_profile()
         self._profiler.forget(batches_too=True)
         self.cost_model.model_changed()
@@ -232,8 +233,6 @@ class Rebalancer:
             return
         with self._stage.timeline.phase("profile", "post the profile"):
             began = time.perf_counter()
-            if not self._gathers_in_background:  # else the batch's loss may still be on its way, and is not waited for
-                self._comm.enter("rebalance")
             self._posted = PostedProfile(self._stage, self._profiler, self._move_seconds)
             self._profiler.forget()
             self._profile_seconds = time.perf_counter() - began
@@ -268,6 +267,18 @@ class Rebalancer:
         if due.measurement:
             self._reporter.measured(measured_report(self.profile, self.last_move_step), self._stage.counters.samples)
         return due.request
+
+    def collect_profile(self) -> None:
+        """Read the profile that is on the way before a decision by hand. Collective.
+
+        If that fails, the latest one stays. The decision that it was gathered for stays due until another is made.
+        """
+        try:
+            request = self.read_profile()
+        except (PartitionError, MigrationError) as error:
+            self._stay(error)
+        else:
+            self.trigger.still_due(request)
 
     def _drop_posted_profile(self) -> None:
         """Drop the profile on the way: layers were elsewhere when it was measured, or cost something else."""

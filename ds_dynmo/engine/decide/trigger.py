@@ -92,6 +92,11 @@ class Trigger:
         return self._pending
 
     @property
+    def urgent(self) -> bool:
+        """Whether the pending decision does not wait for a warm-up."""
+        return self._urgent
+
+    @property
     def warm(self) -> bool:
         """Whether the warm-up after the start or the last move is over."""
         return self._batches_since_move >= self._config.profile.warmup_batches
@@ -175,6 +180,11 @@ class Trigger:
             self._pending, self._urgent = self._pending or due.request, self._urgent or due.urgent
         elif due.request is not None:
             self._placed = self._places_once
+
+    def still_due(self, request: Request | None) -> None:
+        """Make a decision due again whose profile was there, and which was not made; None: there was none."""
+        if request is not None:
+            self._pending, self._placed = self._pending or request, False
 
     @property
     def _places_once(self) -> bool:

@@ -108,7 +108,7 @@ class Repacker:
                 of ``keep_together``, or no partition fits in memory. Nothing has changed.
             MigrationError: see its message; nothing has changed unless it says that layers had begun to move.
         """
-        self._rebalancer.read_profile()
+        self._rebalancer.collect_profile()
         if self._rebalancer.profile is None and num_stages is None and partition is None:
             self._rebalancer.train_until_profiled(train)
         began = time.perf_counter()
