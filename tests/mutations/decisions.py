@@ -100,7 +100,7 @@ MUTATIONS = [
         "ds_dynmo/engine/measure/profile_reduction.py",
         "table = self._comm.read_max(self._posted)\n",
         "table = self._posted.tensor.clone()\n",
-        f"{ENGINE}::test_a_profile_has_every_layer",
+        f"{ENGINE}::test_automatic_rebalance_evens_out_sleeping_layers",
     ),
     Mutation(
         "a decision comes a batch after its interval",
