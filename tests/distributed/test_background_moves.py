@@ -165,6 +165,29 @@ def test_a_decision_by_hand_reads_the_profile_on_its_way() -> None:
         assert of_rank["profiles"][1] == 2 and of_rank["decisions"][0] == (2, "by hand")
 
 
+def steps_that_wait(migration: str) -> list[int]:
+    """Return the steps after which this rank waits for the others, and so for the loss of the batch."""
+    use_virtual_clock()
+    section = {"interval": 2, "migration": migration, "profile": {"batches": 1, "warmup_batches": 1}}
+    engine, data = sleeping_engine(section, [0.01] * 8, 2)
+    enter, steps = engine.stage.comm.enter, set[int]()
+
+    def counted(what: str) -> None:
+        if what == "rebalance":
+            steps.add(engine.global_steps)
+        enter(what)
+
+    engine.stage.comm.enter = counted
+    for _ in range(7):
+        engine.train_batch(data)
+    return sorted(steps)
+
+
+@pytest.mark.parametrize(("migration", "steps"), [("blocking", [2, 4, 6]), ("background", [3, 5, 7])])
+def test_training_waits_only_for_decisions(migration: str, steps: list[int]) -> None:
+    assert run(2, steps_that_wait, migration) == [steps, steps]
+
+
 def changes_in_every_batch() -> tuple[list[tuple[int, str, bool]], list[int]]:
     section = {"interval": 0, "profile": {"warmup_batches": 0}}
     engine, data = unsteady_engine(section, [(0.001, 0.002)] * 7 + [(0.02, 0.04)], [1.0] * 2, 0.0)

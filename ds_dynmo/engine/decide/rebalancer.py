@@ -129,9 +129,8 @@ class Rebalancer:
             The request of a decision that is due now; None: none is.
         """
         self.trigger.batch_done(self._stage.counters.steps)
-        if self._needs_profile_now:
-            self._comm.enter("rebalance")
-            self._post_due_profile()
+        if self._needs_profile_now and self._posted is None:
+            self._post_due_profile(waits=True)
         try:
             request = self.read_profile()
         except (PartitionError, MigrationError) as error:
@@ -145,7 +144,7 @@ class Rebalancer:
         If layers move in that batch, it would be dropped, so it is not gathered.
         """
         if self._config.migration.kind == "background" and self._decided is None:
-            self._post_due_profile()  # the batch's loss may still be on its way, and is not waited for
+            self._post_due_profile(waits=False)
 
     @property
     def _needs_profile_now(self) -> bool:
@@ -227,12 +226,18 @@ class Rebalancer:
 
     # -- profile, decide, move ------------------------------------------------------------------------
 
-    def _post_due_profile(self) -> None:
-        """Post the measurements of the batches so far, if a measurement or a decision is due. Collective."""
+    def _post_due_profile(self, *, waits: bool) -> None:
+        """Post the measurements of the batches so far, if a measurement or a decision is due. Collective.
+
+        Args:
+            waits: whether training waits for the profile now; else the batch's loss may be on its way still, too.
+        """
         if not self.trigger.take(self._profiler.batches):
             return
         with self._stage.timeline.phase("profile", "post the profile"):
             began = time.perf_counter()
+            if waits:
+                self._comm.enter("rebalance")
             self._posted = PostedProfile(self._stage, self._profiler, self._move_seconds)
             self._profiler.forget()
             self._profile_seconds = time.perf_counter() - began
