@@ -62,6 +62,11 @@ def saved(content: Any) -> bytes:
     return file.getvalue()
 
 
+def checkpoint(file: str | bytes) -> dict[str, str | bytes]:
+    """Return the files of a folder in which the first stage's file of the latest checkpoint is this one."""
+    return {"here__a__mp_rank_00_model_states_dot_pt": file, "here__latest": "a"}
+
+
 SAVED = r"--resume here/a/mp_rank_00_model_states\.pt"
 TABLE = (
     # the file
@@ -154,9 +159,9 @@ TABLE = (
     flags(r"ids\.bin: token ids need \"dtype\".*", "--data", "ids.bin", ids_dot_bin=bytes(400)),
     flags(r"--resume /does/not/exist: no such folder", "--resume", "/does/not/exist"),
     flags(r"--resume here: holds no checkpoint of ds-dynmo-train", "--resume", "here", here__file="text"),
-    flags(rf"{SAVED}: cannot be read.*", "--resume", "here", here__a__mp_rank_00_model_states_dot_pt="{"),
-    flags(rf"{SAVED}: lacks .*", "--resume", "here", here__a__mp_rank_00_model_states_dot_pt=saved({})),
-    flags(rf"{SAVED}: lacks .*", "--resume", "here", here__a__mp_rank_00_model_states_dot_pt=saved([1])),
+    flags(rf"{SAVED}: cannot be read.*", "--resume", "here", **checkpoint("{")),
+    flags(rf"{SAVED}: lacks .*", "--resume", "here", **checkpoint(saved({}))),
+    flags(rf"{SAVED}: lacks .*", "--resume", "here", **checkpoint(saved([1]))),
     flags(r"--tag a: needs --resume DIR.*", "--tag", "a"),
     flags(r"--trace: withdrawn.*", "--trace", "t.json", "5", "4"),
     flags(r".*--report.*", "--report", ""),
