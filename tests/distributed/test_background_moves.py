@@ -199,25 +199,77 @@ def changes_in_every_batch() -> tuple[list[tuple[int, str, bool]], list[int]]:
 
 def test_a_model_that_changes_in_every_batch_gets_its_decisions() -> None:
     for reports, partition in run(2, changes_in_every_batch):
-        assert reports == [(2, "change 0", True), (3, "change 2", False), (4, "change 3", False)]
+        assert reports == [(1, "change 0", True), *((step, f"change {step - 1}", False) for step in (2, 3, 4))]
         assert partition == [0, 7, 8]
 
 
-def refused(call: str) -> list[tuple[int, str]]:
-    """Make a call that is refused while the profile for the first decision is on its way."""
+def does_not_fit(*_: Any, **__: Any) -> None:
+    raise ds_dynmo.MigrationError("does not fit", harmless=True)
+
+
+def called(call: str) -> list[tuple[int, str]]:
+    """Make a call while the profile for the first decision is on its way, or ("does not fit") the move is decided."""
     section = {"initial_partition": "profile", "interval": 0, "profile": {"batches": 1, "warmup_batches": 1}}
     engine, data = unsteady_engine(section, [(0.001, 0.002)] * 7 + [(0.02, 0.04)], [1.0] * 2, 0.0)
     for batch in range(1, 8):
         engine.train_batch(data)
-        if batch == 2:
+        if batch == 2 and call == "move":
+            engine.rebalance([0, 5, 8], background=True)
+        elif batch == 3 and call == "does not fit":
+            engine.rebalancer.memory.check = does_not_fit
+            with pytest.raises(ds_dynmo.MigrationError, match="does not fit"):
+                engine.rebalance([0, 5, 8])
+            del engine.rebalancer.memory.check
+        elif batch == 2 and call in ("repack", "rebalance"):
             with pytest.raises(ds_dynmo.PartitionError):
                 engine.repack(7) if call == "repack" else engine.rebalance([0, 9, 8])
     return [(report.step, report.reason) for report in engine.reports]
 
 
-@pytest.mark.parametrize(("call", "step"), [("repack", 5), ("rebalance", 4)])
+@pytest.mark.parametrize(("call", "step"), [("repack", 5), ("rebalance", 4), ("does not fit", 4)])
 def test_a_refused_call_leaves_a_decision_due(call: str, step: int) -> None:
-    assert run(2, refused, call) == [[(step, "initial")]] * 2
+    assert run(2, called, call) == [[(step, "initial")]] * 2
+
+
+def test_a_partition_by_hand_takes_the_place_of_a_decision_that_is_due() -> None:
+    assert run(2, called, "move") == [[(3, "explicit")]] * 2
+
+
+def first_decision(refused: bool) -> list[tuple[int, str]]:
+    """Train. With ``refused``, ask for a decision by hand after the first batch, which does not fit."""
+    section = {"initial_partition": "profile", "interval": 0, "profile": {"batches": 1, "warmup_batches": 3}}
+    engine, data = unsteady_engine(section, [(0.001, 0.002)] * 7 + [(0.02, 0.04)], [1.0] * 2, 0.0)
+    engine.set_dataiterator(data)
+    engine.train_batch(data)
+    if refused:
+        engine.rebalancer.memory.check = does_not_fit
+        with pytest.raises(ds_dynmo.MigrationError, match="does not fit"):
+            engine.rebalance()
+        del engine.rebalancer.memory.check
+    for _ in range(6):
+        engine.train_batch(data)
+    return [(report.step, report.reason) for report in engine.reports]
+
+
+def test_a_refused_decision_by_hand_leaves_the_first_one_due() -> None:
+    assert run(2, first_decision, False) == run(2, first_decision, True) != [[]] * 2
+
+
+def changed_while_decided(fits: bool) -> list[tuple[int, str]]:
+    """Change the model between a decision by hand and its move."""
+    engine, data = unsteady_engine({"interval": 0}, [(0.001, 0.002)] * 8, [1.0] * 2, 0.0)
+    engine.rebalancer.memory.fits = lambda *_, **__: fits
+    engine.train_batch(data), engine.train_batch(data)
+    engine.rebalance([0, 5, 8], background=True)
+    engine.model_changed("it changed")
+    engine.train_batch(data), engine.train_batch(data)
+    return [(report.step, report.reason) for report in engine.reports]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_model_that_changes_after_a_decision_gets_another(fits: bool) -> None:
+    for reports in run(2, changed_while_decided, fits):
+        assert reports[0] == (2, "explicit") and reports[1][1] == "it changed"
 
 
 def saved_after_a_decision(folder: str, loads: bool) -> list[tuple[int, str]]:

@@ -205,6 +205,7 @@ class Rebalancer:
                 "rebalance: there is no profile yet and no data to train on. Train a batch first", harmless=True
             )
         self.drop_decided_move()
+        due = self.trigger.pending
         self.trigger.ask(Request(Reason.BY_HAND))
         self.failure, self._waits_for_profile = None, True
         try:
@@ -215,6 +216,7 @@ class Rebalancer:
         finally:
             self._waits_for_profile = False
             self.trigger.decided(moved=False)  # the caller decides
+            self.trigger.still_due(due)  # until it has
         return self._profile_seconds
 
     def model_changed(self, reason: str) -> None:
@@ -276,7 +278,8 @@ class Rebalancer:
     def collect_profile(self) -> None:
         """Read the profile that is on the way before a decision by hand. Collective.
 
-        If that fails, the latest one stays. The decision that it was gathered for stays due until another is made.
+        The decision that it was gathered for stays due until another is made; if the profile cannot be read, the latest
+        one stays, and that decision is dropped.
         """
         try:
             request = self.read_profile()
@@ -380,10 +383,10 @@ class Rebalancer:
     def _move_now(self, move: DecidedMove) -> RebalanceReport:
         """Move layers between two batches. Collective."""
         self.settle()
-        self.drop_decided_move()
         with self._stage.timeline.phase("migrate", "migrate"):
             plan, began = MigrationPlan.between(self._stage.placement, move.target), time.perf_counter()
             bytes_moved = self._migrate(plan, partial(self.memory.check, profile=move.profile))
+            self.drop_decided_move()
             if plan.moves:
                 self._stage.publish_move()
             return self._moved(move, plan, bytes_moved, time.perf_counter() - began)
@@ -445,8 +448,9 @@ class Rebalancer:
     def begin_move(self) -> None:
         """Begin the move that was decided, right before a batch; without one do nothing. Collective.
 
-        It goes only as far as its bytes are expected to arrive in time; the next batch continues. Where memory does not
-        suffice for a move during a batch, training waits for it.
+        It goes only as far as its bytes are expected to arrive in time; the next batch continues. Training waits for it
+        where memory does not suffice for a move during a batch, or if the model has changed since, which makes the
+        profile of the next batch urgent.
         """
         self.settle()
         if self._decided is None:
@@ -463,8 +467,8 @@ class Rebalancer:
         limit_bytes = self.memory.bytes()
         new = self._next_placement(move, limit_bytes)  # the ranks compare it when they prepare the move
         plan = MigrationPlan.between(self._stage.placement, new)
-        if not self.memory.fits(plan, self.profile, overlapped=True):
-            self._move_now(move)
+        if self.trigger.urgent or not self.memory.fits(plan, self.profile, overlapped=True):
+            self._move_now(replace(move, clears_pending_decision=False))
             return
         is_whole = new == move.target and not move.has_begun
         part = move if is_whole else self._chosen(new, move.request)

@@ -191,9 +191,11 @@ class Trigger:
         return not self._config.enabled and self._config.initial_partition == "profile"
 
     def decided(self, moved: bool) -> None:
-        """Update after a decision that nothing was taken for: what is pending is dropped."""
+        """Update after a decision that nothing was taken for: those that are due are dropped."""
         self._placed = self._places_once
         self._pending, self._urgent = None, False
+        if self._taken is not None:
+            self._taken = self._taken._replace(request=None, urgent=False)
         if moved:
             self.moved()
 
