@@ -193,7 +193,7 @@ def save(run: TrainingRun, engine: Any, cases: list[DynamicCase], tag: str) -> N
     """Save a checkpoint, with the metadata from which a run resumes. Collective.
 
     Raises:
-        CheckpointError: on every rank; earlier checkpoints are untouched.
+        CheckpointError: on every rank, without a "dynmo" section on rank 0; earlier checkpoints are untouched.
     """
     metadata = {
         **run.state_dict(),
@@ -210,7 +210,10 @@ def save(run: TrainingRun, engine: Any, cases: list[DynamicCase], tag: str) -> N
         exclude_frozen_parameters=not run.model.save_base,
     )
     if engine.dynmo is None and engine.global_rank == 0:  # DeepSpeed would name it while other ranks write
-        write_latest(str(run.save), tag)
+        try:
+            write_latest(str(run.save), tag)
+        except OSError as error:
+            raise CheckpointError(f"{run.save}: checkpoint {tag} cannot be made the latest: {error}") from error
 
 
 def resumed_line(run: TrainingRun) -> str:
