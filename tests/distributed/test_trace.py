@@ -80,10 +80,10 @@ def train_with_shifted_clocks(path: str, seconds: float) -> list[int]:
     time.perf_counter = lambda: perf_counter() + seconds * rank
     block = {"interval": 0, "initial_partition": "profile", "profile": {"warmup_batches": 2}}
     block |= {
-        "min_improvement": 0.0,
+        "min_improvement": 0.0,  # the first decision may cost anything
         "migration": "blocking",
         "trace": {"path": path, "steps": [2, 4]},
-    }  # the first decision may cost anything
+    }
     engine, data = sleeping_engine(block, [0.003] * 6 + [0.02] * 2, torch.distributed.get_world_size())
     for _ in range(5):
         engine.train_batch(data)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from deepspeed.pipe import LayerSpec
 
 from ds_dynmo.engine.decide import memory
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
+from tests.distributed.support.models import Block, Embedding, Head
 from tests.distributed.support.training import batches, build
 
 
@@ -24,3 +29,34 @@ def moved(share: float) -> tuple[list[int], bool]:
 @pytest.mark.parametrize(("share", "in_batch"), [(memory.SHARE_IN_BATCH, True), (1e-9, False)])
 def test_without_a_memory_limit_a_move_during_a_batch_fits_the_device(share: float, in_batch: bool) -> None:
     assert run(2, moved, share) == [([0, 2, 8], in_batch)] * 2
+
+
+class Growing(Block):
+    """Saves more for backward in each micro-batch than in the one before."""
+
+    calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for _ in range(self.calls):
+            hidden = hidden.sin()
+        return super().forward(hidden)
+
+
+def growing(case: Case) -> list[Any]:
+    return [LayerSpec(Embedding, 1), *(LayerSpec(Growing, number) for number in (1, 2)), LayerSpec(Head, 2)]
+
+
+def activations(migration: str) -> int:
+    """Return the bytes that layer 1 saves for backward, by a profile of one batch."""
+    block = {"interval": 0, "min_improvement": 0.99, "migration": migration, "profile": {"batches": 1}}
+    engine = build(Case(stages=2, micro_batches=4, start=(0, 2, 4), dynmo=block), growing)
+    engine.model_changed("to be profiled")
+    engine.train_batch(batches(engine))
+    return engine.profile.layers[1].activation_bytes
+
+
+def test_moves_during_batches_are_checked_by_the_largest_micro_batch() -> None:
+    """With moves for which training waits there is no limit here, and the first micro-batch is enough."""
+    (first, _), (largest, _) = (run(2, activations, kind) for kind in ("blocking", "background"))
+    assert largest > first > 0
