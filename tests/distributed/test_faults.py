@@ -136,15 +136,15 @@ def _loaded() -> UnreadableOnRank0:
 def unreadable(background: bool) -> list[str]:
     """Move layers while rank 1 describes its optimizer by something that rank 0 cannot load, then without it."""
     engine = build(CASES["bf16 zero1"])
-    data, warnings, inventory = batches(engine), Warnings(), engine.stage.state.inventory
+    data, warnings, state = batches(engine), Warnings(), engine.stage.state
     engine.train_batch(data)
-    take = inventory.take
+    take = state.take_inventory
     if engine.global_rank == 1:
-        inventory.take = lambda: replace(take(), scalars={0: {"step": UnreadableOnRank0()}})
+        state.take_inventory = lambda: replace(take(), scalars={0: {"step": UnreadableOnRank0()}})
     with pytest.raises(MigrationError) if not background else nullcontext() as caught:
         engine.rebalance(MOVES[0], background=background)
         engine.train_batch(data)
-    vars(inventory).pop("take", None)
+    vars(state).pop("take_inventory", None)
     engine.rebalance(MOVES[0])
     engine.train_batch(data)
     assert engine.partition == MOVES[0]

@@ -61,7 +61,7 @@ def send_accelerated() -> dict[str, Any]:
     comm, rank = engine.stage.comm, engine.global_rank
     for held in engine.basic_optimizer.state.values():
         held["step"] = Accelerated(held["step"])
-    every = comm.gather_objects(engine.stage.state.inventory.take())
+    every = comm.gather_objects(engine.stage.state.take_inventory())
     value = Accelerated(torch.tensor(float(rank)))
     message = ""
     try:

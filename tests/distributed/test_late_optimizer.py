@@ -81,7 +81,7 @@ def move_before_the_optimizer(case: Case) -> str:
 
 def test_parameters_collected_before_a_move_are_refused() -> None:
     for message in run(2, move_before_the_optimizer, Case(stages=2, blocks=3)):
-        assert message.startswith("rank 0: the optimizer holds a parameter of shape")
+        assert message.startswith("rank 0: the optimizer trains a parameter of shape")
 
 
 def refused(case: Case, how: str) -> dict[str, Any]:

@@ -278,8 +278,8 @@ MUTATIONS = [
     Mutation(
         "a load does not wait for the save before it",
         "ds_dynmo/engine/save/checkpointer.py",
-        "        self.wait()\n        return load(",
-        "        return load(",
+        '        self.wait()\n        self._stage.optimizer.match_layers("load_checkpoint")',
+        '        self._stage.optimizer.match_layers("load_checkpoint")',
         f"{BACKGROUND}::test_what_needs_the_checkpoint_waits_for_it[load]",
     ),
     Mutation(

@@ -12,6 +12,7 @@ GROUPS = f"{BITWISE}_with_parameter_groups_and_a_scheduler"
 FROZEN = "tests/distributed/test_frozen.py::test_what_the_optimizer_holds_for_a_layer_outlasts_its_freezing"
 KEPT = "tests/distributed/test_kept_elements.py"
 ROUTES = "tests/pure/test_routes.py"
+CHANGED = "tests/distributed/test_changed_parameters.py"
 
 MUTATIONS = [
     Mutation(
@@ -163,5 +164,54 @@ MUTATIONS = [
         "        if self._adapter.holds_gradients:\n            raise ValueError(",
         "        if False:\n            raise ValueError(",
         "tests/distributed/test_migration_phases.py::test_a_move_that_would_lose_gradients_is_refused",
+    ),
+    Mutation(
+        "the order in a flat buffer is taken from the layers as they are now",
+        "ds_dynmo/engine/state/flat_shards.py",
+        "        placeholder = self._placeholders[buffer.group]\n",
+        "        placeholder = None\n        return [*self.planned(detached=False)[buffer.group].values()]\n",
+        f"{CHANGED}::test_changed_layers_move_and_are_saved_as_what_they_are -k 'fp32 and zero1'",
+    ),
+    Mutation(
+        "a checkpoint is written although the optimizer holds what layers have no longer",
+        "ds_dynmo/engine/save/checkpointer.py",
+        '        self._stage.optimizer.match_layers("save_checkpoint")\n',
+        "",
+        f"{CHANGED}::test_changed_layers_move_and_are_saved_as_what_they_are -k 'bf16 and zero1'",
+    ),
+    Mutation(
+        "a hidden parameter counts as one that has left",
+        "ds_dynmo/engine/state/trained_parameters.py",
+        "for path, value in walk([((), module)], lambda _: True):",
+        "for path, value in ():",
+        f"{CHANGED}::test_a_parameter_that_its_layer_hides_is_refused_by_its_path",
+    ),
+    Mutation(
+        "a loss with trained parameters is not refused",
+        "ds_dynmo/engine/state/trained_parameters.py",
+        "named = [*pipeline.named_parameters(), *_of_given_modules(layers)]",
+        "named = []; foreign.clear()",
+        f"{CHANGED}::test_a_trained_parameter_of_no_layer_is_refused_at_initialize_by_name[fp32]",
+    ),
+    Mutation(
+        "parameter groups are not compared between ranks",
+        "ds_dynmo/engine/state/optimizer_state.py",
+        "        check_alike(descriptions)\n",
+        "",
+        f"{CHANGED}::test_groups_that_every_rank_has_move_and_others_are_refused",
+    ),
+    Mutation(
+        "gradients of a user's backward pass are lost by a move",
+        "ds_dynmo/engine/state/flat_state.py",
+        "        if not overlapped:\n            _check_no_gradients(descriptions)\n",
+        "",
+        f"{CHANGED}::test_gradients_of_a_penalty_count_or_the_move_is_refused -k 'fp32 and zero1'",
+    ),
+    Mutation(
+        "a frozen parameter of integers is asked for a gradient",
+        "ds_dynmo/engine/state/layer_record.py",
+        "    if not any(hooks.values()):",
+        "    if False:",
+        f"{CHANGED}::test_parameters_of_integers_move[fp32]",
     ),
 ]

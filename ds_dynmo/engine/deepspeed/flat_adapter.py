@@ -10,7 +10,7 @@ runtime/bf16_optimizer.py and runtime/zero/stage_1_and_2.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +118,12 @@ class FlatOptimizerAdapter(ABC):
     def holds_gradients(self) -> bool:
         """Whether gradients wait for an optimizer's step, as they do from a backward pass to the end of its batch."""
 
+    @property
+    def holds_own_gradients(self) -> bool:
+        """Whether a backward pass outside a batch has left gradients, which the next batch would add to its own."""
+        parameters = (parameter for group in self.groups for parameter in group)
+        return any(p.grad is not None or getattr(p, "grad_accum", None) is not None for p in parameters)
+
     @abstractmethod
     def free_gradients(self) -> None:
         """Free the buffers in which gradients are summed, all zero between two batches; :meth:`rewrap` follows."""
@@ -146,16 +152,16 @@ class FlatOptimizerAdapter(ABC):
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         """Make the wrapper clip by ``norm`` (called in every step, after gradients were reduced), on the device."""
 
-    def omit_empty_groups_from_state_dict(self, members: Callable[[], Sequence[Collection[Any]]]) -> None:
+    def omit_empty_groups_from_state_dict(self, with_parameters: Callable[[], list[int]]) -> None:
         """Keep groups without a parameter on this stage out of what DeepSpeed writes to checkpoints.
 
         Args:
-            members: lists the parameters of each group.
+            with_parameters: lists the numbers of the others.
         """
         stock = self._wrapper.state_dict
 
         def state_dict() -> dict[str, Any]:
-            return _with_groups(stock(), [number for number, group in enumerate(members()) if group])
+            return _with_groups(stock(), with_parameters())
 
         self._wrapper.state_dict = state_dict
 

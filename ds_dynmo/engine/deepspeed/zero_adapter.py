@@ -44,6 +44,11 @@ class ZeroAdapter(FlatOptimizerAdapter):
         held = (*self._wrapper.averaged_gradients.values(), *self._wrapper.all_grad_tensors.values())
         return any(gradients is not None for gradients in held)
 
+    @property
+    def holds_own_gradients(self) -> bool:
+        waiting = any(bucket.elements for bucket in self._wrapper.ipg_buckets.values())
+        return waiting or super().holds_own_gradients
+
     def free_gradients(self) -> None:
         self._wrapper.averaged_gradients.clear()
         self._wrapper.all_grad_tensors.clear()

@@ -70,12 +70,12 @@ class Layout:
 
 
 def intervals_of_shards(
-    parameters: Iterable[tuple[ParamKey, int]], shards: int, size: int
+    parameters: Iterable[tuple[ParamKey | None, int]], shards: int, size: int
 ) -> Iterator[tuple[Interval, ...]]:
     """Cut a flat buffer into shards, and list the intervals of each.
 
     Args:
-        parameters: in the buffer's order, each with the number of its elements.
+        parameters: in the buffer's order, each with the number of its elements; None: elements to skip.
         shards: number of shards.
         size: elements of each shard.
 
@@ -87,7 +87,7 @@ def intervals_of_shards(
     intervals: list[list[Interval]] = [[] for _ in range(shards)]
     begin = 0
     for key, numel in parameters:
-        for shard, interval in intervals_of_parameter(key, numel, begin, size):
+        for shard, interval in intervals_of_parameter(key, numel, begin, size) if key is not None else ():
             intervals[shard].append(interval)
         begin += numel
     return map(tuple, intervals)

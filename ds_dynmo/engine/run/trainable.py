@@ -50,7 +50,7 @@ class TrainableLayers:
             frozen_prefix.check_tied_weights(layers, tied.tolist())
         prefix = frozen_prefix.frozen_prefix(trainable)
         self._check_instructions(prefix)
-        stage.optimizer.refit()
+        stage.optimizer.match_layers(what)
         stage.gradient_flags.forget_flags()
         self._layers, self._tied_weights, self.prefix = trainable, tied.tolist(), prefix
 

@@ -67,6 +67,7 @@ class Checkpointer:
         """
         began = time.perf_counter()
         self.wait()
+        self._stage.optimizer.match_layers("save_checkpoint")
         context = self._context("saving a checkpoint")
         destination: Destination = ToMemory() if self._saves_in_background() else ToDisk()
         unfinished = begin_save(context, options, destination)
@@ -117,6 +118,7 @@ class Checkpointer:
     def load(self, load_dir: str, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint: :func:`ds_dynmo.engine.save.reading.load`. Collective."""
         self.wait()
+        self._stage.optimizer.match_layers("load_checkpoint")
         return load(self._context("loading a checkpoint"), load_dir, tag, options)
 
     def _context(self, operation: str) -> CheckpointContext:

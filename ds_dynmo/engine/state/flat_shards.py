@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,14 @@ from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES, PointToPoint
 from ds_dynmo.engine.deepspeed.flat_adapter import FlatOptimizerAdapter
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.carrying import Tensors, copy_staying, transfers
-from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, intervals_of_shards, shard_size
+from ds_dynmo.engine.move.layout import (
+    Buffer,
+    Interval,
+    Layout,
+    Shard,
+    intervals_of_shards,
+    shard_size,
+)
 from ds_dynmo.engine.move.route import Route
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.engine.state.membership import Membership
@@ -24,11 +32,14 @@ from ds_dynmo.plan import HeldBytes
 
 
 class Member(NamedTuple):
-    """A parameter of a parameter group, and the buffer that holds it."""
+    """A parameter of a parameter group, and the buffer that holds it; ``key`` None: its layer has it no longer."""
 
-    key: ParamKey
+    key: ParamKey | None
     numel: int
     buffer: Buffer
+
+
+Contents = list[tuple[ParamKey | None, nn.Parameter]]  # of a buffer, in its order; None: its layer has it no longer
 
 
 class KeptParameter(NamedTuple):
@@ -52,11 +63,15 @@ class KeptParameter(NamedTuple):
 class FlatShards:
     """One rank's shards: per parameter group, of a live and of a detached buffer. Sizes are in elements.
 
+    DeepSpeed's wrapper is asked which parameters lie in a live buffer, and in which order (:meth:`contents`). The
+    layers may have others since, or in another order: that is how the buffers are to become (:attr:`planned`).
+
     Args:
         groups: per parameter group, all of its parameters on this stage, frozen ones too.
+        placeholders: one element per group, which is in a live buffer that has no parameter.
 
     Attributes:
-        membership: the buffer of each parameter of the stage.
+        membership: the group of each parameter of the stage, and the buffer that is to hold it.
         count: number of shards of a buffer, one per replica.
     """
 
@@ -66,11 +81,15 @@ class FlatShards:
         layers: StageLayers,
         comm: Communicator,
         groups: Sequence[Sequence[nn.Parameter]],
+        placeholders: Sequence[nn.Parameter],
     ) -> None:
         self._adapter, self._layers, self._comm = adapter, layers, comm
+        self._placeholders = list(placeholders)
         self.membership = Membership(groups)
         self.count = self._count_at_launch = comm.here.replicas
         self._detached: dict[int, dict[str, torch.Tensor]] = {}
+        self._in_detached: list[list[nn.Parameter]] = []  # per group, in the order of the detached buffer
+        self.note_detached()
         for number in range(len(groups)):
             weights = self.build_shard(number, {}, MASTER, detached=True)  # frozen from the start: without other state
             self._detached[number] = {MASTER: weights} if weights.numel() else {}
@@ -95,33 +114,52 @@ class FlatShards:
         return 1 if group in self.per_replica_groups else self.count
 
     @property
-    def members(self) -> list[dict[ParamKey, nn.Parameter]]:
-        """Per group, the parameters in its live buffer, in order; none if it holds a placeholder."""
-        return self.membership.by_group(self._layers.named_parameters(), detached=False)
+    def contents(self) -> dict[Buffer, Contents]:
+        """What lies in each buffer now, without placeholders; keys are the present ones."""
+        key_of = {id(parameter): key for key, parameter in self._layers.named_parameters().items()}
+        return {buffer: [(key_of.get(id(p)), p) for p in self._in(buffer)] for buffer in self.buffers}
 
-    @property
-    def detached(self) -> list[dict[ParamKey, nn.Parameter]]:
-        """Per group, its frozen parameters, in the order of its detached buffer."""
-        return self.membership.by_group(self._layers.named_parameters(), detached=True)
+    def _in(self, buffer: Buffer) -> list[nn.Parameter]:
+        if buffer.detached:
+            return self._in_detached[buffer.group]
+        placeholder = self._placeholders[buffer.group]
+        return [parameter for parameter in self._adapter.groups[buffer.group] if parameter is not placeholder]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """List the parameters in all buffers."""
+        return [parameter for buffer in self.buffers for parameter in self._in(buffer)]
+
+    def planned(self, *, detached: bool) -> list[dict[ParamKey, nn.Parameter]]:
+        """List per group the parameters that its live or detached buffer is to hold, in the order of the layers."""
+        return self.membership.by_group(self._layers.named_parameters(), detached=detached)
+
+    def note_detached(self) -> None:
+        """Note that the detached buffers hold what is planned."""
+        self._in_detached = [[*group.values()] for group in self.planned(detached=True)]
+
+    def groups_with_parameters(self) -> list[int]:
+        """List the groups whose live buffer holds a parameter, not a placeholder."""
+        return [number for number in self.numbers if self._in(Buffer(number, detached=False))]
 
     @property
     def numels(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Per group, the elements of this rank's shard of its live and of its detached buffer."""
         return (
             tuple(self._adapter.masters[number].numel() for number in self.numbers),
-            tuple(self._size(number, group, detached=True) for number, group in enumerate(self.detached)),
+            tuple(self._size_of(Buffer(number, detached=True)) for number in self.numbers),
         )
 
     def slots(self) -> StageSlots:
         """List the slots of this rank's stage in DeepSpeed's files; frozen ones: in :meth:`extra_optimizer_state`."""
         slots: list[Slot] = []
-        files = [number for number, members in enumerate(self.members) if members]
-        for detached, groups in ((False, self.members), (True, self.detached)):
-            for number, members in enumerate(groups):
-                index, offset = files.index(number) if number in files and not detached else -1, 0
-                for key, parameter in members.items():
-                    slots.append(Slot(*key, number, index, offset, parameter.numel(), detached))
-                    offset += parameter.numel()
+        files = self.groups_with_parameters()
+        for buffer, held in self.contents.items():
+            index = files.index(buffer.group) if held and not buffer.detached else -1
+            offset = 0
+            for key, parameter in held:
+                assert key is not None, "the buffers follow the layers before a save"
+                slots.append(Slot(*key, buffer.group, index, offset, parameter.numel(), buffer.detached))
+                offset += parameter.numel()
         return StageSlots(tuple(slots), *self.numels)
 
     @property
@@ -169,11 +207,11 @@ class FlatShards:
     def keep_elements(self, kept: Sequence[KeptElements], p2p: PointToPoint, rank_of: Callable[[Shard], int]) -> None:
         """Keep the state of these elements only, in new shards. The old parameters must still be in place."""
         index_of = {id(entry.old): entry.index for entry in kept}
-        for detached, groups in ((False, self.members), (True, self.detached)):
-            for number, group in enumerate(groups):
-                if any(id(parameter) in index_of for parameter in group.values()):
-                    members = [KeptParameter(key, p.numel(), index_of.get(id(p))) for key, p in group.items()]
-                    self._compact(Buffer(number, detached), members, p2p, rank_of)
+        for buffer, held in self.contents.items():
+            if any(id(parameter) in index_of for _, parameter in held):
+                members = [KeptParameter(key, p.numel(), index_of.get(id(p))) for key, p in held if key is not None]
+                assert len(members) == len(held), "the buffers follow the layers first"
+                self._compact(buffer, members, p2p, rank_of)
 
     def _compact(
         self, buffer: Buffer, parameters: Sequence[KeptParameter], p2p: PointToPoint, rank_of: Callable[[Shard], int]
@@ -232,11 +270,12 @@ class FlatShards:
     def build_shard(
         self, number: int, elements: Mapping[ParamKey, Elements], name: str, *, detached: bool
     ) -> torch.Tensor:
-        """Cut this rank's shard of one kind of state. Missing elements are the parameters (fp32 weights) or zeros."""
-        group = (self.detached if detached else self.members)[number]
-        size = self._size(number, group, detached=detached)
+        """Cut this rank's planned shard of one kind of state. Missing elements are the parameters (fp32 weights) or 0."""
+        group = self.planned(detached=detached)[number]
+        size = self._size(number, group.values(), detached=detached)
         shard = torch.zeros(size, dtype=torch.float32, device=self.device)
-        for interval in self._intervals(number, group, size):
+        numels = [(key, parameter.numel()) for key, parameter in group.items()]
+        for interval in list(intervals_of_shards(numels, self.count_of(number), size))[self._position_in(number)]:
             rows = elements.get(interval.key, {}).get(name, [])
             if not rows and name == MASTER:
                 rows = [(0, group[interval.key].detach())]
@@ -251,13 +290,11 @@ class FlatShards:
             assert copied == (interval.numel if rows else 0), f"{copied} elements of {interval.key}'s {name}"
         return shard
 
-    def _intervals(self, number: int, group: Mapping[ParamKey, nn.Parameter], size: int) -> tuple[Interval, ...]:
-        """List the intervals of ``group``, the parameters of one buffer, in this rank's shard."""
-        numels = ((key, parameter.numel()) for key, parameter in group.items())
-        return list(intervals_of_shards(numels, self.count_of(number), size))[self._position_in(number)]
+    def _size_of(self, buffer: Buffer) -> int:
+        return self._size(buffer.group, self._in(buffer), detached=buffer.detached)
 
-    def _size(self, number: int, group: Mapping[ParamKey, nn.Parameter], *, detached: bool) -> int:
-        return shard_size(sum(p.numel() for p in group.values()), self.count_of(number), detached=detached)
+    def _size(self, number: int, parameters: Iterable[nn.Parameter], *, detached: bool) -> int:
+        return shard_size(sum(p.numel() for p in parameters), self.count_of(number), detached=detached)
 
     def _position_in(self, group: int) -> int:
         """Return the number of this rank's shard of a group's buffers."""
@@ -276,18 +313,16 @@ class FlatShards:
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the start and the values of a parameter in each shard, and its group's scalars if it is live."""
-        number = self.membership.group(parameter)
-        if number is None:
+        buffer = next((b for b in self.buffers if any(other is parameter for other in self._in(b))), None)
+        if buffer is None:
             return {}
-        detached = self.membership.is_detached(parameter)
-        group = (self.detached if detached else self.members)[number]
-        key = next(key for key, other in group.items() if other is parameter)
-        size = self._size(number, group, detached=detached)
-        held = [interval for interval in self._intervals(number, group, size) if interval.key == key]
-        place = held[0] if held else Interval(key, 0, 0, 0)
-        state: dict[str, Any] = {} if detached else dict(self.scalars(number))
-        for name, tensor in self.held(Buffer(number, detached)).items():
-            state[name] = (place.start, tensor.narrow(0, place.offset, place.numel))
+        earlier = itertools.takewhile(lambda other: other is not parameter, self._in(buffer))
+        size = self._size_of(buffer)
+        first = self._position_in(buffer.group) * size - sum(other.numel() for other in earlier)
+        start, stop = (min(max(place, 0), parameter.numel()) for place in (first, first + size))
+        state: dict[str, Any] = {} if buffer.detached else dict(self.scalars(buffer.group))
+        for name, tensor in self.held(buffer).items():
+            state[name] = (start, tensor.narrow(0, start - first if start < stop else 0, stop - start))
         return state
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:

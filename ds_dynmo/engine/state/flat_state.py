@@ -29,14 +29,15 @@ from ds_dynmo.engine.move.carrying import Holder, Transfers
 from ds_dynmo.engine.move.layout import Shard
 from ds_dynmo.engine.state.flat_shards import FlatShards
 from ds_dynmo.engine.state.flat_weights import FlatWeights
-from ds_dynmo.engine.state.inventory import Inventory, Scalars, StageInventory, merge_scalars
+from ds_dynmo.engine.state.inventory import Inventory, Scalars, merge_scalars, take_inventory
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.engine.state.membership import Membership
 from ds_dynmo.engine.state.optimizer_state import KeptElements, Named
-from ds_dynmo.engine.state.parameter_groups import options_of
+from ds_dynmo.engine.state.parameter_groups import check_alike, options_of
 from ds_dynmo.engine.state.pieces import FLAT, StageSlots, StatePieces, in_memory
 from ds_dynmo.engine.state.resharding import Resharding, ReshardingPlan, plan_resharding
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 from ds_dynmo.torch_private import version_of
@@ -68,7 +69,6 @@ class FlatState:
 
     Attributes:
         shards: this rank's optimizer state.
-        inventory: lists it for the other ranks.
     """
 
     storage = FLAT
@@ -82,14 +82,13 @@ class FlatState:
         placeholders: Sequence[nn.Parameter],
     ) -> None:
         self._adapter, self._layers, self._comm = adapter, layers, comm
-        self.shards = FlatShards(adapter, layers, comm, groups)
+        self.shards = FlatShards(adapter, layers, comm, groups, placeholders)
         self._weights = FlatWeights(self.shards, placeholders)
         self._next: Resharding | None = None
         self._copied: dict[int, tuple[int, int]] = {}  # weights in the next buffers, by id of the parameter
         self._gradients: HeldGradients | None = None  # of the batch that trained during a move
         self._lacks_gradients = False  # their buffers are freed until the next wrap
         self._linked = False
-        self.inventory = StageInventory(layers, self.shards, comm)
         self._masters_are_stale = False
         if self.shards.per_replica_groups:
             self._unshard_per_replica_groups()
@@ -123,8 +122,8 @@ class FlatState:
 
     # -- OptimizerState -------------------------------------------------------------------------------
 
-    def trained(self) -> dict[int, nn.Parameter] | None:
-        return {id(parameter): parameter for parameter in self._layers.parameters() if parameter in self._membership}
+    def parameters(self) -> list[nn.Parameter]:
+        return self.shards.parameters()
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         return self.shards.state_of(parameter)
@@ -147,7 +146,7 @@ class FlatState:
         for entry in kept:
             self._membership.replace(entry.old, entry.new)
             unbind(entry.old)
-        detached = {key for group in self.shards.detached for key in group}
+        detached = {key for group in self.shards.planned(detached=True) for key in group}
         groups, flats = self._weights.rebuild(self._layers.named_parameters(), detached)
         self._adapter.free_weights()
         self._wrap(groups, flats)
@@ -158,13 +157,20 @@ class FlatState:
                 "the optimizer's flat buffers hold gradients of a batch, which do not move with layers: move them "
                 "after the optimizer's step"
             )
-        return self.inventory.take()
+        return self.take_inventory()
+
+    def take_inventory(self) -> Inventory:
+        """List what this rank holds, for the other ranks."""
+        return take_inventory(self._layers, self.shards, self._adapter, self._comm.here)
 
     def prepare(
         self, plan: MigrationPlan, descriptions: Sequence[Inventory], *, overlapped: bool = False
     ) -> tuple[int, str]:
         """Plan all copies and messages, and allocate the next flat weights."""
         assert self._next is None and not self._copied, "abandon comes first"
+        check_alike([inventory.options for inventory in descriptions])
+        if not overlapped:
+            _check_no_gradients(descriptions)
         planned = plan_resharding(plan, descriptions, self._layers, self._comm.here)
         self._next = self._resharding(planned)
         if not overlapped:  # gradients are zero until the next batch; free memory for weights
@@ -271,7 +277,7 @@ class FlatState:
                 whole[id(record.parameter)] = record.gradient
         self._take_options(parameters, arrived)
         self._adapter.free_gradients()
-        # Parameters frozen or unfrozen since the plan was made are handled by the next refit.
+        # Parameters frozen or unfrozen since the plan was made are handled by the next match_layers.
         detached = {member.key for member in resharding.plan.members[self._stage] if member.buffer.detached}
         groups, flats = self._weights.rebuild(self._layers.named_parameters(), detached)
         self._adapter.free_weights()
@@ -282,7 +288,11 @@ class FlatState:
 
     def _wrap(self, groups: list[list[nn.Parameter]], flats: list[torch.Tensor]) -> None:
         """Point DeepSpeed's wrapper at groups and buffers; the shards are in place."""
+        kept = {id(parameter) for group in groups for parameter in group}
+        for parameter in [p for group in self._adapter.groups for p in group if id(p) not in kept]:
+            unbind(parameter)
         self._adapter.rewrap(groups, flats)
+        self.shards.note_detached()
         self._lacks_gradients = False
         self._linked = self._adapter.link_state()
         self._mark_tied()
@@ -306,7 +316,7 @@ class FlatState:
     def _inventories(self) -> list[Inventory]:
         """Gather the inventory of each rank. Collective."""
         what = "listing what the optimizer holds"
-        inventories, _ = self._comm.gather_from_all(what, lambda: (self.inventory.take(), None))
+        inventories, _ = self._comm.gather_from_all(what, lambda: (self.take_inventory(), None))
         return inventories()
 
     def _reshard(self, placement: Placement, num_replicas: int, shards: tuple[int, int]) -> ReshardingPlan:
@@ -324,11 +334,7 @@ class FlatState:
         self.shards.count = self._comm.here.replicas
 
     def drop_parameters(self) -> None:
-        self.inventory.mark_applied()
         self._masters_are_stale = False
-        for group in self._adapter.groups:
-            for parameter in group:
-                unbind(parameter)
         self._hold([[] for _ in self.shards.numbers], StatePieces())
 
     def free_all(self) -> None:
@@ -340,17 +346,20 @@ class FlatState:
         if not self._linked:
             self._linked = self._adapter.link_state()
 
-    def refit(self) -> None:
-        """Update after parameters were frozen or unfrozen, or weights were loaded. Collective."""
+    def differs_from_layers(self) -> bool:
+        return self._masters_are_stale or not self.take_inventory().is_current
+
+    def match_layers(self) -> None:
+        """Make the buffers hold exactly the parameters of the layers, in their order. Collective."""
         assert self._next is None, "layers are on their way"
         every = self._inventories()
         if not all(inventory.is_current for inventory in every):
+            _check_no_gradients(every)
             stays = MigrationPlan.between(self._layers.placement, self._layers.placement)
             self._next = self._resharding(plan_resharding(stays, every, self._layers, self._comm.here))
             self.install_parameters(self._layers.parameters(), {})
         if self._masters_are_stale:
             self.shards.follow_weights()
-        self.inventory.mark_applied()
         self._masters_are_stale = False
 
     def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
@@ -403,7 +412,12 @@ class FlatState:
         """
         if pieces is None:
             self._masters_are_stale = True
-            self.drop(self.inventory.replace(before, after))
+            for key, old in before.items():
+                group = self._membership.group(old)
+                if group is not None and after.get(key) is not old:
+                    if key in after:
+                        self._membership.join(after[key], group)
+                    self.drop([old])
             return
         groups = {key: self._membership.group(parameter) for key, parameter in before.items()} | pieces.groups
         stay = {id(parameter) for parameter in after.values()}
@@ -428,6 +442,20 @@ class FlatState:
             if not parameter.requires_grad:
                 parameter.data = parameter.data.clone()
         self._wrap(*self._weights.rebuild(self._layers.named_parameters(), self._frozen()))
+
+
+def _check_no_gradients(inventories: Sequence[Inventory]) -> None:
+    """Refuse to change the buffers while they hold gradients for the next batch.
+
+    Raises:
+        ConfigError: the same on every rank.
+    """
+    stages = sorted({inventory.stage for inventory in inventories if inventory.holds_gradients})
+    if stages:
+        raise ConfigError(
+            f"stages {stages} hold gradients of a backward pass outside train_batch, which would be lost under bf16 or "
+            "ZeRO: call backward after this, or let layers move during the batch (rebalance(..., background=True))"
+        )
 
 
 def _state_of_memory(parameter: nn.Parameter) -> tuple[int, int]:

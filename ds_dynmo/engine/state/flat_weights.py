@@ -27,7 +27,7 @@ class FlatWeights:
     def __init__(self, shards: FlatShards, placeholders: Sequence[nn.Parameter]) -> None:
         self._shards, self._placeholders = shards, list(placeholders)
         self._next: dict[int, torch.Tensor] = {}
-        self._views: dict[ParamKey, torch.Tensor] = {}
+        self._views: dict[ParamKey | None, torch.Tensor] = {}
 
     def allocate(self, members: Sequence[Member]) -> None:
         """Allocate the next buffers, for these parameters."""
@@ -58,7 +58,7 @@ class FlatWeights:
         return self._next[group]
 
     def rebuild(
-        self, named: Mapping[ParamKey, nn.Parameter], detached: Container[ParamKey]
+        self, named: Mapping[ParamKey, nn.Parameter], detached: Container[ParamKey | None]
     ) -> tuple[Groups, list[torch.Tensor]]:
         """Put the weights of the stage into the next buffers, for DeepSpeed's wrapper to take over.
 
@@ -70,13 +70,14 @@ class FlatWeights:
             The parameters of each group, or its placeholder, and the buffers that they are views of.
         """
         membership = self._shards.membership
+        membership.keep_only(named.values())
         for key, parameter in named.items():
             if parameter in membership:
                 unbind(parameter)
                 is_detached = key in detached
                 if membership.put(parameter, detached=is_detached) and is_detached:
                     parameter.data = parameter.data.clone()  # no longer a part of the flat weights
-        live = membership.by_group(named, detached=False)
+        live = self._shards.planned(detached=False)
         groups = [[*group.values()] or [placeholder] for group, placeholder in zip(live, self._placeholders)]
         flats = [self._flatten(number, group) for number, group in enumerate(groups)]
         self.abandon()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.comm.coordinates import RankCoordinates
+from ds_dynmo.engine.deepspeed.flat_adapter import FlatOptimizerAdapter
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.layout import Buffer
 from ds_dynmo.engine.state.flat_shards import FlatShards, Member
-from ds_dynmo.engine.state.keys import ParamKey
-from ds_dynmo.engine.state.optimizer_state import Named
+from ds_dynmo.engine.state.parameter_groups import OptionTexts, option_texts
 
 Scalars = dict[int, dict[str, Any]]  # per parameter group, the state that the optimizer keeps once
 
@@ -26,11 +25,12 @@ class Inventory:
     Attributes:
         tp_rank: the rank's index on the tensor ("model") axis.
         replica: the rank's data-parallel index.
-        before: the parameters in its buffers, in order.
-        after: the parameters that the buffers will hold, by layer.
-        replaced: parameters that were replaced by others, whose state is not kept.
+        before: the parameters in its buffers, buffer by buffer, in order.
+        after: the parameters that the buffers are to hold, by layer.
         kinds: per buffer, the dtypes of the fp32 weights and of the optimizer's tensors in it.
         scalars: per group, such as the count of steps.
+        options: of each group, as text.
+        holds_gradients: whether a backward pass outside a batch has left gradients.
         per_replica_groups: the parameter groups whose parameters differ between replicas.
     """
 
@@ -40,82 +40,53 @@ class Inventory:
     num_groups: int
     before: tuple[Member, ...]
     after: Mapping[int, tuple[Member, ...]]
-    replaced: frozenset[ParamKey]
     kinds: Mapping[Buffer, Mapping[str, torch.dtype]]
     scalars: Scalars
+    options: OptionTexts
+    holds_gradients: bool
     per_replica_groups: frozenset[int] = frozenset()
 
     @property
     def is_current(self) -> bool:
-        """Whether the buffers need no change."""
-        return not self.replaced and {*self.before} == {
-            member for of_layer in self.after.values() for member in of_layer
-        }
+        """Whether each buffer holds what it is to hold, in that order."""
+        after = [member for of_layer in self.after.values() for member in of_layer]
+        return _by_buffer(self.before) == _by_buffer(after)
 
 
-class StageInventory:
-    """Takes the inventory of a rank.
+def take_inventory(
+    layers: StageLayers, shards: FlatShards, adapter: FlatOptimizerAdapter, here: RankCoordinates
+) -> Inventory:
+    """List this rank's parameters and kinds of state."""
+    contents = shards.contents
+    used = [any(contents[Buffer(number, detached)] for detached in (False, True)) for number in shards.numbers]
+    after: dict[int, list[Member]] = {}
+    for key, parameter in layers.named_parameters().items():
+        group = shards.membership.group(parameter)
+        if group is not None:
+            member = Member(key, parameter.numel(), Buffer(group, detached=not parameter.requires_grad))
+            after.setdefault(key.layer, []).append(member)
+    return Inventory(
+        stage=here.stage,
+        tp_rank=here.tp_rank,
+        replica=here.replica,
+        num_groups=len(shards.numbers),
+        before=tuple(
+            Member(key, parameter.numel(), buffer) for buffer, held in contents.items() for key, parameter in held
+        ),
+        after={layer: tuple(members) for layer, members in after.items()},
+        kinds={buffer: {name: held.dtype for name, held in shards.held(buffer).items()} for buffer in shards.buffers},
+        scalars={number: shards.scalars(number) for number in shards.numbers},
+        options=option_texts(adapter.inner.param_groups, used),
+        holds_gradients=adapter.holds_own_gradients,
+        per_replica_groups=shards.per_replica_groups,
+    )
 
-    Between a load of weights and the next resharding, the buffers still hold parameters that were replaced.
-    """
 
-    def __init__(self, layers: StageLayers, shards: FlatShards, comm: Communicator) -> None:
-        self._layers, self._shards, self._comm = layers, shards, comm
-        self._replaced: frozenset[ParamKey] = frozenset()
-        self._before: tuple[Member, ...] | None = None  # in the buffers; None: the layers' parameters
-
-    def take(self) -> Inventory:
-        """Return this rank's parameters and kinds of state."""
-        named, shards, here = self._layers.named_parameters(), self._shards, self._comm.here
-        after: dict[int, list[Member]] = {}
-        for member in self._members(named, lambda parameter: not parameter.requires_grad):
-            after.setdefault(member.key.layer, []).append(member)
-        return Inventory(
-            stage=here.stage,
-            tp_rank=here.tp_rank,
-            replica=here.replica,
-            num_groups=len(shards.numbers),
-            before=self._held(named) if self._before is None else self._before,
-            after={layer: tuple(members) for layer, members in after.items()},
-            replaced=self._replaced,
-            kinds={
-                buffer: {name: held.dtype for name, held in shards.held(buffer).items()} for buffer in shards.buffers
-            },
-            scalars={number: shards.scalars(number) for number in shards.numbers},
-            per_replica_groups=shards.per_replica_groups,
-        )
-
-    def replace(self, before: Named, after: Named) -> list[nn.Parameter]:
-        """Record which parameters were replaced. A new one joins the group of its predecessor.
-
-        Args:
-            before, after: the stage's parameters, in the order of its layers.
-
-        Returns:
-            The replaced parameters, which have to leave their groups.
-        """
-        membership = self._shards.membership
-        replaced = {key: old for key, old in before.items() if old in membership and after.get(key) is not old}
-        if replaced:
-            self._before, self._replaced = self._held(before), frozenset(replaced)
-        for key, old in replaced.items():
-            group = membership.group(old)
-            if key in after and group is not None:
-                membership.join(after[key], group)
-        return [*replaced.values()]
-
-    def mark_applied(self) -> None:
-        """Forget replaced parameters: the buffers now hold the new ones."""
-        self._before, self._replaced = None, frozenset()
-
-    def _held(self, named: Named) -> tuple[Member, ...]:
-        return tuple(self._members(named, self._shards.membership.is_detached))
-
-    def _members(self, named: Named, is_detached: Callable[[nn.Parameter], bool]) -> Iterator[Member]:
-        for key, parameter in named.items():
-            group = self._shards.membership.group(parameter)
-            if group is not None:
-                yield Member(key, parameter.numel(), Buffer(group, is_detached(parameter)))
+def _by_buffer(members: Iterable[Member]) -> dict[Buffer, list[Member]]:
+    found: dict[Buffer, list[Member]] = {}
+    for member in members:
+        found.setdefault(member.buffer, []).append(member)
+    return found
 
 
 def merge_scalars(of_ranks: Iterable[Scalars]) -> Scalars:

@@ -43,6 +43,8 @@ def keep_elements(stage: StageContext, kept: Kept, *, is_moving: bool) -> None:
     """
     if stage.around_schedule.running:
         raise ConfigError(f"{_CALL} was called inside a batch: call it between two batches, on every rank")
+    if not is_moving:
+        stage.optimizer.match_layers("keep_elements")
     comm = stage.comm
     comm.enter("keep_elements")
 

@@ -120,6 +120,8 @@ def _is_deepspeeds(hook: Any) -> bool:
 
 def register_hooks(parameter: nn.Parameter, hooks: dict[str, list[Any]]) -> None:
     """Register the hooks from :func:`parameter_hooks` on a parameter that replaces the old one."""
+    if not any(hooks.values()):  # one of integers can have none
+        return
     trains = parameter.requires_grad
     parameter.requires_grad_(True)  # torch refuses hooks on a frozen parameter, but keeps earlier ones
     for method, functions in hooks.items():

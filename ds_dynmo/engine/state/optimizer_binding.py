@@ -108,7 +108,7 @@ class OptimizerBinding:
             given: an optimizer, or a function that builds one for parameters.
 
         Raises:
-            ConfigError: its state cannot be moved, or it trains parameters of no layer of the stage.
+            ConfigError: its state cannot be moved, or it trains a parameter that is in no layer of the stage.
         """
         is_another = self._state is not None
         if isinstance(given, torch.optim.Optimizer):
@@ -120,9 +120,9 @@ class OptimizerBinding:
             optimizer.param_groups.clear()
         validation.check_optimizer(optimizer, flat=self.is_flat)
         self._comm.enter("initialize")
-        if is_another:
-            check = partial(trained_parameters.refuse_strangers, optimizer, self._layers)
-            self._comm.everywhere("initialize", check, error=ConfigError)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        check = partial(trained_parameters.check_foreign, held, self._engine.module, self._layers)
+        self._comm.everywhere("initialize", check, error=ConfigError)
         scheduler = self._engine.client_lr_scheduler
         scheduler = None if callable(scheduler) else scheduler
         leave_out_frozen(optimizer)
@@ -160,7 +160,7 @@ class OptimizerBinding:
         adapter.clip_by(lambda: norm(adapter.gradients()))
         self.adapter = adapter
         state = FlatState(adapter, self._layers, self._comm, groups, self._placeholders.parameters)
-        adapter.omit_empty_groups_from_state_dict(lambda: state.shards.members)
+        adapter.omit_empty_groups_from_state_dict(state.shards.groups_with_parameters)
         self._state = state
 
     # -- while it trains ------------------------------------------------------------------------------
@@ -171,19 +171,41 @@ class OptimizerBinding:
         Raises:
             ValueError: naming the optimizer, or the first parameter.
         """
-        trained_parameters.check(self._engine.optimizer, self._configured, self._layers, self.state)
+        trained_parameters.check_same(self._engine.optimizer, self._configured)
+        if self.inner is not None:
+            trained_parameters.check_complete(self.state.parameters(), self._layers)
+        self._check_foreign()
+
+    def _check_foreign(self) -> list[nn.Parameter]:
+        engine = self._engine
+        return trained_parameters.check_foreign(
+            self.state.parameters(), engine.module, self._layers, engine.param_names
+        )
 
     def after_step(self) -> None:
         """Update after a batch was trained."""
         self.state.after_step()
 
     def is_current(self) -> bool:
-        """Return whether the optimizer updates exactly the trainable parameters. If not, call :meth:`refit`."""
+        """Return whether the optimizer updates exactly the parameters that train. If not, call :meth:`match_layers`."""
         return self.state.is_current()
 
-    def refit(self) -> None:
-        """Detach frozen parameters from DeepSpeed's wrapper, and attach unfrozen ones again. Collective."""
-        self.state.refit()
+    def match_layers(self, what: str) -> None:
+        """Let the optimizer hold what the layers have now: parameters may be frozen, renamed or gone. Collective.
+
+        Args:
+            what: the engine's method that the user called, for messages.
+
+        Raises:
+            ConfigError: on every rank; nothing has changed.
+        """
+
+        self._comm.enter(what)
+        left = self._comm.everywhere(what, self._check_foreign, error=ConfigError)
+        if self._comm.max_over_world(torch.tensor([float(self.state.differs_from_layers())])).item():
+            self.state.match_layers()
+        self.state.drop(left)
+        self.name_parameters()
 
     def gradients(self) -> dict[int, torch.Tensor]:
         """Map the ``id`` of each parameter to its gradient of this batch; under ZeRO to the part in this shard."""

@@ -19,7 +19,7 @@ from ds_dynmo.engine.move.carrying import Transfers
 from ds_dynmo.engine.move.tensors import num_bytes
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.engine.state.layer_record import LayerRecord
-from ds_dynmo.engine.state.parameter_groups import options_of
+from ds_dynmo.engine.state.parameter_groups import OptionTexts, check_alike, option_texts, options_of
 from ds_dynmo.engine.state.pieces import PER_PARAMETER, Slot, StageSlots, StatePieces, in_memory, is_per_element
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
@@ -61,8 +61,8 @@ class OptimizerState(Protocol):
 
     storage: str
 
-    def trained(self) -> dict[int, nn.Parameter] | None:
-        """Return the parameters of the optimizer, frozen ones too, by ``id``; None: there is no optimizer."""
+    def parameters(self) -> list[nn.Parameter]:
+        """List the parameters that the optimizer holds, frozen ones too."""
         ...
 
     # -- training ---------------------------------------------------------------------------------------
@@ -72,11 +72,19 @@ class OptimizerState(Protocol):
         ...
 
     def is_current(self) -> bool:
-        """Return whether the optimizer updates exactly the trainable parameters. If not, call :meth:`refit`."""
+        """Return whether the optimizer updates exactly the parameters that train. If not: :meth:`match_layers`."""
         ...
 
-    def refit(self) -> None:
-        """Update after parameters were frozen or unfrozen, or weights were loaded. Collective."""
+    def differs_from_layers(self) -> bool:
+        """Return whether :meth:`match_layers` has something to do, for what this rank knows."""
+        ...
+
+    def match_layers(self) -> None:
+        """Update after parameters were frozen, unfrozen, renamed, removed, or loaded. Collective.
+
+        Raises:
+            ConfigError: on every rank; nothing has changed.
+        """
         ...
 
     # -- the phases of a migration, in this order, on every rank ------------------------------------------
@@ -170,8 +178,9 @@ class OptimizerState(Protocol):
 
         Args:
             before, after: the stage's parameters; one may be another object in ``after``, or missing.
-            pieces: the new state; None: keep the present state. Then :meth:`refit` has to follow. It is collective:
-                it rebuilds flat shards without replaced parameters, and sets the fp32 weights from the loaded ones.
+            pieces: the new state; None: keep the present state. Then :meth:`match_layers` has to follow.
+                It is collective: it rebuilds flat shards without replaced parameters, and sets the fp32 weights from
+                the loaded ones.
         """
         ...
 
@@ -254,10 +263,8 @@ class PerParameterState:
     def _state(self) -> dict[Any, Any]:
         return self._optimizer.state if self._optimizer is not None else {}
 
-    def trained(self) -> dict[int, nn.Parameter] | None:
-        if self._optimizer is None:
-            return None
-        return {id(parameter): parameter for group in self._groups for parameter in group["params"]}
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self._groups for parameter in group["params"]]
 
     def after_step(self) -> None:
         pass
@@ -265,13 +272,20 @@ class PerParameterState:
     def is_current(self) -> bool:
         return True
 
-    def refit(self) -> None:
+    def differs_from_layers(self) -> bool:
+        return isinstance(self._optimizer, FusedAdam)
+
+    def match_layers(self) -> None:
         self._count_steps_per_parameter(self._gather)
 
-    def describe(self) -> None:
+    def describe(self) -> OptionTexts:
         self._count_steps_per_parameter()
+        return option_texts(self._groups, [bool(group["params"]) for group in self._groups])
 
-    def prepare(self, plan: MigrationPlan, descriptions: Sequence[Any], *, overlapped: bool = False) -> tuple[int, str]:
+    def prepare(
+        self, plan: MigrationPlan, descriptions: Sequence[OptionTexts], *, overlapped: bool = False
+    ) -> tuple[int, str]:
+        check_alike(descriptions)
         return 0, ""
 
     def abandon(self) -> None:
@@ -348,7 +362,12 @@ class PerParameterState:
             if not group["params"]:
                 for layer in arrived.values():
                     group.update(layer.group_options.get(number, {}))
-            members = [*group["params"], *joining.get(number, [])]
+            members = []
+            for parameter in (*group["params"], *joining.get(number, [])):
+                if id(parameter) in place or not parameter.requires_grad:
+                    members.append(parameter)
+                else:  # its layer has it no longer
+                    self._state.pop(parameter, None)
             group["params"] = sorted(members, key=lambda p: place.get(id(p), -1))
             group.pop("param_names", None)  # torch's optional labels, by position: no longer valid
 

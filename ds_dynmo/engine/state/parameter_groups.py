@@ -17,7 +17,8 @@ from torch import nn
 
 from ds_dynmo.engine.comm.replicas import is_per_replica
 from ds_dynmo.engine.deepspeed.flat_adapter import REPLICA_OWN
-from ds_dynmo.engine.move.description import can_be_sent
+from ds_dynmo.engine.move.description import can_be_sent, kind_of
+from ds_dynmo.engine.move.object_graph import is_constant
 from ds_dynmo.engine.state.scheduler_lists import group_lists, unclear_lists
 from ds_dynmo.errors import ConfigError
 
@@ -118,15 +119,20 @@ def _merge(optimizer: torch.optim.Optimizer, scheduler: Any | None, mine: list[s
 
 
 def leave_out_frozen(optimizer: torch.optim.Optimizer) -> None:
-    """Remove parameters that are frozen for good, as their attribute ``stays_frozen`` says, from their groups.
+    """Remove parameters that are frozen for good from their groups: as they say (``stays_frozen``), or are integers.
 
     Other frozen parameters may be unfrozen: under bf16 and ZeRO their state is kept, and moves with them.
     """
     for group in optimizer.param_groups:
-        kept = [p for p in group["params"] if p.requires_grad or not getattr(p, "stays_frozen", False)]
+        kept = [p for p in group["params"] if p.requires_grad or not _stays_frozen(p)]
         if len(kept) < len(group["params"]):
             group["params"] = kept
             group.pop("param_names", None)  # torch's optional labels, by position
+
+
+def _stays_frozen(parameter: nn.Parameter) -> bool:
+    can_train = parameter.is_floating_point() or parameter.is_complex()
+    return not can_train or bool(getattr(parameter, "stays_frozen", False))
 
 
 def separate_per_replica(optimizer: torch.optim.Optimizer, scheduler: Any | None) -> bool:
@@ -151,6 +157,53 @@ def separate_per_replica(optimizer: torch.optim.Optimizer, scheduler: Any | None
         entries = group_list.entries
         group_list.set([*entries, *(entries[number] for number in sources)])
     return bool(sources)
+
+
+OptionTexts = list[dict[str, str] | None]
+
+
+def option_texts(groups: Sequence[dict[str, Any]], used: Sequence[bool]) -> OptionTexts:
+    """Write the options of each group as text; None: no parameter here has them."""
+    return [
+        {name: _comparable(value) for name, value in options_of(group).items()} if in_use else None
+        for group, in_use in zip(groups, used, strict=True)
+    ]
+
+
+def check_alike(of_ranks: Sequence[OptionTexts]) -> None:
+    """Refuse to move parameters between ranks that have different groups: they would train otherwise, or not at all.
+
+    Args:
+        of_ranks: :func:`option_texts` of each rank.
+
+    Raises:
+        ConfigError: the same on every rank.
+    """
+    counts = [len(texts) for texts in of_ranks]
+    if len(set(counts)) > 1:
+        most, least = counts.index(max(counts)), counts.index(min(counts))
+        raise ConfigError(
+            f"the optimizer has {max(counts)} parameter groups on rank {most} and {min(counts)} on rank {least}: call "
+            'add_param_group on every rank, with "params": [] where the parameters are not'
+        )
+    for number in range(counts[0]):
+        known = [(rank, texts[number]) for rank, texts in enumerate(of_ranks) if texts[number] is not None]
+        for rank, options in known[1:]:
+            first_rank, first = known[0]
+            assert options is not None and first is not None
+            for name in sorted(first.keys() | options.keys()):
+                if first.get(name) != options.get(name):
+                    raise ConfigError(
+                        f"parameter group {number} has {name} = {first.get(name)} on rank {first_rank} and "
+                        f"{options.get(name)} on rank {rank}: set it alike on every rank, or use groups of their own"
+                    )
+
+
+def _comparable(value: Any) -> str:
+    """Write a value as text that is the same on every rank."""
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_comparable, value))})"
+    return repr(_plain(value)) if is_constant(value) or isinstance(value, torch.Tensor) else kind_of(value)
 
 
 def in_order(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:

@@ -85,7 +85,7 @@ def plan_resharding(
         members[stage] = [member for layer in uses for member in of_layer.get(layer, ())]
         new.add(stage, members[stage])
         if stage in of_stage:
-            old.add(stage, of_stage[stage].before, leave_out=of_stage[stage].replaced)
+            old.add(stage, of_stage[stage].before)
     held = {(inventory.stage, buffer): kinds for inventory in inventories for buffer, kinds in inventory.kinds.items()}
     kinds = {name: dtype for of_buffer in held.values() for name, dtype in of_buffer.items()}
     group_kinds: dict[int, set[str]] = {}
@@ -117,9 +117,9 @@ class _LayoutBuilder:
         self._intervals: dict[Shard, tuple[Interval, ...]] = {}
         self._sizes: dict[Shard, int] = {}
 
-    def add(self, stage: int, members: Iterable[Member], leave_out: frozenset[ParamKey] = frozenset()) -> None:
-        """Add a stage whose buffers hold ``members``, in this order. ``leave_out``: parameters without valid values."""
-        parameters: dict[Buffer, list[tuple[ParamKey, int]]] = {buffer: [] for buffer in self._buffers}
+    def add(self, stage: int, members: Iterable[Member]) -> None:
+        """Add a stage whose buffers hold ``members``, in this order."""
+        parameters: dict[Buffer, list[tuple[ParamKey | None, int]]] = {buffer: [] for buffer in self._buffers}
         for member in members:
             parameters[member.buffer].append((member.key, member.numel))
         for buffer, of_buffer in parameters.items():
@@ -127,7 +127,7 @@ class _LayoutBuilder:
             size = shard_size(sum(numel for _, numel in of_buffer), len(replicas), detached=buffer.detached)
             for replica, intervals in zip(replicas, intervals_of_shards(of_buffer, len(replicas), size)):
                 shard = Shard(stage, replica, buffer)
-                self._intervals[shard] = tuple(i for i in intervals if i.key not in leave_out)
+                self._intervals[shard] = intervals
                 self._sizes[shard] = size
 
     def layout(self) -> Layout:

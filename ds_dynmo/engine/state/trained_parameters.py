@@ -1,27 +1,25 @@
-"""Checks before every move that the optimizer trains exactly the trainable parameters of this stage."""
+"""Checks that the optimizer trains exactly the trainable parameters of the layers of this stage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
-from ds_dynmo.engine.state.optimizer_state import OptimizerState
+from ds_dynmo.engine.move.description import path_text
+from ds_dynmo.engine.move.object_graph import walk
 from ds_dynmo.errors import ConfigError
 
 
-def check(optimizer: Any, configured: Any, layers: StageLayers, state: OptimizerState) -> None:
-    """Refuse an optimizer that is not the one whose state would move, or that trains other parameters.
-
-    Args:
-        optimizer: the engine's present optimizer.
-        configured: the engine's optimizer when it was configured, whose state is ``state``.
+def check_same(optimizer: Any, configured: Any) -> None:
+    """Refuse another optimizer than the one that the engine was configured with, whose state would move.
 
     Raises:
-        ValueError: names the optimizer, or the first parameter that is trainable but not in it, or in it but not here.
+        ValueError: naming both.
     """
     if optimizer is not configured:
         raise ValueError(
@@ -29,37 +27,77 @@ def check(optimizer: Any, configured: Any, layers: StageLayers, state: Optimizer
             "engine was configured with, whose state would be left behind: set it by "
             "engine._configure_optimizer(optimizer, parameters), or give it to initialize"
         )
-    trained = state.trained()
-    if trained is None:
-        return
-    here = set()
-    for name, parameter in _named(layers):
-        here.add(id(parameter))
-        if parameter.requires_grad and id(parameter) not in trained:
-            raise ValueError(
-                f"{name} requires a gradient and is in no parameter group of the optimizer: add it to one, or "
-                "freeze it (requires_grad = False)"
-            )
-    foreign = [parameter for number, parameter in trained.items() if number not in here and parameter.requires_grad]
-    if foreign:
-        raise ValueError(
-            f"the optimizer trains a parameter of shape {list(foreign[0].shape)} that is in no layer of this stage"
-        )
 
 
-def refuse_strangers(optimizer: torch.optim.Optimizer, layers: StageLayers) -> None:
-    """Refuse an optimizer with parameters that no layer of this stage has.
+def check_complete(held: Iterable[nn.Parameter], layers: StageLayers) -> None:
+    """Refuse layers with a parameter that is to train, but is not among those that the optimizer holds.
 
     Raises:
-        ConfigError: naming the first one's shape.
+        ValueError: naming the first one.
     """
-    here = {id(parameter) for parameter in layers.parameters()}
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in here]
-    if foreign:
+    known = set(map(id, held))
+    for index, module in layers.modules().items():
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ValueError(
+                    f"layer {index}: {name} requires a gradient and is in no parameter group of the optimizer: add it "
+                    "to one, or freeze it (requires_grad = False)"
+                )
+
+
+def check_foreign(
+    held: Iterable[nn.Parameter],
+    pipeline: PipelineModule,
+    layers: StageLayers,
+    known: Container[nn.Parameter] = (),
+) -> list[nn.Parameter]:
+    """Refuse an optimizer that trains a parameter of no layer of this stage: it would not move, nor be saved.
+
+    Args:
+        held: by the optimizer.
+        known: parameters that layers have had.
+
+    Returns:
+        Parameters that a layer has dropped, and to which nothing in a layer refers any more: they train no longer.
+
+    Raises:
+        ConfigError: naming the first one.
+    """
+    here = set(map(id, layers.parameters()))
+    foreign = {id(parameter): parameter for parameter in held if id(parameter) not in here and parameter.requires_grad}
+    if not foreign:
+        return []
+    named = [*pipeline.named_parameters(), *_of_given_modules(layers)]
+    place = next((name for name, parameter in named if id(parameter) in foreign), None)
+    if place is not None:
         raise ConfigError(
-            f"the optimizer holds a parameter of shape {list(foreign[0].shape)} that is in no layer of this stage. "
-            "Layers that moved have other parameters than before: take them from engine.module.parameters()"
+            f"the optimizer trains {place}, which is in no layer of this stage: only what layers have moves and is "
+            "saved with them. Make what has it a layer, such as a last one before the loss; or freeze it "
+            "(requires_grad = False), or leave it out of the parameters for the optimizer"
         )
+    for index, module in layers.modules().items():
+        for path, value in walk([((), module)], lambda _: True):
+            if id(value) in foreign:
+                raise ConfigError(
+                    f"layer {index}: {path_text(path)} is a parameter that the optimizer trains, but the layer has it "
+                    "registered no longer, so that it would stay behind: register it (module.name = parameter)"
+                )
+    for parameter in foreign.values():
+        if parameter not in known:
+            raise ConfigError(
+                f"the optimizer trains a parameter of shape {list(parameter.shape)} that is in no layer of this stage. "
+                "Layers that moved have other parameters than before: take them from engine.module.parameters()"
+            )
+    return [*foreign.values()]
+
+
+def _of_given_modules(layers: StageLayers) -> Iterator[tuple[str, nn.Parameter]]:
+    """List the parameters of layers that were given as modules, wherever they are now."""
+    given = ((index, layers.spec(index)) for index in range(layers.num_layers))
+    for index, module in given:
+        if isinstance(module, nn.Module):
+            for name, parameter in module.named_parameters():
+                yield f"layer {index}'s {name}", parameter
 
 
 TiedGroups = dict[tuple[str, int], set[int | None]]  # by tie key and number of the weight: groups; None: no group
@@ -94,9 +132,3 @@ def refuse_ties_apart(of_ranks: Sequence[TiedGroups]) -> None:
                 f"weight {position} of the layers tied by the key {key!r} is in different parameter groups where they "
                 f"are: {sorted(map(str, groups))}. Its copies would part: put it into one group"
             )
-
-
-def _named(layers: StageLayers) -> Iterator[tuple[str, nn.Parameter]]:
-    for index, module in layers.modules().items():
-        for name, parameter in module.named_parameters():
-            yield f"layer {index}: {name}", parameter

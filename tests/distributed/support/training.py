@@ -146,9 +146,9 @@ def state(engine: Any) -> dict[str, Any]:
     place = f"slice {engine.grid.get_slice_parallel_rank()}: " if engine.grid.slice_parallel_size > 1 else ""
     optimizer = engine.basic_optimizer
     if engine.stage.optimizer.adapter is None:
-        engine.stage.state.refit()
+        engine.stage.state.match_layers()
     members = (
-        [group.values() for group in engine.stage.state.shards.members]
+        [group.values() for group in engine.stage.state.shards.planned(detached=False)]
         if engine.stage.optimizer.adapter
         else [group["params"] for group in optimizer.param_groups]
     )
