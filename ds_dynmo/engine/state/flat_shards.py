@@ -270,7 +270,7 @@ class FlatShards:
     def build_shard(
         self, number: int, elements: Mapping[ParamKey, Elements], name: str, *, detached: bool
     ) -> torch.Tensor:
-        """Cut this rank's planned shard of one kind of state. Missing elements are the parameters (fp32 weights) or 0."""
+        """Cut this rank's planned shard of one kind of state. Missing elements: parameters (fp32 weights), or 0."""
         group = self.planned(detached=detached)[number]
         size = self._size(number, group.values(), detached=detached)
         shard = torch.zeros(size, dtype=torch.float32, device=self.device)
