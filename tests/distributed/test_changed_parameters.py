@@ -80,6 +80,48 @@ def test_changed_layers_move_and_are_saved_as_what_they_are(precision: str, tmp_
         assert whole(through) == whole(still)
 
 
+def repack(fewer: bool) -> list[float]:
+    """Change layers on three stages, and go on with two."""
+    engine = build(Case(stages=3, blocks=3, precision="fp32 zero1", dynmo={"interval": 0, "repack": {"enabled": True}}))
+    data, losses = batches(engine), []
+    for step in range(STEPS):
+        if step == CHANGED:
+            change(engine)
+        if fewer and step == CHANGED + 1:
+            engine.repack(2)
+            if engine.released:
+                break
+        losses.append(engine.train_batch(data).item())
+    return losses
+
+
+def test_changed_layers_are_repacked() -> None:
+    still, fewer = run(3, repack, False)[0], run(3, repack, True, complete=False)[0]
+    assert fewer == still and len(still) == STEPS
+
+
+def on_one_replica(change_all: bool) -> str:
+    """Drop a bias on one replica only, or on both, and move."""
+    engine = build(Case(blocks=3, replicas=2, precision="bf16 zero1"))
+    data = batches(engine)
+    engine.train_batch(data)
+    if change_all or engine.grid.get_data_parallel_id() == 1:
+        for layer in changed_layers(engine):
+            layer.up.bias = None
+    try:
+        engine.rebalance([0, 2, 6])
+    except MigrationError as error:
+        assert error.harmless
+        return str(error)
+    return "moved"
+
+
+def test_replicas_that_hold_other_parameters_are_refused() -> None:
+    refused, moved = run_each(4, on_one_replica, (False,), (True,))
+    assert all("replicas 0 and 1 of stage 0 hold other parameters: layer 1's up.bias" in m for m in refused)
+    assert moved == ["moved"] * 4
+
+
 def hidden(how: str) -> list[str]:
     """Hide a parameter from its layer, which goes on computing with it, and try to move, save and announce it."""
     engine = build(Case(blocks=3, precision="fp32 zero1"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.layout import Buffer
 from ds_dynmo.engine.state.flat_shards import FlatShards, Member
 from ds_dynmo.engine.state.parameter_groups import OptionTexts, option_texts
+from ds_dynmo.errors import ConfigError
 
 Scalars = dict[int, dict[str, Any]]  # per parameter group, the state that the optimizer keeps once
 
@@ -80,6 +82,25 @@ def take_inventory(
         holds_gradients=adapter.holds_own_gradients,
         per_replica_groups=shards.per_replica_groups,
     )
+
+
+def check_replicas_alike(inventories: Iterable[Inventory]) -> None:
+    """Refuse replicas of a stage that hold other parameters: each has a shard of what all are to hold.
+
+    Raises:
+        ConfigError: naming the first parameter.
+    """
+    first: dict[tuple[int, int], Inventory] = {}
+    for inventory in inventories:
+        other = first.setdefault((inventory.stage, inventory.tp_rank), inventory)
+        if inventory.before != other.before or inventory.after != other.after:
+            here, there = ({*i.before, *chain.from_iterable(i.after.values())} for i in (inventory, other))
+            keys = sorted(member.key for member in here ^ there if member.key is not None)
+            what = f"layer {keys[0].layer}'s {keys[0].name} differs" if keys else "their order differs"
+            raise ConfigError(
+                f"replicas {other.replica} and {inventory.replica} of stage {inventory.stage} hold other parameters: "
+                f"{what}. Change layers alike on every replica"
+            )
 
 
 def _by_buffer(members: Iterable[Member]) -> dict[Buffer, list[Member]]:

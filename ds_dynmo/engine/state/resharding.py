@@ -23,7 +23,7 @@ from ds_dynmo.engine.move.carrying import (
 from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, intervals_of_shards, shard_size
 from ds_dynmo.engine.move.route import Route, Row
 from ds_dynmo.engine.state.flat_shards import Member
-from ds_dynmo.engine.state.inventory import Inventory, Scalars, merge_scalars
+from ds_dynmo.engine.state.inventory import Inventory, Scalars, check_replicas_alike, merge_scalars
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.plan import MigrationPlan
 from ds_dynmo.torch_private import version_of
@@ -69,9 +69,13 @@ def plan_resharding(
         layers: this rank's layers, which know the order of the parameters of any stage.
         here: this rank's coordinates.
         replicas: numbers of replicas that hold the state before and after; None: all.
+
+    Raises:
+        ConfigError: replicas of a stage hold other parameters.
     """
     replicas = replicas or (here.replicas, here.replicas)
     replica = here.replica
+    check_replicas_alike(inventories)
     inventories = [inventory for inventory in inventories if inventory.tp_rank == here.tp_rank]
     inventories.sort(key=lambda inventory: inventory.replica == replica)  # this replica's come last, and override
     of_stage = {inventory.stage: inventory for inventory in inventories}
