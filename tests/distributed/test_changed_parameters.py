@@ -320,5 +320,5 @@ def test_gradients_of_a_penalty_count_or_the_move_is_refused(precision: str) -> 
     assert [rank["losses"] for rank in background] == [rank["losses"] for rank in still]
     assert whole(blocking) == whole(background) == whole(still)
     moved = bool(blocking[0]["moved"])
-    assert moved == (precision == "fp32")
+    assert moved == (precision in ("fp32", "bf16"))
     assert moved or all("gradients" in message for message in blocking[0]["messages"])

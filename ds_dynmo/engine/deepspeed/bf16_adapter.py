@@ -40,6 +40,10 @@ class Bf16Adapter(FlatOptimizerAdapter):
     def holds_gradients(self) -> bool:
         return any(any(held) for held in self._wrapper.fp32_groups_has_gradients)
 
+    @property
+    def holds_own_gradients(self) -> bool:
+        return False  # DeepSpeed drops them when the next backward pass begins, or counts them at once: holds_gradients
+
     def free_gradients(self) -> None:
         wrapper = self._wrapper
         for table in (

@@ -119,10 +119,9 @@ class FlatOptimizerAdapter(ABC):
         """Whether gradients wait for an optimizer's step, as they do from a backward pass to the end of its batch."""
 
     @property
+    @abstractmethod
     def holds_own_gradients(self) -> bool:
         """Whether a backward pass outside a batch has left gradients, which the next batch would add to its own."""
-        parameters = (parameter for group in self.groups for parameter in group)
-        return any(p.grad is not None or getattr(p, "grad_accum", None) is not None for p in parameters)
 
     @abstractmethod
     def free_gradients(self) -> None:

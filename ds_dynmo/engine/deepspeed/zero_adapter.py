@@ -46,8 +46,9 @@ class ZeroAdapter(FlatOptimizerAdapter):
 
     @property
     def holds_own_gradients(self) -> bool:
-        waiting = any(bucket.elements for bucket in self._wrapper.ipg_buckets.values())
-        return waiting or super().holds_own_gradients
+        parameters = (parameter for group in self.groups for parameter in group)
+        left = any(p.grad is not None or p.grad_accum is not None for p in parameters)  # type: ignore[attr-defined]
+        return left or any(bucket.elements for bucket in self._wrapper.ipg_buckets.values())
 
     def free_gradients(self) -> None:
         self._wrapper.averaged_gradients.clear()

@@ -453,8 +453,8 @@ def _check_no_gradients(inventories: Sequence[Inventory]) -> None:
     stages = sorted({inventory.stage for inventory in inventories if inventory.holds_gradients})
     if stages:
         raise ConfigError(
-            f"stages {stages} hold gradients of a backward pass outside train_batch, which would be lost under bf16 or "
-            "ZeRO: call backward after this, or let layers move during the batch (rebalance(..., background=True))"
+            f"stages {stages} hold gradients of a backward pass outside train_batch, which would be lost under ZeRO: "
+            "call backward after this, or let layers move during the batch (rebalance(..., background=True))"
         )
 
 
