@@ -22,7 +22,7 @@ from ds_dynmo.engine.comm.store_agreement import Agreement
 from ds_dynmo.engine.deepspeed import files
 from ds_dynmo.engine.save.context import CheckpointContext, local_slice, universal_info
 from ds_dynmo.engine.save.destinations import Destination
-from ds_dynmo.engine.save.folder import CheckpointFolder, sync
+from ds_dynmo.engine.save.folder import LATEST, CheckpointFolder, sync
 from ds_dynmo.engine.save.layer_content import add_left_out, add_per_replica, extras_of
 from ds_dynmo.engine.save.manifest import (
     MANIFEST,
@@ -95,8 +95,10 @@ def _discarded_on_error(folder: CheckpointFolder, rank: int, agreement: Agreemen
 
 
 def _check_supported(context: CheckpointContext, tag: str, destination: Destination) -> None:
-    if os.path.basename(tag) != tag or tag in ("", ".", ".."):
-        raise ConfigError(f"tag = {tag!r}: has to be the name of one folder")
+    if os.path.basename(tag) != tag or tag == "" or tag.startswith(".") or tag == LATEST:
+        raise ConfigError(
+            f"tag = {tag!r}: has to be the name of one folder, without a dot in front, and not {LATEST!r}"
+        )
     if (problem := files.cannot_write(context.engine, later=destination.writes_later)) is not None:
         raise ConfigError(problem)
 
