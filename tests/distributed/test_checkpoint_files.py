@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,9 @@ import pytest
 import torch
 
 import ds_dynmo
+from ds_dynmo.engine.save import writing
+from ds_dynmo.engine.save.manifest import MANIFEST
+from ds_dynmo.engine.save.safe_load import describe
 from tests.distributed.harness import run
 from tests.distributed.support.checkpoints import (
     STEPS,
@@ -24,7 +28,7 @@ from tests.distributed.support.checkpoints import (
     train_on,
 )
 from tests.distributed.support.configs import Case
-from tests.distributed.support.training import build, state
+from tests.distributed.support.training import build, gather, state
 
 
 def files_hold_no_placeholder(case: Case, folder: str) -> list[str]:
@@ -127,6 +131,60 @@ def test_wrong_tags_and_folders_are_refused(tmp_path: Path) -> None:
     assert "custom_load_fn" in found[4]
     assert found[5] == "True"
     assert not os.listdir(tmp_path)
+
+
+def lists_nothing(empty: str) -> None:
+    """Let this rank list the folder of an unfinished checkpoint as a network file system may, before it looks again."""
+    for name in ("listdir", "scandir"):
+        original = getattr(os, name)
+        listed = lambda path=".", original=original: original(empty if ".writing" in str(path) else path)  # noqa: E731
+        setattr(os, name, listed)
+
+
+def save_with_trouble(case: Case, folder: str) -> list[str]:
+    """Save with a stale listing; with a file that rank 0 does not find; with one that DeepSpeed did not write."""
+    engine = build(case)
+    if engine.global_rank == 0:
+        os.makedirs(f"{folder}/empty")
+    gather(None)
+    lists_nothing(f"{folder}/empty")
+    assert engine.save_checkpoint(folder, tag="stale")
+
+    def described(path: str) -> Any:
+        found = describe(path)
+        if path.endswith("mp_rank_01_model_states.pt"):
+            os.unlink(path)  # as on a disk of rank 1 alone
+        return found
+
+    messages = []
+    for tag in ("elsewhere", "bypassed"):
+        if tag == "elsewhere":
+            writing.describe = described
+        else:
+            writing.describe = describe
+            engine.module.save_state_dict = lambda *_, **__: None
+        with pytest.raises(ds_dynmo.CheckpointError) as caught:
+            engine.save_checkpoint(folder, tag=tag)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_checkpoint_has_what_every_rank_wrote_whatever_a_listing_says(tmp_path: Path) -> None:
+    case = Case(stages=2)
+    for messages in run(2, save_with_trouble, case, str(tmp_path)):
+        elsewhere, bypassed = (f"rank 0: {tmp_path}/.{tag}.writing" for tag in ("elsewhere", "bypassed"))
+        assert messages[0].startswith(f"{elsewhere}/mp_rank_01_model_states.pt: a rank wrote ")
+        assert messages[0].endswith(
+            " bytes, and rank 0 finds no such file: save_dir has to be a folder that all ranks share"
+        )
+        assert messages[1].startswith(
+            f"{bypassed}/layer_00-model_states.pt: no rank wrote it: a save_state_dict of your"
+        )
+    assert sorted(os.listdir(tmp_path)) == ["empty", "latest", "stale"]
+    files = [path for path in (tmp_path / "stale").rglob("*.pt") if path.is_file()]
+    listed = json.loads((tmp_path / "stale" / MANIFEST).read_text())["files"]
+    assert {str(path.relative_to(tmp_path / "stale")) for path in files} == listed.keys()
+    assert all(path.stat().st_size == listed[str(path.relative_to(tmp_path / "stale"))]["num_bytes"] for path in files)
 
 
 def save_in_parallel(case: Case, folder: str) -> dict[str, Any]:

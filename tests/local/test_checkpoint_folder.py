@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import shutil
+import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.engine.save.folder import CheckpointFolder
+
+STEPS_OF_WRITING = [
+    (os, "rename"), (os, "replace"), (os, "makedirs"), (os, "rmdir"), (os, "unlink"), (os, "fsync"), (os, "close"),
+    (shutil, "rmtree"),
+]  # fmt: skip
+FILES = ("content", "dynmo/manifest.json")
 
 
 def begun(save_dir: Path, tag: str, age_seconds: float) -> Path:
@@ -19,6 +33,101 @@ def begun(save_dir: Path, tag: str, age_seconds: float) -> Path:
         then = found.stat().st_mtime - age_seconds
         os.utime(found, (then, then))
     return path
+
+
+def written(folder: CheckpointFolder, content: str) -> CheckpointFolder:
+    """Write a checkpoint that has no name yet."""
+    folder.begin()
+    for name in FILES:
+        Path(folder.temporary, name).write_text(content)
+    return folder
+
+
+def save(save_dir: Path, tag: str, content: str) -> None:
+    written(CheckpointFolder(str(save_dir), tag), content).commit(save_latest=True)
+
+
+def content_of(save_dir: Path, tag: str) -> str | None:
+    """Return what every file of a checkpoint has; None: there is no such checkpoint."""
+    path = folders.find(str(save_dir), tag)
+    if path is None:
+        return None
+    (content,) = {Path(path, name).read_text() for name in FILES}
+    return content
+
+
+# -- jobs that were killed ----------------------------------------------------------------------------
+
+
+def in_a_process(function: Callable[[], Any]) -> int:
+    """Call a function in a process of its own; return its exit code."""
+    child = os.fork()
+    if not child:
+        try:
+            function()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def killed_at(step: int, function: Callable[[], Any]) -> bool:
+    """Kill a process that calls ``function`` before its ``step``-th step; return whether it had so many."""
+    left = iter(range(step))
+
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            if next(left, None) is None:
+                os._exit(1)
+            return original(*args, **kwargs)
+
+        return count
+
+    def run() -> None:
+        for module, name in STEPS_OF_WRITING:
+            setattr(module, name, counting(getattr(module, name)))
+        function()
+
+    return in_a_process(run) == 1
+
+
+@pytest.mark.parametrize("next_call", ["save", "load"])
+@pytest.mark.parametrize("tag", ["one", "two"])
+def test_nothing_is_left_of_a_save_that_was_killed_at_any_step(tmp_path: Path, tag: str, next_call: str) -> None:
+    """It replaces the checkpoint ``one``, or writes one beside it. The next save is of another tag."""
+    step, was_killed = 0, True
+    while was_killed:
+        save_dir = tmp_path / str(step)
+        save(save_dir, "one", "old")
+        was_killed = killed_at(step, lambda save_dir=save_dir: save(save_dir, tag, "new"))
+        latest = folders.read_latest(str(save_dir))
+        assert latest is not None and content_of(save_dir, latest) in ("old", "new"), step
+        found = {name: content_of(save_dir, name) for name in ("one", tag)}
+        assert found["one"] in ("old", "new") and found[tag] in (None, "old", "new"), step
+        if next_call == "save":
+            save(save_dir, "three", "newest")
+        else:
+            folders.tidy(str(save_dir))
+        assert {name: content_of(save_dir, name) for name in found} == found, step
+        there = {"one", "latest", *(["three"] if next_call == "save" else []), *([tag] if found[tag] else [])}
+        assert {*os.listdir(save_dir)} - {".latest.writing"} == there, step  # a line, which the next save replaces
+        step += 1
+    assert step > 15
+
+
+def test_a_job_that_is_killed_again_while_it_removes_leaves_nothing(tmp_path: Path) -> None:
+    step, was_killed = 0, True
+    while was_killed:
+        save_dir = tmp_path / str(step)
+        for tag in ("one", "one", "two"):
+            in_a_process(lambda save_dir=save_dir, tag=tag: begun(save_dir, tag, 0))
+        was_killed = killed_at(step, lambda save_dir=save_dir: folders.tidy(str(save_dir)))
+        folders.tidy(str(save_dir))
+        assert os.listdir(save_dir) == [], step
+        step += 1
+    assert step > 5
+
+
+# -- jobs that run ------------------------------------------------------------------------------------
 
 
 def test_an_abandoned_folder_is_removed_and_one_in_use_is_not(tmp_path: Path) -> None:
@@ -38,14 +147,72 @@ def test_a_folder_with_one_fresh_file_is_in_use(tmp_path: Path) -> None:
     assert path.is_dir()
 
 
-def test_a_checkpoint_that_replaced_another_can_be_replaced(tmp_path: Path) -> None:
-    """A job was killed after the new checkpoint was in place and before the old one was removed."""
+@pytest.mark.parametrize("age_seconds", [0, folders.ABANDONED_SECONDS + 60])
+@pytest.mark.parametrize("lacks", ["locks", "the machine"])
+def test_a_save_whose_lock_is_not_seen_is_in_use_for_an_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str, age_seconds: float
+) -> None:
+    """It is on a file system without locks, or of another machine."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    with monkeypatch.context() as patch:
+        if lacks == "locks":
+            patch.setattr(fcntl, "flock", refuse)
+        else:
+            patch.setattr(socket, "gethostname", lambda: "another")
+        in_a_process(lambda: begun(tmp_path, "one", age_seconds))
+    folders.tidy(str(tmp_path))
+    assert os.listdir(tmp_path) == ([".one.writing"] if age_seconds == 0 else [])
+
+
+def test_a_save_goes_on_whatever_another_job_does_between_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other job saves another tag and loads this one, in the middle of each rename too."""
+    save(tmp_path, "one", "old")
+    seen = []
+
+    def beside(original: Callable[..., None]) -> Callable[..., None]:
+        def rename(*args: Any) -> None:
+            for when in ("before", "after"):
+                with monkeypatch.context() as patch:
+                    patch.setattr(os, "rename", original)
+                    save(tmp_path, "two", "beside")
+                    folders.tidy(str(tmp_path))
+                seen.append(content_of(tmp_path, "one"))
+                if when == "before":
+                    original(*args)
+
+        return rename
+
+    folder = written(CheckpointFolder(str(tmp_path), "one"), "new")
+    monkeypatch.setattr(os, "rename", beside(os.rename))
+    folder.commit(save_latest=True)
+    assert seen == ["old", "new", "new", "new"]
+    assert sorted(os.listdir(tmp_path)) == ["latest", "one", "two"] and content_of(tmp_path, "one") == "new"
+
+
+def test_a_tag_is_replaced_again_and_again_and_no_other_is_touched(tmp_path: Path) -> None:
+    for tag in ("last.replaced", ".last.old"):
+        (tmp_path / tag).mkdir()
     for content in ("old", "new", "newer"):
-        folder = CheckpointFolder(str(tmp_path), "last")
-        folder.begin()
-        Path(folder.temporary, "content").write_text(content)
-        folder.commit(save_latest=True)
-        if content == "new":
-            (tmp_path / "last.replaced").mkdir()
-    assert (tmp_path / "last" / "content").read_text() == "newer"
-    assert sorted(os.listdir(tmp_path)) == ["last", "latest"]
+        save(tmp_path, "last", content)
+        assert content_of(tmp_path, "last") == content
+        (tmp_path / ".last.dynmo-removed").mkdir()  # of a job that was killed while it removed the old one
+    save(tmp_path, "last", "newest")
+    assert sorted(os.listdir(tmp_path)) == [".last.old", "last", "last.replaced", "latest"]
+
+
+def test_a_folder_that_may_only_be_read_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_process(lambda: written(CheckpointFolder(str(tmp_path), "one"), "new"))
+    (tmp_path / ".one.dynmo-removed").mkdir()
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    folders.tidy(str(tmp_path))
+    assert content_of(tmp_path, "one") == "new"
+    folders.tidy(str(tmp_path / "nowhere"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from torch.serialization import get_safe_globals, safe_globals
 
 from ds_dynmo.engine.save.safe_load import safe_load
 from ds_dynmo.errors import CheckpointError
@@ -29,6 +33,39 @@ def test_files_that_deepspeed_writes_are_loaded(tmp_path: Path) -> None:
     assert safe_load(str(tmp_path / "file"))["stage"] is ZeroStageEnum.optimizer_states
     torch.save(Reduced(getattr, ZeroStageEnum, "optimizer_states"), tmp_path / "file")  # as Python 3.11.2 writes it
     assert safe_load(str(tmp_path / "file")) is ZeroStageEnum.optimizer_states
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_classes_that_the_user_allowed_stay_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """The user allows one that we allow too, before a load or while one runs, as that of a save may in its thread."""
+    torch.save(argparse.Namespace(rate=0.5), tmp_path / "file")
+    load = torch.load
+    with ExitStack() as user:
+
+        def load_meanwhile(*args: Any, **kwargs: Any) -> Any:
+            user.enter_context(safe_globals([argparse.Namespace]))
+            return load(*args, **kwargs)
+
+        if when == "before":
+            user.enter_context(safe_globals([argparse.Namespace]))
+        else:
+            monkeypatch.setattr(torch, "load", load_meanwhile)
+        assert safe_load(str(tmp_path / "file")) == argparse.Namespace(rate=0.5)
+        assert argparse.Namespace in get_safe_globals()
+
+
+def test_loads_leave_no_class_allowed(tmp_path: Path) -> None:
+    torch.save(argparse.Namespace(), tmp_path / "file")
+    before = {*get_safe_globals()}
+    safe_load(str(tmp_path / "file"))
+    assert {*get_safe_globals()} == before
+
+
+def test_a_load_does_not_end_the_permission_of_another(tmp_path: Path) -> None:
+    torch.save({"scaler": LossScaler(1.0), "stage": ZeroStageEnum.weights}, tmp_path / "file")
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: safe_load(str(tmp_path / "file"))["stage"], range(200)))
+    assert found == [ZeroStageEnum.weights] * 200
 
 
 @pytest.mark.parametrize("mapped", [False, True])

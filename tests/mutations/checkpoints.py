@@ -9,6 +9,7 @@ DAMAGE = "tests/distributed/test_checkpoint_damage.py"
 CHANGED = "tests/distributed/test_checkpoint_changed_layers.py"
 STOCK = "tests/distributed/test_checkpoint_stock.py"
 BACKGROUND = "tests/distributed/test_background_saves.py"
+FOLDER = "tests/local/test_checkpoint_folder.py"
 UNIVERSAL = "tests/distributed/test_universal.py"
 
 MUTATIONS = [
@@ -29,9 +30,39 @@ MUTATIONS = [
     Mutation(
         "a checkpoint is written into the folder of the one before",
         "ds_dynmo/engine/save/folder.py",
-        "            os.rename(self.temporary, self._replacing)\n            self._replace()\n",
-        "            _remove(self._path)\n            os.rename(self.temporary, self._path)\n",
-        f"{DAMAGE}::test_a_kill_at_any_step_leaves_a_whole_checkpoint[one-one-blocking-13]",
+        "            os.rename(self._path, self._removed)\n",
+        "            _remove(self._path)\n",
+        f"{FOLDER}::test_nothing_is_left_of_a_save_that_was_killed_at_any_step[one-load]",
+    ),
+    Mutation(
+        "what a killed save left stays until its tag is saved again",
+        "ds_dynmo/engine/save/folder.py",
+        "                return True\n        finally:\n",
+        "                return False\n        finally:\n",
+        f"{FOLDER}::test_nothing_is_left_of_a_save_that_was_killed_at_any_step[two-save]",
+    ),
+    Mutation(
+        "a load takes away what a save of another machine is writing",
+        "ds_dynmo/engine/save/folder.py",
+        "            if os.read(descriptor, 100) == _machine():\n",
+        "            if os.read(descriptor, 100) != _machine():\n",
+        f"{FOLDER}::test_a_save_whose_lock_is_not_seen_is_in_use_for_an_hour",
+    ),
+    Mutation(
+        "ranks find out by listing the folder what others wrote",
+        "ds_dynmo/engine/save/writing.py",
+        "        for path in self.destination.paths:\n",
+        "        folder = self.folder.temporary\n"
+        "        for path in (os.path.join(at, name) for at, _, names in os.walk(folder) for name in names):\n",
+        "tests/distributed/test_checkpoint_files.py"
+        "::test_a_checkpoint_has_what_every_rank_wrote_whatever_a_listing_says",
+    ),
+    Mutation(
+        "a load takes the classes that the user allowed off torch's list",
+        "ds_dynmo/engine/save/safe_load.py",
+        '_ALLOWED = (*((kind, f"{kind.__module__}.{kind.__qualname__}") for kind in _CLASSES),',
+        "_ALLOWED = (*_CLASSES,",
+        "tests/local/test_safe_load.py::test_classes_that_the_user_allowed_stay_allowed",
     ),
     Mutation(
         "a file of another run of the same length is not noticed",

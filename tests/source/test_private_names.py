@@ -63,7 +63,10 @@ OPEN = {
     *("get_cuda_rng_tracker",),  # of Megatron, too
 }
 OBJECTS = {"engine", "grid", "model", "module", "pipeline", "wrapper", "p2p", "groups", "self", "super()"}
-TORCHS = {name for name in {*dir(nn.Module()), *_mentioned(nn.Module)} if name.startswith("_")} | {"_asdict"}
+TORCHS = {name for name in {*dir(nn.Module()), *_mentioned(nn.Module)} if name.startswith("_")} | {
+    "_asdict",
+    "_replace",
+}
 
 
 def private_names() -> set[str]:

@@ -18,9 +18,11 @@ class Destination(Protocol):
 
     Attributes:
         writes_later: whether files are not on the disk yet when they have been taken.
+        paths: of the files that were taken.
     """
 
     writes_later: bool
+    paths: list[str]
 
     def take(self, content: Any, path: str, write: Write) -> None:
         """Take a file, which ``write`` would write."""
@@ -34,8 +36,12 @@ class ToDisk:
 
     writes_later = False
 
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
     def take(self, content: Any, path: str, write: Write) -> None:
         """Write a file. Errors name it."""
+        self.paths.append(path)
         with path_in_errors(path):
             write(content, path)
 
@@ -55,11 +61,13 @@ class ToMemory:
     writes_later = True
 
     def __init__(self) -> None:
+        self.paths: list[str] = []
         self._files: deque[tuple[str, deque[Record]]] = deque()
         self.num_bytes = 0
 
     def take(self, content: Any, path: str, write: Write) -> None:
         """Copy a file to memory; in the format of ``torch.save``, whatever ``write`` would do."""
+        self.paths.append(path)
         records = copied_records(content)
         self.num_bytes += sum(num_bytes for *_, num_bytes in records)
         self._files.append((path, deque(records)))

@@ -2,137 +2,124 @@
 
 from __future__ import annotations
 
-import glob
+import fcntl
+import hashlib
+import json
 import math
 import os
 import shutil
+import socket
+import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 from ds_dynmo.files import path_in_errors
 from ds_dynmo.files.checkpoints import FOLDER
 
 LATEST = "latest"
 ABANDONED_SECONDS = 3600.0  # a temporary folder without writes for so long is abandoned
-_WRITING = ".writing"
+_WRITING, _REMOVED = ".writing", ".dynmo-removed"
+_WRITER = ".writer.json"  # in a temporary folder: the machine whose process has a lock on this file while it writes
 
 
 class CheckpointFolder:
     """The folder ``save_dir/tag``, and those beside it while it is written. Only one rank uses it.
 
-    A new tag appears with one rename. A folder cannot be renamed over another, so a tag that exists is replaced in
-    steps. If a job is killed between two of them, :func:`find` takes the first of these names that exists, which holds
-    the old checkpoint or the new one, and the next :meth:`begin` finishes the rest:
+    A new tag appears with one rename. A folder cannot be renamed over another, so a tag that exists is replaced by two.
+    If a job is killed between two steps, :func:`find` finds the old checkpoint or the new one, and the next save or
+    load in ``save_dir``, of any tag, does the rest (:func:`tidy`):
 
-    ========  ==================  =================  =================  ==============================================
-    ``tag``   ``tag.replacing``   ``tag.replaced``   ``latest``         next
-    ========  ==================  =================  =================  ==============================================
-    old                                              tag                ``.tag.writing`` becomes ``tag.replacing``
-    old       new                                    tag                ``latest`` names ``tag.replacing``
-    old       new                                    tag.replacing      ``tag`` becomes ``tag.replaced``
-    .         new                 old                tag.replacing      hard links to the new one become ``tag``
-    new       new                 old                tag.replacing      ``latest`` names ``tag``
-    new       new                 old                tag                ``tag.replacing`` is removed
-    new                           old                tag                ``tag.replaced`` is removed
-    new                                              tag                done
-    ========  ==================  =================  =================  ==============================================
+    =======  ================  ======================  =====================================================
+    ``tag``  ``.tag.writing``  ``.tag.dynmo-removed``  next
+    =======  ================  ======================  =====================================================
+    old      a part of new                             the rest is written (after a kill: it is removed)
+    old      new                                       ``tag`` becomes ``.tag.dynmo-removed`` (or the same)
+    .        new               old                     ``.tag.writing`` becomes ``tag``
+    new                        old                     ``.tag.dynmo-removed`` is removed
+    new                                                done
+    =======  ================  ======================  =====================================================
 
-    If ``latest`` names another tag, it stays. A folder is renamed to a hidden name before it is removed.
+    A folder has the name ``.tag.dynmo-removed`` before it is removed, so that no part of it is taken for a checkpoint.
     """
 
     def __init__(self, save_dir: str, tag: str) -> None:
         self._save_dir = save_dir
         self._tag = tag
         self._made: list[str] = []
-        self._path = os.path.join(save_dir, tag)
-        self.temporary = os.path.join(save_dir, f".{tag}{_WRITING}")
-        self._links = os.path.join(save_dir, f".{tag}.links")
-        self._junk = os.path.join(save_dir, f".{tag}.junk")
-        self._replacing = os.path.join(save_dir, _replacing(tag))
-        self._replaced = os.path.join(save_dir, _replaced(tag))
+        self._lock: int | None = None
+        self._path, self.temporary, self._removed = _paths(save_dir, tag)
 
     def begin(self) -> None:
-        """Make an empty temporary folder, and finish what killed jobs left of this tag."""
+        """Make an empty temporary folder, and remove what killed jobs left."""
         self._made = _missing_folders(self._save_dir)
         os.makedirs(self._save_dir, exist_ok=True)
-        if os.path.isdir(self._replacing):
-            self._replace()
-        elif os.path.lexists(self._path):
-            self._drop(self._replaced)
-        for leftover in (self.temporary, self._links, self._junk):
-            _remove(leftover)
+        tidy(self._save_dir)
+        _clear(self._save_dir, self._tag)  # whoever began it: this job has the tag now
+        if os.path.isdir(self._removed):
+            shutil.rmtree(self._removed)  # raises why it is still there
         os.makedirs(os.path.join(self.temporary, FOLDER))
-        self._remove_abandoned()
+        self._lock = _lock(os.path.join(self.temporary, _WRITER))
 
     def commit(self, save_latest: bool) -> None:
         """Rename the complete temporary folder to its final name."""
         sync(os.path.join(self.temporary, FOLDER))
         sync(self.temporary)
         if os.path.lexists(self._path):
-            os.rename(self.temporary, self._replacing)
-            self._replace()
-        else:
-            os.rename(self.temporary, self._path)
+            os.rename(self._path, self._removed)
+        os.rename(self.temporary, self._path)
         sync(self._save_dir)
+        self._unlock()
         if save_latest:
             write_latest(self._save_dir, self._tag)
+        _remove(self._removed)
 
     def discard(self) -> None:
         """Remove the temporary folder, and the folders that :meth:`begin` made for it."""
-        _remove(self.temporary)
+        self._unlock()
+        _clear(self._save_dir, self._tag)
         for folder in self._made:
             with suppress(OSError):  # another job writes there by now
                 os.rmdir(folder)
 
-    def _replace(self) -> None:
-        """Replace ``tag`` by ``tag.replacing``, which is complete. Earlier steps may be done already."""
-        if read_latest(self._save_dir) == self._tag:
-            write_latest(self._save_dir, _replacing(self._tag))
-        if os.path.lexists(self._path) and not os.path.isdir(self._replaced):
-            os.rename(self._path, self._replaced)
-        if not os.path.lexists(self._path):
-            _remove(self._links)
-            shutil.copytree(self._replacing, self._links, copy_function=_link)
-            os.rename(self._links, self._path)
-            sync(self._save_dir)
-        if read_latest(self._save_dir) == _replacing(self._tag):
-            write_latest(self._save_dir, self._tag)
-        self._drop(self._replacing)
-        self._drop(self._replaced)
-
-    def _drop(self, folder: str) -> None:
-        if os.path.isdir(folder):
-            _remove(self._junk)
-            os.rename(folder, self._junk)  # a folder that is half removed must not look like a checkpoint
-            _remove(self._junk)
-
-    def _remove_abandoned(self) -> None:
-        """Remove what killed jobs left of tags that are never written again, such as ``global_step7`` after a restart.
-
-        Another job may be writing other tags to ``save_dir`` now: its folder changes all the time. Ages are by the file
-        system's clock.
-        """
-        now = os.stat(self.temporary).st_mtime
-        for path in glob.glob(os.path.join(glob.escape(self._save_dir), f".*{_WRITING}", FOLDER)):
-            folder = os.path.dirname(path)
-            if now - _last_change(folder) > ABANDONED_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process that was forked meanwhile would keep it
+            os.close(self._lock)
+            self._lock = None
 
 
 def find(save_dir: str, tag: str) -> str | None:
     """Find the folder of a tag, also after a job was killed while replacing it. None: there is none."""
-    for name in (tag, _replacing(tag), _replaced(tag)):
-        if os.path.isdir(os.path.join(save_dir, name)):
-            return os.path.join(save_dir, name)
-    return None
+    path, temporary, removed = _paths(save_dir, tag)
+    if os.path.isdir(path):
+        return path
+    return temporary if os.path.isdir(temporary) and os.path.lexists(removed) else None
 
 
 def tag_of(name: str) -> str | None:
-    """Return the tag of which a folder of this name may hold the checkpoint; None: a temporary folder.
+    """Return the tag for which :func:`find` may find a folder where one has this name; None: for none.
 
-    >>> tag_of("global_step7"), tag_of("global_step7.replacing"), tag_of(".global_step7.writing")
+    >>> tag_of("global_step7"), tag_of(".global_step7.dynmo-removed"), tag_of(".global_step7.writing")
     ('global_step7', 'global_step7', None)
     """
-    return None if name.startswith(".") else name.removesuffix(_replacing("")).removesuffix(_replaced(""))
+    if not name.startswith("."):
+        return name
+    return name[1:].removesuffix(_REMOVED) if name.endswith(_REMOVED) else None
+
+
+def tidy(save_dir: str) -> None:
+    """Remove what killed saves of any tag left, or finish it where all of the new checkpoint was written.
+
+    What a running save is writing stays: another job may write other tags to ``save_dir`` now.
+    """
+    for name in os.listdir(save_dir) if os.path.isdir(save_dir) else ():
+        with suppress(OSError):  # another job does it as well, or this one may only read
+            if name.endswith(_REMOVED):
+                _, temporary, removed = _paths(save_dir, name[1:].removesuffix(_REMOVED))
+                if not os.path.isdir(temporary):
+                    _remove(removed)
+            if name.endswith(_WRITING) and _is_abandoned(os.path.join(save_dir, name)):
+                _clear(save_dir, name[1:].removesuffix(_WRITING))
 
 
 def read_latest(save_dir: str, name: str = LATEST) -> str | None:
@@ -164,12 +151,69 @@ def sync(path: str) -> None:
         os.close(descriptor)
 
 
-def _replacing(tag: str) -> str:
-    return f"{tag}.replacing"
+def _paths(save_dir: str, tag: str) -> tuple[str, str, str]:
+    """Return the paths of a tag's folder, of the one that is written, and of the one that is removed."""
+    names = (tag, f".{tag}{_WRITING}", f".{tag}{_REMOVED}")
+    path, temporary, removed = (os.path.join(save_dir, name) for name in names)
+    return path, temporary, removed
 
 
-def _replaced(tag: str) -> str:
-    return f"{tag}.replaced"
+def _clear(save_dir: str, tag: str) -> None:
+    """Leave only the checkpoint of a tag: the new one, if that was complete when the old one lost its name."""
+    path, temporary, removed = _paths(save_dir, tag)
+    if find(save_dir, tag) == temporary:
+        os.rename(temporary, path)
+        sync(save_dir)
+    elif os.path.isdir(temporary):
+        _remove(removed)
+        os.rename(temporary, removed)
+    _remove(removed)
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)  # another job may be removing it as well
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
+# -- whether a save is running ------------------------------------------------------------------------
+
+
+def _lock(path: str) -> int:
+    """Lock a file for this process, and write there on which machine it runs. The lock ends with the process."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    with suppress(OSError):  # a file system without locks, or another system than Linux
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(descriptor, _machine())
+    return descriptor
+
+
+def _machine() -> bytes:
+    """Return a name of this machine until it boots again, as JSON."""
+    text = socket.gethostname() + Path("/proc/sys/kernel/random/boot_id").read_text()
+    return json.dumps(hashlib.sha256(text.encode()).hexdigest()[:16]).encode()
+
+
+def _is_abandoned(path: str) -> bool:
+    """Return whether a path is a temporary folder that no running save is writing.
+
+    A free lock says that the process has ended which began it, if that was on this machine: not every file system shows
+    locks of other machines. Those folders, and one with a lock, are abandoned after :data:`ABANDONED_SECONDS` without a
+    write, by the file system's clock.
+    """
+    if not os.path.isdir(os.path.join(path, FOLDER)):
+        return False
+    with suppress(OSError):
+        descriptor = os.open(os.path.join(path, _WRITER), os.O_RDWR)
+        try:
+            if os.read(descriptor, 100) == _machine():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+        finally:
+            os.close(descriptor)
+    with tempfile.TemporaryFile(dir=os.path.dirname(path)) as probe:
+        return os.fstat(probe.fileno()).st_mtime - _last_change(path) > ABANDONED_SECONDS
 
 
 def _last_change(folder: str) -> float:
@@ -192,15 +236,3 @@ def _missing_folders(path: str) -> list[str]:
         missing.append(folder)
         folder = os.path.dirname(folder)
     return missing
-
-
-def _remove(folder: str) -> None:
-    if os.path.isdir(folder):
-        shutil.rmtree(folder)
-
-
-def _link(source: str, destination: str) -> None:
-    try:
-        os.link(source, destination)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, destination)

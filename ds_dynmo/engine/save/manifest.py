@@ -7,12 +7,14 @@ position only. A :class:`Slot` records that position, and a :class:`Manifest` al
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.engine.state.pieces import Slot, StageSlots
+from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files.checkpoints import FOLDER
 from ds_dynmo.placement import Placement
 
@@ -132,6 +134,28 @@ class Manifest:
     def stock(self) -> bool:
         """Whether stock DeepSpeed wrote the checkpoint: this manifest then was inferred from the engine."""
         return not self.files
+
+    def check_complete(self, folder: str) -> None:
+        """Refuse a folder in which files are missing, or are not of the size that their ranks wrote.
+
+        Raises:
+            CheckpointError: naming one.
+        """
+        for name, file in self.files.items():
+            path = os.path.join(folder, name)
+            found = f"{os.path.getsize(path)} bytes" if os.path.isfile(path) else "no such file"
+            if found != f"{file.num_bytes} bytes":
+                raise CheckpointError(
+                    f"{path}: a rank wrote {file.num_bytes} bytes, and rank 0 finds {found}: save_dir has to be a "
+                    "folder that all ranks share"
+                )
+        for of_slice in self.slices:
+            for name in (*map(stage_file, of_slice.numbers), *of_slice.weights.values()):
+                if name not in self.files:
+                    raise CheckpointError(
+                        f"{os.path.join(folder, name)}: no rank wrote it: a save_state_dict of your own has to write "
+                        "by the save of the checkpoint_engine that it is given"
+                    )
 
     def to_json(self) -> str:
         """Write the manifest as JSON."""

@@ -63,10 +63,13 @@ def load(
     latest = LATEST_UNIVERSAL if universal else folders.LATEST
     comm.enter("load_checkpoint")
     given = tag
-    tag = context.everywhere(
-        lambda: folders.read_latest(load_dir, latest) if given is None else str(given),
-        same=lambda found: f"{load_dir}: {'no tag' if found is None else repr(found)}",
-    )
+
+    def choose() -> str | None:
+        if context.here.rank == 0:
+            folders.tidy(load_dir)
+        return folders.read_latest(load_dir, latest) if given is None else str(given)
+
+    tag = context.everywhere(choose, same=lambda found: f"{load_dir}: {'no tag' if found is None else repr(found)}")
     if tag is None and universal:
         raise CheckpointError(f"{os.path.join(load_dir, latest)}: there is no such file; ds_to_universal writes it")
     if tag is None:

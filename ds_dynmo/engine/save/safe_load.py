@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.serialization import safe_globals
+from torch.serialization import get_safe_globals, safe_globals
 
 from ds_dynmo.engine.deepspeed.files import PICKLED, ZeroStageEnum
 from ds_dynmo.engine.save.manifest import SavedFile
@@ -30,7 +31,9 @@ def _member(enum: Any, name: str) -> Any:
     return ZeroStageEnum[name]
 
 
-_ALLOWED = (*_CLASSES, (_member, "builtins.getattr"))
+# Each with its name, so an entry of ours is never the same as one that the user adds to torch's list, a class alone.
+_ALLOWED = (*((kind, f"{kind.__module__}.{kind.__qualname__}") for kind in _CLASSES), (_member, "builtins.getattr"))
+_list_lock = threading.Lock()  # the list is of the process: a thread's load must not end the permission of another's
 
 
 def safe_load(
@@ -60,7 +63,7 @@ def safe_load(
                 return storage
             return storage.clone() if device is None or location == "cpu" else storage.to(device=device)
 
-        with safe_globals(list(_ALLOWED)):
+        with _list_lock, safe_globals([entry for entry in _ALLOWED if entry not in get_safe_globals()]):
             content = torch.load(path, map_location=place, weights_only=True, mmap=is_archive)
     except Exception as error:  # torch raises many kinds for a damaged file
         raise CheckpointError(f"{path}: cannot be read: {_reason(error)}") from error

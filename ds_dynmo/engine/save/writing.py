@@ -3,6 +3,8 @@
 A save has two parts. :func:`begin_save` takes the state of training: every file is written, or copied to memory.
 :class:`UnfinishedCheckpoint` writes what is not on the disk yet, checks all files and gives the folder its name. It has
 nothing of the engine, so a thread may finish it while training goes on.
+
+Each rank tells what it wrote. Nobody lists the folder to find out: a network file system may list less than is there.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from ds_dynmo.engine.comm.store_agreement import Agreement
 from ds_dynmo.engine.deepspeed import files
 from ds_dynmo.engine.save.context import CheckpointContext, local_slice, universal_info
 from ds_dynmo.engine.save.destinations import Destination
-from ds_dynmo.engine.save.folder import CheckpointFolder, sync
+from ds_dynmo.engine.save.folder import LATEST, CheckpointFolder, sync
 from ds_dynmo.engine.save.layer_content import add_left_out, add_per_replica, extras_of
 from ds_dynmo.engine.save.manifest import (
     MANIFEST,
@@ -75,7 +77,6 @@ def begin_save(context: CheckpointContext, options: SaveOptions, destination: De
         step=context.stage.counters.steps,
         folder=folder,
         rank=rank,
-        world_size=context.here.world_size,
         destination=destination,
         manifest=manifest,
         save_latest=options.save_latest,
@@ -94,8 +95,10 @@ def _discarded_on_error(folder: CheckpointFolder, rank: int, agreement: Agreemen
 
 
 def _check_supported(context: CheckpointContext, tag: str, destination: Destination) -> None:
-    if os.path.basename(tag) != tag or tag in ("", ".", ".."):
-        raise ConfigError(f"tag = {tag!r}: has to be the name of one folder")
+    if os.path.basename(tag) != tag or tag == "" or tag.startswith(".") or tag == LATEST:
+        raise ConfigError(
+            f"tag = {tag!r}: has to be the name of one folder, without a dot in front, and not {LATEST!r}"
+        )
     if (problem := files.cannot_write(context.engine, later=destination.writes_later)) is not None:
         raise ConfigError(problem)
 
@@ -166,8 +169,8 @@ class UnfinishedCheckpoint:
     Attributes:
         path: the name that its folder will have.
         step: ``global_steps`` of its state.
-        rank, world_size: of the ranks that finish it together.
-        destination: has the files that are not on the disk yet.
+        rank: this rank's; all ranks finish it together.
+        destination: has the files of this rank.
         manifest: on rank 0, without files.
     """
 
@@ -175,7 +178,6 @@ class UnfinishedCheckpoint:
     step: int
     folder: CheckpointFolder
     rank: int
-    world_size: int
     destination: Destination
     manifest: Manifest | None
     save_latest: bool
@@ -192,30 +194,26 @@ class UnfinishedCheckpoint:
         """
         with _discarded_on_error(self.folder, self.rank, agreement):
             agreement.gather(self.destination.write_rest)
-            found = agreement.gather(self._check_files)
+            found = agreement.gather(self._check_written)
             named = {name: SavedFile(**file) for part in found for name, file in part.items()}
             agreement.gather(lambda: self._commit(named))
         return sum(file.num_bytes for file in named.values())
 
-    def _check_files(self) -> dict[str, dict[str, Any]]:
-        """Check that this rank's share of all files is on the disk and can be loaded; describe each."""
-        folder = self.folder.temporary
-        names = sorted(
-            os.path.relpath(os.path.join(path, name), folder) for path, _, names in os.walk(folder) for name in names
-        )
-        found = {}
-        for name in names[self.rank :: self.world_size]:
-            path = os.path.join(folder, name)
-            sync(path)
+    def _check_written(self) -> dict[str, dict[str, Any]]:
+        """Check that the files of this rank are on the disk and can be loaded; describe each."""
+        written = {}
+        for path in self.destination.paths:
+            sync(path)  # by the rank that wrote: another host has nothing of it in memory
             safe_load(path, mapped=True, checks_values=False)  # they are as in memory still
-            found[name] = asdict(describe(path))
-        return found
+            written[os.path.relpath(path, self.folder.temporary)] = asdict(describe(path))
+        return written
 
     def _commit(self, named: dict[str, SavedFile]) -> None:
         if self.manifest is None:
             return
-        path = os.path.join(self.folder.temporary, MANIFEST)
+        manifest, path = replace(self.manifest, files=named), os.path.join(self.folder.temporary, MANIFEST)
+        manifest.check_complete(self.folder.temporary)
         with path_in_errors(path), open(path, "w") as file:
-            file.write(replace(self.manifest, files=named).to_json())
+            file.write(manifest.to_json())
         sync(path)
         self.folder.commit(self.save_latest)
