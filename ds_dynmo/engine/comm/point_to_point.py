@@ -40,7 +40,8 @@ class PointToPoint:
     ) -> None:
         self._rank_of, self._control, self._device = rank_of, control, device
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._layers = device_group(device, self._timeout, timeout_seconds)
+        self._timeout_of_batch = max(self._timeout, default_timeout())  # NCCL ends a rank that waits longer
+        self._layers = device_group(device, self._timeout_of_batch, timeout_seconds)
         self._stream = TransferStream(device)
 
     # -- byte strings ---------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ class PointToPoint:
 
         A round waits for other ranks as long as the pipeline's messages do: they begin it during their batch.
         """
-        post = partial(self._posted, timeout=max(self._timeout, default_timeout()))
+        post = partial(self._posted, timeout=self._timeout_of_batch)
         kind = Rounds if self._stream.is_queue else RoundsInThread
         return kind(rounds_of(_messages(sends), _messages(receives)), post)
 
