@@ -19,7 +19,7 @@ class Stopwatch(Protocol):
         """Stop counting time for the current layer."""
 
     def resume(self) -> None:
-        """Count time for the current layer again."""
+        """Count time as before the last :meth:`pause` again: pauses may be nested."""
 
 
 _stopwatch: ContextVar[Stopwatch | None] = ContextVar("stopwatch", default=None)  # of this thread

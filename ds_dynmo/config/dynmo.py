@@ -175,8 +175,8 @@ class DynMoConfig(Section):  # a validator sees only the keys above its own: the
     timeout_seconds: float = Field(
         default=300.0,
         gt=0,
-        description="how long one of ds_dynmo's collectives, or a request to the launch's store, waits for other "
-        "ranks, and a release for processes to end",
+        description="how long ranks that have begun the same operation of ds_dynmo wait for each other, a request for "
+        "the launch's store, and a release for processes to end",
     )
     report: str | None = Field(
         default=None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -74,10 +73,8 @@ class TrainingStep:
             with self._executor.profiled():
                 loss = train()
         else:
-            began = time.perf_counter()
-            loss = train()
-            if self._rebalancer.trigger.warm:
-                self._profiler.record_batch_seconds(time.perf_counter() - began)
+            with self._profiler.timed() if self._rebalancer.trigger.warm else nullcontext():
+                loss = train()
         if not self._executor.ran:
             raise ConfigError(REPLACED)
         return loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ds_dynmo.engine.comm.rounds import PER_CALL, Round, RoundsOnStream
 from ds_dynmo.engine.comm.transfer_stream import TransferStream
 from tests.accelerator.devices import ACCELERATOR, BUSY_WIDTH, each, needs, run_on_devices
 from tests.distributed.support.configs import PRECISIONS, Case
@@ -40,6 +41,39 @@ def pass_through_the_stream() -> tuple[float, float]:
 @needs(1)
 def test_transfers_wait_for_compute_and_compute_for_arrivals() -> None:
     assert run_on_devices(1, pass_through_the_stream) == [(1.0, 1.0)]
+
+
+class Copied:
+    """A round that copies a tensor on the stream of transfers. The host does not ask whether it is over."""
+
+    def __init__(self, stream: TransferStream, device: torch.device) -> None:
+        self.stream = stream
+        with stream.after_compute():
+            self.sent = torch.ones(BUSY_WIDTH, device=device)
+
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        with self.stream.before_compute():
+            self.sent.clone()
+
+
+def in_time() -> float:
+    """Exchange rounds while the device computes for long, and return the share that was there in time."""
+    device = torch.device(ACCELERATOR.current_device_name())
+    stream = TransferStream(device)
+    rounds = RoundsOnStream([Round([], [])] * PER_CALL, lambda _: Copied(stream, device), stream)  # type: ignore[arg-type, return-value]
+    rounds.advance()
+    long_work(device)
+    rounds.wait()
+    return rounds.share_in_time
+
+
+@needs(1)
+def test_what_arrives_while_the_device_computes_is_in_time() -> None:
+    (share,) = run_on_devices(1, in_time)
+    assert share > 0.5
 
 
 @needs(2)

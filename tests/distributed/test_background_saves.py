@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from ds_dynmo import CheckpointError
+from ds_dynmo.engine.comm import communicator
 from ds_dynmo.engine.save import checkpointer, destinations, folder
 from ds_dynmo.engine.save.safe_load import safe_load
 from tests.distributed.harness import run, run_each
@@ -331,6 +333,7 @@ def agree(case: Case) -> tuple[list[Any], str, bool]:
     gather(None)
     left = [f"{number}/{name}" for number in (1, 2, 3) for name in (1, "verdict")]
     is_clean = not any(agreement._store.check([key]) for key in left)
+    communicator.default_timeout = lambda: timedelta(seconds=3)
     incomplete = engine.stage.comm.store_agreement()
     message = ""
     if engine.global_rank == 0:
@@ -343,5 +346,5 @@ def agree(case: Case) -> tuple[list[Any], str, bool]:
 
 def test_ranks_agree_through_the_store() -> None:
     first, other = run(2, agree, Case(stages=2, dynmo={"interval": 0, "timeout_seconds": 2}))
-    assert first == ([0, 1, [0], [1]], "rank 1: has not done its part 2 s after rank 0", True)
+    assert first == ([0, 1, [0], [1]], "rank 1: has not done its part 3 s after rank 0", True)
     assert other == ([], "", True)

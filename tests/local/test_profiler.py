@@ -122,10 +122,22 @@ class MakesTable(Layer):
         return super().forward(x)
 
 
+class MakesTableOfTable(MakesTable):
+    """Makes a table out of another, whose code says by itself that it works for the stage."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with work_of_the_stage():
+            with work_of_the_stage():
+                self.clock.time += 20.0
+            self.clock.time += 10.0
+        return super().forward(x)
+
+
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_work_for_the_whole_stage_is_no_layers(recomputed: bool) -> None:
+@pytest.mark.parametrize("kind", [MakesTable, MakesTableOfTable])
+def test_work_for_the_whole_stage_is_no_layers(kind: type[Layer], recomputed: bool) -> None:
     clock = Clock()
-    layers: list[Callable[..., Any]] = [MakesTable(clock, 1.0, 2.0), Layer(clock, 3.0, 4.0)]
+    layers: list[Callable[..., Any]] = [kind(clock, 1.0, 2.0), Layer(clock, 3.0, 4.0)]
     run = (lambda layers, x: checkpoint(plain, layers, x, use_reentrant=False)) if recomputed else plain
     profiler = measure(clock, layers, torch.ones(3, requires_grad=True), run)
     assert seconds(profiler, 2) == ([(1.0, 3.0), (3.0, 7.0)] if recomputed else [(1.0, 2.0), (3.0, 4.0)])
@@ -318,18 +330,52 @@ def test_the_mean_of_a_layer_excludes_outliers(seconds: list[float], expected: f
 
 
 def test_a_stalled_batch_does_not_count_as_typical() -> None:
-    profiler = Profiler(Clock())
+    clock = Clock()
+    profiler = Profiler(clock)
     module = SimpleNamespace(forward_funcs=[])
     for seconds in (0.5, 0.5, 0.5):
-        profiler.record_batch_seconds(seconds)
+        with profiler.timed():
+            clock.time += seconds
     with measuring(profiler, module, [], has_loss=True):
         pass  # takes no time; other batches take half a second
     assert profiler.batches == 1 and profiler.batch_seconds == 0.5
     profiler.forget()
     assert profiler.batches == 0 and profiler.batch_seconds == 0.5
     profiler.forget(batches_too=True)
-    profiler.record_batch_seconds(0.2)
-    assert profiler.batch_seconds == 0.2
+    with profiler.timed():
+        clock.time += 0.25
+    assert profiler.batch_seconds == 0.25
+
+
+class QueueingDevice:
+    """An accelerator, and its clock: it begins to work when its events are read, and the host only queues work."""
+
+    def __init__(self) -> None:
+        self.queue: list[float | list[float]] = []
+
+    def now(self) -> list[float]:
+        event: list[float] = []
+        self.queue.append(event)
+        return event
+
+    def seconds_between(self, times: Sequence[list[float]]) -> list[float]:
+        seconds = 0.0
+        for item in self.queue:
+            if isinstance(item, list):
+                item[:] = [seconds]
+            else:
+                seconds += item
+        return [after[0] - before[0] for before, after in zip(times, times[1:])]
+
+
+@pytest.mark.parametrize("profiled", [True, False])
+def test_the_seconds_of_a_batch_are_those_of_the_device(profiled: bool) -> None:
+    device = QueueingDevice()
+    profiler, module = Profiler(device), SimpleNamespace(forward_funcs=[])
+    for seconds in (2.0, 4.0, 8.0):
+        with measuring(profiler, module, [], has_loss=False) if profiled else profiler.timed():
+            device.queue.append(seconds)
+    assert profiler.batch_seconds == 4.0
 
 
 def test_own_instructions_count_with_the_next_pass() -> None:

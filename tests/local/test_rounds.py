@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ds_dynmo.engine.comm.rounds import (
     Round,
     Rounds,
     RoundsInThread,
+    RoundsOnStream,
     rounds_of,
 )
 from ds_dynmo.engine.move.background import FIRST_BYTES, TransferBudget
@@ -97,6 +99,59 @@ def test_on_a_cpu_rounds_go_on_between_two_calls() -> None:
     over.set()
     rounds.wait()
     assert rounds.advance()
+
+
+class Device:
+    """An accelerator that computes until a time and transfers until another. It is the stream of its rounds, too.
+
+    The host is far ahead: it has queued all when the device has not begun.
+    """
+
+    def __init__(self, computes_until: float, transfers_until: float) -> None:
+        self.computing, self.transferring = [0.0, computes_until], [0.0, transfers_until]
+        self._times = self.computing
+
+    @contextmanager
+    def before_compute(self) -> Iterator[None]:
+        self._times = self.transferring
+        yield
+        self._times = self.computing
+
+    after_compute = before_compute
+
+    def event(self) -> Any:
+        return Event(self._times.pop(0) if len(self._times) > 1 else self._times[0])
+
+
+class Event:
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._is_awaited = seconds, False
+
+    def synchronize(self) -> None:
+        self._is_awaited = True
+
+    def elapsed_time(self, later: Event) -> float:
+        assert later._is_awaited, "the device is not there yet"
+        return 1000 * (later._seconds - self._seconds)
+
+
+@pytest.mark.parametrize(("transfers_until", "share"), [(6.0, 1.0), (10.0, 1.0), (40.0, 0.25)])
+def test_the_device_tells_what_had_arrived_in_time(transfers_until: float, share: float) -> None:
+    device = Device(10.0, transfers_until)
+    device.computing.pop(0)
+    rounds = RoundsOnStream(rounds_to(1, 2, 3), lambda _: Posted(), device)  # type: ignore[arg-type, return-value]
+    assert not rounds.advance()
+    for _ in range(2):
+        rounds.wait()
+        assert rounds.share_in_time == share
+
+
+def test_what_a_device_does_not_tell_is_not_held_against_a_move() -> None:
+    device = Device(10.0, 40.0)
+    device.event = lambda: None  # type: ignore[method-assign]
+    rounds = RoundsOnStream(rounds_to(1, 2, 3), lambda _: Posted(), device)  # type: ignore[arg-type, return-value]
+    rounds.wait()
+    assert rounds.share_in_time == 1.0
 
 
 @pytest.mark.parametrize("kind", [Rounds, RoundsInThread])

@@ -14,6 +14,13 @@ UNIVERSAL = "tests/distributed/test_universal.py"
 
 MUTATIONS = [
     Mutation(
+        "a rank that pauses while a save ends in the background ends the job after our time-out",
+        "ds_dynmo/engine/comm/communicator.py",
+        "return PostedMaximum(numbers, self._control, self._timeout_of_batch())",
+        "return PostedMaximum(numbers, self._control, self._timeout)",
+        "tests/distributed/test_pauses.py",
+    ),
+    Mutation(
         "what a layer has beside its weights is not written for the last layer of a stage",
         "ds_dynmo/engine/save/writing.py",
         "        take(extras, layer_file(index, replica, slice_index))\n",

@@ -18,6 +18,13 @@ MUTATIONS = [
         f"{ENGINE}::test_a_rebalance_that_does_not_fit_is_refused",
     ),
     Mutation(
+        "a rank that pauses before a move begins ends the job after our time-out",
+        "ds_dynmo/engine/comm/communicator.py",
+        "self._what, self._next_timeout = what, self._timeout_of_batch()",
+        "self._what, self._next_timeout = what, self._timeout",
+        "tests/distributed/test_pauses.py",
+    ),
+    Mutation(
         "an order that has become worse is not searched anew",
         "ds_dynmo/partitioners/passes.py",
         "_AS_GOOD = 1.01",

@@ -112,8 +112,8 @@ MUTATIONS = [
     on_device(
         "small numbers travel on the device's group",
         f"{COMM}/communicator.py",
-        "            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._control)",
-        "            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)",
+        "PostedMaximum(numbers, self._control, timeout)",
+        "PostedMaximum(numbers, dist.group.WORLD, timeout)",
         MOVES + " -k fp32",
     ),
     on_device(

@@ -14,6 +14,13 @@ ENGINE = "tests/distributed/test_engine.py"
 
 MUTATIONS = [
     Mutation(
+        "the host says how much of a move a device had received in time",
+        "ds_dynmo/engine/comm/rounds.py",
+        "        if not self._waited_for or self._arrived is None:\n            return 1.0\n",
+        "        return super().share_in_time\n",
+        "tests/local/test_rounds.py",
+    ),
+    Mutation(
         "non-persistent buffers are left behind",
         "ds_dynmo/engine/move/arriving.py",
         "        self._free()\n        return layer",

@@ -1,8 +1,9 @@
 """The control plane: small values that ranks exchange, and agreement between ranks before layers move.
 
 It uses a separate gloo group on the CPU with a separate time-out. So it never waits for an accelerator, and if a rank
-does not take part, the error names it. Layers travel from rank to rank on another group
-(:mod:`ds_dynmo.engine.comm.point_to_point`).
+does not take part, the error names it. Ranks come to it from training and from code of the user, which may keep one of
+them: for that rank they wait as long as a batch does (:meth:`Communicator.enter`). Layers travel from rank to rank on
+another group (:mod:`ds_dynmo.engine.comm.point_to_point`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 
 from ds_dynmo.engine.comm import hosts
-from ds_dynmo.engine.comm.bounded import BoundedStore, call_within_seconds
+from ds_dynmo.engine.comm.bounded import BoundedStore, call_within_seconds, default_timeout
 from ds_dynmo.engine.comm.clock import clock_offset
 from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
@@ -99,7 +100,7 @@ class Communicator:
     Args:
         grid: DeepSpeed's ``PipelineParallelGrid``.
         device: the engine's device.
-        timeout_seconds: that a collective waits for the other ranks.
+        timeout_seconds: that a collective waits for ranks that have begun the same operation.
 
     Attributes:
         here: this rank's coordinates in the present world.
@@ -113,26 +114,27 @@ class Communicator:
         self.grid = grid
         self.device = device
         self._timeout_seconds = timeout_seconds
+        self._timeout = timedelta(seconds=timeout_seconds)
         self._tied_groups: dict[tuple[int, ...], Any] = {}
         self._posted: PostedBroadcast | None = None
         self.worlds = 0
+        self.sum_over_world(torch.zeros(1))  # waits for ranks that still build their layers as long as DeepSpeed does
         self.connect("initialize")
 
     # -- who takes part -------------------------------------------------------------------------------
 
     def connect(self, what: str) -> None:
         """Create the process groups of the present world for the operation ``what``. Collective over the world."""
-        timeout = timedelta(seconds=self._timeout_seconds)
         self.here = RankCoordinates.of(self.grid)
         self._control = call_within_seconds(
-            2 * self._timeout_seconds, lambda: dist.new_group(backend="gloo", timeout=timeout)
+            2 * self._timeout_seconds, lambda: dist.new_group(backend="gloo", timeout=self._timeout)
         )
         self.p2p = PointToPoint(self.rank_of, self._control, self.device, self._timeout_seconds)
         self._tied_groups.clear()
         self._rank_alone: Any = None
         self._neighbour_links: NeighbourLinks | None = None
         self._store = BoundedStore(default_store(), self._timeout_seconds)
-        self._entered = 0
+        self._entered, self._next_timeout = 0, self._timeout
         self.worlds += 1
         self._what = what
         self._announce()
@@ -150,11 +152,22 @@ class Communicator:
         ]
 
     def enter(self, what: str) -> None:
-        """Announce that this rank takes part in the collective ``what``, which starts now."""
+        """Announce that this rank takes part in the collective ``what``, which starts now.
+
+        The first reduction of it waits for the other ranks as long as a batch does.
+        """
         self.wait_for_posted_broadcast()
         self._entered += 1
-        self._what = what
+        self._what, self._next_timeout = what, self._timeout_of_batch()
         self._announce()
+
+    def meet(self) -> None:
+        """Wait until all ranks are here, before operations that are no reduction. Collective over the world."""
+        self.max_over_world(torch.zeros(1))
+
+    def _timeout_of_batch(self) -> timedelta:
+        """Return how long ranks wait for one that trains, or that code of the user keeps."""
+        return max(self._timeout, default_timeout())
 
     def rank_of(self, stage: int, replica: int | None = None) -> int:
         """Return the rank that holds ``stage`` for this tensor-parallel slice; ``replica`` None: this rank's."""
@@ -179,16 +192,16 @@ class Communicator:
         if posted is not None:
             posted.wait()
 
-    def _control_failed(self, error: RuntimeError) -> MigrationError:
-        who = "a rank failed, or the link to it"
+    def _control_failed(self, error: RuntimeError, timeout: timedelta | None = None) -> MigrationError:
+        who, waited = "a rank failed, or the link to it", f"{(timeout or self._timeout).total_seconds():g} s"
         if "timed out" in str(error).lower():
             try:
                 missing = self._missing()
             except RuntimeError as silence:  # report the first error anyway
-                who = f"after {self._timeout_seconds:g} s a rank is missing, and it is not known which: {silence}"
+                who = f"after {waited} a rank is missing, and it is not known which: {silence}"
             else:
                 if missing:
-                    who = f"ranks {missing} did not call it within {self._timeout_seconds:g} s"
+                    who = f"ranks {missing} did not call it within {waited}"
         return MigrationError(
             f"{self._what} is collective, but {who}. No layer has moved, yet the ranks are out of step: resume the job "
             f"from its last checkpoint ({error})"
@@ -197,15 +210,18 @@ class Communicator:
     # -- beside the main thread -----------------------------------------------------------------------
 
     def post_max(self, numbers: torch.Tensor) -> PostedMaximum:
-        """Post an elementwise maximum over all ranks of a CPU tensor, in place. Collective over the world."""
-        return PostedMaximum(numbers, self._control)
+        """Post an elementwise maximum over all ranks of a CPU tensor, in place. Collective over the world.
+
+        It waits as long as a batch does for ranks that have not posted it.
+        """
+        return PostedMaximum(numbers, self._control, self._timeout_of_batch())
 
     def read_max(self, posted: PostedMaximum) -> torch.Tensor:
         """Wait for the numbers of :meth:`post_max`."""
         try:
             posted.wait()
         except RuntimeError as error:
-            raise self._control_failed(error) from error
+            raise self._control_failed(error, posted.timeout) from error
         return posted.tensor
 
     def store_agreement(self) -> StoreAgreement:
@@ -213,17 +229,15 @@ class Communicator:
         name = self.broadcast_object(uuid.uuid4().hex)
         store = BoundedStore(default_store(), self._timeout_seconds)
         prefixed = store.view(prefix_store(f"ds_dynmo/agreement/{name}", store.raw))
-        return StoreAgreement(prefixed, dist.get_rank(), dist.get_world_size(), self._timeout_seconds)
+        timeout_seconds = self._timeout_of_batch().total_seconds()  # a rank may write longer than others
+        return StoreAgreement(prefixed, dist.get_rank(), dist.get_world_size(), timeout_seconds)
 
     # -- small numbers --------------------------------------------------------------------------------
 
     def max_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
         """Take the elementwise maximum over all ranks of a CPU tensor, in place. Collective over the world."""
-        try:
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._control)
-        except RuntimeError as error:
-            raise self._control_failed(error) from error
-        return numbers
+        timeout, self._next_timeout = self._next_timeout, self._timeout
+        return self.read_max(PostedMaximum(numbers, self._control, timeout))
 
     def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum elementwise over all ranks, on the device of ``numbers``. Collective over the world."""
@@ -297,6 +311,7 @@ class Communicator:
         Collective over the world.
         """
         self.wait_for_posted_broadcast()
+        self.meet()
         try:
             return clock_offset(self._control, now)
         except RuntimeError as error:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ds_dynmo.engine.comm.bounded import call_within_seconds
 
 
-def device_group(device: torch.device, timeout: timedelta, timeout_seconds: float) -> Any:
+def device_group(device: torch.device, timeout: timedelta, store_seconds: float) -> Any:
     """Make a group of all ranks on the default backend, and connect it. Collective.
 
     Some backends, such as NCCL, connect a group in its first operation, in which all ranks have to take part. So the
@@ -19,8 +19,8 @@ def device_group(device: torch.device, timeout: timedelta, timeout_seconds: floa
 
     Args:
         device: the engine's device.
-        timeout: of operations on the group.
-        timeout_seconds: that creating the group waits for the other ranks.
+        timeout: that operations on the group, and its creation, wait for the other ranks.
+        store_seconds: that its creation waits longer, for a store that may be out of reach.
     """
 
     def make() -> Any:
@@ -28,4 +28,4 @@ def device_group(device: torch.device, timeout: timedelta, timeout_seconds: floa
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         return group
 
-    return call_within_seconds(2 * timeout_seconds, make)
+    return call_within_seconds(timeout.total_seconds() + store_seconds, make)

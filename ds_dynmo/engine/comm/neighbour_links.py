@@ -24,13 +24,13 @@ class NeighbourLinks:
         stage: of this rank.
         rank_of: returns the rank that holds a stage.
         device: the engine's device.
-        timeout_seconds: that creating a group waits for the other ranks.
+        store_seconds: as for :func:`device_group`.
     """
 
-    def __init__(self, stage: int, rank_of: Callable[[int], int], device: torch.device, timeout_seconds: float) -> None:
+    def __init__(self, stage: int, rank_of: Callable[[int], int], device: torch.device, store_seconds: float) -> None:
         self._stage, self._rank_of = stage, rank_of
         timeout = default_timeout()  # as for DeepSpeed's messages: a receive may wait for a whole pass
-        self._groups = [device_group(device, timeout, timeout_seconds) for _ in range(2)]
+        self._groups = [device_group(device, timeout, store_seconds) for _ in range(2)]
 
     def post(self, stage: int, operations: Sequence[tuple[bool, torch.Tensor]]) -> list[Any]:
         """Start these operations with ``stage`` together, after all that were posted before.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_dynmo.engine.comm.bounded import default_timeout
 from ds_dynmo.engine.comm.device_group import device_group
 from ds_dynmo.engine.comm.pending import PendingExchange
-from ds_dynmo.engine.comm.rounds import Message, Messages, Round, Rounds, RoundsInThread, rounds_of
+from ds_dynmo.engine.comm.rounds import Message, Messages, Round, Rounds, RoundsInThread, RoundsOnStream, rounds_of
 from ds_dynmo.engine.comm.transfer_stream import TransferStream
 
 SMALL_BYTES = 1 << 16  # tensors up to this size are packed into one message
@@ -40,7 +40,8 @@ class PointToPoint:
     ) -> None:
         self._rank_of, self._control, self._device = rank_of, control, device
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._layers = device_group(device, self._timeout, timeout_seconds)
+        self._timeout_of_batch = max(self._timeout, default_timeout())  # NCCL ends a rank that waits longer
+        self._layers = device_group(device, self._timeout_of_batch, timeout_seconds)
         self._stream = TransferStream(device)
 
     # -- byte strings ---------------------------------------------------------------------------------
@@ -94,9 +95,9 @@ class PointToPoint:
 
         A round waits for other ranks as long as the pipeline's messages do: they begin it during their batch.
         """
-        post = partial(self._posted, timeout=max(self._timeout, default_timeout()))
-        kind = Rounds if self._stream.is_queue else RoundsInThread
-        return kind(rounds_of(_messages(sends), _messages(receives)), post)
+        post = partial(self._posted, timeout=self._timeout_of_batch)
+        rounds = rounds_of(_messages(sends), _messages(receives))
+        return RoundsOnStream(rounds, post, self._stream) if self._stream.is_queue else RoundsInThread(rounds, post)
 
     def begin_at_once(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> Rounds:
         """Prepare to send and receive like :meth:`begin`, in one round."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -47,10 +48,17 @@ class Posted:
 
 
 class PostedMaximum(Posted):
-    """An elementwise maximum over the ranks of a group, in place. Construction is collective."""
+    """An elementwise maximum over the ranks of a group, in place. Construction is collective.
 
-    def __init__(self, tensor: torch.Tensor, group: Any) -> None:
-        super().__init__(tensor, dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True))
+    Args:
+        timeout: that it waits for the other ranks.
+    """
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.MAX), timeout
+        super().__init__(tensor, group.allreduce([tensor], options))
+        self.timeout = timeout
 
 
 class PostedBroadcast(Posted):

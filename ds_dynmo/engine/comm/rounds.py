@@ -6,11 +6,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ds_dynmo.engine.comm.pending import PendingExchange
+from ds_dynmo.engine.comm.transfer_stream import TransferStream
 
 ROUND_BYTES = 8 << 20  # least size of a round between two ranks in one direction, if there is so much to send
 MOST_ROUNDS = 16
@@ -138,6 +139,49 @@ class Rounds:
             self.advance()
         while self._under_way and self._failure is None:
             self._under_way.popleft().wait()
+
+
+class RoundsOnStream(Rounds):
+    """The same on an accelerator, which is behind the host: its events tell what had arrived in time.
+
+    Args:
+        stream: that the rounds are queued on.
+    """
+
+    def __init__(
+        self, rounds: Sequence[Round], post: Callable[[Round], PendingExchange], stream: TransferStream
+    ) -> None:
+        super().__init__(rounds, post)
+        self._stream = stream
+        self._began: Any = None
+        self._needed: Any = None  # when the compute stream could do no more without the rounds
+        self._arrived: Any = None
+
+    @property
+    def share_in_time(self) -> float:
+        """The share of the exchange's time that was over when the compute stream came to wait for it.
+
+        An accelerator that cannot time events does not say that it waited, so 1.
+        """
+        if not self._waited_for or self._arrived is None:
+            return 1.0
+        self._needed.synchronize()
+        self._arrived.synchronize()
+        late: float = self._needed.elapsed_time(self._arrived)
+        return 1.0 - late / self._began.elapsed_time(self._arrived) if late > 0 else 1.0
+
+    def advance(self) -> bool:
+        if self._began is None:
+            with self._stream.after_compute():
+                self._began = self._stream.event()
+        return super().advance()
+
+    def wait(self) -> None:
+        needed = self._stream.event()
+        super().wait()
+        if self._arrived is None:  # later waits are for nothing
+            with self._stream.before_compute():
+                self._needed, self._arrived = needed, self._stream.event()
 
 
 class RoundsInThread(Rounds):

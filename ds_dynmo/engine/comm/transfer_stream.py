@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -45,6 +46,14 @@ class TransferStream:
     def is_queue(self) -> bool:
         """Whether operations are queued on an accelerator."""
         return self._stream is not None
+
+    def event(self) -> Any:
+        """Record when the accelerator gets here on the current stream; None: it cannot time events."""
+        if get_accelerator().use_host_timers():
+            return None
+        event = get_accelerator().Event(enable_timing=True)
+        event.record()
+        return event
 
     @contextmanager
     def before_compute(self) -> Iterator[None]:

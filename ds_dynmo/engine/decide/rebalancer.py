@@ -264,6 +264,7 @@ class Rebalancer:
             except (PartitionError, MigrationError):
                 self.trigger.give_back(decision=False)
                 raise
+            self._comm.enter("rebalance")
             whole, limit_bytes = self.of_whole_batch(self.profile), self.memory.bytes()
             self.cost_model.profiled(whole, move_seconds)
             if self.cost_model.first_seconds is None:
@@ -308,6 +309,8 @@ class Rebalancer:
             return decision
 
         self._comm.enter("rebalance")
+        if self._config.decentralized:
+            self._comm.meet()  # neighbours exchange messages before any reduction
         with self._stage.timeline.phase("decide", "decide"):
             decision = self._comm.everywhere(DECIDING, decide, same=self._agreed)
         self.cost_model.decided(decision)

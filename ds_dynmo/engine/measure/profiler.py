@@ -155,7 +155,7 @@ class Profiler:
         self._clock = clock
         self._size_every_pass = size_every_pass
         self.samples = Samples()
-        self._recent_seconds: deque[float] = deque(maxlen=_RECENT)
+        self._recent: deque[tuple[Any, Any]] = deque(maxlen=_RECENT)  # begin and end of batches, by the clock
         self._layers: list[int] = []  # of the stage
         self._last = -1  # the last of them
         self._has_loss = False
@@ -163,7 +163,7 @@ class Profiler:
         self._in_pass = False
         self._backward = False
         self._owner: int | None = None
-        self._paused: int | None = None  # the owner to resume
+        self._paused: list[int | None] = []  # owners to resume; the last is resumed first
         self._marks: list[Mark] = []
         self._passes: list[tuple[Kind | None, list[Mark]]] = []  # kind; None: of an instruction of the user
         self._deferred_bytes: Counter[int] = Counter()  # of this pass
@@ -173,16 +173,20 @@ class Profiler:
         """Start a new profile; ``batches_too``: discard the batch-time history as well."""
         self.samples = Samples()
         if batches_too:
-            self._recent_seconds.clear()
+            self._recent.clear()
 
-    def record_batch_seconds(self, seconds: float) -> None:
-        """Record the seconds of a batch that was not profiled."""
-        self._recent_seconds.append(seconds)
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Time the batch inside. The accelerator is asked only when :attr:`batch_seconds` is."""
+        began = self._clock.now()
+        yield
+        self._recent.append((began, self._clock.now()))
 
     @property
     def batch_seconds(self) -> float:
         """The median over the latest batches, which ignores single stalls."""
-        return statistics.median(self._recent_seconds)
+        seconds: list[float] = [self._clock.seconds_between(batch)[0] for batch in self._recent]
+        return statistics.median(seconds)
 
     @property
     def batches(self) -> int:
@@ -200,17 +204,14 @@ class Profiler:
         """
         self._layers, self._last, self._has_loss, self._passes = list(layers), max(layers, default=-1), has_loss, []
         self.measures = True
-        began = time.perf_counter()
         try:
-            with loss_through(module, self._sized_loss) if has_loss else nullcontext(), measured_by(self):
+            with self.timed(), loss_through(module, self._sized_loss) if has_loss else nullcontext(), measured_by(self):
                 yield
         finally:
             self.measures = False
-        seconds = time.perf_counter() - began
         self._entered = {}
         self._read()
         self.samples.batches += 1
-        self._recent_seconds.append(seconds)
 
     def measure_pass(self, kind: Kind) -> AbstractContextManager[None]:
         """Measure the pass of a micro-batch through the stage inside."""
@@ -257,14 +258,15 @@ class Profiler:
 
     def pause(self) -> None:
         """Stop counting time for the current layer: torch compiles, or the layer works for its whole stage."""
+        self._paused.append(self._owner)
         if self._in_pass:
-            self._paused = self._owner
             self._mark(None)
 
     def resume(self) -> None:
-        """Count time for the current layer again."""
+        """Count time as before the last :meth:`pause` again."""
+        owner = self._paused.pop()
         if self._in_pass:
-            self._mark(self._paused)
+            self._mark(owner)
 
     # -- marks ----------------------------------------------------------------------------------------
 

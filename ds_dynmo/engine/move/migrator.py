@@ -51,7 +51,8 @@ class MoveResult(NamedTuple):
     Attributes:
         bytes_moved: in this rank's pipeline.
         waited_seconds: the longest that training waited for it on a rank.
-        share_in_time: the least share of a rank's messages that had arrived when :meth:`Migrator.commit` began.
+        share_in_time: the least share of a rank's messages that had arrived when its batch could do no more without
+            them.
     """
 
     bytes_moved: int

@@ -12,6 +12,8 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.save.writing import UnfinishedCheckpoint
 from ds_dynmo.errors import CheckpointError
 
+_ENDING = "the end of a save in the background"
+
 
 class BackgroundSave:
     """A checkpoint that a thread of each rank finishes. Construction is collective.
@@ -57,15 +59,14 @@ class BackgroundSave:
         Ranks exchange this beside the batch, so the answer is that of the batch before.
         """
         posted, self._posted = self._posted, None
-        if posted is not None:
-            posted.wait()
-            if not posted.tensor.item():
-                return True
+        if posted is not None and not self._comm.read_max(posted).item():
+            return True
         self._posted = self._comm.post_max(self._under_way())
         return False
 
     def is_over_now(self) -> bool:
         """Return whether the save is over on every rank. Collective."""
+        self._comm.enter(_ENDING)
         return not self._comm.max_over_world(self._under_way()).item()
 
     def wait(self) -> None:
@@ -75,9 +76,9 @@ class BackgroundSave:
             CheckpointError: on every rank, with the first error by rank.
         """
         if self._posted is not None:
-            self._posted.wait()
+            self._comm.read_max(self._posted)
         self._thread.join()
-        self._comm.enter("the end of a save in the background")
+        self._comm.enter(_ENDING)
         errors = [error for error in self._comm.gather_objects(self._error) if error]
         if errors:
             raise CheckpointError(f"{self._path}: {errors[0]}")

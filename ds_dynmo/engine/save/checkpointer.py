@@ -138,7 +138,10 @@ class Checkpointer:
         """Return whether to save in the background. Collective: on a CPU, the copy counts with the memory limit."""
         if self._stage.config.checkpoint.kind != "background":
             return False
-        held = self._rebalancer.memory.held() if get_accelerator().device_name() == "cpu" else None
+        if get_accelerator().device_name() != "cpu":
+            return True
+        self._stage.comm.enter("saving a checkpoint")
+        held = self._rebalancer.memory.held()
         if held is None:
             return True
         present, copied = _most_bytes(held, self._stage.placement)

@@ -54,12 +54,15 @@ class CheckpointContext:
     def everywhere(self, function: Callable[[], T], *, same: Callable[[T], object] | None = None) -> T:
         """Return ``function()`` once it has returned on every rank. Collective.
 
+        Ranks write and read for different times, so they wait for each other as long as a batch does.
+
         Args:
             same: as in :meth:`Communicator.everywhere`.
 
         Raises:
             CheckpointError: on every rank, if any rank's ``function`` raised, or results differ.
         """
+        self.stage.comm.enter(self.operation)
         return self.stage.comm.everywhere(self.operation, function, same=same, error=CheckpointError)
 
     def gather(self, function: Callable[[], T]) -> list[T]:

@@ -61,7 +61,6 @@ def load(
     """
     comm, universal = context.stage.comm, context.engine.load_universal_checkpoint()
     latest = LATEST_UNIVERSAL if universal else folders.LATEST
-    comm.enter("load_checkpoint")
     given = tag
 
     def choose() -> str | None:

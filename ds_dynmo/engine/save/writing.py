@@ -64,7 +64,6 @@ def begin_save(context: CheckpointContext, options: SaveOptions, destination: De
     tag = str(options.tag if options.tag is not None else f"global_step{context.stage.counters.steps}")
     _check_supported(context, tag, destination)
     client_state = options.client_state | universal_info(context.engine, context.stage, options.client_state)
-    context.stage.comm.enter("save_checkpoint")
     context.everywhere(lambda: os.path.join(save_dir, tag), same=str)
     rank, folder = context.here.rank, CheckpointFolder(save_dir, tag)
     with _discarded_on_error(folder, rank, context):
