@@ -18,7 +18,7 @@ from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.deepspeed import buffers
 from ds_dynmo.engine.deepspeed.module import modules_of
 from ds_dynmo.engine.deepspeed.patches import PatchedPipelineEngine
-from ds_dynmo.engine.guards import at_work, check_at_work, where_layers_may_move
+from ds_dynmo.engine.guards import at_work, check_at_work, doing, where_layers_may_move
 from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.engine.resize.data_position import micro_batches_of
@@ -89,12 +89,12 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         evaluate = partial(super().eval_batch, *args, **kwargs)
         if self.dynmo is None:
             return evaluate()
-        check_at_work(self, "eval_batch")
-        self.stage.layers.tied_aliases.refresh(training=False)
-        buffers.forget_total_loss(self)
-        if len(args) > 5 or kwargs.get("num_micro_batches") is not None:
-            return evaluate()
-        return self.repacker.data.evaluate_part(args[0] if args else kwargs.get("data_iter"), evaluate)
+        with doing(self, "eval_batch"):
+            self.stage.layers.tied_aliases.refresh(training=False)
+            buffers.forget_total_loss(self)
+            if len(args) > 5 or kwargs.get("num_micro_batches") is not None:
+                return evaluate()
+            return self.repacker.data.evaluate_part(args[0] if args else kwargs.get("data_iter"), evaluate)
 
     # -- balancing ------------------------------------------------------------------------------------
 
@@ -196,10 +196,10 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """
         if self.dynmo is None:
             return
-        check_at_work(self, "model_changed")
-        self._components.trainable.agree("model_changed")
-        self.stage.compiled.model_changed()
-        self.rebalancer.model_changed(reason)
+        with doing(self, "model_changed"):
+            self._components.trainable.agree("model_changed")
+            self.stage.compiled.model_changed()
+            self.rebalancer.model_changed(reason)
 
     @at_work
     def add_rng_tracker(self, name: str, tracker: Any) -> None:
@@ -348,8 +348,8 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         arguments = (save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         if self.dynmo is None:
             return bool(super().save_checkpoint(*arguments))
-        check_at_work(self, "save_checkpoint")
-        return self.checkpointer.save(SaveOptions(*arguments))
+        with doing(self, "save_checkpoint"):
+            return self.checkpointer.save(SaveOptions(*arguments))
 
     def wait_for_save(self) -> None:
         """Wait until no checkpoint is being written in the background. Collective.
@@ -384,8 +384,8 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         if self.dynmo is None:
             return super().load_checkpoint(load_dir, tag, *flags, custom_load_fn)  # type: ignore[no-any-return]
-        check_at_work(self, "load_checkpoint")
-        if custom_load_fn is not None:
-            raise ConfigError("custom_load_fn: a pipeline's layers are loaded one by one, as in DeepSpeed")
-        self.rebalancer.settle()
-        return self.checkpointer.load(load_dir, tag, LoadOptions(*flags))
+        with doing(self, "load_checkpoint"):
+            if custom_load_fn is not None:
+                raise ConfigError("custom_load_fn: a pipeline's layers are loaded one by one, as in DeepSpeed")
+            self.rebalancer.settle()
+            return self.checkpointer.load(load_dir, tag, LoadOptions(*flags))

@@ -1,10 +1,18 @@
-"""Guards of the engine's methods without a "dynmo" section, on a released rank, or with ``"enabled": false``."""
+"""Guards of the engine's methods without a "dynmo" section, on a released rank, or with ``"enabled": false``.
+
+They also keep out modes of torch in which tensors are made that no later batch could train. Other settings of torch
+(autocast, the default dtype and device, deterministic algorithms, hooks on saved tensors) change nothing of what the
+engine does outside of layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
+
+import torch
 
 from ds_dynmo.errors import ConfigError, ReleasedError
 
@@ -27,13 +35,34 @@ def check_at_work(engine: Any, what: str) -> None:
         )
 
 
+@contextmanager
+def doing(engine: Any, what: str) -> Iterator[None]:
+    """Check that ``engine.<what>`` may be called, and leave inference mode and ``no_grad`` for it.
+
+    An evaluation that is decorated by ``torch.inference_mode`` may move layers, whose tensors train in the next batch.
+
+    Raises:
+        ConfigError, ReleasedError: of :func:`check_at_work`. Or tensors have no values here, as in torch's
+            FakeTensorMode.
+    """
+    check_at_work(engine, what)
+    kind = type(torch.empty(0, device="cpu"))
+    if kind is not torch.Tensor:
+        raise ConfigError(
+            f"engine.{what} was called in a mode of torch in which new tensors are {kind.__name__}s instead of "
+            "torch.Tensors, such as FakeTensorMode: call it outside of that mode"
+        )
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
 def at_work(method: Method) -> Method:
-    """Restrict a method of the engine to ranks at work: :func:`check_at_work`."""
+    """Restrict a method of the engine to ranks at work: :func:`doing`."""
 
     @wraps(method)
     def guarded(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        check_at_work(engine, method.__name__)
-        return method(engine, *args, **kwargs)
+        with doing(engine, method.__name__):
+            return method(engine, *args, **kwargs)
 
     return guarded  # type: ignore[return-value]
 
@@ -43,9 +72,9 @@ def where_layers_may_move(method: Method) -> Method:
 
     @wraps(method)
     def guarded(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        check_at_work(engine, method.__name__)
-        if not engine.dynmo.enabled:
-            raise ConfigError(f"dynmo.enabled = false: engine.{method.__name__} would move layers; set it to true")
-        return method(engine, *args, **kwargs)
+        with doing(engine, method.__name__):
+            if not engine.dynmo.enabled:
+                raise ConfigError(f"dynmo.enabled = false: engine.{method.__name__} would move layers; set it to true")
+            return method(engine, *args, **kwargs)
 
     return guarded  # type: ignore[return-value]

@@ -343,7 +343,7 @@ def layer_groups(dynmo: DynMoConfig, model: PipelineModule) -> LayerGroups:
 def check_sharing(layers: StageLayers, comm: Communicator) -> None:
     """Refuse layers that share a parameter without being tied: they could not be on two stages. Collective."""
     here = layers.sharing()
-    flags = torch.tensor([float(index in here) for index in range(layers.num_layers)])
+    flags = torch.tensor([float(index in here) for index in range(layers.num_layers)], device="cpu")
     shared = comm.max_over_world(flags).nonzero().flatten().tolist()
     if shared:
         raise ConfigError(

@@ -78,7 +78,7 @@ class Work(dist._Work):
         """Read the inputs, poison the outputs, and begin the transfer."""
         copies = {id(tensor): library.as_cpu(tensor).clone() for tensor in self.reads}
         self._results = [
-            copies[id(tensor)] if id(tensor) in copies else torch.empty(tensor.shape, dtype=tensor.dtype)
+            copies[id(tensor)] if id(tensor) in copies else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             for tensor in self.writes
         ]
         for tensor in self.writes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -218,6 +219,21 @@ def test_a_layer_that_stays_may_hold_what_both_share() -> None:
     layers = [Layer(held=[angles]), Layer()]
     layers[1].register_buffer("angles", angles)
     names_of(layers, [LayerSpec(Layer, angles) for _ in layers]).check_left_behind({1: layers[1]})
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_memory_of_a_layer_that_left_is_freed_in_every_mode_of_torch(swaps: bool) -> None:
+    layer = Layer()
+    layer.register_buffer("table", torch.ones(3))
+    layer.register_parameter("quantized", nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False))
+    kept = weakref.ref(layer.weight)  # torch swaps no parameter that has one
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        names_of([layer]).free_memory(layer)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(tensor.is_meta for tensor in (*layer.parameters(), layer.table)) and not kept()
+    assert [parameter.requires_grad for parameter in layer.parameters()] == [True, False]
 
 
 def test_a_rank_attribute_may_hold_anything() -> None:

@@ -123,6 +123,13 @@ MUTATIONS = [
         f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
     ),
     Mutation(
+        "what arrives in torch's inference mode cannot train",
+        "ds_dynmo/engine/guards.py",
+        "    with torch.inference_mode(False), torch.enable_grad():\n",
+        "    with torch.enable_grad():\n",
+        "tests/distributed/test_torch_modes.py::test_modes_of_torch_change_nothing",
+    ),
+    Mutation(
         "an object that layers begin to share while one is on its way becomes a copy",
         "ds_dynmo/engine/move/packing.py",
         "            if _outside(layer, references) != outside:\n",

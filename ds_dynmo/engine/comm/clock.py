@@ -22,7 +22,7 @@ def clock_offset(group: Any, now: Callable[[], float]) -> tuple[float, float]:
         now: this rank's clock, in seconds.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    question, answer = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    question, answer = torch.zeros(2, 1, dtype=torch.float64, device="cpu")
     trips: list[tuple[float, float]] = [] if rank else [(0.0, 0.0)]
     for asking in range(1, world):
         for _ in range(_QUESTIONS if rank in (0, asking) else 0):

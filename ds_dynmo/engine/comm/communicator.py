@@ -385,7 +385,7 @@ class Communicator:
         (data, result), most = self._everywhere(
             what, encoded, same=None if same is None else lambda both: same(both[1]), size=lambda both: len(both[0])
         )
-        received = torch.zeros(dist.get_world_size(), most, dtype=torch.uint8)
+        received = torch.zeros(dist.get_world_size(), most, dtype=torch.uint8, device="cpu")
         if most:
             sent = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
             try:
@@ -422,9 +422,9 @@ class Communicator:
             failure = raised
         group, groups = compared_in
         digest = _number_of(text)
-        most_and_least = torch.full((2, groups), torch.iinfo(torch.int64).min)
-        most_and_least[:, group] = torch.tensor([digest, -digest])
-        numbers = torch.tensor([int(failure is not None), this_size])
+        most_and_least = torch.full((2, groups), torch.iinfo(torch.int64).min, device="cpu")
+        most_and_least[:, group] = torch.tensor([digest, -digest], device="cpu")
+        numbers = torch.tensor([int(failure is not None), this_size], device="cpu")
         failed, greatest, *digests = self.max_over_world(torch.cat([numbers, most_and_least.flatten()])).tolist()
         if failed:
             raise self._first_failure(what, failure, error) from failure
@@ -464,7 +464,7 @@ class Communicator:
 
     def all_done(self) -> None:
         """Wait until every rank is done; after the time-out, report that a rank failed. Collective over the world."""
-        self._wait_for_all(torch.zeros(1))
+        self._wait_for_all(torch.zeros(1, device="cpu"))
 
     def all_moved(self, worst: Sequence[float], number: float) -> tuple[list[float], float]:
         """Wait like :meth:`all_done`, and combine numbers of the ranks. Collective over the world.
@@ -473,9 +473,9 @@ class Communicator:
             The maxima of ``worst`` over all ranks, and the sum of ``number`` over the stages of this rank's pipeline.
         """
         pipeline, pipelines = self.here.pipeline
-        of_stages = torch.zeros(pipelines, self.here.num_stages, dtype=torch.float64)
+        of_stages = torch.zeros(pipelines, self.here.num_stages, dtype=torch.float64, device="cpu")
         of_stages[pipeline, self.here.stage] = number
-        numbers = torch.cat([torch.tensor(worst, dtype=torch.float64), of_stages.flatten()])
+        numbers = torch.cat([torch.tensor(worst, dtype=torch.float64, device="cpu"), of_stages.flatten()])
         self._wait_for_all(numbers)
         of_stages = numbers[len(worst) :].view_as(of_stages)
         return numbers[: len(worst)].tolist(), of_stages[pipeline].sum().item()

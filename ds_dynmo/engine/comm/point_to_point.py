@@ -48,7 +48,9 @@ class PointToPoint:
 
     def exchange_lists(self, outgoing: dict[int, list[float]], sources: Sequence[int]) -> dict[int, list[float]]:
         """Send a list of floats to each stage of ``outgoing``; receive one from each stage of ``sources``."""
-        packed = {stage: torch.tensor(numbers, dtype=torch.float64) for stage, numbers in outgoing.items()}
+        packed = {
+            stage: torch.tensor(numbers, dtype=torch.float64, device="cpu") for stage, numbers in outgoing.items()
+        }
         received = self.exchange_headers({stage: t.numpy().tobytes() for stage, t in packed.items()}, sources)
         return {
             stage: torch.frombuffer(bytearray(data), dtype=torch.float64).tolist() for stage, data in received.items()
@@ -63,11 +65,11 @@ class PointToPoint:
 
     def exchange_bytes(self, outgoing: dict[int, bytes], sources: Sequence[int]) -> dict[int, bytes]:
         """Send one byte string to each rank of ``outgoing``; receive one from each rank of ``sources``."""
-        sizes_out = {rank: torch.tensor([len(data)]) for rank, data in outgoing.items()}
-        sizes_in = {rank: torch.zeros(1, dtype=torch.int64) for rank in sources}
+        sizes_out = {rank: torch.tensor([len(data)], device="cpu") for rank, data in outgoing.items()}
+        sizes_in = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in sources}
         self._swap(sizes_out, sizes_in)
         out = {rank: torch.frombuffer(bytearray(data), dtype=torch.uint8) for rank, data in outgoing.items() if data}
-        arriving = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes_in.items()}
+        arriving = {rank: torch.empty(int(size), dtype=torch.uint8, device="cpu") for rank, size in sizes_in.items()}
         self._swap(out, arriving)
         return {rank: data.numpy().tobytes() for rank, data in arriving.items()}
 

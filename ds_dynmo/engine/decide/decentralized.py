@@ -54,7 +54,7 @@ def decide_among_neighbours(
         exchange_round(node, comm)
     if not node.fits:
         raise PartitionError("decentralized diffusion found no partition that meets the memory limit")
-    stops = torch.zeros(placement.num_stages, dtype=torch.float64)
+    stops = torch.zeros(placement.num_stages, dtype=torch.float64, device="cpu")
     _, stops[stage] = node.extent
     return placement.at(groups.unfold_partition([0, *map(int, comm.max_over_world(stops).tolist())]))
 

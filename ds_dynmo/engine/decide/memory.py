@@ -80,7 +80,7 @@ class MemoryLimit:
             return limit
         comm = self._stage.comm
         if self._agreed is None or self._agreed[0] != comm.worlds:
-            mine = torch.tensor([-limit * get_accelerator().total_memory()], dtype=torch.float64)
+            mine = torch.tensor([-limit * get_accelerator().total_memory()], dtype=torch.float64, device="cpu")
             self._agreed = comm.worlds, int(-comm.max_over_world(mine).item())
         return self._agreed[1]
 

@@ -199,7 +199,7 @@ class Rebalancer:
             MigrationError: harmless; there is no data to train on.
         """
         self._comm.enter("rebalance")
-        lacking = torch.tensor([float(self._lacks_data())])
+        lacking = torch.tensor([float(self._lacks_data())], device="cpu")
         if self._comm.max_over_world(lacking).item():
             raise MigrationError(
                 "rebalance: there is no profile yet and no data to train on. Train a batch first", harmless=True

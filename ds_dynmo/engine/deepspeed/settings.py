@@ -35,7 +35,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """
     others = {key: value for key, value in settings.items() if key not in BATCH_KEYS}
     read = _tried("", lambda: DeepSpeedConfig({**others, "train_micro_batch_size_per_gpu": 1}))
-    weight = [torch.nn.Parameter(torch.zeros(1))]
+    weight = [torch.nn.Parameter(torch.zeros(1, device="cpu"))]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(weight)
     name, params = str(read.optimizer_name), dict(read.optimizer_params or {})
     if params.pop("torch_adam", False):

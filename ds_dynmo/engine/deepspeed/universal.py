@@ -123,4 +123,4 @@ def count_of_steps(optimizer: torch.optim.Optimizer, saved: Any) -> Any:
     """Convert a count of steps, which another optimizer may have written, to what this one keeps."""
     if isinstance(optimizer, FusedAdam | DeepSpeedCPUAdam):
         return int(saved)
-    return torch.tensor(float(saved))
+    return torch.tensor(float(saved), device="cpu")

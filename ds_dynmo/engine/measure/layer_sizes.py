@@ -36,7 +36,7 @@ def failed(table: torch.Tensor) -> bool:
 
 def per_layer(layers: StageLayers, number: Callable[[nn.Module], float]) -> torch.Tensor:
     """Call ``number`` on this stage's modules; return ``[num_layers]``, float64, zeros for other layers."""
-    numbers = torch.zeros(layers.num_layers, dtype=torch.float64)
+    numbers = torch.zeros(layers.num_layers, dtype=torch.float64, device="cpu")
     for index in layers.indices:
         module = layers.local_module(index)
         if module is not None:
@@ -51,13 +51,13 @@ def held_table(layers: StageLayers, state: OptimizerState) -> torch.Tensor:
         ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers on other ranks. If this rank fails, the
         table has a mark that :func:`failed` finds in the maximum of all ranks' tables.
     """
-    table = torch.zeros(layers.num_layers + 1, len(fields(HeldBytes)) + 1, dtype=torch.float64)
+    table = torch.zeros(layers.num_layers + 1, len(fields(HeldBytes)) + 1, dtype=torch.float64, device="cpu")
     try:
         for index in layers.indices:
             module = layers.local_module(index)
             if module is not None:
                 table[index] = torch.tensor(
-                    [*astuple(bytes_between_batches(module, state)), training_bytes(module, state)]
+                    [*astuple(bytes_between_batches(module, state)), training_bytes(module, state)], device="cpu"
                 )
     except Exception as error:  # any error of a user's tensor; other ranks have to know
         logger.error(f"layers {[*layers.indices]}: cannot tell what they hold: {error!r}")

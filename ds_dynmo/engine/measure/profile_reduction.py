@@ -95,7 +95,7 @@ def measurement_table(
         return _measurement_table(layers, profiler, state, move_seconds)
     except Exception as error:  # any error of a user's load_signal; other ranks have to know
         logger.error(f"layers {[*layers.indices]}: cannot tell what they cost: {error!r}")
-        table = torch.zeros(layers.num_layers + 1, COLUMNS, dtype=torch.float64)
+        table = torch.zeros(layers.num_layers + 1, COLUMNS, dtype=torch.float64, device="cpu")
         table[-1, SummaryColumn.FAILED] = 1.0
         return table
 
@@ -104,7 +104,7 @@ def _measurement_table(
     layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float
 ) -> torch.Tensor:
     samples = profiler.samples
-    table = torch.zeros(layers.num_layers + 1, COLUMNS, dtype=torch.float64)
+    table = torch.zeros(layers.num_layers + 1, COLUMNS, dtype=torch.float64, device="cpu")
     for index in layers.indices:
         row = table[index]
         row[LayerColumn.FORWARD], row[LayerColumn.BACKWARD] = (
@@ -124,7 +124,7 @@ def _measurement_table(
             row[LayerColumn.PARAMETERS] = sum(p.numel() for p in module.parameters())
             row[LayerColumn.TRAINABLE] = trainable_parameters(module)
             row[LayerColumn.STATIC] = training_bytes(module, state)
-            row[LayerColumn.HELD :] = torch.tensor(astuple(bytes_between_batches(module, state)))
+            row[LayerColumn.HELD :] = torch.tensor(astuple(bytes_between_batches(module, state)), device="cpu")
             signal = getattr(module, "load_signal", None)
             # Ranks without the layer have 0, and the maximum of all ranks counts: so 0 means that there is no signal.
             row[LayerColumn.SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0

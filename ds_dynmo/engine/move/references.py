@@ -98,7 +98,9 @@ class References:
         """Free the memory of a layer that left, except for modules that other layers use too."""
         for part in layer.modules():
             if self._names.is_of_one_layer(part):
-                part._apply(lambda tensor: torch.empty_like(tensor, device="meta"), recurse=False)
+                tables: tuple[dict[str, Any], ...] = (parameters_of(part), buffers_of(part))
+                for held in tables:
+                    held.update({name: _without_memory(t) for name, t in held.items() if t is not None})
 
     # -- a layer that leaves --------------------------------------------------------------------------
 
@@ -362,6 +364,11 @@ def _registered(module: nn.Module) -> list[torch.Tensor]:
 def _named_tensors(path: str, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     held = {**parameters_of(module), **buffers_of(module)}
     return [(f"{path}.{name}" if path else name, tensor) for name, tensor in held.items() if tensor is not None]
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _check_has_values(path: Path, tensor: torch.Tensor) -> None:

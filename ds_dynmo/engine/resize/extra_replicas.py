@@ -24,7 +24,7 @@ def replica_multiplier_for(change: WorldChange, num_stages: int) -> int:
     fitting = [times for times in range(2, most + 1) if micro_batches % times == 0]
     if not fitting or not world.has_replica_axis:
         return 1
-    lacks_data = change.comm.max_over_world(torch.tensor([int(not change.data.can_read)])).item()
+    lacks_data = change.comm.max_over_world(torch.tensor([int(not change.data.can_read)], device="cpu")).item()
     return 1 if lacks_data else fitting[-1]
 
 

@@ -75,7 +75,9 @@ def tied_weights_that_train(layers: StageLayers) -> torch.Tensor:
     Returns:
         float32 ``[num_layers, most weights of a key]``: 1 or 0; zeros for layers on other stages.
     """
-    training = torch.zeros(layers.num_layers, max((tie.num_weights for tie in layers.separate_uses), default=0))
+    training = torch.zeros(
+        layers.num_layers, max((tie.num_weights for tie in layers.separate_uses), default=0), device="cpu"
+    )
     for index in layers.indices:
         for number, weight in enumerate(layers.tied_weights(index)):
             training[index, number] = float(weight.requires_grad)

@@ -133,7 +133,7 @@ class GradientFlags:
 
     def _announce(self, engine: Any, flags: list[bool]) -> None:
         announced = torch.zeros(_MOST, dtype=torch.uint8, device=engine.device)
-        announced[: len(flags)] = torch.tensor(flags, dtype=torch.uint8)
+        announced[: len(flags)] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         send_to_next(engine, announced)
         self._sent = flags
 

@@ -51,7 +51,7 @@ class BackgroundSave:
             agreement.close()
 
     def _under_way(self) -> torch.Tensor:
-        return torch.tensor([int(self._thread.is_alive())])
+        return torch.tensor([int(self._thread.is_alive())], device="cpu")
 
     def is_over(self) -> bool:
         """Return whether the save is over on every rank, without a wait for it. Collective, once a batch.

@@ -82,7 +82,7 @@ def _checksums(path: str) -> set[tuple[int, int]] | None:
 
 
 def _checksum(storage: Any) -> tuple[int, int]:
-    values: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    values: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
     return len(values), zlib.crc32(values)
 
 

@@ -210,7 +210,7 @@ def split_grouped(rows: Any, weight: Operand, offsets: torch.Tensor, *, transpos
 
 def _multiply(product: Any, input: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Apply a product; an anchor makes autograd run its backward pass if the input needs no gradient."""
-    result: torch.Tensor = product.apply(input, *arguments, torch.empty(0, requires_grad=True))
+    result: torch.Tensor = product.apply(input, *arguments, torch.empty(0, requires_grad=True, device="cpu"))
     return result
 
 
