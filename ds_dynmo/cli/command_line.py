@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.files import write_text
@@ -18,16 +18,27 @@ from ds_dynmo.files import write_text
 FIRST_RANK_SECONDS = 10.0
 
 
-class CommandParser(argparse.ArgumentParser):
-    """Accepts ``--json FILE``, and ``--local_rank`` of DeepSpeed's launcher. Shows a docstring as it is.
+class OneLineParser(argparse.ArgumentParser):
+    """Shows a docstring as it is. Says what is wrong in one line; ``--help`` shows the flags."""
+
+    def __init__(self, description: str | None, **settings: Any) -> None:
+        settings["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message, and end the command with exit code 2."""
+        raise SystemExit(refuse(self.prog, message))
+
+
+class CommandParser(OneLineParser):
+    """Accepts ``--json FILE``, and ``--local_rank`` of DeepSpeed's launcher.
 
     Args:
         has_figures: there are some to write.
     """
 
     def __init__(self, description: str | None, *, has_figures: bool = True, **settings: Any) -> None:
-        settings["formatter_class"] = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, **settings)
+        super().__init__(description, **settings)
         if has_figures:
             self.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
         self.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)

@@ -9,12 +9,11 @@ with zeros, in a file per layer, named as DeepSpeed's. Each is the state_dict of
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from pathlib import Path
 
-from ds_dynmo.cli.command_line import refuse
+from ds_dynmo.cli.command_line import OneLineParser, refuse
 from ds_dynmo.cli.training.resuming import find_checkpoint, read_run_metadata
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import PruningConfig, huggingface, model_layers, read_model_config
@@ -57,7 +56,7 @@ def copy_tokenizer(model: Path, folder: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(__doc__, prog="ds-dynmo-export")
     parser.add_argument("checkpoint", type=Path, help="the folder given to --save")
     parser.add_argument("folder", type=Path, help="where to write to; empty, or not there")
     parser.add_argument("--tag", help="export this checkpoint, not the latest")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_dynmo.cli.command_line import refuse
+from ds_dynmo.cli.command_line import OneLineParser, refuse
 from ds_dynmo.cli.plotting.data import (
     RunRecords,
     TimelineRows,
@@ -61,7 +61,7 @@ def measured(events: list[dict[str, Any]], steps: list[int] | None) -> list[Time
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(__doc__, prog="ds-dynmo-plot")
     parser.add_argument("report", type=Path, help="JSON lines of a run")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the measured timeline of some of its batches")
     parser.add_argument(

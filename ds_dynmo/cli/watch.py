@@ -22,7 +22,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_dynmo.cli.command_line import refuse
+from ds_dynmo.cli.command_line import OneLineParser, refuse
 from ds_dynmo.cli.watching.follower import Follower
 from ds_dynmo.cli.watching.lines import status_line
 from ds_dynmo.cli.watching.run_state import ReportState
@@ -38,9 +38,7 @@ INSTALL = 'the extra "watch" has it: pip install "ds_dynmo[watch]"'
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="ds-dynmo-watch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(__doc__, prog="ds-dynmo-watch")
     parser.add_argument("report", type=Path, help="JSON lines of a run")
     parser.add_argument("--once", action="store_true", help="show how the run stands now, and end")
     parser.add_argument("--plain", action="store_true", help="lines also in a terminal")

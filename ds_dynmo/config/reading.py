@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import difflib
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
@@ -15,9 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from ds_dynmo.config.dynmo import DynMoConfig
 from ds_dynmo.config.explain import explain, show
+from ds_dynmo.config.top_level import SECTION, check_section_name, check_top_level
 from ds_dynmo.errors import ConfigError
-
-SECTION = "dynmo"
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -30,14 +27,14 @@ def read_dynmo_config(config: str | os.PathLike[str] | dict[str, Any]) -> DynMoC
 
     Raises:
         ConfigError: a configuration that cannot be read, an invalid section, or a top-level key that looks like a
-            misspelt "dynmo". The message has one line for each problem of the section.
+            misspelt "dynmo"; beside the section, one that looks like another of DeepSpeed's or belongs into the
+            section. The message has one line for each problem of the section.
     """
     settings = load_settings(config)
-    for key in settings:
-        if key != SECTION and isinstance(key, str) and _is_misspelt(key):
-            raise ConfigError(f'{key}: unknown top-level key; did you mean "{SECTION}"?')
+    check_section_name(settings)
     if SECTION not in settings:
         return None
+    check_top_level(settings)
     return parse_section(DynMoConfig, settings[SECTION], SECTION)
 
 
@@ -192,9 +189,3 @@ def _without_duplicates(source: str) -> Callable[[list[tuple[str, Any]]], dict[s
         return dict(pairs)
 
     return unique
-
-
-def _is_misspelt(key: str) -> bool:
-    """Return whether ``key`` differs from "dynmo" only in case, punctuation or a letter. No key of DeepSpeed does."""
-    letters = re.sub(r"[\W_]", "", key.lower())
-    return difflib.SequenceMatcher(None, letters, SECTION).ratio() >= 0.8

@@ -13,7 +13,7 @@ from ds_dynmo.data.config import SECTION, DataConfig
 from ds_dynmo.data.files import read_tokens, smallest_type
 from ds_dynmo.data.megatron import read_megatron
 from ds_dynmo.data.saved_datasets import IDS, ids_of, is_dataset, open_dataset, texts_of
-from ds_dynmo.data.texts import read_documents
+from ds_dynmo.data.texts import check_is_text, read_documents
 from ds_dynmo.data.tokenizing import Tokenizer
 from ds_dynmo.data.tokens import LogProgress, Tokens, check_ids, log_nothing
 from ds_dynmo.errors import ConfigError
@@ -46,7 +46,7 @@ def check_text(path: str | os.PathLike[str], hint: str = "") -> list[Path]:
         hint: what else can be done about token ids, for the message.
 
     Raises:
-        ConfigError: something cannot be read, or a file of token ids is among them, which is no text.
+        ConfigError: something cannot be read, or a file among them is no text: token ids, compressed, a table.
     """
     files = text_files(Path(path))
     found = next((file for file in files if file.suffix.lower() in OF_IDS), None)
@@ -55,6 +55,8 @@ def check_text(path: str | os.PathLike[str], hint: str = "") -> list[Path]:
             f"{found}: files of token ids are not read as text: give the file itself, or a folder without it (of "
             f"nanoGPT's files one with {SPLITS['train']}){hint}"
         )
+    for file in files:
+        check_is_text(file, hint)
     return files
 
 

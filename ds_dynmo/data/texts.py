@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Iterator
@@ -11,10 +12,31 @@ from typing import Any, TypeGuard
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.files.texts import read_errors_as_config_error
 
-__all__ = ["JSON_LINES", "is_text", "read_documents"]
+__all__ = ["JSON_LINES", "check_is_text", "is_text", "read_documents"]
 
 JSON_LINES = (".jsonl", ".ndjson")
+BEGINNING = 2**16  # bytes of a file by which it is known
+REMEDY = "decompress it, write a table such as Parquet as JSON lines, write another encoding as UTF-8, or leave it out"
 SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def check_is_text(file: Path, hint: str = "") -> None:
+    """Refuse a file that does not begin as UTF-8 text: compressed, a table in columns, in another encoding.
+
+    Args:
+        hint: what else can be done about it, for the message.
+
+    Raises:
+        ConfigError: naming the file and the byte.
+    """
+    with read_errors_as_config_error(file), file.open("rb") as content:
+        beginning = content.read(BEGINNING)
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(beginning, final=len(beginning) < BEGINNING)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: is no UTF-8 text: {error}: {REMEDY}{hint}") from error
+    if 0 in beginning:
+        raise ConfigError(f"{file}: is no UTF-8 text: byte {beginning.index(0)} is 0: {REMEDY}{hint}")
 
 
 def read_documents(files: list[Path], field: str) -> Iterator[str]:
@@ -34,7 +56,7 @@ def read_documents(files: list[Path], field: str) -> Iterator[str]:
                 else:
                     yield file.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{file}: is no UTF-8 text: {error}") from error
+            raise ConfigError(f"{file}: is no UTF-8 text: {error}: {REMEDY}") from error
 
 
 def is_text(value: Any) -> TypeGuard[str]:

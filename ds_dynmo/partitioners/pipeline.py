@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners.checks import check_costs, check_speeds
 from ds_dynmo.partitioners.metrics import loads, prefix_sums, sums_of_many
 from ds_dynmo.partitioners.passes import PassModel
+from ds_dynmo.placement import check_partition
 from ds_dynmo.schedules import FoundSchedule, iteration_seconds
 from ds_dynmo.schedules.fast_1f1b import Sends
 
@@ -116,7 +118,11 @@ class PipelineModel:
         return loads(self.layer_seconds, partition, self.speeds)
 
     def iteration_seconds(self, partition: Sequence[int]) -> float:
-        """Simulate the iteration under one partition and its shortest schedule."""
+        """Simulate the iteration under one partition and its shortest schedule.
+
+        Raises:
+            PartitionError: ``partition`` is none of these layers and stages.
+        """
         found = self.shortest_schedule(partition)
         return self.seconds_under_1f1b(partition) if found is None else found.iteration_seconds
 
@@ -126,7 +132,11 @@ class PipelineModel:
         Returns:
             None for DeepSpeed's 1F1B: there is no other schedule, there is one stage, no order fits, or 1F1B is as
             short and may be chosen.
+
+        Raises:
+            PartitionError: ``partition`` is none of these layers and stages.
         """
+        check_partition(partition, len(self.forward_seconds), len(self.speeds))
         if self.passes is None or len(self.speeds) == 1:
             return None
         found = self.passes.shortest(partition)
@@ -141,11 +151,24 @@ class PipelineModel:
         return self.micro_batches * math.fsum(layers) / math.fsum(self.speeds)
 
     def seconds_under_1f1b(self, partition: Sequence[int]) -> float:
-        """Simulate the iteration under one partition and DeepSpeed's 1F1B."""
-        return float(self.iterations_seconds(np.asarray(partition)[:, None])[0])
+        """Simulate the iteration under one partition and DeepSpeed's 1F1B.
+
+        Raises:
+            PartitionError: ``partition`` is none of these layers and stages.
+        """
+        checked = check_partition(partition, len(self.forward_seconds), len(self.speeds))
+        return float(self.iterations_seconds(np.asarray(checked)[:, None])[0])
 
     def iterations_seconds(self, partitions: npt.NDArray[np.int64]) -> Floats:
-        """Simulate the iterations under many partitions, ``[num_stages + 1, how many]``, and DeepSpeed's 1F1B."""
+        """Simulate the iterations under many partitions and DeepSpeed's 1F1B, ``[how many]``.
+
+        Args:
+            partitions: ``[num_stages + 1, how many]``, a partition in each column.
+
+        Raises:
+            PartitionError: another shape, or a column that is no partition of these layers and stages.
+        """
+        self._check_columns(partitions)
         forward, backward = self.stages_seconds(partitions)
         return iteration_seconds(forward, backward, self.micro_batches, self.link_seconds, sends=self.sends)
 
@@ -154,6 +177,25 @@ class PipelineModel:
         speeds = np.asarray(self.speeds)[:, None]
         forward = sums_of_many(self.forward_seconds, partitions) / speeds
         return forward, sums_of_many(self.backward_seconds, partitions) / speeds
+
+    def _check_columns(self, partitions: npt.NDArray[np.int64]) -> None:
+        num_layers, num_stages = len(self.forward_seconds), len(self.speeds)
+        try:
+            given: npt.NDArray[Any] = np.asarray(partitions)
+        except ValueError:  # rows of unlike lengths
+            given = np.empty(0)
+        if (
+            given.ndim != 2
+            or len(given) != num_stages + 1
+            or given.dtype.kind not in "iu"
+            or (given[0] != 0).any()
+            or (given[-1] != num_layers).any()
+            or (given[1:] <= given[:-1]).any()
+        ):
+            raise PartitionError(
+                f"partitions of shape {given.shape}: should have {num_stages + 1} boundaries from 0 to {num_layers} in "
+                "each column, increasing ints: of a list of partitions np.transpose"
+            )
 
     @cached_property
     def _on(self) -> dict[int, PipelineModel]:

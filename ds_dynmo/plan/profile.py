@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ds_dynmo.placement import Placement
+from ds_dynmo.plan.reports import PrintsPartitions
 
 __all__ = ["HeldBytes", "LayerCost", "Profile", "limit_minus_workspace"]
 
@@ -100,8 +101,8 @@ def limit_minus_workspace(limit_bytes: int, layers: Sequence[LayerCost]) -> int:
     return max(0, limit_bytes - max((layer.workspace_bytes for layer in layers), default=0))
 
 
-@dataclass(frozen=True)
-class Profile:
+@dataclass(frozen=True, repr=False)
+class Profile(PrintsPartitions):
     """One measurement of the whole pipeline, the same on every rank.
 
     Attributes:

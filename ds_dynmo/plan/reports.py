@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from ds_dynmo.placement import Placement
 
-__all__ = ["MeasuredReport", "RebalanceReport", "RepackReport", "SaveReport"]
+__all__ = ["MeasuredReport", "PrintsPartitions", "RebalanceReport", "RepackReport", "SaveReport"]
 
 
-class _BetweenPlacements:
+class PrintsPartitions:
+    """Prints a placement as its boundaries, under the name of the property that returns these."""
+
+    def __repr__(self) -> str:
+        assert is_dataclass(self)
+        values = {field.name.replace("placement", "partition"): getattr(self, field.name) for field in fields(self)}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+
+class _BetweenPlacements(PrintsPartitions):
     """The boundaries of the two placements of a report."""
 
     old_placement: Placement
@@ -27,7 +36,7 @@ class _BetweenPlacements:
         return self.new_placement.boundaries
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RebalanceReport(_BetweenPlacements):
     """The outcome of one decision. Seconds are wall-clock on the reporting rank.
 
@@ -110,8 +119,8 @@ class RebalanceReport(_BetweenPlacements):
         return {**_record("rebalance", self), "schedule": self.schedule}
 
 
-@dataclass(frozen=True)
-class MeasuredReport:
+@dataclass(frozen=True, repr=False)
+class MeasuredReport(PrintsPartitions):
     """The measurement of a profile after a rebalance, for comparison with the prediction.
 
     Attributes:
@@ -141,7 +150,7 @@ class MeasuredReport:
         return _record("measured", self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RepackReport(_BetweenPlacements):
     """The outcome of one re-packing. Seconds are wall-clock on the reporting rank.
 

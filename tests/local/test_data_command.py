@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 from dataclasses import replace
@@ -98,6 +99,33 @@ def test_token_files_in_a_folder_are_bytes_only_where_they_are_asked_for(tmp_pat
     prepared(tmp_path, {**OURS, "tokens": "bytes"}, "--data", str(tmp_path))
     with pytest.raises(ConfigError, match='--data "": should name a file or a folder'):
         prepared(tmp_path, OURS, "--data", "")
+
+
+NO_TEXT = {
+    "text.jsonl.gz": gzip.compress(b"".join(b'{"text": "%d"}\n' % number for number in range(999))),
+    "table.parquet": b"PAR1\x15\x04\x15\xc0" + bytes(500),
+    "zeros.dat": b"one" + bytes(500),
+    "deep/utf16.txt": "one two three ".encode("utf-16") * 100,
+    "late.txt": b"one two three " * 4000 + b"\xff" * 500,
+}
+
+
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_a_file_that_is_no_text_is_bytes_only_where_they_are_asked_for(name: str, tmp_path: Path, folder: Path) -> None:
+    file = tmp_path / "data" / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(NO_TEXT[name])
+    for given in (file, tmp_path / "data"):
+        for model, remedy in ((OURS, '.*"tokens": "bytes"'), (huggingface(folder), "")):
+            with pytest.raises(ConfigError, match=f"{name}: is no UTF-8 text: .*decompress it, .*JSON lines{remedy}"):
+                prepared(tmp_path, model, "--data", str(given))
+        run = prepared(tmp_path, {**OURS, "tokens": "bytes"}, "--data", str(given))
+        assert isinstance(run.text, ByteText) and len(run.text.tokens) == len(NO_TEXT[name])
+
+
+def test_text_is_known_by_its_beginning_also_where_that_ends_in_a_character(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("x" + "é" * 2**16, encoding="utf-8-sig")
+    prepared(tmp_path, OURS, "--data", str(tmp_path / "text.txt"))
 
 
 def test_a_folders_own_tokenizer_reads_text(tmp_path: Path, folder: Path, text: Path, capsys: Any) -> None:

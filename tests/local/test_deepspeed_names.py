@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 import deepspeed
 import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
 
+from ds_dynmo.config.top_level import DEEPSPEED_KEYS
 from ds_dynmo.engine.deepspeed import probe
 from ds_dynmo.engine.deepspeed.names import BELOW, NEEDED, OLDEST, TESTED, PrivateName
 from ds_dynmo.errors import ConfigError
@@ -100,3 +103,34 @@ def _renamed(code: CodeType, name: str) -> CodeType:
     nested = [_renamed(each, name) if isinstance(each, CodeType) else each for each in code.co_consts]
     names = ["another" if each == name else each for each in code.co_names]
     return code.replace(co_names=tuple(names), co_consts=tuple(nested))
+
+
+def test_every_top_level_key_that_deepspeed_looks_for_is_known() -> None:
+    looked_for: set[object] = set()
+
+    class Keys(list[object]):
+        def __contains__(self, key: object) -> bool:
+            looked_for.add(key)
+            return super().__contains__(key)
+
+    class Settings(dict[str, object]):
+        def __getitem__(self, key: str) -> object:
+            looked_for.add(key)
+            return super().__getitem__(key)
+
+        def __contains__(self, key: object) -> bool:
+            looked_for.add(key)
+            return super().__contains__(key)
+
+        def get(self, key: str, default: object = None) -> Any:
+            looked_for.add(key)
+            return super().get(key, default)
+
+        def keys(self) -> Any:
+            return Keys(super().keys())
+
+        def __copy__(self) -> Settings:
+            return Settings(self)
+
+    DeepSpeedConfig(Settings(train_micro_batch_size_per_gpu=1))
+    assert looked_for <= DEEPSPEED_KEYS and len(looked_for) > 50

@@ -262,6 +262,51 @@ def test_deepspeeds_keys_are_not_taken_for_misspellings() -> None:
     assert read_dynmo_config(dict.fromkeys(keys.split(), 0)) is None
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("gradient_acumulation_steps", "gradient_accumulation_steps"),
+        ("gradient_accumulation_step", "gradient_accumulation_steps"),
+        ("gradient_accumulation", "gradient_accumulation_steps"),
+        ("gradientAccumulationSteps", "gradient_accumulation_steps"),
+        ("gradient_clip", "gradient_clipping"),
+        ("train_batchsize", "train_batch_size"),
+        ("train_batch_size_per_gpu", "train_micro_batch_size_per_gpu"),
+        ("zero_optimisation", "zero_optimization"),
+        ("optimiser", "optimizer"),
+        ("schedular", "scheduler"),
+        ("step_per_print", "steps_per_print"),
+        ("activation_checkpoint", "activation_checkpointing"),
+    ],
+)
+def test_what_is_nearly_a_key_of_deepspeeds_is_refused_where_that_is_missing(key: str, meant: str) -> None:
+    message = f'^{key} = 4: DeepSpeed has no such top-level key, .*did you mean "{meant}"'
+    with pytest.raises(ConfigError, match=message):
+        read_dynmo_config({key: 4, "dynmo": {}})
+    for settings in ({key: 4, meant: 8, "dynmo": {}}, {key: 4}):  # a setting of the user's; no section, so DeepSpeed's
+        read_dynmo_config(settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("interval", 10), ("balancer", "diffusion"), ("memory_limit", "80%"), ("schedule", "auto"), ("log", False)],
+)
+def test_a_key_of_the_section_outside_of_it_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f'^{key} = .*: is a key of the "dynmo" section, .*"dynmo": {{"{key}": '):
+        read_dynmo_config({key: value, "dynmo": {}})
+
+
+def test_settings_of_the_users_own_pass() -> None:
+    named = "checkpoints optimizers pipelines timer comment mode date model data training trainer seed lr epochs steps"
+    named += " dataset data_type my_optimizer tokenizer wandb_project lr_scheduler eval_batch_size fp32 fp8 zero"
+    named += " eval_micro_batch_size_per_gpu"
+    named += " gradient_checkpointing log_dir logging monitoring compiler checkpoint_dir train_steps batch_size"
+    named += " pipeline_parallel_size model_parallel_size num_train_epochs max_grad_norm learning_rate weight_decay"
+    own = {"log": {"level": "info"}, "schedule": [3, 5], "profile": True, "report": {}, "enabled": "yes", 3: 4}
+    settings: dict[Any, Any] = {**{key: {"x": 1} for key in named.split()}, **own, "dynmo": {}}
+    assert read_dynmo_config(settings) == DynMoConfig()
+
+
 def test_a_config_as_dict_path_or_base64(tmp_path: Path) -> None:
     settings = {"train_batch_size": 8, "dynmo": {"interval": 7}}
     path = tmp_path / "ds_config.json"

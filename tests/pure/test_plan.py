@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -96,6 +97,20 @@ def test_records_of_a_chain_name_no_owners() -> None:
     assert measured.as_record()["partition"] == measured.partition == (0, 2, 4, 6)
     profile = Profile(7, CHAINS[0], (), 4, 1.0)
     assert profile.as_record()["partition"] == profile.partition == (0, 2, 4, 6)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        *(rebalance_report(*CHAINS), repack_report(*CHAINS)),
+        *(MeasuredReport(7, None, CHAINS[0], 0.1, 0.2, 0.3, 0.4), Profile(7, CHAINS[0], (), 4, 1.0)),
+    ],
+    ids=lambda report: type(report).__name__,
+)
+def test_a_report_prints_the_names_that_it_is_read_by(report: Any) -> None:
+    printed = dict(re.findall(r"(\w*partition)=(\[.*?\])", repr(report)))
+    assert printed and "placement" not in repr(report)
+    assert printed == {name: str(list(getattr(report, name))) for name in printed}
 
 
 @pytest.mark.parametrize("report", [rebalance_report(*VS), repack_report(*VS)])

@@ -242,3 +242,8 @@ def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^2$"):
         simulate.main(["--case", "moe", "--link-gbps", "0"])
     assert "--link-gbps 0" in capsys.readouterr().err
+    for given in (["--layers", "4", "--stages", "8", "--case", "moe"], ["--layers", "x"], ["--unknown"]):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            simulate.main(given)
+        line = capsys.readouterr().err
+        assert line.startswith("ds-dynmo-simulate: error: ") and line.count("\n") == 1, line

@@ -210,6 +210,18 @@ def test_the_printed_balancer_runs_by_the_printed_name(folder: Path) -> None:
         assert all(abs(here - there) <= 1 for here, there in zip(start, partition))
 
 
+def test_the_printed_balancer_that_simulates_runs_by_its_name(folder: Path) -> None:
+    (folder / "my_balancers.py").write_text(code_blocks("balancers.md", "Simulate partitions", "python")[0])
+    read_dynmo_config({"dynmo": {"balancer": "my_balancers:shortest_nearby"}})
+    pipeline = PipelineModel((1.0,) * 8, (2.0,) * 8, 4, (1.0,) * 3)
+    steps = [[0, 1, 2, 8]]
+    for _ in range(6):
+        given = {"start": steps[-1], "memory": None, "pipeline": pipeline, "speeds": None}
+        steps.append(propose("my_balancers:shortest_nearby", [3.0] * 8, 3, **given))
+    seconds = [pipeline.seconds_under_1f1b(step) for step in steps]
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] < seconds[0] and steps[-1] == [0, 2, 5, 8]
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

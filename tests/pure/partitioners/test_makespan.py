@@ -6,6 +6,7 @@ import importlib
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -174,6 +175,27 @@ def test_one_stage_and_one_layer_each() -> None:
 
 def test_without_a_pipeline_model_it_equals_balanced() -> None:
     assert makespan([4, 9, 7, 5], 3) == balanced([4, 9, 7, 5], 3)
+
+
+@pytest.mark.parametrize(
+    "partitions",
+    [
+        pytest.param([[0, 1, 4], [0, 3, 4]], id="a partition in each row"),
+        pytest.param([[0, 1, 4], [0, 2, 4], [0, 3, 4]], id="as many rows as boundaries"),
+        pytest.param([0, 1, 4], id="one partition"),
+        pytest.param([[0], [0], [4]], id="an empty stage"),
+        pytest.param([[0], [1], [5]], id="more layers"),
+        pytest.param([[0.0], [1.0], [4.0]], id="no integers"),
+        pytest.param([[0, 0], [1], [4, 4]], id="ragged"),
+    ],
+)
+def test_iterations_of_what_are_no_partitions_are_refused(partitions: list[Any]) -> None:
+    pipeline = PipelineModel((1.0,) * 4, (2.0,) * 4, 4, (1.0, 1.0))
+    with pytest.raises(PartitionError, match=r"3 boundaries from 0 to 4 in each column.*np\.transpose"):
+        pipeline.iterations_seconds(partitions)
+    several = [[0, 1, 4], [0, 2, 4]]
+    found = pipeline.iterations_seconds(np.transpose(several))
+    assert found.tolist() == [pipeline.seconds_under_1f1b(partition) for partition in several]
 
 
 def test_a_model_of_another_pipeline_is_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, PassModel, PipelineModel, balanced, makespan
 from ds_dynmo.schedules import (
@@ -380,3 +381,11 @@ def test_where_batches_follow_each_other_that_counts() -> None:
         assert kept is not None and period_seconds(kept.schedule.orders, 12, costs) == periods[1]
         assert kept.iteration_seconds == second.iteration_seconds
         assert present is first or kept == second
+
+
+@pytest.mark.parametrize("wrong", [[0, 7], [0, 2, 7], [0, 2, 3, 4, 7], [0, 2, 2, 7], [0, 2, 4, 8], [[0, 2, 4, 7]] * 4])
+def test_the_iteration_of_what_is_no_partition_is_refused(wrong: list[Any]) -> None:
+    model = pipeline(random.Random(0))
+    for seconds in (model.iteration_seconds, model.seconds_under_1f1b, model.shortest_schedule):
+        with pytest.raises(PartitionError, match="partition"):
+            seconds(wrong)
