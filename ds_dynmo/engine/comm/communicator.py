@@ -118,7 +118,7 @@ class Communicator:
         self._tied_groups: dict[tuple[int, ...], Any] = {}
         self._posted: PostedBroadcast | None = None
         self.worlds = 0
-        self.sum_over_world(torch.zeros(1))  # waits for ranks that still build their layers as long as DeepSpeed does
+        self.sum_over_world(torch.zeros(1, device="cpu"))  # waits for ranks that still build their layers as long as DeepSpeed does
         self.connect("initialize")
 
     # -- who takes part -------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Communicator:
 
     def meet(self) -> None:
         """Wait until all ranks are here, before operations that are no reduction. Collective over the world."""
-        self.max_over_world(torch.zeros(1))
+        self.max_over_world(torch.zeros(1, device="cpu"))
 
     def _timeout_of_batch(self) -> timedelta:
         """Return how long ranks wait for one that trains, or that code of the user keeps."""

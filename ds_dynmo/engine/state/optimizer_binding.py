@@ -202,7 +202,7 @@ class OptimizerBinding:
 
         self._comm.enter(what)
         left = self._comm.everywhere(what, self._check_foreign, error=ConfigError)
-        if self._comm.max_over_world(torch.tensor([float(self.state.differs_from_layers())])).item():
+        if self._comm.max_over_world(torch.tensor([float(self.state.differs_from_layers())], device="cpu")).item():
             self.state.match_layers()
         self.state.drop(left)
         self.name_parameters()
