@@ -118,7 +118,7 @@ class Communicator:
         self._tied_groups: dict[tuple[int, ...], Any] = {}
         self._posted: PostedBroadcast | None = None
         self.worlds = 0
-        self.sum_over_world(torch.zeros(1, device="cpu"))  # waits for ranks that still build their layers as long as DeepSpeed does
+        self.sum_over_world(torch.zeros(1, device="cpu"))
         self.connect("initialize")
 
     # -- who takes part -------------------------------------------------------------------------------
