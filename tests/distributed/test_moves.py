@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import nn
+from torch.distributed import distributed_c10d
 
 import ds_dynmo
-from tests.distributed.harness import RankError, run
+from tests.distributed.harness import RankError, run, run_each
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import (
     WIDTH,
@@ -197,9 +199,26 @@ def test_layers_between_tuples_of_different_shapes_move() -> None:
     check_same_layers(still, moved, [0, 2, 3, 6])
 
 
+def train_tied(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Train with moves, in whose commit no process group may be made; count those that this rank has at the end."""
+    engine = build(case, layers_tied_in_the_middle)
+    groups, new_group, commit = distributed_c10d._world.pg_map, dist.new_group, engine.migrator.commit
+    before = len(groups)
+
+    def commit_without_groups() -> Any:
+        dist.new_group = lambda *_, **__: pytest.fail("a process group is made after bytes have moved")
+        result = commit()
+        dist.new_group = new_group
+        return result
+
+    engine.migrator.commit = commit_without_groups
+    losses = train_and_move(engine, batches(engine), moves, 6)
+    return {**outcome_of(engine, losses), "groups": len(groups) - before}
+
+
 def test_tied_layers_come_to_one_stage_and_part() -> None:
-    make, case = layers_tied_in_the_middle, Case(stages=3)
-    still = run(3, train_layers, make, case, [])
-    moves = [[0, 1, 5, 6], [0, 3, 4, 6], [0, 1, 2, 6], [0, 4, 5, 6]]
-    moved = run(3, train_layers, make, case, moves)
+    """Process groups of the stages that share them are made before bytes move; the two latest are kept."""
+    case, moves = Case(stages=3), [[0, 1, 5, 6], [0, 3, 4, 6], [0, 1, 2, 6], [0, 1, 3, 6], [0, 4, 5, 6], [0, 3, 4, 6]]
+    still, moved = run_each(3, train_tied, (case, []), (case, moves))
     check_same_layers(still, moved, moves[-1])
+    assert [result["groups"] for result in moved] == [2, 0, 0]

@@ -14,6 +14,20 @@ ENGINE = "tests/distributed/test_engine.py"
 
 MUTATIONS = [
     Mutation(
+        "process groups of ties are made after bytes have moved",
+        "ds_dynmo/engine/move/migrator.py",
+        "            context.prepare_ties(plan)  # collective, so it comes before what may fail on one rank\n",
+        "",
+        "tests/distributed/test_moves.py::test_tied_layers_come_to_one_stage_and_part",
+    ),
+    Mutation(
+        "process groups of ties stay for ever",
+        "ds_dynmo/engine/comm/communicator.py",
+        "        unneeded = sorted(groups.keys() - present.keys() - set(needed))\n",
+        "        unneeded: list[tuple[int, ...]] = []\n",
+        "tests/distributed/test_moves.py::test_tied_layers_come_to_one_stage_and_part",
+    ),
+    Mutation(
         "the host says how much of a move a device had received in time",
         "ds_dynmo/engine/comm/rounds.py",
         "        if not self._waited_for or self._arrived is None:\n            return 1.0\n",

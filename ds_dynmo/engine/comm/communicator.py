@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from ds_dynmo.engine.comm import hosts
@@ -486,14 +487,32 @@ class Communicator:
         except RuntimeError as error:
             raise MigrationError(f"another rank did not finish its part of the move ({error})") from error
 
-    def tied_group(self, ranks: Sequence[int]) -> Any:
+    def prepare_tied_groups(self, present: Mapping[tuple[int, ...], Any], needed: Collection[tuple[int, ...]]) -> None:
+        """Create the process groups of ``needed`` ranks, and destroy those that are neither needed nor present.
+
+        Collective over the world, between two batches.
+
+        Args:
+            present: groups that layers are tied by now; DeepSpeed made the first.
+        """
+        groups = self._tied_groups = {**present, **self._tied_groups}
+        unneeded = sorted(groups.keys() - present.keys() - set(needed))
+        if unneeded:
+            get_accelerator().synchronize()  # nothing may be under way in them
+        for ranks in unneeded:
+            group = groups.pop(ranks)
+            if dist.get_rank() in ranks:
+                dist.destroy_process_group(group)
+        for ranks in needed:
+            self.tied_group(ranks)
+
+    def tied_group(self, ranks: tuple[int, ...]) -> Any:
         """Return the process group of ``ranks``, created once. Collective over the world, ranks outside included."""
-        key = tuple(ranks)
-        if key not in self._tied_groups:
-            self._tied_groups[key] = call_within_seconds(
-                2 * self._timeout_seconds, lambda: dist.new_group(ranks=list(key))
+        if ranks not in self._tied_groups:
+            self._tied_groups[ranks] = call_within_seconds(
+                2 * self._timeout_seconds, lambda: dist.new_group(ranks=list(ranks))
             )
-        return self._tied_groups[key]
+        return self._tied_groups[ranks]
 
     def rank_alone(self) -> Any:
         """Return the process group of this rank alone, created once per world. Not collective."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_dynmo.engine.deepspeed.layer_list import LayerList
 from ds_dynmo.engine.deepspeed.tied_aliases import TiedAliases
-from ds_dynmo.engine.deepspeed.tied_gradients import tied_comms
+from ds_dynmo.engine.deepspeed.tied_gradients import tied_comms, tied_ranks
 from ds_dynmo.engine.deepspeed.ties import SeparateUses, tied_weight
 from ds_dynmo.engine.move.object_graph import copy_of_modules
 from ds_dynmo.engine.move.pickling import stand_in
@@ -270,19 +270,28 @@ class StageLayers(LayerList):
 
     # -- ties between stages --------------------------------------------------------------------------
 
-    def tie(self, grid: Any, make_group: Callable[[list[int]], Any]) -> None:
-        """Let DeepSpeed sum the gradients of tied layers over the stages that hold them now. Collective.
-
-        Args:
-            grid, make_group: see :func:`tied_comms`.
-        """
-        module = self._module
+    def tied_ranks(self, placement: Placement, grid: Any) -> list[tuple[str, tuple[int, ...]]]:
+        """List the keys that several stages of ``placement`` share, with their ranks: see :func:`tied_ranks`."""
         uses_of = {
             **{key: self.uses(key) for key in self.tied_keys()},
             **{tie.key: tie.uses for tie in self.separate_uses},
         }
-        stages_of = {key: sorted({self._placement.stage_of(use) for use in uses_of[key]}) for key in sorted(uses_of)}
-        module.tied_comms = tied_comms(module, stages_of, grid, make_group)
+        stages_of = {key: sorted({placement.stage_of(use) for use in uses_of[key]}) for key in sorted(uses_of)}
+        return list(tied_ranks(stages_of, grid))
+
+    def tied_groups(self, grid: Any) -> dict[tuple[int, ...], Any]:
+        """Map the ranks of all process groups that sum gradients of tied layers to the group; None: not this rank's."""
+        groups = {tuple(comm["ranks"]): comm["group"] for comm in self._module.tied_comms.values()}
+        return {ranks: groups.get(ranks) for _, ranks in self.tied_ranks(self._placement, grid)}
+
+    def tie(self, grid: Any, make_group: Callable[[tuple[int, ...]], Any]) -> None:
+        """Let DeepSpeed sum the gradients of tied layers over the stages that hold them now. Collective.
+
+        Args:
+            grid, make_group: see :func:`tied_ranks` and :func:`tied_comms`.
+        """
+        module = self._module
+        module.tied_comms = tied_comms(module, self.tied_ranks(self._placement, grid), make_group)
         for parameter in module.parameters():
             parameter.ds_pipe_replicated = False
         for key in module.tied_comms.keys() - self._ties.keys():

@@ -6,7 +6,7 @@ over the process groups of :func:`tied_comms`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
@@ -37,30 +37,40 @@ def share_copies(copies: Copies, gradient: str) -> None:
                 setattr(other, gradient, total.clone()) if old is None or old.is_sparse else old.copy_(total)
 
 
+def tied_ranks(stages_of: Mapping[str, Sequence[int]], grid: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield each key that several stages share, with their ranks, once for each replica and tensor-parallel slice.
+
+    Args:
+        stages_of: by key, the stages that hold a use of it.
+        grid: DeepSpeed's, which lists the ranks by stage for each replica and slice.
+    """
+    for key, stages in stages_of.items():
+        if len(stages) > 1:
+            for pipeline in grid.pipe_groups:
+                yield key, tuple(pipeline[stage] for stage in stages)
+
+
 def tied_comms(
-    module: PipelineModule, stages_of: Mapping[str, Sequence[int]], grid: Any, make_group: Callable[[list[int]], Any]
+    module: PipelineModule,
+    tied: Iterable[tuple[str, tuple[int, ...]]],
+    make_group: Callable[[tuple[int, ...]], Any],
 ) -> dict[str, dict[str, Any]]:
     """Make DeepSpeed's ``tied_comms``: per key that this rank shares with other stages, the group and the module.
 
     Collective: every rank asks for the groups of every replica, in one order.
 
     Args:
-        stages_of: by key, the stages that hold a use of it.
-        grid: DeepSpeed's, which lists the ranks by stage for each replica and tensor-parallel slice.
+        tied: of :func:`tied_ranks`.
         make_group: makes a process group of ranks; collective.
     """
     comms = {}
-    for key, stages in stages_of.items():
-        for pipeline in grid.pipe_groups:
-            ranks = [pipeline[stage] for stage in stages]
-            if len(ranks) == 1:
-                continue
-            group = make_group(ranks)
-            if module.global_rank in ranks:
-                comms[key] = {
-                    "ranks": ranks,
-                    "group": group,
-                    "weight_attr": module.tied_weight_attrs[key],
-                    "module": module.tied_modules[key],
-                }
+    for key, ranks in tied:
+        group = make_group(ranks)
+        if module.global_rank in ranks:
+            comms[key] = {
+                "ranks": list(ranks),
+                "group": group,
+                "weight_attr": module.tied_weight_attrs[key],
+                "module": module.tied_modules[key],
+            }
     return comms

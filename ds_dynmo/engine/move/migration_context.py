@@ -172,6 +172,12 @@ class MigrationContext:
 
         arrival.load(partial(self.layers.build, index, self.device), self.device, complete)
 
+    def prepare_ties(self, plan: MigrationPlan) -> None:
+        """Make the process groups by which layers will be tied, before a byte moves. Collective."""
+        grid, layers = self.comm.grid, self.layers
+        needed = {ranks: None for _, ranks in layers.tied_ranks(plan.new, grid)}
+        self.comm.prepare_tied_groups(layers.tied_groups(grid), needed)
+
     # -- changing places ------------------------------------------------------------------------------
 
     def free(self, sent: Iterable[int], plan: MigrationPlan) -> None:

@@ -213,6 +213,7 @@ class Migrator:
             ) from error
 
         def receive() -> tuple[int, str]:
+            context.prepare_ties(plan)  # collective, so it comes before what may fail on one rank
             sent = context.state.prepare(plan, descriptions(), overlapped=overlapped)
             context.receive(arrivals)
             return sent
