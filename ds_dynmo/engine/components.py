@@ -28,7 +28,7 @@ from ds_dynmo.engine.save.checkpointer import Checkpointer
 from ds_dynmo.engine.save.progress import EngineProgress
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.training_step import TrainingStep
-from ds_dynmo.engine.validation import check_sharing, layer_groups
+from ds_dynmo.engine.validation import layer_groups
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def build_components(engine: Any, config: DynMoConfig) -> Components:
     """Build the components of ``engine``, whose stage exists. Collective.
 
     Raises:
-        ConfigError: on every rank; layers share parameters, a file cannot be written, or a tie is frozen in part.
+        ConfigError: on every rank; a file cannot be written, or a tie is frozen in part.
     """
     stage = engine.stage
     groups = layer_groups(config, engine.module)
@@ -128,12 +128,8 @@ def _prepare_layers(engine: Any, config: DynMoConfig) -> References:
 
     Returns:
         The references of layers to objects that they do not own, with the names of these objects.
-
-    Raises:
-        ConfigError: on every rank; layers share parameters and are not tied.
     """
     stage = engine.stage
-    check_sharing(stage.layers, stage.comm)
     references = References(engine.module, stage.layers.modules, stage.comm.gather_objects, config.rank_attributes)
     stage.layers.split_uses()
     stage.connect_replicas()

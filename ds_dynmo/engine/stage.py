@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -19,11 +20,12 @@ from ds_dynmo.engine.comm import replicas
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed.counters import TrainingCounters
 from ds_dynmo.engine.deepspeed.missing_uses import attach, build_missing
-from ds_dynmo.engine.deepspeed.module import layer_specs
+from ds_dynmo.engine.deepspeed.module import layer_specs, layers_of_stage, modules_of
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed.settings import sums_whole, waits_for_norm
 from ds_dynmo.engine.deepspeed.ties import UseDescription, find_uses, separate_uses
 from ds_dynmo.engine.events import AroundSchedule, EngineEvent, LayersMoved, Timeline
+from ds_dynmo.engine.move.sharing import Extent, check_not_shared, parameter_extents
 from ds_dynmo.engine.run.compiled_layers import CompiledLayers
 from ds_dynmo.engine.run.deferred_step import DeferredStep
 from ds_dynmo.engine.run.gradient_flags import GradientFlags
@@ -109,33 +111,39 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     """Build the stage of an engine whose constructor is about to place ``model``. Collective.
 
     Raises:
-        ConfigError: on every rank, if a rank has another "dynmo" section or a layer that cannot be moved.
+        ConfigError: on every rank, if a rank has another "dynmo" section or a layer that cannot be moved, or layers
+            share a parameter without being tied.
     """
     comm = Communicator(engine.mpu, engine.device, config.timeout_seconds)
     comm.enter("initialize")
     of_rank_0 = comm.broadcast_object(config)
     flat = engine.zero_optimization() or engine.bfloat16_enabled()
 
-    def check() -> tuple[dict[int, nn.Module], list[UseDescription]]:
+    def check() -> tuple[dict[int, nn.Module], list[UseDescription], list[Extent]]:
         validation.check_section(config, of_rank_0)
         replicas.use_replicas(model.modules(), comm.grid.get_data_parallel_group())
         validation.check_layers(model, flat=flat, sums_whole=sums_whole(engine))
         try:
             built = build_missing(model)
-            return built, find_uses(model, built)
+            uses = find_uses(model, built)
         except Exception as error:  # any error of a user's layer
             raise ConfigError(
                 f"a layer that DeepSpeed did not build, as it is tied to one before: {error!r}"
             ) from error
+        here = dict(modules_of(model, layers_of_stage(model)))
+        return built, uses, parameter_extents(layer_specs(model), {**here, **built})
 
-    built, uses = comm.everywhere("initialize", check, error=ConfigError)
+    built, uses, extents = comm.everywhere("initialize", check, error=ConfigError)
     if flat:
         shapes_of = partial(replicas.per_replica_shapes, model)
         comm.everywhere(_SAME_SHAPES, shapes_of, same=str, compared_in=comm.here.slice_of_stage, error=ConfigError)
-    gathered = comm.gather_objects((replicas.has_per_replica(model), replicas.shares_out(model), uses, bool(built)))
+    gathered = comm.gather_objects(
+        (replicas.has_per_replica(model), replicas.shares_out(model), bool(built), uses, extents)
+    )
+    check_not_shared(chain.from_iterable(extents for *_, extents in gathered))
     differ = any(has_per_replica for has_per_replica, *_ in gathered)
     ties = separate_uses((uses for *_, uses, _ in gathered), layer_specs(model))
-    of_others = attach(model, built, ties) if any(builds for *_, builds in gathered) else None
+    of_others = attach(model, built, ties) if any(builds for _, _, builds, *_ in gathered) else None
     layers = StageLayers(model, ties)
     norm = ModelNorm(layers, comm, replicas_differ=differ)
     stage = StageContext(

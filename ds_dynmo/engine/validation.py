@@ -13,10 +13,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.config import DynMoConfig, load_settings, parse_type_partition
-from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.replicas import has_per_replica
 from ds_dynmo.engine.deepspeed.module import has_deepspeeds_experts, layer_specs
-from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers, is_dual_pipe_v
+from ds_dynmo.engine.deepspeed.pipeline_module import is_dual_pipe_v
 from ds_dynmo.engine.deepspeed.settings import check_removed
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
@@ -338,18 +337,6 @@ def layer_groups(dynmo: DynMoConfig, model: PipelineModule) -> LayerGroups:
     if (problem := groups.shortage(model.num_stages)) is not None:
         raise ConfigError(problem)
     return groups
-
-
-def check_sharing(layers: StageLayers, comm: Communicator) -> None:
-    """Refuse layers that share a parameter without being tied: they could not be on two stages. Collective."""
-    here = layers.sharing()
-    flags = torch.tensor([float(index in here) for index in range(layers.num_layers)], device="cpu")
-    shared = comm.max_over_world(flags).nonzero().flatten().tolist()
-    if shared:
-        raise ConfigError(
-            f"layers {shared} share parameters with one another: they could not be on different stages; make them "
-            "TiedLayerSpecs of one key"
-        )
 
 
 def check_initial_partition(dynmo: DynMoConfig, model: PipelineModule) -> None:

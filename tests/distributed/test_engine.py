@@ -270,20 +270,82 @@ def test_a_rebalance_on_some_ranks_raises_an_error_that_names_the_others() -> No
     assert "rebalance is collective" in message and "ranks [1, 2] did not call it within 3 s" in message
 
 
-def share_a_parameter() -> str:
-    """Share a weight between two layers of stage 0, and return the error that every rank gets."""
-    linear = nn.Linear(WIDTH, WIDTH)
-    stages = [LayerSpec(Embedding, 1), linear, nn.Sequential(linear), LayerSpec(Block, 1), LayerSpec(Head, 2)]
+class Around(nn.Module):
+    """A layer around a module or a tensor that the program has."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.inner(hidden)
+
+
+class AroundWeight(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + hidden @ self.weight
+
+
+OF_THE_PROGRAM = nn.Linear(WIDTH, WIDTH)
+
+
+class AroundGlobal(Around):
+    def __init__(self) -> None:
+        super().__init__(OF_THE_PROGRAM)
+
+
+def two_layers(how: str) -> list[Any]:
+    """Make two layers that share a parameter, if they do."""
+    linear, weights = nn.Linear(WIDTH, WIDTH), torch.zeros(2, WIDTH, WIDTH)
+    return {
+        "one module": lambda: [linear, linear],
+        "a part": lambda: [linear, nn.Sequential(linear)],
+        "an argument": lambda: [LayerSpec(Around, linear), LayerSpec(Around, linear)],
+        "a module and an argument": lambda: [linear, LayerSpec(Around, nn.Sequential(linear))],
+        "one tensor": lambda: [LayerSpec(AroundWeight, weights[0]), LayerSpec(AroundWeight, weights[0])],
+        "overlapping views": lambda: [AroundWeight(weights[0]), AroundWeight(weights.view(-1)[9:73].view(8, 8))],
+        "a global": lambda: [LayerSpec(AroundGlobal), LayerSpec(AroundGlobal)],
+        "nothing but memory": lambda: [LayerSpec(AroundWeight, weights[0]), LayerSpec(AroundWeight, weights[1])],
+        "a module without parameters": lambda: [dropout := nn.Dropout(), dropout],
+    }[how]()
+
+
+def refusal_to_share(how: str, apart: bool) -> str:
+    """Build an engine, on whose two stages the two layers are apart or on the first. Return the error of this rank."""
+    first, second = two_layers(how)
+    blocks = [LayerSpec(Block, index) for index in range(3)]
+    between, behind = (blocks, []) if apart else ([], blocks)
     try:
-        build(Case(), lambda case: stages)
+        build(Case(), lambda case: [LayerSpec(Embedding, 1), first, *between, second, *behind, LayerSpec(Head, 2)])
     except ConfigError as error:
         return str(error)
     return "nothing was raised"
 
 
+SHARED = [
+    "one module",
+    "a part",
+    "an argument",
+    "a module and an argument",
+    "one tensor",
+    "overlapping views",
+    "a global",
+]
+NOT_SHARED = ["nothing but memory", "a module without parameters"]
+
+
 def test_layers_that_share_a_parameter_are_refused_on_every_rank() -> None:
-    for message in run(2, share_a_parameter):
-        assert "layers [1, 2] share parameters" in message and "TiedLayerSpec" in message
+    calls = [(how, apart) for how in (*SHARED, *NOT_SHARED) for apart in (True, False)]
+    for (how, apart), messages in zip(calls, run_each(2, refusal_to_share, *calls), strict=True):
+        assert len({*messages}) == 1
+        if how in NOT_SHARED:
+            assert messages[0] == "nothing was raised", how
+        else:
+            assert f"layers [1, {5 if apart else 2}] share parameters" in messages[0] and "TiedLayerSpec" in messages[0]
 
 
 def gathered() -> list[Any]:

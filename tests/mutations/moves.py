@@ -137,6 +137,13 @@ MUTATIONS = [
         f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
     ),
     Mutation(
+        "layers on two stages that share a parameter train a copy each",
+        "ds_dynmo/engine/stage.py",
+        "    check_not_shared(chain.from_iterable(extents for *_, extents in gathered))\n",
+        "",
+        f"{ENGINE}::test_layers_that_share_a_parameter_are_refused_on_every_rank",
+    ),
+    Mutation(
         "what arrives in torch's inference mode cannot train",
         "ds_dynmo/engine/guards.py",
         "    with torch.inference_mode(False), torch.enable_grad():\n",

@@ -132,14 +132,6 @@ class StageLayers(LayerList):
         """List :meth:`named_parameters` without their keys."""
         return [*self.named_parameters().values()]
 
-    def sharing(self) -> set[int]:
-        """Find layers that share a parameter with another layer here, though they are not tied."""
-        users: dict[int, list[int]] = {}
-        for index, module in self.modules().items():
-            for parameter in module.parameters():
-                users.setdefault(id(parameter), []).append(index)
-        return {index for found in users.values() if len(found) > 1 for index in found}
-
     def tied_by_key(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
         """List the weights of this stage's tied layers by their keys, once for each module that has them."""
         for index, module in self.modules().items():
