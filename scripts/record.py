@@ -27,13 +27,15 @@ from ds_dynmo.simulation import LOAD_MODELS
 
 FOLDER = Path(__file__).resolve().parent / "recordings"
 CHANGES = ("gradient_accumulation_steps=8", "model.layers=16")  # of the files in ds_configs
+EVERY_BATCH = "dynmo.interval=1"  # what decisions after each batch would gain
 OWN_CHANGES = {  # further ones, by case
     "pruning": ("gradient_accumulation_steps=4", "model.hidden_size=256", "model.heads=4"),
     "freezing": ("model.case.schedule=[[0.2, 3], [0.4, 5], [0.6, 8]]",),
-    "moe": ("gradient_accumulation_steps=4",),
-    "sparse_attention": ("gradient_accumulation_steps=2",),
+    "moe": ("gradient_accumulation_steps=4", EVERY_BATCH),
+    "sparse_attention": ("gradient_accumulation_steps=2", EVERY_BATCH),
     "early_exit": ("model.case.depths=[4, 8, 12]",),
-    "mod_threshold": ("model.case.capacity=null", "model.case.threshold=0.0"),
+    "mod": ("model.case.threshold=null", "model.case.capacity=0.125", EVERY_BATCH),
+    "mod_threshold": (EVERY_BATCH,),
 }
 FILES = {"mod_threshold": "mod"}  # of cases that are not called like their configuration
 

@@ -41,7 +41,7 @@ from ds_dynmo.cli.training.report import (
     summary,
     validation_record,
 )
-from ds_dynmo.cli.training.resuming import RUN, client_state
+from ds_dynmo.cli.training.resuming import RUN, client_state, find_checkpoint, has_saved
 from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.data import TokenBatches
 from ds_dynmo.engine.comm.hosts import check_launch
@@ -230,6 +230,18 @@ def stopped_line(run: TrainingRun, number: int, tag: str, step: int) -> str:
     return f"stopped by {signal.Signals(number).name}; the same command with {flags} continues from step {step}"
 
 
+def after_failed_save(run: TrainingRun) -> str:
+    """Say what is saved of a run whose save failed, and how to continue."""
+    room = "make room or name another folder by --save, and"
+    if run.save is None or not has_saved(run.save):
+        return f"nothing of this run is saved: {room} start again; --save-interval N saves on the way"
+    try:
+        there = f"the last whole checkpoint there is {find_checkpoint(run.save)}"
+    except ConfigError as error:  # it is not known which is the last
+        there = str(error)
+    return f"{there}: {room} the same command with --resume {run.save} continues from it"
+
+
 def main(arguments: list[str] | None = None) -> int:
     ds_dynmo.end_with_launcher()  # also while data are read, which may take minutes
     try:
@@ -259,7 +271,10 @@ def main(arguments: list[str] | None = None) -> int:
         engine = build_engine(run)
         cases = build_cases(run, engine)
         record = continue_report(run, engine, unwritten) if first_rank else record_nothing
-        history = train(run, engine, cases, record)
+        try:
+            history = train(run, engine, cases, record)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {after_failed_save(run)}") from error
     except (CheckpointError, ConfigError, PartitionError) as error:
         return refuse_on_ranks(error)
     if first_rank and not history.stopped:
@@ -281,7 +296,8 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             export(run.save, run.export)
         except (CheckpointError, ConfigError) as error:
-            return refuse_on_ranks(error)
+            retry = f"the run is saved: ds-dynmo-export {run.save} {run.export} exports it"
+            return refuse_on_ranks(CheckpointError(f"{error}; {retry}"))
         print(f"exported to {run.export}", flush=True)
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +14,8 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 import ds_dynmo
-from tests.distributed.harness import run
+from ds_dynmo.errors import ConfigError
+from tests.distributed.harness import RankError, run
 from tests.distributed.support.configs import Case, config, parameter_groups
 from tests.distributed.support.models import (
     SEQUENCE,
@@ -212,3 +214,36 @@ def test_clipping_uses_the_norm_of_the_whole_model() -> None:
     norms = {tuple(result) for result in run(2, gradient_norms, Case(clip=1.0, stages=2))}
     alone = {tuple(result) for result in run(1, gradient_norms, Case(clip=1.0, stages=1))}
     assert norms == alone and len(norms) == 1
+
+
+def train_without_data(case: Case) -> list[str]:
+    """Return what is said without data, and where they end in a batch and in an evaluation of four micro-batches."""
+    with pytest.raises(ConfigError) as missing:
+        build(case).train_batch()
+    engine = build(case)
+    first = itertools.islice(batches(engine), 6)
+    engine.train_batch(first)
+    with pytest.raises(StopIteration) as in_batch:
+        engine.train_batch(first)
+    with pytest.raises(StopIteration) as in_evaluation:
+        engine.eval_batch(itertools.islice(batches(engine), 1))
+    assert engine.global_steps == 1
+    return [str(raised.value) for raised in (missing, in_batch, in_evaluation)]
+
+
+def test_data_that_are_missing_or_end_in_a_batch_are_named() -> None:
+    ((missing, in_batch, in_evaluation),) = run(1, train_without_data, Case(stages=1, micro_batches=4), complete=False)
+    assert missing.startswith("rank 0, the first stage, has no data: train_batch needs an iterator")
+    assert in_batch.startswith("batch 2: the data ended after 2 of its 4 micro-batches, so no step was taken: ")
+    assert "RepeatingLoader" in in_batch
+    assert in_evaluation.startswith("an evaluation: the data ended, micro-batch 2 is missing: ")
+
+
+def train_with_data_on_the_first_stage(case: Case) -> None:
+    engine = build(case)
+    engine.train_batch(batches(engine) if engine.is_first_stage() else None)
+
+
+def test_a_last_stage_without_data_is_named() -> None:
+    with pytest.raises(RankError, match="ConfigError: rank 1, the last stage, has no data: train_batch"):
+        run(2, train_with_data_on_the_first_stage, Case(stages=2), complete=False)

@@ -284,7 +284,11 @@ def test_a_disk_that_is_full_at_the_first_save_gives_one_line_and_leaves_no_fold
     folder = tmp_path / "new" / "saved"
     answers = run(2, command_on_a_full_disk, [*flags(tmp_path, "dense", 2), "--save", str(folder)])
     for (code, said), where in zip(answers, ("", " on rank 1")):
-        line = rf"ds-dynmo-train: error{where}: rank \d: OSError: \[Errno 27\] File too large: '{folder}/.*'\n"
+        line = (
+            rf"ds-dynmo-train: error{where}: rank \d: OSError: \[Errno 27\] File too large: '{folder}/.*'; nothing of "
+            rf"this run is saved: make room or name another folder by --save, and start again; --save-interval N saves "
+            rf"on the way\n"
+        )
         assert code == 2 and re.fullmatch(line, said), said
     assert not folder.parent.exists()
 

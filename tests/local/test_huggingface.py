@@ -510,6 +510,16 @@ def test_wrong_configs_are_named(tmp_path: Path) -> None:
     refused(transformers.T5Config(), "model_type t5: should be one of")
 
 
+def test_a_model_of_a_gguf_file_is_accepted_once_its_config_says_that_it_is_not_quantized() -> None:
+    model = library_model("llama")
+    model.config.quantization_config = {"quant_method": "gguf"}
+    with pytest.raises(ConfigError, match=r"quantization_config: .*GGUF file, .*delete that attribute"):
+        huggingface.layers(model)
+    del model.config.quantization_config
+    tokens, _ = batch()
+    assert torch.equal(built(model)(tokens), library_model("llama")(tokens).logits)
+
+
 def test_a_model_whose_weights_are_not_its_configs_is_refused() -> None:
     model = library_model("llama")
     model.model.layers[1].extra = nn.Linear(2, 2)

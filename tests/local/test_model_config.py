@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 
+from ds_dynmo.config import read_dynmo_config
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import (
     FreezingConfig,
+    MixtureOfDepthsConfig,
     ModelConfig,
+    MoEConfig,
     PruningConfig,
     SparseAttentionConfig,
     gpt_layers,
@@ -99,6 +102,15 @@ def test_the_kinds_of_the_paper_s_cases_are_those_of_the_files() -> None:
     assert {name: cases for name, cases in kinds.items() if cases} == {
         kind: [kind] for kind in ("early_exit", "freezing", "mod", "moe", "pruning", "sparse_attention")
     }
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_no_file_decides_after_every_batch_or_has_a_case_in_which_no_balancer_can_gain(path: Path) -> None:
+    dynmo, model = read_dynmo_config(path), read_model_config(path)
+    assert dynmo is not None and (dynmo.interval == 0 or dynmo.interval >= 25)
+    experts, depths = model.find_case(MoEConfig), model.find_case(MixtureOfDepthsConfig)
+    assert experts is None or experts.expert_parallel
+    assert depths is None or depths.threshold is not None
 
 
 def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:

@@ -439,3 +439,17 @@ def test_the_configuration_to_begin_with_trains(tmp_path: Path) -> None:
     losses = [record["train_loss"] for record in records if record["kind"] == "step"]
     assert len(losses) == 6 and losses[-1] < losses[0]
     assert "step 6/6" in printed and find_checkpoint(tmp_path / "saved") == "global_step6"
+
+
+def test_after_a_failed_save_it_says_what_is_saved_and_how_to_go_on(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    run = prepare(["--deepspeed_config", str(write(tmp_path)), "--save", str(saved)])
+    room = "make room or name another folder by --save, and "
+    assert train.after_failed_save(run) == (
+        f"nothing of this run is saved: {room}start again; --save-interval N saves on the way"
+    )
+    save_metadata(saved / "global_step30", run.state_dict())
+    assert train.after_failed_save(run) == (
+        f"the last whole checkpoint there is global_step30: {room}the same command with --resume {saved} continues "
+        "from it"
+    )

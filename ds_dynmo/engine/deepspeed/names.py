@@ -76,6 +76,7 @@ NEEDED: tuple[PrivateName, ...] = (
         _exec_schedule="pipe_schedule",
         _get_gradients_for_reduction="",
         _get_zero_param_shapes="",
+        _next_batch="",
         _save_checkpoint="save_dir tag client_state exclude_frozen_parameters",
         _save_zero_checkpoint="save_path tag",
         _start_timers="timer_names",

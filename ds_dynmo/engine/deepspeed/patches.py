@@ -23,6 +23,7 @@ from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.run.compiler import backend_of_call
 from ds_dynmo.engine.stage import StageContext, stage_of
 from ds_dynmo.engine.state.clipping import scale_gradients
+from ds_dynmo.errors import ConfigError
 
 
 class PatchedPipelineEngine(PipelineEngine):
@@ -36,6 +37,7 @@ class PatchedPipelineEngine(PipelineEngine):
     dynmo: Any
     stage: StageContext
     _timers_started: set[str]
+    _micro_batches_read = 0  # in this batch or evaluation
 
     def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
         self.__dict__["dynmo"] = dynmo  # super().__init__ calls what is overridden here
@@ -131,6 +133,7 @@ class PatchedPipelineEngine(PipelineEngine):
             super()._exec_schedule(pipe_schedule)
             return
         self.stage.schedule.begin(pipe_schedule)
+        self._micro_batches_read = 0
         training, step = torch.is_grad_enabled(), self.stage.deferred_step
         if training and self.stage.schedule.user_steps:
             step.run(self.stage.timeline)  # layers change places now: the user's steps may contain any instruction
@@ -138,6 +141,36 @@ class PatchedPipelineEngine(PipelineEngine):
             super()._exec_schedule(pipe_schedule)
         if training:
             step.run(self.stage.timeline)
+
+    def _next_batch(self) -> Any:
+        """Read a micro-batch as DeepSpeed does.
+
+        Raises:
+            StopIteration: as in DeepSpeed, the data ended; this one says where. Ranks of other stages read none: they
+                wait until this one ends.
+            ConfigError: this rank was given no data.
+        """
+        if self.dynmo is None:
+            return super()._next_batch()
+        training = self.module.training
+        try:
+            batch = super()._next_batch()
+        except StopIteration as ended:
+            read, wanted = self._micro_batches_read, self.micro_batches
+            raise StopIteration(
+                f"batch {self.global_steps + 1}: the data ended after {read} of its {wanted} micro-batches, so no step "
+                "was taken: give train_batch an iterator that goes on, such as deepspeed.utils.RepeatingLoader(loader)"
+                if training
+                else f"an evaluation: the data ended, micro-batch {read + 1} is missing: give eval_batch a new iterator"
+            ) from ended
+        if batch is None:
+            stage = "first stage" if self.is_first_stage() else "last stage"
+            raise ConfigError(
+                f"rank {self.global_rank}, the {stage}, has no data: {'train_batch' if training else 'eval_batch'} "
+                "needs an iterator on the first and the last stage, or initialize needs training_data"
+            )
+        self._micro_batches_read += 1
+        return batch
 
     def _aggregate_total_loss(self) -> Any:
         """Share the loss as DeepSpeed does, and show in a trace how long that waits.

@@ -180,7 +180,10 @@ def _check_family(config: Any, label: str) -> None:
     if getattr(config, "add_cross_attention", False):
         raise ConfigError(f"{label}: add_cross_attention: there is no encoder to attend to")
     if getattr(config, "quantization_config", None):
-        raise ConfigError(f"{label}: quantization_config: quantized weights cannot be trained in a pipeline")
+        raise ConfigError(
+            f"{label}: quantization_config: quantized weights cannot be trained in a pipeline; of a model that was read "
+            "from a GGUF file, whose weights are not, delete that attribute of its config"
+        )
     shared = getattr(config, "num_kv_shared_layers", 0)
     if shared:
         raise ConfigError(f"{label}: num_kv_shared_layers {shared}: layers that share keys and values cannot part")

@@ -1,8 +1,8 @@
 """Dynamic sparse attention (paper, section 2): which pairs of tokens attend changes with every forward pass.
 
 Two patterns of Pagliardini et al., "Faster causal attention over large sequences through sparse flash attention":
-hash-sparse and QK-sparse. Both are redrawn in every forward pass, in evaluation too, from torch's default
-generator.
+hash-sparse and QK-sparse, as in their code (github.com/epfml/dynamic-sparse-flash-attention). Keys are the normalised
+queries, as in Reformer. Both are redrawn in every forward pass, in evaluation too, from torch's default generator.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ KEY_EPS = 1e-6  # added to a query's squared norm, so that a query of zeros has 
 
 
 class SparseAttention(CountsPerBatch, ABC):
-    """Causal multi-head self-attention over a pattern that is drawn in every forward pass.
+    """Causal multi-head attention over a pattern that is drawn in every forward pass; keys are normalised queries.
+
+    A token that has no pair gets zeros from its head.
 
     The pairs of the last training batch are counted for :meth:`load_signal`: a batch begins with a call of
     ``train()``, as DeepSpeed's ``train_batch`` does. What is recomputed for backward is counted in
@@ -44,11 +46,11 @@ class SparseAttention(CountsPerBatch, ABC):
         causal: pairs that dense causal attention has there.
     """
 
-    def __init__(self, config: GPTConfig, generator: torch.Generator, projections: int) -> None:
+    def __init__(self, config: GPTConfig, generator: torch.Generator) -> None:
         super().__init__()
         self.heads = config.heads
         self.rope_base = config.rope_base
-        self.input = init_linear(config.hidden_size, projections * config.hidden_size, INIT_STD, generator)
+        self.input = init_linear(config.hidden_size, 2 * config.hidden_size, INIT_STD, generator)
         self.output = init_linear(config.hidden_size, config.hidden_size, residual_std(config), generator)
         self.attended: torch.Tensor | None = None
         self.causal = 0
@@ -60,21 +62,18 @@ class SparseAttention(CountsPerBatch, ABC):
             positions: int64 ``[sequence]`` or ``[batch, sequence]``, ascending: a token sees what stands before it.
         """
         batch, sequence, width = hidden.shape
-        projected = self.input(hidden).view(batch, sequence, -1, self.heads, width // self.heads)
-        mixed, attended = self.attend(projected.permute(2, 0, 3, 1, 4), positions.unsqueeze(-2))
+        projected = self.input(hidden).view(batch, sequence, 2, self.heads, width // self.heads)
+        query, value = projected.permute(2, 0, 3, 1, 4)
+        query = apply_rotary(query, positions.unsqueeze(-2), self.rope_base)
+        mixed, attended = self.attend(query, unit_keys(query), value)
         if self.training:
             self._count(attended, batch * self.heads * sequence * (sequence + 1) // 2)
         output: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(batch, sequence, width))
         return output
 
     @abstractmethod
-    def attend(self, projected: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mix values, ``[batch, heads, sequence, head width]``, and count the pairs, int64 ``[]``.
-
-        Args:
-            projected: ``[projections, batch, heads, sequence, head width]``.
-            positions: int64 ``[1, sequence]`` or ``[batch, 1, sequence]``.
-        """
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mix values and count the pairs, int64 ``[]``; the others are ``[batch, heads, sequence, head width]``."""
 
     def load_signal(self) -> float:
         """Return the paper's ``s_i`` (section 2): the share of the causal attention matrix that is not zero.
@@ -91,45 +90,39 @@ class SparseAttention(CountsPerBatch, ABC):
 
 
 class HashSparseAttention(SparseAttention):
-    """Tokens attend to themselves and to earlier tokens of their hash bucket (hash-sparse).
+    """Tokens attend to earlier tokens of their hash bucket, never to themselves (hash-sparse).
 
-    Keys are the normalised queries, as in Reformer, so that a token's query and key are in one bucket. A token's own
-    key always has the highest score there; it takes part like any other, which leaves no row empty. Buckets come from
-    the rotated queries, whose products the scores are: two tokens whose score would be high share a bucket. All heads
-    hash by the same random directions.
+    A token's own key would always have its query's highest score, so it is left out: the first token of a bucket gets
+    zeros. Buckets come from the rotated queries, whose products the scores are: two tokens whose score would be high
+    share a bucket. Each head hashes by random directions of its own, alike for all sequences.
     """
 
     def __init__(self, config: GPTConfig, generator: torch.Generator, *, sparse: SparseAttentionConfig) -> None:
-        super().__init__(config, generator, projections=2)
+        super().__init__(config, generator)
         assert sparse.buckets is not None
         self.buckets = sparse.buckets
 
-    def attend(self, projected: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend as :meth:`SparseAttention.attend` says."""
-        query, value = projected
-        query = apply_rotary(query, positions, self.rope_base)
-        directions = torch.randn(query.shape[-1], self.buckets // 2, device=query.device)
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`SparseAttention.attend`."""
+        directions = torch.randn(self.heads, query.shape[-1], self.buckets // 2, device=query.device)
         buckets = hash_buckets(query, directions)
-        mixed = bucket_attention(query, unit_keys(query), value, buckets, self.buckets)
+        mixed = bucket_attention(query, key, value, buckets, self.buckets)
         return mixed, bucket_pairs(buckets, self.buckets)
 
 
 class QKSparseAttention(SparseAttention):
     """Queries and keys are dropped at random, per token and head; the kept ones attend causally (QK-sparse).
 
-    Every token attends to itself besides, kept or not: a dropped query gives its own value, and a kept one never
-    finds itself without a key. Positions are those of the tokens, not of the kept ones among themselves.
+    A kept query attends to kept keys of earlier tokens and to its own, if that is kept. A dropped query gets zeros.
     """
 
     def __init__(self, config: GPTConfig, generator: torch.Generator, *, sparse: SparseAttentionConfig) -> None:
-        super().__init__(config, generator, projections=3)
+        super().__init__(config, generator)
         assert sparse.keep_queries is not None and sparse.keep_keys is not None
         self.keep_queries, self.keep_keys = sparse.keep_queries, sparse.keep_keys
 
-    def attend(self, projected: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend as :meth:`SparseAttention.attend` says."""
-        query, key, value = projected
-        query, key = (apply_rotary(states, positions, self.rope_base) for states in (query, key))
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`SparseAttention.attend`."""
         drawn = torch.rand(2, *query.shape[:-1], device=query.device)
         keep_query, keep_key = drawn[0] < self.keep_queries, drawn[1] < self.keep_keys
         return kept_attention(query, key, value, keep_query, keep_key), kept_pairs(keep_query, keep_key)
@@ -142,10 +135,10 @@ def hash_buckets(query: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
 
     Args:
         query: ``[..., width]``.
-        directions: fp32 ``[width, buckets / 2]``, R; its columns are brought to length 1.
+        directions: fp32 ``[..., width, buckets / 2]``, R; its columns are brought to length 1.
     """
     with torch.no_grad():
-        products = query.float() @ nn.functional.normalize(directions, dim=0)
+        products = query.float() @ nn.functional.normalize(directions, dim=-2)
         return torch.cat((products, -products), dim=-1).argmax(dim=-1)
 
 

@@ -1,7 +1,7 @@
 """Exact attention over a sparse causal pattern, at a cost that falls with the number of pairs in it.
 
 Two patterns (Pagliardini et al., "Faster causal attention over large sequences through sparse flash attention"): tokens
-in hash buckets, and kept queries over kept keys. In both, every token attends at least to itself, so no row is empty.
+in hash buckets, and kept queries over kept keys. In both, a token without a pair gets zeros.
 Tokens stand in the order of their positions; query, key and value are ``[batch, heads, sequence, width]``.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ds_dynmo.models.capabilities import can_compute
 from ds_dynmo.models.host_numbers import counts_of
@@ -34,7 +34,7 @@ MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 def bucket_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: torch.Tensor, num_buckets: int
 ) -> torch.Tensor:
-    """Let every token attend to itself and to the earlier tokens of its bucket.
+    """Let every token attend to the earlier tokens of its bucket.
 
     Args:
         buckets: int64 ``[batch, heads, sequence]``, each in ``range(num_buckets)``.
@@ -51,7 +51,7 @@ def bucket_attention(
 def bucket_pairs(buckets: torch.Tensor, num_buckets: int) -> torch.Tensor:
     """Count the (query, key) pairs of :func:`bucket_attention` over all heads and sequences, int64 ``[]``."""
     sizes = _bucket_sizes(buckets, num_buckets)
-    return (sizes * (sizes + 1) // 2).sum()
+    return (sizes * (sizes - 1) // 2).sum()
 
 
 def _bucket_sizes(buckets: torch.Tensor, num_buckets: int) -> torch.Tensor:
@@ -71,31 +71,37 @@ def _bucket_attention_batched(
 ) -> torch.Tensor:
     """Compute one causal attention per bucket, those of about the same size in one batch.
 
-    A bucket is padded at its end with copies of its last token. The causal mask hides them from the others, and their
-    outputs are dropped.
+    Its queries are the tokens but the first, its keys those but the last, so that the causal mask lets a token see
+    earlier ones alone. A bucket is padded at its end with copies of its last pair. The mask hides them from the others,
+    and their outputs are dropped.
     """
     batch, heads, sequence, width = query.shape
     first = torch.arange(batch * heads, device=order.device) * sequence
     tokens = (order.flatten(0, 1) + first[:, None]).flatten()  # as numbers of rows in [batch * heads * sequence]
     sizes = _bucket_sizes(buckets, num_buckets)
-    starts = sizes.cumsum(0) - sizes
+    starts, pairs = sizes.cumsum(0) - sizes, (sizes - 1).clamp(min=0)
     rows = [states.reshape(-1, width) for states in (query, key, value)]
-    found, sources = [], []
-    for padded, members in _size_classes(sizes):
+    zeros = rows[2][:0].sum(dim=0, keepdim=True)  # of no rows: zeros that have a gradient, as the others have
+    found, sources = [zeros], []
+    for padded, members in _size_classes(pairs):
         within = torch.arange(padded, device=order.device)
-        taken = tokens[starts[members, None] + within.minimum(sizes[members, None] - 1)]
-        queries, keys, values = (row.index_select(0, taken.flatten()).view(-1, 1, padded, width) for row in rows)
+        first_of_pair = starts[members, None] + within.minimum(pairs[members, None] - 1)
+        seen, seeing = tokens[first_of_pair], tokens[first_of_pair + 1]
+        queries, keys, values = (
+            row.index_select(0, taken.flatten()).view(-1, 1, padded, width)
+            for row, taken in zip(rows, (seeing, seen, seen), strict=True)
+        )
         found.append(F.scaled_dot_product_attention(queries, keys, values, is_causal=True).reshape(-1, width))
-        sources.append(torch.where(within < sizes[members, None], taken, -1).flatten())
-    source = torch.cat(sources)
+        sources.append(torch.where(within < pairs[members, None], seeing, -1).flatten())
+    source = torch.cat([tokens.new_empty(0), *sources])
     real = (source >= 0).nonzero().squeeze(1)
-    place = torch.empty_like(tokens)
-    place[source[real]] = real
+    place = torch.zeros_like(tokens)
+    place[source[real]] = real + 1
     return torch.cat(found).index_select(0, place).view(batch, heads, sequence, width)
 
 
 def _size_classes(sizes: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Iterate over (padded size, numbers of the buckets that get it); empty buckets are left out.
+    """Iterate over (padded size, numbers of the buckets that get it); buckets of size 0 are left out.
 
     Sizes are rounded up to one of four steps per power of two, 16 at least: that costs at most a quarter of the
     places, and there are few different shapes to run one after the other.
@@ -117,9 +123,7 @@ def kept_attention(
     keep_query: torch.Tensor,
     keep_key: torch.Tensor,
 ) -> torch.Tensor:
-    """Let every token attend to itself, and a kept query also to the earlier kept keys.
-
-    What a dropped query gives is therefore its own value.
+    """Let every kept query attend to the kept keys of earlier tokens and to its own, if that is kept.
 
     Args:
         keep_query, keep_key: bool ``[batch, heads, sequence]``.
@@ -128,73 +132,47 @@ def kept_attention(
         ``[batch, heads, sequence, width]``.
     """
     width = query.shape[-1]
-    num_queries, num_keys = (int(keep.sum(-1).max()) for keep in (keep_query, keep_key))
-    if num_queries == 0:
-        return value.clone()
+    num_queries, num_keys = (max(1, int(keep.sum(-1).max())) for keep in (keep_query, keep_key))
     on_flex = _flex_takes(query)
     if on_flex:  # few different shapes to compile for
-        num_queries, num_keys = (max(1, math.ceil(count / FLEX_TILE)) * FLEX_TILE for count in (num_queries, num_keys))
+        num_queries, num_keys = (math.ceil(count / FLEX_TILE) * FLEX_TILE for count in (num_queries, num_keys))
     # Kept ones first, in their order. Heads that keep fewer are filled up with dropped ones.
     queries = keep_query.argsort(dim=-1, descending=True, stable=True)[..., :num_queries]
     keys = keep_key.argsort(dim=-1, descending=True, stable=True)[..., :num_keys]
-    active = keep_query.gather(-1, queries)
-    own_is_among_keys = active & keep_key.gather(-1, queries)
-    keys_up_to = keep_key.cumsum(-1).gather(-1, queries).masked_fill(~active, 0)  # so many of ``keys`` are seen
+    seen = keep_key.cumsum(-1).masked_fill(~keep_query, 0)  # so many of ``keys``, by each token
+    keys_up_to = seen.gather(-1, queries)
 
     def rows(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return states.gather(2, tokens.unsqueeze(-1).expand(-1, -1, -1, width))
 
-    kept_query, kept_key, kept_value = rows(query, queries), rows(key, keys), rows(value, keys)
-    own_key, own_value = rows(key, queries), rows(value, queries)
-    own_score = (kept_query * own_key).sum(-1, dtype=torch.float32) / math.sqrt(width)
-    own_score = own_score.masked_fill(own_is_among_keys, -math.inf)
-    if on_flex:
-        mixed = _kept_flex(kept_query, kept_key, kept_value, own_score, own_value, keys_up_to, flex=_compiled_flex())
-    else:
-        mixed = _kept_tiles(kept_query, kept_key, kept_value, own_score, own_value, keys_up_to)
-    return value.scatter(2, queries.unsqueeze(-1).expand(-1, -1, -1, width), mixed)
+    kept = rows(query, queries), rows(key, keys), rows(value, keys)
+    mixed = _kept_flex(*kept, keys_up_to, flex=_compiled_flex()) if on_flex else _kept_tiles(*kept, keys_up_to)
+    return mixed.new_zeros(value.shape).scatter(2, queries.unsqueeze(-1).expand(-1, -1, -1, width), mixed)
 
 
 def kept_pairs(keep_query: torch.Tensor, keep_key: torch.Tensor) -> torch.Tensor:
     """Count the (query, key) pairs of :func:`kept_attention` over all heads and sequences, int64 ``[]``."""
-    earlier_keys = keep_key.cumsum(-1) - keep_key.long()
-    return (earlier_keys * keep_query).sum() + keep_query.numel()
+    return keep_key.cumsum(-1).masked_fill(~keep_query, 0).sum()
 
 
-def _kept_tiles(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    own_score: torch.Tensor,
-    own_value: torch.Tensor,
-    keys_up_to: torch.Tensor,
-) -> torch.Tensor:
-    """Compute tiles of queries, each over the keys that its queries see, and every query over its own key besides.
+def _kept_tiles(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys_up_to: torch.Tensor) -> torch.Tensor:
+    """Compute tiles of queries, each over the keys that its queries see.
 
     Args:
-        query, own_value: ``[batch, heads, queries, width]``, compacted; key, value likewise.
-        own_score: fp32 ``[batch, heads, queries]``, minus infinity where the own key is among ``key``.
+        query: ``[batch, heads, queries, width]``, compacted; key and value likewise.
         keys_up_to: int64 ``[batch, heads, queries]``: the query sees so many of the first keys.
     """
-    batch, heads, _, width = query.shape
-    query, key, value, own_value = (states.flatten(0, 1) for states in (query, key, value, own_value))
-    own_score, keys_up_to = (numbers.flatten(0, 1).unsqueeze(-1) for numbers in (own_score, keys_up_to))
-    query = query / math.sqrt(width)
-    visible = torch.stack([tile.max() for tile in keys_up_to.split(QUERY_TILE, dim=1)]).tolist()
+    visible = torch.stack([tile.max() for tile in keys_up_to.split(QUERY_TILE, dim=2)]).clamp(min=1).tolist()
     found = []
     for tile, num_keys in enumerate(visible):
         part = slice(tile * QUERY_TILE, (tile + 1) * QUERY_TILE)
-        masked = torch.arange(num_keys, device=key.device) >= keys_up_to[:, part]
-        mask = query.new_zeros(()).masked_fill(masked, -math.inf)
-        scores = torch.baddbmm(mask, query[:, part], key[:, :num_keys].transpose(1, 2)).float()
-        highest = own_score[:, part].detach()
-        if num_keys:
-            highest = highest.maximum(scores.detach().amax(dim=-1, keepdim=True))
-        weights, own_weight = (scores - highest).exp(), (own_score[:, part] - highest).exp()
-        mixed = torch.bmm(weights.to(value.dtype), value[:, :num_keys]) + own_weight * own_value[:, part]
-        found.append((mixed / (weights.sum(dim=-1, keepdim=True) + own_weight)).to(value.dtype))
-    rows: torch.Tensor = torch.cat(found, dim=1).unflatten(0, (batch, heads))
-    return rows
+        seen = keys_up_to[:, :, part].unsqueeze(-1)
+        mask = torch.arange(num_keys, device=key.device) < seen.clamp(min=1)  # a row of nothing would be NaN
+        mixed = F.scaled_dot_product_attention(
+            query[:, :, part], key[:, :, :num_keys], value[:, :, :num_keys], attn_mask=mask
+        )
+        found.append(mixed.masked_fill(seen == 0, 0.0))
+    return torch.cat(found, dim=2)
 
 
 # -- FlexAttention -----------------------------------------------------------------------------------------
@@ -217,10 +195,9 @@ def _has_flex(width: int, dtype: torch.dtype, device: torch.device) -> bool:
             warnings.simplefilter("ignore")
             flex_attention(query, key, value)  # not compiled, it refuses at once a device that it is not for
         buckets = torch.zeros(rows, dtype=torch.int64, device=device)
-        own_score = torch.zeros(rows, device=device)
         found = [
             _bucket_attention_flex(query, key, value, buckets, buckets.argsort(dim=-1), flex=_compiled_flex()),
-            _kept_flex(query, key, value, own_score, value, buckets + FLEX_TILE, flex=_compiled_flex()),
+            _kept_flex(query, key, value, buckets + FLEX_TILE, flex=_compiled_flex()),
         ]
         torch.autograd.grad(torch.stack(found).sum(), (query, key, value))
 
@@ -276,7 +253,7 @@ def _bucket_block_mask(buckets: torch.Tensor) -> BlockMask:
     last = torch.arange(first.shape[-1], device=buckets.device)
 
     def mask(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= query) & (buckets[batch, head, key] == buckets[batch, head, query])
+        return (key < query) & (buckets[batch, head, key] == buckets[batch, head, query])
 
     return _block_mask(first, last - first + 1, mask, (sequence, sequence))
 
@@ -285,22 +262,15 @@ def _kept_flex(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    own_score: torch.Tensor,
-    own_value: torch.Tensor,
     keys_up_to: torch.Tensor,
     *,
-    flex: Callable[..., Any],
+    flex: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Compute what :func:`_kept_tiles` does. The rows' log-sum-exp adds the column of the own keys.
+    """Compute what :func:`_kept_tiles` does.
 
     The forward pass has been compared with :func:`_kept_tiles` on a CPU. The backward pass has run nowhere yet.
     """
-    mask = _kept_block_mask(keys_up_to, key.shape[2])
-    mixed, aux = flex(query, key, value, block_mask=mask, return_aux=AuxRequest(lse=True))
-    total = torch.logaddexp(aux.lse, own_score)
-    of_keys, of_own = ((part - total).exp().unsqueeze(-1) for part in (aux.lse, own_score))
-    rows: torch.Tensor = (mixed * of_keys + own_value * of_own).to(value.dtype)
-    return rows
+    return flex(query, key, value, block_mask=_kept_block_mask(keys_up_to, key.shape[2]))
 
 
 def _kept_block_mask(keys_up_to: torch.Tensor, num_keys: int) -> BlockMask:
