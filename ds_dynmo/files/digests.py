@@ -26,7 +26,7 @@ def _feed(whole: Any, value: Any) -> None:
         for part in parts:
             data = part.detach().cpu().contiguous()
             whole.update(repr((tuple(value.shape), data.dtype)).encode())
-            whole.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+            whole.update(data.reshape(-1).view(torch.uint8).numpy() if data.numel() else b"")
     elif isinstance(value, (set, frozenset)):
         whole.update(repr(sorted(map(digest, value))).encode())
     elif isinstance(value, (list, tuple)) and type(value) in (list, tuple):

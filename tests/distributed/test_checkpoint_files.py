@@ -6,20 +6,24 @@ import json
 import os
 import re
 import shutil
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.save import writing
+from ds_dynmo.engine.save import layer_content, writing
 from ds_dynmo.engine.save.manifest import MANIFEST
 from ds_dynmo.engine.save.safe_load import describe
-from tests.distributed.harness import run
+from tests.distributed.harness import run, run_each
 from tests.distributed.support.checkpoints import (
     STEPS,
+    attempt,
     check_same,
     files_read,
     load_and_continue,
@@ -28,7 +32,8 @@ from tests.distributed.support.checkpoints import (
     train_on,
 )
 from tests.distributed.support.configs import Case
-from tests.distributed.support.training import build, gather, state
+from tests.distributed.support.models import WIDTH, Embedding, Head
+from tests.distributed.support.training import build, drop_decision, freeze, gather, layers_of, state
 
 
 def files_hold_no_placeholder(case: Case, folder: str) -> list[str]:
@@ -70,6 +75,85 @@ def test_each_rank_reads_only_what_it_needs(tmp_path: Path) -> None:
     assert layers == [{0, 1, 2, 3}, {4, 5, 7}]
 
 
+class Wide(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 300), nn.Linear(300, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(self.up(hidden).relu())
+
+
+def wide_layers(case: Case) -> list[Any]:
+    return [LayerSpec(Embedding, 1), *[LayerSpec(Wide, index) for index in range(case.blocks)], LayerSpec(Head, 2)]
+
+
+class HashedBytes:
+    """Counts the bytes of tensors that this rank hashes: in digests, and to compare them with a file's checksums."""
+
+    def __init__(self) -> None:
+        self.in_digests = self.compared = 0
+        digest, crc32 = layer_content.digest, zlib.crc32
+
+        def count_in_digests(value: Any) -> str:
+            self.in_digests += value.nbytes if isinstance(value, torch.Tensor) else 0
+            return digest(value)
+
+        def count_compared(values: Any, *start: int) -> int:
+            self.compared += len(values)
+            return crc32(values, *start)
+
+        layer_content.digest, zlib.crc32 = count_in_digests, count_compared
+
+    def take(self) -> tuple[int, int]:
+        """Return the bytes in digests and those compared since the last call."""
+        found, self.in_digests, self.compared = (self.in_digests, self.compared), 0, 0
+        return found
+
+
+def hash_on_the_way(case: Case, folder: str) -> dict[str, Any]:
+    """Save without the frozen weights, and load into another engine; count what is hashed."""
+    engine, other = build(case, wide_layers), build(case, wide_layers)
+    freeze(engine, 3)
+    engine.model_changed("frozen")
+    drop_decision(engine)
+    train_on(engine, 0, 1)
+    hashed = HashedBytes()
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    saving = hashed.take()
+    other.load_checkpoint(folder)
+    assert {**state(other), "shards": None} == {
+        **state(engine),
+        "shards": None,
+    }  # it has moments of 0 for frozen layers
+    layers = layers_of(engine).values()
+    frozen, trained = (
+        sum(p.numel() for layer in layers for p in layer.parameters() if p.requires_grad == trains)
+        for trains in (False, True)
+    )
+    found = {"saving": saving, "loading": hashed.take(), "frozen": frozen, "trained": trained}
+    if engine.global_rank == 0:  # another base on the first replica alone
+        layers_of(other)[1].up.weight.data[0, 0] += 1
+    return {**found, "refused": attempt(other, folder)}
+
+
+def test_a_rank_hashes_its_share_of_what_is_left_out_and_what_it_takes(tmp_path: Path) -> None:
+    """Weights have 2 bytes an element, fp32 weights and moments 12, which two replicas share out."""
+    case = Case(stages=2, replicas=2, precision="bf16 zero1", blocks=6)
+    (first, second), others = (run(4, hash_on_the_way, case, str(tmp_path))[at : at + 2] for at in (0, 2))
+    assert first["frozen"] > 10_000 and others[0]["trained"] > 10_000 and not others[0]["frozen"]
+    assert first["saving"][0] + second["saving"][0] == 2 * first["frozen"] > 2 * second["saving"][0] > 0
+    for rank in (first, second, *others):
+        in_digests, compared = rank["loading"]
+        message, unchanged = rank["refused"]
+        assert unchanged and message.startswith(
+            f"rank 0: {tmp_path}/global_step1/layer_01-model_states.pt: lacks up.weig"
+        )
+        assert in_digests == 2 * rank["frozen"]
+        assert compared <= 2 * rank["trained"] + 12 * (rank["trained"] + rank["frozen"]) // 2 + 30_000
+    assert not any(rank["saving"][0] for rank in others) and not any(rank["saving"][1] for rank in (first, *others))
+
+
 def parts(case: Case, folder: str, **flags: Any) -> dict[str, Any]:
     """Tell which parts of the engine were loaded."""
     engine = build(case)
@@ -94,14 +178,15 @@ def test_flags_choose_what_is_loaded(tmp_path: Path) -> None:
     case = Case(stages=2, scheduler=True)
     run(2, save_and_continue, case, str(tmp_path))
     expected = {"weights": True, "moments": True, "steps": STEPS, "scheduler": STEPS - 1}
-    for flags, changed in (
+    changed: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
         ({"load_optimizer_states": False}, {"moments": False}),
         ({"load_lr_scheduler_states": False}, {"scheduler": -1}),
         ({"load_module_only": True}, {"moments": False, "steps": 0, "scheduler": -1}),
-    ):
-        found = run(2, _parts, case, str(tmp_path), flags)
-        assert found == [{**expected, **changed}] * 2, flags
+    ]
+    found = run_each(2, _parts, *((case, str(tmp_path), flags) for flags, _ in changed))
+    for results, (flags, differs) in zip(found, changed):
+        assert results == [{**expected, **differs}] * 2, flags
 
 
 def misuse(case: Case, folder: str) -> list[str]:
@@ -133,22 +218,27 @@ def test_wrong_tags_and_folders_are_refused(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-def lists_nothing(empty: str) -> None:
-    """Let this rank list the folder of an unfinished checkpoint as a network file system may, before it looks again."""
+def lists_nothing(folder: str, empty: str) -> None:
+    """Let this rank list a folder as a network file system may, before it looks again: as the one that is ``empty``."""
     for name in ("listdir", "scandir"):
         original = getattr(os, name)
-        listed = lambda path=".", original=original: original(empty if ".writing" in str(path) else path)  # noqa: E731
+        listed = lambda path=".", original=original: original(empty if folder in str(path) else path)  # noqa: E731
         setattr(os, name, listed)
 
 
 def save_with_trouble(case: Case, folder: str) -> list[str]:
-    """Save with a stale listing; with a file that rank 0 does not find; with one that DeepSpeed did not write."""
+    """Save with a stale listing; with a file that rank 0 does not find; with one that DeepSpeed did not write.
+
+    Then load, with a stale listing, what has no list of its files.
+    """
     engine = build(case)
     if engine.global_rank == 0:
         os.makedirs(f"{folder}/empty")
     gather(None)
-    lists_nothing(f"{folder}/empty")
+    lists_nothing(".writing", f"{folder}/empty")
     assert engine.save_checkpoint(folder, tag="stale")
+    if engine.global_rank == 0:
+        shutil.copytree(f"{folder}/stale", f"{folder}/stock", ignore=lambda *_: ["dynmo"])
 
     def described(path: str) -> Any:
         found = describe(path)
@@ -166,7 +256,9 @@ def save_with_trouble(case: Case, folder: str) -> list[str]:
         with pytest.raises(ds_dynmo.CheckpointError) as caught:
             engine.save_checkpoint(folder, tag=tag)
         messages.append(str(caught.value))
-    return messages
+    if engine.global_rank == 1:
+        lists_nothing("stock", f"{folder}/empty")
+    return [*messages, attempt(engine, folder, tag="stock")[0]]
 
 
 def test_a_checkpoint_has_what_every_rank_wrote_whatever_a_listing_says(tmp_path: Path) -> None:
@@ -180,7 +272,8 @@ def test_a_checkpoint_has_what_every_rank_wrote_whatever_a_listing_says(tmp_path
         assert messages[1].startswith(
             f"{bypassed}/layer_00-model_states.pt: no rank wrote it: a save_state_dict of your"
         )
-    assert sorted(os.listdir(tmp_path)) == ["empty", "latest", "stale"]
+        assert f"ranks differ: {tmp_path}/stock holds ['layer_00-" in messages[2]
+    assert sorted(os.listdir(tmp_path)) == ["empty", "latest", "stale", "stock"]
     files = [path for path in (tmp_path / "stale").rglob("*.pt") if path.is_file()]
     listed = json.loads((tmp_path / "stale" / MANIFEST).read_text())["files"]
     assert {str(path.relative_to(tmp_path / "stale")) for path in files} == listed.keys()

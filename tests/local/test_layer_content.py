@@ -12,11 +12,11 @@ from torch import nn
 from ds_dynmo.engine.save.initial_model import LayerOrigin
 from ds_dynmo.engine.save.layer_content import (
     LoadedLayer,
-    add_left_out,
+    check_left_out,
     check_state,
+    digests_of_frozen,
     extras_of,
     install,
-    present_digests,
     present_shapes,
 )
 from ds_dynmo.engine.state.pieces import in_memory
@@ -133,12 +133,11 @@ def test_a_frozen_weight_that_was_left_out_has_to_be_the_same() -> None:
     saved, same, other, rounded = (Layer() for _ in range(4))
     for layer in (saved, same, other, rounded):
         layer.weight.requires_grad_(False)
-    content = loaded(saved, "weight")
-    assert content.extras is not None
-    content = LoadedLayer(content.state, add_left_out(content.extras, saved))
+    left_out = digests_of_frozen(saved)
+    assert left_out.keys() == {"weight"}
     other.weight.data[0, 0] += 1e-6
     rounded.bfloat16()
-    check(same, content, frozen_excluded=True, digests=present_digests(same))
-    for layer in (other, rounded):
+    check_left_out(same, left_out, "some file")
+    for layer in (other, rounded, nn.Linear(2, 2, bias=False).requires_grad_(False)):
         with pytest.raises(CheckpointError, match=r"lacks weight, which was frozen and left out.* other values"):
-            check(layer, content, frozen_excluded=True, digests=present_digests(layer))
+            check_left_out(layer, left_out, "some file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch.serialization import get_safe_globals, safe_globals
 
 from ds_dynmo.engine.save.safe_load import safe_load
+from ds_dynmo.engine.save.saved_files import MappedFile
 from ds_dynmo.errors import CheckpointError
 
 
@@ -80,6 +82,28 @@ def test_a_flipped_bit_is_named(tmp_path: Path, mapped: bool) -> None:
     with pytest.raises(CheckpointError, match="file: state/1/exp_avg: other values than were written"):
         safe_load(str(path), mapped=mapped)
     assert safe_load(str(path), mapped=mapped, checks_values=False)["state"][0]["step"] == 3
+
+
+def test_only_what_is_taken_is_compared_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, sparse = tmp_path / "file", torch.eye(50).to_sparse_coo()
+    state = {3: {"exp_avg": torch.arange(100.0)}, 4: {"exp_avg": torch.arange(100.0) * 2}}
+    torch.save({"optimizer": {"state": state}, "kept": argparse.Namespace(mask=sparse), "module": None}, path)
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(state[4]["exp_avg"].numpy().tobytes()) + 123] ^= 4
+    path.write_bytes(raw)
+    compared = []
+    monkeypatch.setattr(
+        zlib, "crc32", lambda values, crc32=zlib.crc32: [crc32(values), compared.append(len(values))][0]
+    )
+    file = MappedFile(str(path))
+    found = file.content["optimizer"]["state"]
+    assert not compared
+    assert torch.equal(file.take(found[3])["exp_avg"], state[3]["exp_avg"]) and file.take({"again": found[3]})
+    assert compared == [400]
+    with pytest.raises(CheckpointError, match="file: optimizer/state/4/exp_avg: other values than were written"):
+        file.take(found)
+    assert torch.equal(file.take([file.content["kept"]])[0].mask.to_dense(), torch.eye(50))
+    assert compared == [400, 400, 800, 200]
 
 
 def test_a_file_that_was_written_without_checksums_is_loaded(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ CHANGED = "tests/distributed/test_checkpoint_changed_layers.py"
 STOCK = "tests/distributed/test_checkpoint_stock.py"
 BACKGROUND = "tests/distributed/test_background_saves.py"
 FOLDER = "tests/local/test_checkpoint_folder.py"
+HASHES = (
+    "tests/distributed/test_checkpoint_files.py::test_a_rank_hashes_its_share_of_what_is_left_out_and_what_it_takes"
+)
 UNIVERSAL = "tests/distributed/test_universal.py"
 
 MUTATIONS = [
@@ -63,6 +66,27 @@ MUTATIONS = [
         "        for path in (os.path.join(at, name) for at, _, names in os.walk(folder) for name in names):\n",
         "tests/distributed/test_checkpoint_files.py"
         "::test_a_checkpoint_has_what_every_rank_wrote_whatever_a_listing_says",
+    ),
+    Mutation(
+        "every replica hashes the frozen weights that are left out of a checkpoint",
+        "ds_dynmo/engine/save/context.py",
+        "list(counted.items())[here.replica :: here.replicas]",
+        "list(counted.items())",
+        HASHES,
+    ),
+    Mutation(
+        "every replica compares the shards of all replicas with their checksums",
+        "ds_dynmo/engine/save/importers/flat.py",
+        "compares = replica % wanted.replicas == wanted.replica",
+        "compares = True",
+        HASHES,
+    ),
+    Mutation(
+        "frozen weights that were left out of a checkpoint may have other values",
+        "ds_dynmo/engine/save/reading.py",
+        "                context.everywhere(lambda: _check_left_out(context, saved))\n",
+        "                pass\n",
+        HASHES,
     ),
     Mutation(
         "a load takes the classes that the user allowed off torch's list",
@@ -225,8 +249,8 @@ MUTATIONS = [
     Mutation(
         "a flipped bit of a tensor is not noticed",
         "ds_dynmo/engine/save/safe_load.py",
-        "_checksum(storage) not in checksums",
-        "not checksums",
+        "new.items() if _checksum(storage) not in checksums}",
+        "new.items() if not checksums}",
         "tests/distributed/test_checkpoint_damage.py::test_a_flipped_bit_of_a_shard_names_the_file_and_the_tensor",
     ),
     Mutation(

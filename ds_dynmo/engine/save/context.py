@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torch import nn
+
 from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.deepspeed.files import slice_number, universal_information, writes_optimizer_shards
@@ -68,6 +70,14 @@ class CheckpointContext:
     def gather(self, function: Callable[[], T]) -> list[T]:
         """Call ``function`` on every rank: :meth:`Agreement.gather`, by collectives."""
         return self.stage.comm.gather_on_first(self.everywhere(function))
+
+    def gather_layers(self, describe: Callable[[int, nn.Module], T]) -> dict[int, T]:
+        """Describe every layer of this rank's slice, each on one of the replicas that hold it. Collective."""
+        here, counted = self.here, self.stage.layers.counted_modules()
+        mine = list(counted.items())[here.replica :: here.replicas]
+        described = self.everywhere(lambda: {index: describe(index, module) for index, module in mine})
+        every = self.stage.comm.gather_objects((here.tp_rank, described))
+        return {index: about for tp_rank, found in every if tp_rank == here.tp_rank for index, about in found.items()}
 
 
 def local_slice(context: CheckpointContext, stage: StageSlots) -> SliceManifest:

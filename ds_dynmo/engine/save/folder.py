@@ -19,7 +19,9 @@ from ds_dynmo.files.checkpoints import FOLDER
 LATEST = "latest"
 ABANDONED_SECONDS = 3600.0  # a temporary folder without writes for so long is abandoned
 _WRITING, _REMOVED = ".writing", ".dynmo-removed"
-_WRITER = ".writer.json"  # in a temporary folder: the machine whose process has a lock on this file while it writes
+_WRITER = (
+    ".dynmo-writer.json"  # in a temporary folder: the machine whose process has a lock on this file while it writes
+)
 
 
 class CheckpointFolder:

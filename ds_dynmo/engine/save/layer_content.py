@@ -23,7 +23,7 @@ from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.engine.state.optimizer_state import OptimizerState, tensors_in
 from ds_dynmo.engine.state.pieces import PER_PARAMETER, StatePieces
 from ds_dynmo.errors import CheckpointError
-from ds_dynmo.files.checkpoints import LEFT_OUT, REPLICA_OWN
+from ds_dynmo.files.checkpoints import REPLICA_OWN
 from ds_dynmo.files.digests import digest
 from ds_dynmo.torch_private import buffers_of, non_persistent_of, parameters_of, set_buffers
 
@@ -126,12 +126,28 @@ def present_shapes(module: nn.Module) -> Shapes:
     return {name: list(tensor.shape) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
 
 
-def add_left_out(extras: Extras, module: nn.Module) -> Extras:
-    """Add digests of frozen weights that are not saved."""
-    frozen = {
-        name: p.detach() for name, p in module.named_parameters() if not p.requires_grad and not is_per_replica(p)
-    }
-    return {**extras, LEFT_OUT: {name: digest(weight) for name, weight in frozen.items()}}
+def digests_of_frozen(module: nn.Module) -> dict[str, str]:
+    """Hash the frozen weights of a layer, by name, except those of each replica's own."""
+    named = module.named_parameters()
+    return {name: digest(p.detach()) for name, p in named if not p.requires_grad and not is_per_replica(p)}
+
+
+def check_left_out(module: nn.Module, left_out: Mapping[str, str], path: str) -> None:
+    """Refuse a layer in which frozen weights that would stay differ from those that were left out of a file.
+
+    Args:
+        left_out: digests of the latter, by name.
+
+    Raises:
+        CheckpointError: naming a weight.
+    """
+    present = dict(module.named_parameters())
+    for name, saved in left_out.items():
+        if name not in present or digest(present[name].detach()) != saved:
+            raise CheckpointError(
+                f"{path}: lacks {name}, which was frozen and left out, and the one that would stay has other values or "
+                "another dtype: build the model from the same weights, in the same precision, as when it was saved"
+            )
 
 
 def check_state(
@@ -142,13 +158,11 @@ def check_state(
     strict: bool,
     frozen_excluded: bool,
     path: str,
-    digests: Mapping[str, str] | None = None,
 ) -> None:
     """Refuse files that do not fit the layer.
 
     Args:
         present: the layer's :func:`present_shapes`, from the rank that has it.
-        digests: of its present weights, if frozen ones were left out of the files.
 
     Raises:
         CheckpointError: with what was found and what was expected.
@@ -185,12 +199,6 @@ def check_state(
                 f"{path}: lacks {name}, which had shape {expected[name]}; the one that would stay has "
                 f"{present.get(name)}"
             )
-    for name, saved in (extras or {}).get(LEFT_OUT, {}).items():
-        if name not in state and (digests or {}).get(name) != saved:
-            raise CheckpointError(
-                f"{path}: lacks {name}, which was frozen and left out, and the one that would stay has other values or "
-                "another dtype: build the model from the same weights, in the same precision, as when it was saved"
-            )
 
 
 def _shapes_in_weights(extras: Extras) -> Shapes:
@@ -201,11 +209,6 @@ def _shapes_in_weights(extras: Extras) -> Shapes:
         for name, buffer in buffers.items()
         if isinstance(buffer, list)
     }
-
-
-def present_digests(module: nn.Module) -> dict[str, str]:
-    """Hash the present weights of a layer."""
-    return {name: digest(parameter.detach()) for name, parameter in module.named_parameters()}
 
 
 def install(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from deepspeed.utils import logger
-from torch import nn
 
 from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.deepspeed.universal import LATEST as LATEST_UNIVERSAL
@@ -23,8 +21,8 @@ from ds_dynmo.engine.save.importers.wanted import SavedParameter, Wanted
 from ds_dynmo.engine.save.layer_content import (
     LoadedLayer,
     Shapes,
+    check_left_out,
     check_state,
-    present_digests,
     present_shapes,
     replica_optimizer_state,
     replica_weights,
@@ -32,6 +30,7 @@ from ds_dynmo.engine.save.layer_content import (
 from ds_dynmo.engine.save.manifest import (
     MANIFEST,
     Manifest,
+    SliceManifest,
     join,
     rank_file,
     stage_file,
@@ -41,7 +40,7 @@ from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.engine.state.pieces import PER_PARAMETER, StatePieces
 from ds_dynmo.errors import CheckpointError
-from ds_dynmo.files.checkpoints import layer_file
+from ds_dynmo.files.checkpoints import LEFT_OUT, layer_file
 from ds_dynmo.placement import Placement
 
 Described = TypeVar("Described")
@@ -85,13 +84,14 @@ def load(
             lambda: _target(context, saved.manifest, options),
             same=context.stage.placement_change_text,
         )
-        present = _gather(context, present_shapes)
-        digests = _gather(context, present_digests) if manifest.frozen_excluded else {}
+        present = context.gather_layers(lambda _, module: present_shapes(module))
         how = how_it_is_read(os.path.join(load_dir, tag))
         if manifest.stock and context.here.rank == 0:
             logger.warning(f"{how}: the partition {manifest.placement}")
         try:
-            loaded = context.everywhere(lambda: _read(context, saved, target, present, digests, options))
+            loaded = context.everywhere(lambda: _read(context, saved, target, present, options))
+            if manifest.frozen_excluded:
+                context.everywhere(lambda: _check_left_out(context, saved))
         except CheckpointError as error:
             if not manifest.stock:
                 raise
@@ -117,13 +117,14 @@ def load(
 
 
 def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOptions) -> SavedCheckpoint:
-    """Open the checkpoint, whose manifest every rank must see alike. Collective.
+    """Open the checkpoint, whose manifest, or else the names of its files, every rank must see alike. Collective.
 
     Raises:
         CheckpointError: on every rank.
     """
 
-    def manifest() -> tuple[str, str | None]:
+    def manifest() -> tuple[str, str | list[str]]:
+        """Return the folder, and the text of its manifest; the names of its files if stock DeepSpeed wrote it."""
         folder = folders.find(load_dir, tag)
         if folder is None:
             raise CheckpointError(f"{os.path.join(load_dir, tag)}: there is no such folder")
@@ -133,22 +134,25 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
                 raise CheckpointError(f"{path}: there is no such file")
             if is_universal(folder):
                 raise CheckpointError(f"{folder}: a universal checkpoint, which checkpoint.load_universal = true loads")
-            return folder, None
+            return folder, sorted(name for name in os.listdir(folder) if name.endswith(".pt"))
         with open(path, encoding="utf-8") as file:
             return folder, file.read()
 
     comm = context.stage.comm
-    folder, text = context.everywhere(manifest, same=_content)
+    folder, held = context.everywhere(manifest, same=_content)
     slice_index = context.here.tp_rank
-    slices = join(comm.gather_objects((slice_index, context.here.stage, local_slice(context, context.origin.slots))))
+    slices: tuple[SliceManifest, ...] = ()
+    if isinstance(held, list):
+        mine = local_slice(context, context.origin.slots)
+        slices = join(comm.gather_objects((slice_index, context.here.stage, mine)))
 
     def parse() -> Manifest:
-        if text is None and context.generation:
-            raise CheckpointError(f"{folder}: was not written by ds_dynmo, and cannot be read after a re-packing")
-        if text is None:
-            return stock_manifest(context, folder, slices, options)
+        if isinstance(held, list):
+            if context.generation:
+                raise CheckpointError(f"{folder}: was not written by ds_dynmo, and cannot be read after a re-packing")
+            return stock_manifest(context, folder, held, slices, options)
         try:
-            read = Manifest.from_json(text)
+            read = Manifest.from_json(held)
         except ValueError as error:
             raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: cannot be read: {error}") from error
         check_model(context, read, os.path.join(folder, MANIFEST), options)
@@ -157,11 +161,12 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
     return SavedCheckpoint(folder, context.everywhere(parse), slice_index)
 
 
-def _content(found: tuple[str, str | None]) -> str:
+def _content(found: tuple[str, str | list[str]]) -> str:
     """Describe what was read, for ranks to compare."""
-    folder, text = found
-    digest = hashlib.sha256(text.encode()).hexdigest() if text is not None else "missing"
-    return f"{os.path.join(folder, MANIFEST)} is {digest}"
+    folder, held = found
+    if isinstance(held, list):
+        return f"{folder} holds {held}"
+    return f"{os.path.join(folder, MANIFEST)} is {hashlib.sha256(held.encode()).hexdigest()}"
 
 
 def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> Placement:
@@ -187,20 +192,11 @@ def _was_placed(context: CheckpointContext, manifest: Manifest, options: LoadOpt
     return goes_on and bool(manifest.state["controller"].get("_placed"))
 
 
-def _gather(context: CheckpointContext, describe: Callable[[nn.Module], Described]) -> dict[int, Described]:
-    """Describe every layer of this rank's slice, as any layer may move here. Collective."""
-    mine = {index: describe(module) for index, module in context.stage.layers.counted_modules().items()}
-    slice_index = context.here.tp_rank
-    every = context.stage.comm.gather_objects((slice_index, mine))
-    return {index: about for other, found in every if other == slice_index for index, about in found.items()}
-
-
 def _read(
     context: CheckpointContext,
     saved: SavedCheckpoint,
     target: Placement,
     present: dict[int, Shapes],
-    digests: dict[int, dict[str, str]],
     options: LoadOptions,
 ) -> Loaded:
     """Read everything that this rank needs under ``target``. Nothing changes."""
@@ -214,7 +210,7 @@ def _read(
         source = 0
     replica = context.here.replica if same_replicas else 0
     path, common = _read_common(context, saved, source, options)
-    layers, wanted = _read_layers(context, saved, target, present, digests, replica, options)
+    layers, wanted = _read_layers(context, saved, target, present, replica, options)
     optimizer = None
     if options.optimizer and not options.module_only and context.stage.optimizer.inner is not None:
         optimizer = _read_optimizer(context, saved, wanted, layers, source)
@@ -225,6 +221,18 @@ def _read(
     if manifest.stock:
         groups = _groups_of(saved, source)
     return Loaded(path, layers, optimizer, common, random, groups)
+
+
+def _check_left_out(context: CheckpointContext, saved: SavedCheckpoint) -> None:
+    """Refuse other frozen weights here than were left out of the checkpoint: they stay, wherever their layer goes."""
+    layers = context.stage.layers
+    for index, module in layers.counted_modules().items():
+        saved_index = saved_as(layers, saved.slice, index)
+        beside = saved.open(layer_file(saved_index, 0, saved.slice_index)).content
+        path = saved.slice.weights[saved_index]
+        state = saved.open(path).content if beside["weights"] is None else beside["weights"]
+        left_out = {name: found for name, found in beside[LEFT_OUT].items() if name not in state}
+        check_left_out(module, left_out, saved.path(path))
 
 
 def _groups_of(saved: SavedCheckpoint, stage: int) -> list[int]:
@@ -244,7 +252,7 @@ def _read_optimizer(
     adapter, groups = stage.optimizer.adapter, context.stage.optimizer.inner.param_groups
     per_replica = adapter.per_replica_groups if adapter is not None else frozenset[int]()
     replica = context.here.replica
-    pieces = read_state(saved, Wanted(parameters, source, len(groups), per_replica, replica))
+    pieces = read_state(saved, Wanted(parameters, source, len(groups), per_replica, replica, context.here.replicas))
     for index, layer in layers.items() if saved.manifest.optimizer == PER_PARAMETER else ():
         replica_optimizer_state(stage.layers.first_use(index), layer, pieces)
     return pieces
@@ -255,7 +263,8 @@ def _read_common(
 ) -> tuple[str, dict[str, Any]]:
     """Read counters, scheduler and client state from the file of the saved stage ``source``; with the file's path."""
     name = stage_file(saved.slice.numbers[source])
-    common: dict[str, Any] = saved.read(name)
+    file = saved.open(name)
+    common: dict[str, Any] = file.take({key: value for key, value in file.content.items() if key != "optimizer"})
     check_common(context, common, saved.path(name), options)
     return saved.path(name), common
 
@@ -265,7 +274,6 @@ def _read_layers(
     saved: SavedCheckpoint,
     target: Placement,
     present: dict[int, Shapes],
-    digests: dict[int, dict[str, str]],
     replica: int,
     options: LoadOptions,
 ) -> tuple[dict[int, LoadedLayer], dict[ParamKey, SavedParameter]]:
@@ -292,7 +300,6 @@ def _read_layers(
             present[first_use],
             strict=strict,
             frozen_excluded=saved.manifest.frozen_excluded,
-            digests=digests.get(first_use),
             path=saved.path(path),
         )
         extras, shapes = found[index].extras, origins[first_use].shapes
@@ -314,11 +321,14 @@ def _read_layer(
     if saved.manifest.stock and context.stage.layers.tie_of(index) is not None:
         path, state, complete = stock_state_of_use(saved, context.stage.layers, index, context.origin.layers)
         return LoadedLayer(state, None), path, strict and complete
-    extras = None
-    if not saved.manifest.stock:
-        extras = saved.read_to(context.stage.comm.device, layer_file(saved_index, replica, saved.slice_index))
+    own = layer_file(saved_index, replica, saved.slice_index)
+    extras = None if saved.manifest.stock else saved.read_to(context.stage.comm.device, own)
     path = saved.slice.weights[saved_index]
-    state = saved.read(path)
-    if path == layer_file(saved_index, 0, saved.slice_index):
-        state = state["weights"]
+    if path == own and extras is not None:
+        state = extras["weights"]
+    elif path == layer_file(saved_index, 0, saved.slice_index):
+        file = saved.open(path)
+        state = file.take(file.content["weights"])
+    else:
+        state = saved.read(path)
     return replica_weights(LoadedLayer(state, extras)), path, strict

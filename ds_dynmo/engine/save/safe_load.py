@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import os
+import pickle
 import threading
 import zipfile
 import zlib
@@ -31,6 +33,8 @@ def _member(enum: Any, name: str) -> Any:
     return ZeroStageEnum[name]
 
 
+Checksums = set[tuple[int, int]]
+
 # Each with its name, so an entry of ours is never the same as one that the user adds to torch's list, a class alone.
 _ALLOWED = (*((kind, f"{kind.__module__}.{kind.__qualname__}") for kind in _CLASSES), (_member, "builtins.getattr"))
 _list_lock = threading.Lock()  # the list is of the process: a thread's load must not end the permission of another's
@@ -54,7 +58,7 @@ def safe_load(
     is_archive = zipfile.is_zipfile(path)
     damaged: set[int] = set()
     try:
-        checksums = _checksums(path) if is_archive and checks_values else None
+        checksums = checksums_in(path) if checks_values else None
 
         def place(storage: Any, location: str) -> Any:
             if checksums is not None and _checksum(storage) not in checksums:
@@ -67,18 +71,61 @@ def safe_load(
             content = torch.load(path, map_location=place, weights_only=True, mmap=is_archive)
     except Exception as error:  # torch raises many kinds for a damaged file
         raise CheckpointError(f"{path}: cannot be read: {_reason(error)}") from error
+    refuse_damaged(damaged, content, path)
+    return content
+
+
+def refuse_damaged(damaged: set[int], content: Any, path: str) -> None:
+    """Refuse a file of which some tensors are damaged, given by their addresses.
+
+    Raises:
+        CheckpointError: naming some.
+    """
     if damaged:
         names = [name for name, tensor in _tensors_in(content) if tensor.untyped_storage().data_ptr() in damaged]
         where = ", ".join(names[:3]) or "a sparse tensor"
         raise CheckpointError(f"{path}: {where}: other values than were written (its checksum differs)")
-    return content
 
 
-def _checksums(path: str) -> set[tuple[int, int]] | None:
+def checksums_in(path: str) -> Checksums | None:
     """Read the size and the checksum of each tensor's values in a file; None: it was written without."""
+    if not zipfile.is_zipfile(path):
+        return None
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     return {(entry.file_size, entry.CRC) for entry in entries} if any(entry.CRC for entry in entries) else None
+
+
+def find_damaged(part: Any, checksums: Checksums, compared: set[int]) -> set[int]:
+    """Compare the tensors in a part of a file, which are in memory or mapped, with the checksums of the file.
+
+    Args:
+        compared: addresses of values that were compared before; those of ``part`` are added.
+
+    Returns:
+        The addresses of values that differ.
+    """
+    memory = _Memory()
+    memory.dump(part)
+    new = {address: storage for address, storage in memory.found.items() if address not in compared}
+    compared.update(new)
+    return {address for address, storage in new.items() if _checksum(storage) not in checksums}
+
+
+class _Memory(pickle.Pickler):
+    """Finds the memory of all tensors in a value, by address; those of a sparse tensor are its parts."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.found: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_id(self, value: Any) -> bool | None:
+        """Take out a tensor."""
+        if not (isinstance(value, torch.Tensor) and value.layout == torch.strided):
+            return None
+        storage = value.untyped_storage()
+        self.found[storage.data_ptr()] = storage
+        return True
 
 
 def _checksum(storage: Any) -> tuple[int, int]:

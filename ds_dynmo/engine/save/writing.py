@@ -14,16 +14,18 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from ds_dynmo.engine.comm.store_agreement import Agreement
 from ds_dynmo.engine.deepspeed import files
 from ds_dynmo.engine.save.context import CheckpointContext, local_slice, universal_info
 from ds_dynmo.engine.save.destinations import Destination
 from ds_dynmo.engine.save.folder import LATEST, CheckpointFolder, sync
-from ds_dynmo.engine.save.layer_content import add_left_out, add_per_replica, extras_of
+from ds_dynmo.engine.save.layer_content import add_per_replica, digests_of_frozen, extras_of
 from ds_dynmo.engine.save.manifest import (
     MANIFEST,
     Manifest,
@@ -37,7 +39,7 @@ from ds_dynmo.engine.save.progress import random_states
 from ds_dynmo.engine.save.safe_load import describe, safe_load
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.files import path_in_errors
-from ds_dynmo.files.checkpoints import layer_file
+from ds_dynmo.files.checkpoints import LEFT_OUT, layer_file
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,11 @@ def begin_save(context: CheckpointContext, options: SaveOptions, destination: De
     client_state = options.client_state | universal_info(context.engine, context.stage, options.client_state)
     context.everywhere(lambda: os.path.join(save_dir, tag), same=str)
     rank, folder = context.here.rank, CheckpointFolder(save_dir, tag)
+    left_out = context.gather_layers(partial(_hash_left_out, context)) if exclude_frozen else None
     with _discarded_on_error(folder, rank, context):
         context.gather(lambda: folder.begin() if rank == 0 else None)
-        context.gather(lambda: _take_files(context, folder.temporary, client_state, exclude_frozen, destination))
-        slices = context.gather(lambda: (context.here.tp_rank, context.here.stage, _slice(context)))
+        context.gather(lambda: _take_files(context, folder.temporary, client_state, left_out, destination))
+        slices = context.gather(lambda: _slice(context))
     manifest = _manifest(context, slices, exclude_frozen) if rank == 0 else None
     return UnfinishedCheckpoint(
         path=os.path.join(save_dir, tag),
@@ -106,10 +109,14 @@ def _take_files(
     context: CheckpointContext,
     folder: str,
     client_state: dict[str, Any],
-    exclude_frozen: bool,
+    left_out: dict[int, dict[str, str]] | None,
     destination: Destination,
 ) -> None:
-    """Let ``destination`` have DeepSpeed's files of this rank, and ds_dynmo's."""
+    """Let ``destination`` have DeepSpeed's files of this rank, and ds_dynmo's.
+
+    Args:
+        left_out: digests of the frozen weights that are not saved, by layer; None: all are saved.
+    """
     layers = context.stage.layers
     layers.tied_aliases.refresh(training=context.engine.module.training)
     parent, name = os.path.split(folder)
@@ -118,7 +125,7 @@ def _take_files(
     def take(content: Any, name: str) -> None:
         destination.take(content, os.path.join(folder, name), torch.save)
 
-    files.write(engine, parent, name, client_state, destination.take, exclude_frozen=exclude_frozen)
+    files.write(engine, parent, name, client_state, destination.take, exclude_frozen=left_out is not None)
     replica, slice_index = context.here.replica, context.here.tp_rank
     shared_writing = engine.module.checkpoint_parallel_write_pipeline  # another replica may write a layer's weights
     for index, module in layers.counted_modules().items():
@@ -131,19 +138,28 @@ def _take_files(
             is_shared=context.references.is_shared,
         )
         extras = add_per_replica(extras, module, context.stage.state)
-        extras = add_left_out(extras, module) if exclude_frozen else extras
+        extras = extras if left_out is None else {**extras, LEFT_OUT: left_out[index]}
         take(extras, layer_file(index, replica, slice_index))
     if (of_optimizer := context.stage.state.extra_optimizer_state()) is not None:
         take(of_optimizer, flat_file(context.here.stage, replica, slice_index))
     take(random_states(), rank_file(context.here.stage, replica, slice_index))
 
 
-def _slice(context: CheckpointContext) -> SliceManifest:
-    return local_slice(context, context.stage.state.slots(context.stage.layers.named_parameters()))
+def _hash_left_out(context: CheckpointContext, index: int, module: nn.Module) -> dict[str, str]:
+    """Hash the frozen weights of a layer that are not saved. Where DeepSpeed writes no file of it, ours has them."""
+    return {} if context.stage.layers.stored_use(index) is None else digests_of_frozen(module)
+
+
+def _slice(context: CheckpointContext) -> tuple[int, int, SliceManifest] | None:
+    """Describe the files of this rank's stage; None: another replica does."""
+    if context.here.replica:
+        return None
+    slots = context.stage.state.slots(context.stage.layers.named_parameters())
+    return context.here.tp_rank, context.here.stage, local_slice(context, slots)
 
 
 def _manifest(
-    context: CheckpointContext, slices: list[tuple[int, int, SliceManifest]], exclude_frozen: bool
+    context: CheckpointContext, slices: list[tuple[int, int, SliceManifest] | None], exclude_frozen: bool
 ) -> Manifest:
     """Make the manifest, but for the files; ``slices``: per rank its slice, its stage, and that stage's manifest."""
     optimizer = context.stage.optimizer.inner
@@ -152,7 +168,7 @@ def _manifest(
         replicas=context.here.replicas,
         optimizer=context.stage.state.storage,
         optimizer_class=type(optimizer).__name__ if optimizer is not None else "",
-        slices=join(slices),
+        slices=join(found for found in slices if found is not None),
         frozen_excluded=exclude_frozen,
         replicas_differ=context.stage.replicas_differ,
         ties=copy.deepcopy(context.stage.layers.alike_uses()),

@@ -6,7 +6,6 @@ shards of frozen parameters, and options and step counts of all groups, also of 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,11 +15,13 @@ from ds_dynmo.engine.deepspeed.loss_scale import saved_loss_scale
 from ds_dynmo.engine.move.layout import intervals_of_parameter, shard_size
 from ds_dynmo.engine.save.importers.wanted import Wanted
 from ds_dynmo.engine.save.manifest import flat_file, stage_file
-from ds_dynmo.engine.save.saved_files import SavedCheckpoint
+from ds_dynmo.engine.save.saved_files import MappedFile, SavedCheckpoint
 from ds_dynmo.engine.state.keys import MASTER
 from ds_dynmo.engine.state.parameter_groups import options_of
 from ds_dynmo.engine.state.pieces import Elements, Slot, StatePieces
 from ds_dynmo.errors import CheckpointError
+
+_MASTERS, _STATE = "single_partition_of_fp32_groups", "base_optimizer_state"  # in DeepSpeed's file of a rank
 
 
 def read_flat(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
@@ -29,7 +30,8 @@ def read_flat(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
     Raises:
         CheckpointError: a file does not match the manifest.
     """
-    pieces = StatePieces(loss_scale=saved_loss_scale(_content(saved, wanted.stage, 0)))
+    file, content = _open(saved, wanted.stage, 0)
+    pieces = StatePieces(loss_scale=file.take(saved_loss_scale(content)))
     places = saved.slice.slots(prefer=wanted.stage)
     sources = {wanted.stage: None}  # stages, each once, in this order
     for key, (saved_as, _) in wanted.parameters.items():
@@ -47,12 +49,17 @@ def read_flat(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
 
 
 def _elements(saved: SavedCheckpoint, stage: int, slot: Slot, wanted: Wanted) -> Elements:
-    """Find the elements of one parameter in the shards of a saved stage."""
+    """Find the elements of one parameter in the shards of a saved stage.
+
+    All replicas want the same elements, and each will hold a part. So each compares some shards with their checksums,
+    its own if there were as many replicas.
+    """
     found: Elements = {}
     for shard, interval in intervals_of_parameter(slot.key, slot.numel, slot.offset, _shard_numel(saved, stage, slot)):
         replica = wanted.replica if slot.group in wanted.per_replica_groups else shard
         stop = interval.offset + interval.numel
-        for name, tensor in _tensors(saved, stage, replica, slot).items():
+        compares = replica % wanted.replicas == wanted.replica
+        for name, tensor in _tensors(saved, stage, replica, slot, compares=compares).items():
             if tensor.numel() < stop:
                 raise CheckpointError(
                     f"{saved.path(_rank_file(saved, stage, replica))}: {name} of parameter group "
@@ -70,25 +77,27 @@ def _shard_numel(saved: SavedCheckpoint, stage: int, slot: Slot) -> int:
     if not saved.manifest.stock:
         return stage_slots.shard_numels[slot.group]
     total = sum(other.numel for other in stage_slots.slots if other.group == slot.group and not other.parked)
-    return shard_size(total, int(saved.read(stage_file(saved.slice.numbers[stage]))["dp_world_size"]))
+    return shard_size(total, int(saved.open(stage_file(saved.slice.numbers[stage])).content["dp_world_size"]))
 
 
-def _tensors(saved: SavedCheckpoint, stage: int, shard: int, slot: Slot) -> dict[str, torch.Tensor]:
-    """Read one rank's shards of the group of ``slot``."""
+def _tensors(saved: SavedCheckpoint, stage: int, shard: int, slot: Slot, *, compares: bool) -> dict[str, torch.Tensor]:
+    """Read one rank's shards of the group of ``slot``; ``compares``: with their checksums."""
     if slot.parked:
-        parked = saved.read(flat_file(stage, shard, saved.slice_index))["parked"]
-        tensors: dict[str, torch.Tensor] = parked[slot.group]
-        return tensors
-    masters, base = _state_dict(saved, stage, shard)
-    if saved.manifest.stock:
-        expected = len({other.group for other in saved.slice.stages[stage].slots if not other.parked})
-        if len(masters) != expected:
-            raise CheckpointError(
-                f"{saved.path(_rank_file(saved, stage, shard))}: has {len(masters)} parameter groups, expected "
-                f"{expected}"
-            )
-    values = base["state"].get(slot.index, {})
-    return {MASTER: masters[slot.index], **{name: value for name, value in values.items() if _is_row(value)}}
+        file = saved.open(flat_file(stage, shard, saved.slice_index))
+        tensors: dict[str, torch.Tensor] = file.content["parked"][slot.group]
+    else:
+        file, content = _open(saved, stage, shard)
+        masters = content[_MASTERS]
+        if saved.manifest.stock:
+            expected = len({other.group for other in saved.slice.stages[stage].slots if not other.parked})
+            if len(masters) != expected:
+                raise CheckpointError(
+                    f"{saved.path(_rank_file(saved, stage, shard))}: has {len(masters)} parameter groups, expected "
+                    f"{expected}"
+                )
+        values = content[_STATE]["state"].get(slot.index, {})
+        tensors = {MASTER: masters[slot.index], **{name: value for name, value in values.items() if _is_row(value)}}
+    return file.take(tensors) if compares else tensors
 
 
 def _groups(
@@ -98,7 +107,8 @@ def _groups(
     if not saved.manifest.stock:
         for source in sources:
             name = flat_file(source, 0, saved.slice_index)
-            extras = saved.read(name)
+            file = saved.open(name)
+            extras = file.take({what: file.content[what] for what in ("options", "scalars", "kinds")})
             if len(extras["options"]) != num_groups:
                 raise CheckpointError(
                     f"{saved.path(name)}: has {len(extras['options'])} parameter groups, expected {num_groups}"
@@ -112,36 +122,32 @@ def _groups(
             if slot.parked or slot.group in seen:
                 continue
             seen.add(slot.group)
-            _, base = _state_dict(saved, source, 0)
-            values = base["state"].get(slot.index, {})
-            scalars = {name: value for name, value in values.items() if not _is_row(value)}
-            options = options_of(base["param_groups"][slot.index])
+            file, content = _open(saved, source, 0)
+            values = content[_STATE]["state"].get(slot.index, {})
+            scalars = file.take({name: value for name, value in values.items() if not _is_row(value)})
+            options = file.take(options_of(content[_STATE]["param_groups"][slot.index]))
             yield slot.group, scalars, options, values.keys() - scalars.keys()
 
 
-def _state_dict(saved: SavedCheckpoint, stage: int, shard: int) -> tuple[Any, Any]:
-    content = _content(saved, stage, shard)
-    return content["single_partition_of_fp32_groups"], content["base_optimizer_state"]
-
-
-def _content(saved: SavedCheckpoint, stage: int, shard: int) -> dict[str, Any]:
-    """Read what DeepSpeed's wrapper saved of one rank."""
+def _open(saved: SavedCheckpoint, stage: int, shard: int) -> tuple[MappedFile, dict[str, Any]]:
+    """Open DeepSpeed's file of a rank, and find there what the wrapper saved."""
     name = _rank_file(saved, stage, shard)
+    file = saved.open(name)
     try:
-        content: dict[str, Any] = saved.read(name)["optimizer_state_dict"]
-        lacking = {"single_partition_of_fp32_groups", "base_optimizer_state"} - content.keys()
+        content: dict[str, Any] = file.content["optimizer_state_dict"]
+        lacking = {_MASTERS, _STATE} - content.keys()
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{saved.path(name)}: holds no state of a flat optimizer: {error!r}") from error
     if lacking:
         raise CheckpointError(f"{saved.path(name)}: holds no state of a flat optimizer: lacks {sorted(lacking)}")
-    return content
+    return file, content
 
 
 def _rank_file(saved: SavedCheckpoint, stage: int, shard: int) -> str:
     """Find DeepSpeed's file of a rank; its name begins with "bf16_" if weights are bf16."""
     number = saved.slice.numbers[stage]
     names = [f"{prefix}zero_pp_rank_{shard}_mp_rank_{number:02d}_optim_states.pt" for prefix in ("bf16_", "")]
-    return names[0] if os.path.isfile(saved.path(names[0])) else names[1]
+    return names[0] if saved.has(names[0]) else names[1]
 
 
 def _is_row(value: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from ds_dynmo.engine.save.importers.wanted import Wanted
 from ds_dynmo.engine.save.manifest import stage_file
-from ds_dynmo.engine.save.saved_files import SavedCheckpoint
+from ds_dynmo.engine.save.saved_files import MappedFile, SavedCheckpoint
 from ds_dynmo.engine.state.parameter_groups import options_of
 from ds_dynmo.engine.state.pieces import Slot, StatePieces
 from ds_dynmo.errors import CheckpointError
@@ -30,7 +30,8 @@ def read_per_parameter(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
             continue
         source, slot = places[saved_as]
         pieces.groups[key] = slot.group
-        state = _file(saved, source)["state"].get(slot.index)
+        file, optimizer = _file(saved, source)
+        state = file.take(optimizer["state"].get(slot.index))
         if state is not None:
             _check_shapes(state, saved.slice.shapes[slot.layer].get(slot.name), saved, source, slot)
             pieces.put(key, state, shape)
@@ -39,7 +40,8 @@ def read_per_parameter(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
 
 def _options(saved: SavedCheckpoint, wanted: Wanted, stage: int) -> dict[int, dict[str, Any]]:
     """Read the options of the parameter groups that a saved stage had."""
-    path, groups = saved.path(_name(saved, stage)), _file(saved, stage)["param_groups"]
+    file, optimizer = _file(saved, stage)
+    path, groups = saved.path(_name(saved, stage)), file.take(optimizer["param_groups"])
     slots = saved.slice.stages[stage].slots
     numbers = list(range(wanted.num_groups))
     if saved.manifest.stock and len(groups) != len(numbers):
@@ -61,14 +63,16 @@ def _name(saved: SavedCheckpoint, stage: int) -> str:
     return stage_file(saved.slice.numbers[stage])
 
 
-def _file(saved: SavedCheckpoint, stage: int) -> dict[str, Any]:
-    optimizer = saved.read(_name(saved, stage)).get("optimizer")
+def _file(saved: SavedCheckpoint, stage: int) -> tuple[MappedFile, dict[str, Any]]:
+    """Open the file of a saved stage, and find there what the optimizer saved."""
+    file = saved.open(_name(saved, stage))
+    optimizer = file.content.get("optimizer")
     if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
         raise CheckpointError(
             f"{saved.path(_name(saved, stage))}: holds no state of a torch optimizer; load_optimizer_states=False or "
             "load_module_only=True loads the rest"
         )
-    return optimizer
+    return file, optimizer
 
 
 def _check_shapes(state: Any, shape: list[int] | None, saved: SavedCheckpoint, stage: int, slot: Slot) -> None:

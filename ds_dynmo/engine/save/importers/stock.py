@@ -7,7 +7,7 @@ parameters in the order of the module.
 
 from __future__ import annotations
 
-import glob
+import fnmatch
 import os
 import re
 from collections.abc import Mapping
@@ -43,11 +43,12 @@ def how_it_is_read(folder: str) -> str:
 
 
 def stock_manifest(
-    context: CheckpointContext, folder: str, slices: tuple[SliceManifest, ...], options: LoadOptions
+    context: CheckpointContext, folder: str, names: list[str], slices: tuple[SliceManifest, ...], options: LoadOptions
 ) -> Manifest:
     """Infer the manifest of a checkpoint that stock DeepSpeed wrote of this model.
 
     Args:
+        names: of the files in ``folder``, as all ranks see them.
         slices: what DeepSpeed would write of the pipeline that this engine was constructed with.
 
     Raises:
@@ -58,11 +59,11 @@ def stock_manifest(
             f"{how_it_is_read(folder)}. It has no place for parameters that each replica has of its own "
             "(moe.expert_parallel)"
         )
-    names = glob.glob(os.path.join(glob.escape(folder), "layer_*-model_states.pt"))
-    cut = {found.group() for name in names if (found := re.search(r"-model_\d+-", os.path.basename(name)))}
+    of_layers = fnmatch.filter(names, "layer_*-model_states.pt")
+    cut = {found.group() for name in of_layers if (found := re.search(r"-model_\d+-", name))}
     check_slices(context, len(cut) or 1, folder)
-    pattern = os.path.join(glob.escape(folder), "mp_rank_*_model_states.pt")
-    stages = sorted(map(os.path.basename, glob.glob(pattern)))
+    stages = fnmatch.filter(names, "mp_rank_*_model_states.pt")
+    kind = _storage(context, names)
     expected = sorted(stage_file(number) for of_slice in slices for number in of_slice.numbers)
     if not (options.module_only and stages):
         mine = slices[context.here.tp_rank]
@@ -75,19 +76,14 @@ def stock_manifest(
                 "load_module_only=True loads weights"
             )
         if saved is not None:
-            return _manifest(context, folder, *saved, slices)
-    return _manifest(context, folder, context.origin.placement, None, slices)
+            return _manifest(kind, *saved, slices)
+    return _manifest(kind, context.origin.placement, None, slices)
 
 
 def _manifest(
-    context: CheckpointContext,
-    folder: str,
-    placement: Placement,
-    groups: list[Groups] | None,
-    slices: tuple[SliceManifest, ...],
+    kind: str, placement: Placement, groups: list[Groups] | None, slices: tuple[SliceManifest, ...]
 ) -> Manifest:
-    """Make the manifest; ``groups``: per saved stage; None: as this engine was constructed."""
-    kind = _storage(context, folder)
+    """Make the manifest; ``kind``: of optimizer; ``groups``: per saved stage; None: as this engine was constructed."""
     if groups is None:
         held = [_trained(of_slice) for of_slice in slices]
     else:
@@ -105,10 +101,10 @@ def _manifest(
     )
 
 
-def _storage(context: CheckpointContext, folder: str) -> str:
+def _storage(context: CheckpointContext, names: list[str]) -> str:
     """Find out how stock DeepSpeed kept optimizer state: as this engine does, but fp16 also without ZeRO's shards."""
     storage = context.stage.state.storage
-    shards = glob.glob(os.path.join(glob.escape(folder), "*zero_pp_rank_*_optim_states.pt"))
+    shards = fnmatch.filter(names, "*zero_pp_rank_*_optim_states.pt")
     return UNSHARDED_FP16 if storage == FLAT and context.engine.fp16_enabled() and not shards else storage
 
 

@@ -27,7 +27,7 @@ class Wanted:
         stage: the saved stage whose files have the options of parameter groups.
         num_groups: of parameter groups here.
         per_replica_groups: groups of parameters that differ between replicas.
-        replica: this rank's.
+        replica: this rank's, of ``replicas`` here, which want the same.
     """
 
     parameters: Mapping[ParamKey, SavedParameter]
@@ -35,3 +35,4 @@ class Wanted:
     num_groups: int
     per_replica_groups: frozenset[int]
     replica: int
+    replicas: int
