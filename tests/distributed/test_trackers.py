@@ -132,15 +132,17 @@ def tracked() -> dict[str, list[int]]:
 
 
 def train(case: Case, which: str, moves: Sequence[Sequence[int]] = (), checkpointed: bool = False) -> dict[str, Any]:
-    """Train five batches and evaluate."""
+    """Train five batches and evaluate. After three, one slice of each stage adds a state, from which nothing draws."""
     sys.modules[MEGATRON] = ModuleType(MEGATRON)
     sys.modules[MEGATRON]._CUDA_RNG_STATE_TRACKER = None  # type: ignore[attr-defined]
     engine = build(case, lambda case: forking_layers(case, Checkpointed if checkpointed else Plain))
     SLICES.update(tracker=make_tracker(which, engine), drawn=set())
     before = tracked()
     data, losses, waiting = batches(engine), [], list(moves)
-    for _ in range(5):
+    for step in range(5):
         losses.append(engine.train_batch(data).item())
+        if step == 2 and engine.grid.get_slice_parallel_rank() == 0:
+            SLICES["tracker"].add("of one slice", 5)
         if waiting:
             engine.rebalance(waiting.pop(0))
     losses.append(engine.eval_batch(batches(engine, seed=7)).item())
@@ -150,7 +152,7 @@ def train(case: Case, which: str, moves: Sequence[Sequence[int]] = (), checkpoin
         "drawn": SLICES["drawn"],
         "slice": engine.grid.get_slice_parallel_rank(),
         "replica": 0,
-        "kept": tracked() == before,
+        "kept": before.items() <= tracked().items(),
     }
 
 

@@ -162,10 +162,6 @@ class Communicator:
         self._what, self._next_timeout = what, self._timeout_of_batch()
         self._announce()
 
-    def meet(self) -> None:
-        """Wait until all ranks are here, before operations that are no reduction. Collective over the world."""
-        self.max_over_world(torch.zeros(1, device="cpu"))
-
     def _timeout_of_batch(self) -> timedelta:
         """Return how long ranks wait for one that trains, or that code of the user keeps."""
         return max(self._timeout, default_timeout())
@@ -312,7 +308,7 @@ class Communicator:
         Collective over the world.
         """
         self.wait_for_posted_broadcast()
-        self.meet()
+        self.max_over_world(torch.zeros(1))  # waits for ranks whose batch goes on
         try:
             return clock_offset(self._control, now)
         except RuntimeError as error:

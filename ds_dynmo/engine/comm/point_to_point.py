@@ -24,9 +24,9 @@ PeerTensor = tuple[int, torch.Tensor]  # a tensor and the rank it goes to or com
 class PointToPoint:
     """One rank's messages to others. Construction is collective.
 
-    Byte strings travel on the control group, on the CPU. Tensors travel on a separate process group: messages of one
-    group arrive in the order of sending, so layers would delay, or be mistaken for, the activations of a batch that
-    runs meanwhile.
+    Byte strings travel on the control group, on the CPU, and wait as long as a batch does. Tensors travel on
+    a separate process group: messages of one group arrive in the order of sending, so layers would delay, or be
+    mistaken for, the activations of a batch that runs meanwhile.
 
     Args:
         rank_of: returns the rank that holds a stage.
@@ -79,7 +79,7 @@ class PointToPoint:
         ]
         works += [dist.isend(tensor, rank, group=self._control) for rank, tensor in outgoing.items() if tensor.numel()]
         for work in works:
-            work.wait(self._timeout)
+            work.wait(self._timeout_of_batch)
 
     # -- tensors --------------------------------------------------------------------------------------
 

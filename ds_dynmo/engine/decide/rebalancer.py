@@ -309,8 +309,6 @@ class Rebalancer:
             return decision
 
         self._comm.enter("rebalance")
-        if self._config.decentralized:
-            self._comm.meet()  # neighbours exchange messages before any reduction
         with self._stage.timeline.phase("decide", "decide"):
             decision = self._comm.everywhere(DECIDING, decide, same=self._agreed)
         self.cost_model.decided(decision)

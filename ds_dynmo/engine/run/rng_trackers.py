@@ -102,7 +102,8 @@ class TrackedStates:
         self._gather = gather
         self._added: dict[str, Any] = {}  # by the user
         self._trackers: dict[str, Any] = {}  # trackers with states
-        self._slices: dict[tuple[str, str], int] = {}  # by tracker and state name, the first slice with an equal state
+        self._first_seen: dict[tuple[str, str], bytes] = {}  # by tracker and state name, a digest of the state
+        self._slices: dict[tuple[str, str], int] = {}  # likewise, the first slice with an equal state
         self._generators = [torch.Generator()]
         if get_accelerator().device_name() != "cpu":
             self._generators.append(torch.Generator(get_accelerator().current_device_name()))
@@ -129,7 +130,7 @@ class TrackedStates:
         self._added[name] = tracker
 
     def find(self) -> None:
-        """Find new trackers and states. Collective over the tensor-parallel slices of a stage, if there are new states.
+        """Find new trackers and states. Collective over the tensor-parallel slices of a stage, whether it has any.
 
         Raises:
             ConfigError: a tracker's states cannot be enumerated.
@@ -139,11 +140,10 @@ class TrackedStates:
         states = {name: states_of(name, tracker) for name, tracker in known.items()}
         self._trackers = {name: tracker for name, tracker in known.items() if states[name]}
         held = {(name, key): state for name, of_tracker in states.items() for key, state in of_tracker.items()}
-        new = {key: _digest(state) for key, state in held.items() if key not in self._slices}
-        if new:
-            of_slices = self._gather(new)
-            for key, digest in new.items():
-                self._slices[key] = next(index for index, theirs in enumerate(of_slices) if theirs.get(key) == digest)
+        self._first_seen |= {key: _digest(state) for key, state in held.items() if key not in self._first_seen}
+        of_slices = self._gather(self._first_seen)
+        for key, digest in self._first_seen.items():
+            self._slices[key] = next(index for index, theirs in enumerate(of_slices) if theirs.get(key) == digest)
 
     def seed(self, seed: int) -> None:
         """Set each state to one derived from ``seed``."""
