@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LIVE_SECONDS, PLAIN_SECONDS = 0.5, 10.0  # between two looks at the file
 INTERRUPTED = 128 + signal.SIGINT
 PICTURE_COLUMNS = 100
-INSTALL = 'the extra "watch" has it: pip install "ds_dynmo[watch]"'
+INSTALL = 'the extra "watch": pip install rich'
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

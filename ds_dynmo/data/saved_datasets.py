@@ -38,9 +38,7 @@ def open_dataset(path: Path, split: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(
-            f'{path}: needs datasets, the extra "datasets": pip install ds_dynmo[datasets] ({error})'
-        ) from error
+        raise ConfigError(f'{path}: needs datasets, the extra "datasets": pip install datasets ({error})') from error
     try:
         found: Any = datasets.load_from_disk(str(path))
     except Exception as error:  # the library raises many kinds

@@ -51,9 +51,7 @@ class Tokenizer:
         try:
             from tokenizers import Tokenizer as LibraryTokenizer
         except ImportError as error:
-            raise ConfigError(
-                f'needs tokenizers, the extra "tokenizers": pip install ds_dynmo[tokenizers] ({error})'
-            ) from error
+            raise ConfigError(f'needs tokenizers, the extra "tokenizers": pip install tokenizers ({error})') from error
         try:
             self._tokenizer: Any = LibraryTokenizer.from_file(str(path))
         except Exception as error:  # transformers raises Exception itself

@@ -124,6 +124,8 @@ TABLE = (
     deepspeed(r".*fp16.*bf16.*|.*bf16.*fp16.*", fp16={"enabled": True}, bf16={"enabled": True}),
     deepspeed(r".*scheduler.*", scheduler={"type": "WarmUp"}),
     deepspeed(r".*gradient_clipping.*", gradient_clipping="strong"),
+    deepspeed(r"step_per_print = 5: .*steps_per_print.*", step_per_print=5),
+    deepspeed(r"interval = 5: .*dynmo.*", interval=5),
     # the "model" section
     Row({"model": []}, (), r"model.*"),
     Row({"model": "gpt"}, (), r"model.*"),
@@ -157,6 +159,7 @@ TABLE = (
     flags(r".*empty.*", "--data", "empty", empty=""),
     flags(r".*short.*", "--data", "short", short="a few words"),
     flags(r"ids\.bin: token ids need \"dtype\".*", "--data", "ids.bin", ids_dot_bin=bytes(400)),
+    flags(r"t\.parquet: is no UTF-8 text: .*JSON lines.*", "--data", "t.parquet", t_dot_parquet=b"PAR1\x15\xc0" * 200),
     flags(r"--resume /does/not/exist: no such folder", "--resume", "/does/not/exist"),
     flags(r"--resume here: holds no checkpoint of ds-dynmo-train", "--resume", "here", here__file="text"),
     flags(rf"{SAVED}: cannot be read.*", "--resume", "here", **checkpoint("{")),

@@ -106,7 +106,5 @@ def test_datasets_of_several_splits_are_read(tmp_path: Path, monkeypatch: pytest
 def test_datasets_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = stand_in(monkeypatch, tmp_path / "d", Dataset(text=[]))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        ConfigError, match=r"d: needs datasets, the extra \"datasets\": pip install ds_dynmo\[datasets\]"
-    ):
+    with pytest.raises(ConfigError, match=r"d: needs datasets, the extra \"datasets\": pip install datasets"):
         open_data(path, vocabulary=6)

@@ -494,7 +494,7 @@ def test_a_wrong_value_is_refused_with_key_and_what_is_allowed(block: dict[str, 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"model\.huggingface: .*pip install ds_dynmo\[huggingface\]"):
+    with pytest.raises(ConfigError, match=r"model\.huggingface: .*pip install transformers"):
         model_layers(read(huggingface={"model_type": "llama"}))
 
 

@@ -148,8 +148,8 @@ def test_without_rich_a_terminal_gets_lines(
     assert "step 3/6: loss" in terminal.getvalue()
     assert watch.main([str(path), "--svg", str(tmp_path / "view.svg")]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        'ds-dynmo-watch: the table needs rich, the extra "watch" has it: pip install "ds_dynmo[watch]"',
-        'ds-dynmo-watch: error: --svg needs rich: the extra "watch" has it: pip install "ds_dynmo[watch]"',
+        'ds-dynmo-watch: the table needs rich, the extra "watch": pip install rich',
+        'ds-dynmo-watch: error: --svg needs rich: the extra "watch": pip install rich',
     ]
 
 

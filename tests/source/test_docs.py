@@ -38,6 +38,13 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_README_LINES
 
 
+def test_nothing_tells_to_install_from_an_index_what_is_in_none() -> None:
+    for path in (*PAGES, *(ROOT / "ds_dynmo").rglob("*.py"), *(ROOT / "scripts").glob("*")):
+        if path.is_file():
+            assert not re.search(r"pip install [\"']?ds[_-]dynmo", path.read_text()), path
+    assert re.search(r"^Not on PyPI\.", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+
 def test_every_page_is_in_the_sites_navigation() -> None:
     listed = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))

@@ -47,7 +47,7 @@ def transformers() -> Any:
         import transformers as library
     except ImportError as error:
         raise ConfigError(
-            f'needs transformers, the extra "huggingface": pip install ds_dynmo[huggingface] ({error})'
+            f'needs transformers, the extra "huggingface": pip install transformers safetensors ({error})'
         ) from error
     return library
 
@@ -181,8 +181,8 @@ def _check_family(config: Any, label: str) -> None:
         raise ConfigError(f"{label}: add_cross_attention: there is no encoder to attend to")
     if getattr(config, "quantization_config", None):
         raise ConfigError(
-            f"{label}: quantization_config: quantized weights cannot be trained in a pipeline; of a model that was read "
-            "from a GGUF file, whose weights are not, delete that attribute of its config"
+            f"{label}: quantization_config: quantized weights cannot be trained in a pipeline; of a model that was "
+            "read from a GGUF file, whose weights are not, delete that attribute of its config"
         )
     shared = getattr(config, "num_kv_shared_layers", 0)
     if shared:

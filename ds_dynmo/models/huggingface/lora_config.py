@@ -51,7 +51,7 @@ def peft_package() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ConfigError(f'needs peft, the extra "peft": pip install ds_dynmo[peft] ({error})') from error
+        raise ConfigError(f'needs peft, the extra "peft": pip install peft ({error})') from error
     return peft
 
 
