@@ -145,6 +145,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     ties = separate_uses((uses for *_, uses, _ in gathered), layer_specs(model))
     of_others = attach(model, built, ties) if any(builds for _, _, builds, *_ in gathered) else None
     layers = StageLayers(model, ties)
+    comm.adopt_tied_groups(layers.tied_groups(comm.grid))
     norm = ModelNorm(layers, comm, replicas_differ=differ)
     stage = StageContext(
         config=config,

@@ -23,7 +23,7 @@ MUTATIONS = [
     Mutation(
         "process groups of ties stay for ever",
         "ds_dynmo/engine/comm/communicator.py",
-        "        unneeded = sorted(groups.keys() - present.keys() - set(needed))\n",
+        "        unneeded = sorted(self._tied_groups.keys() - set(present) - set(needed))\n",
         "        unneeded: list[tuple[int, ...]] = []\n",
         "tests/distributed/test_moves.py::test_tied_layers_come_to_one_stage_and_part",
     ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import traceback
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -483,20 +483,20 @@ class Communicator:
         except RuntimeError as error:
             raise MigrationError(f"another rank did not finish its part of the move ({error})") from error
 
-    def prepare_tied_groups(self, present: Mapping[tuple[int, ...], Any], needed: Collection[tuple[int, ...]]) -> None:
+    def adopt_tied_groups(self, groups: Mapping[tuple[int, ...], Any]) -> None:
+        """Use process groups that DeepSpeed has made in this world, by their ranks; None: this rank is outside."""
+        self._tied_groups.update(groups)
+
+    def prepare_tied_groups(self, present: Iterable[tuple[int, ...]], needed: Sequence[tuple[int, ...]]) -> None:
         """Create the process groups of ``needed`` ranks, and destroy those that are neither needed nor present.
 
         Collective over the world, between two batches.
-
-        Args:
-            present: groups that layers are tied by now; DeepSpeed made the first.
         """
-        groups = self._tied_groups = {**present, **self._tied_groups}
-        unneeded = sorted(groups.keys() - present.keys() - set(needed))
+        unneeded = sorted(self._tied_groups.keys() - set(present) - set(needed))
         if unneeded:
             get_accelerator().synchronize()  # nothing may be under way in them
         for ranks in unneeded:
-            group = groups.pop(ranks)
+            group = self._tied_groups.pop(ranks)
             if dist.get_rank() in ranks:
                 dist.destroy_process_group(group)
         for ranks in needed:

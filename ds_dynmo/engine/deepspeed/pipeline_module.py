@@ -272,7 +272,7 @@ class StageLayers(LayerList):
         return list(tied_ranks(stages_of, grid))
 
     def tied_groups(self, grid: Any) -> dict[tuple[int, ...], Any]:
-        """Map the ranks of all process groups that sum gradients of tied layers to the group; None: not this rank's."""
+        """Map the ranks of DeepSpeed's process groups of tied layers to the group; None: this rank is outside."""
         groups = {tuple(comm["ranks"]): comm["group"] for comm in self._module.tied_comms.values()}
         return {ranks: groups.get(ranks) for _, ranks in self.tied_ranks(self._placement, grid)}
 

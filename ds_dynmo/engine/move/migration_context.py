@@ -174,9 +174,11 @@ class MigrationContext:
 
     def prepare_ties(self, plan: MigrationPlan) -> None:
         """Make the process groups by which layers will be tied, before a byte moves. Collective."""
-        grid, layers = self.comm.grid, self.layers
-        needed = {ranks: None for _, ranks in layers.tied_ranks(plan.new, grid)}
-        self.comm.prepare_tied_groups(layers.tied_groups(grid), needed)
+        present, needed = (
+            [ranks for _, ranks in self.layers.tied_ranks(placement, self.comm.grid)]
+            for placement in (self.layers.placement, plan.new)
+        )
+        self.comm.prepare_tied_groups(present, needed)
 
     # -- changing places ------------------------------------------------------------------------------
 
