@@ -25,6 +25,7 @@ from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed.settings import sums_whole, waits_for_norm
 from ds_dynmo.engine.deepspeed.ties import UseDescription, find_uses, separate_uses
 from ds_dynmo.engine.events import AroundSchedule, EngineEvent, LayersMoved, Timeline
+from ds_dynmo.engine.move.functions import check_functions
 from ds_dynmo.engine.move.sharing import Extent, check_not_shared, parameter_extents
 from ds_dynmo.engine.run.compiled_layers import CompiledLayers
 from ds_dynmo.engine.run.deferred_step import DeferredStep
@@ -60,6 +61,7 @@ class StageContext:
         gradient_flags: tensors between stages that get a gradient.
         deferred_step: the optimizer's step of a batch at whose end layers change places.
         on_arrival: the user's callbacks for layers that arrive, called with number and module.
+        before_step: the user's callbacks before the optimizer's step.
     """
 
     config: DynMoConfig
@@ -78,6 +80,7 @@ class StageContext:
     gradient_flags: GradientFlags = field(default_factory=GradientFlags)
     deferred_step: DeferredStep = field(default_factory=DeferredStep)
     on_arrival: list[Callable[[int, nn.Module], None]] = field(default_factory=list)
+    before_step: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def state(self) -> OptimizerState:
@@ -111,8 +114,8 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     """Build the stage of an engine whose constructor is about to place ``model``. Collective.
 
     Raises:
-        ConfigError: on every rank, if a rank has another "dynmo" section or a layer that cannot be moved, or layers
-            share a parameter without being tied.
+        ConfigError: on every rank, if a rank has another "dynmo" section or a layer that cannot be moved, layers share
+            a parameter without being tied, or a function of the layer list holds weights.
     """
     comm = Communicator(engine.mpu, engine.device, config.timeout_seconds)
     comm.enter("initialize")
@@ -130,6 +133,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
             raise ConfigError(
                 f"a layer that DeepSpeed did not build, as it is tied to one before: {error!r}"
             ) from error
+        check_functions(layer_specs(model))
         here = dict(modules_of(model, layers_of_stage(model)))
         return built, uses, parameter_extents(layer_specs(model), {**here, **built})
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 
-from ds_dynmo.errors import MigrationError
-from tests.distributed.harness import run
+from ds_dynmo.errors import ConfigError, MigrationError
+from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
-from tests.distributed.support.models import Block, Embedding, Head
-from tests.distributed.support.training import batches, build, layers_of
+from tests.distributed.support.models import Block, Embedding, Head, loss, scale
+from tests.distributed.support.training import Warnings, batches, build, layers_of
 
 
 class Counter:
@@ -210,3 +210,81 @@ def test_attributes_of_the_rank_stay_on_the_rank(how: str, block: tuple[str, ...
     for found in run(2, move_or_refuse, how, block):
         assert found["message"] == "moved" and found["partition"] == [0, 2, 7]
         assert found["counters"] and all(found["counters"])
+
+
+# -- functions that no layer holds --------------------------------------------------------------------
+
+
+class Counts:
+    """An entry of the layer list whose state comes into being in training."""
+
+    calls = 0
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return hidden * (1 + self.calls % 3)
+
+
+class Borrowed(Block):
+    def transposed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.down.weight.mT @ self.up.weight.mT
+
+
+PENALIZED: dict[str, torch.nn.Module] = {}
+
+
+def penalty(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return loss(logits, labels) + sum(p.square().sum() for layer in PENALIZED.values() for p in layer.parameters())
+
+
+def specs_with(how: str) -> list[Any]:
+    block = Borrowed(3)
+    functions = {"counts": Counts(), "bound method": block.transposed}
+    function = functions.get(how, scale)
+    return [LayerSpec(Embedding, 1), block, *(LayerSpec(Block, i) for i in range(4)), function, LayerSpec(Head, 2)]
+
+
+def move_what_others_use(how: str, moves: bool, background: bool) -> dict[str, Any]:
+    """Train, and try to move a layer that something else uses, or a function that has changed."""
+    PENALIZED.clear()
+    try:
+        engine = build(Case(stages=2, start=(0, 4, 8)), lambda _: specs_with(how))
+    except ConfigError as error:
+        return {"message": str(error)}
+    message, warnings = "moved", Warnings()
+    if how == "loss" and engine.is_last_stage():
+        PENALIZED["first of the stage"] = layers_of(engine)[4]
+        engine.module.loss_fn = penalty
+    if how == "callback" and engine.is_last_stage():
+        weight = layers_of(engine)[4].up.weight
+        engine.before_step(lambda: weight.grad.mul_(0.5))
+    data, losses = batches(engine), []
+    for step in range(3):
+        if moves and step == 1:
+            try:
+                engine.rebalance([0, 7, 8], background=background)
+            except MigrationError as error:
+                message = str(error)
+        losses.append(engine.train_batch(data).item())
+    said = [*warnings.messages, message] if background else [message]
+    return {"message": "".join(said), "losses": losses, "partition": engine.partition}
+
+
+USED = {
+    "bound method": "layers[6] (Borrowed.transposed) is no nn.Module and uses self.down.weight, which is down.weight",
+    "counts": "layers[6] is no nn.Module and reads self.calls, which changed in training",
+    "loss": "loss_fn uses PENALIZED['first of the stage'], which is layer 4, which leaves",
+    "callback": "of before_step uses weight, which is up.weight of layer 4, which leaves",
+}
+
+
+def test_what_a_function_uses_does_not_leave_it() -> None:
+    calls = [(how, *flags) for how in USED for flags in ((False, False), (True, False), (True, True))]
+    found = dict(zip(calls, run_each(2, move_what_others_use, *calls), strict=True))
+    for (how, moves, background), results in found.items():
+        if how == "bound method":
+            assert all(USED[how] in result["message"] for result in results)
+        elif moves:
+            assert USED[how] in results[0]["message"], (how, background, results[0]["message"])
+            assert [result["partition"] for result in results] == [[0, 4, 8]] * 2
+            assert results[0]["losses"] == found[how, False, False][0]["losses"]

@@ -14,6 +14,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
+from ds_dynmo.engine.move.left_behind import Reader
 from ds_dynmo.engine.move.packing import PackedLayer, pack
 from ds_dynmo.engine.move.references import References
 from ds_dynmo.engine.state.optimizer_state import PerParameterState
@@ -38,6 +39,9 @@ class Layer(nn.Module):
 class Thing:
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
+
+    def method(self, *_: Any) -> Any:
+        return self.layer.weight.sum()
 
 
 class Private:
@@ -199,9 +203,9 @@ def test_another_layer_in_the_programs_globals_is_refused(
 @pytest.mark.parametrize(
     ("peek", "expected"),
     [
-        (lambda layer: layer, "the layer itself"),
-        (lambda layer: layer.weight, "weight"),
-        (lambda layer: layer.weight.detach()[1:], "weight"),
+        (lambda layer: layer, "layer 1"),
+        (lambda layer: layer.weight, "weight of layer 1"),
+        (lambda layer: layer.weight.detach()[1:], "weight of layer 1"),
     ],
 )
 @pytest.mark.parametrize("how", ["list", "set"])
@@ -209,16 +213,82 @@ def test_a_layer_that_stays_may_hold_no_part_of_one_that_leaves(how: str, peek: 
     leaves = Layer()
     stays = Layer(held=HOLDERS[how](peek(leaves)))
     names = names_of([stays, leaves])
-    names.check_left_behind({0: stays})
-    with pytest.raises(TypeError, match=rf"layer 0 stays and its held.* is {expected} of layer 1"):
-        names.check_left_behind({1: leaves})
+    names.left_behind.check([stays])
+    with pytest.raises(TypeError, match=rf"layer 0 stays and its held.* is {expected}, which"):
+        names.left_behind.check([leaves])
 
 
 def test_a_layer_that_stays_may_hold_what_both_share() -> None:
     angles = torch.arange(3.0)
     layers = [Layer(held=[angles]), Layer()]
     layers[1].register_buffer("angles", angles)
-    names_of(layers, [LayerSpec(Layer, angles) for _ in layers]).check_left_behind({1: layers[1]})
+    names_of(layers, [LayerSpec(Layer, angles) for _ in layers]).left_behind.check([layers[1]])
+
+
+BOX: dict[str, Any] = {}
+
+
+class Penalty(nn.Module):
+    """A loss that holds something in an attribute."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = [held]
+
+    def forward(self, outputs: Any, labels: Any) -> Any:
+        return outputs - labels + self.held[0].sum()
+
+
+def penalty(outputs: Any, labels: Any, held: Any = None) -> Any:
+    return outputs - labels + sum(p.sum() for layer in BOX["layers"] for p in layer.parameters()) + (held or 0)
+
+
+READERS: Mapping[str, Callable[[Layer], Any]] = {
+    "global": lambda layer: BOX.update(layers=[nn.Sequential(layer)]) or penalty,
+    "default": lambda layer: functools.partial(penalty, held=layer.weight.detach()[1:]),
+    "closure": lambda layer: lambda *_: layer.weight.sum(),
+    "module": lambda layer: Penalty(layer.weight),
+    "object": lambda layer: Thing(layer=layer).method,
+    "attribute": lambda layer: lambda *_: Thing(layer=layer).layer and layer.weight.shape,
+}
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_a_loss_may_use_no_part_of_a_layer_that_leaves(how: str) -> None:
+    BOX.clear()
+    layers = [Layer(), Layer()]
+    names, function = names_of(layers), READERS[how](layers[1])
+    loss, callback = Reader("loss_fn", function, "remedy"), Reader("callback", function, "remedy", of_closure=True)
+    names.left_behind.check(layers[:1], [loss, callback])
+    with pytest.raises(TypeError, match=r"loss_fn uses .*layer 1, which leaves: remedy"):
+        names.left_behind.check(layers[1:], [loss])
+    if how == "object":  # it may ask for its layers anew in each call
+        names.left_behind.check(layers[1:], [callback])
+    else:
+        with pytest.raises(TypeError, match=r"callback uses .*layer 1, which leaves: remedy"):
+            names.left_behind.check(layers[1:], [callback])
+
+
+class Borrowing(Layer):
+    def forward(self, hidden: Any) -> Any:
+        return self.borrowed(hidden) + self.weight.sum()
+
+    def borrowed(self, hidden: Any) -> Any:
+        return hidden + BOX["layers"][0].weight
+
+
+@pytest.mark.parametrize("leaving", [[0], [1], [0, 1]])
+def test_code_of_a_layer_may_use_no_part_of_another_by_a_global_variable(leaving: list[int]) -> None:
+    layers = [Layer(), Borrowing(), Layer()]
+    BOX["layers"] = layers[:1]
+    names = names_of(layers)
+    names.left_behind.check(layers[2:])
+    with pytest.raises(
+        TypeError, match=r"Borrowing.forward of layer 1 uses .*, which is layer 0, and would not find it"
+    ):
+        names.left_behind.check([layers[number] for number in leaving])
+    BOX["layers"] = [Layer()]
+    names.left_behind.check([layers[number] for number in leaving])
 
 
 @pytest.mark.parametrize("swaps", [False, True])
@@ -241,4 +311,4 @@ def test_a_rank_attribute_may_hold_anything() -> None:
     layers[0].peers = layers[1:]  # type: ignore[assignment]
     pipeline: Any = Pipeline([LayerSpec(Layer), LayerSpec(Layer)])
     names = References(pipeline, lambda: dict(enumerate(layers)), lambda value: [value], ["peers"])
-    names.check_left_behind({1: layers[1]})
+    names.left_behind.check([layers[1]])

@@ -10,6 +10,7 @@ TRAVELS = "tests/distributed/test_what_travels.py::test_a_layer_arrives_as_what_
 PHASES = "tests/distributed/test_migration_phases.py"
 BACKGROUND = "tests/distributed/test_background_moves.py"
 RANDOM = "tests/distributed/test_randomness.py"
+REFUSED = "tests/distributed/test_refused_references.py"
 ENGINE = "tests/distributed/test_engine.py"
 
 MUTATIONS = [
@@ -135,6 +136,20 @@ MUTATIONS = [
         "lambda: context.pack_again(migration.packed)",
         "lambda: migration.packed",
         f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
+    ),
+    Mutation(
+        "a function of the layer list moves without the state that it has come to hold",
+        "ds_dynmo/engine/move/functions.py",
+        "        if differing:\n",
+        "        if False:\n",
+        f"{REFUSED}::test_what_a_function_uses_does_not_leave_it",
+    ),
+    Mutation(
+        "a loss goes on with the weights of a layer that has left",
+        "ds_dynmo/engine/move/left_behind.py",
+        "            _check_reader(reader, leaves)\n",
+        "            pass\n",
+        f"{REFUSED}::test_what_a_function_uses_does_not_leave_it",
     ),
     Mutation(
         "layers on two stages that share a parameter train a copy each",
@@ -413,15 +428,15 @@ MUTATIONS = [
     Mutation(
         "a layer takes a copy of another layer's weight along",
         "ds_dynmo/engine/move/references.py",
-        "                    if value is theirs or _lies_in(value, theirs):\n",
-        "                    if False:\n",
+        "                if name is not None:\n                    raise TypeError(\n",
+        "                if False:\n                    raise TypeError(\n",
         "tests/distributed/test_refused_references.py::test_references_that_would_become_copies_are_refused_by_name",
     ),
     Mutation(
         "layers move though the optimizer trains other parameters than theirs",
         "ds_dynmo/engine/move/migrator.py",
-        "            context.check()\n            return context.state.describe()",
-        "            return context.state.describe()",
+        "            context.check()\n            state, functions =",
+        "            state, functions =",
         "tests/distributed/test_late_optimizer.py::test_a_move_is_refused_if_the_optimizer_trains_something_else",
     ),
 ]

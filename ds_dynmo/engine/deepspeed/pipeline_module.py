@@ -68,6 +68,12 @@ class StageLayers(LayerList):
         """The layers of this stage, where they are one run of consecutive layers."""
         return self._placement.run_of(self._stage)
 
+    @property
+    def loss_fn(self) -> Callable[..., Any] | None:
+        """The loss, which the stage of the last layer computes."""
+        loss_fn: Callable[..., Any] | None = self._module.loss_fn
+        return loss_fn
+
     def file_name(self, index: int) -> str:
         """Return DeepSpeed's name of the file of a layer, whichever stage holds it."""
         return os.path.basename(str(self._module.ckpt_layer_path("", index - self._module._local_start)))

@@ -130,7 +130,7 @@ def _plain(value: Any, frozen: dict[int, str | None]) -> str | None:
     Two equal objects of this kind are interchangeable.
     """
     if is_constant(value):
-        return _constant(value)
+        return text_of_constant(value)
     if not is_immutable(value):
         return None
     if id(value) not in frozen:
@@ -143,7 +143,8 @@ def _plain(value: Any, frozen: dict[int, str | None]) -> str | None:
     return frozen[id(value)]
 
 
-def _constant(value: Any) -> str:
+def text_of_constant(value: Any) -> str:
+    """Return a constant as text, equal on every rank where the constants are."""
     if isinstance(value, torch.device):
         return f"the device {value.type}"  # of this rank
     if isinstance(value, types.ModuleType | logging.Logger):
@@ -160,7 +161,7 @@ def _short(text: str) -> str:
 def _text(value: Any, frozen: dict[int, str | None]) -> str:
     """Describe an object without the objects that it refers to."""
     if isinstance(value, torch.Tensor):  # not sent as a tensor, so its values are compared
-        return f"a {kind_of(value)} of {value.dtype}, shape {list(value.shape)}, checksum {checksum(value):08x}"
+        return tensor_text(value)
     if isinstance(value, types.FunctionType):
         return f"the function {value.__module__}.{value.__qualname__} ({_code_checksum(value.__code__):08x})"
     if isinstance(value, types.MethodType):
@@ -184,7 +185,7 @@ def _parts(value: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
 
 
 def _order(part: tuple[tuple[Step, ...], Any]) -> list[tuple[str, str]]:
-    return [(kind, key if isinstance(key, str) else _constant(key)) for kind, key in part[0]]
+    return [(kind, key if isinstance(key, str) else text_of_constant(key)) for kind, key in part[0]]
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[tuple[Step, ...], Any]]:
@@ -227,6 +228,11 @@ def _code_checksum(code: types.CodeType) -> int:
 
 def _constant_text(value: Any) -> str:
     return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
+
+
+def tensor_text(tensor: torch.Tensor) -> str:
+    """Describe a tensor by its values."""
+    return f"a {kind_of(tensor)} of {tensor.dtype}, shape {list(tensor.shape)}, checksum {checksum(tensor):08x}"
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -14,6 +14,8 @@ from torch import nn
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.arriving import ArrivingLayer
+from ds_dynmo.engine.move.functions import Changes
+from ds_dynmo.engine.move.left_behind import Reader
 from ds_dynmo.engine.move.packing import PackedLayer, pack
 from ds_dynmo.engine.move.references import References
 from ds_dynmo.engine.stage import StageContext
@@ -36,6 +38,7 @@ class MigrationContext:
         check: raises if a move would be wrong; called before anything is changed.
         rebuilt: called when the stage's modules are in place, before the optimizer takes over their parameters.
         on_arrival: the user's callbacks for layers that arrive, called with number and module.
+        before_step: the user's callbacks before the optimizer's step.
     """
 
     stage_id: int
@@ -47,6 +50,7 @@ class MigrationContext:
     check: Callable[[], None]
     rebuilt: Callable[[], None]
     on_arrival: Sequence[Callable[[int, nn.Module], None]]
+    before_step: Sequence[Callable[[], None]]
 
     @classmethod
     def of(cls, stage: StageContext, references: References) -> MigrationContext:
@@ -61,6 +65,7 @@ class MigrationContext:
             check=stage.optimizer.check,
             rebuilt=stage.optimizer.name_parameters,
             on_arrival=stage.on_arrival,
+            before_step=stage.before_step,
         )
 
     # -- which layers ---------------------------------------------------------------------------------
@@ -112,7 +117,7 @@ class MigrationContext:
         """Pack the layers that leave this stage.
 
         Raises:
-            TypeError: a layer refers to an object that cannot travel, or a layer that stays refers to a part of it.
+            TypeError: a layer refers to an object that cannot travel, or something that stays uses a part of it.
         """
         leaving = {
             move.layer: self.layers.local_module(move.layer) for move in plan.moves if move.source == self.stage_id
@@ -121,8 +126,27 @@ class MigrationContext:
         sent = {move.layer for move in self.sent(plan)}
         packed = self.pack({index: module for index, module in modules.items() if index in sent})
         staying = set(map(id, self.staying(plan).values()))
-        self.references.check_left_behind({index: m for index, m in modules.items() if id(m) not in staying})
+        self.references.left_behind.check([m for m in modules.values() if id(m) not in staying], self._readers(plan))
         return packed
+
+    def _readers(self, plan: MigrationPlan) -> Iterator[Reader]:
+        """Yield the functions that may use layers, and which are not in a layer."""
+        if self.layers.loss_fn is not None and plan.old.stage_of(self.layers.num_layers - 1) == self.stage_id:
+            yield Reader(
+                "loss_fn",
+                self.layers.loss_fn,
+                "compute what needs the layer within it and return it beside its output, or keep the layer on the last "
+                'stage ("keep_together")',
+            )
+        for callback in self.before_step:
+            name = getattr(callback, "__qualname__", type(callback).__name__)
+            remedy = "ask engine.layers() in each call"
+            yield Reader(f"the callback {name} of before_step", callback, remedy, of_closure=True)
+
+    def changed_functions(self, plan: MigrationPlan) -> Changes:
+        """Return what functions of the layer list that move from or to this stage have come to hold."""
+        ours = [move.layer for move in plan.moves if self.stage_id in (move.source, move.destination)]
+        return self.references.functions.changes(ours, self.comm.here.pipeline[0])
 
     def pack_again(self, packed: Mapping[int, PackedLayer]) -> dict[int, PackedLayer]:
         """Pack layers again after their constant tensors were sent."""

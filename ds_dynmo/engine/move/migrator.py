@@ -27,6 +27,7 @@ import torch
 from ds_dynmo.engine.comm.point_to_point import PeerTensor
 from ds_dynmo.engine.comm.rounds import Rounds
 from ds_dynmo.engine.move.arriving import ArrivingLayer
+from ds_dynmo.engine.move.functions import Changes, check_same
 from ds_dynmo.engine.move.migration_context import MigrationContext
 from ds_dynmo.engine.move.packing import PackedLayer
 from ds_dynmo.errors import MigrationError, PartitionError
@@ -70,10 +71,12 @@ class _Changes(NamedTuple):
     Attributes:
         state: what every rank has to know of the optimizer's state; None: nothing.
         layers: whether a layer that leaves has changed in more than its values.
+        functions: of the layer list that move, what they have come to hold.
     """
 
     state: Any
     layers: bool
+    functions: Changes
 
 
 @dataclass
@@ -197,9 +200,10 @@ class Migrator:
     def _prepared(self, plan: MigrationPlan, context: MigrationContext, overlapped: bool) -> _Migration:
         """Pack leaving layers, make room for arriving ones, and agree that every rank has done so. Collective."""
 
-        def pack() -> tuple[Any, dict[int, PackedLayer]]:
+        def pack() -> tuple[tuple[Any, Changes] | None, dict[int, PackedLayer]]:
             context.check()
-            return context.state.describe(), context.pack_leaving(plan)
+            state, functions = context.state.describe(), context.changed_functions(plan)
+            return None if state is None and not functions else (state, functions), context.pack_leaving(plan)
 
         way = f"{plan.old} -> {plan.new}"  # each rank has chosen it alone if a batch trains meanwhile
         same: Callable[[object], object] | None = (lambda _: way) if overlapped else None
@@ -214,7 +218,9 @@ class Migrator:
 
         def receive() -> tuple[int, str]:
             context.prepare_ties(plan)  # collective, so it comes before what may fail on one rank
-            sent = context.state.prepare(plan, descriptions(), overlapped=overlapped)
+            states, functions = zip(*(described or (None, {}) for described in descriptions()))
+            check_same(functions)
+            sent = context.state.prepare(plan, states, overlapped=overlapped)
             context.receive(arrivals)
             return sent
 
@@ -344,7 +350,7 @@ class Migrator:
             left = context.values_left(migration.packed)
             gradient_dtype = context.state.gradient_dtype
             buffers = {index: layer.expect_gradients(gradient_dtype) for index, layer in arrivals.items()}
-            changes = _Changes(context.state.changes(), left is None)
+            changes = _Changes(context.state.changes(), left is None, context.changed_functions(migration.plan))
             working_until = time.perf_counter()
             return (changes if any(changes) else None), (left or {}, buffers)
 
@@ -353,6 +359,11 @@ class Migrator:
         migration.drain_seconds = time.perf_counter() - working_until
         with self._errors_are_fatal("reading what the batch has changed"):
             changes = [rank for rank in of_ranks() if rank is not None]
+        try:
+            check_same([rank.functions for rank in changes])
+        except TypeError as error:  # on all ranks alike
+            raise MigrationError(f"{_ARRIVING}: {error}. No layer has moved", harmless=True) from error
+        with self._errors_are_fatal("reading what the batch has changed"):
             context.state.apply_changes([rank.state for rank in changes])
         if not any(rank.layers for rank in changes):
             return last

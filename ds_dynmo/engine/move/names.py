@@ -23,10 +23,10 @@ from ds_dynmo.engine.move.object_graph import MODULE_MACHINERY, Path, children, 
 
 _LAYER, _PIPELINE, _GLOBALS = "layer", "pipeline", "globals"
 _TORCH_NEEDS = {"sympy", "mpmath", "networkx"}  # a third of all global variables, and none of a model
-_NO_GLOBALS_OF_A_MODEL = frozenset(
+_LIBRARIES = frozenset(
     {*sys.stdlib_module_names, *_TORCH_NEEDS, "torch", "numpy", "deepspeed", "ds_dynmo"} - {"__main__"}
 )
-_MOST_ENTRIES = 10_000  # larger containers are not searched for names: a loss function may hold a whole data set
+MOST_ENTRIES = 10_000  # larger containers are not searched for names: a loss function may hold a whole data set
 
 
 @dataclass(frozen=True)
@@ -165,9 +165,14 @@ class GlobalVariables:
         """By the ``id`` of an object, the name of the first module that holds it."""
         holders: dict[int, str] = {}
         for module_name, module in reversed(list(sys.modules.items())):
-            if module is not None and module_name.partition(".")[0] not in _NO_GLOBALS_OF_A_MODEL:
+            if module is not None and not is_of_library(module_name):
                 holders.update(dict.fromkeys(map(id, list(vars(module).values())), module_name))
         return holders
+
+
+def is_of_library(module_name: str) -> bool:
+    """Return whether a Python module is of the standard library, torch, DeepSpeed and others that hold no model."""
+    return module_name.partition(".")[0] in _LIBRARIES
 
 
 def _is_of_pipeline(name: str) -> bool:
@@ -176,4 +181,4 @@ def _is_of_pipeline(name: str) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    return isinstance(value, list | tuple | dict) and len(value) > _MOST_ENTRIES
+    return isinstance(value, list | tuple | dict) and len(value) > MOST_ENTRIES

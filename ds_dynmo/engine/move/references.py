@@ -21,7 +21,11 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
+from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.engine.move.description import can_be_sent, checksum, kind_of, path_text
+from ds_dynmo.engine.move.functions import ListFunctions
+from ds_dynmo.engine.move.layer_tensors import TensorsByMemory, named_tensors, registered
+from ds_dynmo.engine.move.left_behind import LeftBehind
 from ds_dynmo.engine.move.names import GlobalVariables, Names, ObjectName
 from ds_dynmo.engine.move.object_graph import Path, Step, children, is_immutable, members, walk
 from ds_dynmo.engine.move.pickling import pickles_with
@@ -76,6 +80,10 @@ class References:
         modules: returns the present layers of this rank, by number.
         gather: gathers one picklable value of every rank.
         rank_attributes: names of attributes that belong to the rank, in every module of every layer.
+
+    Attributes:
+        functions: of the layer list.
+        left_behind: refuses moves of layers that something on this rank uses.
     """
 
     def __init__(
@@ -89,6 +97,8 @@ class References:
         self._names = Names(pipeline, modules, gather)
         self._rank_attributes = frozenset(rank_attributes)
         self._walks: _Walks | None = None
+        self.functions = ListFunctions(layer_specs(pipeline))
+        self.left_behind = LeftBehind(self._names, modules, self._walk)
 
     def is_shared(self, value: Any) -> bool:
         """Return whether ``value`` has a name, and so belongs to the rank rather than to a layer."""
@@ -125,7 +135,7 @@ class References:
         """
         outside, walks, others = Outside(), self._walks or _Walks(), self._others(layer)
         own_modules = {id(part): part for part in layer.modules() if self._names.is_of_one_layer(part)}
-        own_tensors = {id(t) for part in own_modules.values() for t in _registered(part)}
+        own_tensors = {id(t) for part in own_modules.values() for t in registered(part).values()}
         nameless: dict[int, tuple[Path, Any]] = {}
 
         def enter(value: Any) -> bool:
@@ -152,50 +162,11 @@ class References:
         self._check_nameless(nameless, layer, roots, outside, walks)
         return outside
 
-    def check_left_behind(self, leaving: Mapping[int, nn.Module]) -> None:
-        """Refuse to send layers of which layers that stay hold parts: these parts would be empty.
-
-        Args:
-            leaving: layers by number.
-
-        Raises:
-            TypeError: with the path of the attribute that refers to such a part.
-        """
-        owner: dict[int, tuple[int, str]] = {}
-        tensors: list[tuple[torch.Tensor, tuple[int, str]]] = []
-        for number, layer in leaving.items():
-            for path, part in layer.named_modules():
-                if not self._names.is_of_one_layer(part):
-                    continue
-                owner[id(part)] = number, path or "the layer itself"
-                tensors += [(t, (number, name)) for name, t in _named_tensors(path, part) if self._leaves_with_layer(t)]
-        owner.update({id(tensor): place for tensor, place in tensors})
-        gone = set(map(id, leaving.values()))
-
-        def enter(value: Any) -> bool:
-            return id(value) not in owner and not self._names.is_shared(value)
-
-        for number, layer in self._modules().items():
-            if id(layer) in gone:
-                continue
-            registered = {id(tensor) for part in layer.modules() for tensor in _registered(part)}
-            for path, value in _walk_layer([((), layer)], enter, self._rank_attributes_of, Outside()):
-                held = owner.get(id(value))
-                if held is None and isinstance(value, torch.Tensor):
-                    held = next((place for tensor, place in tensors if _lies_in(value, tensor)), None)
-                if held is not None and id(value) not in registered:
-                    raise TypeError(
-                        f"layer {number} stays and its {path_text(path)} is {held[1]} of layer {held[0]}, which "
-                        "leaves: pass what both need to each as an argument of its LayerSpec, or tie the two "
-                        "(TiedLayerSpec)"
-                    )
-
-    def _leaves_with_layer(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor leaves with its layer: parameters do, other shared tensors stay."""
-        return isinstance(tensor, nn.Parameter) or not self._names.is_shared(tensor)
-
     def _others(self, layer: nn.Module) -> dict[int, nn.Module]:
         return {number: module for number, module in self._modules().items() if module is not layer}
+
+    def _walk(self, layer: nn.Module, enter: Callable[[Any], bool]) -> Iterator[tuple[Path, Any]]:
+        return _walk_layer([((), layer)], enter, self._rank_attributes_of, Outside())
 
     def _rank_attributes_of(self, module: nn.Module) -> frozenset[str]:
         declared = self._rank_attributes.union(getattr(type(module), RANK_ATTRIBUTES, ()))
@@ -205,12 +176,14 @@ class References:
         """Refuse a tensor of another layer or a view of one, and a module that another layer owns."""
         for number, other in others.items():
             if isinstance(value, torch.Tensor):
-                for name, theirs in (*other.named_parameters(), *other.named_buffers()):
-                    if value is theirs or _lies_in(value, theirs):
-                        raise TypeError(
-                            f"{path_text(path)} is {name} of layer {number}: a layer does not take another's weights "
-                            "along; refer to the layer by an argument of the LayerSpecs, or tie the two (TiedLayerSpec)"
-                        )
+                theirs = {id(tensor): name for name, tensor in (*other.named_parameters(), *other.named_buffers())}
+                whole = TensorsByMemory((*other.parameters(), *other.buffers())).find(value)
+                name = theirs.get(id(value), theirs.get(id(whole)))
+                if name is not None:
+                    raise TypeError(
+                        f"{path_text(path)} is {name} of layer {number}: a layer does not take another's weights "
+                        "along; refer to the layer by an argument of the LayerSpecs, or tie the two (TiedLayerSpec)"
+                    )
             elif any(value is part for part in other.modules()) and self._names.is_of_one_layer(value):
                 raise TypeError(
                     f"{path_text(path)} is a part of layer {number}: a layer does not take another's parts along, and "
@@ -260,7 +233,7 @@ class References:
         if isinstance(value, torch.Tensor):
             tensors = {"": value}
         elif isinstance(value, nn.Module) and any(part is value for part in layer.modules()):
-            tensors = {n: t for part, module in value.named_modules() for n, t in _named_tensors(part, module)}
+            tensors = {n: t for part, module in value.named_modules() for n, t in named_tensors(part, module)}
             parameter = next((n for n, t in tensors.items() if isinstance(t, nn.Parameter)), None)
             if parameter is not None:
                 raise TypeError(
@@ -356,16 +329,6 @@ def _attribute_in(layer: nn.Module, path: Path) -> str | None:
     return None
 
 
-def _registered(module: nn.Module) -> list[torch.Tensor]:
-    held = (*parameters_of(module).values(), *buffers_of(module).values())
-    return [tensor for tensor in held if tensor is not None]
-
-
-def _named_tensors(path: str, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    held = {**parameters_of(module), **buffers_of(module)}
-    return [(f"{path}.{name}" if path else name, tensor) for name, tensor in held.items() if tensor is not None]
-
-
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty_like(tensor, device="meta", requires_grad=False)
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -374,12 +337,6 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 def _check_has_values(path: Path, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise TypeError(f"{path_text(path)} is on the meta device: it has no values to move")
-
-
-def _lies_in(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
-    if not (tensor.layout == whole.layout == torch.strided and tensor.numel() and whole.numel()):
-        return False
-    return tensor.device == whole.device and whole.data_ptr() <= tensor.data_ptr() < whole.data_ptr() + whole.nbytes
 
 
 def _counterpart(value: Any, part: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:

@@ -47,7 +47,6 @@ class Executor:
         self._engine, self._stage, self._trainable = engine, stage, trainable
         self._profiler, self._tracer, self._streams = profiler, tracer, streams
         self._first_micro_batch = first_micro_batch
-        self._callbacks: list[Callable[[], None]] = []
         self._composed_for: tuple[dict[type, Any], int, bool, bool] | None = None
         self._composition: Instructions = {}
         self._scheduled = ScheduledBatches(engine, stage)
@@ -67,7 +66,7 @@ class Executor:
 
     def before_step(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on this rank in every batch, between the reduction of gradients and the step."""
-        self._callbacks.append(callback)
+        self._stage.before_step.append(callback)
         self._recompose()
 
     @contextmanager
@@ -115,7 +114,7 @@ class Executor:
                 prefix,
                 accumulates=self._engine.using_bf16_optimizer,
                 around_step=step.around_step if step.is_deferred else None,
-                callbacks=self._callbacks,
+                callbacks=self._stage.before_step,
                 streams=self._streams,
                 flags=self._stage.gradient_flags,
                 scheduled=self._scheduled if scheduled else None,
