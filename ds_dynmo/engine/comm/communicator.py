@@ -308,7 +308,7 @@ class Communicator:
         Collective over the world.
         """
         self.wait_for_posted_broadcast()
-        self.max_over_world(torch.zeros(1))  # waits for ranks whose batch goes on
+        self.max_over_world(torch.zeros(1, device="cpu"))  # waits for ranks whose batch goes on
         try:
             return clock_offset(self._control, now)
         except RuntimeError as error:
