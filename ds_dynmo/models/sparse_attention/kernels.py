@@ -85,13 +85,8 @@ def _bucket_attention_batched(
     found, sources = [zeros], []
     for padded, members in _size_classes(pairs):
         within = torch.arange(padded, device=order.device)
-<<<<<<< HEAD
-        first_of_pair = starts[members, None] + within.minimum(pairs[members, None] - 1)
-        seen, seeing = (tokens[first_of_pair + shift] for shift in (0, 1))
-=======
         earlier = starts[members, None] + within.minimum(pairs[members, None] - 1)
         seen, seeing = tokens[torch.stack((earlier, earlier + 1))]
->>>>>>> w-user
         queries, keys, values = (
             row.index_select(0, taken.flatten()).view(-1, 1, padded, width)
             for row, taken in zip(rows, (seeing, seen, seen), strict=True)
