@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from ds_dynmo.cli.command_line import OneLineParser, refuse
-from ds_dynmo.cli.training.resuming import find_checkpoint, read_run_metadata
+from ds_dynmo.cli.training.resuming import checkpoint_folder, find_checkpoint, read_run_metadata
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import PruningConfig, huggingface, model_layers, read_model_config
 from ds_dynmo.models.pruning.exporting import export as export_pruned
@@ -37,7 +37,7 @@ def export(checkpoint: Path, folder: Path, *, tag: str | None = None, merge: boo
         CheckpointError, ConfigError: saying what is missing or cannot be exported.
     """
     tag = find_checkpoint(checkpoint, tag)
-    model, weights = read_model_config(read_run_metadata(checkpoint, tag)), checkpoint / tag
+    model, weights = read_model_config(read_run_metadata(checkpoint, tag)), checkpoint_folder(checkpoint, tag)
     if model.huggingface is not None:
         huggingface.export(model.huggingface, weights, folder, peft=model.peft, merge=merge)
         if isinstance(model.huggingface, str):

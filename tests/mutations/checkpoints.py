@@ -112,10 +112,10 @@ MUTATIONS = [
     Mutation(
         "a damaged file is found after layers have moved",
         "ds_dynmo/engine/save/reading.py",
-        "        present = _gather(context, present_shapes)\n",
+        "        present = context.gather_layers(lambda _, module: present_shapes(module))\n",
         "        if target != context.stage.placement:\n"
         "            context.rebalancer.move_to(target, Request(Reason.CHECKPOINT), clears_pending_decision=False)\n"
-        "        present = _gather(context, present_shapes)\n",
+        "        present = context.gather_layers(lambda _, module: present_shapes(module))\n",
         f"{DAMAGE}::test_a_damaged_file_is_named_and_changes_nothing",
     ),
     Mutation(
@@ -185,7 +185,7 @@ MUTATIONS = [
     Mutation(
         "a run resumes from a checkpoint that is not whole",
         "ds_dynmo/cli/training/resuming.py",
-        "if name == latest or (_path(folder, name) / MANIFEST).is_file()}",
+        "if name == latest or (checkpoint_folder(folder, name) / MANIFEST).is_file()}",
         "}",
         "tests/local/test_train_script.py::test_a_run_that_has_saved_nothing_yet_begins_where_it_would_resume",
     ),
@@ -270,7 +270,7 @@ MUTATIONS = [
     Mutation(
         "shards of stock DeepSpeed are taken for those of one replica",
         "ds_dynmo/engine/save/importers/flat.py",
-        'return shard_size(total, int(saved.read(stage_file(saved.slice.numbers[stage]))["dp_world_size"]))',
+        'return shard_size(total, int(saved.open(stage_file(saved.slice.numbers[stage])).content["dp_world_size"]))',
         "return shard_size(total, 1)",
         f"{STOCK}::test_wrapped_checkpoints_load_in_stock_and_back -k 'stock-ours and bf16 and zero1'",
     ),

@@ -16,7 +16,15 @@ from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.files.texts import read_errors_as_config_error
 from ds_dynmo.models import ModelConfig, read_model_config
 
-__all__ = ["client_state", "find_checkpoint", "has_saved", "read_resumed", "read_run_metadata", "total_steps"]
+__all__ = [
+    "checkpoint_folder",
+    "client_state",
+    "find_checkpoint",
+    "has_saved",
+    "read_resumed",
+    "read_run_metadata",
+    "total_steps",
+]
 
 METADATA_KEY = "ds_dynmo_train"  # in the client state of each checkpoint: the metadata of the run, as JSON
 LAUNCH_FILE = "launch.json"  # beside the checkpoint that the engine writes when it stops a run for a restart
@@ -68,7 +76,7 @@ def read_run_metadata(folder: Path, tag: str) -> dict[str, Any]:
     Raises:
         ConfigError: there are none, or they lack something.
     """
-    path = _path(folder, tag) / stage_file(0)
+    path = checkpoint_folder(folder, tag) / stage_file(0)
     try:
         saved = safe_load(str(path), mapped=True, checks_values=False)
     except CheckpointError as error:
@@ -135,11 +143,11 @@ def _tags(folder: Path) -> list[str]:
     """List the checkpoints that are whole, by step. Of those of stock DeepSpeed only the latest is known to be."""
     names = {tag for entry in os.scandir(folder) if entry.is_dir() and (tag := folders.tag_of(entry.name)) is not None}
     latest = folders.read_latest(str(folder))
-    tags = {name for name in names if name == latest or (_path(folder, name) / MANIFEST).is_file()}
+    tags = {name for name in names if name == latest or (checkpoint_folder(folder, name) / MANIFEST).is_file()}
     return sorted(tags, key=lambda tag: (len(tag), tag))
 
 
-def _path(folder: Path, tag: str) -> Path:
+def checkpoint_folder(folder: Path, tag: str) -> Path:
     """Return the folder of a checkpoint."""
     return Path(folders.find(str(folder), tag) or folder / tag)
 
