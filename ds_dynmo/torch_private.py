@@ -52,6 +52,7 @@ NEEDED = (  # module, then a name within it
     "torch.distributed.distributed_c10d:_get_default_store",
     "torch.distributed.distributed_c10d:_get_default_timeout",
     "torch.distributed.distributed_c10d:PrefixStore",
+    "torch.nn:Module._apply",
     "torch.nn:Module._call_impl",
     "torch.nn:Module._compiled_call_impl",
     "torch.serialization:_save",
@@ -219,6 +220,12 @@ def set_buffers(module: nn.Module, buffers: dict[str, torch.Tensor | None], non_
     """Replace the buffers of a module."""
     module._buffers = buffers
     module._non_persistent_buffers_set = non_persistent
+
+
+def moves_by_itself(module: nn.Module) -> bool:
+    """Return whether a module's class has a method of its own for moves to a device, which may move any attribute."""
+    kind = type(module)
+    return kind.to is not nn.Module.to or kind._apply is not nn.Module._apply
 
 
 def hooks_of(parameter: torch.Tensor, method: str) -> list[Any]:

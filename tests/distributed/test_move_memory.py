@@ -95,6 +95,22 @@ def own_layers(case: Case) -> list[Any]:
     return [first, *[LayerSpec(OwnWide, index) for index in range(case.blocks)], flat, last]
 
 
+class OpaqueWide(Wide):
+    """The same layer, which cannot be pickled, and counts how many of it this rank has built."""
+
+    built = 0
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.activation = lambda hidden: hidden
+        OpaqueWide.built += 1
+
+
+def opaque_layers(case: Case) -> list[Any]:
+    first, *_, flat, last = wide_layers(case)
+    return [first, *[LayerSpec(OpaqueWide, index) for index in range(case.blocks)], flat, last]
+
+
 def wide_layers(case: Case) -> list[Any]:
     ends: list[Any] = [LayerSpec(Embedding, 1), LayerSpec(Head, 2)]
     if case.tied:
@@ -188,6 +204,20 @@ def test_the_peak_of_a_move_is_as_predicted(case: Case, moves: Sequence[Sequence
 def test_the_peak_of_a_move_is_as_predicted_where_replicas_differ() -> None:
     case = Case(blocks=9, precision="bf16 zero1", replicas=2)
     check_peaks(run(case.ranks, peaks, case, THERE_AND_BACK, own_layers))
+
+
+def opaque_peaks(case: Case, moves: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int, int, int]], int]:
+    """Return :func:`peaks`, and how many such layers this rank has built."""
+    found = peaks(case, moves, opaque_layers)
+    return found, OpaqueWide.built
+
+
+def test_a_layer_that_cannot_be_pickled_is_built_once_beside_nothing_else() -> None:
+    """Its receiver builds it before there is memory for what arrives."""
+    case, moves = Case(blocks=2), [[0, 1, 5], [0, 3, 5]]
+    ranks = run(case.ranks, opaque_peaks, case, moves)
+    check_peaks([found for found, _ in ranks])
+    assert [built for _, built in ranks] == [2 + 2, 0 + 2]  # of the first stage, and arriving
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1", "fp32 zero1"])

@@ -57,8 +57,9 @@ def send(
     place: Callable[[str], torch.Tensor | None] = unprepared,
 ) -> LayerRecord:
     arrival = ArrivingLayer(packed.header)
+    arrival.build(build, CPU)
     arrival.allocate(CPU, place)
-    arrival.load(build, CPU)
+    arrival.load(CPU)
     transmit(packed.tensors, arrival.recv_buffers)
     return arrival.materialize()
 
@@ -303,6 +304,26 @@ def test_zeroing_elements_keeps_the_step_count() -> None:
         assert all(int(part.count_nonzero()) == left for part in (parameter, held["exp_avg"], held["exp_avg_sq"]))
 
 
+class MovesMore(Unpicklable):
+    """Counts its moves to a device, by which a class may move what its lambda works with."""
+
+    moves = 0
+
+    def _apply(self, *arguments: Any, **options: Any) -> nn.Module:
+        MovesMore.moves += 1
+        return super()._apply(*arguments, **options)
+
+
+@pytest.mark.parametrize("kind", [Unpicklable, MovesMore])
+def test_a_layer_built_for_its_parts_has_no_values_and_moves_only_as_its_class_says(
+    kind: type[Layer],
+) -> None:
+    built, moves = kind(), MovesMore.moves
+    ArrivingLayer(pack(PerParameterState(None).record(kind())).header).build(lambda: built, CPU)
+    assert all(tensor.is_meta for tensor in (*built.parameters(), *built.buffers()))
+    assert MovesMore.moves - moves == (kind is MovesMore)
+
+
 # -- constant tensors, which are sent first -------------------------------------------------------------------
 
 
@@ -321,14 +342,16 @@ def travel_in_two_parts(
     state, build = PerParameterState(optimizer), type(layer)
     ahead = pack(state.record(layer), build)
     first = ArrivingLayer(ahead.header)
+    first.build(build, CPU)
     first.allocate(CPU, unprepared)
-    first.load(build, CPU)
+    first.load(CPU)
     transmit(ahead.changed_by_step, first.changed_by_step)
     change()
     rest = pack(state.record(layer), build, sent_ahead=ahead)
     arrival = ArrivingLayer(rest.header)
+    arrival.build(build, CPU)
     arrival.allocate(CPU, unprepared, first)
-    arrival.load(build, CPU)
+    arrival.load(CPU)
     transmit(rest.tensors, arrival.recv_buffers)
     return arrival.materialize(), rest
 
@@ -406,7 +429,7 @@ def test_only_values_are_left_if_a_batch_changed_nothing_else() -> None:
     packed = pack(state.record(layer), Layer)
     arrival = ArrivingLayer(packed.header)
     arrival.allocate(CPU, unprepared)
-    arrival.load(Layer, CPU)
+    arrival.load(CPU)
     transmit(packed.changed_by_step, arrival.changed_by_step)
     layer.scratch.fill_(7.0)
     layer.linear(torch.full((3,), 2.0)).sum().backward()

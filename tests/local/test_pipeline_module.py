@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
@@ -21,5 +20,5 @@ def test_a_layer_given_as_a_module_is_built_without_values_when_it_returns() -> 
     """It has only buffers, which are on "meta" since it left."""
     left = nn.BatchNorm1d(3, affine=False).to("meta")
     pipeline: Any = Pipeline(left)
-    shell = StageLayers(pipeline).build(0, torch.device("cpu"))
+    shell = StageLayers(pipeline).build(0)
     assert isinstance(shell, nn.BatchNorm1d) and shell is not left

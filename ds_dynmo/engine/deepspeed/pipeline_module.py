@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from deepspeed.pipe import DualPipeVModule, PipelineModule, TiedLayerSpec
 from torch import nn
 
@@ -175,15 +174,14 @@ class StageLayers(LayerList):
 
     # -- rebuilding -----------------------------------------------------------------------------------
 
-    def build(self, index: int, device: torch.device) -> nn.Module:
+    def build(self, index: int) -> nn.Module:
         """Build layer ``index`` afresh from its spec: a shell for a layer that cannot be pickled.
 
         Of a layer that was given as a module it is what was given: the list holds what the layer has become since.
         """
         given = self._given.get(index)
         built: nn.Module = self.spec(index).build() if given is None else copy_of_modules(given)
-        held = (*built.parameters(), *built.buffers())
-        return built.to(device) if not any(tensor.is_meta for tensor in held) else built
+        return built
 
     def remove(self, index: int) -> None:
         """Drop the module of layer ``index``, which was sent to another stage; :meth:`rebuild` follows."""

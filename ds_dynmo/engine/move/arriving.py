@@ -20,7 +20,7 @@ RecvBufferOf = Callable[[str], torch.Tensor | None]
 
 
 class ArrivingLayer:
-    """A layer that arrives: :meth:`allocate`, :meth:`load`, receive into the buffers, :meth:`materialize`.
+    """A layer that arrives: :meth:`bind`, :meth:`build`, :meth:`allocate`, :meth:`load`, receive, :meth:`materialize`.
 
     Attributes:
         changed_by_step, changed_any_time: receive buffers of the tensors of :class:`PackedLayer` with these names.
@@ -29,6 +29,7 @@ class ArrivingLayer:
     def __init__(self, header: bytes) -> None:
         self._shell, self._metas, self._references = pickle.loads(header)
         self._counterparts: dict[int, Any] = {}
+        self._built: nn.Module | None = None
         self._layer: LayerRecord | None = None
         self._makers: list[Callable[[], torch.Tensor]] = []
         self._data: dict[int, torch.Tensor] = {}
@@ -48,6 +49,14 @@ class ArrivingLayer:
             LookupError: a counterpart is missing or differs.
         """
         self._counterparts = {n: references.resolve(reference, device) for n, reference in enumerate(self._references)}
+
+    def build(self, build: Build, device: torch.device) -> None:
+        """Build a layer that cannot be pickled from its spec, before memory for what arrives is taken.
+
+        Raises:
+            Exception: any error of a user's constructor, or a :class:`TypeError`: it lacks modules.
+        """
+        self._built = self._shell.build(build, device)
 
     def allocate(self, device: torch.device, buffer_of: RecvBufferOf, sent_ahead: ArrivingLayer | None = None) -> None:
         """Allocate the receive buffers.
@@ -109,18 +118,18 @@ class ArrivingLayer:
         base = self._data[meta.base]
         return base.as_strided(meta.shape, meta.strides, base.storage_offset() + meta.offset)
 
-    def load(self, build: Build, device: torch.device, complete: Complete = lambda module: None) -> None:
+    def load(self, device: torch.device, complete: Complete = lambda module: None) -> None:
         """Build the layer around its buffers, which are not filled yet. No other layer changes.
 
         Args:
-            build: builds a layer that cannot be pickled from its spec.
             complete: the user's callbacks for a layer that arrives.
 
         Raises:
             Exception: any error of a user's object, or a :class:`TypeError`: the layer is not what was sent.
         """
         tensors = [make() for make in self._makers]
-        layer = self._shell.load(tensors, self._counterparts, build, device)
+        layer = self._shell.load(tensors, self._counterparts, self._built, device)
+        self._built = None
         complete(layer.module)
         self._shell.check(layer, tensors, self._counterparts)
         self._layer = layer

@@ -17,6 +17,7 @@ from torch import nn
 from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
 from ds_dynmo.engine.move.description import can_be_sent, why_it_stays
 from ds_dynmo.engine.move.object_graph import MODULE_MACHINERY
+from ds_dynmo.engine.move.pickling import stand_in
 from ds_dynmo.torch_private import (
     TABLES_OF_MODULES,
     buffers_of,
@@ -112,6 +113,15 @@ def dismantle(
             for name, child in children_of(module).items()
         },
     )
+
+
+def free_values(built: nn.Module) -> None:
+    """Free the memory of a module's plain tensors, in whose place others come."""
+    for part in built.modules():
+        for held in (parameters_of(part), buffers_of(part)):
+            for name, tensor in held.items():
+                if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_quantized:  # type: ignore[union-attr]
+                    held[name] = stand_in(tensor)  # type: ignore[arg-type, assignment]
 
 
 def assemble(built: nn.Module, dismantled: Dismantled, device: torch.device) -> nn.Module:

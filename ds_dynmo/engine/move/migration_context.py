@@ -92,20 +92,25 @@ class MigrationContext:
     # -- packing --------------------------------------------------------------------------------------
 
     def pack(
-        self, modules: Mapping[int, nn.Module], sent_ahead: Mapping[int, PackedLayer] = MappingProxyType({})
+        self,
+        modules: Mapping[int, nn.Module],
+        sent_ahead: Mapping[int, PackedLayer] = MappingProxyType({}),
+        *,
+        rehearsed: bool = False,
     ) -> dict[int, PackedLayer]:
         """Pack layers of this stage.
 
         Args:
             modules: by number.
             sent_ahead: layers as they were packed when their constant tensors were sent.
+            rehearsed: whether no rank receives them, so that this one builds what receivers would.
         """
         completed = bool(self.on_arrival)
         with self.references.walked_once():
             return {
                 index: pack(
                     self.state.record(module),
-                    partial(self.layers.build, index, self.device),
+                    partial(self.layers.build, index) if rehearsed else None,
                     self.references,
                     sent_ahead.get(index),
                     completed=completed,
@@ -113,8 +118,8 @@ class MigrationContext:
                 for index, module in modules.items()
             }
 
-    def pack_leaving(self, plan: MigrationPlan) -> dict[int, PackedLayer]:
-        """Pack the layers that leave this stage.
+    def pack_leaving(self, plan: MigrationPlan, *, rehearsed: bool = False) -> dict[int, PackedLayer]:
+        """Pack the layers that leave this stage; ``rehearsed``: see :meth:`pack`.
 
         Raises:
             TypeError: a layer refers to an object that cannot travel, or something that stays uses a part of it.
@@ -124,7 +129,7 @@ class MigrationContext:
         }
         modules = {index: module for index, module in leaving.items() if module is not None}
         sent = {move.layer for move in self.sent(plan)}
-        packed = self.pack({index: module for index, module in modules.items() if index in sent})
+        packed = self.pack({i: module for i, module in modules.items() if i in sent}, rehearsed=rehearsed)
         staying = set(map(id, self.staying(plan).values()))
         self.references.left_behind.check([m for m in modules.values() if id(m) not in staying], self._readers(plan))
         return packed
@@ -178,7 +183,8 @@ class MigrationContext:
             sent_ahead: layers with the constant tensors that arrived before.
         """
         for index, arrival in arrivals.items():
-            arrival.bind(self.references, self.device)
+            self.build(index, arrival)
+        for index, arrival in arrivals.items():
             layer = self.layers.first_use(index)
 
             def buffer_of(name: str, layer: int = layer) -> torch.Tensor | None:
@@ -187,6 +193,11 @@ class MigrationContext:
             arrival.allocate(self.device, buffer_of, (sent_ahead or {}).get(index))
             self.load(index, arrival)
 
+    def build(self, index: int, arrival: ArrivingLayer) -> None:
+        """Find the references of an arriving layer, and build it from its spec if it cannot be pickled."""
+        arrival.bind(self.references, self.device)
+        arrival.build(partial(self.layers.build, index), self.device)
+
     def load(self, index: int, arrival: ArrivingLayer) -> None:
         """Build a layer around its receive buffers, and let the user's callbacks complete it."""
 
@@ -194,7 +205,7 @@ class MigrationContext:
             for callback in self.on_arrival:
                 callback(index, module)
 
-        arrival.load(partial(self.layers.build, index, self.device), self.device, complete)
+        arrival.load(self.device, complete)
 
     def prepare_ties(self, plan: MigrationPlan) -> None:
         """Make the process groups by which layers will be tied, before a byte moves. Collective."""

@@ -149,9 +149,9 @@ class Migrator:
 
         def pack_all() -> None:
             context.check()
-            context.pack_leaving(plan)
+            context.pack_leaving(plan, rehearsed=True)
             if copies:
-                context.pack(context.layers.modules())
+                context.pack(context.layers.modules(), rehearsed=True)
 
         context.comm.everywhere(_GETTING_READY, pack_all)
 

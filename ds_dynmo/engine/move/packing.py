@@ -192,7 +192,7 @@ def _is_as(gradient: torch.Tensor, parameter: nn.Parameter, dtype: torch.dtype) 
 
 def pack(
     layer: LayerRecord,
-    build: Build,
+    build: Build | None = None,
     references: References | None = None,
     sent_ahead: PackedLayer | None = None,
     *,
@@ -201,7 +201,7 @@ def pack(
     """Pack ``layer`` into a header and tensors, which are views of the layer's memory where possible.
 
     Args:
-        build: builds the layer from its spec, as the receiver does if the module cannot be pickled.
+        build: as for :meth:`Shell.of`.
         references: of layers to objects that they do not own; None: the layer owns all of its objects.
         sent_ahead: the layer as it was packed when its constant tensors were sent; changed ones are sent again.
         completed: whether a user's callback completes the layer on arrival.

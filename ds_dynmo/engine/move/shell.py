@@ -22,11 +22,11 @@ from ds_dynmo.engine.move.description import (
     known_texts,
     path_text,
 )
-from ds_dynmo.engine.move.dismantling import HOOKS, assemble, dismantle, modules_to_dismantle
+from ds_dynmo.engine.move.dismantling import HOOKS, assemble, dismantle, free_values, modules_to_dismantle
 from ds_dynmo.engine.move.pickling import dump, load, random_state_kept, stand_in
 from ds_dynmo.engine.move.references import Outside
 from ds_dynmo.engine.state.layer_record import LayerRecord
-from ds_dynmo.torch_private import number_hooks_after
+from ds_dynmo.torch_private import moves_by_itself, number_hooks_after
 
 Build = Callable[[], nn.Module]
 _REMEDY = (
@@ -54,12 +54,13 @@ class Shell:
 
     @classmethod
     def of(
-        cls, layer: LayerRecord, build: Build, outside: Outside, completed: bool
+        cls, layer: LayerRecord, build: Build | None, outside: Outside, completed: bool
     ) -> tuple[Shell, list[torch.Tensor]]:
         """Pickle ``layer``, and return its tensors too.
 
         Args:
-            build: builds the layer from its spec, as the receiver does if the module cannot be pickled.
+            build: builds the layer from its spec, as the receiver does if the module cannot be pickled, to compare what
+                arrives with the layer; None: only the receiver compares.
             outside: references of the layer to objects that it does not own.
             completed: whether a user's callback completes the layer on arrival.
 
@@ -69,25 +70,17 @@ class Shell:
         whole = None if outside.rank_attributes else _pickled_whole(layer, outside, completed)
         return whole or _pickled_in_parts(layer, build, outside, completed)
 
-    def load(
-        self, tensors: Sequence[torch.Tensor], references: Mapping[int, Any], build: Build, device: torch.device
-    ) -> LayerRecord:
-        """Load the layer with these tensors and references.
+    def build(self, build: Build, device: torch.device) -> nn.Module | None:
+        """Build the module that the parts are put into, without values of its tensors; None: the layer comes whole.
+
+        The spec builds it where the user's code does, usually in host memory. Only a class that says itself what moving
+        to a device means is moved: an attribute that stays behind may hold tensors.
 
         Raises:
             TypeError: the layer from ``build`` lacks modules.
         """
-        layer: LayerRecord = (
-            self._load_in_parts(tensors, references, build, device)
-            if self.dismantled_paths
-            else load(self.data, tensors, references)
-        )
-        _number_later_hooks_after(layer.module)
-        return layer
-
-    def _load_in_parts(
-        self, tensors: Sequence[torch.Tensor], references: Mapping[int, Any], build: Build, device: torch.device
-    ) -> LayerRecord:
+        if not self.dismantled_paths:
+            return None
         with random_state_kept():
             built = build()
             modules = dict(built.named_modules(remove_duplicate=False))
@@ -95,8 +88,36 @@ class Shell:
                 raise TypeError(
                     f"{kind_of(built)} has submodules {missing} that cannot be pickled and that its spec does not build"
                 )
-            numbered = {len(self.dismantled_paths) + number: held for number, held in references.items()}
-            numbered.update((number, modules[path]) for number, path in enumerate(self.dismantled_paths))
+            held = (*built.parameters(), *built.buffers())
+            moves = any(moves_by_itself(modules[path]) for path in self.dismantled_paths)
+            if moves and not any(tensor.is_meta for tensor in held):
+                built = built.to(device)
+        free_values(built)
+        return built
+
+    def load(
+        self,
+        tensors: Sequence[torch.Tensor],
+        references: Mapping[int, Any],
+        built: nn.Module | None,
+        device: torch.device,
+    ) -> LayerRecord:
+        """Load the layer with these tensors and references, and with what :meth:`build` has built."""
+        layer: LayerRecord = (
+            load(self.data, tensors, references)
+            if built is None
+            else self._load_in_parts(tensors, references, built, device)
+        )
+        _number_later_hooks_after(layer.module)
+        return layer
+
+    def _load_in_parts(
+        self, tensors: Sequence[torch.Tensor], references: Mapping[int, Any], built: nn.Module, device: torch.device
+    ) -> LayerRecord:
+        modules = dict(built.named_modules(remove_duplicate=False))
+        numbered = {len(self.dismantled_paths) + number: held for number, held in references.items()}
+        numbered.update((number, modules[path]) for number, path in enumerate(self.dismantled_paths))
+        with random_state_kept():
             layer: LayerRecord = load(self.data, tensors, numbered)
             layer.module = assemble(built, layer.module, device)
         return layer
@@ -145,7 +166,7 @@ def _pickled_whole(layer: LayerRecord, outside: Outside, completed: bool) -> tup
 
 
 def _pickled_in_parts(
-    layer: LayerRecord, build: Build, outside: Outside, completed: bool
+    layer: LayerRecord, build: Build | None, outside: Outside, completed: bool
 ) -> tuple[Shell, list[torch.Tensor]]:
     """Pickle the parts of a layer that can be sent, for a layer that the receiver builds."""
     module, of_rank = layer.module, outside.rank_attributes
@@ -159,10 +180,10 @@ def _pickled_in_parts(
     paths = {path: of_rank[id(part)] for path, part in module.named_modules() if id(part) in of_rank}
     description = describe(_roots(layer), known_texts(dumped.tensors, referred), of_rank)
     shell = Shell(dumped.data, tuple(apart), paths, reasons, description)
-    if not completed:
+    if build is not None and not completed:
         tensors = [stand_in(tensor) for tensor in dumped.tensors]
         device = next((record.parameter.device for record in layer.parameters.values()), torch.device("cpu"))
-        shell.check(shell.load(tensors, referred, build, device), tensors, referred)
+        shell.check(shell.load(tensors, referred, shell.build(build, device), device), tensors, referred)
     return shell, dumped.tensors
 
 

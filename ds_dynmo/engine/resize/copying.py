@@ -40,7 +40,7 @@ def copy_stage(context: MigrationContext, placement: Placement, num_replicas: in
             )
             continue
         arrival = ArrivingLayer(header)
-        arrival.bind(context.references, context.device)
+        context.build(index, arrival)
         arrival.allocate(context.device, lambda position: None)
         context.load(index, arrival)
         context.comm.p2p.exchange([], [(source, flat) for flat in arrival.recv_buffers])
