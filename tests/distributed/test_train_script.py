@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import string
 import threading
 from pathlib import Path
 from typing import Any
@@ -302,7 +303,8 @@ def printed_by_the_command(arguments: list[str]) -> tuple[int, str]:
 
 def test_the_whole_command(tmp_path: Path) -> None:
     """It reports, traces and prints what it did."""
-    (tmp_path / "text").write_bytes(random.Random(0).randbytes(512))  # some 40 sequences for training
+    letters = random.Random(0).choices(string.printable, k=512)
+    (tmp_path / "text").write_text("".join(letters), newline="")  # some 40 sequences for training
     settings = json.loads((ROOT / "ds_configs" / "freezing.json").read_text())
     settings["model"] = {**SIZES, "sampling": "epochs", "case": {"kind": "freezing", "schedule": [[0.25, 2]]}}
     settings["dynmo"] = {"interval": 3, "min_improvement": 0.0, "profile": {"batches": 1}}
