@@ -129,13 +129,13 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @property
     def reports(self) -> list[RebalanceReport]:
-        """Every decision so far, including those that moved nothing."""
-        return [] if self.dynmo is None else self._components.reporter.rebalances
+        """The latest decisions, 1,000 at most, including those that moved nothing. ``dynmo.report`` has all."""
+        return [] if self.dynmo is None else [*self._components.reporter.rebalances]
 
     @property
     def measurements(self) -> list[MeasuredReport]:
-        """The measurements of the first profile of a run, and of the first after each move."""
-        return [] if self.dynmo is None else self._components.reporter.measurements
+        """The measurements of the first profile of a run, and of the first after each move: the latest 1,000."""
+        return [] if self.dynmo is None else [*self._components.reporter.measurements]
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Append a record to ``dynmo.report`` on rank 0, as a line of JSON; do nothing without a report.
@@ -224,8 +224,8 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @property
     def repacks(self) -> list[RepackReport]:
-        """Every re-packing so far, including those by hand that found nothing better."""
-        return [] if self.dynmo is None else self._components.reporter.repacks
+        """The latest re-packings, 1,000 at most, including those by hand that found nothing better."""
+        return [] if self.dynmo is None else [*self._components.reporter.repacks]
 
     @property
     def micro_batches_taken(self) -> int:

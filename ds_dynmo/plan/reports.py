@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from ds_dynmo.placement import Placement
 
 __all__ = ["MeasuredReport", "PrintsPartitions", "RebalanceReport", "RepackReport", "SaveReport"]
+=======
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from ds_dynmo.placement import Placement
+
+__all__ = ["MeasuredReport", "RebalanceReport", "RepackReport", "SaveReport", "reports_after"]
+
+Report = TypeVar("Report")
+
+
+def reports_after(last: Report | None, latest: Sequence[Report]) -> list[Report]:
+    """Return the reports in ``latest`` that came after ``last``: all of them if it is None or no longer kept.
+
+    >>> first, second, third = [1], [2], [3]
+    >>> reports_after(first, [first, second, third]), reports_after(first, [second, third])
+    ([[2], [3]], [[2], [3]])
+    """
+    new: list[Report] = []
+    for report in reversed(latest):
+        if report is last:
+            break
+        new.append(report)
+    return new[::-1]
+>>>>>>> w-run
 
 
 class PrintsPartitions:

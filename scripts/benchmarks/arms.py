@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
 
 from benchmarks.rows import Costs, Slice
+from ds_dynmo.plan import RebalanceReport, reports_after
 from ds_dynmo.simulation.runs import ARMS, BALANCERS, DYNAMIC
 from ds_dynmo.simulation.statics import STATICS, Statics
 
@@ -35,7 +36,7 @@ class Arm:
     engine: Any
     schedule: str | None = None
     rounds: list[list[Slice]] = field(default_factory=list)
-    _reports_seen: int = 0
+    _last_report: RebalanceReport | None = None
 
     @property
     def dynamic(self) -> bool:
@@ -47,8 +48,8 @@ class Arm:
         Gathering a profile begins with a wait for the other ranks' batch, so its seconds are those of the rank that
         waits least.
         """
-        reports = self.engine.reports[self._reports_seen :]
-        self._reports_seen += len(reports)
+        reports = reports_after(self._last_report, self.engine.reports)
+        self._last_report = reports[-1] if reports else self._last_report
         parts = [(-one.profile_seconds, one.decide_seconds, one.migrate_seconds) for one in reports]
         profile, decide, migrate = most_over_ranks([sum(column) for column in zip((0.0, 0.0, 0.0), *parts)])
         return -profile, decide, migrate

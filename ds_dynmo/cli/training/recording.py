@@ -13,6 +13,7 @@ from ds_dynmo.cli.hardware import hardware
 from ds_dynmo.cli.training.options import TrainingRun
 from ds_dynmo.engine.decide.report_files import WarnsOnce
 from ds_dynmo.files import append_line
+from ds_dynmo.plan import RebalanceReport, reports_after
 from ds_dynmo.simulation.recorded import BACKWARD, FORWARD, KIND, TRAINABLE
 
 
@@ -26,7 +27,7 @@ class Recording:
     def __init__(self, run: TrainingRun, engine: Any, path: Path | None) -> None:
         self._engine, self._path = engine, path
         self._known: dict[str, Any] = {}
-        self._reports_seen = 0
+        self._last_report: RebalanceReport | None = None
         if path is None:
             return
         with suppress(OSError):  # the header will warn
@@ -73,8 +74,9 @@ class Recording:
 
     def _change(self) -> dict[str, str]:
         """Say what the model announced before this batch."""
-        reports = self._engine.reports[self._reports_seen :]
-        self._reports_seen += len(reports)
+        reports = reports_after(self._last_report, self._engine.reports)
+        if reports:
+            self._last_report = reports[-1]
         reasons = [report.reason for report in reports if report.model_changed]
         return {"changed": reasons[-1]} if reasons else {}
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ds_dynmo.cli.command_line import table_lines
 from ds_dynmo.cli.training.options import TrainingRun
 from ds_dynmo.engine.decide.report_files import record_writer
+from ds_dynmo.engine.decide.reporter import KEPT_REPORTS
 from ds_dynmo.errors import counted
 from ds_dynmo.files import append_line
-from ds_dynmo.plan import Profile, RebalanceReport
+from ds_dynmo.plan import Profile, RebalanceReport, reports_after
 
 WriteRecord = Callable[[dict[str, Any]], None]
 
@@ -31,6 +34,7 @@ class History:
         auxiliary_losses: losses that training added to them, or 0.
         ranks: ranks at work in each step.
         stopped: the signal that ended the run early; 0: none.
+        decisions: the latest reports, each with the profile of its decision.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -39,14 +43,17 @@ class History:
     ranks: list[int] = field(default_factory=list)
     validation_losses: list[tuple[int, float]] = field(default_factory=list)
     stopped: int = 0
-    profiles: list[Profile | None] = field(default_factory=list)  # for each report, the profile of its decision
+    decisions: deque[tuple[RebalanceReport, Profile | None]] = field(
+        default_factory=partial(deque, maxlen=KEPT_REPORTS)
+    )
 
     def decisions_seen(self, engine: Any) -> None:
-        """Record the profile behind every new report."""
-        for report in engine.reports[len(self.profiles) :]:
+        """Record every new report with the profile behind it."""
+        last = self.decisions[-1][0] if self.decisions else None
+        for report in reports_after(last, engine.reports):
             profile = engine.profile
             known = profile is not None and profile.partition == report.old_partition
-            self.profiles.append(profile if known else None)
+            self.decisions.append((report, profile if known else None))
 
 
 class ProgressLines:
@@ -75,13 +82,14 @@ def tokens_per_step(run: TrainingRun, engine: Any) -> int:
 
 
 def closing_table(run: TrainingRun, engine: Any, history: History) -> list[str]:
-    """Make one line per decision: what it changed, and measurements before and after."""
-    if not engine.reports:
+    """Make one line per decision that is kept: what it changed, and measurements before and after."""
+    if not history.decisions:
         return []
     tokens = tokens_per_step(run, engine)
     rows = []
-    for report, profile in zip(engine.reports, history.profiles):
-        measured = [m for m in engine.measurements if report.moved and m.rebalance_step == report.step]
+    measurements = engine.measurements
+    for report, profile in history.decisions:
+        measured = [m for m in measurements if report.moved and m.rebalance_step == report.step]
         before = batch_numbers(report, profile, tokens)
         after = ("-", "-", "-")
         if measured:

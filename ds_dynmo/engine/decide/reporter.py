@@ -1,8 +1,9 @@
-"""The reports of an engine: kept, logged, written as JSON lines, and sent to DeepSpeed's monitors."""
+"""The reports of an engine: the latest are kept, all are logged, written as JSON lines, and sent to monitors."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,19 @@ from ds_dynmo.engine.deepspeed.logs import logger_named
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport, RepackReport, SaveReport
 
+KEPT_REPORTS = 1000  # of each kind, in a few megabytes per rank
 # DeepSpeed's logger starts at WARNING, which would hide the one line per rebalance.
 logger = logger_named("DynMo")
 
 
 class Reporter:
-    """Keeps every report. Rank 0 logs, writes and monitors them as the configuration says.
+    """Keeps the latest reports of each kind. Rank 0 logs, writes and monitors them as the configuration says.
 
     Construction is collective. If rank 0 cannot write later, it warns once, and training continues.
 
     Attributes:
         speaks: whether this rank logs, writes and monitors: it is rank 0.
-        rebalances, repacks, measurements: every report so far.
+        rebalances, repacks, measurements: the latest reports, :data:`KEPT_REPORTS` at most.
         write: appends a record to the report, or warns once that it cannot; does nothing without a report.
 
     Args:
@@ -39,9 +41,9 @@ class Reporter:
     def __init__(self, config: DynMoConfig, comm: Communicator, *, is_first_rank: bool, monitor: Any) -> None:
         check_writable(config.report, "dynmo.report", comm, writes=is_first_rank)
         self.speaks = is_first_rank
-        self.rebalances: list[RebalanceReport] = []
-        self.repacks: list[RepackReport] = []
-        self.measurements: list[MeasuredReport] = []
+        self.rebalances: deque[RebalanceReport] = deque(maxlen=KEPT_REPORTS)
+        self.repacks: deque[RepackReport] = deque(maxlen=KEPT_REPORTS)
+        self.measurements: deque[MeasuredReport] = deque(maxlen=KEPT_REPORTS)
         self._profiled_step: int | None = None
         self._log = config.log and is_first_rank
         writes = config.report is not None and is_first_rank
