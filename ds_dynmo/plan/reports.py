@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
-
-from ds_dynmo.placement import Placement
-
-__all__ = ["MeasuredReport", "PrintsPartitions", "RebalanceReport", "RepackReport", "SaveReport"]
-=======
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 from ds_dynmo.placement import Placement
 
-__all__ = ["MeasuredReport", "RebalanceReport", "RepackReport", "SaveReport", "reports_after"]
+__all__ = ["MeasuredReport", "PrintsPartitions", "RebalanceReport", "RepackReport", "SaveReport", "reports_after"]
 
 Report = TypeVar("Report")
 
@@ -34,7 +26,6 @@ def reports_after(last: Report | None, latest: Sequence[Report]) -> list[Report]
             break
         new.append(report)
     return new[::-1]
->>>>>>> w-run
 
 
 class PrintsPartitions:
