@@ -103,6 +103,16 @@ def test_another_layers_weight_is_refused_in_layers_given_as_modules() -> None:
         packed(layers[0], names_of(layers, list(layers)))
 
 
+@pytest.mark.parametrize("peek", [lambda layer: [layer], lambda layer: layer.forward, lambda layer: {1: layer.weight}])
+def test_parts_of_a_layer_on_another_stage_are_refused(peek: Any) -> None:
+    other = Layer()
+    layers = [Layer(held=peek(other)), other]
+    pipeline: Any = Pipeline(list(layers))
+    names = References(pipeline, lambda: {0: layers[0]}, lambda value: [value])
+    with pytest.raises(TypeError, match=r"held.* is (weight of )?layer 1: a layer does not take another's weights"):
+        packed(layers[0], names)
+
+
 def test_shared_objects_that_hold_named_ones_are_refused_too() -> None:
     grid, settings = Thing(lock=threading.Lock()), Thing()
     shared = Thing(grid=grid, settings=settings)

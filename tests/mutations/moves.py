@@ -428,8 +428,8 @@ MUTATIONS = [
     Mutation(
         "a layer takes a copy of another layer's weight along",
         "ds_dynmo/engine/move/references.py",
-        "                if name is not None:\n                    raise TypeError(\n",
-        "                if False:\n                    raise TypeError(\n",
+        "                if name is not None:\n                    raise TypeError(_OF_ANOTHER",
+        "                if False:\n                    raise TypeError(_OF_ANOTHER",
         "tests/distributed/test_refused_references.py::test_references_that_would_become_copies_are_refused_by_name",
     ),
     Mutation(

@@ -10,6 +10,7 @@ An object that was shared when the model was built has the same path on every ra
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,6 +66,13 @@ class Names:
         # Both keep the objects alive, so that their ids are not reused.
         self._in_several = {key: part for key, (part, layers) in users.items() if len(layers) > 1}
         self._names = self._find_names({key: min(layers) for key, (_, layers) in users.items() if len(layers) == 1})
+        self._given = {  # weak, as these have memory, which another rank may hold instead
+            id(held): (weakref.ref(held), f"{name} of layer {layer}" if name else f"layer {layer}")
+            for layer, spec in enumerate(layer_specs(pipeline))
+            if isinstance(spec, nn.Module)
+            for name, held in (*spec.named_modules(), *spec.named_parameters())
+            if id(held) not in self._in_several
+        }
 
     def of(self, value: Any) -> ObjectName | None:
         """Return the name of ``value`` in the layer list or the ``PipelineModule``; None if it has none."""
@@ -74,6 +82,11 @@ class Names:
     def is_shared(self, value: Any) -> bool:
         """Return whether ``value`` has a name, and so belongs to the rank rather than to a layer."""
         return id(value) in self._names
+
+    def given_part(self, value: Any) -> str | None:
+        """Say which part ``value`` was of a layer that was given as a module, on whichever stage; None: of none."""
+        entry = self._given.get(id(value))
+        return entry[1] if entry is not None and entry[0]() is value else None
 
     def is_of_one_layer(self, part: nn.Module) -> bool:
         """Return whether ``part``, which is registered in a layer, is registered in no other layer."""

@@ -31,6 +31,10 @@ from ds_dynmo.engine.move.object_graph import Path, Step, children, is_immutable
 from ds_dynmo.engine.move.pickling import pickles_with
 from ds_dynmo.torch_private import buffers_of, children_of, parameters_of
 
+_OF_ANOTHER = (
+    "{} is {}: a layer does not take another's weights along; refer to the layer by an argument of the LayerSpecs, or "
+    "tie the two (TiedLayerSpec)"
+)
 RANK_ATTRIBUTES = "rank_attributes"  # of a module's class: names of its attributes that belong to the rank
 
 
@@ -150,6 +154,8 @@ class References:
                 if isinstance(value, torch.Tensor):
                     _check_has_values(path, value)
                 continue
+            if (part := self._names.given_part(value)) is not None:
+                raise TypeError(_OF_ANOTHER.format(path_text(path), part))
             name = self._names.of(value)
             if name is None and not is_immutable(value):
                 name = walks.variables.of(value)
@@ -180,15 +186,9 @@ class References:
                 whole = TensorsByMemory((*other.parameters(), *other.buffers())).find(value)
                 name = theirs.get(id(value), theirs.get(id(whole)))
                 if name is not None:
-                    raise TypeError(
-                        f"{path_text(path)} is {name} of layer {number}: a layer does not take another's weights "
-                        "along; refer to the layer by an argument of the LayerSpecs, or tie the two (TiedLayerSpec)"
-                    )
+                    raise TypeError(_OF_ANOTHER.format(path_text(path), f"{name} of layer {number}"))
             elif any(value is part for part in other.modules()) and self._names.is_of_one_layer(value):
-                raise TypeError(
-                    f"{path_text(path)} is a part of layer {number}: a layer does not take another's parts along, and "
-                    "it may be on another stage; tie the two (TiedLayerSpec)"
-                )
+                raise TypeError(_OF_ANOTHER.format(path_text(path), f"a part of layer {number}"))
 
     def _check_nameless(
         self,
