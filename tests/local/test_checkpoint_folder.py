@@ -110,6 +110,7 @@ def test_nothing_is_left_of_a_save_that_was_killed_at_any_step(tmp_path: Path, t
         assert {name: content_of(save_dir, name) for name in found} == found, step
         there = {"one", "latest", *(["three"] if next_call == "save" else []), *([tag] if found[tag] else [])}
         assert {*os.listdir(save_dir)} - {".latest.writing"} == there, step  # a line, which the next save replaces
+        assert not [name for name in there - {"latest"} if {*os.listdir(save_dir / name)} != {"content", "dynmo"}], step
         step += 1
     assert step > 15
 
@@ -147,24 +148,34 @@ def test_a_folder_with_one_fresh_file_is_in_use(tmp_path: Path) -> None:
     assert path.is_dir()
 
 
+def without_locks(*_: Any) -> None:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
 @pytest.mark.parametrize("age_seconds", [0, folders.ABANDONED_SECONDS + 60])
 @pytest.mark.parametrize("lacks", ["locks", "the machine"])
 def test_a_save_whose_lock_is_not_seen_is_in_use_for_an_hour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str, age_seconds: float
 ) -> None:
     """It is on a file system without locks, or of another machine."""
-
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
     with monkeypatch.context() as patch:
         if lacks == "locks":
-            patch.setattr(fcntl, "flock", refuse)
+            patch.setattr(fcntl, "flock", without_locks)
         else:
             patch.setattr(socket, "gethostname", lambda: "another")
         in_a_process(lambda: begun(tmp_path, "one", age_seconds))
     folders.tidy(str(tmp_path))
     assert os.listdir(tmp_path) == ([".one.writing"] if age_seconds == 0 else [])
+
+
+def test_a_file_system_without_locks_takes_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    for content in ("old", "new"):
+        save(tmp_path, "one", content)
+        assert content_of(tmp_path, "one") == content
+    folder = written(CheckpointFolder(str(tmp_path), "two"), "new")
+    folder.discard()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "one"]
 
 
 def test_a_save_goes_on_whatever_another_job_does_between_its_steps(

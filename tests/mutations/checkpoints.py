@@ -54,8 +54,8 @@ MUTATIONS = [
     Mutation(
         "a load takes away what a save of another machine is writing",
         "ds_dynmo/engine/save/folder.py",
-        "            if os.read(descriptor, 100) == _machine():\n",
-        "            if os.read(descriptor, 100) != _machine():\n",
+        "            if os.read(descriptor, 1000) == _machine():\n",
+        "            if os.read(descriptor, 1000) != _machine():\n",
         f"{FOLDER}::test_a_save_whose_lock_is_not_seen_is_in_use_for_an_hour",
     ),
     Mutation(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import math
 import os
 import shutil
@@ -69,8 +67,9 @@ class CheckpointFolder:
         if os.path.lexists(self._path):
             os.rename(self._path, self._removed)
         os.rename(self.temporary, self._path)
+        self._unlock()  # first, as a network file system keeps a file that is open
+        _remove(os.path.join(self._path, _WRITER))
         sync(self._save_dir)
-        self._unlock()
         if save_latest:
             write_latest(self._save_dir, self._tag)
         _remove(self._removed)
@@ -85,7 +84,8 @@ class CheckpointFolder:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process that was forked meanwhile would keep it
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process that was forked meanwhile would keep it
             os.close(self._lock)
             self._lock = None
 
@@ -116,11 +116,13 @@ def tidy(save_dir: str) -> None:
     """
     for name in os.listdir(save_dir) if os.path.isdir(save_dir) else ():
         with suppress(OSError):  # another job does it as well, or this one may only read
-            if name.endswith(_REMOVED):
+            if not name.startswith("."):
+                _remove(os.path.join(save_dir, name, _WRITER))
+            elif name.endswith(_REMOVED):
                 _, temporary, removed = _paths(save_dir, name[1:].removesuffix(_REMOVED))
                 if not os.path.isdir(temporary):
                     _remove(removed)
-            if name.endswith(_WRITING) and _is_abandoned(os.path.join(save_dir, name)):
+            elif name.endswith(_WRITING) and _is_abandoned(os.path.join(save_dir, name)):
                 _clear(save_dir, name[1:].removesuffix(_WRITING))
 
 
@@ -165,6 +167,7 @@ def _clear(save_dir: str, tag: str) -> None:
     path, temporary, removed = _paths(save_dir, tag)
     if find(save_dir, tag) == temporary:
         os.rename(temporary, path)
+        _remove(os.path.join(path, _WRITER))
         sync(save_dir)
     elif os.path.isdir(temporary):
         _remove(removed)
@@ -176,7 +179,8 @@ def _remove(path: str) -> None:
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)  # another job may be removing it as well
     elif os.path.lexists(path):
-        os.unlink(path)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 # -- whether a save is running ------------------------------------------------------------------------
@@ -192,9 +196,8 @@ def _lock(path: str) -> int:
 
 
 def _machine() -> bytes:
-    """Return a name of this machine until it boots again, as JSON."""
-    text = socket.gethostname() + Path("/proc/sys/kernel/random/boot_id").read_text()
-    return json.dumps(hashlib.sha256(text.encode()).hexdigest()[:16]).encode()
+    """Return a name of this machine until it boots again."""
+    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}".encode()
 
 
 def _is_abandoned(path: str) -> bool:
@@ -209,7 +212,7 @@ def _is_abandoned(path: str) -> bool:
     with suppress(OSError):
         descriptor = os.open(os.path.join(path, _WRITER), os.O_RDWR)
         try:
-            if os.read(descriptor, 100) == _machine():
+            if os.read(descriptor, 1000) == _machine():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
         finally:
