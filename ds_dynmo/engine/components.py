@@ -22,7 +22,7 @@ from ds_dynmo.engine.resize.job_ranks import JobRanks
 from ds_dynmo.engine.resize.repacker import Repacker
 from ds_dynmo.engine.run.executor import Executor
 from ds_dynmo.engine.run.random_streams import LayerStreams
-from ds_dynmo.engine.run.rng_trackers import TrackedStates
+from ds_dynmo.engine.run.rng_trackers import SharedGenerators, TrackedStates
 from ds_dynmo.engine.run.trainable import TrainableLayers
 from ds_dynmo.engine.save.checkpointer import Checkpointer
 from ds_dynmo.engine.save.progress import EngineProgress
@@ -91,6 +91,7 @@ def build_components(engine: Any, config: DynMoConfig) -> Components:
     )
     tracer = _tracer(stage, clock, reporter, ranks)
     states = TrackedStates(stage.comm.gather_over_slices)
+    states.add("the program", SharedGenerators(references.shared_generators))
     streams = _random_streams(engine, config, states)
     executor = Executor(
         engine, stage, trainable, profiler, tracer, streams, first_micro_batch=lambda: data.first_of_batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -51,20 +51,40 @@ class DropoutBlock(Block):
         return F.dropout(super().forward(hidden), 0.2, self.training)
 
 
-class Drawing(nn.Module):
-    """Uses every global generator on the CPU, also in evaluation."""
+OF_TORCH = torch.Generator()
+OF_NUMPY = {"generator": numpy.random.default_rng()}
 
-    def __init__(self) -> None:
+
+class Drawing(nn.Module):
+    """Uses every global generator on the CPU, and generators that layers share, also in evaluation.
+
+    Args:
+        given: to all layers.
+    """
+
+    of_class = random.Random()
+
+    def __init__(self, given: numpy.random.RandomState) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.given = given
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        factor = 1 + 0.2 * (random.random() + numpy.random.random_sample() + torch.rand(()).item())
-        return hidden * self.weight * factor
+        factor = random.random() + numpy.random.random_sample() + torch.rand(()).item()
+        factor += self.given.random_sample() + self.of_class.random() + OF_NUMPY["generator"].random()
+        return hidden * self.weight * (1 + 0.1 * (factor + torch.rand((), generator=OF_TORCH).item()))
 
 
-def jitter(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden + 0.1 * torch.rand_like(hidden)
+GIVEN = numpy.random.RandomState()
+
+
+def jitter(generator: torch.Generator) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Make a function for the layer list that holds a generator."""
+
+    def jittered(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + 0.1 * (torch.rand_like(hidden) + torch.rand((), generator=generator).item())
+
+    return jittered
 
 
 def project_dropped(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
@@ -78,16 +98,22 @@ def drawing_layers(case: Case) -> list[Any]:
             TiedLayerSpec("embedding", Embedding, 1, tied_weight_attr="weight"),
             TiedLayerSpec("embedding", Embedding, 1, forward_fn=project_dropped, tied_weight_attr="weight"),
         ]
-    blocks = [LayerSpec(Drawing) if index % 3 == 1 else LayerSpec(DropoutBlock, index) for index in range(case.blocks)]
-    return [ends[0], *blocks, jitter, ends[1]]
+    blocks = [
+        LayerSpec(Drawing, GIVEN) if index % 3 == 1 else LayerSpec(DropoutBlock, index) for index in range(case.blocks)
+    ]
+    return [ends[0], *blocks, jitter(torch.Generator().manual_seed(torch.distributed.get_rank())), ends[1]]
 
 
 def set_generators(seed: int) -> None:
     torch.manual_seed(seed), random.seed(seed), numpy.random.seed(seed)
+    OF_TORCH.manual_seed(seed), Drawing.of_class.seed(seed), GIVEN.seed(seed)
+    OF_NUMPY["generator"] = numpy.random.default_rng(seed)  # another object, in the same place
 
 
 def generators() -> Sequence[Any]:
-    return torch.get_rng_state().tolist(), random.getstate(), [str(part) for part in numpy.random.get_state()]
+    shared = OF_TORCH.get_state().tolist(), Drawing.of_class.getstate(), str(OF_NUMPY["generator"].bit_generator.state)
+    of_numpy = [str(part) for part in (*numpy.random.get_state(), *GIVEN.get_state())]
+    return torch.get_rng_state().tolist(), random.getstate(), of_numpy, *shared
 
 
 def train(case: Case, plan: Plan = Plan()) -> dict[str, Any]:

@@ -135,11 +135,12 @@ class Noisy(Block):
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self.generator = torch.Generator().manual_seed(index)
+        self.others = [random.Random(index), np.random.default_rng(index), np.random.RandomState(index)]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden) + 0.1 * torch.rand(
-            hidden.shape, generator=self.generator, dtype=hidden.dtype
-        ).to(hidden.device)
+        factor = sum(generator.uniform(0.0, 0.1) for generator in self.others)
+        noise = torch.rand(hidden.shape, generator=self.generator, dtype=hidden.dtype).to(hidden.device)
+        return super().forward(hidden) * (1 + factor) + 0.1 * noise
 
 
 class HookedByLambda(Block):

@@ -14,6 +14,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.engine.deepspeed.module import layers_through
+from ds_dynmo.engine.run import generators
 from ds_dynmo.engine.run.random_streams import (
     LayerStreams,
     NumpyGenerator,
@@ -296,3 +297,39 @@ def test_looking_for_trackers_makes_none(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delitem(sys.modules, module.__name__)
     parent.__dict__["get_cuda_rng_tracker"] = lambda: made  # as a library that makes its tracker when it is loaded
     assert find_trackers()[package] is made
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch": (torch.Generator, lambda generator: torch.randn((), generator=generator).item()),
+    "Generator": (numpy.random.default_rng, lambda generator: generator.standard_normal()),
+    "PCG64": (numpy.random.PCG64, lambda bits: bits.random_raw()),
+    "RandomState": (numpy.random.RandomState, lambda generator: generator.standard_normal()),
+    "RandomState of PCG64": (
+        lambda: numpy.random.RandomState(numpy.random.PCG64()),
+        lambda generator: generator.standard_normal(),
+    ),
+    "Random": (random.Random, lambda generator: generator.gauss(0.0, 1.0)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generator_of_the_program_is_seeded_and_restored(kind: str) -> None:
+    make, draw_from = KINDS[kind]
+    generator, other = make(), make()
+    assert generators.is_generator(generator)
+    draw_from(generator)  # normal numbers come in pairs: another one is kept
+    before = generators.state_of(generator)
+    expected = draw_from(generator)
+    found = []
+    for seed in (7, 7, 2**64 - 1):
+        generators.seed(generator, seed)
+        generators.seed(other, seed)
+        found.append((draw_from(generator), draw_from(generator)))
+        assert (draw_from(other), draw_from(other)) == found[-1]
+    assert found[0] == found[1] != found[2]
+    generators.restore(generator, before)
+    assert draw_from(generator) == expected
+
+
+def test_generators_without_a_state_are_left_alone() -> None:
+    assert not any(map(generators.is_generator, (random.SystemRandom(), random, numpy.random, torch.Generator, 3)))

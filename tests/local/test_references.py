@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import random
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.engine.move.left_behind import Reader
@@ -299,6 +301,55 @@ def test_code_of_a_layer_may_use_no_part_of_another_by_a_global_variable(leaving
         names.left_behind.check([layers[number] for number in leaving])
     BOX["layers"] = [Layer()]
     names.left_behind.check([layers[number] for number in leaving])
+
+
+class Drawing(Layer):
+    of_class = random.Random(1)
+
+
+RANDOM = {"numpy": numpy.random.default_rng(1)}
+
+
+def test_generators_that_layers_share_belong_to_the_rank() -> None:
+    given, own, of_function, of_loss, of_tie = (torch.Generator() for _ in range(5))
+    layers = [Layer(generator=given, own=own), Drawing(generators=[given, RANDOM["numpy"]])]
+
+    def jitter(hidden: Any) -> Any:
+        return torch.rand(hidden.shape, generator=of_function)
+
+    tied = TiedLayerSpec("tie", Layer, forward_fn=functools.partial(torch.rand, generator=of_tie))
+    specs = [LayerSpec(Layer, given, own), LayerSpec(Drawing, [given]), jitter, tied]
+    names = names_of(layers, specs, loss_fn=Thing(generator=of_loss))
+    shared = names.shared_generators()
+    expected = {
+        "layers[0].module_args[0]": given,
+        "layers[2].<variable 0>": of_function,
+        "layers[3].forward_fn.keywords['generator']": of_tie,
+        "the PipelineModule.loss_fn.generator": of_loss,
+        f"{__name__}.Drawing.of_class": Drawing.of_class,
+        f"{__name__}.RANDOM['numpy']": RANDOM["numpy"],
+    }
+    assert {name: shared[name] for name in expected} == expected and own not in shared.values()
+    assert {str(held.name) for held in names.outside(layers[0], {}).references.values()} == {"layers[0].module_args[0]"}
+    referred = {str(held.name) for held in names.outside(layers[1], {}).references.values()}
+    assert referred == {"layers[0].module_args[0]", f"{__name__}.RANDOM['numpy']"}
+
+
+def test_a_generator_that_only_one_rank_has_does_not_belong_to_the_ranks() -> None:
+    pipeline: Any = Pipeline([LayerSpec(Layer)])
+    names = References(pipeline, lambda: {}, lambda value: [value, type(value)()])
+    assert not names.shared_generators()
+
+
+def test_a_global_generator_that_was_made_later_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer()
+    names = names_of([layer])
+    monkeypatch.setitem(globals(), "LATER", random.Random(1))
+    vars(layer)["generator"] = globals()["LATER"]
+    with pytest.raises(TypeError, match=r"generator is .*LATER, a random generator that was made after initialize"):
+        packed(layer, names)
+    layer.generator = random.Random(1)
+    assert packed(layer, names).num_bytes == 16
 
 
 @pytest.mark.parametrize("swaps", [False, True])

@@ -138,6 +138,13 @@ MUTATIONS = [
         f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
     ),
     Mutation(
+        "a generator that layers share draws the numbers of its rank",
+        "ds_dynmo/engine/components.py",
+        '    states.add("the program", SharedGenerators(references.shared_generators))\n',
+        "",
+        f"{RANDOM}::test_moves_change_nothing",
+    ),
+    Mutation(
         "a function of the layer list moves without the state that it has come to hold",
         "ds_dynmo/engine/move/functions.py",
         "        if differing:\n",

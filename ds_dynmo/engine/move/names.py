@@ -10,8 +10,10 @@ An object that was shared when the model was built has the same path on every ra
 from __future__ import annotations
 
 import sys
+import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +23,7 @@ from torch import nn
 
 from ds_dynmo.engine.deepspeed.module import HOLDS_LAYERS, layer_specs
 from ds_dynmo.engine.move.object_graph import MODULE_MACHINERY, Path, children, follow, text, walk
+from ds_dynmo.engine.run.generators import is_generator
 
 _LAYER, _PIPELINE, _GLOBALS = "layer", "pipeline", "globals"
 _TORCH_NEEDS = {"sympy", "mpmath", "networkx"}  # a third of all global variables, and none of a model
@@ -66,6 +69,8 @@ class Names:
         # Both keep the objects alive, so that their ids are not reused.
         self._in_several = {key: part for key, (part, layers) in users.items() if len(layers) > 1}
         self._names = self._find_names({key: min(layers) for key, (_, layers) in users.items() if len(layers) == 1})
+        self._generators = self._find_generators(gather)
+        self._names.update(self._generators)
         self._given = {  # weak, as these have memory, which another rank may hold instead
             id(held): (weakref.ref(held), f"{name} of layer {layer}" if name else f"layer {layer}")
             for layer, spec in enumerate(layer_specs(pipeline))
@@ -78,6 +83,14 @@ class Names:
         """Return the name of ``value`` in the layer list or the ``PipelineModule``; None if it has none."""
         entry = self._names.get(id(value))
         return entry[1] if entry is not None else None
+
+    def generators(self) -> dict[str, Any]:
+        """Return the random generators that belong to the rank, by name: those that are there now."""
+        present: dict[str, Any] = {}
+        for _, name in self._generators.values():
+            with suppress(LookupError):
+                present[str(name)] = self.find(name)
+        return {name: value for name, value in present.items() if is_generator(value)}
 
     def is_shared(self, value: Any) -> bool:
         """Return whether ``value`` has a name, and so belongs to the rank rather than to a layer."""
@@ -156,6 +169,52 @@ class Names:
         return {
             k: entry for k, entry in names.items() if k not in owner and not isinstance(entry[0], tuple | frozenset)
         }
+
+    def _find_generators(self, gather: Callable[[Any], list[Any]]) -> dict[int, tuple[Any, ObjectName]]:
+        """Map the ``id`` of each random generator that no layer owns to the generator and its name on every rank.
+
+        That is what layers share, what functions of the layer list hold, and what global variables hold.
+        """
+        found: dict[int, tuple[Any, list[ObjectName]]] = {}
+        functions = [
+            (((_LAYER, index), path), value)
+            for index, spec in enumerate(layer_specs(self._pipeline))
+            for path, value in walk(_function_of(spec), lambda _: True)
+        ]
+        for (anchor, path), value in (*functions, *_held_by_globals()):
+            if is_generator(value):
+                found.setdefault(id(value), (value, []))[1].append(ObjectName(anchor, path))
+        on_ranks = gather([str(name) for _, names in found.values() for name in names])
+        everywhere = set(on_ranks[0]).intersection(*on_ranks)
+        named = {key: entry for key, entry in self._names.items() if is_generator(entry[0])}
+        for key, (value, names) in found.items():
+            common = sorted((name for name in names if str(name) in everywhere), key=str)
+            if common:
+                named.setdefault(key, (value, common[0]))
+        return named
+
+
+def _function_of(spec: Any) -> list[tuple[Path, Any]]:
+    """Return the function of an entry of the layer list, with its path, if it has one."""
+    if isinstance(spec, TiedLayerSpec):
+        return [((("attribute", "forward_fn"),), spec.forward_fn)]
+    return [] if isinstance(spec, nn.Module | LayerSpec) else [((), spec)]
+
+
+def _held_by_globals() -> Iterator[tuple[tuple[tuple[str, Any], Path], Any]]:
+    """Yield what global variables hold, and what objects, containers and classes of the program in them hold."""
+    for module_name, module in list(sys.modules.items()):
+        if module is None or is_of_library(module_name):
+            continue
+        is_installed = "site-packages" in (getattr(module, "__file__", None) or "")
+        for name, value in list(vars(module).items()):
+            path: Path = (("attribute", name),)
+            yield ((_GLOBALS, module_name), path), value
+            if is_installed or isinstance(value, nn.Module | types.ModuleType) or _is_data(value):
+                continue
+            held = vars(value).items() if isinstance(value, type) else ()
+            within = [(("attribute", key), item) for key, item in held] or children(value)
+            yield from ((((_GLOBALS, module_name), (*path, step)), item) for step, item in within)
 
 
 class GlobalVariables:

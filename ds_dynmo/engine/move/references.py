@@ -29,6 +29,7 @@ from ds_dynmo.engine.move.left_behind import LeftBehind
 from ds_dynmo.engine.move.names import GlobalVariables, Names, ObjectName
 from ds_dynmo.engine.move.object_graph import Path, Step, children, is_immutable, members, walk
 from ds_dynmo.engine.move.pickling import pickles_with
+from ds_dynmo.engine.run.generators import is_generator
 from ds_dynmo.torch_private import buffers_of, children_of, parameters_of
 
 _OF_ANOTHER = (
@@ -108,6 +109,10 @@ class References:
         """Return whether ``value`` has a name, and so belongs to the rank rather than to a layer."""
         return self._names.is_shared(value)
 
+    def shared_generators(self) -> dict[str, Any]:
+        """Find the random generators that belong to the rank rather than to a layer, by name."""
+        return self._names.generators()
+
     def free_memory(self, layer: nn.Module) -> None:
         """Free the memory of a layer that left, except for modules that other layers use too."""
         for part in layer.modules():
@@ -159,6 +164,12 @@ class References:
             name = self._names.of(value)
             if name is None and not is_immutable(value):
                 name = walks.variables.of(value)
+                if name is not None and is_generator(value):
+                    raise TypeError(
+                        f"{path_text(path)} is {name}, a random generator that was made after initialize: make it "
+                        "before, so that its numbers belong to layers as those of torch's own generators do, or give "
+                        "the layer a generator of its own"
+                    )
             if name is not None:
                 if isinstance(value, nn.Parameter | nn.Module):
                     self._check_not_of_others(path, value, others)

@@ -5,11 +5,14 @@ that differ between tensor-parallel slices. The states belong to the rank, and M
 while a layer runs, each state is set to one derived from the layer's seed, the tracker, the state's name and a slice:
 the first slice of the stage with an equal state when it was first seen. So slices with equal states get equal numbers,
 slices with different states do not, and numbers do not depend on the stage.
+
+The same holds for generators that layers share: an argument of several LayerSpecs, a global variable of the program.
 """
 
 from __future__ import annotations
 
 import hashlib
+import pickle
 import struct
 import sys
 from collections.abc import Callable, Mapping
@@ -19,10 +22,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.engine.deepspeed.checkpointing import TRACKER, checkpointing_mpu, deepspeeds_tracker
+from ds_dynmo.engine.run import generators
 from ds_dynmo.errors import ConfigError
 
-State = torch.Tensor | torch.Generator
-Saved = list[tuple[Any, dict[str, torch.Tensor]]]
+State = Any  # a torch.Tensor, or a generator of any kind
+Saved = list[tuple[Any, dict[str, Any]]]
 
 _MODULES = (  # of Megatron, Megatron-DeepSpeed, GPT-NeoX and fairscale
     "megatron.core.tensor_parallel.random",
@@ -70,7 +74,9 @@ def states_of(name: str, tracker: Any) -> dict[str, State]:
     """
     lacking = [method for method in ("get_states", "set_states") if not callable(getattr(tracker, method, None))]
     states = None if lacking else tracker.get_states()
-    if not isinstance(states, Mapping) or not all(isinstance(state, State) for state in states.values()):
+    if not isinstance(states, Mapping) or not all(
+        isinstance(state, torch.Tensor) or generators.is_generator(state) for state in states.values()
+    ):
         why = (
             f"it has no {' and no '.join(lacking)}" if lacking else "get_states() gives no tensor or generator by name"
         )
@@ -89,6 +95,20 @@ def check_trackers() -> None:
     """
     for name, tracker in find_trackers().items():
         states_of(name, tracker)
+
+
+class SharedGenerators:
+    """The random generators of a program that no layer owns, as a tracker of their states.
+
+    Args:
+        find: returns the present ones by name.
+    """
+
+    def __init__(self, find: Callable[[], dict[str, Any]]) -> None:
+        self.get_states = find
+
+    def set_states(self, states: Mapping[str, State]) -> None:
+        """Do nothing: they have changed in place."""
 
 
 class TrackedStates:
@@ -157,7 +177,7 @@ class TrackedStates:
     def state(self) -> Saved:
         """Return all states, for :meth:`restore`."""
         return [
-            (tracker, {key: _bytes_of(state) for key, state in tracker.get_states().items()})
+            (tracker, {key: _saved(state) for key, state in tracker.get_states().items()})
             for tracker in self._trackers.values()
         ]
 
@@ -166,25 +186,28 @@ class TrackedStates:
         for tracker, states in saved:
             present = dict(tracker.get_states())
             for key in present.keys() & states.keys():
-                if isinstance(present[key], torch.Generator):
-                    present[key].set_state(states[key])
-                else:
+                if isinstance(present[key], torch.Tensor):
                     present[key] = states[key]
+                else:
+                    generators.restore(present[key], states[key])
             tracker.set_states(present)
 
     def _seeded(self, state: State, seed: int) -> State:
-        if isinstance(state, torch.Generator):
-            return state.manual_seed(seed)
+        if not isinstance(state, torch.Tensor):
+            generators.seed(state, seed)
+            return state
         fitting = (g for g in self._generators if g.get_state().numel() == state.numel())
         return next(fitting, self._generators[-1]).manual_seed(seed).get_state()
 
 
-def _bytes_of(state: State) -> torch.Tensor:
-    return state.get_state() if isinstance(state, torch.Generator) else state
+def _saved(state: State) -> Any:
+    return state if isinstance(state, torch.Tensor) else generators.state_of(state)
 
 
 def _digest(state: State) -> bytes:
-    return hashlib.blake2b(_bytes_of(state).cpu().numpy().tobytes(), digest_size=16).digest()
+    saved = _saved(state)
+    content = saved.cpu().numpy().tobytes() if isinstance(saved, torch.Tensor) else pickle.dumps(saved)
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _derived(seed: int, tracker: str, key: str, first_slice: int) -> int:
