@@ -153,7 +153,7 @@ class FlatShards:
         """List the slots of this rank's stage in DeepSpeed's files; frozen ones: in :meth:`extra_optimizer_state`."""
         slots: list[Slot] = []
         files = self.groups_with_parameters()
-        for buffer, held in self.contents.items():
+        for buffer, held in sorted(self.contents.items(), key=lambda entry: entry[0].detached):  # these come last
             index = files.index(buffer.group) if held and not buffer.detached else -1
             offset = 0
             for key, parameter in held:
