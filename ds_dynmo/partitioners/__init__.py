@@ -18,7 +18,7 @@ load of a stage, and its measures      ``metrics``
 seconds of layers and of an iteration  ``pipeline``; ``passes`` under split schedules; the simulator is in
                                        :mod:`ds_dynmo.schedules`
 memory                                 ``memory`` in training, ``move_memory`` during a migration
-estimates from earlier profiles        ``history``; ``speeds`` of stages
+estimates from earlier profiles        ``history``; ``speeds`` of stages; ``portable`` arithmetic
 refusals and names                     ``checks``, ``registry``
 =====================================  ===============================================================================
 """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from ds_dynmo.partitioners.portable import log
+
 __all__ = ["diffusion_step", "lemma2_bound"]
 
 
@@ -61,5 +63,5 @@ def lemma2_bound(num_stages: int, total: float, gamma: float) -> int:
     3993
     """
     ratio = max(total / gamma, 1.0) if total > 0 else 1.0
-    rounds = min(num_stages * math.log(ratio * num_stages**2), ratio)
-    return math.ceil(60 * math.log(2 * num_stages) * num_stages * rounds)
+    rounds = min(num_stages * log(ratio * num_stages * num_stages), ratio)
+    return math.ceil(60 * log(2 * num_stages) * num_stages * rounds)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ds_dynmo.partitioners.portable import exp, log
 from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
@@ -119,7 +120,7 @@ class CostHistory:
             changed, doubtful = self._judge(shifts, level, profile.step - self._step)
             self._learn_noise([logs[layer] - drift for layer in stayed])
             self._learn_speeds({layer: logs[layer] - drift for layer in logs}, old, new)
-            self._rescale(old, new, math.exp(level))
+            self._rescale(old, new, exp(level))
             self._take(
                 profile.layers,
                 changed={layer for stage in changed for layer in new.layers_of(stage)},
@@ -147,7 +148,7 @@ class CostHistory:
             known = mean[0] + mean[1]
             same = trainable == cost.trainable_parameters and _close(signal, cost.load_signal)
             if same and known > 0 and cost.seconds > least:
-                logs[layer] = math.log(cost.seconds / known)
+                logs[layer] = log(cost.seconds / known)
         return logs
 
     def _shifts(self, logs: dict[int, float], stayed: Sequence[int], placement: Placement) -> dict[int, _Shift]:
@@ -158,8 +159,8 @@ class CostHistory:
             layers = [layer for layer in stayed if layer in here]
             if len(layers) > 1:
                 variances = [1 + 1 / self._means[layer][2] for layer in layers]
-                log = statistics.fmean(logs[layer] for layer in layers)
-                shifts[stage] = _Shift(log, statistics.fmean(variances), statistics.fmean(variances) / len(layers))
+                shift = statistics.fmean(logs[layer] for layer in layers)
+                shifts[stage] = _Shift(shift, statistics.fmean(variances), statistics.fmean(variances) / len(layers))
         return shifts
 
     def _judge(self, shifts: dict[int, _Shift], level: float, steps: int) -> tuple[set[int], set[int]]:
@@ -177,12 +178,13 @@ class CostHistory:
         changed, doubtful, noise = set(), set(), []
         others = 1 - 1 / len(shifts)  # share of the variance, as the level is a mean over these stages
         lasts = steps > _NEAR or any(abs(shift.log - level) > _LARGE * others for shift in shifts.values())
-        for stage, (log, stage_part, layer_part) in shifts.items():
-            of_layers = self.noise**2 * layer_part
-            shifted = (log - level) ** 2 / others
+        for stage, (log_shift, stage_part, layer_part) in shifts.items():
+            of_layers = self.noise * self.noise * layer_part
+            shifted = (log_shift - level) * (log_shift - level) / others
             variance = (shifted - of_layers) / stage_part
             doubts = self._doubts.pop(stage, [])
-            if not self._noises or shifted <= _SHIFTED**2 * (of_layers + self.stage_noise**2 * stage_part):
+            of_stage = self.stage_noise * self.stage_noise * stage_part
+            if not self._noises or shifted <= _SHIFTED * _SHIFTED * (of_layers + of_stage):
                 noise += [variance, *doubts]
             elif lasts or len(doubts) + 1 >= _LASTING:
                 changed.add(stage)
@@ -201,10 +203,10 @@ class CostHistory:
 
     def _learn_speeds(self, logs: dict[int, float], old: Placement, new: Placement) -> None:
         ways: dict[tuple[int, int], list[float]] = {}
-        for layer, log in logs.items():
+        for layer, ratio in logs.items():
             source, destination = old.stage_of(layer), new.stage_of(layer)
             if source != destination:
-                ways.setdefault((source, destination), []).append(log)
+                ways.setdefault((source, destination), []).append(ratio)
         for (source, destination), ratios in sorted(ways.items()):
             self._evidence.append([source, destination, statistics.median(ratios), len(ratios)])
         self._evidence = self._evidence[-_EVIDENCE:]
@@ -223,7 +225,7 @@ class CostHistory:
                 continue
             known, count = mean[0] + mean[1], mean[2]
             tolerance = _CHANGED * noise * math.sqrt(1 + 1 / count)
-            same = known > 0 and cost.seconds > 0 and abs(math.log(cost.seconds / known)) <= tolerance
+            same = known > 0 and cost.seconds > 0 and abs(log(cost.seconds / known)) <= tolerance
             if not same or layer in changed:
                 mean[:] = cost.forward_seconds, cost.backward_seconds, 1
                 continue
@@ -278,7 +280,7 @@ class MoveCosts:
             return 0.0
         mean_bytes = sum(size for size, _ in self._moves) / len(self._moves)
         mean_seconds = sum(seconds for _, seconds in self._moves) / len(self._moves)
-        spread = sum((size - mean_bytes) ** 2 for size, _ in self._moves)
+        spread = sum((size - mean_bytes) * (size - mean_bytes) for size, _ in self._moves)
         if spread == 0:
             return mean_seconds * max(1.0, moved_bytes / mean_bytes if mean_bytes else 1.0)
         per_byte = sum((size - mean_bytes) * (seconds - mean_seconds) for size, seconds in self._moves) / spread

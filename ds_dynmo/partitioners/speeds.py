@@ -7,10 +7,11 @@ before any layer has moved, all stages are assumed to be equally fast.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
+from ds_dynmo.partitioners.portable import exp
 
 __all__ = ["SpeedEvidence", "relative_speeds"]
 
@@ -46,22 +47,43 @@ def relative_speeds(evidence: Sequence[SpeedEvidence], num_stages: int, noise: f
     [2.0, 0.5]
     """
     pairs: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for age, (source, destination, log_ratio, layers) in enumerate(reversed(evidence)):
-        weight = layers / (2 * noise**2) * _DECAY**age
+    newness = 1.0
+    for source, destination, log_ratio, layers in reversed(evidence):
+        weight = layers / (2 * noise * noise) * newness
+        newness *= _DECAY
         if source < destination:
             pairs.setdefault((source, destination), []).append((log_ratio, weight))
         else:
             pairs.setdefault((destination, source), []).append((-log_ratio, weight))
-    normal = np.eye(num_stages) / _PRIOR**2
-    right = np.zeros(num_stages)
+    normal = [[0.0] * num_stages for _ in range(num_stages)]
+    right = [0.0] * num_stages
+    for stage in range(num_stages):
+        normal[stage][stage] = 1 / (_PRIOR * _PRIOR)
     for (low, high), ratios in pairs.items():
         total = sum(weight for _, weight in ratios)
         ratio = sum(log_ratio * weight for log_ratio, weight in ratios) / total
         if abs(ratio) < _SIGNIFICANT / math.sqrt(total):
             ratio = 0.0
-        difference = np.zeros(num_stages)
-        difference[[low, high]] = -1.0, 1.0
-        normal += total * np.outer(difference, difference)
-        right += total * ratio * difference
-    slowness = np.linalg.solve(normal, right)
-    return tuple(float(speed) for speed in np.exp(slowness.mean() - slowness))
+        for stage, other, sign in ((low, high, -1.0), (high, low, 1.0)):
+            normal[stage][stage] += total
+            normal[stage][other] -= total
+            right[stage] += sign * total * ratio
+    slowness = _solved(normal, right)
+    mean = statistics.fmean(slowness)
+    return tuple(exp(mean - slow) for slow in slowness)
+
+
+def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solve linear equations by elimination, in place. No pivot is needed: the diagonal outweighs each row's rest."""
+    size = len(right)
+    for pivot in range(size):
+        for row in range(pivot + 1, size):
+            factor = matrix[row][pivot] / matrix[pivot][pivot]
+            if factor:
+                for column in range(pivot, size):
+                    matrix[row][column] -= factor * matrix[pivot][column]
+                right[row] -= factor * right[pivot]
+    for row in reversed(range(size)):
+        known = sum(matrix[row][column] * right[column] for column in range(row + 1, size))
+        right[row] = (right[row] - known) / matrix[row][row]
+    return right

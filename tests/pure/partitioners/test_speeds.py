@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from fractions import Fraction
 
 import pytest
 
 from ds_dynmo.partitioners import SpeedEvidence, relative_speeds
+from ds_dynmo.partitioners.portable import exp
 
 
 def evidence(
@@ -46,6 +48,15 @@ def test_stages_without_evidence_are_average() -> None:
     assert relative_speeds([], 3, 0.05) == (1.0, 1.0, 1.0)
     found = relative_speeds(evidence([1.0, 0.5, 1.0], [(0, 1)]), 3, 0.02)
     assert found[2] == pytest.approx(1.0) and found[0] > 1.0 > found[1]
+
+
+def test_speeds_solve_their_equations() -> None:
+    """Compare the bits with those that exact arithmetic finds for two stages: their log speeds are opposite."""
+    noise, layers, ratio = 0.125, 4, 0.5
+    total = Fraction(layers) / (2 * Fraction(noise) ** 2)
+    slow = float(total * Fraction(ratio) / (4 + 2 * total))
+    found = relative_speeds([SpeedEvidence(0, 1, ratio, layers)], 2, noise)
+    assert found == (exp(slow), exp(-slow))
 
 
 def test_noisy_evidence_from_many_moves() -> None:
