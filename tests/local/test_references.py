@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -301,6 +302,46 @@ def test_code_of_a_layer_may_use_no_part_of_another_by_a_global_variable(leaving
         names.left_behind.check([layers[number] for number in leaving])
     BOX["layers"] = [Layer()]
     names.left_behind.check([layers[number] for number in leaving])
+
+
+def mapped(folder: Path, **options: Any) -> Any:
+    numpy.ones(4, dtype=numpy.float32).tofile(folder / "table")
+    return numpy.memmap(folder / "table", dtype=numpy.float32, mode="r+", **options)
+
+
+WOULD_BE_COPIES: Mapping[str, tuple[Callable[[Layer, Path], Any], str]] = {
+    "parameter": (
+        lambda layer, _: [layer.weight.share_memory_() is None],
+        r"weight lies in memory that processes share",
+    ),
+    "attribute": (lambda layer, _: [torch.ones(2).share_memory_()], r"held\[0\] lies in memory that processes share"),
+    "file": (lambda layer, folder: mapped(folder), r"held, a numpy.memmap, lies in a file"),
+    "view of a file": (
+        lambda layer, folder: numpy.asarray(mapped(folder))[1:],
+        r"held, a numpy.ndarray, lies in a file",
+    ),
+    "weight": (lambda layer, _: layer.weight.detach().numpy(), r"held, a numpy.ndarray, is the memory of a tensor"),
+    "view": (
+        lambda layer, _: [array := numpy.ones(4), array[1:]],
+        r"held\[1\], a numpy.ndarray, shares memory with held",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WOULD_BE_COPIES)
+def test_memory_that_would_arrive_as_a_copy_is_refused(how: str, tmp_path: Path) -> None:
+    layer, (make, message) = Layer(), WOULD_BE_COPIES[how]
+    vars(layer)["held"] = make(layer, tmp_path)
+    with pytest.raises(TypeError, match=message):
+        packed(layer, names_of([layer]))
+
+
+def test_arrays_of_their_own_are_not_refused(tmp_path: Path) -> None:
+    layer = Layer(part=numpy.ones(4)[1:], whole=numpy.ones((2, 2)), empty=numpy.ones(0))
+    layer.stays = Thing(lock=threading.Lock(), table=mapped(tmp_path))  # with what cannot be sent
+    pipeline: Any = Pipeline([LayerSpec(Layer)])
+    names = References(pipeline, lambda: {0: layer}, lambda value: [value])
+    assert not names.outside(layer, {}).references
 
 
 class Drawing(Layer):

@@ -37,11 +37,14 @@ class TensorsByMemory:
 
     def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor in whose memory ``tensor`` begins; None: there is none."""
-        place = bisect_right(self._begins, tensor.data_ptr()) - 1 if has_memory(tensor) else -1
-        if place < 0:
-            return None
-        whole = self._longest[place]
-        return whole if tensor.data_ptr() < _end(whole) and tensor.device == whole.device else None
+        whole = self.find_address(tensor.data_ptr()) if has_memory(tensor) else None
+        return whole if whole is not None and tensor.device == whole.device else None
+
+    def find_address(self, address: int) -> torch.Tensor | None:
+        """Return a tensor in whose memory ``address`` is; None: there is none."""
+        place = bisect_right(self._begins, address) - 1
+        whole = self._longest[place] if place >= 0 else None
+        return whole if whole is not None and address < _end(whole) else None
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ from ds_dynmo.engine.move.description import can_be_sent, checksum, kind_of, pat
 from ds_dynmo.engine.move.functions import ListFunctions
 from ds_dynmo.engine.move.layer_tensors import TensorsByMemory, named_tensors, registered
 from ds_dynmo.engine.move.left_behind import LeftBehind
+from ds_dynmo.engine.move.memory import check_arrays, check_tensor
 from ds_dynmo.engine.move.names import GlobalVariables, Names, ObjectName
 from ds_dynmo.engine.move.object_graph import Path, Step, children, is_immutable, members, walk
 from ds_dynmo.engine.move.pickling import pickles_with
@@ -157,7 +158,7 @@ class References:
         for path, value in _walk_layer(roots, enter, self._rank_attributes_of, outside):
             if id(value) in own_tensors or id(value) in own_modules:
                 if isinstance(value, torch.Tensor):
-                    _check_has_values(path, value)
+                    check_tensor(path, value)
                 continue
             if (part := self._names.given_part(value)) is not None:
                 raise TypeError(_OF_ANOTHER.format(path_text(path), part))
@@ -213,8 +214,10 @@ class References:
         others = self._others(layer) if nameless else {}
         for path, value in nameless.values():
             if isinstance(value, torch.Tensor):
-                _check_has_values(path, value)
+                check_tensor(path, value)
                 self._check_not_of_others(path, value, others)
+        own = [*layer.parameters(), *layer.buffers(), *(v for _, v in nameless.values() if isinstance(v, torch.Tensor))]
+        check_arrays(nameless.values(), own, lambda value: _travels(value, layer, roots, outside))
         for number, other in others.items():
             if number not in walks.objects:
                 found = walk([((), other)], lambda value: not self._names.is_shared(value), children=_all_of)
@@ -343,11 +346,6 @@ def _attribute_in(layer: nn.Module, path: Path) -> str | None:
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty_like(tensor, device="meta", requires_grad=False)
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _check_has_values(path: Path, tensor: torch.Tensor) -> None:
-    if tensor.is_meta:
-        raise TypeError(f"{path_text(path)} is on the meta device: it has no values to move")
 
 
 def _counterpart(value: Any, part: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
