@@ -203,8 +203,8 @@ MUTATIONS = [
     on_device(
         "what a process group holds would have to move",
         "ds_dynmo/engine/move/references.py",
-        "_travels(value, layer, roots, outside)",
-        "can_be_sent(value, outside.references)",
+        "if key in nameless and _travels(value, layer, roots, outside)",
+        "if key in nameless and can_be_sent(value, outside.references)",
         "tests/local/test_references.py",
     ),
 ]
