@@ -131,7 +131,9 @@ def _prepare_layers(engine: Any, config: DynMoConfig) -> References:
         The references of layers to objects that they do not own, with the names of these objects.
     """
     stage = engine.stage
-    references = References(engine.module, stage.layers.modules, stage.comm.gather_objects, config.rank_attributes)
+    references = References(
+        engine.module, stage.layers.modules, stage.comm.gather_objects, config.rank_attributes, engine
+    )
     stage.layers.split_uses()
     stage.connect_replicas()
     return references

@@ -16,6 +16,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 from torch.ao.quantization import FakeQuantize
+from torch.fx import symbolic_trace
 
 from ds_dynmo.errors import MigrationError
 from tests.distributed.harness import run, run_each
@@ -143,6 +144,29 @@ class Noisy(Block):
         return super().forward(hidden) * (1 + factor) + 0.1 * noise
 
 
+class Traced(Activated):
+    """A layer with a graph, that is given as a module."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.activation = symbolic_trace(nn.Sequential(nn.Tanh(), nn.Softsign()))
+
+
+class Engaged(Activated):
+    """A layer that asks the engine, which the program sets."""
+
+    engines: list[Any]
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.activation = torch.sigmoid
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        [engine] = self.engines
+        assert engine.stage.layers.local_module(engine.partition[engine.stage_id]) is not None
+        return super().forward(hidden) * (1 + engine.global_steps)
+
+
 class HookedByLambda(Block):
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -160,23 +184,27 @@ def patch(layer: nn.Module, index: int) -> None:
 
 
 KINDS = [Block, Block, PrivateMethod, DecoratedMethod, InheritedMethod, Quantized, BackReference, HookedByLambda, Noisy]
+KINDS += [Traced, Engaged]
 LAYERS = len(KINDS) + 2
 
 
 def specs(_: Case) -> list[Any]:
-    return [LayerSpec(Embedding, 1), *(LayerSpec(kind, i) for i, kind in enumerate(KINDS)), LayerSpec(Head, 2)]
+    blocks = [kind(i) if kind is Traced else LayerSpec(kind, i) for i, kind in enumerate(KINDS)]
+    return [LayerSpec(Embedding, 1), *blocks, LayerSpec(Head, 2)]
 
 
 def train(case: Case, moves: list[list[int]]) -> dict[str, Any]:
     engine = build(case, specs)
     for index, layer in layers_of(engine).items():
         patch(layer, index)
+        if isinstance(layer, Engaged):
+            layer.engines = [engine]
     return outcome_of(engine, train_and_move(engine, batches(engine), moves, 4))
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16 zero1", marks=pytest.mark.nightly)])
 def test_layers_arrive_as_they_left(precision: str) -> None:
-    case = Case(start=(0, 6, LAYERS), precision=precision)
+    case = Case(start=(0, 7, LAYERS), precision=precision)
     moves = [[0, 1, LAYERS], [0, LAYERS - 1, LAYERS], [0, 1, LAYERS]]
     still, moved = run_each(2, train, (case, []), (case, moves))
     check_moves_changed_nothing(still, moved)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx import symbolic_trace
 
 from ds_dynmo.engine.move.object_graph import (
     children,
@@ -119,3 +120,10 @@ def test_a_copy_of_modules_refers_to_the_same_objects() -> None:
     assert copied.shared is layer.shared
     assert copied[0] is not layer[0] and copied.parts[0] is copied[0]
     assert copied[0].weight is not layer[0].weight and torch.equal(copied[0].weight, layer[0].weight)
+
+
+def test_a_copy_of_a_graph_takes_nothing_from_the_original() -> None:
+    graph = symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    copied = copy_of_modules(graph)
+    assert graph.graph.owning_module is graph and copied.graph is not graph.graph
+    assert torch.equal(copied(torch.ones(2)), graph(torch.ones(2)))

@@ -420,6 +420,37 @@ def values_after(change: Callable[[Layer, torch.optim.Optimizer], None], layer: 
     return packed.values_left(state.record(layer), None, state.gradient_dtype)
 
 
+@pytest.mark.parametrize("compiles", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(3))])
+def test_a_layer_that_was_compiled_by_torch_jit_stays(compiles: Callable[[nn.Module], nn.Module]) -> None:
+    layer = Layer()
+    layer.linear = compiles(nn.Linear(3, 4))  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r'linear was compiled by torch\.jit .* use the module .*"compile": true'):
+        pack(PerParameterState(None).record(layer), Layer)
+
+
+def halved(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden / 2
+
+
+def tripled(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * 3
+
+
+class Scripted(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = torch.jit.script(halved)
+
+
+def test_a_scripted_function_is_that_of_the_layer_as_built() -> None:
+    layer = Scripted()
+    arrived = send(pack(PerParameterState(None).record(layer), Scripted), Scripted).module
+    assert arrived.activation(torch.ones(1)) == 0.5
+    layer.activation = torch.jit.script(tripled)
+    with pytest.raises(TypeError, match=r"activation of .* is the scripted function tripled"):
+        pack(PerParameterState(None).record(layer), Scripted)
+
+
 def test_only_values_are_left_if_a_batch_changed_nothing_else() -> None:
     """The layer that was built before the batch gets them."""
     layer = Layer()

@@ -164,6 +164,8 @@ def _text(value: Any, frozen: dict[int, str | None]) -> str:
         return tensor_text(value)
     if isinstance(value, types.FunctionType):
         return f"the function {value.__module__}.{value.__qualname__} ({_code_checksum(value.__code__):08x})"
+    if isinstance(value, torch.jit.ScriptFunction):
+        return f"the scripted function {value.name} ({zlib.crc32(str(value.code).encode()):08x})"
     if isinstance(value, types.MethodType):
         place = place_in_class(value)
         return "a bound method" if place is None else f"the method {place[0].__qualname__}.{place[1]}"

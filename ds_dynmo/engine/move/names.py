@@ -3,7 +3,7 @@
 An object that was shared when the model was built has the same path on every rank. The path starts at
 
 - the layer list, for what two of its entries refer to, such as a configuration that several LayerSpecs take;
-- the ``PipelineModule``, for its attributes, such as the process grid;
+- the ``PipelineModule``, for its attributes, such as the process grid, and for itself; the engine, for itself;
 - a global variable of a Python module, such as the arguments that Megatron's ``get_args()`` returns.
 """
 
@@ -25,7 +25,7 @@ from ds_dynmo.engine.deepspeed.module import HOLDS_LAYERS, layer_specs
 from ds_dynmo.engine.move.object_graph import MODULE_MACHINERY, Path, children, follow, text, walk
 from ds_dynmo.engine.run.generators import is_generator
 
-_LAYER, _PIPELINE, _GLOBALS = "layer", "pipeline", "globals"
+_LAYER, _PIPELINE, _ENGINE, _GLOBALS = "layer", "pipeline", "engine", "globals"
 _TORCH_NEEDS = {"sympy", "mpmath", "networkx"}  # a third of all global variables, and none of a model
 _LIBRARIES = frozenset(
     {*sys.stdlib_module_names, *_TORCH_NEEDS, "torch", "numpy", "deepspeed", "ds_dynmo"} - {"__main__"}
@@ -37,7 +37,8 @@ MOST_ENTRIES = 10_000  # larger containers are not searched for names: a loss fu
 class ObjectName:
     """The path of an object on every rank: an anchor, and the steps from there.
 
-    ``anchor`` is ``("layer", number)``, ``("pipeline", None)`` or ``("globals", name of a Python module)``.
+    ``anchor`` is ``("layer", number)``, ``("pipeline", None)``, ``("engine", None)`` or ``("globals", name of a Python
+    module)``.
     """
 
     anchor: tuple[str, Any]
@@ -45,7 +46,8 @@ class ObjectName:
 
     def __str__(self) -> str:
         kind, key = self.anchor
-        return {_LAYER: f"layers[{key}]", _PIPELINE: "the PipelineModule"}.get(kind, str(key)) + text(self.path)
+        anchors = {_LAYER: f"layers[{key}]", _PIPELINE: "the PipelineModule", _ENGINE: "the engine"}
+        return anchors.get(kind, str(key)) + text(self.path)
 
 
 class Names:
@@ -55,6 +57,7 @@ class Names:
         pipeline: DeepSpeed's module, as built.
         modules: returns the present layers of this rank, by number.
         gather: gathers one picklable value of every rank.
+        engine: of this rank.
     """
 
     def __init__(
@@ -62,13 +65,17 @@ class Names:
         pipeline: PipelineModule,
         modules: Callable[[], Mapping[int, nn.Module]],
         gather: Callable[[Any], list[Any]],
+        engine: Any = None,
     ) -> None:
-        self._pipeline = pipeline
+        self._pipeline, self._engine = pipeline, engine
         self._modules = modules
         users = self._users(gather)
         # Both keep the objects alive, so that their ids are not reused.
         self._in_several = {key: part for key, (part, layers) in users.items() if len(layers) > 1}
         self._names = self._find_names({key: min(layers) for key, (_, layers) in users.items() if len(layers) == 1})
+        self._names[id(pipeline)] = pipeline, ObjectName((_PIPELINE, None), ())
+        if engine is not None:
+            self._names[id(engine)] = engine, ObjectName((_ENGINE, None), ())
         self._generators = self._find_generators(gather)
         self._names.update(self._generators)
         self._given = {  # weak, as these have memory, which another rank may hold instead
@@ -113,10 +120,9 @@ class Names:
         """
         kind, key = name.anchor
         if kind == _LAYER:
-            start = layer_specs(self._pipeline)[key]
-        else:
-            start = self._pipeline if kind == _PIPELINE else sys.modules.get(key)
-        return follow(start, name.path)
+            return follow(layer_specs(self._pipeline)[key], name.path)
+        of_rank = {_PIPELINE: self._pipeline, _ENGINE: self._engine}
+        return follow(of_rank[kind] if kind in of_rank else sys.modules.get(key), name.path)
 
     def _users(self, gather: Callable[[Any], list[Any]]) -> dict[int, tuple[nn.Module, set[int]]]:
         """Map the ``id`` of each module that layers register to these layers. Tied layers count as the first of them.

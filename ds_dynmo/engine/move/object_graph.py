@@ -21,6 +21,7 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from ds_dynmo.torch_private import OpOverload, OpOverloadPacket
 
@@ -163,7 +164,8 @@ def copy_of_modules(layer: nn.Module, memo: dict[int, Any] | None = None) -> nn.
         found = walk([((), value)], lambda container: isinstance(container, list | tuple | dict))
         return any(id(part) in own for _, part in found)
 
-    held = [item for part in layer.modules() for item in vars(part).items()]
+    # A GraphModule copies its graph: one that two share would belong to the copy.
+    held = [item for part in layer.modules() if not isinstance(part, GraphModule) for item in vars(part).items()]
     others = {id(value): value for name, value in held if name not in MODULE_MACHINERY and not lists_own(value)}
     return copy.deepcopy(layer, {**others, **(memo or {})})
 
@@ -195,7 +197,7 @@ def _is_importable(value: Any) -> bool:
 
 def all_children(value: Any) -> Iterator[tuple[Step, Any]]:
     """Yield the objects that ``value`` refers to directly, constants too."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor | torch.jit.ScriptFunction):
         return
     if isinstance(value, nn.Module):
         yield from _of_module(value)

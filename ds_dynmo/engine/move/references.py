@@ -86,6 +86,7 @@ class References:
         modules: returns the present layers of this rank, by number.
         gather: gathers one picklable value of every rank.
         rank_attributes: names of attributes that belong to the rank, in every module of every layer.
+        engine: of this rank, to which a layer may refer.
 
     Attributes:
         functions: of the layer list.
@@ -98,9 +99,10 @@ class References:
         modules: Callable[[], Mapping[int, nn.Module]],
         gather: Callable[[Any], list[Any]],
         rank_attributes: Iterable[str] = (),
+        engine: Any = None,
     ) -> None:
         self._modules = modules
-        self._names = Names(pipeline, modules, gather)
+        self._names = Names(pipeline, modules, gather, engine)
         self._rank_attributes = frozenset(rank_attributes)
         self._walks: _Walks | None = None
         self.functions = ListFunctions(layer_specs(pipeline))
