@@ -76,7 +76,8 @@ def _put_layers(context: CheckpointContext, loaded: Loaded, options: LoadOptions
             is_shared=context.references.is_shared,
         )
     after = layers.named_parameters()
-    context.stage.optimizer.name_parameters()  # some may be new objects
+    if loaded.optimizer is not None:  # otherwise what the optimizer holds is matched with the layers next
+        context.stage.optimizer.name_parameters()  # some may be new objects
     context.stage.state.load(before, after, loaded.optimizer)
     if loaded.optimizer is not None:
         set_loss_scale_state(context.engine.optimizer, loaded.optimizer.loss_scale)

@@ -417,7 +417,7 @@ class FlatState:
                 if group is not None and after.get(key) is not old:
                     if key in after:
                         self._membership.join(after[key], group)
-                    self.drop([old])
+                    self._membership.leave(old)  # it is unbound when the buffers match the layers
             return
         groups = {key: self._membership.group(parameter) for key, parameter in before.items()} | pieces.groups
         stay = {id(parameter) for parameter in after.values()}

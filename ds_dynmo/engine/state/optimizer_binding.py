@@ -202,10 +202,10 @@ class OptimizerBinding:
 
         self._comm.enter(what)
         left = self._comm.everywhere(what, self._check_foreign, error=ConfigError)
+        self.name_parameters()
         if self._comm.max_over_world(torch.tensor([float(self.state.differs_from_layers())], device="cpu")).item():
             self.state.match_layers()
         self.state.drop(left)
-        self.name_parameters()
 
     def gradients(self) -> dict[int, torch.Tensor]:
         """Map the ``id`` of each parameter to its gradient of this batch; under ZeRO to the part in this shard."""
