@@ -28,9 +28,7 @@ _NEVER = 1 << 62  # ticks
 _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _BACKWARD = map(int, Kind)
 
 
-def greedy(
-    costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int]
-) -> list[list[Action]] | None:
+def greedy(costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int]) -> list[list[Action]] | None:
     """Simulate the pipeline and return the order of each stage; None if out of memory.
 
     Backward passes are split wherever a chunk has weight gradients and memory allows.
@@ -54,7 +52,9 @@ def greedy(
         for chunk, split in enumerate(sizes.split_recomputed_bytes)
     ]
     room = [  # bytes for passes in flight; the recomputation of one backward pass is always reserved
-        limit - sum(sizes.standing_bytes[chunk] for chunk in mine) - max(sizes.recomputed_bytes[chunk] for chunk in mine)
+        limit
+        - sum(sizes.standing_bytes[chunk] for chunk in mine)
+        - max(sizes.recomputed_bytes[chunk] for chunk in mine)
         for limit, mine in zip(limits, chunks)
     ]
     needed = [  # bytes for a forward pass; with several chunks per stage, also for the way back

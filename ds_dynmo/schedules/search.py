@@ -1,14 +1,14 @@
 """Search a short order for given costs: the shortest of a few candidates.
 
-Candidates are fixed orders (1F1B, gradient-first 1F1B, ZB-H1) and a greedy order, each also with the splits fused that
-fill no gap. A search does not depend on the clock, on hashes or on random numbers.
+Candidates are fixed orders (1F1B, gradient-first 1F1B, ZB-H1) and greedy orders for these costs and for equal ones, each
+also with the splits fused that fill no gap. A search does not depend on the clock, on hashes or on random numbers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ds_dynmo.errors import ScheduleError
@@ -46,7 +46,7 @@ class FoundSchedule:
     iteration_seconds: float
     lower_bound_seconds: float
     peak_bytes: tuple[int, ...]
-    over_bound: float = 0.0
+    over_bound: float = field(default=0.0, compare=False)
 
 
 class _Candidate(NamedTuple):
@@ -124,9 +124,10 @@ def _fitting(costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Seq
             orders = _unsplit_without_weight_gradients(generate(costs.num_stages, micro_batches).orders, costs)
             if all(peak <= limit for peak, limit in zip(orders_peak_bytes(orders, sizes), limits)):
                 yield orders
-    made = greedy(costs, micro_batches, sizes, limits)
-    if made is not None:
-        yield made
+    for supposed in (costs, PassCosts.equal(costs.owners)):
+        made = greedy(supposed, micro_batches, sizes, limits)
+        if made is not None:
+            yield _unsplit_without_weight_gradients(made, costs)
 
 
 def _with_fused(

@@ -1,5 +1,4 @@
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_dynmo.config import parse_section
-from ds_dynmo.models import ModelConfig, RunSizes, language_model_loss, model_layers
+from ds_dynmo.models import ModelConfig, language_model_loss, model_layers
 from ds_dynmo.models.gpt import Block, CausalSelfAttention, apply_rotary
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.mixture_of_depths.block import (

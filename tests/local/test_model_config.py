@@ -205,6 +205,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"case": {"kind": "moe", "experts": 4, "top_k": 0}}, "model.case.top_k = 0", "greater than or equal to 1"),
         ({"case": {"kind": "moe", "routing": "hash"}}, 'model.case.routing = "hash"', "'aux_loss', 'sbase' or 'bias'"),
         ({"case": {"kind": "moe", "capacity_factor": 0}}, "model.case.capacity_factor = 0", "greater than 0"),
+        ({"hidden_size": 12, "heads": 2, "case": {"kind": "moe"}}, "model.case", "a multiple of 8, this is 12"),
         (
             {"case": {"kind": "moe", "bias_rate": 0.01}},
             "model.case.bias_rate = 0.01",

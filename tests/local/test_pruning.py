@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_dynmo.config import parse_section
-from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.case import RunSizes
 from ds_dynmo.models.gpt import Block, gpt_layers, language_model_loss
 from ds_dynmo.models.gpt_config import GPTConfig

@@ -30,7 +30,10 @@ class MixtureOfDepthsConfig(CaseConfig):
 
     kind: Literal["mod"] = Field(default="mod", description='"mod": mixture of depths, blocks that take some tokens')
     capacity: float = Field(
-        default=CAPACITY, gt=0, le=1, description="tokens that a routed block takes, as a fraction of a sequence, at least 1"
+        default=CAPACITY,
+        gt=0,
+        le=1,
+        description="tokens that a routed block takes, as a fraction of a sequence, at least 1",
     )
     threshold: float | None = Field(
         default=None,

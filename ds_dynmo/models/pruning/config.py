@@ -26,7 +26,8 @@ class PruningConfig(CaseConfig):
         default=None,
         ge=0,
         le=1,
-        description="linear layers that have lost this share compute in CSR, where torch can (fp32 on a CPU); null: never",
+        description="linear layers that have lost this share compute in CSR, where torch can (fp32 on a CPU); "
+        "null: never",
     )
 
     @field_validator("end")

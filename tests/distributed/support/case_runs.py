@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 
 import ds_dynmo

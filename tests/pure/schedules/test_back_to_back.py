@@ -46,7 +46,9 @@ def test_a_stage_that_works_longest_sets_the_period() -> None:
     sizes = PassBytes.equal(3)
     limits = one_f_one_b_limit(sizes, 8, 2.0)
     assert shortest_period(costs, 8, sizes, limits) == 8 * 6.0
-    assert period_seconds(best_schedule(costs, 8, sizes, limits, back_to_back=True).schedule.orders, 8, costs) == 8 * 6.0
+    assert (
+        period_seconds(best_schedule(costs, 8, sizes, limits, back_to_back=True).schedule.orders, 8, costs) == 8 * 6.0
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))

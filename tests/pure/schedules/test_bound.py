@@ -67,7 +67,7 @@ def test_no_order_of_a_v_is_shorter() -> None:
         whole = tuple(0.9 * (i + w) for i, w in zip(*parts[1:], strict=True))
         costs = PassCosts(tuple(owners), *parts, whole, (0.1,) * (len(owners) - 1))
         sizes, limits = PassBytes.equal(len(owners)), [len(owners)] * (len(owners) // 2)
-        orders = greedy(costs, 8, sizes, limits, rng.choice(POLICIES))
+        orders = greedy(costs, 8, sizes, limits)
         assert orders and max(run(orders, 8, costs).done) >= lower_bound(costs, 8, sizes, limits) * (1 - 1e-9)
 
 

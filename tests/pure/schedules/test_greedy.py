@@ -44,9 +44,7 @@ def test_orders_are_valid_and_fit() -> None:
 
 def test_stages_that_must_not_split_run_backward_passes_in_one() -> None:
     costs = PassCosts.chain([1, 1, 1], [2, 1, 1], [0, 1, 1])
-    kinds = [
-        {action.kind for action in order} for order in made(costs, 6, PassBytes.equal(3), [3] * 3).orders
-    ]
+    kinds = [{action.kind for action in order} for order in made(costs, 6, PassBytes.equal(3), [3] * 3).orders]
     assert kinds == [{Kind.FORWARD, Kind.BACKWARD}, *[{Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT}] * 2]
 
 
