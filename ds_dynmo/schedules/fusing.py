@@ -29,8 +29,8 @@ class FusedOrders(NamedTuple):
 def fuse(orders: Orders, micro_batches: int, costs: PassCosts, simulated: SimulatedBatch) -> FusedOrders:
     """Merge each split backward pass that meets its deadlines in one part.
 
-    Deadlines are the latest starts with which the given orders take no longer. A pass is fused if this makes neither the
-    stage that waits for its gradient nor the next action of its stage late, and if no weight gradient of an earlier
+    Deadlines are the latest starts with which the given orders take no longer. A pass is fused if this makes neither
+    the stage that waits for its gradient nor the next action of its stage late, and if no weight gradient of an earlier
     micro-batch is pending.
 
     Args:

@@ -1,7 +1,7 @@
 """Search a short order for given costs: the shortest of a few candidates.
 
-Candidates are fixed orders (1F1B, gradient-first 1F1B, ZB-H1) and greedy orders for these costs and for equal ones, each
-also with the splits fused that fill no gap. A search does not depend on the clock, on hashes or on random numbers.
+Candidates are fixed orders (1F1B, gradient-first 1F1B, ZB-H1) and greedy orders for these costs and for equal ones,
+each also with the splits fused that fill no gap. A search does not depend on the clock, on hashes or on random numbers.
 """
 
 from __future__ import annotations
