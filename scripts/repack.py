@@ -54,7 +54,7 @@ STAGES, FEWER = 4, 2
 PRUNED = "ds_configs/pruning.json"
 IN_LITTLE_MEMORY = (  # changes of PRUNED: many layers whose weights, not activations, take the memory
     *("model.layers=24", "model.sequence_length=32"),
-    'model.case={"kind": "pruning", "final_sparsity": 0.9, "probe": false}',
+    'model.case={"kind": "pruning", "final_sparsity": 0.9}',
     *("optimizer.params.lr=5e-4", "scheduler.params.warmup_max_lr=5e-4", "scheduler.params.warmup_num_steps=15"),
     *("dynmo.balancer=null", "dynmo.profile=null", "dynmo.balance_by=parameters"),
     *("dynmo.initial_partition=parameters", 'dynmo.repack={"enabled": true, "planner": "first_fit"}'),

@@ -23,7 +23,8 @@ def explain(error: ValidationError, model_class: type[BaseModel], data: Any, nam
         fields = {key: field for owner in owners for key, field in owner.model_fields.items()}
         description = fields[str(path[-1])].description if path and path[-1] in fields else None
         without_numbers = name + "".join(f".{key}" for key in path if isinstance(key, str))
-        if said := refusal(without_numbers) or refusal(f"{dotted} = {show(details[0]['input'])}"):
+        unknown = details[0]["type"] == "extra_forbidden"
+        if said := (unknown and refusal(without_numbers)) or refusal(f"{dotted} = {show(details[0]['input'])}"):
             yield said
             continue
         own_words = details[0]["type"] == "value_error"  # our own validators say what is allowed
@@ -35,7 +36,7 @@ def explain(error: ValidationError, model_class: type[BaseModel], data: Any, nam
             yield f"{found}; {suggest(str(tagged.get(key)), tags)}"
         elif details[0]["type"] == "missing":
             yield f"{dotted}: is required{suffix}"
-        elif details[0]["type"] == "extra_forbidden":
+        elif unknown:
             yield f"{dotted} = {show(details[0]['input'])}: unknown key; {suggest(str(path[-1]), fields)}"
         else:
             problem = " or ".join(dict.fromkeys(_problem(detail) for detail in details))

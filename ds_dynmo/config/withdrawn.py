@@ -22,6 +22,8 @@ WITHDRAWN = {
     "model.case.cache_bytes": "outputs of frozen layers are not kept; remove it",
     "model.case.block_size": "single weights are pruned, which is as fast; remove it",
     "model.case.loss_tokens": "the loss of an exit counts all tokens; remove it",
+    "model.case.schedule": "all routed blocks have one capacity; for a load that changes give a threshold",
+    "model.case.probe": "give csr_from, the sparsity from which CSR is faster on your machine",
     "engine.join": _ELASTIC_LAUNCH,
 }
 """Keys of the configuration, keys with a value as in JSON, and calls."""

@@ -21,7 +21,7 @@ from ds_dynmo.models.gpt import DocumentAttention, gpt_layers
 from ds_dynmo.models.half_blocks import block_layers
 from ds_dynmo.models.huggingface.configs import config_of
 from ds_dynmo.models.layer_numbers import block_numbers
-from ds_dynmo.models.mixture_of_depths.block import capacity_schedule, routed_block
+from ds_dynmo.models.mixture_of_depths.block import routed_block
 from ds_dynmo.models.moe.layer import RouterBiasUpdate, expert_parts
 from ds_dynmo.models.pruning.gradual import Pruning, prunable_block
 from ds_dynmo.models.sparse_attention.attention import attention_parts
@@ -58,7 +58,6 @@ DYNAMIC_CASE_BUILDERS: dict[str, Callable[[Any, Any, RunSizes], DynamicCase | No
     "pruning": Pruning,  # first, so that the others see no gradients of pruned weights
     "freezing": _freezing,
     "moe": RouterBiasUpdate,
-    "mod": capacity_schedule,
     "early_exit": EarlyExit,
 }
 

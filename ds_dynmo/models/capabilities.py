@@ -5,15 +5,13 @@ Each probe stands beside the kernel that it tries, and keeps its answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-__all__ = ["can_compute", "refusing_host_waits"]
+__all__ = ["can_compute"]
 
 _NO_ANSWER = (MemoryError, OSError, torch.OutOfMemoryError)  # of the machine at this moment, not of its kernels
 
@@ -42,21 +40,3 @@ def can_compute(attempt: Callable[[], object]) -> bool:
         except Exception:  # of torch, of its compiler or of a kernel's library: there is no common class
             return False
     return True
-
-
-@contextmanager
-def refusing_host_waits(device: torch.device) -> Iterator[None]:
-    """Make the host's waits for ``device`` fail in the body, where torch can do that (``torch.cuda``, in 2.13.0).
-
-    A loop over numbers that the host has to read first fails in it, a kernel does not.
-    """
-    module: Any = getattr(torch, device.type, None)
-    if not hasattr(module, "set_sync_debug_mode"):
-        yield
-        return
-    before = module.get_sync_debug_mode()
-    module.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        module.set_sync_debug_mode(before)

@@ -21,12 +21,10 @@ from ds_dynmo.errors import ScheduleError
 from ds_dynmo.partitioners.memory import kept_bytes
 from ds_dynmo.partitioners.metrics import Partitions, sums_of_many
 from ds_dynmo.schedules import (
-    MOST_ACTIONS,
     FoundSchedule,
     PassBytes,
     PassCosts,
     Schedule,
-    best_back_to_back,
     best_schedule,
     in_flight,
     lower_bound,
@@ -44,7 +42,7 @@ Floats = npt.NDArray[np.float64]
 _CLOSE = 1.002  # over the bound; a known order below it is not searched again
 _AS_GOOD = 1.01  # over its ratio to the bound when it was searched; a known order below it is not searched again
 _FAR = 1.1  # over the bound; above it an order is searched even without work left
-_LEAST_SEARCH = 4  # actions of the smallest search, per pass of an iteration
+_SEARCH = 6  # actions that a search counts as, per pass of an iteration
 _REPLAY = 0.5  # actions that a replay counts as, per pass of an iteration
 
 
@@ -134,14 +132,14 @@ class PassModel:
             close = over <= max(_CLOSE, present.over_bound * _AS_GOOD)
             if close or (over <= _FAR and not self.can_search):
                 return present
-        find = best_back_to_back if self.back_to_back else best_schedule
         start = present.schedule.orders if present is not None else None
-        most = MOST_ACTIONS if self.search_actions == math.inf else int(self._actions_left)
+        self._work.append(_SEARCH * self.num_passes)
         try:
-            found = find(here.costs, self.micro_batches, here.sizes, here.limits, start=start, most_actions=most)
+            found = best_schedule(
+                here.costs, self.micro_batches, here.sizes, here.limits, start=start, back_to_back=self.back_to_back
+            )
         except ScheduleError:
             return None
-        self._work.append(found.actions)
         seconds = self._counted_seconds(found, here)
         if present is not None and seconds >= self._counted_seconds(present, here):
             return replace(present, over_bound=over)
@@ -152,14 +150,14 @@ class PassModel:
     @property
     def can_search(self) -> bool:
         """Whether enough is left of ``search_actions`` for a search."""
-        return self._actions_left >= _LEAST_SEARCH * self.num_passes
+        return self._actions_left >= _SEARCH * self.num_passes
 
     @property
     def affordable_replays(self) -> int:
         """The number of partitions that may be replayed under all known orders, with enough left for one search."""
         if self.search_actions == math.inf:
             return sys.maxsize
-        left = self._actions_left / self.num_passes - _LEAST_SEARCH
+        left = self._actions_left / self.num_passes - _SEARCH
         return max(0, int(left / (_REPLAY * max(1, len(self._orders)))))
 
     @property

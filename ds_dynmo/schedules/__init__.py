@@ -10,39 +10,27 @@ its costs                  ``costs``: seconds and bytes
 its simulation             ``order`` simulates, ``replay`` returns the timeline; ``fast_1f1b``: many 1F1Bs at once
 its memory                 ``memory``; micro-batches in flight under 1F1B: ``one_f_one_b``
 fixed orders               ``one_f_one_b``, ``zero_bubble``
-orders for given costs     ``portfolio`` chooses among those of ``greedy``, ``fusing`` and ``repeating``;
-                           ``back_to_back`` for batches without a pause between them
+orders for given costs     ``search`` chooses among fixed ones and that of ``greedy``, with and without ``fusing``
+batches without a pause    ``back_to_back``
 lower bounds               ``bound``
 messages between stages    ``link_order``
 =========================  ===========================================================================================
 """
 
 from ds_dynmo.schedules.actions import Action, Kind
-from ds_dynmo.schedules.back_to_back import (
-    back_to_back_for_equal_costs,
-    best_back_to_back,
-    period_seconds,
-    shortest_period,
-)
+from ds_dynmo.schedules.back_to_back import period_seconds, shortest_period
 from ds_dynmo.schedules.bound import lower_bound, lower_bounds
 from ds_dynmo.schedules.costs import PassBytes, PassCosts
 from ds_dynmo.schedules.fast_1f1b import iteration_seconds, simulate
 from ds_dynmo.schedules.link_order import Message, link_orders
 from ds_dynmo.schedules.memory import peak_bytes
 from ds_dynmo.schedules.one_f_one_b import gradient_first_1f1b, in_flight, one_f_one_b
-from ds_dynmo.schedules.portfolio import (
-    MOST_ACTIONS,
-    FoundSchedule,
-    best_schedule,
-    one_f_one_b_limit,
-    schedule_for_equal_costs,
-)
 from ds_dynmo.schedules.replay import ScheduleTimeline, idle_share, replay
 from ds_dynmo.schedules.schedule import Schedule
+from ds_dynmo.schedules.search import FoundSchedule, best_schedule, one_f_one_b_limit, schedule_for_equal_costs
 from ds_dynmo.schedules.zero_bubble import zb_h1
 
 __all__ = [
-    "MOST_ACTIONS",
     "Action",
     "FoundSchedule",
     "Kind",
@@ -51,8 +39,6 @@ __all__ = [
     "PassCosts",
     "Schedule",
     "ScheduleTimeline",
-    "back_to_back_for_equal_costs",
-    "best_back_to_back",
     "best_schedule",
     "gradient_first_1f1b",
     "idle_share",

@@ -26,40 +26,18 @@ class FusedOrders(NamedTuple):
     orders: list[list[Action]]
 
 
-def fuse(
-    orders: Orders, micro_batches: int, costs: PassCosts, simulated: SimulatedBatch, targets_seconds: Sequence[float]
-) -> list[FusedOrders]:
+def fuse(orders: Orders, micro_batches: int, costs: PassCosts, simulated: SimulatedBatch) -> FusedOrders:
     """Merge each split backward pass that meets its deadlines in one part.
 
-    Deadlines are the latest starts with which the given orders end within the target. A pass is fused if this makes
-    neither the stage that waits for its gradient nor the next action of its stage late, and if no weight gradient of an
-    earlier micro-batch is pending. So if the target is the iteration of the given orders, the result takes no longer. A
-    longer target fuses more passes, which may save more than it delays.
+    Deadlines are the latest starts with which the given orders take no longer. A pass is fused if this makes neither
+    the stage that waits for its gradient nor the next action of its stage late, and if no weight gradient of an earlier
+    micro-batch is pending.
 
     Args:
         simulated: the orders under these costs.
-        targets_seconds: iterations to meet.
-
-    Returns:
-        Fused orders per target.
     """
+    target_seconds = max(simulated.done) * (1 + _ROUNDING)
     latest, gradients_due = _deadlines(orders, micro_batches, costs, simulated)
-    return [
-        _fused(orders, micro_batches, costs, simulated, latest, gradients_due, target * (1 + _ROUNDING))
-        for target in targets_seconds
-    ]
-
-
-def _fused(
-    orders: Orders,
-    micro_batches: int,
-    costs: PassCosts,
-    simulated: SimulatedBatch,
-    latest: Sequence[Sequence[float]],
-    gradients_due: Sequence[float],
-    target_seconds: float,
-) -> FusedOrders:
-    """Simulate the orders again, and fuse backward passes on the way."""
     forward, input_gradient, weight_gradient, backward = costs.by_kind
     links, last_chunk, frozen = costs.link_seconds, costs.num_chunks - 1, costs.frozen_chunks
     in_one = all_passes(Kind.BACKWARD, costs.num_chunks, micro_batches)

@@ -27,7 +27,6 @@ from ds_dynmo.schedules import (
     PassBytes,
     PassCosts,
     Schedule,
-    best_back_to_back,
     best_schedule,
     gradient_first_1f1b,
     one_f_one_b,
@@ -149,8 +148,8 @@ class Layers:
 def shortest(costs: PassCosts, micro_batches: int, memory: float) -> Schedule:
     """Find the shortest order that holds no more than ``memory`` times 1F1B, where every micro-batch holds as much."""
     sizes = PassBytes.equal(costs.num_stages)
-    find = best_back_to_back if memory > 1 else best_schedule
-    return find(costs, micro_batches, sizes, one_f_one_b_limit(sizes, micro_batches, memory)).schedule
+    limits = one_f_one_b_limit(sizes, micro_batches, memory)
+    return best_schedule(costs, micro_batches, sizes, limits, back_to_back=memory > 1).schedule
 
 
 def arms_for(

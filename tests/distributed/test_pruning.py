@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.models import ModelConfig, Pruning, PruningConfig, RunSizes, dynamic_cases, local_layers
 from ds_dynmo.models.pruning.gradual import prunable_linears
-from ds_dynmo.models.pruning.kernels import can_csr
-from ds_dynmo.models.pruning.probe import SPARSITIES
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 from tests.distributed.harness import run
 from tests.distributed.support import case_runs
@@ -102,7 +99,7 @@ def prune_twice(run: CaseRun, sparsities: tuple[float, float]) -> dict[str, Any]
     """Train and prune twice. Return weights before each pruning, masks after it, and counts of nonzero elements."""
     engine, model = case_runs.build(run)
     data = case_runs.batches(engine, model)
-    case = Pruning(PruningConfig(probe=False), engine, run_sizes(model, run.steps))
+    case = Pruning(PruningConfig(), engine, run_sizes(model, run.steps))
     before, after = [], []
     for sparsity in sparsities:
         engine.train_batch(data)
@@ -165,13 +162,13 @@ def load_weights_alone(run: CaseRun, folder: str) -> list[dict[str, tuple[int, i
     engine, model = case_runs.build(run)
     data = case_runs.batches(engine, model)
     engine.train_batch(data)
-    Pruning(PruningConfig(probe=False), engine, run_sizes(model, run.steps)).prune(0.4)
+    Pruning(PruningConfig(), engine, run_sizes(model, run.steps)).prune(0.4)
     engine.save_checkpoint(folder)
     again, _ = case_runs.build(run)
     for _ in range(2):
         again.train_batch(data)
     again.load_checkpoint(folder, load_module_only=True)
-    case = Pruning(PruningConfig(start=0.9, end=0.95, probe=False), again, run_sizes(model, 100))
+    case = Pruning(PruningConfig(start=0.9, end=0.95), again, run_sizes(model, 100))
     found = [nonzero(again)]
     for step in range(2):
         case.before_batch(step)
@@ -224,22 +221,6 @@ def test_vectors_train_in_a_pipeline_as_masked_weights_do(name: str, precision: 
     assert all(np.array_equal(a, b) for layer in ours for a, b in zip(ours[layer], theirs[layer], strict=True))
     assert [result["compressed"] - {True} for result in vectors] == [set(), set()]
     assert all(result["compressed"] == {False} for result in masked)
-
-
-def probe_in_a_pipeline(run: CaseRun) -> dict[tuple[int, int], float | None]:
-    """Prune with the probe on; return from where CSR was found to be faster, by shape."""
-    engine, model = case_runs.build(run)
-    Pruning(PruningConfig(), engine, run_sizes(model, run.steps)).prune(0.8)
-    engine.train_batch(case_runs.batches(engine, model))
-    linears = [linear for _, layer in local_layers(engine.module) for linear in prunable_linears(layer)]
-    return {linear.shape: linear.measured_csr_from for linear in linears}
-
-
-def test_ranks_agree_on_what_they_measured() -> None:
-    if not can_csr(torch.float32, torch.device(get_accelerator().current_device_name())):
-        pytest.skip("torch has no products in CSR on this device: none is measured")
-    found = run(2, probe_in_a_pipeline, CaseRun(PRUNING, enabled=False))
-    assert found[0] == found[1] and found[0] and all(start in SPARSITIES for start in found[0].values())
 
 
 def resume(run: CaseRun, folder: str, saved_after: int) -> dict[str, Any]:

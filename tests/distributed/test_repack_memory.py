@@ -17,7 +17,7 @@ from ds_dynmo.errors import ConfigError
 from tests.distributed.harness import run
 
 RANKS, STEPS = 2, 10
-PRUNED = {"case": {"kind": "pruning", "final_sparsity": 0.9, "probe": False}}
+PRUNED = {"case": {"kind": "pruning", "final_sparsity": 0.9}}
 REPACK = {"enabled": True, "planner": "first_fit"}
 
 

@@ -1,5 +1,4 @@
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +10,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_dynmo.config import parse_section
-from ds_dynmo.models import ModelConfig, RunSizes, language_model_loss, model_layers
+from ds_dynmo.models import ModelConfig, language_model_loss, model_layers
 from ds_dynmo.models.gpt import Block, CausalSelfAttention, apply_rotary
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.mixture_of_depths.block import (
-    MixtureOfDepths,
     MixtureOfDepthsBlock,
     tokens_of,
     top_tokens,
@@ -237,39 +235,6 @@ def test_activation_checkpointing_gives_the_same(sampling: str) -> None:
         found.append([stream.hidden, hidden.grad, *(parameter.grad for parameter in block.parameters())])
         assert block.load_signal() == 0.25
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-# -- capacities that differ --------------------------------------------------------------------------------
-
-
-def test_each_routed_block_has_its_capacity_of_a_list() -> None:
-    specs = model_layers(model_config(capacity=[0.5, 0.25]))
-    blocks = [spec.build() for spec in specs if spec.typename is MixtureOfDepthsBlock]
-    assert [block.load_signal() for block in blocks] == [0.5, 0.25]
-    for block in blocks:
-        run(block, hidden_states())
-    assert [block.load_signal() for block in blocks] == [0.5, 0.25]
-
-
-def test_a_schedule_changes_the_capacity_and_says_so() -> None:
-    config, said = model_config(capacity=1.0, every=4, schedule=[[0.25, 0.5], [0.75, 0.25]]), []
-    stage = nn.Module()
-    stage._layer_specs = model_layers(config)  # type: ignore[assignment]
-    stage._local_start, stage._local_stop = 0, len(stage._layer_specs)  # type: ignore[assignment]
-    block = MixtureOfDepthsBlock(config, 4, *config.case)
-    stage.add_module("4", block)
-    engine = SimpleNamespace(module=stage, model_changed=said.append)
-    case = MixtureOfDepths(*config.case, engine, RunSizes(total_steps=4, num_layers=7, blocks=range(1, 5)))
-    signals = []
-    for step in range(4):
-        case.before_batch(step)
-        block.train()
-        run(block, hidden_states(step))
-        signals.append((block.load_signal(), len(said)))
-    assert signals == [(1.0, 0), (0.5, 1), (0.5, 1), (0.25, 2)]
-    resumed = MixtureOfDepths(*config.case, engine, RunSizes(total_steps=4, num_layers=7, blocks=range(1, 5)))
-    resumed.before_batch(2)
-    assert block.capacity == 0.5 and len(said) == 2
 
 
 THRESHOLD = {"capacity": 0.125, "threshold": 0.5, "min_capacity": 0.25, "max_capacity": 0.5}

@@ -13,7 +13,6 @@ from ds_dynmo.config import parse_section
 from ds_dynmo.models import MixtureOfExperts, ModelConfig, RouterBiasUpdate, RunSizes, language_model_loss, model_layers
 from ds_dynmo.models.gpt import Block, FeedForward
 from ds_dynmo.models.moe.config import MoEConfig
-from ds_dynmo.models.moe.grouped_linear import grouped_linear
 from ds_dynmo.models.moe.routing import Router, load_balancing_loss, sinkhorn
 from ds_dynmo.models.seeding import generator_for
 
@@ -121,17 +120,6 @@ def test_outputs_and_gradients_equal_the_reference(routing: str, top_k: int, cap
     for mine, theirs in zip(*found):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     assert found[0][0].abs().mean() > 0.1 and all(gradient.abs().max() > 1e-2 for gradient in found[0][2:])
-
-
-@pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 8, 0, 0], [2, 2, 2, 2]])
-def test_grouped_products_equal_a_linear_layer_per_group(counts: list[int]) -> None:
-    rows = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(4, 5, 3, dtype=torch.float64, requires_grad=True)
-    expected = torch.cat([part @ each.t() for part, each in zip(rows.split(counts), weight)])
-    torch.testing.assert_close(grouped_linear(rows, weight, counts), expected)
-    assert torch.autograd.gradcheck(partial(grouped_linear, counts=counts), (rows, weight))
-    assert torch.autograd.gradcheck(lambda r: grouped_linear(r, weight.detach(), counts), (rows,))
-    assert torch.autograd.gradcheck(lambda w: grouped_linear(rows.detach(), w, counts), (weight,))
 
 
 def test_a_block_with_equal_experts_computes_as_a_dense_one() -> None:

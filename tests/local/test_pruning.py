@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_dynmo.config import parse_section
-from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.case import RunSizes
 from ds_dynmo.models.gpt import Block, gpt_layers, language_model_loss
 from ds_dynmo.models.gpt_config import GPTConfig
@@ -320,7 +319,7 @@ class Engine:
         return loss.item()
 
 
-SCHEDULE = {"start": 0.25, "end": 0.75, "times": 2, "final_sparsity": 0.95, "probe": False}
+SCHEDULE = {"start": 0.25, "end": 0.75, "times": 2, "final_sparsity": 0.95}
 
 
 def linears_of(engine: Engine) -> list[PrunableLinear]:
@@ -392,7 +391,7 @@ def test_an_optimizer_that_cannot_keep_elements_is_named_once(monkeypatch: pytes
     monkeypatch.setattr(gradual.logger, "warning", said.append)
     engine = Engine()
     engine.refusal = "Lamb scales by the norm of a whole weight"
-    case = Pruning(PruningConfig(probe=False), engine, run_of(40))
+    case = Pruning(PruningConfig(), engine, run_of(40))
     for sparsity in (0.7, 0.9):
         case.prune(sparsity)
     assert len(said) == 1 and "Lamb scales" in said[0]
@@ -401,7 +400,7 @@ def test_an_optimizer_that_cannot_keep_elements_is_named_once(monkeypatch: pytes
 def test_vectors_whose_optimizer_cannot_shrink_them_any_more_get_masks() -> None:
     """As after loading weights alone into another optimizer."""
     engine = Engine()
-    case = Pruning(PruningConfig(probe=False), engine, run_of(40))
+    case = Pruning(PruningConfig(), engine, run_of(40))
     case.prune(0.7)
     sizes = [linear.weight.numel() for linear in linears_of(engine)]
     engine.refusal = "cannot"
@@ -417,16 +416,15 @@ def test_vectors_whose_optimizer_cannot_shrink_them_any_more_get_masks() -> None
     assert kept == sum(linear.weight.numel() for linear in linears_of(engine))
 
 
-def test_dense_weights_of_an_earlier_checkpoint_shrink_before_the_next_batch() -> None:
+def test_dense_weights_that_were_loaded_with_masks_shrink_before_the_next_batch() -> None:
     engine = Engine()
-    case = Pruning(PruningConfig(probe=False, start=0.9, end=0.95), engine, run_of(100))
+    case = Pruning(PruningConfig(start=0.9, end=0.95), engine, run_of(100))
     for linear in linears_of(engine):
         linear.prune(linear.weight.detach().abs() > linear.weight.detach().abs().quantile(0.9))
-        linear.register_buffer("crow", torch.zeros(3, dtype=torch.int32))
     before = [linear.weight.detach().clone() for linear in linears_of(engine)]
     case.load_state_dict({})
     case.before_batch(0)
-    assert all(linear.is_compressed and "crow" not in linear.state_dict() for linear in linears_of(engine))
+    assert all(linear.is_compressed for linear in linears_of(engine))
     assert all(torch.equal(linear.dense_weight(), weight) for linear, weight in zip(linears_of(engine), before))
 
 
@@ -442,16 +440,10 @@ def test_a_plain_layer_loads_what_is_left() -> None:
     plain.load_state_dict(dense_state_dict(block()))
 
 
-def test_a_setting_that_the_dtype_cannot_do_is_named() -> None:
-    engine = Engine(dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"csr_from = 0.5.*bfloat16.*'cpu'.*allowed is null"):
-        Pruning(PruningConfig(csr_from=0.5), engine, run_of(40))
-
-
 def test_a_second_pruning_to_the_same_sparsity_changes_nothing() -> None:
     """A run that resumes at a pruning step prunes again."""
     engine = Engine()
-    case = Pruning(PruningConfig(probe=False), engine, run_of(40))
+    case = Pruning(PruningConfig(), engine, run_of(40))
     engine.train(0)
     case.prune(0.7)
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
@@ -462,7 +454,7 @@ def test_a_second_pruning_to_the_same_sparsity_changes_nothing() -> None:
 
 def test_a_lower_sparsity_restores_no_weight() -> None:
     engine = Engine()
-    case = Pruning(PruningConfig(probe=False), engine, run_of(40))
+    case = Pruning(PruningConfig(), engine, run_of(40))
     case.prune(0.7)
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
     case.prune(0.3)
@@ -472,7 +464,7 @@ def test_a_lower_sparsity_restores_no_weight() -> None:
 def test_a_fully_pruned_block_gives_finite_numbers() -> None:
     for csr_from in (None, 0.0):
         engine = Engine(csr_from)
-        case = Pruning(PruningConfig(probe=False), engine, run_of(40))
+        case = Pruning(PruningConfig(), engine, run_of(40))
         case.prune(1 - 1e-9)
         assert all(layer.load_signal() == 0.0 for _, layer in list(local_layers(engine.module))[1:4])
         assert all(math.isfinite(engine.train(step)) for step in range(3))

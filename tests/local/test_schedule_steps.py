@@ -15,7 +15,6 @@ from ds_dynmo.engine.split.steps import (
 )
 from ds_dynmo.schedules import (
     Schedule,
-    back_to_back_for_equal_costs,
     gradient_first_1f1b,
     one_f_one_b,
     schedule_for_equal_costs,
@@ -153,6 +152,5 @@ def test_orders_count_on_the_next_batch_where_that_can_begin(memory: float, sync
     config = ScheduleConfig(kind="zero_bubble", memory=memory)
     ours = ScheduleInForce(config, stages_synchronise_per_batch=synchronise)
     assert ours.back_to_back is expected
-    find = back_to_back_for_equal_costs if expected else schedule_for_equal_costs
-    assert ours.schedule_for(3, 8) == find(3, 8, memory)
-    assert back_to_back_for_equal_costs(3, 8, 2.0) != schedule_for_equal_costs(3, 8, 2.0)
+    assert ours.schedule_for(3, 8) == schedule_for_equal_costs(3, 8, memory, back_to_back=expected)
+    assert schedule_for_equal_costs(3, 8, 2.0, back_to_back=True) != schedule_for_equal_costs(3, 8, 2.0)

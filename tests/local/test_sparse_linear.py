@@ -242,11 +242,3 @@ def test_whether_there_is_csr_does_not_depend_on_who_asks_first() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             found.append(can_csr(torch.float32, torch.device("cpu")))
     assert found[0] is found[1]
-
-
-def test_structure_of_an_earlier_version_is_dropped() -> None:
-    linear = pruned(0.9, ALWAYS)
-    for name in ("crow", "col", "crow_transposed", "col_transposed", "index_transposed"):
-        linear.register_buffer(name, torch.zeros(3, dtype=torch.int32))
-    linear.drop_old_structure()
-    assert set(linear.state_dict()) == {"weight", "mask", "index"} and linear.computes_sparse

@@ -187,7 +187,6 @@ CHANGING = {
     "freezing": {"case": {"kind": "freezing", "schedule": [[0.5, 2]]}},
     "pruning": {"case": {"kind": "pruning"}},
     "early_exit": {"case": {"kind": "early_exit", "method": "calm", "start": 0.5}},
-    "mod": {"case": {"kind": "mod", "schedule": [[0.5, 0.25]]}},
 }
 CONSTANT = {
     "nothing": {},

@@ -18,7 +18,6 @@ from ds_dynmo.schedules import (
     Kind,
     PassCosts,
     Schedule,
-    back_to_back_for_equal_costs,
     one_f_one_b,
     schedule_for_equal_costs,
 )
@@ -229,9 +228,10 @@ class ScheduleInForce:
         if self._decided and (self.found is None or _shape(self.found) == shape):
             return self.found
         if self._schedule_before_decision is None or _shape(self._schedule_before_decision) != shape:
-            find = back_to_back_for_equal_costs if self.back_to_back else schedule_for_equal_costs
             self._schedule_before_decision = (
-                one_f_one_b(*shape) if self._use_1f1b_until_decided else find(*shape, memory=self._config.memory)
+                one_f_one_b(*shape)
+                if self._use_1f1b_until_decided
+                else schedule_for_equal_costs(*shape, self._config.memory, back_to_back=self.back_to_back)
             )
         return self._schedule_before_decision
 

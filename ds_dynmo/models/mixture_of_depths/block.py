@@ -4,8 +4,8 @@ Raposo et al., "Mixture-of-Depths: Dynamically allocating compute in transformer
 the top-k of a whole sequence looks at later tokens. That is how it trains; for causal use a small predictor learns
 which tokens are among them from each token alone.
 
-With one capacity the load of a layer never changes: that is the static form, and the default. Capacities that differ
-between layers, follow a schedule, or come from a threshold of the router's weights make it differ.
+With a capacity the load of a layer never changes: that is the static form, and the default. With a threshold of the
+router's weights it does.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_dynmo.models.batch_counts import CountsPerBatch, is_recomputing
-from ds_dynmo.models.case import DynamicCase, RunSizes
 from ds_dynmo.models.gpt import INIT_STD, Block, init_linear
 from ds_dynmo.models.gpt_config import GPTConfig
-from ds_dynmo.models.layer_numbers import local_layers
 from ds_dynmo.models.mixture_of_depths.config import MixtureOfDepthsConfig, tokens_of
 from ds_dynmo.models.seeding import generator_for
 
-__all__ = ["MixtureOfDepths", "MixtureOfDepthsBlock", "Predictor", "capacity_schedule", "routed_block", "top_tokens"]
+__all__ = ["MixtureOfDepthsBlock", "Predictor", "routed_block", "top_tokens"]
 
 
 class MixtureOfDepthsBlock(CountsPerBatch, Block):
@@ -42,7 +40,6 @@ class MixtureOfDepthsBlock(CountsPerBatch, Block):
 
     Attributes:
         sampling: as in :class:`MixtureOfDepthsConfig`.
-        capacity: now; with a threshold, the most it takes.
         tokens_taken: tokens of the last training batch that it took, on this rank.
         tokens: all tokens that were counted there.
     """
@@ -61,7 +58,6 @@ class MixtureOfDepthsBlock(CountsPerBatch, Block):
         self.sampling = depths.sampling
         self.router = init_linear(config.hidden_size, 1, INIT_STD, generator)
         self.predictor = Predictor(config, depths, generator) if depths.sampling == "predictor" else None
-        self.capacity = depths.capacity_of(block_number)
         self.sequence_length = config.sequence_length
         self.tokens_taken: torch.Tensor | None = None
         self.tokens = 0
@@ -79,7 +75,7 @@ class MixtureOfDepthsBlock(CountsPerBatch, Block):
         if not self.training and self.sampling != "topk":
             return self._on_members(hidden, weights, positions, self._members_causally(hidden, weights))[0], None
         if self.depths.threshold is None:
-            chosen = top_tokens(weights, tokens_of(self.capacity, hidden.shape[1]))
+            chosen = top_tokens(weights, tokens_of(self.depths.capacity, hidden.shape[1]))
             members = torch.zeros_like(weights, dtype=torch.bool).scatter(1, chosen, True)
             changed, auxiliary = self._on_tokens(hidden, weights, positions, chosen)
         else:
@@ -155,7 +151,8 @@ class MixtureOfDepthsBlock(CountsPerBatch, Block):
         As it was in the last training batch; before the first, as it will be at the configured length. Times what
         other cases leave of the block. The paper counts attention as linear in its tokens like the rest.
         """
-        expected = tokens_of(self.capacity, self.sequence_length) / self.sequence_length
+        most = self.depths.capacity if self.depths.threshold is None else self.depths.max_capacity
+        expected = tokens_of(most, self.sequence_length) / self.sequence_length
         return super().load_signal() * (expected if self.tokens_taken is None else int(self.tokens_taken) / self.tokens)
 
 
@@ -199,31 +196,6 @@ def top_tokens(weights: torch.Tensor, count: int) -> torch.Tensor:
 def top_order(weights: torch.Tensor) -> torch.Tensor:
     """Order each sequence by weight, the largest first; of equal ones the first."""
     return weights.detach().sort(dim=1, descending=True, stable=True).indices  # topk takes any of equal ones
-
-
-class MixtureOfDepths(DynamicCase):
-    """Gives routed blocks the schedule's capacity, and tells the engine when that changes. It has no state."""
-
-    name = "mod"
-
-    def __init__(self, config: MixtureOfDepthsConfig, engine: Any, sizes: RunSizes) -> None:
-        super().__init__(engine)
-        self._config = config
-        self._total_steps = sizes.total_steps
-
-    def before_batch(self, step: int) -> None:
-        """Set the capacity of this stage's routed blocks."""
-        capacity = self._config.scheduled_capacity(step, self._total_steps)
-        for _, layer in local_layers(self.engine.module):
-            if isinstance(layer, MixtureOfDepthsBlock):
-                layer.capacity = capacity
-        if capacity != self._config.scheduled_capacity(step - 1, self._total_steps):
-            self.engine.model_changed(f"mixture of depths: capacity {capacity:g}")
-
-
-def capacity_schedule(config: MixtureOfDepthsConfig, engine: Any, sizes: RunSizes) -> MixtureOfDepths | None:
-    """Return what gives routed blocks the schedule's capacity; None: there is no schedule."""
-    return None if config.schedule is None else MixtureOfDepths(config, engine, sizes)
 
 
 def routed_block(

@@ -29,15 +29,11 @@ class MixtureOfDepthsConfig(CaseConfig):
     crosses_documents: ClassVar = True
 
     kind: Literal["mod"] = Field(default="mod", description='"mod": mixture of depths, blocks that take some tokens')
-    capacity: float | tuple[float, ...] = Field(
+    capacity: float = Field(
         default=CAPACITY,
-        description="tokens that a routed block takes, as a fraction of a sequence, at least 1; a list has one for "
-        "each routed block",
-    )
-    schedule: tuple[tuple[float, float], ...] | None = Field(
-        default=None,
-        description="[[fraction, capacity], ...]: from that fraction of the steps on, routed blocks have that "
-        "capacity, before the first that of the key capacity",
+        gt=0,
+        le=1,
+        description="tokens that a routed block takes, as a fraction of a sequence, at least 1",
     )
     threshold: float | None = Field(
         default=None,
@@ -57,40 +53,11 @@ class MixtureOfDepthsConfig(CaseConfig):
     predictor_size: int = Field(default=32, ge=1, description="width of the predictor's hidden layer")
     predictor_coefficient: float = Field(default=0.01, gt=0, description="of the predictor's loss in the total")
 
-    @field_validator("capacity", mode="before")
-    @classmethod
-    def _one_or_a_list(cls, capacity: Any) -> float | tuple[float, ...]:
-        if not isinstance(capacity, list | tuple):
-            return _checked(capacity)
-        if not capacity:
-            raise ValueError("should be a capacity, or a list with one for each routed block")
-        return tuple(_checked(each) for each in capacity)
-
-    @field_validator("schedule", mode="before")
-    @classmethod
-    def _pairs(cls, schedule: Any, info: ValidationInfo) -> tuple[tuple[float, float], ...] | None:
-        if schedule is None:
-            return None
-        if not isinstance(schedule, list | tuple) or not schedule:
-            raise ValueError("should be null or a list of [fraction of the steps, capacity], one or more")
-        for entry in schedule:
-            if not isinstance(entry, list | tuple) or len(entry) != 2:
-                raise ValueError(f"should hold pairs [fraction of the steps, capacity], not {entry}")
-            if type(entry[0]) not in (int, float) or not 0 <= entry[0] < 1:
-                raise ValueError(f"should have fractions of the steps in [0, 1), not {entry[0]}")
-            _checked(entry[1])
-        fractions = [fraction for fraction, _ in schedule]
-        if any(later <= earlier for earlier, later in zip(fractions, fractions[1:])):
-            raise ValueError(f"should have increasing fractions of the steps, not {fractions}")
-        if isinstance(info.data.get("capacity"), tuple):
-            raise ValueError("cannot be combined with a list of capacities: it gives one to all routed blocks")
-        return tuple((float(fraction), float(capacity)) for fraction, capacity in schedule)
-
     @field_validator("threshold")
     @classmethod
     def _instead_of_capacity(cls, threshold: float | None, info: ValidationInfo) -> float | None:
-        if threshold is not None and (info.data.get("capacity") != CAPACITY or info.data.get("schedule") is not None):
-            raise ValueError("cannot be combined with capacity or schedule: min_capacity and max_capacity bound it")
+        if threshold is not None and info.data.get("capacity") != CAPACITY:
+            raise ValueError("cannot be combined with capacity: min_capacity and max_capacity bound it")
         return threshold
 
     @field_validator(*OF_THE_THRESHOLD)
@@ -128,33 +95,10 @@ class MixtureOfDepthsConfig(CaseConfig):
         """
         return block_number % self.every == 0
 
-    def capacity_of(self, block_number: int) -> float:
-        """Return the capacity of routed block ``block_number`` at first; with a threshold, the most it takes."""
-        if self.threshold is not None:
-            return self.max_capacity
-        return self.capacity[block_number // self.every - 1] if isinstance(self.capacity, tuple) else self.capacity
-
-    def scheduled_capacity(self, step: int, total_steps: int) -> float:
-        """Return the schedule's capacity in step ``step``, counted from 0. All have begun by the last step.
-
-        >>> config = MixtureOfDepthsConfig(capacity=1.0, schedule=[[0.5, 0.25], [0.99, 0.125]])
-        >>> [config.scheduled_capacity(step, 4) for step in range(4)]
-        [1.0, 1.0, 0.25, 0.125]
-        """
-        assert self.schedule is not None and isinstance(self.capacity, float)
-        last = total_steps - 1
-        due = [capacity for fraction, capacity in self.schedule if step >= min(round(fraction * total_steps), last)]
-        return due[-1] if due else self.capacity
-
     @property
     def layer_outputs(self) -> LayerOutputs:
         """See :attr:`CaseConfig.layer_outputs`."""
         return "auxiliary" if self.sampling == "predictor" else "hidden"
-
-    @property
-    def follows_steps(self) -> bool:
-        """See :attr:`CaseConfig.follows_steps`."""
-        return self.schedule is not None
 
     def check(self, model: ModelConfig) -> None:
         """See :meth:`CaseConfig.check`."""
@@ -164,12 +108,6 @@ class MixtureOfDepthsConfig(CaseConfig):
             )
         if self.every > model.layers:
             raise ValueError(f"every {self.every} blocks one is routed (every), the model has {model.layers} (layers)")
-        routed = model.layers // self.every
-        if isinstance(self.capacity, tuple) and len(self.capacity) != routed:
-            raise ValueError(
-                f"capacity lists {len(self.capacity)} capacities, the model has {routed} routed blocks "
-                f"(layers {model.layers}, every {self.every})"
-            )
         if model.distributes_experts and (self.threshold is not None or self.sampling == "predictor"):
             raise ValueError(
                 'only sampling "topk" without threshold can be combined with expert_parallel: else replicas would not '
@@ -184,9 +122,3 @@ def tokens_of(capacity: float, sequence: int) -> int:
     32
     """
     return max(1, round(capacity * sequence))
-
-
-def _checked(capacity: Any) -> float:
-    if type(capacity) not in (int, float) or not 0 < capacity <= 1:
-        raise ValueError(f"should have capacities greater than 0 and less than or equal to 1, not {capacity}")
-    return float(capacity)

@@ -21,6 +21,8 @@ OF_ONE_ROUTING = {
     "bias_rate": "bias",
 }
 
+MULTIPLE = 8  # torch's grouped products want rows of 16 bytes or multiples; in 2 bytes per value
+
 
 class MoEConfig(CaseConfig):
     """A mixture of experts, each as wide as the dense feed-forward layer, ``mlp_ratio * hidden_size``."""
@@ -91,4 +93,8 @@ class MoEConfig(CaseConfig):
             raise ValueError(
                 f"leaves no block with experts: dense_blocks {self.dense_blocks}, every {self.every}, "
                 f"the model has {model.layers} (layers)"
+            )
+        if model.hidden_size % MULTIPLE:
+            raise ValueError(
+                f"experts need a hidden_size that is a multiple of {MULTIPLE}, this is {model.hidden_size}"
             )

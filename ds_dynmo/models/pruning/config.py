@@ -26,12 +26,8 @@ class PruningConfig(CaseConfig):
         default=None,
         ge=0,
         le=1,
-        description="linear layers that have lost this share compute in CSR; null: from where it is measured faster",
-    )
-    probe: bool = Field(
-        default=True,
-        description="measure before the first pruning from what share on CSR is faster; false: without csr_from all "
-        "layers compute densely",
+        description="linear layers that have lost this share compute in CSR, where torch can (fp32 on a CPU); "
+        "null: never",
     )
 
     @field_validator("end")

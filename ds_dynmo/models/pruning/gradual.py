@@ -17,16 +17,13 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.case import DynamicCase, RunSizes
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.half_blocks import AttentionHalf, BlockTypes, FeedForwardHalf, block_layers
 from ds_dynmo.models.layer_numbers import local_layers
 from ds_dynmo.models.pruning.config import PruningConfig
-from ds_dynmo.models.pruning.kernels import can_csr
 from ds_dynmo.models.pruning.magnitude import Linears, select_largest
-from ds_dynmo.models.pruning.probe import agree_on_csr
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 
 __all__ = [
@@ -68,19 +65,14 @@ class Pruning(DynamicCase):
     """Prunes the model on schedule. It has no state of its own: a resumed run finds what is pruned in the layers.
 
     Masks may have been loaded without the optimizer's moments; those of pruned weights are zeroed before a batch.
-
-    Raises:
-        ConfigError: ``csr_from`` is given, and torch has no CSR for the model's dtype on this device.
     """
 
     name = "pruning"
 
     def __init__(self, config: PruningConfig, engine: Any, sizes: RunSizes) -> None:
         super().__init__(engine)
-        _check_csr(config, engine.module)
         self._num_layers = sizes.num_layers
         self._steps = pruning_steps(config, sizes.total_steps)
-        self._probe = config.probe
         self._loaded = True  # layers may have been, before this was built
         self._told = False
         engine.before_step(self._zero_gradients)
@@ -93,8 +85,6 @@ class Pruning(DynamicCase):
         """
         linears = local_linears(self.engine.module)
         every = [linear for members in linears.values() for linear in members]
-        if self._probe:
-            agree_on_csr(linears, num_layers=self._num_layers, sum_over_world=self.engine.sum_over_world)
         sizes = [sum(linear.size for linear in every), sum(linear.kept for linear in every)]
         total, left = self.engine.sum_over_stages(torch.tensor(sizes, dtype=torch.float64)).tolist()
         keep = min(round(total * (1 - sparsity)), int(left))
@@ -139,8 +129,6 @@ class Pruning(DynamicCase):
     def _zero_loaded(self) -> None:
         """Zero optimizer state where loaded weights are pruned, and shrink those of a checkpoint that held masks."""
         linears = [linear for members in local_linears(self.engine.module).values() for linear in members]
-        for linear in linears:
-            linear.drop_old_structure()
         for weight, pruned in self._pruned(lambda linear: True):
             self.engine.zero_elements(weight, pruned)
         self._shrink(linears)
@@ -155,16 +143,6 @@ class Pruning(DynamicCase):
             for linear in members:
                 if linear.mask is not None and of(linear):
                     yield linear.weight, ~linear.mask
-
-
-def _check_csr(config: PruningConfig, module: nn.Module) -> None:
-    weight = next(module.parameters(), None)
-    if config.csr_from is None or weight is None or can_csr(weight.dtype, weight.device):
-        return
-    raise ConfigError(
-        f"model.case.csr_from = {config.csr_from}: torch has no products in CSR for {weight.dtype} on "
-        f"{weight.device.type!r}; allowed is null, and then they compute dense"
-    )
 
 
 class _Prunable(Block):

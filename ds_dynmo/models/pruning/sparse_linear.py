@@ -35,12 +35,10 @@ class PrunableLinear(nn.Module):
     Args:
         weight: ``[outputs, inputs]``.
         csr_from: from what share of pruned weights on the layer computes in CSR, where torch can (fp32 on a CPU);
-            None: from ``measured_csr_from`` on.
+            None: never.
 
     Attributes:
         shape: of the dense weight.
-        measured_csr_from: where CSR was measured to be faster, on the machine that pruned first; None: not measured,
-            the layer computes densely.
         mask: bool in the shape of ``weight``, True where a weight is kept; None: nothing has been pruned, or the
             parameter is already the vector of kept values (:meth:`use_values`).
         index: places of the kept values in the flattened weight; None: the layer computes with the dense weight.
@@ -67,7 +65,6 @@ class PrunableLinear(nn.Module):
         self.shape: Shape = (outputs, inputs)
         self.weight = weight
         self.csr_from = csr_from
-        self.measured_csr_from: float | None = None
         self.register_buffer("mask", None)
         self.register_buffer("index", None)
 
@@ -110,8 +107,7 @@ class PrunableLinear(nn.Module):
         return DENSE if self.is_compressed else None
 
     def _is_for_csr(self, kept: int) -> bool:
-        start = self.measured_csr_from if self.csr_from is None else self.csr_from
-        is_sparse = start is not None and self.size - kept >= start * self.size
+        is_sparse = self.csr_from is not None and self.size - kept >= self.csr_from * self.size
         return is_sparse and can_csr(self.weight.dtype, self.weight.device)
 
     def kept_places(self) -> torch.Tensor:
@@ -159,11 +155,6 @@ class PrunableLinear(nn.Module):
         """The bytes of the dense weight, or its gradient, that a pass makes and frees again."""
         kernel = self._kernel()
         return 0 if kernel is None else kernel.workspace_elements(self.shape) * self.weight.element_size()
-
-    def drop_old_structure(self) -> None:
-        """Forget what checkpoints of earlier versions hold beside the mask: the structure in rows and in columns."""
-        for name in [name for name in self._buffers if name not in ("mask", "index")]:
-            del self._buffers[name]
 
     def extra_repr(self) -> str:
         outputs, inputs = self.shape

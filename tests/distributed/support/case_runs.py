@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
@@ -23,7 +22,6 @@ from ds_dynmo.models import (
     model_layers,
 )
 from ds_dynmo.models.early_exit.exits import ExitHead
-from ds_dynmo.models.pruning.kernels import can_csr
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import SECTION, Case, config
 from tests.distributed.support.training import drop_decision, state, whole
@@ -43,7 +41,6 @@ CASES: dict[str, dict[str, Any]] = {
             "times": 3,
             "initial_sparsity": 0.2,
             "final_sparsity": 0.95,
-            "probe": False,
         }
     },
     "pruning in CSR": {
@@ -59,7 +56,6 @@ CASES: dict[str, dict[str, Any]] = {
                 "times": 1,
                 "initial_sparsity": 0.5,
                 "final_sparsity": 0.8,
-                "probe": False,
             },
         ]
     },
@@ -93,7 +89,6 @@ CASES: dict[str, dict[str, Any]] = {
     "mod": {"case": {"kind": "mod", "capacity": 0.25}},
     "mod topk": {"case": {"kind": "mod", "capacity": 0.25, "every": 1, "sampling": "topk"}},
     "mod threshold": {"case": {"kind": "mod", "threshold": 0.0, "every": 1, "min_capacity": 0.1, "max_capacity": 0.8}},
-    "mod schedule": {"case": {"kind": "mod", "capacity": 1.0, "every": 1, "schedule": [[0.3, 0.5], [0.6, 0.25]]}},
     "mod and freezing": {
         "case": [{"kind": "mod", "capacity": 0.25}, {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]}]
     },
@@ -117,7 +112,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "pruning and qk-sparse attention": {
         "case": [
-            {"kind": "pruning", "start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8, "probe": False},
+            {"kind": "pruning", "start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8},
             {"kind": "sparse_attention", "pattern": "qk", "keep_queries": 0.6, "keep_keys": 0.4},
         ]
     },
@@ -129,7 +124,7 @@ CASES: dict[str, dict[str, Any]] = {
         "split_blocks": True,
         "case": [
             {"kind": "freezing", "automatic": {"interval": 0.2, "start": 0.2}},
-            {"kind": "pruning", "start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8, "probe": False},
+            {"kind": "pruning", "start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8},
             {"kind": "sparse_attention", "pattern": "qk", "keep_queries": 0.6, "keep_keys": 0.4},
         ],
     },
@@ -166,16 +161,9 @@ class CaseRun:
 
 
 def model_of(run: CaseRun) -> ModelConfig:
-    """Return the "model" section of a run. Pruned weights compute dense where the device has no products in CSR."""
+    """Return the "model" section of a run."""
     sizes = {} if "huggingface" in run.model else SIZES
-    block = {**sizes, **run.model}
-    dtype = torch.bfloat16 if "bf16" in run.precision else torch.float16 if "fp16" in run.precision else torch.float32
-    device = torch.device(get_accelerator().current_device_name())
-    if not can_csr(dtype, device):
-        block["case"] = [
-            {**case, "csr_from": None, "probe": False} if "csr_from" in case else case for case in cases_of(run)
-        ]
-    return parse_section(ModelConfig, block, "model")
+    return parse_section(ModelConfig, {**sizes, **run.model}, "model")
 
 
 def cases_of(run: CaseRun) -> list[dict[str, Any]]:

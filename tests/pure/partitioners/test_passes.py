@@ -300,12 +300,12 @@ def test_an_order_far_above_its_bound_is_replaced_whatever_that_takes(monkeypatc
 
 
 def test_the_order_in_force_stays_where_none_is_found_that_is_shorter() -> None:
-    """It was found when forward passes took up to 10% more or less."""
+    """It was found when forward passes took up to 30% more or less."""
     rng, partition, better = random.Random(12), [0, 3, 6, 9, 12], 0
-    for _ in range(12):
+    for _ in range(40):
         passes = pipeline(rng, layers=12, stages=4, micro_batches=9).passes
         assert passes is not None
-        forward = tuple(one * rng.uniform(0.9, 1.1) for one in passes.forward_seconds)
+        forward = tuple(one * rng.uniform(0.7, 1.3) for one in passes.forward_seconds)
         before, fresh = replace(passes, forward_seconds=forward).shortest(partition), passes.shortest(partition)
         assert before is not None and fresh is not None
         kept = replace(passes, in_force=before.schedule).shortest(partition)

@@ -9,8 +9,6 @@ import pytest
 from ds_dynmo.schedules import (
     PassBytes,
     PassCosts,
-    back_to_back_for_equal_costs,
-    best_back_to_back,
     best_schedule,
     gradient_first_1f1b,
     one_f_one_b,
@@ -37,7 +35,7 @@ def test_more_memory_shortens_the_period_to_the_work_of_a_stage(memory: float, p
     """8 stages, 16 micro-batches of 3 seconds, which are 55 seconds alone: at twice the memory nothing waits."""
     costs, sizes = PassCosts.equal(range(8)), PassBytes.equal(8)
     limits = one_f_one_b_limit(sizes, 16, memory)
-    schedule = back_to_back_for_equal_costs(8, 16, memory)
+    schedule = schedule_for_equal_costs(8, 16, memory, back_to_back=True)
     assert period_seconds(schedule.orders, 16, costs) == period == shortest_period(costs, 16, sizes, limits)
     assert replay(schedule, costs).iteration_seconds == 55
     assert all(peak <= limit for peak, limit in zip(peak_bytes(schedule, sizes), limits))
@@ -48,7 +46,9 @@ def test_a_stage_that_works_longest_sets_the_period() -> None:
     sizes = PassBytes.equal(3)
     limits = one_f_one_b_limit(sizes, 8, 2.0)
     assert shortest_period(costs, 8, sizes, limits) == 8 * 6.0
-    assert period_seconds(best_back_to_back(costs, 8, sizes, limits).schedule.orders, 8, costs) == 8 * 6.0
+    assert (
+        period_seconds(best_schedule(costs, 8, sizes, limits, back_to_back=True).schedule.orders, 8, costs) == 8 * 6.0
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -57,7 +57,9 @@ def test_random_pipelines(seed: int) -> None:
     for _ in range(6):
         costs, micro_batches, sizes, _ = random_instance(rng)
         limits = one_f_one_b_limit(sizes, micro_batches, 2.0)
-        alone, found = (find(costs, micro_batches, sizes, limits) for find in (best_schedule, best_back_to_back))
+        alone, found = (
+            best_schedule(costs, micro_batches, sizes, limits, back_to_back=overlap) for overlap in (False, True)
+        )
         periods = [period_seconds(one.schedule.orders, micro_batches, costs) for one in (alone, found)]
         assert shortest_period(costs, micro_batches, sizes, limits) <= periods[1] * (1 + 1e-9)
         assert periods[1] <= periods[0] <= alone.iteration_seconds * (1 + 1e-9)

@@ -18,7 +18,6 @@ from ds_dynmo.schedules import (
 )
 from ds_dynmo.schedules.greedy import greedy
 from ds_dynmo.schedules.order import run
-from ds_dynmo.schedules.portfolio import POLICIES
 from tests.pure.schedules.instances import random_instance
 
 
@@ -56,9 +55,8 @@ def test_no_order_is_shorter() -> None:
             assert seconds >= free * (1 - 1e-9)
             if all(peak <= limit for peak, limit in zip(peak_bytes(made, sizes), limits, strict=True)):
                 assert seconds >= tight * (1 - 1e-9)
-        for policy in rng.sample(POLICIES, 3):
-            orders = greedy(costs, micro_batches, sizes, limits, policy)
-            assert orders and max(run(orders, micro_batches, costs).done) >= tight * (1 - 1e-9)
+        orders = greedy(costs, micro_batches, sizes, limits)
+        assert orders and max(run(orders, micro_batches, costs).done) >= tight * (1 - 1e-9)
 
 
 def test_no_order_of_a_v_is_shorter() -> None:
@@ -69,7 +67,7 @@ def test_no_order_of_a_v_is_shorter() -> None:
         whole = tuple(0.9 * (i + w) for i, w in zip(*parts[1:], strict=True))
         costs = PassCosts(tuple(owners), *parts, whole, (0.1,) * (len(owners) - 1))
         sizes, limits = PassBytes.equal(len(owners)), [len(owners)] * (len(owners) // 2)
-        orders = greedy(costs, 8, sizes, limits, rng.choice(POLICIES))
+        orders = greedy(costs, 8, sizes, limits)
         assert orders and max(run(orders, 8, costs).done) >= lower_bound(costs, 8, sizes, limits) * (1 - 1e-9)
 
 
