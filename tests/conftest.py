@@ -141,7 +141,7 @@ def pytest_make_collect_report() -> Generator[None, Any, Any]:
 def _fail_if_incomplete(report: Any) -> Any:
     """Where ``CI`` is set, fail a test that was skipped for want of a Python package or of a compiler.
 
-    The extra "test" installs all packages. Skips because of a missing device, browser or Slurm stay skips.
+    The extra "test" installs all packages. Skips because of a missing device or Slurm stay skips.
     """
     if os.environ.get("CI") and report.outcome == "skipped":
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -1,4 +1,4 @@
-"""Draw the report of a run as pictures, and as an HTML file that holds them.
+"""Draw the report of a run as pictures.
 
     ds-dynmo-plot report.jsonl --trace trace.json --out pictures
     ds-dynmo-plot repacked.jsonl --never never.jsonl --format svg     # the same run without re-packing
@@ -27,7 +27,7 @@ from ds_dynmo.cli.plotting.data import (
 )
 from ds_dynmo.config.withdrawn import check_withdrawn
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.files import atomic_write, write_text
+from ds_dynmo.files import atomic_write
 
 
 def expected(report: RunRecords) -> list[TimelineRows]:
@@ -74,8 +74,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def figures_of(args: argparse.Namespace, report: RunRecords) -> dict[str, tuple[str, Any]]:
-    """Draw what was asked for: by title, the name of a file and a figure. A run has not all of them.
+def figures_of(args: argparse.Namespace, report: RunRecords) -> dict[str, Any]:
+    """Draw what was asked for, by the name of a file. A run has not all of them.
 
     Raises:
         ConfigError: a file cannot be read, or lacks what is drawn of it.
@@ -87,40 +87,36 @@ def figures_of(args: argparse.Namespace, report: RunRecords) -> dict[str, tuple[
     never = read_report(args.never) if args.never is not None else None
     if never is not None and bool(never.steps) != bool(report.steps):
         raise ConfigError(f"--never {args.never}: only one of the two reports has tokens/s")
-    figures: dict[str, tuple[str, Any]] = {
-        "Stage loads": ("loads", pictures.stage_loads(report)),
-        "Speed and balance": ("speed", pictures.speed(report)),
-        "Ranks at work": ("ranks", pictures.ranks(report, never)),
-        "Losses": ("losses", pictures.losses(report)),
+    figures: dict[str, Any] = {
+        "loads": pictures.stage_loads(report),
+        "speed": pictures.speed(report),
+        "ranks": pictures.ranks(report, never),
+        "losses": pictures.losses(report),
     }
     if args.trace is not None:
         timelines = measured(read_trace(args.trace), args.steps)
-        figures["Timeline of a batch, measured"] = ("timeline", pictures.timelines(timelines))
+        figures["timeline"] = pictures.timelines(timelines)
     if timelines := expected(report):
-        figures["Timeline of a batch, simulated"] = ("simulated", pictures.timelines(timelines))
-    return {title: (name, figure) for title, (name, figure) in figures.items() if figure is not None}
+        figures["simulated"] = pictures.timelines(timelines)
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
-def write(folder: Path, suffix: str, figures: Mapping[str, tuple[str, Any]], report: RunRecords) -> Iterator[str]:
-    """Write each figure, and the page that holds all. Yield the names of the files.
+def write(folder: Path, suffix: str, figures: Mapping[str, Any]) -> Iterator[str]:
+    """Write each figure, and yield the names of the files.
 
     Raises:
         OSError: a file cannot be written.
     """
-    from ds_dynmo.cli.plotting import html, pictures
+    from ds_dynmo.cli.plotting import pictures
 
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {}
-    for title, (name, figure) in figures.items():
-        drawn[title] = html.Picture(pictures.svg(figure), figure.get_figwidth())
+    for name, figure in figures.items():
         with atomic_write(folder / f"{name}.{suffix}") as new:
             if suffix == "svg":
-                new.write_bytes(drawn[title].svg)
+                new.write_bytes(pictures.svg(figure))
             else:
                 figure.savefig(new, format="png", dpi=130)
         yield f"{name}.{suffix}"
-    write_text(folder / "report.html", html.page(report, drawn))
-    yield "report.html"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         return refuse("ds-dynmo-plot", error)
     try:
-        written = sorted(write(args.out, args.format, figures, report))
+        written = sorted(write(args.out, args.format, figures))
     except OSError as error:
         return refuse("ds-dynmo-plot", f"--out {args.out}: cannot be written: {error}")
     print(f"{args.out}: {', '.join(written)}")

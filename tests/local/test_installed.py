@@ -57,7 +57,6 @@ def test_commands_need_no_checkout(installed: Path) -> None:
     where = output_of(installed, sys.executable, "-c", "import ds_dynmo; print(ds_dynmo.__file__)")
     assert Path(where.strip()).is_relative_to(installed)
     assert "ds-dynmo-simulate --case pruning" in output_of(installed, "ds-dynmo-simulate", "--help")
-    assert "ds-dynmo-watch report.jsonl --once" in output_of(installed, "ds-dynmo-watch", "--help")
 
 
 @pytest.mark.nightly

@@ -157,7 +157,6 @@ def test_one_module_imports_a_package_of_an_extra_and_only_when_it_is_used() -> 
         "ds_dynmo.engine.decide.decision",  # decisions are pure
         *("ds_dynmo.models", "ds_dynmo.models.config"),
         *("ds_dynmo.cli.plot", "ds_dynmo.cli.simulate"),
-        "ds_dynmo.cli.watch",  # which may run where torch is not
     ],
 )
 def test_light_modules_load_no_torch(module: str) -> None:
