@@ -35,9 +35,7 @@ WITHDRAWN_FLAGS = {
         "--trace": '--set \'dynmo.trace={"path": "FILE", "steps": [FIRST, LAST]}\'',
     },
     "ds-dynmo-plot": {
-        "--routers": "commit 66bdfef has it, and scripts/routers.py, which wrote such files",
-        "--rows": "python scripts/draw.py rows FILE PICTURE, in a checkout",
-        "--schedules": "python scripts/draw.py schedules STAGES MICRO_BATCHES PICTURE, in a checkout",
+        "--never": "draw each report by itself",
     },
 }
 """Flags, by command."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from ds_dynmo.engine.decide.decision import Decision
 from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.engine.split.steps import with_some_split
 from ds_dynmo.plan import RebalanceReport
-from ds_dynmo.schedules import FoundSchedule, PassCosts, one_f_one_b, peak_bytes, schedule_for_equal_costs
+from ds_dynmo.schedules import FoundSchedule, PassCosts, Schedule, one_f_one_b, peak_bytes, schedule_for_equal_costs
 from tests.distributed.harness import run
 from tests.distributed.support import told_clock
 from tests.distributed.support.configs import Case
@@ -76,8 +78,10 @@ def decided(block: dict[str, Any]) -> Any:
     return gather((reports, seconds, engine.partition, running and running.schedule.hash))
 
 
-def test_decisions_choose_the_shortest_simulated_iteration() -> None:
-    results = run(3, decided, {"schedule": {"kind": "zero_bubble"}, "min_improvement": 0.0})[0]
+def test_decisions_choose_the_shortest_simulated_iteration(tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    block = {"schedule": {"kind": "zero_bubble"}, "min_improvement": 0.0, "report": str(report)}
+    results = run(3, decided, block)[0]
     (first, again), seconds, partition, _ = results[0]
     assert all(result[1:] == results[0][1:] for result in results), "ranks differ"
     assert first.moved and tuple(partition) == first.new_partition
@@ -90,6 +94,12 @@ def test_decisions_choose_the_shortest_simulated_iteration() -> None:
     assert not again.moved and again.schedule_splits is not None
     assert again.iteration_seconds_before == pytest.approx(first.iteration_seconds_after)
     assert first.as_record()["schedule"] == first.schedule
+    records = [json.loads(line) for line in report.read_text().splitlines()]
+    assert [record["kind"] for record in records if record["kind"] in ("schedule", "rebalance")][:3] == [
+        *("schedule", "rebalance", "schedule")
+    ]
+    before, *after = [Schedule.of_lines(record["orders"]) for record in records if record["kind"] == "schedule"]
+    assert before == schedule_for_equal_costs(3, before.micro_batches) and after[-1].hash == results[0][3]
 
 
 def under_a_limit() -> Any:

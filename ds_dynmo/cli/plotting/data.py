@@ -4,47 +4,70 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_dynmo.config import load_json
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.config import DynMoConfig, load_json
+from ds_dynmo.engine.decide.decision_input import DecisionInput
+from ds_dynmo.errors import ConfigError, ScheduleError
 from ds_dynmo.partitioners import loads, simulate
 from ds_dynmo.plan import Profile
-from ds_dynmo.schedules import Kind, ScheduleTimeline
+from ds_dynmo.schedules import Kind, Schedule, ScheduleTimeline, replay
 
 Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class RunRecords:
-    """The records of one run, each kind in the order of steps; ``start`` and ``end`` are ds-dynmo-train's."""
-
-    start: Record | None
-    end: Record | None
-    steps: tuple[Record, ...]
-    profiles: tuple[Profile, ...]
-    rebalances: tuple[Record, ...]
-    repacks: tuple[Record, ...] = ()
-
-    @property
-    def moves(self) -> tuple[Record, ...]:
-        """The decisions by which layers changed stage."""
-        return tuple(record for record in self.rebalances if record["old_partition"] != record["new_partition"])
-
-    @property
-    def changes(self) -> tuple[Record, ...]:
-        """The decisions that followed a change of the model."""
-        return tuple(r for r in (*self.rebalances, *self.repacks) if r.get("model_changed"))
-
-
 PASSES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
     Kind.INPUT_GRADIENT: "input gradient",
     Kind.WEIGHT_GRADIENT: "weight gradient",
 }
+
+
+@dataclass(frozen=True)
+class DecisionRecord:
+    """A decision, with the order of passes that ran before it and runs after it; None: DeepSpeed's 1F1B."""
+
+    record: Record
+    order_before: Schedule | None
+    order_after: Schedule | None
+
+    @property
+    def step(self) -> int:
+        return int(self.record["step"])
+
+    @property
+    def moved(self) -> bool:
+        """Whether layers changed stage."""
+        return bool(self.record["old_partition"] != self.record["new_partition"])
+
+    @property
+    def changed(self) -> bool:
+        """Whether the decision changed what runs."""
+        return self.moved or self.order_before != self.order_after
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The records of one run, each kind in the order of steps.
+
+    Attributes:
+        order: of passes, in force at the end; None: DeepSpeed's 1F1B.
+    """
+
+    steps: tuple[Record, ...]
+    profiles: tuple[Profile, ...]
+    decisions: tuple[DecisionRecord, ...] = ()
+    repacks: tuple[Record, ...] = ()
+    order: Schedule | None = None
+
+    def partitions(self) -> list[tuple[int, list[int]]]:
+        """List the partitions of the run, each with the step after which it came into force; the first one with 0."""
+        changes = [decision.record for decision in self.decisions if decision.moved] + list(self.repacks)
+        changes.sort(key=lambda record: record["step"])
+        if changes:
+            return [(0, changes[0]["old_partition"]), *((one["step"], one["new_partition"]) for one in changes)]
+        return [(0, list(profile.partition)) for profile in self.profiles[:1]]
 
 
 class Bar(NamedTuple):
@@ -68,28 +91,17 @@ class TimelineRows:
         return max(bar.begin_seconds + bar.seconds for _, bars in self.rows for bar in bars)
 
 
-class MoveLoads(NamedTuple):
-    """Seconds per micro-batch of each stage, around one move.
-
-    Attributes:
-        before, predicted_after: what the decision counted with.
-        measured_after: by the first profile under the new partition; None: there is none.
-    """
-
-    move: Record
-    before: list[float]
-    predicted_after: list[float]
-    measured_after: list[float] | None
-
-
 def read_report(path: Path) -> RunRecords:
     """Read the JSON lines that ``dynmo.report`` or ds-dynmo-train wrote.
 
     Raises:
         ConfigError: no such file, a line that is no record, or nothing in it.
     """
-    kinds: dict[str, list[Record]] = {kind: [] for kind in ("start", "step", "rebalance", "repack", "end")}
+    steps: list[Record] = []
+    repacks: list[Record] = []
     profiles: list[Profile] = []
+    decisions: list[DecisionRecord] = []
+    order: Schedule | None = None
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -97,36 +109,75 @@ def read_report(path: Path) -> RunRecords:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            kinds.setdefault(record["kind"], []).append(record)
-            if record["kind"] == "profile":
+            if record["kind"] == "step":
+                steps.append(record)
+            elif record["kind"] == "profile":
                 profiles.append(Profile.from_record(record))
-        except (ValueError, LookupError, TypeError) as error:
+            elif record["kind"] == "repack":
+                repacks.append(record)
+            elif record["kind"] == "rebalance":
+                decisions.append(DecisionRecord(record, order, order))
+            elif record["kind"] == "schedule":
+                order = Schedule.of_lines(record["orders"]) if record["orders"] else None
+                if decisions and decisions[-1].step == record["step"]:
+                    decisions[-1] = replace(decisions[-1], order_after=order)
+        except (ValueError, LookupError, TypeError, ScheduleError) as error:
             raise ConfigError(f"{path}: line {number} is no record of a report: {error!r}") from error
-    if not kinds["step"] and not profiles:
+    if not steps and not profiles:
         raise ConfigError(f'{path}: has no record of kind "step" or "profile", there is nothing to draw')
-    start, end = ([None, *kinds[kind]][-1] for kind in ("start", "end"))
-    steps, rebalances, repacks = (tuple(kinds[kind]) for kind in ("step", "rebalance", "repack"))
-    return RunRecords(start, end, steps, tuple(profiles), rebalances, repacks)
+    return RunRecords(tuple(steps), tuple(profiles), tuple(decisions), tuple(repacks), order)
 
 
-def loads_around(report: RunRecords) -> list[MoveLoads]:
-    """Return the stage loads before and after each move that a profile led to."""
-    of_moves = []
-    ends = [move["step"] for move in report.moves[1:]] + [float("inf")]
-    for move, end in zip(report.moves, ends):
-        if move["stage_seconds_before"] is None:
-            continue
-        later = [profile for profile in report.profiles if move["step"] < profile.step <= end]
-        measured = loads(later[0].costs("time"), move["new_partition"]) if later else None
-        of_moves.append(MoveLoads(move, move["stage_seconds_before"], move["stage_seconds_after"], measured))
-    return of_moves
+def around(report: RunRecords, step: int | None) -> list[TimelineRows]:
+    """Simulate a batch before and after a decision.
+
+    Args:
+        step: of the decision; None: the last one that changed what runs, else the last one. Without any, one batch is
+            simulated as the last profile was measured.
+
+    Returns:
+        Nothing if no profile had been measured before.
+
+    Raises:
+        ConfigError: no decision was made at ``step``.
+    """
+    if step is not None:
+        chosen = [decision for decision in report.decisions if decision.step == step]
+        if not chosen:
+            steps = ", ".join(str(decision.step) for decision in report.decisions) or "none"
+            raise ConfigError(f"--decision {step}: decisions of this run were made at steps {steps}")
+    else:
+        chosen = [decision for decision in report.decisions if decision.changed] or list(report.decisions)
+    if not chosen:
+        last = report.profiles[-1:]
+        return [simulated(profile, profile.partition, report.order, f"step {profile.step}") for profile in last]
+    decision = chosen[-1]
+    profile = next((known for known in reversed(report.profiles) if known.step <= decision.step), None)
+    if profile is None:
+        return []
+    step, record = decision.step, decision.record
+    before = simulated(profile, record["old_partition"], decision.order_before, f"before step {step}")
+    if not decision.changed:
+        return [before]
+    return [before, simulated(profile, record["new_partition"], decision.order_after, f"after step {step}")]
 
 
-def simulated(profile: Profile, partition: Sequence[int], title: str) -> TimelineRows:
-    """Simulate the 1F1B timeline of a partition from a profile, without time for sending."""
-    forward = loads([layer.forward_seconds for layer in profile.layers], partition)
-    backward = loads([layer.backward_seconds for layer in profile.layers], partition)
-    return rows_of(simulate(forward, backward, profile.micro_batches), title)
+def simulated(profile: Profile, partition: Sequence[int], order: Schedule | None, when: str) -> TimelineRows:
+    """Simulate a batch from a profile, without time for sending.
+
+    Args:
+        order: None: DeepSpeed's 1F1B.
+    """
+    if order is None:
+        forward = loads([layer.forward_seconds for layer in profile.layers], partition)
+        backward = loads([layer.backward_seconds for layer in profile.layers], partition)
+        timeline, name = simulate(forward, backward, profile.micro_batches), "1F1B"
+    else:
+        passes = DecisionInput.of(profile, config=DynMoConfig(), searches=True).pipeline.passes
+        assert passes is not None
+        timeline = replay(order, passes.on(order.num_stages).costs(partition))
+        name = f"zero bubble, {order.splits} split passes"
+    return rows_of(timeline, f"{when}, simulated: {list(partition)}, {name}")
 
 
 def rows_of(timeline: ScheduleTimeline, title: str) -> TimelineRows:
@@ -169,7 +220,7 @@ def traced(events: Sequence[Record], step: int) -> TimelineRows:
             rows[event["pid"], event["tid"]].append(bar)
     several = len(pipelines) > 1
     named = tuple((f"{pipelines[place[0]]}, " * several + stages[place], tuple(bars)) for place, bars in rows.items())
-    return TimelineRows(f"step {step}, measured: partition {marker['args']['partition']}", named)
+    return TimelineRows(f"step {step}, measured: {marker['args']['partition']}", named)
 
 
 def _category(event: Record) -> str:
