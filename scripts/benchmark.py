@@ -41,8 +41,8 @@ from ds_dynmo.cli.command_line import (
 )
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.simulation import CASE_HELP, RECORDED_HELP, LoadModel, Recorded, chosen_load_models
-from ds_dynmo.simulation.runs import ARMS
+from simulation import CASE_HELP, RECORDED_HELP, LoadModel, Recorded, chosen_load_models
+from simulation.runs import ARMS
 
 
 def parse(given: list[str]) -> argparse.Namespace:

@@ -26,7 +26,7 @@ from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.cli.train import VALIDATIONS, batches, ends_part, validate
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import LANGUAGE_MODEL_LOSS
-from ds_dynmo.simulation import LOAD_MODELS
+from simulation import LOAD_MODELS
 
 WAYS = ("on", "off", "dense")
 SAID = 10  # progress lines per case

@@ -23,7 +23,7 @@ from ds_dynmo.cli.command_line import CommandParser, num_processes, refusals_of
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.cli.train import build_cases, build_engine, train
 from ds_dynmo.cli.training.options import TrainingRun, prepare
-from ds_dynmo.simulation import LOAD_MODELS
+from simulation import LOAD_MODELS
 
 FOLDER = Path(__file__).resolve().parent / "recordings"
 CHANGES = ("gradient_accumulation_steps=8", "model.layers=16")  # of the files in ds_configs

@@ -45,8 +45,8 @@ from benchmarks.packing import prepare_without_limit, show_memory, train_within_
 from ds_dynmo.cli.command_line import CommandParser, add_changes, print_table, refusals_of, write_json
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.config import load_settings
-from ds_dynmo.simulation import LOAD_MODELS, Phase
 from guard import guarded_group, scratch_folder
+from simulation import LOAD_MODELS, Phase
 
 FREEZES = ((0, 0), (0.25, 0.25), (0.5, 0.5), (0.75, 0.75))  # from this part of the run on, this part of the layers
 LAYERS, WIDTH = 16, 1024  # of the restarted job: linear layers, WIDTH x WIDTH

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynmo.cli.command_line import OneLineParser, refuse
-from ds_dynmo.cli.plotting.data import TimelineRows, around, read_report, read_trace, traced, traced_steps
+from ds_dynmo.cli.plotting.timelines import TimelineRows, around, read_trace, traced, traced_steps
+from ds_dynmo.cli.run_records import read_report
 from ds_dynmo.config.withdrawn import check_withdrawn
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.files import atomic_write

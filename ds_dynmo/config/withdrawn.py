@@ -34,8 +34,10 @@ WITHDRAWN_FLAGS = {
         "--seed": "--set model.seed=N",
         "--trace": '--set \'dynmo.trace={"path": "FILE", "steps": [FIRST, LAST]}\'',
     },
-    "ds-dynmo-plot": {
-        "--never": "draw each report by itself",
+    "ds-dynmo-plot": {"--never": "draw each report by itself"},
+    "ds-dynmo-simulate": {
+        flag: "python scripts/simulate_runs.py has it, in a checkout"
+        for flag in ("--case", "--recorded", "--layers", "--replicas", "--interval", "--phases", "--seeds")
     },
 }
 """Flags, by command."""

@@ -13,7 +13,7 @@ from benchmarks.arms import say, timed, turns
 from benchmarks.emulation import data, make_engine, random_phase, set_loads, told_seconds
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import PipelineModel, balanced, makespan
-from ds_dynmo.simulation import Phase
+from simulation import Phase
 
 MOST_TRIES = 1000  # at costs for which the two differ
 

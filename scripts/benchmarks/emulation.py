@@ -21,7 +21,7 @@ from torch import nn
 import ds_dynmo
 from benchmarks.arms import NEVER, arm_block
 from ds_dynmo.models.layer_numbers import local_layers
-from ds_dynmo.simulation import Phase
+from simulation import Phase
 
 UNITS = 255  # in which the share of trainable parameters is counted, one parameter for each binary digit
 UNIT = 64  # elements

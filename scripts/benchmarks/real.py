@@ -21,8 +21,8 @@ from benchmarks.trained import Trained, configuration, statics_of
 from ds_dynmo.cli.train import ends_part
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.plan import Profile
-from ds_dynmo.simulation import LoadModel
-from ds_dynmo.simulation.statics import Statics
+from simulation import LoadModel
+from simulation.statics import Statics
 
 REFERENCE = "partition_time"  # its engine profiles the layers
 DEFAULTS = (REFERENCE, "makespan")  # balancers, where none is asked for

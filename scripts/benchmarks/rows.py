@@ -12,8 +12,8 @@ from typing import Any
 from ds_dynmo.cli.command_line import print_table
 from ds_dynmo.partitioners import PipelineModel, imbalance, loads, makespan, uniform
 from ds_dynmo.plan import Profile
-from ds_dynmo.simulation.runs import ARMS, DYNAMIC
-from ds_dynmo.simulation.statics import STATICS, Statics, label
+from simulation.runs import ARMS, DYNAMIC
+from simulation.statics import STATICS, Statics, label
 
 OVERHEADS = ("profile", "decide", "migrate")
 Costs = tuple[float, float, float]  # seconds of OVERHEADS

@@ -15,8 +15,8 @@ from benchmarks.emulation import data, make_engine, set_loads, slow_down, told_s
 from ds_dynmo.cli.command_line import print_table
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import PipelineModel, makespan, uniform
-from ds_dynmo.simulation import Phase
-from ds_dynmo.simulation.runs import DYNAMIC
+from simulation import Phase
+from simulation.runs import DYNAMIC
 
 OPTIONS = {"rank": 1, "factor": 2.0, "layers": 32, "micro_batches": 16, "forward_ms": 8.0, "interval": 4, "rounds": 5}
 ARMS = {

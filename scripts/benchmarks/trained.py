@@ -16,7 +16,7 @@ from ds_dynmo.cli.training.options import TrainingRun, prepare
 from ds_dynmo.config import load_settings
 from ds_dynmo.models import dynamic_cases
 from ds_dynmo.partitioners import PipelineModel
-from ds_dynmo.simulation.statics import Statics
+from simulation.statics import Statics
 
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 FIRST_PROFILE = 3  # batches of the profile that static partitions are taken from

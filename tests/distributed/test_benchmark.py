@@ -13,8 +13,8 @@ from benchmarks.arms import engines_end_here
 from benchmarks.emulated import emulated_rows
 from benchmarks.real import real_rows
 from benchmarks.trained import configuration
-from ds_dynmo.simulation import LOAD_MODELS, Recorded
-from ds_dynmo.simulation.runs import ARMS, DYNAMIC
+from simulation import LOAD_MODELS, Recorded
+from simulation.runs import ARMS, DYNAMIC
 from tests.distributed.harness import run
 from tests.recordings import write_recording
 

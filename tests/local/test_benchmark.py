@@ -22,9 +22,9 @@ from ds_dynmo.engine.split.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ModelConfig
 from ds_dynmo.partitioners import PipelineModel
-from ds_dynmo.simulation import LOAD_MODELS, Phase, Recorded
-from ds_dynmo.simulation.runs import ARMS
-from ds_dynmo.simulation.statics import Statics
+from simulation import LOAD_MODELS, Phase, Recorded
+from simulation.runs import ARMS
+from simulation.statics import Statics
 from tests.recordings import write_recording
 
 

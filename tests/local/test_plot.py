@@ -13,16 +13,8 @@ from typing import Any
 import pytest
 
 from ds_dynmo.cli import plot
-from ds_dynmo.cli.plotting.data import (
-    Bar,
-    DecisionRecord,
-    RunRecords,
-    TimelineRows,
-    around,
-    read_report,
-    read_trace,
-    traced,
-)
+from ds_dynmo.cli.plotting.timelines import Bar, TimelineRows, around, read_trace, traced
+from ds_dynmo.cli.run_records import DecisionRecord, RunRecords, read_report
 from ds_dynmo.engine.measure.trace_events import TraceEvent, TraceFile, Track, batch_events, track_names
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement

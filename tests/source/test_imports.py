@@ -37,7 +37,7 @@ def forbidden(folder: str, *prefixes: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("folder", ["partitioners", "schedules", "simulation"])
+@pytest.mark.parametrize("folder", ["partitioners", "schedules"])
 def test_packages_without_processes_are_pure(folder: str) -> None:
     allowed = {"numpy", "ds_dynmo", *sys.stdlib_module_names}
     for path in (PACKAGE / folder).rglob("*.py"):

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ds_dynmo.cli.plotting.data import PASSES, RunRecords, TimelineRows
+from ds_dynmo.cli.plotting.timelines import PASSES, TimelineRows
+from ds_dynmo.cli.run_records import RunRecords
 from ds_dynmo.partitioners import imbalance
 
 MOST_TALL_ROWS = 8
