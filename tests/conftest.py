@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from guard import scratch_folder_of_program
+from guard import scratch_folder
 from tests import emulated
 
 NO_PACKAGE = "could not import"  # beginning of the reasons that pytest.importorskip gives
@@ -29,7 +29,7 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     Files in ``tmp_path`` stay: pytest keeps those of failed tests and removes them three runs later.
     """
     tmp_path_factory.getbasetemp()
-    folder = scratch_folder_of_program()
+    folder = scratch_folder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
