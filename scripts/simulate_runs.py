@@ -131,7 +131,7 @@ def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(given: list[str]) -> None:
-    parser = CommandParser(__doc__)
+    parser = CommandParser(__doc__, prog="simulate_runs.py")
     parser.add_argument("--case", action="append", metavar="NAME", help=CASE_HELP)
     parser.add_argument("--recorded", type=Path, action="append", metavar="FILE_OR_FOLDER", help=RECORDED_HELP)
     parser.add_argument("--layers", type=int, help="default: the paper's for the case")

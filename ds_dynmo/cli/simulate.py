@@ -42,7 +42,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Row:
+class SimulatedPipeline:
     """A simulated pipeline.
 
     Attributes:
@@ -70,8 +70,10 @@ class Row:
         )
 
 
-HEAD = ("stages", "micro-batches", "schedule", "iteration (ms)", "micro-batches/s", "bubble ratio", "over uniform")
-HEAD += ("largest stage", "partition")
+HEAD = (
+    *("stages", "micro-batches", "schedule", "iteration (ms)", "micro-batches/s", "bubble ratio", "over uniform"),
+    *("largest stage", "partition"),
+)
 
 
 def profile_of(report: Path, step: int | None) -> Profile:
@@ -116,7 +118,9 @@ def with_assumed_splits(profile: Profile) -> Profile:
     return replace(profile, layers=layers)
 
 
-def simulate(profile: Profile, kind: Kind, *, balancer: str, limit_bytes: int | None, checkpoint_interval: int) -> Row:
+def simulate(
+    profile: Profile, kind: Kind, *, balancer: str, limit_bytes: int | None, checkpoint_interval: int
+) -> SimulatedPipeline:
     """Decide where the layers of a profile go on the stages of its placement, and simulate an iteration there.
 
     Raises:
@@ -134,7 +138,7 @@ def simulate(profile: Profile, kind: Kind, *, balancer: str, limit_bytes: int | 
     at_uniform = predict(without_limit, given.placement).iteration_seconds_after
     stages = profile.placement.num_stages
     runs = kind if decision.found is not None or kind == "1f1b" or stages == 1 else "1f1b (no other fits)"
-    return Row(
+    return SimulatedPipeline(
         stages,
         profile.micro_batches,
         runs,
@@ -160,7 +164,7 @@ def stage_bytes(profile: Profile, decision: Decision, checkpoint_interval: int) 
     return tuple(workspace + own + passes for own, passes in zip(static, decision.found.peak_bytes))
 
 
-def simulated(profile: Profile, arguments: argparse.Namespace) -> Iterator[Row | str]:
+def simulated(profile: Profile, arguments: argparse.Namespace) -> Iterator[SimulatedPipeline | str]:
     """Yield a row for each number of stages and micro-batches and each schedule, or why there is none."""
     num_layers, limit = len(profile.layers), limit_of(arguments.memory_limit)
     for stages in arguments.stages or [profile.placement.num_stages]:
@@ -245,7 +249,7 @@ def run(arguments: argparse.Namespace) -> None:
         measured = f"{profile.micro_batches} micro-batches, a batch took {1e3 * profile.batch_seconds:,.1f} ms"
         print(f"step {profile.step}: {counted(len(profile.layers), 'layer')} in {where}, {measured}\n")
     results = list(simulated(with_assumed_splits(profile), arguments))
-    rows = [result for result in results if isinstance(result, Row)]
+    rows = [result for result in results if isinstance(result, SimulatedPipeline)]
     if rows:
         print_table(HEAD, [row.cells() for row in rows])
     for result in results:

@@ -162,13 +162,13 @@ class Profile(PrintsPartitions):
             ValueError, TypeError, LookupError: the record is invalid.
         """
         placement = Placement.of(record["partition"], record.get("partition_owners"))
-        seconds = [list(map(float, record[name])) for name in _SECONDS]
-        counts = [list(map(int, record[name])) for name in _COUNTS]
-        for name, values in zip((*_SECONDS, *_COUNTS), (*seconds, *counts)):
+        measured: dict[str, list[Any]] = {name: list(map(float, record[name])) for name in _SECONDS}
+        measured |= {name: list(map(int, record[name])) for name in _COUNTS}
+        for name, values in measured.items():
             if not all(value >= 0 for value in values) or math.fsum(values) == math.inf:
                 raise ValueError(f"layers were measured to have {name} {values}")
-        costs = zip(*seconds, *counts, strict=True)
-        layers = tuple(LayerCost(**dict(zip((*_SECONDS, *_COUNTS), cost))) for cost in costs)
+        costs = zip(*measured.values(), strict=True)
+        layers = tuple(LayerCost(**dict(zip(measured, cost))) for cost in costs)
         if len(layers) != placement.num_layers:
             raise ValueError(f"{len(layers)} layers were measured, the partition {placement} has another number")
         micro_batches, batch_seconds = int(record["micro_batches"]), float(record["batch_seconds"])

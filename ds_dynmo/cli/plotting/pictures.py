@@ -63,7 +63,8 @@ def over_time(report: RunRecords) -> Figure:
         _partitions(panels[-1], report)
     _decisions(panels, report)
     for axes in panels:
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
         _plain(axes)
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
@@ -112,8 +113,9 @@ def _partitions(axes: Any, report: RunRecords) -> None:
 
 
 def _last_step(report: RunRecords) -> int:
-    steps = [record["step"] for record in (*report.steps[-1:], *report.repacks[-1:])]
-    return max([*steps, *(last.step for last in (*report.profiles[-1:], *report.decisions[-1:]))])
+    last = [int(record["step"]) for record in (*report.steps[-1:], *report.repacks[-1:])]
+    last += [profile.step for profile in report.profiles[-1:]] + [decision.step for decision in report.decisions[-1:]]
+    return max(last)
 
 
 def _decisions(panels: Sequence[Any], report: RunRecords) -> None:
