@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,14 @@ import torch
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 import ds_dynmo
+from ds_dynmo.cli.plotting.timelines import around
+from ds_dynmo.cli.run_records import read_report
 from ds_dynmo.engine.decide import rebalancer
 from ds_dynmo.engine.decide.decision import Decision
 from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.engine.split.steps import with_some_split
 from ds_dynmo.plan import RebalanceReport
-from ds_dynmo.schedules import FoundSchedule, PassCosts, Schedule, one_f_one_b, peak_bytes, schedule_for_equal_costs
+from ds_dynmo.schedules import FoundSchedule, PassCosts, one_f_one_b, peak_bytes, schedule_for_equal_costs
 from tests.distributed.harness import run
 from tests.distributed.support import told_clock
 from tests.distributed.support.configs import Case
@@ -94,12 +95,13 @@ def test_decisions_choose_the_shortest_simulated_iteration(tmp_path: Path) -> No
     assert not again.moved and again.schedule_splits is not None
     assert again.iteration_seconds_before == pytest.approx(first.iteration_seconds_after)
     assert first.as_record()["schedule"] == first.schedule
-    records = [json.loads(line) for line in report.read_text().splitlines()]
-    assert [record["kind"] for record in records if record["kind"] in ("schedule", "rebalance")][:3] == [
-        *("schedule", "rebalance", "schedule")
-    ]
-    before, *after = [Schedule.of_lines(record["orders"]) for record in records if record["kind"] == "schedule"]
-    assert before == schedule_for_equal_costs(3, before.micro_batches) and after[-1].hash == results[0][3]
+    records = read_report(report)
+    decisions = records.decisions
+    drawn = [batch.seconds for batch in around(records, first.step)]
+    assert drawn == [pytest.approx(first.iteration_seconds_before), pytest.approx(first.iteration_seconds_after)]
+    assert decisions[0].order_before == schedule_for_equal_costs(3, decisions[0].order_before.micro_batches)
+    for decision, found in zip(decisions, (first, again), strict=True):
+        assert decision.order_after is not None and decision.order_after.splits == found.schedule_splits
 
 
 def under_a_limit() -> Any:
