@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 def logits(embedding: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
-    return functional.linear(hidden, embedding.weight)
+    return functional.linear(hidden, embedding.weight) / WIDTH**0.5  # its weights begin with a deviation of 1
 
 
 def layers() -> list[Any]:

@@ -38,7 +38,6 @@ from ds_dynmo.plan import LayerCost, Profile
 Kind = Literal["1f1b", "zero_bubble"]
 WEIGHT_SHARE, SPLIT_PRICE = 0.4, 1.05  # of transformer blocks: weights in a backward pass; both parts over one pass
 MICRO_BATCHES_PER_STAGE = 4  # of --costs
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class SimulatedPipeline:
     stage_bytes: tuple[int, ...]
 
     def cells(self) -> tuple[str, ...]:
-        largest = f"{max(self.stage_bytes) / GIB:.2f} GiB" if self.stage_bytes else "-"
+        largest = f"{max(self.stage_bytes) / 2**20:,.1f} MiB" if self.stage_bytes else "-"
         seconds = self.iteration_seconds
         return (
             *(str(self.stages), str(self.micro_batches), self.schedule, f"{1e3 * seconds:,.1f}"),
