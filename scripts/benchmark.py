@@ -5,7 +5,6 @@
     deepspeed --num_gpus 8 scripts/benchmark.py --case pruning --json pruning.json
     deepspeed --num_gpus 8 scripts/benchmark.py --balancer makespan --schedule 1f1b --schedule zero_bubble
     deepspeed --num_gpus 8 scripts/benchmark.py --recorded scripts/recordings   # loads of real training
-    deepspeed --num_gpus 2 scripts/benchmark.py --compute real              # the models of ds_configs
 
 Set OMP_NUM_THREADS=1: one thread per stage. Emulated layers sleep as long as their case's load model says, or as long
 as layers took in a run of scripts/train.py, in the real engine. "oracle" knows true costs; its profiling and moves are
@@ -18,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +24,7 @@ import torch
 
 from benchmarks.arms import ALWAYS, engines_end_here
 from benchmarks.emulated import LAYERS, RECORDED_BATCHES, emulated_rows, layers_of
-from benchmarks.machine import Machine, num_cores
-from benchmarks.real import real_rows
+from benchmarks.machine import Machine
 from benchmarks.rows import print_rows, print_schedules
 from ds_dynmo.cli.command_line import (
     CommandParser,
@@ -40,9 +36,8 @@ from ds_dynmo.cli.command_line import (
     write_json,
 )
 from ds_dynmo.cli.startup import begin_rank
-from ds_dynmo.errors import ConfigError
-from ds_dynmo.simulation import CASE_HELP, RECORDED_HELP, LoadModel, Recorded, chosen_load_models
-from ds_dynmo.simulation.runs import ARMS
+from simulation import CASE_HELP, RECORDED_HELP, LoadModel, Recorded, chosen_load_models
+from simulation.runs import ARMS
 
 
 def parse(given: list[str]) -> argparse.Namespace:
@@ -54,7 +49,6 @@ def parse(given: list[str]) -> argparse.Namespace:
         choices=[arm for arm in ARMS if arm not in ALWAYS],
         help="beside the static partitions and the dense model; default: all; may be repeated",
     )
-    parser.add_argument("--compute", choices=["emulated", "real"], default="emulated", help="default: %(default)s")
     parser.add_argument("--recorded", type=Path, action="append", metavar="FILE_OR_FOLDER", help=RECORDED_HELP)
     parser.add_argument("--layers", type=int, help=f"of emulated models; default: {LAYERS}, or the recording's")
     parser.add_argument("--micro-batches", type=int, default=12, help="of emulated batches, default %(default)s")
@@ -63,7 +57,7 @@ def parse(given: list[str]) -> argparse.Namespace:
         "--schedule",
         action="append",
         choices=["1f1b", "zero_bubble", "auto"],
-        help="of emulated engines that rebalance, and of the oracle; others run DeepSpeed's; default: 1f1b; may be "
+        help="of engines that rebalance, and of the oracle; others run DeepSpeed's; default: 1f1b; may be "
         "repeated: an engine for each",
     )
     parser.add_argument("--rounds", type=int, default=2, help="turns of each balancer, default %(default)s")
@@ -72,8 +66,6 @@ def parse(given: list[str]) -> argparse.Namespace:
         type=int,
         help=f"of an emulated turn; default: 1, and {RECORDED_BATCHES} where recorded loads change in every iteration",
     )
-    parser.add_argument("--steps", type=int, default=20, help="of a real run, default %(default)s")
-    parser.add_argument("--few-cores", action="store_true", help="run real models on fewer cores than stages")
     parser.add_argument("--seed", type=int, default=0, help="of the load models, default %(default)s")
     return parser.parse_args(given)
 
@@ -86,24 +78,11 @@ def checked_load_models(arguments: argparse.Namespace) -> list[LoadModel]:
     """
     stages = num_processes("8 scripts/benchmark.py")
     check_at_least_1(arguments, "layers", "micro_batches", "rounds", "batches")
-    if arguments.steps < arguments.rounds:
-        raise ConfigError(f"--steps {arguments.steps}: should be at least the rounds, {arguments.rounds}")
     load_models = chosen_load_models(arguments.case, arguments.recorded)
-    if arguments.compute == "emulated":
-        for load_model in load_models:
-            layers = layers_of(load_model, arguments)
-            load_model.dense(layers)  # refuses another number than the recording's
-            check_layers(
-                layers, stages, f"{load_model.path}: layers" if isinstance(load_model, Recorded) else "--layers"
-            )
-        return load_models
-    if arguments.recorded is not None:
-        raise ConfigError("--recorded: is replayed by emulated layers, not with --compute real")
-    if stages > num_cores() and not arguments.few_cores:
-        raise ConfigError(
-            f"--compute real: {stages} processes on {num_cores()} cores measure nothing; "
-            "start at most one for each core, or pass --few-cores"
-        )
+    for load_model in load_models:
+        layers = layers_of(load_model, arguments)
+        load_model.dense(layers)  # refuses another number than the recording's
+        check_layers(layers, stages, f"{load_model.path}: layers" if isinstance(load_model, Recorded) else "--layers")
     return load_models
 
 
@@ -114,20 +93,15 @@ def main(given: list[str]) -> None:
     begin_rank()
     table, machine = list[dict[str, Any]](), Machine()
 
-    def keep(rows: Sequence[dict[str, Any]]) -> None:
-        """Write what is known so far, for a run that is killed."""
-        figures = {"machine": machine.record(), "settings": settings_of(arguments), "rows": [*table, *rows]}
-        write_json(arguments.json, figures)
-
-    measure = emulated_rows if arguments.compute == "emulated" else partial(real_rows, keep=keep)
     for load_model in load_models:
         with engines_end_here():
-            rows = measure(load_model, arguments)
+            rows = emulated_rows(load_model, arguments)
         table += rows
         if torch.distributed.get_rank() == 0:
             print_rows(rows)
             print(machine, flush=True)
-            keep([])
+            figures = {"machine": machine.record(), "settings": settings_of(arguments), "rows": table}
+            write_json(arguments.json, figures)  # after each case, because later ones may fail
     print_schedules(table)
     torch.distributed.barrier()
 

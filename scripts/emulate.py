@@ -6,10 +6,6 @@
     deepspeed --num_gpus 2 scripts/emulate.py overhead --compute real      # cost of a profile and a rebalance
     deepspeed --num_gpus 4 scripts/emulate.py memory                       # measured and predicted peak bytes of stages
     deepspeed --num_gpus 2 scripts/emulate.py allocated                    # what devices allocate, and as predicted
-    deepspeed --num_gpus 8 scripts/emulate.py prediction                   # simulated and measured iterations
-    deepspeed --num_gpus 8 scripts/emulate.py makespan                     # balancers "makespan" and "partition"
-    deepspeed --num_gpus 8 scripts/emulate.py slowed --rank 3 --factor 2   # a rank that becomes slow during the run
-    deepspeed --num_gpus 8 scripts/emulate.py moves                        # batches during which layers move
 
 Set OMP_NUM_THREADS=1: one thread per stage. ``--json FILE`` also writes the figures.
 """
@@ -21,7 +17,7 @@ import sys
 
 import torch
 
-from benchmarks import allocated, differences, held_bytes, moves, one_engine, prediction, slowed
+from benchmarks import allocated, held_bytes, one_engine
 from benchmarks.machine import Machine
 from ds_dynmo.cli.command_line import CommandParser, num_processes, refusals_of, write_json
 from ds_dynmo.cli.startup import begin_rank
@@ -32,29 +28,13 @@ COMMANDS = {
     "overhead": (one_engine, one_engine.overhead),
     "memory": (held_bytes, held_bytes.measure),
     "allocated": (allocated, allocated.measure),
-    "prediction": (prediction, prediction.measure),
-    "makespan": (differences, differences.measure),
-    "slowed": (slowed, slowed.measure),
-    "moves": (moves, moves.measure),
 }
 HELP = {  # of the options in a module's OPTIONS
-    "batches": "timed batches per draw",
     "compute": "what the layers do: sleep, or real work",
-    "draws": "draws of random costs",
-    "factor": "by which layers on the slow rank take longer",
-    "forward_ms": "median forward milliseconds of a layer",
     "hidden_size": "hidden size of real blocks",
-    "interval": "batches between decisions",
-    "layers": "layers of the model",
-    "layers_per_stage": "on average",
     "micro_batches": "per batch",
-    "parameters": "millions in each layer that moves",
     "pairs": "pairs of measurements in turns",
-    "rank": "the rank that becomes slow",
-    "rounds": "turns of each partition or engine",
-    "seed": "seed of random costs and partitions",
     "sequence_length": "sequence length of real blocks",
-    "spread": "standard deviation of the costs' logarithm",
 }
 
 

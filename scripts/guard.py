@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -30,25 +29,11 @@ def guarded_group(leader: subprocess.Popen[Any]) -> Iterator[None]:
         os.close(held)
 
 
-@contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """Make a temporary folder that is removed at the end of the block, or when this program is killed in it."""
-    folder, held = _guarded_folder()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(held)
-
-
-def scratch_folder_of_program() -> Path:
+def scratch_folder() -> Path:
     """Make a temporary folder that is removed once this program has ended."""
-    return _guarded_folder()[0]
-
-
-def _guarded_folder() -> tuple[Path, int]:
     folder = tempfile.mkdtemp(prefix="ds_dynmo_")
-    return Path(folder), _guard('rm -rf -- "$1" || { sleep 1; rm -rf -- "$1"; }', folder)
+    _guard('rm -rf -- "$1" || { sleep 1; rm -rf -- "$1"; }', folder)
+    return Path(folder)
 
 
 def _guard(action: str, argument: str) -> int:

@@ -3,7 +3,6 @@
 
     deepspeed --num_gpus 2 scripts/migration.py --precision fp32
     deepspeed --num_gpus 2 scripts/migration.py --precision bf16-zero1 --stage-parameters 50
-    scripts/link.sh 10gbit python scripts/migration.py --activations 0.5   # on two hosts with a link of 10 Gbit/s
 
 Four figures: the bandwidth of a move over that of a raw send and receive of the same bytes; the seconds that training
 waits for a move while a batch trains, over those of a move between two batches, with that batch over one without a

@@ -18,14 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.arms import engines_end_here, say
-from benchmarks.trained import CONFIGS
 from ds_dynmo.cli.command_line import CommandParser, num_processes, refusals_of
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.cli.train import build_cases, build_engine, train
 from ds_dynmo.cli.training.options import TrainingRun, prepare
-from ds_dynmo.simulation import LOAD_MODELS
+from simulation import LOAD_MODELS
 
-FOLDER = Path(__file__).resolve().parent / "recordings"
+SCRIPTS = Path(__file__).resolve().parent
+CONFIGS, FOLDER = SCRIPTS.parent / "ds_configs", SCRIPTS / "recordings"
 CHANGES = ("gradient_accumulation_steps=8", "model.layers=16")  # of the files in ds_configs
 EVERY_BATCH = "dynmo.interval=1"  # what decisions after each batch would gain
 OWN_CHANGES = {  # further ones, by case

@@ -1,8 +1,10 @@
-"""Simulate what rebalancing gains: ds-dynmo-simulate, from a checkout."""
+"""Simulate a pipeline from what a run measured: ds-dynmo-simulate, from a checkout."""
 
 from __future__ import annotations
+
+import sys
 
 from ds_dynmo.cli.simulate import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

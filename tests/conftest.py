@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from guard import scratch_folder_of_program
+from guard import scratch_folder
 from tests import emulated
 
 NO_PACKAGE = "could not import"  # beginning of the reasons that pytest.importorskip gives
@@ -29,7 +29,7 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     Files in ``tmp_path`` stay: pytest keeps those of failed tests and removes them three runs later.
     """
     tmp_path_factory.getbasetemp()
-    folder = scratch_folder_of_program()
+    folder = scratch_folder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -141,7 +141,7 @@ def pytest_make_collect_report() -> Generator[None, Any, Any]:
 def _fail_if_incomplete(report: Any) -> Any:
     """Where ``CI`` is set, fail a test that was skipped for want of a Python package or of a compiler.
 
-    The extra "test" installs all packages. Skips because of a missing device, browser or Slurm stay skips.
+    The extra "test" installs all packages. Skips because of a missing device or Slurm stay skips.
     """
     if os.environ.get("CI") and report.outcome == "skipped":
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

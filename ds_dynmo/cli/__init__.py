@@ -1,1 +1,1 @@
-"""The commands that the package installs: ``ds-dynmo-train``, ``-export``, ``-simulate``, ``-plot`` and ``-watch``."""
+"""The commands that the package installs: ``ds-dynmo-train``, ``-export``, ``-simulate`` and ``-plot``."""

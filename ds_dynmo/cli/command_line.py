@@ -99,15 +99,16 @@ def path_of(text: str) -> Path:
 
 
 def check_at_least_1(arguments: argparse.Namespace, *options: str) -> None:
-    """Refuse counts and sizes below 1. An option that is not given is None and passes.
+    """Refuse counts and sizes below 1, alone or in a list. An option that is not given is None and passes.
 
     Raises:
         ConfigError: naming the option and its value.
     """
     for option in options:
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{option.replace('_', '-')} {value}: should be at least 1")
+        given = getattr(arguments, option)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value < 1:
+                raise ConfigError(f"--{option.replace('_', '-')} {value}: should be at least 1")
 
 
 def check_layers(layers: int, stages: int, where: str = "--layers") -> None:

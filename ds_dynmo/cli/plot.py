@@ -1,50 +1,25 @@
-"""Draw the report of a run as pictures, and as an HTML file that holds them.
+"""Draw the report of a run: the run over time, and one batch before and after a decision.
 
-    ds-dynmo-plot report.jsonl --trace trace.json --out pictures
-    ds-dynmo-plot repacked.jsonl --never never.jsonl --format svg     # the same run without re-packing
+    ds-dynmo-plot report.jsonl
+    ds-dynmo-plot report.jsonl --decision 93 --trace trace.json --format svg --out pictures
 
 ``report.jsonl`` is written with ``--report`` of ds-dynmo-train or ``dynmo.report``, ``trace.json`` with
-``dynmo.trace``. Needs matplotlib: the extra "plots".
+``dynmo.trace``. Needs matplotlib: the extra "plot".
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ds_dynmo.cli.command_line import OneLineParser, refuse
-from ds_dynmo.cli.plotting.data import (
-    RunRecords,
-    TimelineRows,
-    read_report,
-    read_trace,
-    simulated,
-    traced,
-    traced_steps,
-)
+from ds_dynmo.cli.plotting.timelines import TimelineRows, around, read_trace, traced, traced_steps
+from ds_dynmo.cli.run_records import read_report
 from ds_dynmo.config.withdrawn import check_withdrawn
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.files import atomic_write, write_text
-
-
-def expected(report: RunRecords) -> list[TimelineRows]:
-    """Simulate batches before and after the last move, or by the last profile if nothing moved."""
-    if not report.profiles:
-        return []
-    if not report.moves:
-        profile = report.profiles[-1]
-        title = f"simulated from the profile of step {profile.step}: partition {list(profile.partition)}"
-        return [simulated(profile, profile.partition, title)]
-    move = report.moves[-1]
-    known = [profile for profile in report.profiles if profile.step <= move["step"]]
-    if not known:
-        return []
-    source = f"simulated from the profile of step {known[-1].step}"
-    partitions = (move["old_partition"], move["new_partition"])
-    return [simulated(known[-1], partition, f"{source}: partition {partition}") for partition in partitions]
+from ds_dynmo.files import atomic_write
 
 
 def measured(events: list[dict[str, Any]], steps: list[int] | None) -> list[TimelineRows]:
@@ -63,10 +38,13 @@ def measured(events: list[dict[str, Any]], steps: list[int] | None) -> list[Time
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = OneLineParser(__doc__, prog="ds-dynmo-plot")
     parser.add_argument("report", type=Path, help="JSON lines of a run")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="the measured timeline of some of its batches")
     parser.add_argument(
-        "--never", type=Path, metavar="FILE", help="the report of the same run that never re-packs, to draw beside it"
+        "--decision",
+        type=int,
+        metavar="STEP",
+        help="before and after this one (default: the last that changed a batch)",
     )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="the measured timeline of some of its batches")
     parser.add_argument("--steps", type=int, nargs="+", help="of the trace (default: the first and the last)")
     parser.add_argument("--format", choices=["png", "svg"], default="png", help="of the pictures, default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("pictures"), metavar="FOLDER", help="default: %(default)s")
@@ -74,8 +52,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def figures_of(args: argparse.Namespace, report: RunRecords) -> dict[str, tuple[str, Any]]:
-    """Draw what was asked for: by title, the name of a file and a figure. A run has not all of them.
+def figures_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Draw what was asked for, by the name of a file. A run without a profile has no batch to simulate.
 
     Raises:
         ConfigError: a file cannot be read, or lacks what is drawn of it.
@@ -84,57 +62,42 @@ def figures_of(args: argparse.Namespace, report: RunRecords) -> dict[str, tuple[
 
     if args.steps is not None and args.trace is None:
         raise ConfigError(f"--steps {args.steps[0]}: needs --trace FILE, whose steps they are")
-    never = read_report(args.never) if args.never is not None else None
-    if never is not None and bool(never.steps) != bool(report.steps):
-        raise ConfigError(f"--never {args.never}: only one of the two reports has tokens/s")
-    figures: dict[str, tuple[str, Any]] = {
-        "Stage loads": ("loads", pictures.stage_loads(report)),
-        "Speed and balance": ("speed", pictures.speed(report)),
-        "Ranks at work": ("ranks", pictures.ranks(report, never)),
-        "Losses": ("losses", pictures.losses(report)),
-    }
+    report = read_report(args.report)
+    figures = {"run": pictures.over_time(report)}
+    if batches := around(report, args.decision):
+        figures["batch"] = pictures.timelines(batches)
     if args.trace is not None:
-        timelines = measured(read_trace(args.trace), args.steps)
-        figures["Timeline of a batch, measured"] = ("timeline", pictures.timelines(timelines))
-    if timelines := expected(report):
-        figures["Timeline of a batch, simulated"] = ("simulated", pictures.timelines(timelines))
-    return {title: (name, figure) for title, (name, figure) in figures.items() if figure is not None}
+        figures["trace"] = pictures.timelines(measured(read_trace(args.trace), args.steps))
+    return figures
 
 
-def write(folder: Path, suffix: str, figures: Mapping[str, tuple[str, Any]], report: RunRecords) -> Iterator[str]:
-    """Write each figure, and the page that holds all. Yield the names of the files.
+def write(folder: Path, kind: str, figures: dict[str, Any]) -> list[str]:
+    """Write each figure, and return the names of the files.
 
     Raises:
         OSError: a file cannot be written.
     """
-    from ds_dynmo.cli.plotting import html, pictures
+    from ds_dynmo.cli.plotting import pictures
 
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {}
-    for title, (name, figure) in figures.items():
-        drawn[title] = html.Picture(pictures.svg(figure), figure.get_figwidth())
-        with atomic_write(folder / f"{name}.{suffix}") as new:
-            if suffix == "svg":
-                new.write_bytes(drawn[title].svg)
-            else:
-                figure.savefig(new, format="png", dpi=130)
-        yield f"{name}.{suffix}"
-    write_text(folder / "report.html", html.page(report, drawn))
-    yield "report.html"
+    files = {f"{name}.{kind}": figure for name, figure in figures.items()}
+    for name, figure in files.items():
+        with atomic_write(folder / name) as new:
+            pictures.save(figure, new, kind)
+    return list(files)
 
 
 def main(arguments: list[str] | None = None) -> int:
     try:
         args = parse(sys.argv[1:] if arguments is None else arguments)
-        report = read_report(args.report)
-        figures = figures_of(args, report)
+        figures = figures_of(args)
     except ModuleNotFoundError as error:
         missing = str(error.name).split(".")[0]
-        return refuse("ds-dynmo-plot", f'no {missing}: install the extra "plots" (pip install matplotlib)')
+        return refuse("ds-dynmo-plot", f'no {missing}: install the extra "plot" (pip install matplotlib)')
     except ConfigError as error:
         return refuse("ds-dynmo-plot", error)
     try:
-        written = sorted(write(args.out, args.format, figures, report))
+        written = write(args.out, args.format, figures)
     except OSError as error:
         return refuse("ds-dynmo-plot", f"--out {args.out}: cannot be written: {error}")
     print(f"{args.out}: {', '.join(written)}")

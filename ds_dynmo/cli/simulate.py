@@ -1,176 +1,269 @@
-"""Simulate what rebalancing gains at any scale, from the paper's load formulas or from a recorded run.
+"""Simulate a pipeline from what a run measured: with other stages, micro-batches, schedules, or a memory limit.
 
-    ds-dynmo-simulate                                     # the paper's settings, beside its figures
-    ds-dynmo-simulate --case pruning --stages 8 --micro-batches 16
-    ds-dynmo-simulate --case moe --interval 10 --link-gbps 50
-    ds-dynmo-simulate --recorded run.jsonl --stages 4     # what ds-dynmo-train --record wrote
-    ds-dynmo-simulate --repack                            # fewer stages as a model is pruned
+    ds-dynmo-simulate report.jsonl --stages 2 4 8
+    ds-dynmo-simulate report.jsonl --stages 8 --micro-batches 16 32 --schedule zero_bubble --memory-limit 30GiB
+    ds-dynmo-simulate --costs 3 9 9 9 9 12 --stages 2 3       # without a run: milliseconds of each layer
 
-Speedups are over the dense model, and over the best static partition of the same dynamic model: uniform, by parameters,
-or balanced by the loads of the first iteration. Every balancer starts at that one. "zero bubble" is our schedule, with
-the order that is shortest for each iteration; "1F1B" is DeepSpeed's. Links are included.
+``report.jsonl`` is written with ``--report`` of ds-dynmo-train or ``dynmo.report``; its latest profile counts, or the
+latest one up to ``--step``. ``--costs`` are forward and backward together, of a micro-batch; a third is forward.
+
+A row is the partition that a decision would choose, and its iteration without messages, the optimizer's step and
+loading data; "over uniform": the iteration of the uniform partition over it, under the same schedule. "largest stage":
+weights, gradients, optimizer state and activations, where a run measured them. Where no backward pass was measured in
+two parts, zero bubble counts with 40% of it for weights, and 5% more for two parts than for one.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, get_args
 
-from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, print_table, settings_of, write_json
+from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, print_table, refuse, write_json
+from ds_dynmo.cli.run_records import read_report
+from ds_dynmo.config import DynMoConfig
+from ds_dynmo.config.dynmo import ScheduleConfig
+from ds_dynmo.config.memory_limit import parse_memory_limit
+from ds_dynmo.config.withdrawn import check_withdrawn
+from ds_dynmo.engine.decide.decision import Decision, predict, proposed_placement
+from ds_dynmo.engine.decide.decision_input import DecisionInput, memory_model
 from ds_dynmo.errors import ConfigError, PartitionError, counted
-from ds_dynmo.simulation import CASE_HELP, RECORDED_HELP, Recorded, chosen_load_models
-from ds_dynmo.simulation.repacking import repack_rows, sustained_stages
-from ds_dynmo.simulation.runs import ARMS, Setting, compare, figures_of
-from ds_dynmo.simulation.statics import STATIC, STATICS, label
+from ds_dynmo.partitioners import names, uniform
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import LayerCost, Profile
 
-AVERAGE_GPUS = 5.8  # of 8, with re-packing, over a run with gradual pruning
+Kind = Literal["1f1b", "zero_bubble"]
+WEIGHT_SHARE, SPLIT_PRICE = 0.4, 1.05  # of transformer blocks: weights in a backward pass; both parts over one pass
+MICRO_BATCHES_PER_STAGE = 4  # of --costs
 
 
-class Published(NamedTuple):
-    """The paper's figures of one case, at the largest scale.
+@dataclass(frozen=True)
+class SimulatedPipeline:
+    """A simulated pipeline.
 
     Attributes:
-        over: "static": the same dynamic model; "dense": the model that does no less work, or has no exits; "Egeria":
-            freezing under a static partition, in Egeria's own implementation.
-        bubble_before, bubble_after: in words, as published.
+        schedule: the one that runs: 1F1B where no other order fits in memory.
+        over_uniform: the iteration of the uniform partition over this one's, under the same kind of schedule.
+        stage_bytes: of each stage; (): no bytes were measured.
     """
 
-    speedup: str
-    over: str
-    bubble_before: str
-    bubble_after: str = ""
+    stages: int
+    micro_batches: int
+    schedule: str
+    partition: tuple[int, ...]
+    iteration_seconds: float
+    bubble_ratio: float
+    over_uniform: float
+    stage_bytes: tuple[int, ...]
+
+    def cells(self) -> tuple[str, ...]:
+        largest = f"{max(self.stage_bytes) / 2**20:,.1f} MiB" if self.stage_bytes else "-"
+        seconds = self.iteration_seconds
+        return (
+            *(str(self.stages), str(self.micro_batches), self.schedule, f"{1e3 * seconds:,.1f}"),
+            *(f"{self.micro_batches / seconds:,.1f}", f"{self.bubble_ratio:.2f}", f"{self.over_uniform:.2f}"),
+            *(largest, str(list(self.partition))),
+        )
 
 
-PAPER: Mapping[str, Published] = {
-    "moe": Published("1.23", "static", "25%", "8%"),
-    "pruning": Published("3.18", "static", "almost 5 x dense"),
-    "freezing": Published("2.23", "Egeria", "40%"),
-    "sparse_attention": Published("2.71 to 4.02", "dense", "4 x dense"),
-    "early_exit": Published("4.52", "dense", "up to 5 x dense"),
-    "mod": Published("1.17", "static", "18%", "4%"),
-}
-
-SIZES = ("layers", "stages", "replicas", "micro_batches", "interval")
-
-
-PHASES_HELP = (
-    "of a run, or iterations simulated, default %(default)s; recordings at interval 1 are simulated from end to end"
+HEAD = (
+    *("stages", "micro-batches", "schedule", "iteration (ms)", "micro-batches/s", "bubble ratio", "over uniform"),
+    *("largest stage", "partition"),
 )
 
 
-COLUMNS = {  # of the table of a case
-    "zero bubble: best static": "speedup_over_static",
-    "over dense": "speedup_over_dense",
-    "bubble": "bubble_ratio",
-    "1F1B: best static": "speedup_over_static_1f1b",
-    "over dense, 1F1B": "speedup_over_dense_1f1b",
-    "bubble, 1F1B": "bubble_ratio_1f1b",
-    "zero bubble over 1F1B": "speedup_over_1f1b",
-    "imbalance": "imbalance",
-}
+def profile_of(report: Path, step: int | None) -> Profile:
+    """Read the latest profile of a report, or the latest one up to ``step``.
+
+    Raises:
+        ConfigError: there is none; else as :func:`read_report`.
+    """
+    profiles = read_report(report).profiles
+    if not profiles:
+        raise ConfigError(f"{report}: has no profile: nothing was measured before the run ended")
+    known = [profile for profile in profiles if step is None or profile.step <= step]
+    if not known:
+        raise ConfigError(f"--step {step}: the first profile is of step {profiles[0].step}")
+    return known[-1]
 
 
-def print_case(rows: Sequence[dict[str, Any]], setting: Setting) -> None:
-    stages, replicas = counted(setting.stages, "stage"), counted(setting.replicas, "replica")
-    scale = f"{setting.layers} layers, {stages} x {replicas}"
-    print(f"\n{rows[0]['case']}: {scale}, {setting.micro_batches} micro-batches, interval {setting.interval}")
-    cells = [[label(row["balancer"]), *(f"{row[key]:.2f}" for key in COLUMNS.values()), row["moves"]] for row in rows]
-    print_table(("balancer", *COLUMNS, "moves"), cells)
+def profile_with(costs: Sequence[float]) -> Profile:
+    """Make the profile of layers that take ``costs`` milliseconds."""
+    for cost in costs:
+        if not 0 <= cost < float("inf"):
+            raise ConfigError(f"--costs {cost:g}: should be milliseconds, at least 0")
+    layers = tuple(LayerCost(cost / 3e3, 2 * cost / 3e3, 1, 1, 0, 0, 0) for cost in costs)
+    return Profile(0, Placement.chain([0, len(layers)]), layers, 1, 0.0)
 
 
-def print_beside_the_paper(rows: Sequence[dict[str, Any]]) -> None:
-    print("\nBeside the paper, whose static is uniform. Under zero bubble; the bubbles are those of the loads alone\n")
-    cells = []
-    for case, published in PAPER.items():
-        own = {row["balancer"]: row for row in rows if row["case"] == case}
-        if not own:
-            continue
-        over_dense = published.over == "dense"
-        key = "speedup_over_dense" if over_dense else "speedup_over_uniform"
-        dynamic = [row for arm, row in own.items() if arm not in (*STATICS, "dense", "oracle")]
-        best = max(dynamic, key=lambda row: float(row[key])) if dynamic else own[STATIC]
-        cells.append(
-            (
-                case,
-                published.over,
-                published.speedup,
-                f"{best[key]:.2f}",
-                f"{max(float(row[f'{key}_1f1b']) for row in dynamic or [best]):.2f}",
-                "" if over_dense else f"{best['speedup_over_uniform_at_end']:.2f}",
-                f"{own['oracle'][key]:.2f}" if "oracle" in own else "",
-                f"{best['speedup_over_static']:.2f}",
-                f"{best['speedup_over_static_at_end']:.2f}",
-                f"{best['speedup_over_1f1b']:.2f}",
-                f"{own[STATIC]['bubble_ratio_of_loads']:.0%}",
-                published.bubble_before,
-                f"{best['bubble_ratio_of_loads']:.0%}",
-                published.bubble_after,
-            )
+def with_assumed_splits(profile: Profile) -> Profile:
+    """Split the backward pass of each layer that trains by assumed shares, unless a profile has measured some."""
+    if any(layer.input_gradient_seconds + layer.weight_gradient_seconds for layer in profile.layers):
+        return profile
+    parts = (SPLIT_PRICE * (1 - WEIGHT_SHARE), SPLIT_PRICE * WEIGHT_SHARE)
+    layers = tuple(
+        replace(
+            layer,
+            input_gradient_seconds=parts[0] * layer.backward_seconds,
+            weight_gradient_seconds=parts[1] * layer.backward_seconds,
         )
-    speedups = ("speedup over", "paper", "best", "best, 1F1B", "at end", "oracle")
-    others = ("over best static", "at end", "over 1F1B", "bubble before", "paper's", "after", "paper's")
-    print_table(("case", *speedups, *others), cells)
+        if layer.trainable_parameters
+        else layer
+        for layer in profile.layers
+    )
+    return replace(profile, layers=layers)
 
 
-def print_repacking(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Simulate pruning on fewer and fewer stages of one replica."""
-    rows = repack_rows(arguments.layers or 48, (8, 6, 4, 2), seeds=arguments.seeds)
-    print("\npruning, re-packed from 8 stages (partition by time, busiest stage)\n")
-    speeds = ("tokens_per_second", "tokens_per_second_per_rank")
-    cells = [
-        (f"{row['sparsity']:.1%}", row["stages"], *(f"{row[key]:,.0f}" for key in speeds), f"{row['over_dense']:.2f}")
-        for row in rows
-    ]
-    print_table(("sparsity", "stages", "tokens/s", "per rank", "over 8 dense"), cells)
-    average = sustained_stages(rows)
-    print(f"\nfewest stages that sustain the dense throughput, average: {average:.1f} (paper: {AVERAGE_GPUS})")
-    return rows
+def simulate(
+    profile: Profile, kind: Kind, *, balancer: str, limit_bytes: int | None, checkpoint_interval: int
+) -> SimulatedPipeline:
+    """Decide where the layers of a profile go on the stages of its placement, and simulate an iteration there.
+
+    Raises:
+        PartitionError: no partition meets the limit.
+    """
+    given = DecisionInput.of(
+        profile,
+        config=DynMoConfig(balancer=balancer, schedule=ScheduleConfig(kind=kind)),
+        limit_bytes=limit_bytes,
+        checkpoint_interval=checkpoint_interval,
+        searches=kind != "1f1b",
+    )
+    decision = predict(given, proposed_placement(given))
+    without_limit = replace(given, limit_bytes=None)
+    at_uniform = predict(without_limit, given.placement).iteration_seconds_after
+    stages = profile.placement.num_stages
+    runs = kind if decision.found is not None or kind == "1f1b" or stages == 1 else "1f1b (no other fits)"
+    return SimulatedPipeline(
+        stages,
+        profile.micro_batches,
+        runs,
+        decision.partition,
+        decision.iteration_seconds_after,
+        decision.bubble_ratio_after,
+        at_uniform / decision.iteration_seconds_after if decision.iteration_seconds_after else 1.0,
+        stage_bytes(profile, decision, checkpoint_interval),
+    )
 
 
-def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    load_models = chosen_load_models(arguments.case, arguments.recorded)
-    arms = [arm for arm in ARMS if arm in (*STATICS, "dense", *arguments.balancers)]
-    rows = []
-    for load_model in load_models:
-        sizes = {name: getattr(arguments, name) for name in SIZES}
-        setting = Setting.of(load_model, **sizes, link_bytes_per_second=arguments.link_gbps / 8 * 1e9)
-        seeds = 1 if isinstance(load_model, Recorded) else arguments.seeds  # they change no recording
-        outcomes = compare(load_model, setting, arms, count=arguments.phases, seeds=seeds)
-        of_case = [{"case": load_model.name, "balancer": arm, **figures_of(arm, outcomes, setting)} for arm in arms]
-        print_case(of_case, setting)
-        rows += [{**row, "setting": asdict(setting)} for row in of_case]
-    if arguments.recorded is None:
-        print_beside_the_paper(rows)
-    return rows
+def stage_bytes(profile: Profile, decision: Decision, checkpoint_interval: int) -> tuple[int, ...]:
+    """Compute the bytes of each stage in training; () if none were measured."""
+    layers, placement = profile.layers, decision.placement
+    if not any(layer.static_bytes for layer in layers):
+        return ()
+    workspace = max(layer.workspace_bytes for layer in layers)
+    if decision.found is None:
+        memory = memory_model(profile, sys.maxsize, checkpoint_interval)
+        assert memory is not None
+        return tuple(workspace + held for held in memory.bytes_per_stage(placement.boundaries))
+    static = (sum(layers[index].static_bytes for index in placement.layers_of(stage)) for stage in placement.stages)
+    return tuple(workspace + own + passes for own, passes in zip(static, decision.found.peak_bytes))
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(__doc__, prog="ds-dynmo-simulate")
-    parser.add_argument("--case", action="append", metavar="NAME", help=CASE_HELP)
-    parser.add_argument("--recorded", type=Path, action="append", metavar="FILE_OR_FOLDER", help=RECORDED_HELP)
-    parser.add_argument("--layers", type=int, help="default: the paper's for the case")
-    parser.add_argument("--stages", type=int, help="default: the paper's, 24 or 16")
-    parser.add_argument("--replicas", type=int, help="default: the paper's, 30 or 8")
-    parser.add_argument("--micro-batches", type=int, help="of one replica, default: 4 for each stage")
-    parser.add_argument("--interval", type=int, help="iterations between rebalances, default: the paper's")
-    parser.add_argument("--link-gbps", type=float, default=200, help="between stages, default %(default)s")
-    parser.add_argument("--balancers", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
-    parser.add_argument("--phases", type=int, default=20, help=PHASES_HELP)
-    parser.add_argument("--seeds", type=int, default=8, help="runs per figure, default %(default)s")
-    parser.add_argument("--repack", action="store_true", help="the table of re-packing instead")
-    arguments = parser.parse_args(argv)
+def simulated(profile: Profile, arguments: argparse.Namespace) -> Iterator[SimulatedPipeline | str]:
+    """Yield a row for each number of stages and micro-batches and each schedule, or why there is none."""
+    num_layers, limit = len(profile.layers), limit_of(arguments.memory_limit)
+    for stages in arguments.stages or [profile.placement.num_stages]:
+        if num_layers < stages:
+            raise ConfigError(f"--stages {stages}: the model has {counted(num_layers, 'layer')}")
+        here = Placement.chain(uniform(num_layers, stages))
+        from_report = [profile.micro_batches] if arguments.costs is None else [MICRO_BATCHES_PER_STAGE * stages]
+        for micro_batches in arguments.micro_batches or from_report:
+            for kind in arguments.schedule or get_args(Kind):
+                pipeline = replace(profile, placement=here, micro_batches=micro_batches)
+                try:
+                    yield simulate(
+                        pipeline,
+                        kind,
+                        balancer=arguments.balancer,
+                        limit_bytes=limit,
+                        checkpoint_interval=arguments.checkpoint_interval,
+                    )
+                except PartitionError as error:
+                    yield f"{counted(stages, 'stage')}, {micro_batches} micro-batches, {kind}: {error}"
+
+
+def limit_of(text: str | None) -> int | None:
+    """Read a memory limit in bytes.
+
+    Raises:
+        ConfigError: it is none, or a share of a device.
+    """
     try:
-        check_at_least_1(arguments, *SIZES, "phases", "seeds")
-        if arguments.link_gbps <= 0:
-            raise ConfigError(f"--link-gbps {arguments.link_gbps:g}: should be greater than 0")
-        rows = print_repacking(arguments) if arguments.repack else print_cases(arguments)
-    except (ConfigError, PartitionError) as error:
-        parser.error(str(error))
-    write_json(arguments.json, {"arguments": settings_of(arguments), "rows": rows})
+        limit = parse_memory_limit(text)
+    except ValueError as error:
+        raise ConfigError(f"--memory-limit {text}: {error}") from error
+    if isinstance(limit, float):
+        raise ConfigError(f'--memory-limit {text}: of which device? Give bytes, such as "30GiB"')
+    return limit
+
+
+def parse(given: list[str]) -> argparse.Namespace:
+    """Read the arguments.
+
+    Raises:
+        ConfigError: some do not go together, or a number is too small.
+    """
+    parser = CommandParser(__doc__, prog="ds-dynmo-simulate")
+    parser.add_argument("report", type=Path, nargs="?", help="JSON lines of a run")
+    parser.add_argument("--step", type=int, help="take the latest profile up to this step (default: the latest)")
+    parser.add_argument("--costs", type=float, nargs="+", metavar="MS", help="of each layer, in place of a report")
+    parser.add_argument("--stages", type=int, nargs="+", help="default: as many as the run has")
+    parser.add_argument(
+        "--micro-batches", type=int, nargs="+", help="of a batch, default: the run's; with --costs 4 for each stage"
+    )
+    parser.add_argument("--schedule", nargs="+", choices=get_args(Kind), help="default: each")
+    parser.add_argument("--balancer", choices=names(), default="makespan", help="default: %(default)s")
+    parser.add_argument("--memory-limit", metavar="BYTES", help='of a rank, such as "30GiB" (default: none)')
+    parser.add_argument(
+        "--checkpoint-interval",
+        type=int,
+        default=0,
+        metavar="LAYERS",
+        help="activation_checkpoint_interval of the PipelineModule (default: 0, no checkpointing)",
+    )
+    check_withdrawn(given, "ds-dynmo-simulate")
+    arguments = parser.parse_args(given)
+    if (arguments.report is None) == (arguments.costs is None):
+        raise ConfigError("give the report of a run, or --costs")
+    if arguments.costs is not None and arguments.stages is None:
+        raise ConfigError("--costs: needs --stages")
+    if arguments.costs is not None and arguments.step is not None:
+        raise ConfigError("--step: is that of a report, not of --costs")
+    check_at_least_1(arguments, "stages", "micro_batches")
+    if arguments.checkpoint_interval < 0:
+        raise ConfigError(f"--checkpoint-interval {arguments.checkpoint_interval}: should be at least 0")
+    return arguments
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.costs is not None:
+        profile = profile_with(arguments.costs)
+    else:
+        profile = profile_of(arguments.report, arguments.step)
+        where = f"{counted(profile.placement.num_stages, 'stage')}, {list(profile.partition)}"
+        measured = f"{profile.micro_batches} micro-batches, a batch took {1e3 * profile.batch_seconds:,.1f} ms"
+        print(f"step {profile.step}: {counted(len(profile.layers), 'layer')} in {where}, {measured}\n")
+    results = list(simulated(with_assumed_splits(profile), arguments))
+    rows = [result for result in results if isinstance(result, SimulatedPipeline)]
+    if rows:
+        print_table(HEAD, [row.cells() for row in rows])
+    for result in results:
+        if isinstance(result, str):
+            print(result)
+    write_json(arguments.json, [vars(row) for row in rows])
+
+
+def main(given: list[str] | None = None) -> int:
+    try:
+        run(parse(sys.argv[1:] if given is None else given))
+    except ConfigError as error:
+        return refuse("ds-dynmo-simulate", error)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

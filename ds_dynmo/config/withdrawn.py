@@ -36,10 +36,10 @@ WITHDRAWN_FLAGS = {
         "--seed": "--set model.seed=N",
         "--trace": '--set \'dynmo.trace={"path": "FILE", "steps": [FIRST, LAST]}\'',
     },
-    "ds-dynmo-plot": {
-        "--routers": "commit 66bdfef has it, and scripts/routers.py, which wrote such files",
-        "--rows": "python scripts/draw.py rows FILE PICTURE, in a checkout",
-        "--schedules": "python scripts/draw.py schedules STAGES MICRO_BATCHES PICTURE, in a checkout",
+    "ds-dynmo-plot": {"--never": "draw each report by itself"},
+    "ds-dynmo-simulate": {
+        flag: "python scripts/simulate_runs.py has it, in a checkout"
+        for flag in ("--case", "--recorded", "--layers", "--replicas", "--interval", "--phases", "--seeds")
     },
 }
 """Flags, by command."""

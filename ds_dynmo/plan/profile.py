@@ -12,6 +12,13 @@ from ds_dynmo.plan.reports import PrintsPartitions
 
 __all__ = ["HeldBytes", "LayerCost", "Profile", "limit_minus_workspace"]
 
+# What a record of a profile has of each layer: all that a simulation of a batch on other stages counts with.
+_SECONDS = ("forward_seconds", "backward_seconds", "input_gradient_seconds", "weight_gradient_seconds")
+_COUNTS = (
+    *("parameters", "trainable_parameters", "static_bytes", "activation_bytes", "input_bytes", "deferred_bytes"),
+    "workspace_bytes",
+)
+
 
 @dataclass(frozen=True)
 class HeldBytes:
@@ -137,32 +144,32 @@ class Profile(PrintsPartitions):
         return max(0.0, 1.0 - busy_seconds / self.batch_seconds) if self.batch_seconds else 0.0
 
     def as_record(self) -> dict[str, Any]:
-        """Return a dict for one JSON line, with the seconds of the layers."""
+        """Return a dict for one JSON line: what layers cost, as lists."""
         return {
             "kind": "profile",
             "step": self.step,
             **self.placement.as_record("partition"),
             "micro_batches": self.micro_batches,
             "batch_seconds": self.batch_seconds,
-            "forward_seconds": [layer.forward_seconds for layer in self.layers],
-            "backward_seconds": [layer.backward_seconds for layer in self.layers],
-            "weight_gradient_seconds": [layer.weight_gradient_seconds for layer in self.layers],
+            **{name: [getattr(layer, name) for layer in self.layers] for name in (*_SECONDS, *_COUNTS)},
         }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Profile:
-        """Read a record of :meth:`as_record`, which has only the forward and backward seconds of layers.
+        """Read a record of :meth:`as_record`.
 
         Raises:
             ValueError, TypeError, LookupError: the record is invalid.
         """
         placement = Placement.of(record["partition"], record.get("partition_owners"))
-        passes = zip(record["forward_seconds"], record["backward_seconds"], strict=True)
-        layers = tuple(LayerCost(float(forward), float(backward), 0, 0, 0, 0, 0) for forward, backward in passes)
+        measured: dict[str, list[Any]] = {name: list(map(float, record[name])) for name in _SECONDS}
+        measured |= {name: list(map(int, record[name])) for name in _COUNTS}
+        for name, values in measured.items():
+            if not all(value >= 0 for value in values) or math.fsum(values) == math.inf:
+                raise ValueError(f"layers were measured to have {name} {values}")
+        costs = zip(*measured.values(), strict=True)
+        layers = tuple(LayerCost(**dict(zip(measured, cost))) for cost in costs)
         if len(layers) != placement.num_layers:
             raise ValueError(f"{len(layers)} layers were measured, the partition {placement} has another number")
-        seconds = [layer.seconds for layer in layers]
-        if not all(value >= 0.0 for value in seconds) or sum(seconds) == math.inf:
-            raise ValueError(f"layers were measured to take {seconds} seconds")
         micro_batches, batch_seconds = int(record["micro_batches"]), float(record["batch_seconds"])
         return cls(int(record["step"]), placement, layers, micro_batches, batch_seconds)

@@ -9,6 +9,9 @@ from typing import NamedTuple
 __all__ = ["Action", "Kind", "all_passes"]
 
 
+_LETTERS = "FIWB"
+
+
 class Kind(IntEnum):
     """What a pass calculates.
 
@@ -24,7 +27,16 @@ class Kind(IntEnum):
     @property
     def letter(self) -> str:
         """F, I, W or B, as in ``torch.distributed.pipelining``."""
-        return "FIWB"[self]
+        return _LETTERS[self]
+
+    @classmethod
+    def of_letter(cls, letter: str) -> Kind:
+        """Return the kind of a :attr:`letter`.
+
+        Raises:
+            ValueError: it is none of them.
+        """
+        return cls(_LETTERS.index(letter or "?"))
 
 
 class Action(NamedTuple):

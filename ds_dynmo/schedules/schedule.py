@@ -53,13 +53,34 @@ class Schedule:
         run(self.orders, self.micro_batches, free)  # refuses a cyclic order
 
     def __str__(self) -> str:
-        """Return one line per stage; with several chunks per stage, an action is ``F5@2``: micro-batch 5, chunk 2."""
+        """Return one line per stage, as in :attr:`lines`."""
+        return "\n".join(f"stage {stage}: {line}" for stage, line in enumerate(self.lines))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The order of each stage; with several chunks per stage, an action is ``F5@2``: micro-batch 5, chunk 2."""
         chain = len(self.owners) == len(self.orders)
-        lines = (
+        return tuple(
             " ".join(f"{a.kind.letter}{a.micro_batch}{'' if chain else f'@{a.chunk}'}" for a in order)
             for order in self.orders
         )
-        return "\n".join(f"stage {stage}: {line}" for stage, line in enumerate(lines))
+
+    @classmethod
+    def of_lines(cls, lines: Sequence[str]) -> Schedule:
+        """Read the :attr:`lines` of a schedule with one chunk per stage.
+
+        Raises:
+            ScheduleError, ValueError: they are not those of a schedule.
+
+        >>> Schedule.of_lines(["F0 I0 W0", "F0 B0"]).lines
+        ('F0 I0 W0', 'F0 B0')
+        """
+        orders = tuple(
+            tuple(Action(Kind.of_letter(word[:1]), stage, int(word[1:])) for word in line.split())
+            for stage, line in enumerate(lines)
+        )
+        micro_batches = 1 + max((action.micro_batch for order in orders for action in order), default=0)
+        return cls(tuple(range(len(orders))), micro_batches, orders)
 
     @property
     def num_chunks(self) -> int:

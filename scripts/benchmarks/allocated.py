@@ -10,7 +10,6 @@ from deepspeed.accelerator import get_accelerator
 
 from benchmarks.arms import engines_end_here, say
 from benchmarks.held_bytes import PRECISIONS, of_all_ranks, predicted_peaks, profiled_engine, show_peaks, tokens
-from benchmarks.packing import workspace_bytes
 from ds_dynmo.cli.command_line import check_at_least_1
 from ds_dynmo.engine.decide.decision_input import memory_model
 from ds_dynmo.partitioners import loads
@@ -62,7 +61,8 @@ def measure_one(arguments: argparse.Namespace, kind: str, precision: str, checkp
 
 def predicted_bytes(engine: Any) -> list[int]:
     """Predict what each stage needs, as a decision under a memory limit does."""
-    layers, workspace = engine.profile.layers, workspace_bytes(engine)
+    layers = engine.profile.layers
+    workspace = max(layer.workspace_bytes for layer in layers)  # what every stage sets aside for the layer that runs
     if engine.stage.schedule.may_choose_schedule:
         static = loads([layer.static_bytes for layer in layers], engine.partition)
         return [int(held) + peak + workspace for held, peak in zip(static, predicted_peaks(engine))]

@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 
 from benchmarks.rows import Costs, Slice
 from ds_dynmo.plan import RebalanceReport, reports_after
-from ds_dynmo.simulation.runs import ARMS, BALANCERS, DYNAMIC
-from ds_dynmo.simulation.statics import STATICS, Statics
+from simulation.runs import ARMS, BALANCERS, DYNAMIC
+from simulation.statics import STATICS, Statics
 
 ALWAYS = (*STATICS, "dense")  # what others are compared with
 NEVER = 1_000_000  # batches

@@ -5,7 +5,7 @@ iterations. Otherwise a run of 10,000 iterations is cut down to its phases. In e
 change and decides; if the phase lasts, it decides once more an interval later. Then the settled pipelines are timed in
 turns. A phase counts as its iterations times that, plus the measured costs of as many rebalances as it has intervals.
 
-Recorded loads are those of :mod:`ds_dynmo.simulation.recorded`. Where they change in every iteration, turns
+Recorded loads are those of `scripts/simulation/recorded.py`. Where they change in every iteration, turns
 are spread over the recording.
 
 Static engines have the partitions that are made from the loads of the first phase or iteration. Of those that are alike
@@ -28,9 +28,9 @@ from benchmarks.emulation import data, make_engine, set_loads, told_seconds
 from benchmarks.rows import Costs, Measured, Passes, Slice, rows_by_schedule
 from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.partitioners import PipelineModel, balanced
-from ds_dynmo.simulation import LoadModel, Phase, Recorded
-from ds_dynmo.simulation.runs import DYNAMIC, Setting
-from ds_dynmo.simulation.statics import Statics
+from simulation import LoadModel, Phase, Recorded
+from simulation.runs import DYNAMIC, Setting
+from simulation.statics import Statics
 
 PHASES = 4  # of a run whose loads last, in each of which there are all rounds
 CHANGING_ROUNDS = 3  # for each of them, where loads change in every iteration

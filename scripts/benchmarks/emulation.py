@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
@@ -21,7 +20,7 @@ from torch import nn
 import ds_dynmo
 from benchmarks.arms import NEVER, arm_block
 from ds_dynmo.models.layer_numbers import local_layers
-from ds_dynmo.simulation import Phase
+from simulation import Phase
 
 UNITS = 255  # in which the share of trainable parameters is counted, one parameter for each binary digit
 UNIT = 64  # elements
@@ -80,18 +79,9 @@ def sleep_backward(
     sleep(whole if at_once else first)
 
 
-_slowness = 1.0
-
-
-def slow_down(factor: float) -> None:
-    """Multiply the time of all layers on this rank by ``factor`` from here on."""
-    global _slowness
-    _slowness = factor
-
-
 def sleep(seconds: float) -> None:
     if seconds > 0:
-        time.sleep(seconds * _slowness)
+        time.sleep(seconds)
 
 
 class EmulatedBlock(nn.Module):
@@ -189,12 +179,6 @@ def told_seconds(phase: Phase, forward_seconds: float) -> tuple[tuple[float, ...
     """Return forward and backward seconds per layer; a backward pass of a dense layer takes two forward passes."""
     forward = tuple(forward_seconds * share for share in phase.forward)
     return forward, tuple(2 * forward_seconds * share for share in phase.backward)
-
-
-def random_phase(chooser: np.random.Generator, layers: int, spread: float) -> Phase:
-    """Draw log-normal shares with a median of 1, forward and backward apart; ``spread``: of their logarithm."""
-    forward, backward = chooser.lognormal(sigma=spread, size=(2, layers)).clip(0.2, 5.0).tolist()
-    return Phase(1, tuple(forward), tuple(backward), (1.0,) * layers)
 
 
 def set_loads(engine: Any, phase: Phase, forward_seconds: float) -> None:

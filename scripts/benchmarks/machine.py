@@ -35,10 +35,5 @@ class Machine:
         return f"The machine's host took {self.stolen():.0%} of its cores so far."
 
 
-def num_cores() -> int:
-    """Count the cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _stolen_seconds() -> float:
     return float(getattr(psutil.cpu_times(), "steal", 0.0))

@@ -11,10 +11,8 @@ import pytest
 from benchmark import parse
 from benchmarks.arms import engines_end_here
 from benchmarks.emulated import emulated_rows
-from benchmarks.real import real_rows
-from benchmarks.trained import configuration
-from ds_dynmo.simulation import LOAD_MODELS, Recorded
-from ds_dynmo.simulation.runs import ARMS, DYNAMIC
+from simulation import LOAD_MODELS, Recorded
+from simulation.runs import ARMS, DYNAMIC
 from tests.distributed.harness import run
 from tests.recordings import write_recording
 
@@ -101,33 +99,6 @@ def replayed(path: Path, *flags: str) -> list[dict[str, Any]]:
     arguments = parse(["--micro-batches", "2", "--forward-ms", "1", "--rounds", "1", "--balancer", "oracle", *flags])
     with engines_end_here():
         return emulated_rows(Recorded.read(path), arguments)
-
-
-def trained(steps: int) -> list[list[dict[str, Any]]]:
-    """Train a small model under each balancer, and return the rows that are kept after each round."""
-    small = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}
-    settings = configuration("freezing")
-    settings |= {
-        "gradient_accumulation_steps": 2,
-        "model": {**small, "case": {"kind": "freezing", "schedule": [[0.2, 2]]}},
-    }
-    settings["dynmo"] |= {"interval": 1}
-    kept: list[list[dict[str, Any]]] = []
-    with pytest.MonkeyPatch.context() as patch, engines_end_here():
-        for module in ("trained", "real"):
-            patch.setattr(f"benchmarks.{module}.configuration", lambda case: settings)
-        real_rows(LOAD_MODELS["freezing"], parse(["--steps", str(steps)]), kept.append)
-    return kept
-
-
-@pytest.mark.nightly
-def test_rows_of_real_models_are_kept_after_each_round() -> None:
-    (first, last), others = run(2, trained, 6)
-    assert others == []
-    for rows in (first, last):
-        assert {"static_uniform", "partition_time", "makespan", "dense"} <= {row["balancer"] for row in rows}
-        assert all(row["tokens_per_second"] > 0 and row["share_of_ideal"] is None for row in rows)
-    assert first != last
 
 
 @pytest.mark.parametrize("interval", [25, pytest.param(1, marks=pytest.mark.nightly)])

@@ -139,7 +139,7 @@ def test_a_rebalance_without_a_profile_decides_once(block: dict[str, Any], tmp_p
         assert result["partition"] == [0, 5, 6] and result["steps"] == block.get("profile", {}).get("batches", 1)
         assert [later.reason for later in result["rebalances later"]] in ([], ["interval"])
     kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
-    assert kinds[:3] == ["measured", "rebalance", "profile"]
+    assert kinds[:4] == ["measured", "schedule", "rebalance", "profile"]
 
 
 def test_a_repack_without_a_profile_moves_layers_once() -> None:

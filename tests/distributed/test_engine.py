@@ -71,9 +71,11 @@ def test_automatic_rebalance_evens_out_sleeping_layers(tmp_path: Path) -> None:
     assert results[0]["reports"] == results[1]["reports"]
     everything = [json.loads(line) for line in report.read_text().splitlines()]
     kinds = [(record["kind"], record["step"]) for record in everything]
-    assert kinds == [("measured", 3), ("rebalance", 3), ("profile", 3), ("measured", 6), ("profile", 6)]
-    records, profile = [r for r in everything if r["kind"] != "profile"], everything[2]
+    decision = [("schedule", 3), ("rebalance", 3)]
+    assert kinds == [("measured", 3), *decision, ("profile", 3), ("measured", 6), ("profile", 6)]
+    records, profile = [r for r in everything if r["kind"] not in ("profile", "schedule")], everything[3]
     moved = records[1]
+    assert everything[1]["orders"] is None
     assert profile["partition"] == moved["old_partition"] and profile["micro_batches"] == 4
     costs = [f + b for f, b in zip(profile["forward_seconds"], profile["backward_seconds"], strict=True)]
     assert bottleneck(costs, moved["new_partition"]) == moved["bottleneck_seconds_after"]

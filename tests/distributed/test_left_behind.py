@@ -81,11 +81,12 @@ def test_a_run_killed_before_its_ranks_start_leaves_nothing(tmp_path: Path) -> N
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("killed", ["launcher", "group"])
-def test_a_killed_benchmark_that_launches_jobs_leaves_nothing(killed: str, tmp_path: Path) -> None:
-    """Its jobs are in process groups of their own, and its checkpoint is in a scratch folder."""
-    benchmark = [sys.executable, str(ROOT / "scripts" / "repack.py"), "restart"]
-    with WatchedCommand(tmp_path, benchmark) as command:
-        command.until(lambda: command.processes("--local_rank=2"))
+def test_a_killed_script_that_launches_jobs_leaves_nothing(killed: str, tmp_path: Path) -> None:
+    """Its jobs are in process groups of their own."""
+    variables = ["env", "DS_ACCELERATOR=cpu", "LOCAL_SIZE=2", f"PYTHONPATH={ROOT}"]
+    script = [sys.executable, str(ROOT / "scripts" / "try_accelerators.py"), str(tmp_path / "out")]
+    with WatchedCommand(tmp_path, [*variables, *script, "--quick", "--only", "overhead"]) as command:
+        command.until(lambda: command.processes("--local_rank=1"))
         if killed == "group":
             os.killpg(command.launcher.pid, signal.SIGKILL)
         else:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -206,30 +204,3 @@ def test_the_environment_of_a_launch_is_enough_to_refuse(monkeypatch: pytest.Mon
         {"WORLD_SIZE": "2"},
     ):
         check_launch(fine)
-
-
-MEET = "import torch.distributed as d; d.init_process_group('gloo'); print(d.get_world_size(), 'met'); END"
-
-
-def namespaces() -> str:
-    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("end", "code", "said"),
-    [
-        ("", 0, "2 met"),
-        ("d.get_rank() and exit('gone')", 1, "gone"),
-        ("import os, signal; os.kill(os.getppid(), signal.SIGTERM); d.barrier(); signal.pause()", 143, ""),
-    ],
-)
-def test_a_command_runs_on_two_hosts_and_leaves_none(end: str, code: int, said: str) -> None:
-    with network(1):  # skips where the machine does not permit it
-        pass
-    before = namespaces()
-    script = Path(__file__).parents[2] / "scripts" / "link.sh"
-    command = ["bash", str(script), "1gbit", sys.executable, "-u", "-c", MEET.replace("END", end)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
-    assert namespaces() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 import ds_dynmo
+from ds_dynmo.cli.plotting.timelines import around
+from ds_dynmo.cli.run_records import read_report
 from ds_dynmo.engine.decide import rebalancer
 from ds_dynmo.engine.decide.decision import Decision
 from ds_dynmo.engine.decide.decision_input import DecisionInput
@@ -76,8 +79,10 @@ def decided(block: dict[str, Any]) -> Any:
     return gather((reports, seconds, engine.partition, running and running.schedule.hash))
 
 
-def test_decisions_choose_the_shortest_simulated_iteration() -> None:
-    results = run(3, decided, {"schedule": {"kind": "zero_bubble"}, "min_improvement": 0.0})[0]
+def test_decisions_choose_the_shortest_simulated_iteration(tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    block = {"schedule": {"kind": "zero_bubble"}, "min_improvement": 0.0, "report": str(report)}
+    results = run(3, decided, block)[0]
     (first, again), seconds, partition, _ = results[0]
     assert all(result[1:] == results[0][1:] for result in results), "ranks differ"
     assert first.moved and tuple(partition) == first.new_partition
@@ -90,29 +95,43 @@ def test_decisions_choose_the_shortest_simulated_iteration() -> None:
     assert not again.moved and again.schedule_splits is not None
     assert again.iteration_seconds_before == pytest.approx(first.iteration_seconds_after)
     assert first.as_record()["schedule"] == first.schedule
+    records = read_report(report)
+    decisions = records.decisions
+    drawn = [batch.seconds for batch in around(records, first.step)]
+    assert drawn == [pytest.approx(first.iteration_seconds_before), pytest.approx(first.iteration_seconds_after)]
+    assert decisions[0].order_before == schedule_for_equal_costs(3, decisions[0].order_before.micro_batches)
+    for decision, found in zip(decisions, (first, again), strict=True):
+        assert decision.order_after is not None and decision.order_after.splits == found.schedule_splits
 
 
-def under_a_limit() -> Any:
+def under_a_limit(report: str) -> Any:
     """What stages hold under the orders for one partition: without a limit, and with one that this order exceeds."""
     told_clock.UnsteadyLayer = SplitLayer  # type: ignore[misc]
-    engine, data = unsteady_engine({"interval": 0, "schedule": {"kind": "zero_bubble"}}, SECONDS, [1.0] * 3, 0.0)
+    block = {"interval": 0, "schedule": {"kind": "zero_bubble"}, "report": report}
+    engine, data = unsteady_engine(block, SECONDS, [1.0] * 3, 0.0)
     engine.train_batch(data), engine.rebalance()
     needed: list[list[int]] = []
+    orders = []
     for limit in (None, 0.9):
         engine.rebalancer.memory.limit = limit and int(limit * max(needed[0]))
         engine.rebalance(engine.partition)
         engine.train_batch(data)
         order, layers = engine.stage.schedule.schedule_for(3, 4), engine.profile.layers
+        orders.append(order)
         passes = engine.rebalancer.decision_input(engine.profile, None, assume_running_schedule=False).pipeline.passes
         held = peak_bytes(order, passes.sizes(engine.partition))
         owned = map(engine.stage.placement.layers_of, range(3))
         needed.append([sum(layers[i].static_bytes for i in own) + more for own, more in zip(owned, held)])
-    return gather((needed, engine.rebalancer.memory.limit))
+    return gather((needed, engine.rebalancer.memory.limit, orders))
 
 
-def test_an_order_stays_within_the_memory_limit() -> None:
-    (free, limited), limit = run(3, under_a_limit)[0][0]
+def test_an_order_stays_within_the_memory_limit(tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    (free, limited), limit, orders = run(3, under_a_limit, str(report))[0][0]
     assert max(limited) <= limit < max(free)
+    _, without_limit, within = read_report(report).decisions
+    assert [without_limit.order_after, within.order_before, within.order_after] == [orders[0], *orders]
+    assert orders[0] != orders[1]
 
 
 def one_differs() -> Any:

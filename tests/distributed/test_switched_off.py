@@ -52,7 +52,8 @@ def test_by_profile_it_profiles_once_and_moves_once(tmp_path: Path) -> None:
     results = run(2, train, {**BY_PROFILE, "repack": repack, "report": str(report)}, 8)
     assert results == [{"moves": [PLACED], "repacks": 0}] * 2
     records = map(json.loads, report.read_text().splitlines())
-    assert [(one["kind"], one["step"]) for one in records] == [("measured", 2), ("profile", 2), ("rebalance", 4)]
+    kinds = [(record["kind"], record["step"]) for record in records]
+    assert kinds == [("measured", 2), ("profile", 2), ("schedule", 4), ("rebalance", 4)]
 
 
 def refusal(block: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from ds_dynmo.engine.save.destinations import ToMemory
 from ds_dynmo.engine.save.folder import write_latest
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models import DynamicCase, language_model_loss, model_layers
-from ds_dynmo.simulation import Recorded
+from simulation import Recorded
 from tests.distributed.harness import run
 from tests.distributed.support.case_runs import SIZES
 from tests.distributed.support.script import flags, run_script

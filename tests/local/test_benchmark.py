@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,15 +15,12 @@ from benchmarks.arms import chosen
 from benchmarks.emulated import Benchmark, until_settled
 from benchmarks.emulation import EmulatedBlock
 from benchmarks.machine import Machine
-from benchmarks.trained import configuration, without_case
-from ds_dynmo.config import parse_section
 from ds_dynmo.engine.split.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models import ModelConfig
 from ds_dynmo.partitioners import PipelineModel
-from ds_dynmo.simulation import LOAD_MODELS, Phase, Recorded
-from ds_dynmo.simulation.runs import ARMS
-from ds_dynmo.simulation.statics import Statics
+from simulation import LOAD_MODELS, Phase, Recorded
+from simulation.runs import ARMS
+from simulation.statics import Statics
 from tests.recordings import write_recording
 
 
@@ -41,9 +37,6 @@ def test_every_command_of_emulate_has_sizes_of_its_own(command: str) -> None:
         (["--layers", "0"], "--layers 0: should be at least 1"),
         (["--rounds", "0"], "--rounds 0: should be at least 1"),
         (["--micro-batches", "0"], "--micro-batches 0: should be at least 1"),
-        (["--steps", "1"], "--steps 1: should be at least the rounds, 2"),
-        (["--compute", "real"], "8 processes on 2 cores measure nothing; start at most one for each core"),
-        (["--recorded", "RECORDING", "--compute", "real"], "--recorded: is replayed by emulated layers"),
         (["--recorded", "RECORDING"], "a.jsonl: layers 6: should be at least the number of stages, 8"),
         (["--recorded", "RECORDING", "--layers", "9"], "--layers 9: .*a.jsonl is a recording of 6 layers"),
     ],
@@ -52,38 +45,10 @@ def test_sizes_that_do_not_make_a_pipeline_are_refused(
     flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setattr("benchmark.num_cores", lambda: 2)
     recording = str(write_recording(tmp_path / "a.jsonl", [[1] * 6] * 9))
     flags = [recording if flag == "RECORDING" else flag for flag in flags]
     with pytest.raises(ConfigError, match=message):
         checked_load_models(parse(flags))
-
-
-def test_real_models_run_on_a_core_for_each_stage_or_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setattr("benchmark.num_cores", lambda: 8)
-    real = ["--compute", "real", "--case", "moe"]
-    assert checked_load_models(parse(real)) == [LOAD_MODELS["moe"]]
-    monkeypatch.setattr("benchmark.num_cores", lambda: 2)
-    assert checked_load_models(parse([*real, "--few-cores"])) == [LOAD_MODELS["moe"]]
-
-
-MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 12}
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        {"huggingface": MIXTRAL, "tokens": "bytes", "case": {"kind": "freezing", "schedule": [[0.5, 4]]}},
-        {**configuration("freezing")["model"], "split_blocks": True},
-        *(configuration(name)["model"] for name in LOAD_MODELS),
-    ],
-    ids=["huggingface", "split_blocks", *LOAD_MODELS],
-)
-def test_the_dense_model_is_the_same_one_without_what_changes_it(block: dict[str, Any]) -> None:
-    dense, whole = (parse_section(ModelConfig, one, "model") for one in (without_case(block), block))
-    for key in ModelConfig.model_fields:
-        assert getattr(dense, key) == (() if key == "case" else getattr(whole, key)), key
 
 
 def test_engines_are_the_requested_ones_and_their_baselines() -> None:

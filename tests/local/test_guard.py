@@ -16,15 +16,15 @@ PROGRAM = """
 import subprocess, sys
 from guard import guarded_group, scratch_folder
 
-with scratch_folder() as folder:
-    (folder / "file").touch()
-    sleeper = ["sh", "-c", "sleep 600 & wait"]  # a leader whose child is in its group
-    leader = subprocess.Popen(sleeper, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
-    with guarded_group(leader):
-        print(folder, leader.pid, flush=True)
-        sys.stdin.read(1)
-        if sys.argv[1] == "failed":
-            raise RuntimeError
+folder = scratch_folder()
+(folder / "file").touch()
+sleeper = ["sh", "-c", "sleep 600 & wait"]  # a leader whose child is in its group
+leader = subprocess.Popen(sleeper, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
+with guarded_group(leader):
+    print(folder, leader.pid, flush=True)
+    sys.stdin.read(1)
+    if sys.argv[1] == "failed":
+        raise RuntimeError
 """
 
 

@@ -1,4 +1,4 @@
-"""scripts/plot.py: what it reads, what it refuses, and the page with all pictures."""
+"""ds-dynmo-plot: what it reads, what it refuses, and its pictures."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from typing import Any
 import pytest
 
 from ds_dynmo.cli import plot
-from ds_dynmo.cli.plotting.data import (
-    RunRecords,
-    loads_around,
-    read_report,
-    read_trace,
-    simulated,
-    traced,
-)
-from ds_dynmo.cli.plotting.html import rebalance_rows
+from ds_dynmo.cli.plotting.timelines import Bar, TimelineRows, around, read_trace, traced
+from ds_dynmo.cli.run_records import DecisionRecord, RunRecords, read_report
 from ds_dynmo.engine.measure.trace_events import TraceEvent, TraceFile, Track, batch_events, track_names
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
+from ds_dynmo.schedules import zb_h1
 from tests.full_disk import files_of_at_most
 
 SECONDS = [(1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (3.0, 6.0)]
 
 
 def profile(step: int, partition: tuple[int, ...], slower: float = 1.0) -> Profile:
-    layers = tuple(LayerCost(slower * forward, slower * backward, 1, 1, 1, 1, 1) for forward, backward in SECONDS)
+    layers = tuple(
+        LayerCost(
+            *(slower * forward, slower * backward, 1, 1, 1, 1, 1),
+            input_gradient_seconds=slower * backward / 2,
+            weight_gradient_seconds=slower * backward / 2,
+        )
+        for forward, backward in SECONDS
+    )
     return Profile(step, Placement.chain(partition), layers, micro_batches=4, batch_seconds=60.0)
 
 
@@ -108,36 +109,72 @@ def write_trace(folder: Path, replicas: int = 1) -> Path:
     return path
 
 
-def test_loads_around_each_move_are_those_of_its_decision(tmp_path: Path) -> None:
-    first, second = loads_around(read_report(write_report(tmp_path, run_records())))
-    assert (first.move["step"], second.move["step"]) == (2, 6)
-    assert first[1:] == ([4.0, 12.0], [7.0, 9.0], [18.0, 18.0])
-    bottlenecks = (first.move["bottleneck_seconds_before"], first.move["bottleneck_seconds_after"])
-    assert (max(first.before), max(first.predicted_after)) == bottlenecks  # of the table beside the picture
-    assert second.measured_after is None
+def order(step: int, *lines: str) -> dict[str, Any]:
+    return {"kind": "schedule", "step": step, "orders": lines or None}
 
 
-def test_a_move_without_a_profile_has_no_loads() -> None:
-    given = decision(1, (0, 2, 4), (0, 3, 4), stage_seconds_before=None, stage_seconds_after=None)
-    assert loads_around(RunRecords(None, None, (), (profile(2, (0, 3, 4)),), (given,))) == []
+def test_a_batch_is_simulated_before_and_after_the_last_decision_that_changed_it(tmp_path: Path) -> None:
+    report = read_report(write_report(tmp_path, run_records()))
+    assert [rows.title for rows in around(report, None)] == [
+        "before step 6, simulated: [0, 3, 4], 1F1B",
+        "after step 6, simulated: [0, 2, 4], 1F1B",
+    ]
+    before, after = around(report, 2)
+    assert before.seconds == 2 + 4 * 12 + 4 and after.seconds == 3 + 4 * 9 + 6
+    assert [(name, len(bars)) for name, bars in after.rows] == [("stage 0", 8), ("stage 1", 8)]
+    assert [rows.title for rows in around(report, 4)] == ["before step 4, simulated: [0, 3, 4], 1F1B"]
+    with pytest.raises(ConfigError, match=r"^--decision 3: decisions of this run were made at steps 2, 4, 6$"):
+        around(report, 3)
 
 
-def test_loads_after_the_next_move_do_not_count_for_this_one() -> None:
-    moves = (decision(2, (0, 2, 4), (0, 3, 4)), decision(3, (0, 3, 4), (0, 2, 4)))
-    profiles = (profile(2, (0, 2, 4)), profile(5, (0, 2, 4)))
-    first, second = loads_around(RunRecords(None, None, (), profiles, moves))
-    assert first.measured_after is None and second.measured_after == [6.0, 12.0]
+def test_a_batch_is_drawn_in_the_order_that_ran(tmp_path: Path) -> None:
+    """The first decision adopts zero bubble, the second one moves a layer under it, the last one goes back."""
+    split = zb_h1(2, 4)
+    records = [
+        *(order(2), decision(2, (0, 2, 4), (0, 2, 4)), order(2, *split.lines), profile(2, (0, 2, 4)).as_record()),
+        *(decision(4, (0, 2, 4), (0, 3, 4)), profile(4, (0, 2, 4)).as_record()),
+        *(decision(6, (0, 3, 4), (0, 3, 4)), order(6), profile(6, (0, 3, 4)).as_record()),
+    ]
+    report = read_report(write_report(tmp_path, records))
+    orders = [(one.order_before, one.order_after) for one in report.decisions]
+    assert orders == [(None, split), (split, split), (split, None)] and report.order is None
+    zero_bubble = f"zero bubble, {split.splits} split passes"
+    assert [rows.title.partition(": ")[2] for rows in around(report, 2)] == [
+        f"[0, 2, 4], {kind}" for kind in ("1F1B", zero_bubble)
+    ]
+    moved = around(report, 4)
+    assert [rows.title.partition(": ")[2] for rows in moved] == [
+        f"{partition}, {zero_bubble}" for partition in ("[0, 2, 4]", "[0, 3, 4]")
+    ]
+    assert {bar.category for rows in moved for _, bars in rows.rows for bar in bars} == {
+        *("forward", "input gradient", "weight gradient")
+    }
+    assert [rows.title.partition(": ")[2] for rows in around(report, None)] == [
+        f"[0, 3, 4], {kind}" for kind in (zero_bubble, "1F1B")
+    ]
 
 
-def test_a_simulated_batch() -> None:
-    rows = simulated(profile(2, (0, 2, 4)), [0, 3, 4], "a title")
-    assert [(name, len(bars)) for name, bars in rows.rows] == [("stage 0", 8), ("stage 1", 8)]
-    assert rows.seconds == 3 + 4 * 9 + 6 and rows.title == "a title"
+def test_a_run_without_decisions_has_the_batch_of_its_last_profile() -> None:
+    (rows,) = around(RunRecords((), (profile(2, (0, 2, 4)), profile(4, (0, 3, 4)))), None)
+    assert rows.title == "step 4, simulated: [0, 3, 4], 1F1B"
+    assert around(RunRecords(({"step": 1, "tokens_per_second": 1.0},), ()), None) == []
+
+
+def test_partitions_of_a_run_that_was_repacked() -> None:
+    repacked = {"kind": "repack", "step": 5, "old_partition": [0, 3, 4], "new_partition": [0, 4]}
+    moved = read_decisions(decision(2, (0, 2, 4), (0, 3, 4)), decision(4, (0, 3, 4), (0, 3, 4)))
+    report = RunRecords((), (profile(2, (0, 2, 4)),), moved, (repacked,))
+    assert report.partitions() == [(0, (0, 2, 4)), (2, (0, 3, 4)), (5, [0, 4])]
+    assert RunRecords((), (profile(2, (0, 2, 4)),)).partitions() == [(0, [0, 2, 4])]
+
+
+def read_decisions(*records: dict[str, Any]) -> tuple[DecisionRecord, ...]:
+    return tuple(DecisionRecord(record, None, None) for record in records)
 
 
 def test_a_traced_batch_begins_at_0(tmp_path: Path) -> None:
     rows = traced(read_trace(write_trace(tmp_path)), 4)
-    assert rows.title == "step 4, measured: partition [0, 2, 4]"
+    assert rows.title == "step 4, measured: [0, 2, 4]"
     (_, first), (_, second) = rows.rows
     assert [(bar.category, bar.micro_batch, bar.begin_seconds, bar.seconds) for bar in second] == [
         *(("forward", 0, 1.0, 1.0), ("backward", 0, 4.0, 2.0), ("optimizer step", None, 8.0, 1.0))
@@ -162,6 +199,8 @@ def test_which_batches_are_drawn(tmp_path: Path) -> None:
         ("{", "line 1 is no record of a report: "),
         ('{"kind": "step"}\n{"step": 3}', "line 2 is no record of a report: "),
         ('{"kind": "profile", "step": 3}', "line 1 is no record of a report: KeyError('partition')"),
+        ('{"kind": "schedule", "step": 3, "orders": ["F0 X0"]}', "line 1 is no record of a report: ValueError("),
+        ('{"kind": "schedule", "step": 3, "orders": ["F0"]}', "line 1 is no record of a report: ScheduleError("),
         ("[1]", "line 1 is no record of a report: "),
         ('{"kind": "start"}', 'has no record of kind "step" or "profile", there is nothing to draw'),
     ],
@@ -183,71 +222,49 @@ def test_an_invalid_trace_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_all_pictures_are_in_the_page(tmp_path: Path) -> None:
+def test_all_pictures_are_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report, trace, out = write_report(tmp_path, run_records()), write_trace(tmp_path), tmp_path / "new" / "pictures"
     assert plot.main([str(report), "--trace", str(trace), "--out", str(out)]) == 0
-    names = {"loads.png", "losses.png", "simulated.png", "speed.png", "timeline.png"}
-    assert {path.name for path in out.iterdir()} == {*names, "report.html"}
-    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in names)
-    page = (out / "report.html").read_text()
-    sources = re.findall(r'(?:src|href)="([^"]{26})', page)
-    assert sources == ["data:image/svg+xml;base64,"] * 5 and "http" not in page
-    assert '<meta name="viewport" content="width=device-width">' in page
-    assert "<b>interval" not in page and "&lt;b&gt;interval" in page
-    assert "[0, 2, 4] → [0, 3, 4]" in page and "12000.00 → 9000.00" in page
-    assert page.count("<tr>") == 1 + 6 + 1 + 3
-
-
-def test_a_decision_is_a_row() -> None:
-    moved, kept, unknown = rebalance_rows(
-        [
-            decision(2, [0, 2, 4], [0, 3, 4]),
-            decision(4, [0, 3, 4], [0, 3, 4]),
-            decision(6, [0, 3, 4], [0, 2, 4], bottleneck_seconds_before=None),
-        ]
-    )
-    assert moved[2:7] == ("[0, 2, 4] → [0, 3, 4]", "1", "1.0", "12000.00 → 9000.00", "0.67 → 0.00")
-    assert kept[2:7] == ("[0, 3, 4] kept", "0", "1.0", "12000.00", "0.67")
-    assert unknown[5] == "-" and unknown[7:] == ("1.0", "2.0", "3.0")
+    assert {path.name for path in out.iterdir()} == {"run.png", "batch.png", "trace.png"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.iterdir())
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_report_with_records_of_the_engine_only(tmp_path: Path) -> None:
-    """The records of scripts/train.py are missing, and no layer moves."""
+    """The records of ds-dynmo-train are missing, or there are no others."""
     pytest.importorskip("matplotlib")
     report = write_report(tmp_path, [profile(2, (0, 2, 4)).as_record(), profile(4, (0, 2, 4)).as_record()])
     assert plot.main([str(report), "--out", str(tmp_path)]) == 0
-    assert {path.name for path in tmp_path.glob("*.png")} == {"simulated.png", "speed.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == {"batch.png", "run.png"}
     alone = write_report(tmp_path, [r for r in run_records() if r["kind"] == "step"])  # with "dynmo" switched off
     assert plot.main([str(alone), "--out", str(tmp_path / "steps")]) == 0
-    assert {path.name for path in (tmp_path / "steps").glob("*.png")} == {"losses.png", "speed.png"}
+    assert {path.name for path in (tmp_path / "steps").glob("*.png")} == {"run.png"}
 
 
 @pytest.mark.filterwarnings("error")
-def test_ranks_at_work_are_drawn_where_a_run_repacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_drawn_with_its_decisions(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    repacked = {"kind": "repack", "step": 3, "old_partition": [0, 2, 4], "new_partition": [0, 4]}
-    froze = {**repacked, "reason": "freezing: first 3 layers", "model_changed": True}
-    kept = decision(5, (0, 4), (0, 4), reason="<b>thawing</b>: all", model_changed=True)
-    never = write_report(tmp_path, run_records()).rename(tmp_path / "never.jsonl")
-    report = write_report(tmp_path, [*run_records(), froze, kept])
-    assert read_report(report).repacks == (froze,)
-    assert [record["step"] for record in read_report(report).changes] == [5, 3]
-    assert plot.main([str(report), "--never", str(never), "--format", "svg", "--out", str(tmp_path)]) == 0
-    drawn = (tmp_path / "ranks.svg").read_text()
-    written = ("2 to 1 stage", "never re-packed", "&lt;b&gt;thawing&lt;/b&gt;, freezing", "tokens/s")
-    assert all(f">{text}<" in drawn for text in written)
-    assert not list(tmp_path.glob("*.png"))
-    assert plot.main([str(report), "--format", "svg", "--out", str(tmp_path)]) == 0
-    assert "never" not in (tmp_path / "ranks.svg").read_text()
-    alone = write_report(
-        tmp_path / "alone", [profile(2, (0, 2, 4)).as_record(), {**froze, "step": 2}, profile(4, (0, 4)).as_record()]
-    )
-    assert plot.main([str(alone), "--never", str(never), "--out", str(tmp_path)]) == 2
-    assert f"--never {never}: only one of the two reports has tokens/s" in capsys.readouterr().err
-    assert plot.main([str(alone), "--never", str(alone), "--format", "svg", "--out", str(tmp_path)]) == 0
-    assert all(text in (tmp_path / "ranks.svg").read_text() for text in (">batch (s)<", ">never re-packed<"))
+    repacked = {"kind": "repack", "step": 7, "old_partition": [0, 2, 4], "new_partition": [0, 4]}
+    froze = decision(5, (0, 3, 4), (0, 3, 4), reason="froze 3 layers", model_changed=True)
+    report = write_report(tmp_path, [*run_records(), froze, repacked])
+    for name in ("one", "two"):  # the same bytes, so that a committed picture changes only with its numbers
+        assert plot.main([str(report), "--format", "svg", "--out", str(tmp_path / name)]) == 0
+    drawn = (tmp_path / "one" / "run.svg").read_text()
+    assert drawn == (tmp_path / "two" / "run.svg").read_text()
+    marks = ("layers moved", "layers stayed", "re-packed", "the model changed")
+    assert all(f">{text}<" in drawn for text in (*marks, "tokens/s", "bubble ratio", "imbalance", "layers of stages"))
+
+
+def test_the_legend_of_a_timeline_is_inside_the_picture() -> None:
+    pictures = pytest.importorskip("ds_dynmo.cli.plotting.pictures")
+    bars = tuple(Bar(category, 0, float(place), 1.0) for place, category in enumerate(pictures.COLORS))
+    figure = pictures.timelines([TimelineRows("all kinds", (("stage 0", bars),))])
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    inside, drawn = figure.bbox, legend.get_window_extent()
+    assert len(legend.texts) == len(pictures.COLORS)
+    assert inside.x0 <= drawn.x0 and drawn.x1 <= inside.x1 and inside.y0 <= drawn.y0 and drawn.y1 <= inside.y1
 
 
 def test_both_parts_of_a_traced_backward_pass_have_a_colour() -> None:
@@ -294,14 +311,13 @@ def test_arguments_that_cannot_be_drawn_are_named(
     with pytest.raises(SystemExit, match=r"^2$"):
         plot.main(["--trace", "trace.json"])
     assert "required: report" in capsys.readouterr().err
-    for flag, instead in (("--routers", "commit 66bdfef has it"), ("--rows", "python scripts/draw.py rows")):
-        assert plot.main([flag, "none.json"]) == 2
-        assert f"{flag}: withdrawn; {instead}" in capsys.readouterr().err
+    assert plot.main([str(report), "--never", "other.jsonl"]) == 2
+    assert "--never: withdrawn; draw each report by itself" in capsys.readouterr().err
     draws = "ds_dynmo.cli.plotting.pictures"
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == draws]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(draws, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plot.main([str(report), "--out", str(tmp_path / "never")]) == 2
-    assert 'no matplotlib: install the extra "plots"' in capsys.readouterr().err
+    assert 'no matplotlib: install the extra "plot"' in capsys.readouterr().err
     assert not (tmp_path / "never").exists()

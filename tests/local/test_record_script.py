@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ds_dynmo.models import model_layers
-from ds_dynmo.simulation import LOAD_MODELS
 from record import FILES, OWN_CHANGES, prepared
+from simulation import LOAD_MODELS
 
 
 @pytest.mark.parametrize(

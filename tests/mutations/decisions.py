@@ -138,6 +138,13 @@ MUTATIONS = [
         f"{DECISIONS}::test_a_rebalance_without_a_profile_decides_once",
     ),
     Mutation(
+        "a report lacks the order of passes that a decision has found",
+        f"{DECIDE}/rebalancer.py",
+        "move.decision.pass_costs)\n            self._report_schedule()\n",
+        "move.decision.pass_costs)\n",
+        "tests/distributed/test_schedule_decisions.py::test_an_order_stays_within_the_memory_limit",
+    ),
+    Mutation(
         "nothing reaches DeepSpeed's monitors",
         "ds_dynmo/engine/decide/reporter.py",
         "        if self._monitor is not None:\n",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.rows import Measured, Slice, print_rows, print_schedules, rows, rows_by_schedule
-from ds_dynmo.simulation.statics import STATICS, Statics
+from simulation.statics import STATICS, Statics
 
 DENSE = ((1.0,) * 4, (2.0,) * 4)
 HALF = ((0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 2.0, 2.0))

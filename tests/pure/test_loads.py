@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.simulation import LOAD_MODELS, Phase, Recorded, chosen_load_models, mean_over
-from ds_dynmo.simulation.load_models import (
+from simulation import LOAD_MODELS, Phase, Recorded, chosen_load_models, mean_over
+from simulation.load_models import (
     EarlyExitLoad,
     Fluctuating,
     FreezingLoad,
@@ -21,9 +21,9 @@ from ds_dynmo.simulation.load_models import (
     SparseAttentionLoad,
     retained,
 )
-from ds_dynmo.simulation.recorded import FIRST
-from ds_dynmo.simulation.runs import Setting, compare, run_costs
-from ds_dynmo.simulation.statics import STATIC
+from simulation.recorded import FIRST
+from simulation.runs import Setting, compare, run_costs
+from simulation.statics import STATIC
 from tests.recordings import write_recording
 
 

@@ -29,11 +29,28 @@ VS = Placement.v([0, 1, 3, 5, 6]), Placement.v([0, 2, 3, 4, 6])  # stage 0 owns 
 
 @pytest.mark.parametrize("placement", [CHAINS[0], VS[0]], ids=["chain", "v"])
 def test_a_profile_is_read_from_its_record(placement: Placement) -> None:
-    layers = tuple(LayerCost(1.0 + number, 2.0, 1, 1, 1, 1, 1) for number in range(6))
+    parts = {"input_gradient_seconds": 1.5, "weight_gradient_seconds": 0.5, "deferred_bytes": 7, "workspace_bytes": 8}
+    layers = tuple(LayerCost(1.0 + number, 2.0, 1, 2, 3, 4, 5, **parts) for number in range(6))
     written = Profile(3, placement, layers, micro_batches=4, batch_seconds=80.0)
     read = Profile.from_record(json.loads(json.dumps(written.as_record())))
-    assert (read.step, read.placement, read.costs("time")) == (3, placement, written.costs("time"))
+    assert read == written
     assert read.bubble_ratio == written.bubble_ratio == pytest.approx(1 - 4 * 33 / (placement.num_stages * 80))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"forward_seconds": [1.0, float("nan")]}, "to have forward_seconds [1.0, nan]"),
+        ({"backward_seconds": [1.0, float("inf")]}, "to have backward_seconds [1.0, inf]"),
+        ({"static_bytes": [1, -1]}, "to have static_bytes [1, -1]"),
+        ({"static_bytes": [1]}, "argument"),
+        ({"partition": [0, 1, 3]}, "2 layers were measured, the partition [0, 1, 3] has another number"),
+    ],
+)
+def test_an_invalid_record_of_a_profile_is_refused(change: dict[str, Any], message: str) -> None:
+    record = Profile(3, Placement.chain([0, 1, 2]), (LayerCost(1.0, 2.0, 1, 1, 1, 1, 1),) * 2, 4, 9.0).as_record()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Profile.from_record({**record, **change})
 
 
 def test_moves_of_a_chain() -> None:

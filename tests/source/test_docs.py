@@ -38,6 +38,16 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_README_LINES
 
 
+def test_the_readmes_diff_is_an_excerpt_of_an_example() -> None:
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    shown = [line[2:].rstrip() for line in diff.splitlines() if not line.startswith("-")]
+    lines = iter((ROOT / "examples" / "own_model.py").read_text().splitlines())
+    own_indentation = 4  # of what is in a function there
+    missing = [line for line in shown if not any(line in (there, there[own_indentation:]) for there in lines)]
+    assert len(shown) > 10 and not missing  # in the same order
+    assert all("ds_dynmo" in line or "deepspeed" in line for line in diff.splitlines() if line.startswith("-"))
+
+
 def test_nothing_tells_to_install_from_an_index_what_is_in_none() -> None:
     for path in (*PAGES, *(ROOT / "ds_dynmo").rglob("*.py"), *(ROOT / "scripts").glob("*")):
         if path.is_file():
@@ -79,6 +89,6 @@ def test_every_configuration_is_launched_by_a_command() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_every_path_of_the_tree_that_is_named_exists(page: Path) -> None:
-    named = re.findall(r"(?:scripts|ds_dynmo|tests|ds_configs)/[\w/.]*[\w/]", page.read_text())
+    named = re.findall(r"(?:scripts|examples|ds_dynmo|tests|ds_configs)/[\w/.]*[\w/]", page.read_text())
     missing = [path for path in named if not (ROOT / path).exists()]
     assert not missing

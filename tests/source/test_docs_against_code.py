@@ -112,7 +112,7 @@ def test_every_name_of_the_engine_that_is_documented_exists() -> None:
 def commands(page: Path) -> set[tuple[str, ...]]:
     """Return the words, from the script on, of every command in the page that runs one of ours."""
     text = page.read_text().replace("\\\n", " ")
-    lines = re.findall(r"(?:deepspeed|python) [^`\n|;&]*?(scripts/\S+\.py(?: [^`\n|;&]*)?)", text)
+    lines = re.findall(r"(?:deepspeed|python) [^`\n|;&]*?((?:scripts|examples)/\S+\.py(?: [^`\n|;&]*)?)", text)
     lines += re.findall(r"(ds-dynmo-[a-z]+(?: [^`\n|;&]*)?)", text)
     return {tuple(shlex.split(line, comments=True)) for line in lines}
 

@@ -37,7 +37,7 @@ def forbidden(folder: str, *prefixes: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("folder", ["partitioners", "schedules", "simulation"])
+@pytest.mark.parametrize("folder", ["partitioners", "schedules"])
 def test_packages_without_processes_are_pure(folder: str) -> None:
     allowed = {"numpy", "ds_dynmo", *sys.stdlib_module_names}
     for path in (PACKAGE / folder).rglob("*.py"):
@@ -157,7 +157,6 @@ def test_one_module_imports_a_package_of_an_extra_and_only_when_it_is_used() -> 
         "ds_dynmo.engine.decide.decision",  # decisions are pure
         *("ds_dynmo.models", "ds_dynmo.models.config"),
         *("ds_dynmo.cli.plot", "ds_dynmo.cli.simulate"),
-        "ds_dynmo.cli.watch",  # which may run where torch is not
     ],
 )
 def test_light_modules_load_no_torch(module: str) -> None:

@@ -1,1 +1,1 @@
-"""The pictures and the page of ``ds-dynmo-plot``."""
+"""The pictures of ``ds-dynmo-plot``."""

@@ -1,4 +1,4 @@
-"""Record what each layer costs in each batch: ``--record``. :mod:`ds_dynmo.simulation.recorded` reads it."""
+"""Record what each layer costs in each batch: ``--record``. `scripts/simulation/recorded.py` reads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ds_dynmo.cli.training.options import TrainingRun
 from ds_dynmo.engine.decide.report_files import WarnsOnce
 from ds_dynmo.files import append_line
 from ds_dynmo.plan import RebalanceReport, reports_after
-from ds_dynmo.simulation.recorded import BACKWARD, FORWARD, KIND, TRAINABLE
 
 
 class Recording:
@@ -40,7 +39,7 @@ class Recording:
         )
         self._write(
             {
-                "kind": KIND,
+                "kind": "recording",
                 "case": run.name,
                 "interval": run.interval,
                 "layers": engine.stage.placement.num_layers,
@@ -61,11 +60,11 @@ class Recording:
             return
         layers = profile.layers
         now = {
-            FORWARD: rounded([1e6 * layer.forward_seconds for layer in layers]),
-            BACKWARD: rounded([1e6 * layer.backward_seconds for layer in layers]),
+            "forward_us": rounded([1e6 * layer.forward_seconds for layer in layers]),
+            "backward_us": rounded([1e6 * layer.backward_seconds for layer in layers]),
             "load_signals": rounded([layer.load_signal for layer in layers]),
             "parameters": [layer.parameters for layer in layers],
-            TRAINABLE: [layer.trainable_parameters for layer in layers],
+            "trainable_parameters": [layer.trainable_parameters for layer in layers],
             "static_bytes": [layer.static_bytes for layer in layers],
         }
         changed = {key: values for key, values in now.items() if values != self._known.get(key)}

@@ -77,6 +77,15 @@ def decide(given: DecisionInput) -> Decision:
     """Ask the balancer for a partition, and accept it if it is worth a move.
 
     Raises:
+        PartitionError: as :func:`proposed_placement`.
+    """
+    return accept_move(given, proposed_placement(given))
+
+
+def proposed_placement(given: DecisionInput) -> Placement:
+    """Ask the balancer for a partition.
+
+    Raises:
         PartitionError: no partition meets the memory limit, or a cost is negative or not finite.
     """
     costs, speeds = costs_and_speeds(given)
@@ -91,7 +100,7 @@ def decide(given: DecisionInput) -> Decision:
         layer_bytes=[layer.static_bytes for layer in given.profile.layers],
         groups=given.groups,
     )
-    return accept_move(given, given.placement.at(proposed))
+    return given.placement.at(proposed)
 
 
 def costs_and_speeds(given: DecisionInput) -> tuple[list[float], tuple[float, ...] | None]:

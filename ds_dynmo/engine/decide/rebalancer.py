@@ -439,10 +439,19 @@ class Rebalancer:
             load_signals=tuple(layer.load_signal for layer in self.profile.layers) if self.profile else (),
             own_schedule=self._stage.schedule.user_steps,
         )
+        self._report_schedule()
         self._reporter.rebalanced(report, self._stage.counters.samples)
         if move.decision is not None:
             self._train_by(move.decision.found, move.decision.pass_costs)
+            self._report_schedule()
         return report
+
+    def _report_schedule(self) -> None:
+        """Record the order of passes in force; without a profile do nothing."""
+        if self.profile is not None:
+            stages, micro_batches = self._stage.placement.num_stages, self.profile.micro_batches
+            chosen = self._stage.schedule.schedule_for(stages, micro_batches) if self.chooses_schedule else None
+            self._reporter.scheduled(self._stage.counters.steps, chosen)
 
     # -- while a batch trains -------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from ds_dynmo.engine.decide.report_lines import rebalance_line, repack_line, sav
 from ds_dynmo.engine.deepspeed.logs import logger_named
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport, RepackReport, SaveReport
+from ds_dynmo.schedules import Schedule
 
 KEPT_REPORTS = 1000  # of each kind, in a few megabytes per rank
 # DeepSpeed's logger starts at WARNING, which would hide the one line per rebalance.
@@ -45,6 +46,7 @@ class Reporter:
         self.repacks: deque[RepackReport] = deque(maxlen=KEPT_REPORTS)
         self.measurements: deque[MeasuredReport] = deque(maxlen=KEPT_REPORTS)
         self._profiled_step: int | None = None
+        self._recorded_order: str | None = ""  # hash of the order recorded latest; None: DeepSpeed's 1F1B
         self._log = config.log and is_first_rank
         writes = config.report is not None and is_first_rank
         self.write = record_writer(Path(str(config.report)), self.warn) if writes else _write_nothing
@@ -97,6 +99,17 @@ class Reporter:
             self.write(profile.as_record())
             self._send(_stage_loads(profile), samples)
             self._profiled_step = profile.step
+
+    def scheduled(self, step: int, order: Schedule | None) -> None:
+        """Record the order of passes in force after ``step``, unless the latest one was the same.
+
+        Args:
+            order: None: DeepSpeed's 1F1B.
+        """
+        present = order.hash if order is not None else None
+        if present != self._recorded_order:
+            self.write({"kind": "schedule", "step": step, "orders": order.lines if order is not None else None})
+            self._recorded_order = present
 
     def measured(self, report: MeasuredReport, samples: int) -> None:
         """Record a measurement of the present partition."""

@@ -22,9 +22,9 @@ import numpy.typing as npt
 from ds_dynmo.partitioners import PipelineModel, balanced, iteration_seconds, uniform
 from ds_dynmo.partitioners.registry import propose
 from ds_dynmo.placement import Placement
-from ds_dynmo.simulation import LoadModel, Phase
-from ds_dynmo.simulation.statics import STATIC, STATICS, Statics
-from ds_dynmo.simulation.zero_bubble import zero_bubble_seconds
+from simulation import LoadModel, Phase
+from simulation.statics import STATIC, STATICS, Statics
+from simulation.zero_bubble import zero_bubble_seconds
 
 Floats = npt.NDArray[np.float64]
 Partition = Sequence[int]

@@ -16,8 +16,8 @@ from statistics import fmean, median
 from typing import Any
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.simulation.load_models import LOAD_MODELS, LoadModel
-from ds_dynmo.simulation.phases import Phase
+from simulation.load_models import LOAD_MODELS, LoadModel
+from simulation.phases import Phase
 
 CASE_HELP = f"one of {', '.join(LOAD_MODELS)}, or with --recorded of its cases; default: all; may be repeated"
 RECORDED_HELP = "what ds-dynmo-train --record wrote, in place of the load models; may be repeated"

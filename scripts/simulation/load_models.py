@@ -14,7 +14,7 @@ from statistics import NormalDist, fmean
 import numpy as np
 import numpy.typing as npt
 
-from ds_dynmo.simulation.phases import ITERATIONS, Phase
+from simulation.phases import ITERATIONS, Phase
 
 Floats = npt.NDArray[np.float64]
 

@@ -4,9 +4,9 @@ Costs are those of the paper's six models, by its load formulas, or recorded in 
 balancer or process, and are deterministic by seed.
 """
 
-from ds_dynmo.simulation.load_models import LOAD_MODELS, LoadModel
-from ds_dynmo.simulation.phases import Phase, mean_over
-from ds_dynmo.simulation.recorded import CASE_HELP, RECORDED_HELP, Recorded, chosen_load_models
+from simulation.load_models import LOAD_MODELS, LoadModel
+from simulation.phases import Phase, mean_over
+from simulation.recorded import CASE_HELP, RECORDED_HELP, Recorded, chosen_load_models
 
 __all__ = [
     "CASE_HELP",

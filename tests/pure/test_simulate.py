@@ -1,0 +1,145 @@
+"""ds-dynmo-simulate: what it makes of a report or of costs, against every partition, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_dynmo.cli import simulate
+from ds_dynmo.partitioners import MemoryModel, PipelineModel
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import LayerCost, Profile
+
+MIB = 2**20
+SECONDS = (0.001, 0.003, 0.003, 0.003, 0.003, 0.004)  # forward; a backward pass takes twice as long
+
+
+def profile(step: int = 7, slower: float = 1.0, **layer: Any) -> Profile:
+    sizes = {"parameters": 1, "trainable_parameters": 1, "static_bytes": 40 * MIB}
+    sizes |= {"activation_bytes": 4 * MIB, "input_bytes": MIB}
+    layers = tuple(LayerCost(slower * one, slower * 2 * one, **{**sizes, **layer}) for one in SECONDS)
+    return Profile(step, Placement.chain([0, 3, 6]), layers, micro_batches=8, batch_seconds=0.4)
+
+
+def report_of(folder: Path, *profiles: Profile) -> str:
+    path = folder / "report.jsonl"
+    path.write_text("".join(json.dumps(one.as_record()) + "\n" for one in profiles))
+    return str(path)
+
+
+def rows_of(tmp_path: Path, *given: str) -> list[dict[str, Any]]:
+    assert simulate.main([*given, "--json", str(tmp_path / "rows.json")]) == 0
+    rows: list[dict[str, Any]] = json.loads((tmp_path / "rows.json").read_text())
+    return rows
+
+
+def partitions(stages: int) -> list[tuple[int, ...]]:
+    return [(0, *inner, 6) for inner in itertools.combinations(range(1, 6), stages - 1)]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_partition_is_the_shortest_of_all(stages: int, tmp_path: Path) -> None:
+    shape = ["--stages", str(stages), "--micro-batches", "4", "16", "--schedule", "1f1b"]
+    rows = rows_of(tmp_path, report_of(tmp_path, profile()), *shape)
+    backward = tuple(2 * one for one in SECONDS)
+    for row, micro_batches in zip(rows, (4, 16), strict=True):
+        model = PipelineModel(SECONDS, backward, micro_batches, (1.0,) * stages)
+        seconds = {partition: model.seconds_under_1f1b(partition) for partition in partitions(stages)}
+        shortest, uniform = min(seconds.values()), seconds[tuple(range(0, 7, 6 // stages))]
+        assert seconds[tuple(row["partition"])] == row["iteration_seconds"] == pytest.approx(shortest)
+        assert row["over_uniform"] == pytest.approx(uniform / shortest)
+        work = micro_batches * 3 * sum(SECONDS)
+        assert row["bubble_ratio"] == pytest.approx(1 - work / (stages * shortest))
+        assert (row["stages"], row["micro_batches"], row["schedule"]) == (stages, micro_batches, "1f1b")
+
+
+def test_costs_are_those_of_a_run_without_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = [str(3e3 * one) for one in SECONDS]
+    (row,) = rows_of(tmp_path, "--costs", *costs, "--stages", "2", "--schedule", "1f1b")
+    shown = capsys.readouterr().out.splitlines()
+    (measured,) = rows_of(tmp_path, report_of(tmp_path, profile()), "--schedule", "1f1b")
+    assert row["stage_bytes"] == [] and row["micro_batches"] == measured["micro_batches"] == 8
+    for name in ("iteration_seconds", "bubble_ratio", "over_uniform"):
+        assert row[name] == pytest.approx(measured[name])
+    assert row["partition"] == measured["partition"]
+    assert len(shown) == 2 and shown[0].split("  ")[0] == "stages" and shown[1].endswith(str(row["partition"]))
+
+
+def test_zero_bubble_is_shorter_and_as_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a measurement, 40% of a backward pass are for weights; with one, what was measured."""
+    path = report_of(tmp_path, profile())
+    plain, split = rows_of(tmp_path, path, "--stages", "3")
+    assert "step 7: 6 layers in 2 stages, [0, 3, 6], 8 micro-batches, a batch took 400.0 ms" in capsys.readouterr().out
+    assert [row["schedule"] for row in (plain, split)] == ["1f1b", "zero_bubble"]
+    assert split["iteration_seconds"] < plain["iteration_seconds"] and split["bubble_ratio"] < plain["bubble_ratio"]
+    shares = [{"input_gradient_seconds": first, "weight_gradient_seconds": 0.008 - first} for first in (0.002, 0.006)]
+    measured = [rows_of(tmp_path, report_of(tmp_path, profile(**share)), "--stages", "3")[1] for share in shares]
+    assert measured[0]["iteration_seconds"] < measured[1]["iteration_seconds"]
+
+
+def test_bytes_are_of_layers_and_of_passes_in_flight(tmp_path: Path) -> None:
+    path = report_of(tmp_path, profile(workspace_bytes=MIB))
+    for flags, interval in (([], 0), (["--checkpoint-interval", "2"], 2)):
+        plain, split = rows_of(tmp_path, path, *flags)
+        sizes = [tuple(size * MIB for _ in SECONDS) for size in (40, 4, 1)]
+        memory = MemoryModel(*sizes, (10**12,) * 2, 8, interval)
+        assert plain["stage_bytes"] == [MIB + held for held in memory.bytes_per_stage(plain["partition"])]
+        assert max(split["stage_bytes"]) <= max(memory.bytes_per_stage(split["partition"])) + MIB  # that of 1F1B
+
+
+def test_a_memory_limit_is_met_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = report_of(tmp_path, profile())
+    (free,) = rows_of(tmp_path, path, "--schedule", "1f1b")
+    limit = max(free["stage_bytes"]) - MIB
+    (limited,) = rows_of(tmp_path, path, "--schedule", "1f1b", "--memory-limit", f"{limit}B")
+    assert max(limited["stage_bytes"]) <= limit and limited["iteration_seconds"] > free["iteration_seconds"]
+    capsys.readouterr()
+    rows = rows_of(tmp_path, path, "--stages", "1", "3", "--memory-limit", "150MiB")
+    assert {row["stages"] for row in rows} == {3}
+    assert "1 stage, 8 micro-batches, 1f1b: " in capsys.readouterr().out
+
+
+def test_the_latest_profile_counts_or_that_of_a_step(tmp_path: Path) -> None:
+    path = report_of(tmp_path, profile(3), profile(9, slower=2.0))
+    flags = ("--schedule", "1f1b")
+    (late,), (early,) = rows_of(tmp_path, path, *flags), rows_of(tmp_path, path, "--step", "8", *flags)
+    assert late["iteration_seconds"] == pytest.approx(2 * early["iteration_seconds"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "give the report of a run, or --costs"),
+        (["REPORT", "--costs", "1"], "give the report of a run, or --costs"),
+        (["--costs", "1", "2"], "--costs: needs --stages"),
+        (["--costs", "1", "2", "--stages", "3"], "--stages 3: the model has 2 layers"),
+        (["--costs", "1", "-2", "--stages", "1"], "--costs -2: should be milliseconds, at least 0"),
+        (["--costs", "1", "--stages", "1", "--step", "3"], "--step: is that of a report"),
+        (["REPORT", "--stages", "2", "0"], "--stages 0: should be at least 1"),
+        (["REPORT", "--micro-batches", "0"], "--micro-batches 0: should be at least 1"),
+        (["REPORT", "--step", "2"], "--step 2: the first profile is of step 7"),
+        (["REPORT", "--memory-limit", "80%"], "--memory-limit 80%: of which device?"),
+        (["REPORT", "--memory-limit", "much"], "--memory-limit much: should be null, an int of bytes"),
+        (["REPORT", "--checkpoint-interval", "-1"], "--checkpoint-interval -1: should be at least 0"),
+        (["none.jsonl"], "none.jsonl: cannot be read"),
+        (["--case", "moe"], "--case: withdrawn; python scripts/simulate_runs.py has it"),
+        (["--recorded=runs"], "--recorded: withdrawn; python scripts/simulate_runs.py has it"),
+    ],
+)
+def test_what_cannot_be_simulated_is_named(
+    given: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = report_of(tmp_path, profile())
+    assert simulate.main([path if word == "REPORT" else word for word in given]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"ds-dynmo-simulate: error: {message}") and line.count("\n") == 1
+
+
+def test_a_report_without_a_profile_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.jsonl").write_text('{"kind": "step", "step": 1}\n')
+    assert simulate.main([str(tmp_path / "report.jsonl")]) == 2
+    assert "has no profile: nothing was measured before the run ended" in capsys.readouterr().err
