@@ -11,9 +11,12 @@ from ds_dynmo.errors import ConfigError
 
 _ELASTIC_LAUNCH = "launch by torchrun --nnodes MIN:MAX with --resume, see docs/elastic.md"
 
+LOAD_UNIVERSAL = "checkpoint.load_universal = true"
+
 _CASES = ("moe", "pruning", "freezing", "mod", "early_exit")
 
 WITHDRAWN = {
+    LOAD_UNIVERSAL: 'load it once without the "dynmo" section, save, and go on from that',
     "dynmo.repack.accept_joins": _ELASTIC_LAUNCH,
     "dynmo.repack.release_attempts": "each re-packing releases what earlier ones could not; a program can try longer",
     'dynmo.repack.release = "slurm"': '"release": "command" with a program that calls scontrol, see docs/elastic.md',

@@ -373,8 +373,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """Load a checkpoint of any partition and any number of stages and replicas. Collective.
 
         The tensor-parallel degree must be the saved one, as each slice reads its files. With the saved number of
-        stages, layers move to the saved partition; otherwise they stay. With ``checkpoint.load_universal``, DeepSpeed's
-        universal checkpoints of any degrees are loaded instead, and layers stay. No code in a file is run.
+        stages, layers move to the saved partition; otherwise they stay. No code in a file is run.
 
         Raises:
             CheckpointError: on every rank; the engine is as it was, unless the message says otherwise.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,22 +12,27 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, SequentialLR
 
 import ds_dynmo
 from tests.distributed.harness import RankError, run
 from tests.distributed.support.checkpoints import (
     STEPS,
+    attempt,
     check_same,
     load_and_continue,
     load_as,
     load_stock_weights,
     save_as,
+    stock_state,
     train_on,
 )
 from tests.distributed.support.configs import Case, config, parameter_groups
-from tests.distributed.support.models import module_of
-from tests.distributed.support.training import batches, build, raw
+from tests.distributed.support.models import layers, module_of
+from tests.distributed.support.sliced_layers import SLICES, sliced_layers
+from tests.distributed.support.training import batches, build, gather, raw
 
 
 def decay_and_rise(optimizer: torch.optim.Optimizer) -> Any:
@@ -58,35 +63,81 @@ def test_a_stock_checkpoint_with_an_unused_group_is_loaded(tmp_path: Path) -> No
         assert stock == ours
 
 
-def save_for_conversion(case: Case, folder: str) -> dict[str, Any]:
-    """Save after a move, and return weights and moments in fp32 by DeepSpeed's names."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
-    engine = build(case)
+
+PATTERNS = {
+    "tp_replicated_parameter_patterns": [r"\d+\.norm\..*", r"\d+\.bias", r"(\d+|tied_modules\.embedding)\.weight"],
+    "parameter_with_row_parallelism_patterns": [r"\d+\.down"],
+}
+
+
+def convert(case: Case, folder: str, make_layers: Any = layers) -> Any:
+    """Save after a move, let DeepSpeed convert that, and compare weights and moments with what this rank has."""
+    engine = build(case, make_layers)
     train_on(engine, 0)
-    engine.rebalance([0, 2, 8])
-    engine.save_checkpoint(folder, tag="now")
-    found = {}
+    engine.rebalance([0, 2, case.num_layers])
+    patterns = {} if case.slices is None else {"universal_checkpoint_info": PATTERNS}
+    engine.save_checkpoint(folder, tag="now", client_state=patterns)
+    if engine.global_rank == 0:
+        folders = {"input_folder": os.path.join(folder, "now"), "output_folder": os.path.join(folder, "universal")}
+        workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+        ds_to_universal.main(Namespace(**folders, **workers, strict=True, inject_missing_state=False))
+    gather(None)
     for name, parameter in engine.module.named_parameters():
-        found[f"{name}/fp32"] = raw(safe_get_full_fp32_param(parameter))
-        for kind in ("exp_avg", "exp_avg_sq"):
-            found[f"{name}/{kind}"] = raw(safe_get_full_optimizer_state(parameter, kind))
-    return found
+        held = {kind: safe_get_full_optimizer_state(parameter, kind) for kind in ("exp_avg", "exp_avg_sq")}
+        for kind, value in {"fp32": safe_get_full_fp32_param(parameter), **held}.items():
+            whole = torch.load(Path(folder, "universal", "zero", name, f"{kind}.pt"), weights_only=True)["param"]
+            dim = 1 if name.endswith("down") else 0
+            start = whole.shape[dim] - value.shape[dim] if SLICES.get("index") else 0
+            assert raw(whole.narrow(dim, start, value.shape[dim])) == raw(value), (name, kind)
+    return engine
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(stages=2, replicas=2, precision="bf16", tied=True, groups="two"),
+        pytest.param(Case(stages=2, replicas=2, precision="bf16 zero1", groups="two"), marks=pytest.mark.nightly),
+    ],
+)
+def test_deepspeed_converts_our_checkpoints_to_universal_ones(tmp_path: Path, case: Case) -> None:
+    run(case.ranks, convert_alone, case, str(tmp_path))
+
+
+@pytest.mark.nightly
+def test_deepspeed_joins_slices_by_the_patterns_in_the_client_state(tmp_path: Path) -> None:
+    case = Case(stages=2, slices=2, blocks=3, precision="bf16 zero1", tied=True)
+    run(case.ranks, convert_alone, case, str(tmp_path), sliced_layers)
+
+
+def convert_alone(case: Case, folder: str, make_layers: Any = layers) -> None:
+    convert(case, folder, make_layers)
+
+
+def convert_and_go_on(case: Case, folder: str) -> tuple[tuple[str, bool], list[Any]]:
+    """Load what DeepSpeed converted without the section, save, and load that with it.
+
+    Returns:
+        What ours says of the universal checkpoint, and what each of the three engines has after more batches.
+    """
+    engine = convert(case, folder)
+    said = attempt(engine, folder, tag="universal")
+    engine.rebalance([0, 4, 8])  # where DeepSpeed puts them: parameters are compared in its order
+    stock = build(replace(case, dynmo=None), more={"checkpoint": {"load_universal": True}})
+    stock.load_checkpoint(folder)
+    stock.save_checkpoint(os.path.join(folder, "stock"))
+    ours = build(case)
+    ours.load_checkpoint(os.path.join(folder, "stock"))
+    return said, [(train_on(one, STEPS), stock_state(one), one.global_steps) for one in (engine, stock, ours)]
 
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_deepspeed_converts_our_checkpoints_to_universal_ones(tmp_path: Path, tied: bool) -> None:
-    case = Case(stages=2, replicas=2, precision="bf16 zero1", tied=tied, groups="two")
-    results = run(4, save_for_conversion, case, str(tmp_path))
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
-    folders = ["--input_folder", str(tmp_path / "now"), "--output_folder", str(tmp_path / "universal")]
-    done = subprocess.run([*command, *folders, "--num_merge_workers", "1"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(results)
-    for key, value in {key: value for result in results for key, value in result.items()}.items():
-        name, _, kind = key.rpartition("/")
-        converted = torch.load(tmp_path / "universal" / "zero" / name / f"{kind}.pt", weights_only=True)
-        assert raw(converted["param"]) == value, key
+def test_a_universal_checkpoint_goes_on_by_way_of_stock_deepspeed(tmp_path: Path, tied: bool) -> None:
+    case = Case(stages=2, precision="bf16 zero1", clip=0.0, tied=tied, scheduler=True)
+    for (message, unchanged), (saved, *loaded) in run(2, convert_and_go_on, case, str(tmp_path)):
+        assert 'universal: a universal checkpoint; load it once without the "dynmo" section' in message and unchanged
+        assert loaded == [saved, saved]
 
 
 @pytest.mark.parametrize(

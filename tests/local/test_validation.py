@@ -94,6 +94,7 @@ def data_efficiency(kind: str, feature: str) -> dict[str, Any]:
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"compile": {"autoep_non_moe": True}}, "compile.autoep_non_moe"),
         ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size = 2"),
+        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal = true: withdrawn; load it once without"),
     ],
 )
 def test_unsupported_features_are_refused(config: dict[str, Any], message: str) -> None:

@@ -13,7 +13,6 @@ FOLDER = "tests/local/test_checkpoint_folder.py"
 HASHES = (
     "tests/distributed/test_checkpoint_files.py::test_a_rank_hashes_its_share_of_what_is_left_out_and_what_it_takes"
 )
-UNIVERSAL = "tests/distributed/test_universal.py"
 
 MUTATIONS = [
     Mutation(
@@ -301,27 +300,6 @@ MUTATIONS = [
         "        if saved.manifest.stock and not {",
         "        if not saved.manifest.stock and not {",
         f"{STOCK}::test_a_group_that_one_stage_alone_had_keeps_its_options",
-    ),
-    Mutation(
-        "a slice of a universal checkpoint is cut from the beginning of a parameter",
-        "ds_dynmo/engine/save/importers/universal_slices.py",
-        "tensor.narrow(dim, start + sum(share[:tp_rank]), share[tp_rank])",
-        "tensor.narrow(dim, start, share[tp_rank])",
-        f"{UNIVERSAL}::test_from_two_slices_to_one_and_back -k fp32",
-    ),
-    Mutation(
-        "the two moments of a universal checkpoint are exchanged",
-        "ds_dynmo/engine/save/importers/universal.py",
-        "{what: folder.cut(saved, what, model.shapes[key], tp_rank) for what in MOMENTS}",
-        "{what: folder.cut(saved, other, model.shapes[key], tp_rank) for what, other in zip(MOMENTS, MOMENTS[::-1])}",
-        f"{UNIVERSAL}::test_another_number_of_replicas_has_the_same_state",
-    ),
-    Mutation(
-        "the loss scale begins anew in a run that resumes from a universal checkpoint",
-        "ds_dynmo/engine/save/importers/universal.py",
-        "loss_scale=folder.loss_scale(),",
-        "loss_scale={},",
-        f"{UNIVERSAL}::test_a_loss_scale_goes_on",
     ),
     Mutation(
         "a save in the background writes what training has changed meanwhile",

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.checkpoint.constants import (
-    BASE_OPTIMIZER_STATE,
     PARAM_SHAPES,
     PIPELINE_REPLICATED_PARAMETER_PATTERNS,
     UNIVERSAL_CHECKPOINT_INFO,
@@ -23,8 +22,8 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from ds_dynmo.errors import ConfigError
 
 __all__ = [
-    "GROUP_OPTIONS",
     "PICKLED",
+    "UNIVERSAL",
     "ZeroStageEnum",
     "cannot_write",
     "groups_of_stage",
@@ -37,7 +36,7 @@ __all__ = [
 ]
 
 Take = Callable[[Any, str, Callable[[Any, str], Any]], None]
-GROUP_OPTIONS = "dynmo_group_options"  # options of a stage's parameter groups, beside the client state
+UNIVERSAL = "zero"  # the folder of a universal checkpoint that has a folder per parameter
 PICKLED = (
     DynamicLossScaler,
     LossScaler,
@@ -105,10 +104,8 @@ def write(
         take: is given the content of each file, its path, and DeepSpeed's function that writes it.
     """
     shards, state = writes_optimizer_shards(engine), dict(client_state)
-    if shards:  # a universal checkpoint has only what is in this file, and options of the first stage's groups
-        state[GROUP_OPTIONS] = engine.optimizer.state_dict()[BASE_OPTIMIZER_STATE]["param_groups"]
-        if not engine.zero_optimization():  # DeepSpeed leaves them out, and its converter needs them
-            state[PARAM_SHAPES] = engine._get_zero_param_shapes()
+    if shards and not engine.zero_optimization():  # DeepSpeed leaves them out, and its converter needs them
+        state[PARAM_SHAPES] = engine._get_zero_param_shapes()
     with _files_to(take, engine.checkpoint_engine):
         engine._save_checkpoint(folder, tag, client_state=state, exclude_frozen_parameters=exclude_frozen)
         if shards:

@@ -79,7 +79,8 @@ def check_slices(context: CheckpointContext, found: int, path: str) -> None:
     if found != expected:
         raise CheckpointError(
             f"{path}: written with {found} tensor-parallel slices, expected {expected}, the ranks on the topology's "
-            "'model' axis: only a universal checkpoint (checkpoint.load_universal) can be cut into other slices"
+            "'model' axis: DeepSpeed cuts what ds_to_universal makes of it into other slices, without the \"dynmo\" "
+            "section"
         )
 
 

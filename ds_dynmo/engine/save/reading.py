@@ -8,15 +8,14 @@ from typing import Any, TypeVar
 
 from deepspeed.utils import logger
 
+from ds_dynmo.config.withdrawn import LOAD_UNIVERSAL, WITHDRAWN
 from ds_dynmo.engine.decide.trigger import Reason, Request
-from ds_dynmo.engine.deepspeed.universal import LATEST as LATEST_UNIVERSAL
+from ds_dynmo.engine.deepspeed.files import UNIVERSAL
 from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.engine.save.applying import Loaded, LoadOptions, apply, client_state_of
 from ds_dynmo.engine.save.context import CheckpointContext, local_slice
 from ds_dynmo.engine.save.importers.optimizer import read_state
 from ds_dynmo.engine.save.importers.stock import how_it_is_read, stock_manifest, stock_state_of_use
-from ds_dynmo.engine.save.importers.universal import read_universal
-from ds_dynmo.engine.save.importers.universal_folder import is_universal
 from ds_dynmo.engine.save.importers.wanted import SavedParameter, Wanted
 from ds_dynmo.engine.save.layer_content import (
     LoadedLayer,
@@ -58,44 +57,36 @@ def load(
     Raises:
         CheckpointError: on every rank, naming the file. The engine is as it was, unless the message says otherwise.
     """
-    comm, universal = context.stage.comm, context.engine.load_universal_checkpoint()
-    latest = LATEST_UNIVERSAL if universal else folders.LATEST
     given = tag
 
     def choose() -> str | None:
         if context.here.rank == 0:
             folders.tidy(load_dir)
-        return folders.read_latest(load_dir, latest) if given is None else str(given)
+        return folders.read_latest(load_dir) if given is None else str(given)
 
     tag = context.everywhere(choose, same=lambda found: f"{load_dir}: {'no tag' if found is None else repr(found)}")
-    if tag is None and universal:
-        raise CheckpointError(f"{os.path.join(load_dir, latest)}: there is no such file; ds_to_universal writes it")
     if tag is None:
-        logger.warning(f"{os.path.join(load_dir, latest)}: there is no such file; nothing was loaded")
+        logger.warning(f"{os.path.join(load_dir, folders.LATEST)}: there is no such file; nothing was loaded")
         return None, None
-    manifest: Manifest | None = None
-    if universal:
-        target, loaded = context.stage.placement, read_universal(context, os.path.join(load_dir, tag), options)
-    else:
-        saved = _open(context, load_dir, tag, options)
-        manifest = saved.manifest
-        target = comm.everywhere(
-            "loading at a saved partition",
-            lambda: _target(context, saved.manifest, options),
-            same=context.stage.placement_change_text,
-        )
-        present = context.gather_layers(lambda _, module: present_shapes(module))
-        how = how_it_is_read(os.path.join(load_dir, tag))
-        if manifest.stock and context.here.rank == 0:
-            logger.warning(f"{how}: the partition {manifest.placement}")
-        try:
-            loaded = context.everywhere(lambda: _read(context, saved, target, present, options))
-            if manifest.frozen_excluded:
-                context.everywhere(lambda: _check_left_out(context, saved))
-        except CheckpointError as error:
-            if not manifest.stock:
-                raise
-            raise CheckpointError(f"{how}: the partition {manifest.placement}. {error}") from error
+    saved = _open(context, load_dir, tag, options)
+    manifest = saved.manifest
+    target = context.stage.comm.everywhere(
+        "loading at a saved partition",
+        lambda: _target(context, manifest, options),
+        same=context.stage.placement_change_text,
+    )
+    present = context.gather_layers(lambda _, module: present_shapes(module))
+    how = how_it_is_read(os.path.join(load_dir, tag))
+    if manifest.stock and context.here.rank == 0:
+        logger.warning(f"{how}: the partition {manifest.placement}")
+    try:
+        loaded = context.everywhere(lambda: _read(context, saved, target, present, options))
+        if manifest.frozen_excluded:
+            context.everywhere(lambda: _check_left_out(context, saved))
+    except CheckpointError as error:
+        if not manifest.stock:
+            raise
+        raise CheckpointError(f"{how}: the partition {manifest.placement}. {error}") from error
     if target != context.stage.placement:
         context.rebalancer.move_to(target, Request(Reason.CHECKPOINT), clears_pending_decision=False)
     try:
@@ -132,8 +123,8 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
         if not os.path.isfile(path):
             if os.path.isdir(os.path.dirname(path)):
                 raise CheckpointError(f"{path}: there is no such file")
-            if is_universal(folder):
-                raise CheckpointError(f"{folder}: a universal checkpoint, which checkpoint.load_universal = true loads")
+            if os.path.isdir(os.path.join(folder, UNIVERSAL)):
+                raise CheckpointError(f"{folder}: a universal checkpoint; {WITHDRAWN[LOAD_UNIVERSAL]}")
             return folder, sorted(name for name in os.listdir(folder) if name.endswith(".pt"))
         with open(path, encoding="utf-8") as file:
             return folder, file.read()

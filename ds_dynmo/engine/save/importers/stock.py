@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -19,7 +19,6 @@ from ds_dynmo.engine.deepspeed.files import groups_of_stage
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
-from ds_dynmo.engine.save.importers.universal import names_of
 from ds_dynmo.engine.save.initial_model import LayerOrigin
 from ds_dynmo.engine.save.manifest import MANIFEST, UNSHARDED_FP16, Manifest, SliceManifest, stage_file
 from ds_dynmo.engine.save.matching import check_slices
@@ -141,7 +140,7 @@ class _SavedPipeline:
         is_named = any(isinstance(group, list) for stage in stages for group in stage)
         if len(stages) < len(saved) or not (is_named or self._is_in_order()):
             return None
-        keys = {name: key for key in self._slots for name in names_of(self._context, *key)} if is_named else {}
+        keys = {name: key for key in self._slots for name in _names_of(self._context, *key)} if is_named else {}
         known = [[[keys.get(n) for n in g] if isinstance(g, list) else g for g in stage] for stage in stages]
         placement = self._placement(known)
         if placement is None and not strict:
@@ -191,6 +190,25 @@ class _SavedPipeline:
             [slot.key for slot in stage.slots] == [*chain(*self._groups(self._context.origin.placement, number))]
             for number, stage in enumerate(_trained(self._built).stages)
         )
+
+
+def _names_of(context: CheckpointContext, index: int, name: str) -> Iterator[str]:
+    """Find DeepSpeed's names of a parameter of layer ``index``: with the number of the layer, or the key of a tie."""
+    layers = context.stage.layers
+    key, tie = layers.key(index), layers.tie_of(index)
+    if key is not None:
+        yield f"tied_modules.{key}.{name}"
+        return
+    yield f"{index}.{name}"
+    if tie is None:
+        return
+    if name in tie.weights[index]:  # DeepSpeed has the first use on a stage under the key, and any copy will do
+        position = tie.weights[index].index(name)
+        for use in tie.uses:
+            yield f"tied_modules.{tie.key}.{tie.weights[use][position]}"
+            yield f"{use}.{tie.weights[use][position]}"
+    elif not any(name in context.origin.layers[use].shapes for use in tie.uses if use != index):
+        yield f"tied_modules.{tie.key}.{name}"
 
 
 def _are_alike(groups: Groups, saved: list[Any]) -> bool:
