@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.config.withdrawn import refusal
 from ds_dynmo.engine.components import Components, build_components
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.trigger import Reason, Request
@@ -56,12 +55,6 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         components = self._components = build_components(self, dynmo)
         self.profiler, self.rebalancer, self.migrator = components.profiler, components.rebalancer, components.migrator
         self.repacker, self.checkpointer = components.repacker, components.checkpointer
-
-    def __getattr__(self, name: str) -> Any:
-        """Refuse a withdrawn method, and name its replacement."""
-        if said := refusal(f"engine.{name}"):
-            raise AttributeError(said)
-        return super().__getattr__(name)
 
     # -- training -------------------------------------------------------------------------------------
 

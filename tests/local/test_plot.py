@@ -294,9 +294,6 @@ def test_arguments_that_cannot_be_drawn_are_named(
     with pytest.raises(SystemExit, match=r"^2$"):
         plot.main(["--trace", "trace.json"])
     assert "required: report" in capsys.readouterr().err
-    for flag, instead in (("--routers", "commit 66bdfef has it"), ("--rows", "python scripts/draw.py rows")):
-        assert plot.main([flag, "none.json"]) == 2
-        assert f"{flag}: withdrawn; {instead}" in capsys.readouterr().err
     draws = "ds_dynmo.cli.plotting.pictures"
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == draws]:
         monkeypatch.delitem(sys.modules, name)
