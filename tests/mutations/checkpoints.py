@@ -205,8 +205,8 @@ MUTATIONS = [
     Mutation(
         "the state of frozen layers is not written",
         "ds_dynmo/engine/state/flat_shards.py",
-        '"parked": {number: dict(self.held(Buffer(number, detached=True))) for number in self.numbers},',
-        '"parked": {number: {} for number in self.numbers},',
+        '"detached": {number: dict(self.held(Buffer(number, detached=True))) for number in self.numbers},',
+        '"detached": {number: {} for number in self.numbers},',
         f"{CHANGED}::test_frozen_layers_get_their_state_back -k bf16",
     ),
     Mutation(

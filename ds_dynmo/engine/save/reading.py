@@ -14,7 +14,8 @@ from ds_dynmo.engine.deepspeed.files import UNIVERSAL
 from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.engine.save.applying import Loaded, LoadOptions, apply, client_state_of
 from ds_dynmo.engine.save.context import CheckpointContext, local_slice
-from ds_dynmo.engine.save.importers.optimizer import read_state
+from ds_dynmo.engine.save.importers.flat import read_flat
+from ds_dynmo.engine.save.importers.per_parameter import read_per_parameter
 from ds_dynmo.engine.save.importers.stock import how_it_is_read, stock_manifest, stock_state_of_use
 from ds_dynmo.engine.save.importers.wanted import SavedParameter, Wanted
 from ds_dynmo.engine.save.layer_content import (
@@ -37,7 +38,7 @@ from ds_dynmo.engine.save.manifest import (
 from ds_dynmo.engine.save.matching import check_common, check_model, saved_as
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import ParamKey
-from ds_dynmo.engine.state.pieces import PER_PARAMETER, StatePieces
+from ds_dynmo.engine.state.pieces import FLAT, StatePieces
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files.checkpoints import LEFT_OUT, layer_file
 from ds_dynmo.placement import Placement
@@ -180,7 +181,7 @@ def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions
 def _was_placed(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> bool:
     """Return whether this run continues one whose profile at the start placed the layers for good."""
     goes_on = context.stage.config.initial_partition == "profile" and not manifest.stock and not options.module_only
-    return goes_on and bool(manifest.state["controller"].get("_placed"))
+    return goes_on and bool(manifest.state["controller"]["_placed"])
 
 
 def _read(
@@ -228,7 +229,7 @@ def _check_left_out(context: CheckpointContext, saved: SavedCheckpoint) -> None:
 
 def _groups_of(saved: SavedCheckpoint, stage: int) -> list[int]:
     """List the parameter groups that a saved stage had parameters of."""
-    return sorted({slot.group for slot in saved.slice.stages[stage].slots if not slot.parked})
+    return sorted({slot.group for slot in saved.slice.stages[stage].slots if not slot.detached})
 
 
 def _read_optimizer(
@@ -243,8 +244,11 @@ def _read_optimizer(
     adapter, groups = stage.optimizer.adapter, context.stage.optimizer.inner.param_groups
     per_replica = adapter.per_replica_groups if adapter is not None else frozenset[int]()
     replica = context.here.replica
-    pieces = read_state(saved, Wanted(parameters, source, len(groups), per_replica, replica, context.here.replicas))
-    for index, layer in layers.items() if saved.manifest.optimizer == PER_PARAMETER else ():
+    wanted = Wanted(parameters, source, len(groups), per_replica, replica, context.here.replicas)
+    if saved.manifest.optimizer == FLAT:
+        return read_flat(saved, wanted)
+    pieces = read_per_parameter(saved, wanted)
+    for index, layer in layers.items():
         replica_optimizer_state(stage.layers.first_use(index), layer, pieces)
     return pieces
 

@@ -72,24 +72,24 @@ def _elements(saved: SavedCheckpoint, stage: int, slot: Slot, wanted: Wanted) ->
 
 def _shard_numel(saved: SavedCheckpoint, stage: int, slot: Slot) -> int:
     stage_slots = saved.slice.stages[stage]
-    if slot.parked:
-        return stage_slots.parked_numels[slot.group]
+    if slot.detached:
+        return stage_slots.detached_numels[slot.group]
     if not saved.manifest.stock:
         return stage_slots.shard_numels[slot.group]
-    total = sum(other.numel for other in stage_slots.slots if other.group == slot.group and not other.parked)
+    total = sum(other.numel for other in stage_slots.slots if other.group == slot.group and not other.detached)
     return shard_size(total, int(saved.open(stage_file(saved.slice.numbers[stage])).content["dp_world_size"]))
 
 
 def _tensors(saved: SavedCheckpoint, stage: int, shard: int, slot: Slot, *, compares: bool) -> dict[str, torch.Tensor]:
     """Read one rank's shards of the group of ``slot``; ``compares``: with their checksums."""
-    if slot.parked:
+    if slot.detached:
         file = saved.open(flat_file(stage, shard, saved.slice_index))
-        tensors: dict[str, torch.Tensor] = file.content["parked"][slot.group]
+        tensors: dict[str, torch.Tensor] = file.content["detached"][slot.group]
     else:
         file, content = _open(saved, stage, shard)
         masters = content[_MASTERS]
         if saved.manifest.stock:
-            expected = len({other.group for other in saved.slice.stages[stage].slots if not other.parked})
+            expected = len({other.group for other in saved.slice.stages[stage].slots if not other.detached})
             if len(masters) != expected:
                 raise CheckpointError(
                     f"{saved.path(_rank_file(saved, stage, shard))}: has {len(masters)} parameter groups, expected "
@@ -119,7 +119,7 @@ def _groups(
     seen: set[int] = set()
     for source, stage_slots in enumerate(saved.slice.stages):
         for slot in stage_slots.slots:
-            if slot.parked or slot.group in seen:
+            if slot.detached or slot.group in seen:
                 continue
             seen.add(slot.group)
             file, content = _open(saved, source, 0)

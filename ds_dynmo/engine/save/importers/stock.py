@@ -20,7 +20,7 @@ from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
 from ds_dynmo.engine.save.initial_model import LayerOrigin
-from ds_dynmo.engine.save.manifest import MANIFEST, UNSHARDED_FP16, Manifest, SliceManifest, stage_file
+from ds_dynmo.engine.save.manifest import MANIFEST, Manifest, SliceManifest, stage_file
 from ds_dynmo.engine.save.matching import check_slices
 from ds_dynmo.engine.save.safe_load import safe_load
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
@@ -62,7 +62,7 @@ def stock_manifest(
     cut = {found.group() for name in of_layers if (found := re.search(r"-model_\d+-", name))}
     check_slices(context, len(cut) or 1, folder)
     stages = fnmatch.filter(names, "mp_rank_*_model_states.pt")
-    kind = _storage(context, names)
+    kind = context.stage.state.storage
     expected = sorted(stage_file(number) for of_slice in slices for number in of_slice.numbers)
     if not (options.module_only and stages):
         mine = slices[context.here.tp_rank]
@@ -98,13 +98,6 @@ def _manifest(
         files={},
         state={},
     )
-
-
-def _storage(context: CheckpointContext, names: list[str]) -> str:
-    """Find out how stock DeepSpeed kept optimizer state: as this engine does, but fp16 also without ZeRO's shards."""
-    storage = context.stage.state.storage
-    shards = fnmatch.filter(names, "*zero_pp_rank_*_optim_states.pt")
-    return UNSHARDED_FP16 if storage == FLAT and context.engine.fp16_enabled() and not shards else storage
 
 
 # -- which stage had which parameters -----------------------------------------------------------------
@@ -233,7 +226,7 @@ def _trained(of_slice: SliceManifest) -> SliceManifest:
     return replace(
         of_slice,
         stages=tuple(
-            replace(stage, slots=tuple(slot for slot in stage.slots if not slot.parked)) for stage in of_slice.stages
+            replace(stage, slots=tuple(slot for slot in stage.slots if not slot.detached)) for stage in of_slice.stages
         ),
     )
 
