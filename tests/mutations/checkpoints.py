@@ -83,8 +83,8 @@ MUTATIONS = [
     Mutation(
         "frozen weights that were left out of a checkpoint may have other values",
         "ds_dynmo/engine/save/reading.py",
-        "                context.everywhere(lambda: _check_left_out(context, saved))\n",
-        "                pass\n",
+        "            context.everywhere(lambda: _check_left_out(context, saved))\n",
+        "            pass\n",
         HASHES,
     ),
     Mutation(
@@ -111,10 +111,10 @@ MUTATIONS = [
     Mutation(
         "a damaged file is found after layers have moved",
         "ds_dynmo/engine/save/reading.py",
-        "        present = context.gather_layers(lambda _, module: present_shapes(module))\n",
-        "        if target != context.stage.placement:\n"
-        "            context.rebalancer.move_to(target, Request(Reason.CHECKPOINT), clears_pending_decision=False)\n"
-        "        present = context.gather_layers(lambda _, module: present_shapes(module))\n",
+        "    present = context.gather_layers(lambda _, module: present_shapes(module))\n",
+        "    if target != context.stage.placement:\n"
+        "        context.rebalancer.move_to(target, Request(Reason.CHECKPOINT), clears_pending_decision=False)\n"
+        "    present = context.gather_layers(lambda _, module: present_shapes(module))\n",
         f"{DAMAGE}::test_a_damaged_file_is_named_and_changes_nothing",
     ),
     Mutation(
@@ -267,38 +267,38 @@ MUTATIONS = [
         "tests/distributed/test_expert_parallel.py::test_a_resumed_run_equals_an_uninterrupted_one",
     ),
     Mutation(
-        "shards of stock DeepSpeed are taken for those of one replica",
-        "ds_dynmo/engine/save/importers/flat.py",
-        'return shard_size(total, int(saved.open(stage_file(saved.slice.numbers[stage])).content["dp_world_size"]))',
-        "return shard_size(total, 1)",
-        f"{STOCK}::test_wrapped_checkpoints_load_in_stock_and_back -k 'stock-ours and bf16 and zero1'",
+        "shards of stock DeepSpeed load with another number of replicas",
+        "ds_dynmo/engine/save/importers/stock.py",
+        '    if content.get("dp_world_size") != context.here.replicas:\n',
+        "    if False:\n",
+        f"{STOCK}::test_of_a_stock_checkpoint_of_other_stages_or_replicas_only_weights_load",
     ),
     Mutation(
         "a checkpoint of stock DeepSpeed is read at the partition in force",
         "ds_dynmo/engine/save/importers/stock.py",
-        "        return built\n",
-        "        return self._context.stage.placement\n",
+        "        placement, slices = context.origin.placement, tuple(",
+        "        placement, slices = context.stage.placement, tuple(",
         f"{STOCK}::test_a_stock_checkpoint_loads_after_layers_have_moved",
-    ),
-    Mutation(
-        "parameters of a stage of stock DeepSpeed are looked for at the beginning of their group",
-        "ds_dynmo/engine/save/importers/stock.py",
-        "offset=offset",
-        "offset=0",
-        f"{STOCK}::test_a_stock_checkpoint_loads_at_every_number_of_stages",
     ),
     Mutation(
         "stock DeepSpeed is taken to have saved at the partition that the module was built with",
         "ds_dynmo/engine/save/importers/stock.py",
-        "            _are_alike(self._groups(built, stage), groups) for",
-        "            True for",
-        f"{STOCK}::test_a_stock_checkpoint_of_another_partition_is_loaded",
+        "    if counts is not None and counts != [len(group) for group in groups]:\n",
+        "    if False:\n",
+        f"{STOCK}::test_of_a_stock_checkpoint_of_another_partition_only_weights_load -k zero1",
     ),
     Mutation(
-        "options of groups that the first stage of stock DeepSpeed lacked are not loaded",
+        "fp32 weights of stock DeepSpeed are taken for those of other parameters",
+        "ds_dynmo/engine/save/importers/stock.py",
+        "            if not values.to(weight.dtype).equal(",
+        "            if False and not values.to(weight.dtype).equal(",
+        f"{STOCK}::test_without_zero_groups_in_another_order_are_refused",
+    ),
+    Mutation(
+        "options of groups that the own stage of stock DeepSpeed lacked are not loaded",
         "ds_dynmo/engine/save/importers/per_parameter.py",
-        "        if saved.manifest.stock and not {",
-        "        if not saved.manifest.stock and not {",
+        "wanted.stages_of(saved) if saved.manifest.stock else [wanted.stage]",
+        "[wanted.stage]",
         f"{STOCK}::test_a_group_that_one_stage_alone_had_keeps_its_options",
     ),
     Mutation(

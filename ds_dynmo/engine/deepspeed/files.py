@@ -26,7 +26,7 @@ __all__ = [
     "UNIVERSAL",
     "ZeroStageEnum",
     "cannot_write",
-    "groups_of_stage",
+    "names_of_groups",
     "note_degrees",
     "restore_data_efficiency",
     "slice_number",
@@ -56,22 +56,17 @@ def writes_optimizer_shards(engine: Any) -> bool:
     return bool(engine.save_zero_checkpoint)
 
 
-def groups_of_stage(stage: Any) -> list[list[str]] | list[int] | None:
-    """Read what each parameter group of a saved stage has, without empty groups.
+def names_of_groups(stage: Mapping[str, Any]) -> list[list[str]] | None:
+    """Read the names of the parameters of each group of a saved stage that has some, in the order of its flat buffer.
 
     Args:
         stage: the content of its file.
 
     Returns:
-        Names of parameters, in the order of their flat buffer, or how many there are; None: the file does not say.
+        None: the file does not say, as without ZeRO.
     """
-    content = stage if isinstance(stage, dict) else {}
-    shapes, optimizer = content.get(PARAM_SHAPES), content.get("optimizer")
-    if isinstance(shapes, list):  # under ZeRO
-        return [list(names) for names in shapes if names]
-    if isinstance(optimizer, dict) and "param_groups" in optimizer:
-        return [len(group["params"]) for group in optimizer["param_groups"] if group["params"]]
-    return None
+    shapes = stage.get(PARAM_SHAPES)
+    return [list(names) for names in shapes if names] if isinstance(shapes, list) else None
 
 
 def cannot_write(engine: Any, *, later: bool) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import Any, TypeVar
+from typing import Any
 
 from deepspeed.utils import logger
 
@@ -16,7 +16,13 @@ from ds_dynmo.engine.save.applying import Loaded, LoadOptions, apply, client_sta
 from ds_dynmo.engine.save.context import CheckpointContext, local_slice
 from ds_dynmo.engine.save.importers.flat import read_flat
 from ds_dynmo.engine.save.importers.per_parameter import read_per_parameter
-from ds_dynmo.engine.save.importers.stock import how_it_is_read, stock_manifest, stock_state_of_use
+from ds_dynmo.engine.save.importers.stock import (
+    at_saved_layout,
+    check_masters,
+    how_it_is_read,
+    stock_manifest,
+    stock_state_of_use,
+)
 from ds_dynmo.engine.save.importers.wanted import SavedParameter, Wanted
 from ds_dynmo.engine.save.layer_content import (
     LoadedLayer,
@@ -42,8 +48,6 @@ from ds_dynmo.engine.state.pieces import FLAT, StatePieces
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files.checkpoints import LEFT_OUT, layer_file
 from ds_dynmo.placement import Placement
-
-Described = TypeVar("Described")
 
 
 def load(
@@ -79,7 +83,7 @@ def load(
     present = context.gather_layers(lambda _, module: present_shapes(module))
     how = how_it_is_read(os.path.join(load_dir, tag))
     if manifest.stock and context.here.rank == 0:
-        logger.warning(f"{how}: the partition {manifest.placement}")
+        logger.warning(how)
     try:
         loaded = context.everywhere(lambda: _read(context, saved, target, present, options))
         if manifest.frozen_excluded:
@@ -87,7 +91,7 @@ def load(
     except CheckpointError as error:
         if not manifest.stock:
             raise
-        raise CheckpointError(f"{how}: the partition {manifest.placement}. {error}") from error
+        raise CheckpointError(f"{how}. {error}") from error
     if target != context.stage.placement:
         context.rebalancer.move_to(target, Request(Reason.CHECKPOINT), clears_pending_decision=False)
     try:
@@ -167,14 +171,11 @@ def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions
     It is the saved placement, if all of these hold, else the present one:
 
     - it has as many stages as this job;
-    - rebalancing is on, or this run continues one whose profile at the start placed the layers for good;
-    - not only the weights of a checkpoint of stock DeepSpeed are loaded.
+    - rebalancing is on, or this run continues one whose profile at the start placed the layers for good.
     """
     adopts = manifest.num_stages == context.here.num_stages and (
         context.stage.config.enabled or _was_placed(context, manifest, options)
     )
-    if manifest.stock and options.module_only:
-        adopts = False
     return manifest.placement if adopts else context.stage.placement
 
 
@@ -196,10 +197,6 @@ def _read(
     same_stages = manifest.num_stages == context.here.num_stages
     same_replicas = manifest.replicas == context.here.replicas
     source = stage if same_stages else 0
-    if manifest.stock and not same_stages:  # DeepSpeed drops groups that are empty on a stage
-        source = max(range(manifest.num_stages), key=lambda number: len(_groups_of(saved, number)))
-    if manifest.stock and options.module_only:
-        source = 0
     replica = context.here.replica if same_replicas else 0
     path, common = _read_common(context, saved, source, options)
     layers, wanted = _read_layers(context, saved, target, present, replica, options)
@@ -209,9 +206,7 @@ def _read(
     random = None
     if not manifest.stock and same_stages and same_replicas and not options.module_only:
         random = saved.read_to(context.stage.comm.device, rank_file(stage, replica, saved.slice_index))
-    groups = None
-    if manifest.stock:
-        groups = _groups_of(saved, source)
+    groups = saved.slice.stages[source].trained_groups if manifest.stock else None
     return Loaded(path, layers, optimizer, common, random, groups)
 
 
@@ -227,11 +222,6 @@ def _check_left_out(context: CheckpointContext, saved: SavedCheckpoint) -> None:
         check_left_out(module, left_out, saved.path(path))
 
 
-def _groups_of(saved: SavedCheckpoint, stage: int) -> list[int]:
-    """List the parameter groups that a saved stage had parameters of."""
-    return sorted({slot.group for slot in saved.slice.stages[stage].slots if not slot.detached})
-
-
 def _read_optimizer(
     context: CheckpointContext,
     saved: SavedCheckpoint,
@@ -240,13 +230,18 @@ def _read_optimizer(
     source: int,
 ) -> StatePieces:
     """Read what the optimizer held for ``parameters``, those of ``layers``."""
+    if saved.manifest.stock:
+        saved = at_saved_layout(context, saved)
     stage = context.stage
     adapter, groups = stage.optimizer.adapter, context.stage.optimizer.inner.param_groups
     per_replica = adapter.per_replica_groups if adapter is not None else frozenset[int]()
     replica = context.here.replica
     wanted = Wanted(parameters, source, len(groups), per_replica, replica, context.here.replicas)
     if saved.manifest.optimizer == FLAT:
-        return read_flat(saved, wanted)
+        pieces = read_flat(saved, wanted)
+        if saved.manifest.stock:
+            check_masters(saved, {stage.layers.first_use(index): layer for index, layer in layers.items()}, pieces)
+        return pieces
     pieces = read_per_parameter(saved, wanted)
     for index, layer in layers.items():
         replica_optimizer_state(stage.layers.first_use(index), layer, pieces)

@@ -115,3 +115,8 @@ class StageSlots:
     slots: tuple[Slot, ...]
     shard_numels: tuple[int, ...] = ()
     detached_numels: tuple[int, ...] = ()
+
+    @property
+    def trained_groups(self) -> list[int]:
+        """The numbers of the groups that have parameters which the optimizer sees: stock DeepSpeed drops others."""
+        return sorted({slot.group for slot in self.slots if not slot.detached})
