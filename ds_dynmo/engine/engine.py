@@ -366,11 +366,12 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """Load a checkpoint of any partition and any number of stages and replicas. Collective.
 
         The tensor-parallel degree must be the saved one, as each slice reads its files. With the saved number of
-        stages, layers move to the saved partition; otherwise they stay. No code in a file is run.
+        stages, layers move to the saved partition, if ``memory_limit`` allows it; otherwise they stay. No code in a
+        file is run.
 
         Raises:
             CheckpointError: on every rank; the engine is as it was, unless the message says otherwise.
-            MigrationError: harmless; a move to the saved partition takes a rank above the memory limit.
+            MigrationError: see its message; a layer cannot be moved to the saved partition.
             ConfigError: ``custom_load_fn`` was given, which pipelines do not support.
         """
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)

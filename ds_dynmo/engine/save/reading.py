@@ -45,9 +45,10 @@ from ds_dynmo.engine.save.matching import check_common, check_model, saved_as
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.engine.state.pieces import FLAT, StatePieces
-from ds_dynmo.errors import CheckpointError
+from ds_dynmo.errors import CheckpointError, MigrationError
 from ds_dynmo.files.checkpoints import LEFT_OUT, layer_file
 from ds_dynmo.placement import Placement
+from ds_dynmo.plan import MigrationPlan
 
 
 def load(
@@ -75,10 +76,13 @@ def load(
         return None, None
     saved = _open(context, load_dir, tag, options)
     manifest = saved.manifest
-    target = context.stage.comm.everywhere(
-        "loading at a saved partition",
-        lambda: _target(context, manifest, options),
-        same=context.stage.placement_change_text,
+    target = _within_memory(
+        context,
+        context.stage.comm.everywhere(
+            "loading at a saved partition",
+            lambda: _target(context, manifest, options),
+            same=context.stage.placement_change_text,
+        ),
     )
     present = context.gather_layers(lambda _, module: present_shapes(module))
     how = how_it_is_read(os.path.join(load_dir, tag))
@@ -177,6 +181,19 @@ def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions
         context.stage.config.enabled or _was_placed(context, manifest, options)
     )
     return manifest.placement if adopts else context.stage.placement
+
+
+def _within_memory(context: CheckpointContext, target: Placement) -> Placement:
+    """Return ``target``, or the present placement if a move to ``target`` would exceed the memory limit. Collective."""
+    present = context.stage.placement
+    context.stage.comm.enter(context.operation)
+    try:
+        context.rebalancer.memory.check(MigrationPlan.between(present, target))
+    except MigrationError as error:
+        if context.here.rank == 0:
+            logger.warning(f"layers stay at {present}, where the checkpoint is loaded: {error}")
+        return present
+    return target
 
 
 def _was_placed(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> bool:
