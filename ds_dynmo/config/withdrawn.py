@@ -9,33 +9,17 @@ from collections.abc import Iterable
 
 from ds_dynmo.errors import ConfigError
 
-_ELASTIC_LAUNCH = "launch by torchrun --nnodes MIN:MAX with --resume, see docs/elastic.md"
-
-_CASES = ("moe", "pruning", "freezing", "mod", "early_exit")
+LOAD_UNIVERSAL = "checkpoint.load_universal = true"
 
 WITHDRAWN = {
-    "dynmo.repack.accept_joins": _ELASTIC_LAUNCH,
-    "dynmo.repack.release_attempts": "each re-packing releases what earlier ones could not; a program can try longer",
-    'dynmo.repack.release = "slurm"': '"release": "command" with a program that calls scontrol, see docs/elastic.md',
-    **{f"model.{kind}": f'write "case": {{"kind": "{kind}", ...}}, see docs/cases.md' for kind in _CASES},
-    "model.sparse_attention": 'write "case": {"kind": "sparse_attention", "pattern": ...}, see docs/cases.md',
-    "model.case.cache_bytes": "outputs of frozen layers are not kept; remove it",
-    "model.case.block_size": "single weights are pruned, which is as fast; remove it",
-    "model.case.loss_tokens": "the loss of an exit counts all tokens; remove it",
     "model.case.schedule": "all routed blocks have one capacity; for a load that changes give a threshold",
     "model.case.probe": "give csr_from, the sparsity from which CSR is faster on your machine",
-    "engine.join": _ELASTIC_LAUNCH,
+    LOAD_UNIVERSAL: 'load it once without the "dynmo" section, save, and go on from that',
 }
-"""Keys of the configuration, keys with a value as in JSON, and calls."""
+"""Keys of the configuration, and keys with a value as in JSON."""
 
-WITHDRAWN_FLAGS = {
-    "ds-dynmo-train": {
-        "--join": _ELASTIC_LAUNCH,
-        "--model": "--set model.huggingface=FOLDER",
-        "--peft": "--set model.peft={}, or with keys of peft's LoraConfig in it",
-        "--seed": "--set model.seed=N",
-        "--trace": '--set \'dynmo.trace={"path": "FILE", "steps": [FIRST, LAST]}\'',
-    },
+WITHDRAWN_FLAGS: dict[str, dict[str, str]] = {
+    "ds-dynmo-train": {},
     "ds-dynmo-plot": {"--never": "draw each report by itself"},
     "ds-dynmo-simulate": {
         flag: "python scripts/simulate_runs.py has it, in a checkout"

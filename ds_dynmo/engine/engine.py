@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.config.withdrawn import refusal
 from ds_dynmo.engine.components import Components, build_components
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.trigger import Reason, Request
@@ -56,12 +55,6 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         components = self._components = build_components(self, dynmo)
         self.profiler, self.rebalancer, self.migrator = components.profiler, components.rebalancer, components.migrator
         self.repacker, self.checkpointer = components.repacker, components.checkpointer
-
-    def __getattr__(self, name: str) -> Any:
-        """Refuse a withdrawn method, and name its replacement."""
-        if said := refusal(f"engine.{name}"):
-            raise AttributeError(said)
-        return super().__getattr__(name)
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -373,12 +366,12 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """Load a checkpoint of any partition and any number of stages and replicas. Collective.
 
         The tensor-parallel degree must be the saved one, as each slice reads its files. With the saved number of
-        stages, layers move to the saved partition; otherwise they stay. With ``checkpoint.load_universal``, DeepSpeed's
-        universal checkpoints of any degrees are loaded instead, and layers stay. No code in a file is run.
+        stages, layers move to the saved partition, if ``memory_limit`` allows it; otherwise they stay. No code in a
+        file is run.
 
         Raises:
             CheckpointError: on every rank; the engine is as it was, unless the message says otherwise.
-            MigrationError: harmless; a move to the saved partition takes a rank above the memory limit.
+            MigrationError: see its message; a layer cannot be moved to the saved partition.
             ConfigError: ``custom_load_fn`` was given, which pipelines do not support.
         """
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)

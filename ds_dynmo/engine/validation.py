@@ -13,6 +13,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.config import DynMoConfig, load_settings, parse_type_partition
+from ds_dynmo.config.withdrawn import LOAD_UNIVERSAL, refusal
 from ds_dynmo.engine.comm.replicas import has_per_replica
 from ds_dynmo.engine.deepspeed.module import has_deepspeeds_experts, layer_specs
 from ds_dynmo.engine.deepspeed.pipeline_module import is_dual_pipe_v
@@ -81,6 +82,9 @@ def check_features(config: Mapping[str, Any]) -> None:
             section = section.get(key) if isinstance(section, Mapping) else None
         if _enabled(section):
             raise ConfigError(f"data_efficiency.{kind}.{feature}.enabled = true: {why}; switch it off")
+    checkpoint = config.get("checkpoint")
+    if isinstance(checkpoint, Mapping) and checkpoint.get("load_universal"):
+        raise ConfigError(refusal(LOAD_UNIVERSAL))
     compiles = config.get("compile")
     if isinstance(compiles, Mapping) and compiles.get("deepcompile"):
         raise ConfigError("compile.deepcompile = true: a compiled stage cannot be rebuilt around other layers")

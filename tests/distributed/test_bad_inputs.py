@@ -166,7 +166,6 @@ TABLE = (
     flags(rf"{SAVED}: lacks .*", "--resume", "here", **checkpoint(saved({}))),
     flags(rf"{SAVED}: lacks .*", "--resume", "here", **checkpoint(saved([1]))),
     flags(r"--tag a: needs --resume DIR.*", "--tag", "a"),
-    flags(r"--trace: withdrawn.*", "--trace", "t.json", "5", "4"),
     flags(r".*--report.*", "--report", ""),
     flags(r"--report /dev/null/r: cannot be written: File exists", "--report", "/dev/null/r"),
     flags(r"--record /dev/null/r: cannot be written: File exists", "--record", "/dev/null/r"),

@@ -12,6 +12,8 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+import ds_dynmo
+from ds_dynmo.models import local_layers
 from tests.distributed.harness import run
 from tests.distributed.support.checkpoints import (
     STEPS,
@@ -25,7 +27,7 @@ from tests.distributed.support.checkpoints import (
     skewed,
     train_on,
 )
-from tests.distributed.support.configs import Case
+from tests.distributed.support.configs import Case, config
 from tests.distributed.support.models import (
     WIDTH,
     Block,
@@ -34,6 +36,7 @@ from tests.distributed.support.models import (
     FrozenBlock,
     Head,
     changing_layers,
+    module_of,
     seeded,
 )
 from tests.distributed.support.training import build, drop_decision, freeze, layers_of, raw, state, whole
@@ -262,6 +265,45 @@ def test_attributes_that_did_not_change_come_from_the_code(tmp_path: Path) -> No
     kept = {index: value for result in loaded for index, value in result["kept"].items()}
     assert {value[4] for value in kept.values()} == {0.25}
     assert all(value[2] > 0 for value in kept.values()) and len(kept) == 5
+
+
+class Note:
+    """An object of a class, which no checkpoint has."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def passed_on(layer: nn.Module, args: Any, output: Any) -> Any:
+    return output
+
+
+def load_into_prepared_layers(case: Case, folder: str) -> dict[int, tuple[int, int, bool]]:
+    """Change each layer of this stage, which its spec does not know of, initialize, and load where others were.
+
+    Returns:
+        Per layer, the number on its note, its hooks, and whether its weights train.
+    """
+    module = module_of(case)
+    for number, layer in local_layers(module):
+        layer.note = Note(number)
+        layer.register_forward_hook(passed_on)
+        layer.requires_grad_(number % 3 != 0)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    engine, *_ = ds_dynmo.initialize(model=module, model_parameters=trained, config=config(case))
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    assert engine.partition == [0, 1, 8]
+    return {
+        number: (layer.note.number, len(layer._forward_hooks), all(p.requires_grad for p in layer.parameters()))
+        for number, layer in layers_of(engine).items()
+    }
+
+
+def test_what_the_code_did_to_a_layer_comes_with_it_to_the_saved_partition(tmp_path: Path) -> None:
+    """A layer that is built afresh from its spec where it goes would lack it."""
+    run(2, save_and_continue, Case(stages=2), str(tmp_path), skewed(2))
+    first, last = run(2, load_into_prepared_layers, Case(stages=2), str(tmp_path))
+    assert {**first, **last} == {number: (number, 1, number % 3 != 0) for number in (0, 1, 2, 3, 4, 5, 7)}
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import re
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,22 +13,24 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, SequentialLR
 
 import ds_dynmo
 from tests.distributed.harness import RankError, run
 from tests.distributed.support.checkpoints import (
     STEPS,
-    check_same,
-    load_and_continue,
+    attempt,
     load_as,
-    load_stock_weights,
     save_as,
+    stock_state,
     train_on,
 )
 from tests.distributed.support.configs import Case, config, parameter_groups
-from tests.distributed.support.models import module_of
-from tests.distributed.support.training import batches, build, raw
+from tests.distributed.support.models import layers, module_of
+from tests.distributed.support.sliced_layers import SLICES, sliced_layers
+from tests.distributed.support.training import batches, build, gather, raw
 
 
 def decay_and_rise(optimizer: torch.optim.Optimizer) -> Any:
@@ -58,35 +61,81 @@ def test_a_stock_checkpoint_with_an_unused_group_is_loaded(tmp_path: Path) -> No
         assert stock == ours
 
 
-def save_for_conversion(case: Case, folder: str) -> dict[str, Any]:
-    """Save after a move, and return weights and moments in fp32 by DeepSpeed's names."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
-    engine = build(case)
+
+PATTERNS = {
+    "tp_replicated_parameter_patterns": [r"\d+\.norm\..*", r"\d+\.bias", r"(\d+|tied_modules\.embedding)\.weight"],
+    "parameter_with_row_parallelism_patterns": [r"\d+\.down"],
+}
+
+
+def convert(case: Case, folder: str, make_layers: Any = layers) -> Any:
+    """Save after a move, let DeepSpeed convert that, and compare weights and moments with what this rank has."""
+    engine = build(case, make_layers)
     train_on(engine, 0)
-    engine.rebalance([0, 2, 8])
-    engine.save_checkpoint(folder, tag="now")
-    found = {}
+    engine.rebalance([0, 2, case.num_layers])
+    patterns = {} if case.slices is None else {"universal_checkpoint_info": PATTERNS}
+    engine.save_checkpoint(folder, tag="now", client_state=patterns)
+    if engine.global_rank == 0:
+        folders = {"input_folder": os.path.join(folder, "now"), "output_folder": os.path.join(folder, "universal")}
+        workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+        ds_to_universal.main(Namespace(**folders, **workers, strict=True, inject_missing_state=False))
+    gather(None)
     for name, parameter in engine.module.named_parameters():
-        found[f"{name}/fp32"] = raw(safe_get_full_fp32_param(parameter))
-        for kind in ("exp_avg", "exp_avg_sq"):
-            found[f"{name}/{kind}"] = raw(safe_get_full_optimizer_state(parameter, kind))
-    return found
+        held = {kind: safe_get_full_optimizer_state(parameter, kind) for kind in ("exp_avg", "exp_avg_sq")}
+        for kind, value in {"fp32": safe_get_full_fp32_param(parameter), **held}.items():
+            whole = torch.load(Path(folder, "universal", "zero", name, f"{kind}.pt"), weights_only=True)["param"]
+            dim = 1 if name.endswith("down") else 0
+            start = whole.shape[dim] - value.shape[dim] if SLICES.get("index") else 0
+            assert raw(whole.narrow(dim, start, value.shape[dim])) == raw(value), (name, kind)
+    return engine
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(stages=2, replicas=2, precision="bf16", tied=True, groups="two"),
+        pytest.param(Case(stages=2, replicas=2, precision="bf16 zero1", groups="two"), marks=pytest.mark.nightly),
+    ],
+)
+def test_deepspeed_converts_our_checkpoints_to_universal_ones(tmp_path: Path, case: Case) -> None:
+    run(case.ranks, convert_alone, case, str(tmp_path))
+
+
+@pytest.mark.nightly
+def test_deepspeed_joins_slices_by_the_patterns_in_the_client_state(tmp_path: Path) -> None:
+    case = Case(stages=2, slices=2, blocks=3, precision="bf16 zero1", tied=True)
+    run(case.ranks, convert_alone, case, str(tmp_path), sliced_layers)
+
+
+def convert_alone(case: Case, folder: str, make_layers: Any = layers) -> None:
+    convert(case, folder, make_layers)
+
+
+def convert_and_go_on(case: Case, folder: str) -> tuple[tuple[str, bool], list[Any]]:
+    """Load what DeepSpeed converted without the section, save, and load that with it.
+
+    Returns:
+        What ours says of the universal checkpoint, and what each of the three engines has after more batches.
+    """
+    engine = convert(case, folder)
+    said = attempt(engine, folder, tag="universal")
+    engine.rebalance([0, 4, 8])  # where DeepSpeed puts them: parameters are compared in its order
+    stock = build(replace(case, dynmo=None), more={"checkpoint": {"load_universal": True}})
+    stock.load_checkpoint(folder)
+    stock.save_checkpoint(os.path.join(folder, "stock"))
+    ours = build(case)
+    ours.load_checkpoint(os.path.join(folder, "stock"))
+    return said, [(train_on(one, STEPS), stock_state(one), one.global_steps) for one in (engine, stock, ours)]
 
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_deepspeed_converts_our_checkpoints_to_universal_ones(tmp_path: Path, tied: bool) -> None:
-    case = Case(stages=2, replicas=2, precision="bf16 zero1", tied=tied, groups="two")
-    results = run(4, save_for_conversion, case, str(tmp_path))
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
-    folders = ["--input_folder", str(tmp_path / "now"), "--output_folder", str(tmp_path / "universal")]
-    done = subprocess.run([*command, *folders, "--num_merge_workers", "1"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(results)
-    for key, value in {key: value for result in results for key, value in result.items()}.items():
-        name, _, kind = key.rpartition("/")
-        converted = torch.load(tmp_path / "universal" / "zero" / name / f"{kind}.pt", weights_only=True)
-        assert raw(converted["param"]) == value, key
+def test_a_universal_checkpoint_goes_on_by_way_of_stock_deepspeed(tmp_path: Path, tied: bool) -> None:
+    case = Case(stages=2, precision="bf16 zero1", clip=0.0, tied=tied, scheduler=True)
+    for (message, unchanged), (saved, *loaded) in run(2, convert_and_go_on, case, str(tmp_path)):
+        assert 'universal: a universal checkpoint; load it once without the "dynmo" section' in message and unchanged
+        assert loaded == [saved, saved]
 
 
 @pytest.mark.parametrize(
@@ -154,45 +203,54 @@ def test_a_stock_checkpoint_loads_after_layers_have_moved(tmp_path: Path) -> Non
     assert [found[:2] for found in loaded] == saved
 
 
-def save_and_train_on(case: Case, folder: str, method: str) -> tuple[list[int], list[float]]:
-    """Return the partition at which stock DeepSpeed saved, and losses afterwards."""
+def save_at(case: Case, folder: str, method: str) -> list[int]:
+    """Save in DeepSpeed's engine at the partition that its ``method`` chooses, and return that."""
     module = module_of(case, partition_method=method)
     groups = parameter_groups(module, case.groups)
     stock = deepspeed.initialize(model=module, model_parameters=groups, config=config(replace(case, dynmo=None)))[0]
     train_on(stock, 0)
     stock.save_checkpoint(folder)
-    return [int(part) for part in module.parts], train_on(stock, STEPS)
+    return [int(part) for part in module.parts]
+
+
+def refused(case: Case, folder: str) -> tuple[str, bool]:
+    """Return why all of it is refused, and whether the engine is then as it was; load weights alone."""
+    engine = build(case)
+    found = attempt(engine, folder)
+    assert engine.load_checkpoint(folder, load_module_only=True)[0] is not None
+    return found
 
 
 @pytest.mark.parametrize(
-    ("saved", "case"),
+    ("precision", "message"),
     [
-        (2, Case(tied=True, groups="two", scheduler=True)),
-        (2, Case(tied=True, groups="two", scheduler=True, precision="bf16 zero1")),
-        (3, Case(tied=True)),
-        (2, Case(replicas=2, precision="bf16 zero1")),
-        pytest.param(2, Case(slices=2, groups="two"), marks=pytest.mark.nightly),
-        pytest.param(3, Case(precision="fp32 zero1"), marks=pytest.mark.nightly),
+        ("fp32", r"has parameter groups of \[.*\] parameters, expected .*: those of stage 0 under .*\[0, 4, 8\]"),
+        (
+            "bf16",
+            r"fp32 weights of layer 4's .* are not its weights: it was saved at another partition than \[0, 4",
+        ),
+        ("bf16 zero1", r"has parameter groups of \[.*\] parameters, expected .*: those of stage 0 under .*\[0, 4, 8\]"),
     ],
 )
-def test_a_stock_checkpoint_loads_at_every_number_of_stages(tmp_path: Path, saved: int, case: Case) -> None:
-    at = {stages: replace(case, clip=0.0, stages=stages) for stages in (1, 2, 3)}
-    (_, losses), *_ = run(at[saved].ranks, save_and_train_on, at[saved], str(tmp_path), "uniform")
-    loaded = {stages: run(at[stages].ranks, load_and_continue, at[stages], str(tmp_path)) for stages in at}
-    assert loaded[saved][0]["losses"] == losses
-    for found in loaded.values():
-        check_same(loaded[saved], found)
+def test_of_a_stock_checkpoint_of_another_partition_only_weights_load(
+    tmp_path: Path, precision: str, message: str
+) -> None:
+    case = Case(stages=2, clip=0.0, precision=precision)
+    assert run(2, save_at, case, str(tmp_path), "type:Embedding|Head")[0] == [0, 7, 8]
+    for found, unchanged in run(2, refused, case, str(tmp_path)):
+        assert re.search(message, found) and unchanged, found
 
 
-def test_a_stock_checkpoint_of_another_partition_is_loaded(tmp_path: Path) -> None:
-    """As many stages, which hold other layers than this engine gave them. On which a function was, no file says."""
-    case = Case(stages=2, clip=0.0, groups="two")
-    (parts, losses), _ = run(2, save_and_train_on, case, str(tmp_path), "type:Embedding|Head")
-    loaded = run(2, load_and_continue, case, str(tmp_path))
-    assert parts == [0, 7, 8] and loaded[0]["partition"] == [0, 6, 8]
-    stayed = run(2, load_and_continue, replace(case, dynmo={"enabled": False}), str(tmp_path))
-    assert stayed[0]["partition"] == [0, 4, 8]
-    assert loaded[0]["losses"] == stayed[0]["losses"] == losses
+def test_of_a_stock_checkpoint_of_other_stages_or_replicas_only_weights_load(tmp_path: Path) -> None:
+    case = Case(stages=1, clip=0.0, precision="bf16 zero1")
+    run(1, save_as, "stock", case, str(tmp_path))
+    for other, message in (
+        (replace(case, stages=2), "stage files ['mp_rank_00_model_states.pt'], expected ['mp_rank_00_model_states.pt'"),
+        (replace(case, replicas=2), "mp_rank_00_model_states.pt: written with 1 data-parallel replicas, expected 2"),
+    ):
+        for found, unchanged in run(2, refused, other, str(tmp_path)):
+            assert f"{tmp_path}/global_step{STEPS}: has no folder dynmo/, so it is read as stock DeepSpeed's" in found
+            assert message in found and unchanged, found
 
 
 def rates_of_groups(initialize: Any, case: Case, folder: str) -> list[float]:
@@ -207,7 +265,8 @@ def rates_of_groups(initialize: Any, case: Case, folder: str) -> list[float]:
         for parameters, decay in zip(of_part.values(), (0.1, 0.2, 0.3))
         if parameters
     ]
-    engine = initialize(model=module, model_parameters=groups, config=config(case))[0]
+    dynmo = None if initialize is deepspeed.initialize else case.dynmo
+    engine = initialize(model=module, model_parameters=groups, config=config(replace(case, dynmo=dynmo)))[0]
     if initialize is deepspeed.initialize:
         train_on(engine, 0)
         engine.optimizer.param_groups[-1]["lr"] = 0.007 + engine.global_rank
@@ -217,11 +276,12 @@ def rates_of_groups(initialize: Any, case: Case, folder: str) -> list[float]:
     return [group["lr"] for group in engine.optimizer.param_groups]
 
 
-def test_a_group_that_one_stage_alone_had_keeps_its_options(tmp_path: Path) -> None:
-    case = Case(clip=0.0)
-    stock = run(2, rates_of_groups, deepspeed.initialize, replace(case, dynmo=None), str(tmp_path))
-    (ours,) = run(1, rates_of_groups, ds_dynmo.initialize, replace(case, stages=1), str(tmp_path))
-    assert ours == [*stock[0], stock[1][-1]]
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+def test_a_group_that_one_stage_alone_had_keeps_its_options(tmp_path: Path, precision: str) -> None:
+    case = Case(clip=0.0, precision=precision)
+    (embedding, others), (others_later, head) = run(2, rates_of_groups, deepspeed.initialize, case, str(tmp_path))
+    ours = run(2, rates_of_groups, ds_dynmo.initialize, case, str(tmp_path))
+    assert ours == [[embedding, others, head], [embedding, others_later, head]]
 
 
 def reversed_groups(initialize: Any, case: Case, folder: str, frozen: int, **flags: bool) -> list[float]:
@@ -248,26 +308,18 @@ def test_under_zero_the_names_in_the_files_say_what_a_group_has(tmp_path: Path) 
     """Groups may have any order; a model that trains other parameters is refused."""
     case = Case(clip=0.0, precision="bf16 zero1")
     stock = run(2, reversed_groups, deepspeed.initialize, replace(case, dynmo=None), str(tmp_path), 2)
-    for stages in (1, 2):
-        ours = run(stages, reversed_groups, ds_dynmo.initialize, replace(case, stages=stages), str(tmp_path), 2)
-        assert ours[0] == stock[0]
-    for frozen in (1, 3):
-        with pytest.raises(
-            RankError, match=r"CheckpointError.*groups of \[\[\d+\], \[\d+\]\] parameters.*at no partition"
-        ):
-            run(2, reversed_groups, ds_dynmo.initialize, case, str(tmp_path), frozen)
-    without = partial(reversed_groups, load_optimizer_states=False)
-    for stages, frozen in ((1, 2), (2, 3)):
-        run(stages, without, ds_dynmo.initialize, replace(case, stages=stages), str(tmp_path), frozen)
+    assert run(2, reversed_groups, ds_dynmo.initialize, case, str(tmp_path), 2) == stock
+    with pytest.raises(RankError, match=r"CheckpointError.*has 1\.\S* in the parameter group of .*: those of stage 0"):
+        run(2, reversed_groups, ds_dynmo.initialize, case, str(tmp_path), 1)
+    run(2, partial(reversed_groups, load_optimizer_states=False), ds_dynmo.initialize, case, str(tmp_path), 3)
 
 
-def test_of_a_stock_checkpoint_without_counts_of_other_stages_only_weights_load(tmp_path: Path) -> None:
-    """DeepSpeed's files of stages say nothing of groups under bf16 without ZeRO."""
-    case = Case(stages=2, clip=0.0, precision="bf16")
-    run(2, save_as, "stock", case, str(tmp_path))
-    with pytest.raises(RankError, match=r"CheckpointError.*stage files.*mp_rank_01.*expected.*mp_rank_02"):
-        run(3, load_as, "ours", replace(case, stages=3), str(tmp_path))
-    assert len({str(run(n, load_stock_weights, replace(case, stages=n), str(tmp_path))[0]) for n in (1, 2, 3)}) == 1
+def test_without_zero_groups_in_another_order_are_refused(tmp_path: Path) -> None:
+    """No file names their parameters."""
+    case = Case(clip=0.0, precision="bf16")
+    run(2, reversed_groups, deepspeed.initialize, replace(case, dynmo=None), str(tmp_path), 2)
+    with pytest.raises(RankError, match=r"CheckpointError.*are not its weights: .*or its parameter groups list"):
+        run(2, reversed_groups, ds_dynmo.initialize, case, str(tmp_path), 2)
 
 
 def _save_without_block(case: Case, folder: str) -> tuple[bool, int]:

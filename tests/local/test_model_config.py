@@ -138,16 +138,6 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"case": [{"kind": "mod"}, {"kind": "moe", "expert": 4}]}, "model.case[1].expert = 4", '"experts"'),
         ({"case": [{"kind": "mod"}, {"kind": "mod"}]}, "model.case = [", "mod: is given 2 times"),
         ({"case": {"kind": "moe", "unknown": 1}}, "model.case.unknown", "one of kind, experts, top_k"),
-        ({"moe": {"experts": 8}}, "model.moe: withdrawn", 'write "case": {"kind": "moe", ...}'),
-        ({"pruning": None}, "model.pruning: withdrawn", 'write "case": {"kind": "pruning", ...}'),
-        ({"freezing": {}}, "model.freezing: withdrawn", 'write "case": {"kind": "freezing", ...}'),
-        ({"mod": {}}, "model.mod: withdrawn", 'write "case": {"kind": "mod", ...}'),
-        ({"early_exit": {}}, "model.early_exit: withdrawn", 'write "case": {"kind": "early_exit", ...}'),
-        (
-            {"sparse_attention": {"kind": "qk"}},
-            "model.sparse_attention: withdrawn",
-            'write "case": {"kind": "sparse_attention", "pattern": ...}',
-        ),
         (
             {"case": {"kind": "freezing", "schedule": [[0.5, 1]]}, "tied_embedding": True},
             "model.case",
@@ -166,17 +156,6 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
             {"case": {"kind": "freezing", "egeria": {"interval": 0.1, "delay": 0.2}}},
             "model.case.egeria.delay = 0.2",
             "interval, 0.1",
-        ),
-        (
-            {"case": {"kind": "freezing", "automatic": {}, "cache_bytes": 9}},
-            "model.case.cache_bytes: withdrawn",
-            "remove it",
-        ),
-        ({"case": {"kind": "pruning", "block_size": 4}}, "model.case.block_size: withdrawn", "remove it"),
-        (
-            {"case": {"kind": "early_exit", "method": "calm", "loss_tokens": "all"}},
-            "model.case.loss_tokens: withdrawn",
-            "remove it",
         ),
         (
             {"case": {"kind": "freezing", "schedules": [], "automatic": {}}},

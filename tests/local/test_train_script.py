@@ -63,12 +63,6 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, ["--data", "/does/not/exist"], "/does/not/exist"),
         ({}, ["--resume", "/does/not/exist"], "/does/not/exist"),
         ({}, ["--unknown"], "--unknown"),
-        ({}, ["--join", "localhost:29500"], "^--join: withdrawn; launch by torchrun --nnodes MIN:MAX with --resume"),
-        ({}, ["--join=localhost:29500"], "^--join: withdrawn"),
-        ({}, ["--seed", "3"], "^--seed: withdrawn; --set model.seed=N$"),
-        ({}, ["--trace", "t.json", "1", "2"], "^--trace: withdrawn; --set 'dynmo.trace={"),
-        ({}, ["--model", "folder", "--peft", "lora"], "^--model: withdrawn; --set model.huggingface=FOLDER$"),
-        ({}, ["--peft=lora"], "^--peft: withdrawn; --set model.peft={}"),
         (
             {"dynmo": {"repack": {"enabled": True}}},
             ["--record", "r.jsonl"],

@@ -6,11 +6,13 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.engine.deepspeed.layer_list import LayerList
 from ds_dynmo.engine.save.context import universal_info
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 
 INFO, REPLICATED = "universal_checkpoint_info", "pipeline_replicated_parameter_patterns"
@@ -45,3 +47,8 @@ def test_patterns_of_the_user_are_kept_beside_ours() -> None:
         assert "mine" in found[REPLICATED] and len(found[REPLICATED]) == 2
         assert "universal_checkpoint_version" not in found  # its absence has a meaning of its own
     assert info([0, 1, 5])["universal_checkpoint_version"] >= 0.2
+
+
+def test_patterns_that_are_no_dict_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"universal_checkpoint_info = \['norm'\]: has to be a dict"):
+        info([0, 1, 5], {INFO: ["norm"]})

@@ -15,7 +15,6 @@ from torch import nn
 
 import ds_dynmo
 from ds_dynmo.config import DynMoConfig, parse_section
-from ds_dynmo.config.withdrawn import WITHDRAWN
 from ds_dynmo.engine import validation
 from ds_dynmo.errors import ConfigError, PartitionError
 
@@ -94,6 +93,7 @@ def data_efficiency(kind: str, feature: str) -> dict[str, Any]:
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"compile": {"autoep_non_moe": True}}, "compile.autoep_non_moe"),
         ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size = 2"),
+        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal = true: withdrawn; load it once without"),
     ],
 )
 def test_unsupported_features_are_refused(config: dict[str, Any], message: str) -> None:
@@ -172,10 +172,3 @@ def test_an_initial_partition_that_does_not_fit_the_model_is_refused() -> None:
         validation.check_initial_partition(parse_section(DynMoConfig, {"initial_partition": partition}, "dynmo"), model)
     with pytest.raises(PartitionError, match="4 layers"):
         validation.check_initial_partition(parse_section(DynMoConfig, {"initial_partition": [0, 2, 5]}, "dynmo"), model)
-
-
-@pytest.mark.parametrize("call", [name for name in WITHDRAWN if name.startswith("engine.")])
-def test_a_call_that_was_withdrawn_says_what_to_do_instead(call: str) -> None:
-    engine = object.__new__(ds_dynmo.DynMoPipelineEngine)
-    with pytest.raises(AttributeError, match=f"^{call}: withdrawn; "):
-        getattr(engine, call.removeprefix("engine."))

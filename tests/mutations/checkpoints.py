@@ -13,7 +13,6 @@ FOLDER = "tests/local/test_checkpoint_folder.py"
 HASHES = (
     "tests/distributed/test_checkpoint_files.py::test_a_rank_hashes_its_share_of_what_is_left_out_and_what_it_takes"
 )
-UNIVERSAL = "tests/distributed/test_universal.py"
 
 MUTATIONS = [
     Mutation(
@@ -84,8 +83,8 @@ MUTATIONS = [
     Mutation(
         "frozen weights that were left out of a checkpoint may have other values",
         "ds_dynmo/engine/save/reading.py",
-        "                context.everywhere(lambda: _check_left_out(context, saved))\n",
-        "                pass\n",
+        "            context.everywhere(lambda: _check_left_out(context, saved))\n",
+        "            pass\n",
         HASHES,
     ),
     Mutation(
@@ -112,10 +111,10 @@ MUTATIONS = [
     Mutation(
         "a damaged file is found after layers have moved",
         "ds_dynmo/engine/save/reading.py",
-        "        present = context.gather_layers(lambda _, module: present_shapes(module))\n",
-        "        if target != context.stage.placement:\n"
-        "            context.rebalancer.move_to(target, Request(Reason.CHECKPOINT), clears_pending_decision=False)\n"
-        "        present = context.gather_layers(lambda _, module: present_shapes(module))\n",
+        "    present = context.gather_layers(lambda _, module: present_shapes(module))\n",
+        "    if target != context.stage.placement:\n"
+        "        context.rebalancer.move_to(target, Request(Reason.CHECKPOINT), clears_pending_decision=False)\n"
+        "    present = context.gather_layers(lambda _, module: present_shapes(module))\n",
         f"{DAMAGE}::test_a_damaged_file_is_named_and_changes_nothing",
     ),
     Mutation(
@@ -206,8 +205,8 @@ MUTATIONS = [
     Mutation(
         "the state of frozen layers is not written",
         "ds_dynmo/engine/state/flat_shards.py",
-        '"parked": {number: dict(self.held(Buffer(number, detached=True))) for number in self.numbers},',
-        '"parked": {number: {} for number in self.numbers},',
+        '"detached": {number: dict(self.held(Buffer(number, detached=True))) for number in self.numbers},',
+        '"detached": {number: {} for number in self.numbers},',
         f"{CHANGED}::test_frozen_layers_get_their_state_back -k bf16",
     ),
     Mutation(
@@ -268,60 +267,39 @@ MUTATIONS = [
         "tests/distributed/test_expert_parallel.py::test_a_resumed_run_equals_an_uninterrupted_one",
     ),
     Mutation(
-        "shards of stock DeepSpeed are taken for those of one replica",
-        "ds_dynmo/engine/save/importers/flat.py",
-        'return shard_size(total, int(saved.open(stage_file(saved.slice.numbers[stage])).content["dp_world_size"]))',
-        "return shard_size(total, 1)",
-        f"{STOCK}::test_wrapped_checkpoints_load_in_stock_and_back -k 'stock-ours and bf16 and zero1'",
+        "shards of stock DeepSpeed load with another number of replicas",
+        "ds_dynmo/engine/save/importers/stock.py",
+        '    if content.get("dp_world_size") != context.here.replicas:\n',
+        "    if False:\n",
+        f"{STOCK}::test_of_a_stock_checkpoint_of_other_stages_or_replicas_only_weights_load",
     ),
     Mutation(
         "a checkpoint of stock DeepSpeed is read at the partition in force",
         "ds_dynmo/engine/save/importers/stock.py",
-        "        return built\n",
-        "        return self._context.stage.placement\n",
+        "        placement, slices = context.origin.placement, tuple(",
+        "        placement, slices = context.stage.placement, tuple(",
         f"{STOCK}::test_a_stock_checkpoint_loads_after_layers_have_moved",
-    ),
-    Mutation(
-        "parameters of a stage of stock DeepSpeed are looked for at the beginning of their group",
-        "ds_dynmo/engine/save/importers/stock.py",
-        "offset=offset",
-        "offset=0",
-        f"{STOCK}::test_a_stock_checkpoint_loads_at_every_number_of_stages",
     ),
     Mutation(
         "stock DeepSpeed is taken to have saved at the partition that the module was built with",
         "ds_dynmo/engine/save/importers/stock.py",
-        "            _are_alike(self._groups(built, stage), groups) for",
-        "            True for",
-        f"{STOCK}::test_a_stock_checkpoint_of_another_partition_is_loaded",
+        "    if counts is not None and counts != [len(group) for group in groups]:\n",
+        "    if False:\n",
+        f"{STOCK}::test_of_a_stock_checkpoint_of_another_partition_only_weights_load -k zero1",
     ),
     Mutation(
-        "options of groups that the first stage of stock DeepSpeed lacked are not loaded",
+        "fp32 weights of stock DeepSpeed are taken for those of other parameters",
+        "ds_dynmo/engine/save/importers/stock.py",
+        "            if not values.to(weight.dtype).equal(",
+        "            if False and not values.to(weight.dtype).equal(",
+        f"{STOCK}::test_without_zero_groups_in_another_order_are_refused",
+    ),
+    Mutation(
+        "options of groups that the own stage of stock DeepSpeed lacked are not loaded",
         "ds_dynmo/engine/save/importers/per_parameter.py",
-        "        if saved.manifest.stock and not {",
-        "        if not saved.manifest.stock and not {",
+        "wanted.stages_of(saved) if saved.manifest.stock else [wanted.stage]",
+        "[wanted.stage]",
         f"{STOCK}::test_a_group_that_one_stage_alone_had_keeps_its_options",
-    ),
-    Mutation(
-        "a slice of a universal checkpoint is cut from the beginning of a parameter",
-        "ds_dynmo/engine/save/importers/universal_slices.py",
-        "tensor.narrow(dim, start + sum(share[:tp_rank]), share[tp_rank])",
-        "tensor.narrow(dim, start, share[tp_rank])",
-        f"{UNIVERSAL}::test_from_two_slices_to_one_and_back -k fp32",
-    ),
-    Mutation(
-        "the two moments of a universal checkpoint are exchanged",
-        "ds_dynmo/engine/save/importers/universal.py",
-        "{what: folder.cut(saved, what, model.shapes[key], tp_rank) for what in MOMENTS}",
-        "{what: folder.cut(saved, other, model.shapes[key], tp_rank) for what, other in zip(MOMENTS, MOMENTS[::-1])}",
-        f"{UNIVERSAL}::test_another_number_of_replicas_has_the_same_state",
-    ),
-    Mutation(
-        "the loss scale begins anew in a run that resumes from a universal checkpoint",
-        "ds_dynmo/engine/save/importers/universal.py",
-        "loss_scale=folder.loss_scale(),",
-        "loss_scale={},",
-        f"{UNIVERSAL}::test_a_loss_scale_goes_on",
     ),
     Mutation(
         "a save in the background writes what training has changed meanwhile",

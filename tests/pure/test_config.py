@@ -19,7 +19,7 @@ from ds_dynmo.config import (
     parse_type_partition,
     read_dynmo_config,
 )
-from ds_dynmo.config.withdrawn import WITHDRAWN
+from ds_dynmo.config.withdrawn import WITHDRAWN, WITHDRAWN_FLAGS, check_withdrawn
 from ds_dynmo.errors import ConfigError
 
 
@@ -158,8 +158,12 @@ def test_memory_limit_in_bytes_as_a_fraction_or_with_a_unit(given: Any, limit: f
     assert type(config.memory_limit) is type(limit)
 
 
-@pytest.mark.parametrize("name", [name for name in WITHDRAWN if name.startswith("dynmo.")])
-def test_what_was_withdrawn_is_refused_by_name(name: str) -> None:
+OF_THE_SECTION = [name for name in WITHDRAWN if name.startswith("dynmo.")]
+
+
+@pytest.mark.parametrize("name", ["dynmo.old", 'dynmo.repack.release = "old"', *OF_THE_SECTION])
+def test_keys_that_were_withdrawn_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WITHDRAWN, name, WITHDRAWN.get(name, "remove it"))
     key, _, value = name.partition(" = ")
     settings = json.loads(value or "true")
     for part in reversed(key.split(".")):
@@ -167,6 +171,15 @@ def test_what_was_withdrawn_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_dynmo_config(settings)
     assert str(error.value) == f"{name}: withdrawn; {WITHDRAWN[name]}"
+
+
+@pytest.mark.parametrize("command", WITHDRAWN_FLAGS)
+def test_flags_that_were_withdrawn_are_refused_by_name(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WITHDRAWN_FLAGS[command], "--old", "use --new")
+    for flag, instead in WITHDRAWN_FLAGS[command].items():
+        for given in ([flag, "5"], [f"{flag}=5"]):
+            with pytest.raises(ConfigError, match=f"^{flag}: withdrawn; {re.escape(instead)}$"):
+                check_withdrawn(["--report", "r.jsonl", *given], command)
 
 
 def test_a_schedule_may_be_its_kind_alone() -> None:

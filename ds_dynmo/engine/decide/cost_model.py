@@ -87,6 +87,6 @@ class CostModel:
         """Restore :meth:`state_dict`."""
         self.history.load(state["history"])
         self.move_costs = MoveCosts(state["moves"])
-        self.first_seconds = state.get("first_seconds")
+        self.first_seconds = state["first_seconds"]
         self._moved_bytes = state["moved_bytes"]
         self._missed_seconds = state["missed_seconds"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from ds_dynmo.config import DynMoConfig
 
@@ -67,13 +67,7 @@ class Trigger:
     the first profile after the warm-up places the layers, once.
     """
 
-    _SAVED: ClassVar = {  # attributes by their names in a checkpoint
-        "_settled": "_batches_since_move",
-        "_urgent": "_urgent",
-        "_outcome_wanted": "_measurement_wanted",
-        "_unchanged": "_unchanged",
-        "_span": "_span",
-    }
+    _SAVED = ("_batches_since_move", "_urgent", "_measurement_wanted", "_unchanged", "_span", "_placed")
 
     def __init__(self, config: DynMoConfig) -> None:
         self._config = config
@@ -215,17 +209,13 @@ class Trigger:
         """
         due = self._taken or Due(False, None, False)
         pending = self._pending or due.request or decided
-        text = str(pending) if pending is not None else None
-        state = {
-            **{name: getattr(self, attribute) for name, attribute in self._SAVED.items()},
+        return {
+            **{name: getattr(self, name) for name in self._SAVED},
             "_urgent": self._urgent or due.urgent,
-            "_outcome_wanted": self._measurement_wanted or due.measurement,
+            "_measurement_wanted": self._measurement_wanted or due.measurement,
             "_placed": self._placed and decided is None,
-            "_reason": text,
+            "_pending": None if pending is None else [pending.reason.name, pending.text],
         }
-        if pending is not None and _request_saved(state) != pending:  # a model may give "interval" as reason
-            state["asked_as"] = pending.reason.name
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`.
@@ -233,10 +223,10 @@ class Trigger:
         If rebalancing is off, drop a pending decision of the saved run. If ``initial_partition`` is then "profile", a
         profile places the layers, unless one did so in the saved run with rebalancing off.
         """
-        for name, attribute in self._SAVED.items():
-            setattr(self, attribute, state[name])
-        self._placed = state.get("_placed", False)  # older checkpoints lack it
-        self._pending, self._taken = _request_saved(state), None
+        for name in self._SAVED:
+            setattr(self, name, state[name])
+        pending, self._taken = state["_pending"], None
+        self._pending = None if pending is None else Request(Reason[pending[0]], pending[1])
         if not self._config.enabled:
             self._urgent = False
             places = self._config.initial_partition == "profile" and not self._placed
@@ -250,13 +240,3 @@ class Trigger:
 
     def _due_within(self, step: int, batches: int) -> bool:
         return any(self._due(later) for later in range(step, step + batches))
-
-
-def _request_saved(state: dict[str, Any]) -> Request | None:
-    """Read the pending request of a checkpoint: its text, and the reason's name if the text is that of another."""
-    text = state["_reason"]
-    if text is None:
-        return None
-    if "asked_as" in state:
-        return Request(Reason[state["asked_as"]], text)
-    return next((Request(reason) for reason in Reason if reason.value == text), Request(Reason.MODEL_CHANGED, text))

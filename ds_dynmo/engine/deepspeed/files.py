@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.checkpoint.constants import (
-    BASE_OPTIMIZER_STATE,
     PARAM_SHAPES,
     PIPELINE_REPLICATED_PARAMETER_PATTERNS,
     UNIVERSAL_CHECKPOINT_INFO,
@@ -23,11 +22,11 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from ds_dynmo.errors import ConfigError
 
 __all__ = [
-    "GROUP_OPTIONS",
     "PICKLED",
+    "UNIVERSAL",
     "ZeroStageEnum",
     "cannot_write",
-    "groups_of_stage",
+    "names_of_groups",
     "note_degrees",
     "restore_data_efficiency",
     "slice_number",
@@ -37,7 +36,7 @@ __all__ = [
 ]
 
 Take = Callable[[Any, str, Callable[[Any, str], Any]], None]
-GROUP_OPTIONS = "dynmo_group_options"  # options of a stage's parameter groups, beside the client state
+UNIVERSAL = "zero"  # the folder of a universal checkpoint that has a folder per parameter
 PICKLED = (
     DynamicLossScaler,
     LossScaler,
@@ -57,22 +56,17 @@ def writes_optimizer_shards(engine: Any) -> bool:
     return bool(engine.save_zero_checkpoint)
 
 
-def groups_of_stage(stage: Any) -> list[list[str]] | list[int] | None:
-    """Read what each parameter group of a saved stage has, without empty groups.
+def names_of_groups(stage: Mapping[str, Any]) -> list[list[str]] | None:
+    """Read the names of the parameters of each group of a saved stage that has some, in the order of its flat buffer.
 
     Args:
         stage: the content of its file.
 
     Returns:
-        Names of parameters, in the order of their flat buffer, or how many there are; None: the file does not say.
+        None: the file does not say, as without ZeRO.
     """
-    content = stage if isinstance(stage, dict) else {}
-    shapes, optimizer = content.get(PARAM_SHAPES), content.get("optimizer")
-    if isinstance(shapes, list):  # under ZeRO
-        return [list(names) for names in shapes if names]
-    if isinstance(optimizer, dict) and "param_groups" in optimizer:
-        return [len(group["params"]) for group in optimizer["param_groups"] if group["params"]]
-    return None
+    shapes = stage.get(PARAM_SHAPES)
+    return [list(names) for names in shapes if names] if isinstance(shapes, list) else None
 
 
 def cannot_write(engine: Any, *, later: bool) -> str | None:
@@ -105,10 +99,8 @@ def write(
         take: is given the content of each file, its path, and DeepSpeed's function that writes it.
     """
     shards, state = writes_optimizer_shards(engine), dict(client_state)
-    if shards:  # a universal checkpoint has only what is in this file, and options of the first stage's groups
-        state[GROUP_OPTIONS] = engine.optimizer.state_dict()[BASE_OPTIMIZER_STATE]["param_groups"]
-        if not engine.zero_optimization():  # DeepSpeed leaves them out, and its converter needs them
-            state[PARAM_SHAPES] = engine._get_zero_param_shapes()
+    if shards and not engine.zero_optimization():  # DeepSpeed leaves them out, and its converter needs them
+        state[PARAM_SHAPES] = engine._get_zero_param_shapes()
     with _files_to(take, engine.checkpoint_engine):
         engine._save_checkpoint(folder, tag, client_state=state, exclude_frozen_parameters=exclude_frozen)
         if shards:

@@ -25,12 +25,9 @@ def set_loss_scale_state(optimizer: Any, state: Mapping[str, Any]) -> None:
 
 
 def saved_loss_scale(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the state of a dynamic loss scale in a ``state_dict`` of a wrapper; empty where there is none.
-
-    The wrappers of fp16 without ZeRO have it among the entries of their ``state_dict``.
-    """
+    """Find the state of a dynamic loss scale in a ``state_dict`` of a wrapper; empty where there is none."""
     scaler = state_dict.get("loss_scaler")
-    return _state_in(state_dict if scaler is None else vars(scaler))
+    return _state_in(vars(scaler)) if scaler is not None else {}
 
 
 def present_loss_scale(optimizer: Any) -> float:

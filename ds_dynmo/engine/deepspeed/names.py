@@ -167,11 +167,10 @@ NEEDED: tuple[PrivateName, ...] = (
     *_of("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     *_of(
         "deepspeed.checkpoint.constants",
-        "BASE_OPTIMIZER_STATE CAT_DIM FP32_WEIGHT_KEY PARAM PARAM_GROUPS PARAM_N_SUB_PARAMS PARAM_SHAPES "
-        "PIPELINE_REPLICATED_PARAMETER_PATTERNS SUB_PARAM_SHAPE UNIVERSAL_CHECKPOINT_INFO "
-        "UNIVERSAL_CHECKPOINT_VERSION_KEY UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCAB_TENSOR",
+        "PARAM_SHAPES PIPELINE_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO "
+        "UNIVERSAL_CHECKPOINT_VERSION_KEY UNIVERSAL_CHECKPOINT_VERSION_VALUE",
     ),
-    *_of("deepspeed.checkpoint.universal_checkpoint:SubparamShape", "partition_dim shape"),
+    *_of("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
     *_of("deepspeed.moe.experts", "Experts"),
     *_of("deepspeed.utils.logging", "LoggerFactory warning_once"),
     *_of("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),

@@ -45,14 +45,11 @@ class Loaded:
     optimizer: StatePieces | None
     common: dict[str, Any]
     random: dict[str, Any] | None
-    groups: Sequence[int | None] | None = None
+    groups: Sequence[int] | None = None
 
 
-def apply(context: CheckpointContext, manifest: Manifest | None, loaded: Loaded, options: LoadOptions) -> None:
+def apply(context: CheckpointContext, manifest: Manifest, loaded: Loaded, options: LoadOptions) -> None:
     """Put what was read in place, once layers are where it was read for. Collective.
-
-    Args:
-        manifest: None: it was read from a universal checkpoint.
 
     Raises:
         CheckpointError: on every rank, if any rank fails.
@@ -85,7 +82,7 @@ def _put_layers(context: CheckpointContext, loaded: Loaded, options: LoadOptions
     context.stage.publish_move()
 
 
-def _put_progress(context: CheckpointContext, manifest: Manifest | None, loaded: Loaded, options: LoadOptions) -> None:
+def _put_progress(context: CheckpointContext, manifest: Manifest, loaded: Loaded, options: LoadOptions) -> None:
     """Put schedulers, counters and random states in place."""
     engine = context.engine
     common = loaded.common
@@ -96,7 +93,7 @@ def _put_progress(context: CheckpointContext, manifest: Manifest | None, loaded:
         engine.global_steps = common["global_steps"]
         engine.global_samples = common.get("global_samples", engine.global_steps * engine.train_batch_size())
         engine.skipped_steps = common["skipped_steps"]
-        if manifest is not None and not manifest.stock:
+        if not manifest.stock:
             stays = manifest.placement == context.stage.placement
             context.progress.restore_counters(manifest.state, same_placement=stays)
     files.note_degrees(engine, common, tensor_parallel=not options.module_only)
@@ -115,12 +112,11 @@ def _scheduler_state(context: CheckpointContext, loaded: Loaded) -> dict[str, An
 
 def client_state_of(context: CheckpointContext, loaded: Loaded, options: LoadOptions) -> dict[str, Any]:
     """Return what DeepSpeed would: everything in its file that it does not use itself."""
-    used = {"module", files.GROUP_OPTIONS}
+    used = {"module", "optimizer"}
     if not options.module_only:
         used |= {"skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
     if options.scheduler:
         used.add("lr_scheduler")
-    used.add("optimizer")
     universal = universal_info(context.engine, context.stage, {})
     used |= {key for key, value in universal.items() if loaded.common.get(key) == value}
     client = copy.deepcopy({key: value for key, value in loaded.common.items() if key not in used})

@@ -126,9 +126,9 @@ def tidy(save_dir: str) -> None:
                 _clear(save_dir, name[1:].removesuffix(_WRITING))
 
 
-def read_latest(save_dir: str, name: str = LATEST) -> str | None:
-    """Read the tag that ``latest``, or a file of another ``name``, has; None: there is no such file."""
-    path = os.path.join(save_dir, name)
+def read_latest(save_dir: str) -> str | None:
+    """Read the tag that ``latest`` has; None: there is no such file."""
+    path = os.path.join(save_dir, LATEST)
     if not os.path.isfile(path):
         return None
     with open(path) as file:

@@ -18,9 +18,8 @@ from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files.checkpoints import FOLDER
 from ds_dynmo.placement import Placement
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "dynmo/manifest.json"
-UNSHARDED_FP16 = "fp16"  # without ZeRO, which is read only
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class SliceManifest:
             StageSlots(
                 tuple(Slot(**slot) for slot in stage["slots"]),
                 tuple(stage["shard_numels"]),
-                tuple(stage["parked_numels"]),
+                tuple(stage["detached_numels"]),
             )
             for stage in read["stages"]
         )
@@ -100,7 +99,7 @@ class Manifest:
     Attributes:
         placement: where layers were when it was written.
         replicas: data-parallel size.
-        optimizer: how optimizer state is kept: :data:`PER_PARAMETER`, :data:`FLAT` or :data:`UNSHARDED_FP16`.
+        optimizer: how optimizer state is kept: :data:`PER_PARAMETER` or :data:`FLAT`.
         optimizer_class: the torch optimizer's class name, for the error where it is another one; "" without one.
         slices: per tensor-parallel slice, what its files hold.
         frozen_excluded: weights of frozen parameters were left out, as the user asked.
@@ -172,8 +171,8 @@ class Manifest:
         """
         try:
             read = json.loads(text)
-            if read.pop("format") != FORMAT:
-                raise ValueError(f"its format is not {FORMAT}")
+            if (version := read.pop("format")) != FORMAT:
+                raise ValueError(f"its format is {version}, expected {FORMAT}: the ds_dynmo that wrote it reads it")
             manifest = cls(
                 placement=Placement.of(read.pop("partition"), read.pop("partition_owners", None)),
                 slices=tuple(map(SliceManifest.from_parsed, read.pop("slices"))),

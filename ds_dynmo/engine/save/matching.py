@@ -7,7 +7,6 @@ from typing import Any
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
-from ds_dynmo.engine.save.importers.optimizer import READABLE
 from ds_dynmo.engine.save.manifest import Manifest, SliceManifest
 from ds_dynmo.errors import CheckpointError, counted
 
@@ -48,7 +47,7 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
     inner = context.stage.optimizer.inner
     present_class, present_storage = type(inner).__name__ if inner is not None else "", context.stage.state.storage
     saved_class, saved_storage = manifest.optimizer_class, manifest.optimizer
-    if saved_class != present_class or saved_storage not in READABLE[present_storage]:
+    if saved_class != present_class or saved_storage != present_storage:
         raise CheckpointError(
             f"{path}: optimizer state of {saved_class or 'none'} ({saved_storage}), expected "
             f"{present_class or 'none'} ({present_storage}); load_optimizer_states=False loads the rest"
@@ -79,7 +78,8 @@ def check_slices(context: CheckpointContext, found: int, path: str) -> None:
     if found != expected:
         raise CheckpointError(
             f"{path}: written with {found} tensor-parallel slices, expected {expected}, the ranks on the topology's "
-            "'model' axis: only a universal checkpoint (checkpoint.load_universal) can be cut into other slices"
+            "'model' axis: DeepSpeed cuts what ds_to_universal makes of it into other slices, without the \"dynmo\" "
+            "section"
         )
 
 

@@ -46,7 +46,7 @@ class EngineProgress:
             rebalancer.cost_model.load_state_dict(saved["experience"])
         else:
             rebalancer.cost_model.model_changed()
-            rebalancer.cost_model.first_seconds = saved["experience"].get("first_seconds")
+            rebalancer.cost_model.first_seconds = saved["experience"]["first_seconds"]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole progress, for a rank that was away."""

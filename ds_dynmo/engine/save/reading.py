@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import Any, TypeVar
+from typing import Any
 
 from deepspeed.utils import logger
 
+from ds_dynmo.config.withdrawn import LOAD_UNIVERSAL, WITHDRAWN
 from ds_dynmo.engine.decide.trigger import Reason, Request
-from ds_dynmo.engine.deepspeed.universal import LATEST as LATEST_UNIVERSAL
+from ds_dynmo.engine.deepspeed.files import UNIVERSAL
 from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.engine.save.applying import Loaded, LoadOptions, apply, client_state_of
 from ds_dynmo.engine.save.context import CheckpointContext, local_slice
-from ds_dynmo.engine.save.importers.optimizer import read_state
-from ds_dynmo.engine.save.importers.stock import how_it_is_read, stock_manifest, stock_state_of_use
-from ds_dynmo.engine.save.importers.universal import read_universal
-from ds_dynmo.engine.save.importers.universal_folder import is_universal
+from ds_dynmo.engine.save.importers.flat import read_flat
+from ds_dynmo.engine.save.importers.per_parameter import read_per_parameter
+from ds_dynmo.engine.save.importers.stock import (
+    at_saved_layout,
+    check_masters,
+    how_it_is_read,
+    stock_manifest,
+    stock_state_of_use,
+)
 from ds_dynmo.engine.save.importers.wanted import SavedParameter, Wanted
 from ds_dynmo.engine.save.layer_content import (
     LoadedLayer,
@@ -38,12 +44,11 @@ from ds_dynmo.engine.save.manifest import (
 from ds_dynmo.engine.save.matching import check_common, check_model, saved_as
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import ParamKey
-from ds_dynmo.engine.state.pieces import PER_PARAMETER, StatePieces
-from ds_dynmo.errors import CheckpointError
+from ds_dynmo.engine.state.pieces import FLAT, StatePieces
+from ds_dynmo.errors import CheckpointError, MigrationError
 from ds_dynmo.files.checkpoints import LEFT_OUT, layer_file
 from ds_dynmo.placement import Placement
-
-Described = TypeVar("Described")
+from ds_dynmo.plan import MigrationPlan
 
 
 def load(
@@ -58,44 +63,39 @@ def load(
     Raises:
         CheckpointError: on every rank, naming the file. The engine is as it was, unless the message says otherwise.
     """
-    comm, universal = context.stage.comm, context.engine.load_universal_checkpoint()
-    latest = LATEST_UNIVERSAL if universal else folders.LATEST
     given = tag
 
     def choose() -> str | None:
         if context.here.rank == 0:
             folders.tidy(load_dir)
-        return folders.read_latest(load_dir, latest) if given is None else str(given)
+        return folders.read_latest(load_dir) if given is None else str(given)
 
     tag = context.everywhere(choose, same=lambda found: f"{load_dir}: {'no tag' if found is None else repr(found)}")
-    if tag is None and universal:
-        raise CheckpointError(f"{os.path.join(load_dir, latest)}: there is no such file; ds_to_universal writes it")
     if tag is None:
-        logger.warning(f"{os.path.join(load_dir, latest)}: there is no such file; nothing was loaded")
+        logger.warning(f"{os.path.join(load_dir, folders.LATEST)}: there is no such file; nothing was loaded")
         return None, None
-    manifest: Manifest | None = None
-    if universal:
-        target, loaded = context.stage.placement, read_universal(context, os.path.join(load_dir, tag), options)
-    else:
-        saved = _open(context, load_dir, tag, options)
-        manifest = saved.manifest
-        target = comm.everywhere(
+    saved = _open(context, load_dir, tag, options)
+    manifest = saved.manifest
+    target = _within_memory(
+        context,
+        context.stage.comm.everywhere(
             "loading at a saved partition",
-            lambda: _target(context, saved.manifest, options),
+            lambda: _target(context, manifest, options),
             same=context.stage.placement_change_text,
-        )
-        present = context.gather_layers(lambda _, module: present_shapes(module))
-        how = how_it_is_read(os.path.join(load_dir, tag))
-        if manifest.stock and context.here.rank == 0:
-            logger.warning(f"{how}: the partition {manifest.placement}")
-        try:
-            loaded = context.everywhere(lambda: _read(context, saved, target, present, options))
-            if manifest.frozen_excluded:
-                context.everywhere(lambda: _check_left_out(context, saved))
-        except CheckpointError as error:
-            if not manifest.stock:
-                raise
-            raise CheckpointError(f"{how}: the partition {manifest.placement}. {error}") from error
+        ),
+    )
+    present = context.gather_layers(lambda _, module: present_shapes(module))
+    how = how_it_is_read(os.path.join(load_dir, tag))
+    if manifest.stock and context.here.rank == 0:
+        logger.warning(how)
+    try:
+        loaded = context.everywhere(lambda: _read(context, saved, target, present, options))
+        if manifest.frozen_excluded:
+            context.everywhere(lambda: _check_left_out(context, saved))
+    except CheckpointError as error:
+        if not manifest.stock:
+            raise
+        raise CheckpointError(f"{how}. {error}") from error
     if target != context.stage.placement:
         context.rebalancer.move_to(target, Request(Reason.CHECKPOINT), clears_pending_decision=False)
     try:
@@ -132,8 +132,8 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
         if not os.path.isfile(path):
             if os.path.isdir(os.path.dirname(path)):
                 raise CheckpointError(f"{path}: there is no such file")
-            if is_universal(folder):
-                raise CheckpointError(f"{folder}: a universal checkpoint, which checkpoint.load_universal = true loads")
+            if os.path.isdir(os.path.join(folder, UNIVERSAL)):
+                raise CheckpointError(f"{folder}: a universal checkpoint; {WITHDRAWN[LOAD_UNIVERSAL]}")
             return folder, sorted(name for name in os.listdir(folder) if name.endswith(".pt"))
         with open(path, encoding="utf-8") as file:
             return folder, file.read()
@@ -175,21 +175,31 @@ def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions
     It is the saved placement, if all of these hold, else the present one:
 
     - it has as many stages as this job;
-    - rebalancing is on, or this run continues one whose profile at the start placed the layers for good;
-    - not only the weights of a checkpoint of stock DeepSpeed are loaded.
+    - rebalancing is on, or this run continues one whose profile at the start placed the layers for good.
     """
     adopts = manifest.num_stages == context.here.num_stages and (
         context.stage.config.enabled or _was_placed(context, manifest, options)
     )
-    if manifest.stock and options.module_only:
-        adopts = False
     return manifest.placement if adopts else context.stage.placement
+
+
+def _within_memory(context: CheckpointContext, target: Placement) -> Placement:
+    """Return ``target``, or the present placement if a move to ``target`` would exceed the memory limit. Collective."""
+    present = context.stage.placement
+    context.stage.comm.enter(context.operation)
+    try:
+        context.rebalancer.memory.check(MigrationPlan.between(present, target))
+    except MigrationError as error:
+        if context.here.rank == 0:
+            logger.warning(f"layers stay at {present}, where the checkpoint is loaded: {error}")
+        return present
+    return target
 
 
 def _was_placed(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> bool:
     """Return whether this run continues one whose profile at the start placed the layers for good."""
     goes_on = context.stage.config.initial_partition == "profile" and not manifest.stock and not options.module_only
-    return goes_on and bool(manifest.state["controller"].get("_placed"))
+    return goes_on and bool(manifest.state["controller"]["_placed"])
 
 
 def _read(
@@ -204,10 +214,6 @@ def _read(
     same_stages = manifest.num_stages == context.here.num_stages
     same_replicas = manifest.replicas == context.here.replicas
     source = stage if same_stages else 0
-    if manifest.stock and not same_stages:  # DeepSpeed drops groups that are empty on a stage
-        source = max(range(manifest.num_stages), key=lambda number: len(_groups_of(saved, number)))
-    if manifest.stock and options.module_only:
-        source = 0
     replica = context.here.replica if same_replicas else 0
     path, common = _read_common(context, saved, source, options)
     layers, wanted = _read_layers(context, saved, target, present, replica, options)
@@ -217,9 +223,7 @@ def _read(
     random = None
     if not manifest.stock and same_stages and same_replicas and not options.module_only:
         random = saved.read_to(context.stage.comm.device, rank_file(stage, replica, saved.slice_index))
-    groups = None
-    if manifest.stock:
-        groups = _groups_of(saved, source)
+    groups = saved.slice.stages[source].trained_groups if manifest.stock else None
     return Loaded(path, layers, optimizer, common, random, groups)
 
 
@@ -235,11 +239,6 @@ def _check_left_out(context: CheckpointContext, saved: SavedCheckpoint) -> None:
         check_left_out(module, left_out, saved.path(path))
 
 
-def _groups_of(saved: SavedCheckpoint, stage: int) -> list[int]:
-    """List the parameter groups that a saved stage had parameters of."""
-    return sorted({slot.group for slot in saved.slice.stages[stage].slots if not slot.parked})
-
-
 def _read_optimizer(
     context: CheckpointContext,
     saved: SavedCheckpoint,
@@ -248,12 +247,20 @@ def _read_optimizer(
     source: int,
 ) -> StatePieces:
     """Read what the optimizer held for ``parameters``, those of ``layers``."""
+    if saved.manifest.stock:
+        saved = at_saved_layout(context, saved)
     stage = context.stage
     adapter, groups = stage.optimizer.adapter, context.stage.optimizer.inner.param_groups
     per_replica = adapter.per_replica_groups if adapter is not None else frozenset[int]()
     replica = context.here.replica
-    pieces = read_state(saved, Wanted(parameters, source, len(groups), per_replica, replica, context.here.replicas))
-    for index, layer in layers.items() if saved.manifest.optimizer == PER_PARAMETER else ():
+    wanted = Wanted(parameters, source, len(groups), per_replica, replica, context.here.replicas)
+    if saved.manifest.optimizer == FLAT:
+        pieces = read_flat(saved, wanted)
+        if saved.manifest.stock:
+            check_masters(saved, {stage.layers.first_use(index): layer for index, layer in layers.items()}, pieces)
+        return pieces
+    pieces = read_per_parameter(saved, wanted)
+    for index, layer in layers.items():
         replica_optimizer_state(stage.layers.first_use(index), layer, pieces)
     return pieces
 

@@ -52,6 +52,10 @@ class SavedCheckpoint:
         """The saved files of this rank's tensor-parallel slice."""
         return self.manifest.slices[self.slice_index]
 
+    def described_by(self, manifest: Manifest) -> SavedCheckpoint:
+        """Return the same files, described by another manifest."""
+        return SavedCheckpoint(self._folder, manifest, self.slice_index)
+
     def path(self, name: str) -> str:
         """Return the path of a file, for messages."""
         return os.path.join(self._folder, name)

@@ -303,7 +303,7 @@ class FlatShards:
     def extra_optimizer_state(self) -> dict[str, Any]:
         """Collect the state for which DeepSpeed's checkpoint files have no place."""
         return {
-            "parked": {number: dict(self.held(Buffer(number, detached=True))) for number in self.numbers},
+            "detached": {number: dict(self.held(Buffer(number, detached=True))) for number in self.numbers},
             "scalars": {number: self.scalars(number) for number in self.numbers},
             "options": {number: options_of(self._adapter.inner.param_groups[number]) for number in self.numbers},
             "kinds": {number: sorted(self.live(number)) for number in self.numbers},

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ds_dynmo.engine.state.keys import ParamKey
-from ds_dynmo.errors import CheckpointError
 
 __all__ = [
     "FLAT",
@@ -20,7 +19,6 @@ __all__ = [
     "StatePieces",
     "in_memory",
     "is_per_element",
-    "steps_of_groups",
 ]
 
 PER_PARAMETER = "per parameter"
@@ -74,24 +72,6 @@ def in_memory(name: str, value: Any, options: Mapping[str, Any], device: torch.d
     return value.clone() if on_cpu else value.to(device, copy=True)
 
 
-def steps_of_groups(steps: Mapping[ParamKey, Any], groups: Mapping[ParamKey, int]) -> dict[int, Any]:
-    """Return the count of steps of each parameter group, which must be the same for all of its parameters.
-
-    Raises:
-        CheckpointError: names two parameters with different counts.
-    """
-    first: dict[int, ParamKey] = {}
-    for key, step in steps.items():
-        other = first.setdefault(groups[key], key)
-        if steps[other] != step:
-            raise CheckpointError(
-                f"layer {other[0]}'s {other[1]} took {int(steps[other])} steps and layer {key[0]}'s {key[1]} "
-                f"{int(step)}, but bf16 and ZeRO count steps per parameter group: both are in group {groups[key]}; "
-                "load_optimizer_states=False loads the rest"
-            )
-    return {number: steps[key] for number, key in first.items()}
-
-
 # -- where it lies in DeepSpeed's files ----------------------------------------------------------------
 
 
@@ -106,8 +86,7 @@ class Slot:
         index: position in the optimizer's ``state_dict``, counted over the groups.
         offset: of its first element in the flat vector of its group, which is the concatenation of all shards.
         numel: number of its elements.
-        parked: it was detached (:class:`Membership`), and lies in the detached buffer of its group; ``index`` has no
-            meaning. Files have this name.
+        detached: it lies in the detached buffer of its group (:class:`Membership`); ``index`` has no meaning.
     """
 
     layer: int
@@ -116,7 +95,7 @@ class Slot:
     index: int
     offset: int
     numel: int
-    parked: bool = False
+    detached: bool = False
 
     @property
     def key(self) -> ParamKey:
@@ -130,9 +109,14 @@ class StageSlots:
     Attributes:
         slots: of the stage's parameters.
         shard_numels: per group, the elements of one data-parallel rank's shard; () if state is not sharded.
-        parked_numels: the same for the detached buffers. Files have this name.
+        detached_numels: the same for the detached buffers.
     """
 
     slots: tuple[Slot, ...]
     shard_numels: tuple[int, ...] = ()
-    parked_numels: tuple[int, ...] = ()
+    detached_numels: tuple[int, ...] = ()
+
+    @property
+    def trained_groups(self) -> list[int]:
+        """The numbers of the groups that have parameters which the optimizer sees: stock DeepSpeed drops others."""
+        return sorted({slot.group for slot in self.slots if not slot.detached})

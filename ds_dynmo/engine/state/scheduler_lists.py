@@ -56,13 +56,13 @@ def unclear_lists(scheduler: Any | None, num_groups: int) -> list[str]:
     return [candidate.path for candidate in _lists(scheduler, num_groups) if candidate.name not in known]
 
 
-def fill_state(scheduler: Any, saved: dict[str, Any], numbers: Sequence[int | None], num_groups: int) -> dict[str, Any]:
+def fill_state(scheduler: Any, saved: dict[str, Any], numbers: Sequence[int], num_groups: int) -> dict[str, Any]:
     """Return a saved state of ``scheduler`` whose lists of groups have present entries for groups that it lacks.
 
     A list of an unknown name counts too if its length has changed with the number of groups.
 
     Args:
-        numbers: of the groups that ``saved`` has entries for; None: the group no longer exists.
+        numbers: of the groups that ``saved`` has entries for.
     """
     filled = dict(saved)
     if len(numbers) < num_groups:
@@ -72,8 +72,7 @@ def fill_state(scheduler: Any, saved: dict[str, Any], numbers: Sequence[int | No
             if name not in OF_OTHERS and isinstance(entries, list) and len(entries) == len(numbers):
                 filled[name] = list(present[name])
                 for number, entry in zip(numbers, entries):
-                    if number is not None:
-                        filled[name][number] = entry
+                    filled[name][number] = entry
     if RUNS in saved:
         pairs = zip(getattr(scheduler, RUNS, ()), saved[RUNS])
         filled[RUNS] = [fill_state(inner, state, numbers, num_groups) for inner, state in pairs]

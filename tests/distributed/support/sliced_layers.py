@@ -12,9 +12,7 @@ from torch import nn
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import WIDTH, Embedding, Head, project, seeded
 
-SLICES: dict[
-    str, Any
-] = {}  # this rank's group and index, and the number of slices, where a layer that arrives finds them
+SLICES: dict[str, Any] = {}  # this rank's group and index, where a layer that arrives finds them
 
 
 class _Copy(torch.autograd.Function):
@@ -67,20 +65,8 @@ class SlicedBlock(nn.Module):
         return hidden + _Reduce.apply(inner @ self.down.t(), SLICES["group"]) + self.bias
 
 
-class CutBlock(SlicedBlock):
-    """A block that computes the same whatever the number of slices, 1 or 2: unequal parts of one inner width."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        inner, mine = 9 + 4 * (index % 3), SLICES["index"]
-        part = slice(0, inner) if SLICES["count"] == 1 else (slice(0, inner // 2), slice(inner // 2, inner))[mine]
-        self.up.data = seeded((inner, WIDTH), 100 * index)[part].clone()
-        self.down.data = seeded((WIDTH, inner), 100 * index + 1)[:, part].clone()
-
-
-def sliced_layers(case: Case, block: type[SlicedBlock] = SlicedBlock) -> list[Any]:
+def sliced_layers(case: Case) -> list[Any]:
     """Return an embedding, sliced blocks and a head. Collective: it makes the slices' groups."""
-    SLICES.update(count=case.slices)
     for ranks in case.topology.get_axis_comm_lists("model"):
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
@@ -91,4 +77,4 @@ def sliced_layers(case: Case, block: type[SlicedBlock] = SlicedBlock) -> list[An
             TiedLayerSpec("embedding", Embedding, 1, tied_weight_attr="weight"),
             TiedLayerSpec("embedding", Embedding, 1, forward_fn=project, tied_weight_attr="weight"),
         ]
-    return [ends[0], *(LayerSpec(block, index) for index in range(case.blocks)), ends[1]]
+    return [ends[0], *(LayerSpec(SlicedBlock, index) for index in range(case.blocks)), ends[1]]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ds_dynmo.engine.deepspeed.loss_scale import saved_loss_scale
-from ds_dynmo.engine.move.layout import intervals_of_parameter, shard_size
+from ds_dynmo.engine.move.layout import intervals_of_parameter
 from ds_dynmo.engine.save.importers.wanted import Wanted
-from ds_dynmo.engine.save.manifest import flat_file, stage_file
+from ds_dynmo.engine.save.manifest import flat_file
 from ds_dynmo.engine.save.saved_files import MappedFile, SavedCheckpoint
 from ds_dynmo.engine.state.keys import MASTER
 from ds_dynmo.engine.state.parameter_groups import options_of
@@ -32,6 +32,8 @@ def read_flat(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
     """
     file, content = _open(saved, wanted.stage, 0)
     pieces = StatePieces(loss_scale=file.take(saved_loss_scale(content)))
+    stock = saved.manifest.stock
+    groups = list(_stock_groups(saved, wanted)) if stock else []  # before elements: it checks the shards
     places = saved.slice.slots(prefer=wanted.stage)
     sources = {wanted.stage: None}  # stages, each once, in this order
     for key, (saved_as, _) in wanted.parameters.items():
@@ -40,7 +42,7 @@ def read_flat(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
             sources[source] = None
             pieces.groups[key] = slot.group
             pieces.elements[key] = _elements(saved, source, slot, wanted)
-    for number, scalars, options, kinds in _groups(saved, sources, wanted.num_groups):
+    for number, scalars, options, kinds in groups if stock else _groups(saved, sources, wanted.num_groups):
         pieces.options.setdefault(number, options)
         if kinds:  # a stage may lack state that another one has
             pieces.scalars.setdefault(number, scalars)
@@ -55,7 +57,9 @@ def _elements(saved: SavedCheckpoint, stage: int, slot: Slot, wanted: Wanted) ->
     its own if there were as many replicas.
     """
     found: Elements = {}
-    for shard, interval in intervals_of_parameter(slot.key, slot.numel, slot.offset, _shard_numel(saved, stage, slot)):
+    of_stage = saved.slice.stages[stage]
+    shard_numel = (of_stage.detached_numels if slot.detached else of_stage.shard_numels)[slot.group]
+    for shard, interval in intervals_of_parameter(slot.key, slot.numel, slot.offset, shard_numel):
         replica = wanted.replica if slot.group in wanted.per_replica_groups else shard
         stop = interval.offset + interval.numel
         compares = replica % wanted.replicas == wanted.replica
@@ -70,63 +74,56 @@ def _elements(saved: SavedCheckpoint, stage: int, slot: Slot, wanted: Wanted) ->
     return found
 
 
-def _shard_numel(saved: SavedCheckpoint, stage: int, slot: Slot) -> int:
-    stage_slots = saved.slice.stages[stage]
-    if slot.parked:
-        return stage_slots.parked_numels[slot.group]
-    if not saved.manifest.stock:
-        return stage_slots.shard_numels[slot.group]
-    total = sum(other.numel for other in stage_slots.slots if other.group == slot.group and not other.parked)
-    return shard_size(total, int(saved.open(stage_file(saved.slice.numbers[stage])).content["dp_world_size"]))
-
-
 def _tensors(saved: SavedCheckpoint, stage: int, shard: int, slot: Slot, *, compares: bool) -> dict[str, torch.Tensor]:
     """Read one rank's shards of the group of ``slot``; ``compares``: with their checksums."""
-    if slot.parked:
+    if slot.detached:
         file = saved.open(flat_file(stage, shard, saved.slice_index))
-        tensors: dict[str, torch.Tensor] = file.content["parked"][slot.group]
+        tensors: dict[str, torch.Tensor] = file.content["detached"][slot.group]
     else:
         file, content = _open(saved, stage, shard)
-        masters = content[_MASTERS]
-        if saved.manifest.stock:
-            expected = len({other.group for other in saved.slice.stages[stage].slots if not other.parked})
-            if len(masters) != expected:
-                raise CheckpointError(
-                    f"{saved.path(_rank_file(saved, stage, shard))}: has {len(masters)} parameter groups, expected "
-                    f"{expected}"
-                )
         values = content[_STATE]["state"].get(slot.index, {})
-        tensors = {MASTER: masters[slot.index], **{name: value for name, value in values.items() if _is_row(value)}}
+        rows = {name: value for name, value in values.items() if _is_row(value)}
+        tensors = {MASTER: content[_MASTERS][slot.index], **rows}
     return file.take(tensors) if compares else tensors
 
 
-def _groups(
-    saved: SavedCheckpoint, sources: Iterable[int], num_groups: int
-) -> Iterator[tuple[int, dict[str, Any], dict[str, Any], set[str]]]:
-    """Read the parameter groups of stages: number, scalars, options, kinds of state beside the fp32 weights."""
-    if not saved.manifest.stock:
-        for source in sources:
-            name = flat_file(source, 0, saved.slice_index)
-            file = saved.open(name)
-            extras = file.take({what: file.content[what] for what in ("options", "scalars", "kinds")})
-            if len(extras["options"]) != num_groups:
-                raise CheckpointError(
-                    f"{saved.path(name)}: has {len(extras['options'])} parameter groups, expected {num_groups}"
-                )
-            for number, scalars in extras["scalars"].items():
-                yield number, scalars, dict(extras["options"][number]), {*extras["kinds"][number]} - {MASTER}
-        return
-    seen: set[int] = set()
-    for source, stage_slots in enumerate(saved.slice.stages):
-        for slot in stage_slots.slots:
-            if slot.parked or slot.group in seen:
-                continue
-            seen.add(slot.group)
-            file, content = _open(saved, source, 0)
-            values = content[_STATE]["state"].get(slot.index, {})
+Group = tuple[int, dict[str, Any], dict[str, Any], set[str]]
+"""Number, scalars, options, and kinds of state beside the fp32 weights."""
+
+
+def _groups(saved: SavedCheckpoint, sources: Iterable[int], num_groups: int) -> Iterator[Group]:
+    """Read the parameter groups of stages."""
+    for source in sources:
+        name = flat_file(source, 0, saved.slice_index)
+        file = saved.open(name)
+        extras = file.take({what: file.content[what] for what in ("options", "scalars", "kinds")})
+        if len(extras["options"]) != num_groups:
+            raise CheckpointError(
+                f"{saved.path(name)}: has {len(extras['options'])} parameter groups, expected {num_groups}"
+            )
+        for number, scalars in extras["scalars"].items():
+            yield number, scalars, dict(extras["options"][number]), {*extras["kinds"][number]} - {MASTER}
+
+
+def _stock_groups(saved: SavedCheckpoint, wanted: Wanted) -> Iterator[Group]:
+    """Read the parameter groups that any stage of stock DeepSpeed had.
+
+    Raises:
+        CheckpointError: a stage had another number.
+    """
+    for stage in wanted.stages_of(saved):
+        file, content = _open(saved, stage, 0)
+        state, groups = (content[_STATE][what] for what in ("state", "param_groups"))
+        numbers = saved.slice.stages[stage].trained_groups
+        if len(content[_MASTERS]) != len(numbers):
+            raise CheckpointError(
+                f"{saved.path(_rank_file(saved, stage, 0))}: has {len(content[_MASTERS])} parameter groups, expected "
+                f"{len(numbers)}"
+            )
+        for index, number in enumerate(numbers):
+            values = state.get(index, {})
             scalars = file.take({name: value for name, value in values.items() if not _is_row(value)})
-            options = file.take(options_of(content[_STATE]["param_groups"][slot.index]))
-            yield slot.group, scalars, options, values.keys() - scalars.keys()
+            yield number, scalars, file.take(options_of(groups[index])), values.keys() - scalars.keys()
 
 
 def _open(saved: SavedCheckpoint, stage: int, shard: int) -> tuple[MappedFile, dict[str, Any]]:

@@ -1,43 +1,41 @@
-"""Read what stock DeepSpeed wrote of a pipeline, at any number of stages.
+"""Describe what stock DeepSpeed wrote of a pipeline by a manifest.
 
-Its optimizer files have parameters by their position. Which parameters a saved stage had is in its file under ZeRO,
-by name. Elsewhere it follows from how many each group has: stages hold consecutive layers, and a group lists its
-parameters in the order of the module.
+Its optimizer files have parameters by their position. So they load at the layout that they were written at, which has
+to be that of this engine's construction: stages, partition and replicas. Its files of weights are per layer.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
-from ds_dynmo.engine.deepspeed.files import groups_of_stage
+import torch
+
+from ds_dynmo.engine.deepspeed.files import names_of_groups
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
-from ds_dynmo.engine.save.importers.universal import names_of
+from ds_dynmo.engine.save.importers.per_parameter import torch_optimizer
 from ds_dynmo.engine.save.initial_model import LayerOrigin
-from ds_dynmo.engine.save.manifest import MANIFEST, UNSHARDED_FP16, Manifest, SliceManifest, stage_file
+from ds_dynmo.engine.save.layer_content import LoadedLayer
+from ds_dynmo.engine.save.manifest import Manifest, SliceManifest, stage_file
 from ds_dynmo.engine.save.matching import check_slices
-from ds_dynmo.engine.save.safe_load import safe_load
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
-from ds_dynmo.engine.state.keys import ParamKey
-from ds_dynmo.engine.state.pieces import FLAT, Slot, StageSlots
+from ds_dynmo.engine.state.keys import MASTER
+from ds_dynmo.engine.state.pieces import PER_PARAMETER, StageSlots, StatePieces
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files.checkpoints import FOLDER
 from ds_dynmo.placement import Placement
-
-Groups = list[list[ParamKey]]  # per parameter group that a stage has something of, its parameters in their order
 
 
 def how_it_is_read(folder: str) -> str:
     """Describe how a checkpoint without a manifest is read."""
     return (
-        f"{folder}: has no folder {FOLDER}/, so it is read as stock DeepSpeed's. If ds_dynmo wrote it, copy it with "
+        f"{folder}: has no folder {FOLDER}/, so it is read as stock DeepSpeed's: at the stages, partition and replicas "
+        "that it was written at, or weights alone (load_module_only=True) at any. If ds_dynmo wrote it, copy it with "
         "that folder"
     )
 
@@ -45,14 +43,16 @@ def how_it_is_read(folder: str) -> str:
 def stock_manifest(
     context: CheckpointContext, folder: str, names: list[str], slices: tuple[SliceManifest, ...], options: LoadOptions
 ) -> Manifest:
-    """Infer the manifest of a checkpoint that stock DeepSpeed wrote of this model.
+    """Make the manifest of a checkpoint that stock DeepSpeed wrote of this model.
+
+    Of weights alone it is that of one stage, whose file every pipeline has.
 
     Args:
         names: of the files in ``folder``, as all ranks see them.
         slices: what DeepSpeed would write of the pipeline that this engine was constructed with.
 
     Raises:
-        CheckpointError: it has other files, or is of other parameters.
+        CheckpointError: it has other files.
     """
     if context.stage.replicas_differ:
         raise CheckpointError(
@@ -62,152 +62,25 @@ def stock_manifest(
     of_layers = fnmatch.filter(names, "layer_*-model_states.pt")
     cut = {found.group() for name in of_layers if (found := re.search(r"-model_\d+-", name))}
     check_slices(context, len(cut) or 1, folder)
-    stages = fnmatch.filter(names, "mp_rank_*_model_states.pt")
-    kind = _storage(context, names)
-    expected = sorted(stage_file(number) for of_slice in slices for number in of_slice.numbers)
-    if not (options.module_only and stages):
-        mine = slices[context.here.tp_rank]
-        saved = _SavedPipeline(context, mine).find(folder, stages, strict=options.optimizer)
-        if saved is None and stages != expected:
-            raise CheckpointError(
-                f"{folder}: written by stock DeepSpeed with the stage files {stages}, expected {expected}. Without a "
-                f"{MANIFEST} optimizer state loads at another number of stages only if parameter groups list "
-                "parameters in the order of the module, and the files say how many there are of each group; "
-                "load_module_only=True loads weights"
-            )
-        if saved is not None:
-            return _manifest(kind, *saved, slices)
-    return _manifest(kind, context.origin.placement, None, slices)
-
-
-def _manifest(
-    kind: str, placement: Placement, groups: list[Groups] | None, slices: tuple[SliceManifest, ...]
-) -> Manifest:
-    """Make the manifest; ``kind``: of optimizer; ``groups``: per saved stage; None: as this engine was constructed."""
-    if groups is None:
-        held = [_trained(of_slice) for of_slice in slices]
+    if options.module_only:
+        placement = Placement.chain([0, context.stage.layers.num_layers])
+        slices = tuple(replace(each, stages=(StageSlots(()),), numbers=each.numbers[:1]) for each in slices)
     else:
-        numbers = [_numbers(len(groups), len(slices), place) for place in range(len(slices))]
-        held = [_at(of_slice, of_files, groups, kind) for of_slice, of_files in zip(slices, numbers)]
+        placement, slices = context.origin.placement, tuple(map(_trained, slices))
+        stages = fnmatch.filter(names, "mp_rank_*_model_states.pt")
+        expected = sorted(stage_file(number) for of_slice in slices for number in of_slice.numbers)
+        if stages != expected:
+            raise CheckpointError(f"{how_it_is_read(folder)}. It has the stage files {stages}, expected {expected}")
     return Manifest(
         placement=placement,
         replicas=0,
-        optimizer=kind,
+        optimizer=context.stage.state.storage,
         optimizer_class="",
-        slices=tuple(held),
+        slices=slices,
         frozen_excluded=False,
         files={},
         state={},
     )
-
-
-def _storage(context: CheckpointContext, names: list[str]) -> str:
-    """Find out how stock DeepSpeed kept optimizer state: as this engine does, but fp16 also without ZeRO's shards."""
-    storage = context.stage.state.storage
-    shards = fnmatch.filter(names, "*zero_pp_rank_*_optim_states.pt")
-    return UNSHARDED_FP16 if storage == FLAT and context.engine.fp16_enabled() and not shards else storage
-
-
-# -- which stage had which parameters -----------------------------------------------------------------
-
-
-class _SavedPipeline:
-    """Finds the partition at which this model was saved.
-
-    Args:
-        built: what DeepSpeed would write of this rank's slice, as this engine was constructed.
-    """
-
-    def __init__(self, context: CheckpointContext, built: SliceManifest) -> None:
-        self._context, self._layers, self._built = context, context.stage.layers, built
-        self._slots = {slot.key: slot for stage in _trained(built).stages for slot in stage.slots}
-
-    def find(self, folder: str, files: list[str], *, strict: bool) -> tuple[Placement, list[Groups]] | None:
-        """Return the partition, and what groups the saved stages had; None: the files do not say.
-
-        Raises:
-            CheckpointError: ``strict``, and they have other parameters than this model has at any partition.
-        """
-        slices, mine = self._context.here.tp_size, self._context.here.tp_rank
-        names = [stage_file(number) for number in _numbers(len(files) // slices, slices, mine)]
-        by_stage = _numbers(len(self._built.stages), slices, mine) == self._built.numbers
-        if self._layers.separate_uses or not self._context.origin.placement.is_chain:
-            return None
-        if not (by_stage and names and set(names) <= set(files)):
-            return None
-        paths = [os.path.join(folder, name) for name in names]
-        saved = [groups_of_stage(safe_load(path, mapped=True, checks_values=False)) for path in paths]
-        stages = [stage for stage in saved if stage is not None]
-        is_named = any(isinstance(group, list) for stage in stages for group in stage)
-        if len(stages) < len(saved) or not (is_named or self._is_in_order()):
-            return None
-        keys = {name: key for key in self._slots for name in names_of(self._context, *key)} if is_named else {}
-        known = [[[keys.get(n) for n in g] if isinstance(g, list) else g for g in stage] for stage in stages]
-        placement = self._placement(known)
-        if placement is None and not strict:
-            return None
-        if placement is None:
-            raise CheckpointError(
-                f"{how_it_is_read(folder)}. Its stages have groups of {[list(map(_length, s)) for s in stages]} "
-                "parameters, and those of this model at no partition (parameters that are frozen only here or only "
-                "there?); load_optimizer_states=False loads the rest"
-            )
-        if is_named:  # in their order in the flat buffer
-            return placement, known  # type: ignore[return-value]
-        return placement, [self._groups(placement, stage) for stage in placement.stages]
-
-    def _placement(self, saved: list[list[Any]]) -> Placement | None:
-        """Find a partition of which the stages have such groups: that of this engine's construction if that does."""
-        built = self._context.origin.placement  # among partitions that differ by layers without parameters
-        if len(saved) == built.num_stages and all(
-            _are_alike(self._groups(built, stage), groups) for stage, groups in enumerate(saved)
-        ):
-            return built
-        num_layers = self._layers.num_layers
-        reached: dict[int, tuple[int, ...]] = {0: (0,)}  # by the end of a stage: the ends up to there
-        for groups in saved:
-            ends: dict[int, tuple[int, ...]] = {}
-            for start, before in reached.items():
-                for end in range(start + 1, num_layers + 1):
-                    boundaries = sorted({0, start, end, num_layers})
-                    if _are_alike(self._groups(Placement.of(boundaries), boundaries.index(start)), groups):
-                        ends.setdefault(end, (*before, end))
-            reached = ends
-        found = reached.get(num_layers)
-        return None if found is None else Placement.of(found)
-
-    def _groups(self, placement: Placement, stage: int) -> Groups:
-        """List the parameters of each group of a stage, in the order of DeepSpeed's module."""
-        groups: dict[int, list[ParamKey]] = {}
-        for index in self._layers.first_uses_at(placement, stage):
-            for key in (ParamKey(index, name) for name in self._built.shapes.get(index, ())):
-                if key in self._slots:
-                    groups.setdefault(self._slots[key].group, []).append(key)
-        return [keys for _, keys in sorted(groups.items())]
-
-    def _is_in_order(self) -> bool:
-        """Return whether groups list parameters in the order of the module, as this engine got them."""
-        return all(
-            [slot.key for slot in stage.slots] == [*chain(*self._groups(self._context.origin.placement, number))]
-            for number, stage in enumerate(_trained(self._built).stages)
-        )
-
-
-def _are_alike(groups: Groups, saved: list[Any]) -> bool:
-    """Return whether groups have the saved parameters, or as many if only the number is known."""
-    return len(groups) == len(saved) and all(
-        len(keys) == theirs if isinstance(theirs, int) else set(keys) == set(theirs)
-        for keys, theirs in zip(groups, saved)
-    )
-
-
-def _length(group: list[str] | int) -> int:
-    return group if isinstance(group, int) else len(group)
-
-
-def _numbers(stages: int, slices: int, mine: int) -> tuple[int, ...]:
-    """List the numbers of the stages of slice ``mine`` in the names of DeepSpeed's files."""
-    return tuple(stage * slices + mine for stage in range(stages))
 
 
 def _trained(of_slice: SliceManifest) -> SliceManifest:
@@ -215,25 +88,112 @@ def _trained(of_slice: SliceManifest) -> SliceManifest:
     return replace(
         of_slice,
         stages=tuple(
-            replace(stage, slots=tuple(slot for slot in stage.slots if not slot.parked)) for stage in of_slice.stages
+            replace(stage, slots=tuple(slot for slot in stage.slots if not slot.detached)) for stage in of_slice.stages
         ),
     )
 
 
-def _at(of_slice: SliceManifest, numbers: tuple[int, ...], groups: list[Groups], kind: str) -> SliceManifest:
-    """Describe what DeepSpeed writes of a slice, of which each stage has these ``groups``."""
-    known = {slot.key: slot for stage in _trained(of_slice).stages for slot in stage.slots}
-    stages = []
-    for of_stage in groups:
-        slots: list[Slot] = []
-        for number, keys in enumerate(of_stage):
-            offset = 0
-            for key in keys:
-                index = number if kind == FLAT else len(slots)
-                slots.append(replace(known[key], index=index, offset=offset))
-                offset += known[key].numel
-        stages.append(StageSlots(tuple(slots)))
-    return replace(of_slice, stages=tuple(stages), numbers=numbers)
+def at_saved_layout(context: CheckpointContext, saved: SavedCheckpoint) -> SavedCheckpoint:
+    """Return the checkpoint of stock DeepSpeed with the places of parameters in the files of its optimizer.
+
+    Raises:
+        CheckpointError: a file was written with other replicas, or is of other parameters than this stage's.
+    """
+    stages = tuple(_stage_slots(context, saved, stage) for stage in range(saved.manifest.num_stages))
+    slices = list(saved.manifest.slices)
+    slices[saved.slice_index] = replace(saved.slice, stages=stages)
+    return saved.described_by(replace(saved.manifest, slices=tuple(slices)))
+
+
+def _stage_slots(context: CheckpointContext, saved: SavedCheckpoint, stage: int) -> StageSlots:
+    """Find the places of a stage's parameters: DeepSpeed's flat buffers have the user's order, this engine's not."""
+    of_stage, file = saved.slice.stages[stage], stage_file(saved.slice.numbers[stage])
+    path, content = saved.path(file), saved.open(file).content
+    expected = f"those of stage {stage} under the partition {saved.manifest.placement}"
+    if content.get("dp_world_size") != context.here.replicas:
+        raise CheckpointError(
+            f"{path}: written with {content.get('dp_world_size')} data-parallel replicas, expected "
+            f"{context.here.replicas}"
+        )
+    groups = [[slot for slot in of_stage.slots if slot.group == number] for number in of_stage.trained_groups]
+    names = names_of_groups(content)
+    counts = None if names is None else [len(group) for group in names]
+    if names is None and groups and saved.manifest.optimizer == PER_PARAMETER:
+        counts = [len(g["params"]) for g in torch_optimizer(saved, stage)[1]["param_groups"] if g["params"]]
+        _check_shapes(saved, stage)
+    if counts is not None and counts != [len(group) for group in groups]:
+        raise CheckpointError(
+            f"{path}: has parameter groups of {counts} parameters, expected {[len(group) for group in groups]}: "
+            f"{expected}, with the same layers frozen"
+        )
+    if names is None:
+        return of_stage
+    slots = []
+    for in_file, group in zip(names, groups):
+        slot_of = {name: slot for slot in group for name in _names_of(context, *slot.key)}
+        offset = 0
+        for name in in_file:
+            if name not in slot_of:
+                raise CheckpointError(f"{path}: has {name} in the parameter group of {min(slot_of)}: {expected}")
+            slots.append(replace(slot_of[name], offset=offset))
+            offset += slot_of[name].numel
+    return replace(of_stage, slots=tuple(slots))
+
+
+def check_masters(saved: SavedCheckpoint, layers: Mapping[int, LoadedLayer], pieces: StatePieces) -> None:
+    """Refuse fp32 weights of which a layer's weights are not the rounded ones: files do not name them without ZeRO.
+
+    Args:
+        layers: by the number that ``pieces`` have.
+
+    Raises:
+        CheckpointError: naming the weight.
+    """
+    for (index, name), kinds in pieces.elements.items():
+        if name not in layers[index].state:
+            continue
+        weight = layers[index].state[name].flatten()
+        for start, values in kinds[MASTER]:
+            if not values.to(weight.dtype).equal(weight[start : start + len(values)]):
+                raise CheckpointError(
+                    f"{saved.path('')}: the optimizer's fp32 weights of layer {index}'s {name} are not its weights: it "
+                    f"was saved at another partition than {saved.manifest.placement}, or its parameter groups list "
+                    "parameters in another order than the module"
+                )
+
+
+def _check_shapes(saved: SavedCheckpoint, stage: int) -> None:
+    """Refuse state of a torch optimizer of other shapes than its parameters."""
+    states = torch_optimizer(saved, stage)[1]["state"]
+    for slot in saved.slice.stages[stage].slots:
+        shape = saved.slice.shapes[slot.layer][slot.name]
+        for what, value in (states.get(slot.index) or {}).items():
+            comparable = isinstance(value, torch.Tensor) and value.dim() == len(shape)
+            if comparable and any(size not in (1, full) for size, full in zip(value.shape, shape)):
+                raise CheckpointError(
+                    f"{saved.path(stage_file(saved.slice.numbers[stage]))}: {what} of parameter {slot.index} has shape "
+                    f"{list(value.shape)}, expected {shape}: layer {slot.layer}'s {slot.name} under the partition "
+                    f"{saved.manifest.placement}"
+                )
+
+
+def _names_of(context: CheckpointContext, index: int, name: str) -> Iterator[str]:
+    """Find DeepSpeed's names of a parameter of layer ``index``: with the number of the layer, or the key of a tie."""
+    layers = context.stage.layers
+    key, tie = layers.key(index), layers.tie_of(index)
+    if key is not None:
+        yield f"tied_modules.{key}.{name}"
+        return
+    yield f"{index}.{name}"
+    if tie is None:
+        return
+    if name in tie.weights[index]:  # DeepSpeed has the first use on a stage under the key, and any copy will do
+        position = tie.weights[index].index(name)
+        for use in tie.uses:
+            yield f"tied_modules.{tie.key}.{tie.weights[use][position]}"
+            yield f"{use}.{tie.weights[use][position]}"
+    elif not any(name in context.origin.layers[use].shapes for use in tie.uses if use != index):
+        yield f"tied_modules.{tie.key}.{name}"
 
 
 # -- layers that share weights by a key ---------------------------------------------------------------

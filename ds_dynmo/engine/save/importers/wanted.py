@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import ParamKey
 
 __all__ = ["SavedParameter", "Wanted"]
@@ -36,3 +37,8 @@ class Wanted:
     per_replica_groups: frozenset[int]
     replica: int
     replicas: int
+
+    def stages_of(self, saved: SavedCheckpoint) -> list[int]:
+        """List the stages of a checkpoint that had parameters in the optimizer, after :attr:`stage`."""
+        others = (number for number, of_stage in enumerate(saved.slice.stages) if of_stage.trained_groups)
+        return [self.stage, *(number for number in others if number != self.stage)]
