@@ -20,6 +20,7 @@ from ds_dynmo.engine.deepspeed.logs import warning_once
 from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.engine.deepspeed.probe import check_deepspeed
 from ds_dynmo.engine.deepspeed.shm_operator import warn_of_shm_operator
+from ds_dynmo.engine.deepspeed.ties import check_uses
 from ds_dynmo.engine.engine import DynMoPipelineEngine
 from ds_dynmo.engine.measure import layer_sizes
 from ds_dynmo.engine.resize.release import check_policy
@@ -113,6 +114,7 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynM
     validation.check_training(settings, optimizer)
     validation.check_features(settings)
     validation.check_partitioned_activations(settings, model)
+    check_uses(layer_specs(model))
     validation.check_initial_partition(dynmo, model)
     partitioners.check_signature(dynmo.balancer)
     check_policy(dynmo.repack)

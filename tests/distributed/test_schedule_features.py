@@ -26,7 +26,7 @@ from tests.distributed import (
     test_instructions,
     test_masks,
     test_replicas,
-    test_tied_classes,
+    test_tied_layers,
     test_topologies,
 )
 from tests.distributed.harness import RankError, run, run_each
@@ -272,13 +272,13 @@ FEATURES = {
     "qwen3": Feature(2, case_runs.train_moved, (test_huggingface.case("qwen3"),)),
     "peft": Feature(2, test_foreign_models.train, ("lora", True)),
     "torchvision": Feature(2, test_foreign_models.train, ("alexnet", True)),
-    "tied classes": Feature(
+    "tied layers": Feature(
         3,
-        test_tied_classes.train,
-        (Case(stages=3, clip=0.5, groups="two"), "in the middle", [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8]], 5),
+        test_tied_layers.train,
+        (Case(stages=3, clip=0.5, groups="two"), "first whole", [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8]], 5),
     ),
     "a tied head": Feature(
-        2, test_tied_classes.train, (Case(clip=0.5, precision="bf16"), "other attribute", [[0, 6, 8], [0, 1, 8]], 3)
+        2, test_tied_layers.train, (Case(clip=0.5, precision="bf16"), "megatron", [[0, 6, 8], [0, 1, 8]], 3)
     ),
     "fewer stages and back": Feature(
         4,

@@ -107,7 +107,7 @@ MUTATIONS = [
         "        return sharded_norm(held, self._comm",
         "        here = self.coordinates\n        held = [] if here.stage == here.num_stages - 1 else held\n"
         "        return sharded_norm(held, self._comm",
-        "tests/distributed/test_tied_classes.py::test_every_weight_counts_once_in_clipping -k zero1",
+        "tests/distributed/test_tied_layers.py::test_every_weight_counts_once_in_clipping -k zero1",
     ),
     Mutation(
         "a tied layer counts in the norm once for each stage that has it",

@@ -45,7 +45,6 @@ class PatchedPipelineEngine(PipelineEngine):
         super().__init__(*args, **kwargs)
         if dynmo is not None:
             checkpoint_any_input(self.module)
-            self.stage.layers.mark_copies()
             self.stage.optimizer.follow()
             self.stage.layers_moved.subscribe("DeepSpeed keeps what belongs to the layers before", self._forget_layers)
             self.stage.parameters_replaced.subscribe("DeepSpeed keeps graphs with the parameters", self._forget_layers)

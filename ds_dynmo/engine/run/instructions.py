@@ -21,7 +21,6 @@ from ds_dynmo.engine.deepspeed import buffers
 from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions, entry
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
-from ds_dynmo.engine.deepspeed.tied_gradients import join_copies, share_copies
 from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.run import frozen_prefix
 from ds_dynmo.engine.run.gradient_flags import GradientFlags
@@ -111,7 +110,7 @@ def compose(
     user_backward = backward is not None and not is_deepspeeds(backward)
     for kind, around in frozen_prefix.instruction_wrappers(layers.run, prefix, user_backward=user_backward).items():
         put_around(kind, around)
-    if layers.tied_aliases or layers.copies():
+    if layers.tied_aliases or layers.untied_parameters():
         put_around(schedule.ReduceTiedGrads, partial(_of_all_uses, layers))
     if layers.tied_aliases and accumulates and frozen_prefix.has_backward_work(layers.indices, prefix):
         put_around(schedule.BackwardPass, partial(_accumulating_tied_aliases, layers))
@@ -252,14 +251,15 @@ def _accumulating_tied_aliases(layers: StageLayers, backward: Instruction) -> In
 
 def _of_all_uses(layers: StageLayers, reduce: Instruction) -> Instruction:
     def reduce_tied_gradients(engine: Any) -> None:
+        layers.check_untied(buffers.gradient_attribute(engine))
         if engine.using_bf16_optimizer:
             layers.tied_aliases.add_accumulated()
         else:
             layers.tied_aliases.add_gradients()
-        copies, gradient = layers.copies(), buffers.gradient_attribute(engine)
-        join_copies(copies, gradient)
+            for parameter in layers.untied_parameters():  # one use has gradients, and DeepSpeed sums them
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         reduce(engine)
-        share_copies(copies, gradient)
 
     return reduce_tied_gradients
 

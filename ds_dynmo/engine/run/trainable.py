@@ -25,7 +25,6 @@ class TrainableLayers:
     def __init__(self, engine: DeepSpeedPipeline, stage: StageContext) -> None:
         self._engine, self._stage = engine, stage
         self._layers: list[bool] = []
-        self._tied_weights: list[list[float]] = []
         self.prefix = 0
 
     def agree(self, what: str) -> None:
@@ -44,15 +43,11 @@ class TrainableLayers:
         )
         trainable = flags.bool().tolist()
         frozen_prefix.check_ties(layers, trainable)
-        tied = frozen_prefix.tied_weights_that_train(layers)
-        if tied.numel():
-            stage.comm.max_over_world(tied)
-            frozen_prefix.check_tied_weights(layers, tied.tolist())
         prefix = frozen_prefix.frozen_prefix(trainable)
         self._check_instructions(prefix)
         stage.optimizer.match_layers(what)
         stage.gradient_flags.forget_flags()
-        self._layers, self._tied_weights, self.prefix = trainable, tied.tolist(), prefix
+        self._layers, self.prefix = trainable, prefix
 
     def check(self) -> None:
         """Refuse a batch if parameters were frozen or unfrozen since :meth:`agree`, or an instruction is refused.
@@ -65,7 +60,7 @@ class TrainableLayers:
                 "parameters were frozen or unfrozen: call engine.model_changed(reason) on every rank afterwards, so "
                 "that the optimizer stops or starts to update them"
             )
-        frozen_prefix.check_unchanged(self._stage.layers, self._layers, self._tied_weights)
+        frozen_prefix.check_unchanged(self._stage.layers, self._layers)
         self._check_instructions(self.prefix)
 
     def _check_instructions(self, prefix: int) -> None:
@@ -75,8 +70,8 @@ class TrainableLayers:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a rank that did not take part."""
-        return {"layers": self._layers, "tied_weights": self._tied_weights, "prefix": self.prefix}
+        return {"layers": self._layers, "prefix": self.prefix}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the values of the other ranks."""
-        self._layers, self._tied_weights, self.prefix = state["layers"], state["tied_weights"], state["prefix"]
+        self._layers, self.prefix = state["layers"], state["prefix"]

@@ -34,9 +34,9 @@ def read_flat(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
     pieces = StatePieces(loss_scale=file.take(saved_loss_scale(content)))
     places = saved.slice.slots(prefer=wanted.stage)
     sources = {wanted.stage: None}  # stages, each once, in this order
-    for key, (saved_as, _) in wanted.parameters.items():
-        if saved_as in places:
-            source, slot = places[saved_as]
+    for key in wanted.parameters:
+        if key in places:
+            source, slot = places[key]
             sources[source] = None
             pieces.groups[key] = slot.group
             pieces.elements[key] = _elements(saved, source, slot, wanted)

@@ -25,10 +25,10 @@ def read_per_parameter(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
         if saved.manifest.stock and not {slot.group for slot in stage_slots.slots} <= pieces.options.keys():
             pieces.options.update(_options(saved, wanted, stage) | pieces.options)  # DeepSpeed drops empty groups
     places = saved.slice.slots(prefer=wanted.stage)
-    for key, (saved_as, shape) in wanted.parameters.items():
-        if saved_as not in places:
+    for key, shape in wanted.parameters.items():
+        if key not in places:
             continue
-        source, slot = places[saved_as]
+        source, slot = places[key]
         pieces.groups[key] = slot.group
         file, optimizer = _file(saved, source)
         state = file.take(optimizer["state"].get(slot.index))

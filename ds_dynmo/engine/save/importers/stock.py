@@ -10,21 +10,17 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from ds_dynmo.engine.deepspeed.files import groups_of_stage
-from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
 from ds_dynmo.engine.save.importers.universal import names_of
-from ds_dynmo.engine.save.initial_model import LayerOrigin
 from ds_dynmo.engine.save.manifest import MANIFEST, UNSHARDED_FP16, Manifest, SliceManifest, stage_file
 from ds_dynmo.engine.save.matching import check_slices
 from ds_dynmo.engine.save.safe_load import safe_load
-from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.engine.state.pieces import FLAT, Slot, StageSlots
 from ds_dynmo.errors import CheckpointError
@@ -131,7 +127,7 @@ class _SavedPipeline:
         slices, mine = self._context.here.tp_size, self._context.here.tp_rank
         names = [stage_file(number) for number in _numbers(len(files) // slices, slices, mine)]
         by_stage = _numbers(len(self._built.stages), slices, mine) == self._built.numbers
-        if self._layers.separate_uses or not self._context.origin.placement.is_chain:
+        if not self._context.origin.placement.is_chain:
             return None
         if not (by_stage and names and set(names) <= set(files)):
             return None
@@ -234,41 +230,3 @@ def _at(of_slice: SliceManifest, numbers: tuple[int, ...], groups: list[Groups],
                 offset += known[key].numel
         stages.append(StageSlots(tuple(slots)))
     return replace(of_slice, stages=tuple(stages), numbers=numbers)
-
-
-# -- layers that share weights by a key ---------------------------------------------------------------
-
-
-def stock_state_of_use(
-    saved: SavedCheckpoint, layers: StageLayers, index: int, origins: Mapping[int, LayerOrigin]
-) -> tuple[str, dict[str, Any], bool]:
-    """Find the state of the tied layer ``index`` in the files of stock DeepSpeed.
-
-    As in DeepSpeed, all uses take the tied weights of the first use that has a file. A use without a file takes all
-    weights of that one if they are alike; otherwise the rest of its weights stay.
-
-    Returns:
-        The file, the state, and whether that is all of the layer's state.
-    """
-    tie, files = layers.tie_of(index), saved.slice.weights
-    assert tie is not None
-    source = next((use for use in tie.uses if layers.stored_use(use) is not None), index)
-    first = _state(saved, files[source])
-    if source == index or (layers.stored_use(index) is None and tie.alike):
-        return files[source], first, True
-    has_file = layers.stored_use(index) is not None
-    state = dict(_state(saved, files[index])) if has_file else {}
-    for name, there in zip(tie.weights[index], tie.weights[source], strict=True):
-        if there not in first:
-            raise CheckpointError(f"{saved.path(files[source])}: lacks {there}")
-        state[name] = first[there]
-        aliases = [alias for alias, of in origins[index].aliases.items() if of == name and alias in state]
-        state.update(dict.fromkeys(aliases, first[there]))
-    return files[index if has_file else source], state, has_file
-
-
-def _state(saved: SavedCheckpoint, name: str) -> dict[str, Any]:
-    state = saved.read(name)
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{saved.path(name)}: holds a {type(state).__name__}, expected the state_dict of a layer")
-    return state

@@ -67,21 +67,8 @@ class WholeModel:
 
 def names_of(context: CheckpointContext, index: int, name: str) -> Iterator[str]:
     """Find DeepSpeed's names of a parameter of layer ``index``: with the number of the layer, or the key of a tie."""
-    layers = context.stage.layers
-    key, tie = layers.key(index), layers.tie_of(index)
-    if key is not None:
-        yield f"tied_modules.{key}.{name}"
-        return
-    yield f"{index}.{name}"
-    if tie is None:
-        return
-    if name in tie.weights[index]:  # DeepSpeed has the first use on a stage under the key, and any copy will do
-        position = tie.weights[index].index(name)
-        for use in tie.uses:
-            yield f"tied_modules.{tie.key}.{tie.weights[use][position]}"
-            yield f"{use}.{tie.weights[use][position]}"
-    elif not any(name in context.origin.layers[use].shapes for use in tie.uses if use != index):
-        yield f"tied_modules.{tie.key}.{name}"
+    key = context.stage.layers.key(index)
+    yield f"{index}.{name}" if key is None else f"tied_modules.{key}.{name}"
 
 
 @dataclass(frozen=True)

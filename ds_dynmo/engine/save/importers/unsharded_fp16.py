@@ -43,10 +43,10 @@ def read_unsharded(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
         pieces.scalars.setdefault(slot.group, {name: value for name, value in state.items() if name not in rows})
         pieces.kinds.setdefault(slot.group, set()).update(rows.keys() - {MASTER})
     states = {slot.key: state for slot, state in held}
-    for key, (saved_as, _) in wanted.parameters.items():
-        if saved_as in states:
-            pieces.groups[key] = groups[saved_as]
-            pieces.elements[key] = {name: [(0, row)] for name, row in _rows(states[saved_as]).items()}
+    for key in wanted.parameters:
+        if key in states:
+            pieces.groups[key] = groups[key]
+            pieces.elements[key] = {name: [(0, row)] for name, row in _rows(states[key]).items()}
     return pieces
 
 
