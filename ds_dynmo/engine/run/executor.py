@@ -71,12 +71,12 @@ class Executor:
 
     @contextmanager
     def _around(self, training: bool) -> Iterator[None]:
-        steps, present = self._stage.schedule.running if training else None, present_instructions(self._engine)
+        steps = self._stage.schedule.running if training else None
         with (
             self._stage.compiled.batch(self._stage.layers.modules_that_run()),
             layers_through(self._engine.module, self._wrappers(training)),
             sent_as_they_are(self._engine),
-            self._scheduled.batch(steps, present) if steps is not None else nullcontext(),
+            self._scheduled.batch(steps) if steps is not None else nullcontext(),
             instructions_in_force(self._engine, self._instructions(training, steps is not None)),
         ):
             yield

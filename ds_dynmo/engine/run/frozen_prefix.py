@@ -74,21 +74,18 @@ def has_backward_work(layers: Iterable[int], prefix: int) -> bool:
     return any(layer >= prefix for layer in layers)
 
 
-def instruction_wrappers(
-    chunk: range, prefix: int, *, user_backward: bool
-) -> dict[type, Callable[[Instruction], Instruction]]:
+def instruction_wrappers(chunk: range, prefix: int) -> dict[type, Callable[[Instruction], Instruction]]:
     """Return the wrappers or replacements of a chunk's instructions.
 
     Args:
         chunk: layers of the chunk.
         prefix: number of leading layers of the model that are frozen.
-        user_backward: whether the backward pass is the user's, which is called even without work.
     """
     changed: dict[type, Callable[[Instruction], Instruction]] = {}
     if prefix == 0:
         return changed
     if not has_backward_work(chunk, prefix):
-        changed[schedule.BackwardPass] = _through_nothing if user_backward else lambda _: _skip_backward
+        changed[schedule.BackwardPass] = lambda _: _skip_backward
         changed[schedule.RecvGrad] = lambda _: _nothing
     if prefix >= chunk.start:
         changed[schedule.SendGrad] = lambda _: _free_input
@@ -103,19 +100,6 @@ def _nothing(engine: Any, buffer_id: int) -> None:
 
 def _skip_backward(engine: Any, buffer_id: int) -> None:
     buffers.free_outputs(engine, buffer_id)
-
-
-def _through_nothing(backward: Instruction) -> Instruction:
-    """Call the user's ``backward`` with an output of no elements, as there is no graph."""
-
-    def backward_pass(engine: Any, buffer_id: int) -> None:
-        nothing = torch.empty(0, device=engine.device, requires_grad=True)
-        buffers.set_outputs(engine, buffer_id, nothing.view(0))
-        with buffers.backward_from(engine, nothing.sum(), torch.empty_like(nothing)):
-            backward(engine, buffer_id=buffer_id)
-        _skip_backward(engine, buffer_id)
-
-    return backward_pass
 
 
 def _free_input(engine: Any, buffer_id: int) -> None:
