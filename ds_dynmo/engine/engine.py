@@ -198,7 +198,6 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             return
         with doing(self, "model_changed"):
             self._components.trainable.agree("model_changed")
-            self.stage.compiled.model_changed()
             self.rebalancer.model_changed(reason)
 
     @at_work

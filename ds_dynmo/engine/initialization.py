@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from ds_dynmo import partitioners
@@ -25,7 +26,7 @@ from ds_dynmo.engine.deepspeed.ties import check_uses
 from ds_dynmo.engine.engine import DynMoPipelineEngine
 from ds_dynmo.engine.measure import layer_sizes
 from ds_dynmo.engine.resize.release import check_policy
-from ds_dynmo.engine.run import compiler
+from ds_dynmo.engine.run.compiled_layers import check_compiler
 from ds_dynmo.engine.run.rng_trackers import check_trackers
 from ds_dynmo.engine.versions import newer_than_tested
 from ds_dynmo.torch_private import check_torch
@@ -126,7 +127,7 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynM
         check_trackers()
     check_hosts(dynmo.timeout_seconds)
     if dynmo.compile:
-        compiler.prepare(compiler.default_backend(), "dynmo.compile = true")
+        check_compiler(get_accelerator().get_compile_backend(), "dynmo.compile = true")
     return dynmo
 
 

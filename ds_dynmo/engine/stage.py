@@ -152,7 +152,6 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
             use_1f1b_until_decided=config.memory_limit is not None or model.activation_checkpoint_interval > 0,
             stages_synchronise_per_batch=waits_for_norm(engine),
         ),
-        compiled=CompiledLayers(log=config.log),
     )
     if config.compile:
         stage.compiled.switch_on()

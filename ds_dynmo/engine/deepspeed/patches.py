@@ -20,7 +20,7 @@ from ds_dynmo.engine.deepspeed.checkpointing import checkpoint_any_input
 from ds_dynmo.engine.deepspeed.instruction_map import is_deepspeeds
 from ds_dynmo.engine.deepspeed.losses import share_loss
 from ds_dynmo.engine.events import LayersMoved
-from ds_dynmo.engine.run.compiler import backend_of_call
+from ds_dynmo.engine.run.compiled_layers import backend_of_call
 from ds_dynmo.engine.stage import StageContext, stage_of
 from ds_dynmo.engine.state.clipping import scale_gradients
 from ds_dynmo.errors import ConfigError

@@ -250,7 +250,7 @@ class Profiler:
         return marked
 
     def pause(self) -> None:
-        """Stop counting time for the current layer: torch compiles, or the layer works for its whole stage."""
+        """Stop counting time for the current layer: it works for its whole stage."""
         self._paused.append(self._owner)
         if self._in_pass:
             self._mark(None)

@@ -51,13 +51,9 @@ class Executor:
         self._composition: Instructions = {}
         self._scheduled = ScheduledBatches(engine, stage)
         stage.schedule.is_profiled = lambda: profiler.measures
-        stage.compiled.stopwatch = profiler
         self.ran = False
         stage.around_schedule.add(self._around)
         stage.layers_moved.subscribe("instructions depend on the stage's layers", self._recompose)
-        stage.layers_moved.subscribe(
-            "what could not be compiled may have left", lambda _: stage.compiled.keep(stage.layers.indices)
-        )
         stage.optimizer.changed.subscribe("instructions depend on how it takes gradients", self._recompose)
 
     def profiled(self) -> AbstractContextManager[None]:
