@@ -17,7 +17,7 @@ from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.communicator import check_hosts
 from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.deepspeed.engine_class import engine_class as built_upon
-from ds_dynmo.engine.deepspeed.instruction_map import present_instructions
+from ds_dynmo.engine.deepspeed.instruction_map import checked_instructions
 from ds_dynmo.engine.deepspeed.logs import warning_once
 from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.engine.deepspeed.probe import check_deepspeed
@@ -71,7 +71,7 @@ def initialize(
     dynmo = _checked_block(validation.load_config(args, config, config_params), model, optimizer)
     of_user = built_upon(engine_class or deepspeed.PipelineEngine)
     if dynmo is not None:
-        present_instructions(of_user.func)
+        checked_instructions(of_user.func)
     with _constructing(partial(of_user, dynmo=dynmo)):
         engine, used_optimizer, loader, scheduler = deepspeed.initialize(
             args=args,

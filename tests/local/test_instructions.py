@@ -15,7 +15,7 @@ from torch import nn
 
 import ds_dynmo
 from ds_dynmo.engine.deepspeed.engine_class import engine_class
-from ds_dynmo.engine.deepspeed.instruction_map import AT_THE_END, present_instructions
+from ds_dynmo.engine.deepspeed.instruction_map import AT_THE_END, checked_instructions
 from ds_dynmo.engine.run.gradient_flags import GradientFlags
 from ds_dynmo.engine.run.instructions import compose
 from ds_dynmo.errors import ConfigError
@@ -36,13 +36,13 @@ def test_only_instructions_at_the_end_of_a_batch_may_be_the_users() -> None:
         for instruction in (own, wraps(stock)(lambda *args, **kwargs: None)):
             engine = SimpleNamespace(_INSTRUCTION_MAP={**STOCK, kind: instruction})
             if kind in AT_THE_END:
-                assert present_instructions(engine)[kind] is instruction
+                assert checked_instructions(engine)[kind] is instruction
                 continue
             with pytest.raises(
                 ConfigError, match=rf"_INSTRUCTION_MAP\[{kind.__name__}\] = .*; call engine.before_step"
             ):
-                present_instructions(engine)
-    assert present_instructions(PipelineEngine) is STOCK
+                checked_instructions(engine)
+    assert checked_instructions(PipelineEngine) is STOCK
 
 
 def composed(present: dict[type, Any]) -> Any:

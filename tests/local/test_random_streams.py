@@ -232,7 +232,7 @@ def test_checkpointing_that_swaps_torchs_states_does_not_leak_them() -> None:
 
     expected = set_global_generators()
     streams = LayerStreams(7, 0)
-    instructions = streams.instructions({schedule.ForwardPass: lambda *_: None, schedule.BackwardPass: backward})
+    instructions = streams.instructions({schedule.ForwardPass: lambda *_, **__: None, schedule.BackwardPass: backward})
     streams.begin([0], step=0, training=True)
     with layers_through(module, [streams.wrap]):
         instructions[schedule.ForwardPass](None, 0)

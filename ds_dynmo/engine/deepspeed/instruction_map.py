@@ -27,7 +27,7 @@ def is_deepspeeds(function: Any) -> bool:
     return getattr(function, "__globals__", None) is vars(deepspeeds)
 
 
-def present_instructions(engine: Any) -> Instructions:
+def checked_instructions(engine: Any) -> Instructions:
     """Return the instructions of an engine or of a class: DeepSpeed's, and the user's at the end of a batch.
 
     Raises:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ds_dynmo.engine.deepspeed.buffers import sent_as_they_are
-from ds_dynmo.engine.deepspeed.instruction_map import Instructions, instructions_in_force, present_instructions
+from ds_dynmo.engine.deepspeed.instruction_map import Instructions, checked_instructions, instructions_in_force
 from ds_dynmo.engine.deepspeed.module import LayerWrapper, layers_through
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.events import LayersMoved
@@ -101,7 +101,7 @@ class Executor:
 
     def _composed(self, scheduled: bool) -> Instructions:
         """Compose the instructions of a batch; again only if something has changed."""
-        present, prefix = dict(present_instructions(self._engine)), self._trainable.prefix
+        present, prefix = dict(checked_instructions(self._engine)), self._trainable.prefix
         step = self._stage.deferred_step
         if (present, prefix, scheduled, step.is_deferred) != self._composed_for:
             self._composition = instructions.compose(
