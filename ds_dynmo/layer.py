@@ -15,7 +15,7 @@ class Layer(Protocol):
     Attributes:
         draws_as_layer: number of the layer whose random numbers this layer draws, instead of its number: for a half of
             a transformer block, that of the whole block.
-        compiled_parts: of the class; paths of the submodules that ``"compile"`` compiles, instead of the whole layer.
+        compiled_parts: paths of the submodules that ``"compile"`` compiles, instead of the whole layer.
         rank_attributes: of the class; attributes that belong to the rank. They do not travel: an arriving layer has the
             values that it gets when it is built on that rank.
         is_block: of the class; whether the layer is a transformer block, or half of one: freezing counts these layers.
@@ -23,7 +23,7 @@ class Layer(Protocol):
     """
 
     draws_as_layer: int
-    compiled_parts: ClassVar[tuple[str, ...]]
+    compiled_parts: tuple[str, ...]
     rank_attributes: ClassVar[tuple[str, ...]]
     is_block: ClassVar[bool]
     shares_out: bool

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["OpOverload", "OpOverloadPacket", "tree_leaves", "tree_map"]
+__all__ = ["OpOverload", "OpOverloadPacket", "tree_map"]
 
 Tables = dict[str, Any]
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
@@ -53,7 +53,6 @@ NEEDED = (  # module, then a name within it
     "torch.distributed.distributed_c10d:_get_default_timeout",
     "torch.distributed.distributed_c10d:PrefixStore",
     "torch.nn:Module._apply",
-    "torch.nn:Module._call_impl",
     "torch.nn:Module._compiled_call_impl",
     "torch.serialization:_save",
     "torch.serialization:_open_zipfile_writer",
@@ -251,11 +250,6 @@ def set_compiled_call(module: nn.Module, call: Any) -> None:
         module._compiled_call_impl = call
 
 
-def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a module and its hooks, whatever is called in its place otherwise."""
-    return module._call_impl(*args, **kwargs)
-
-
 # -- processes ----------------------------------------------------------------------------------------
 
 
@@ -297,33 +291,8 @@ def timeout_on(device: torch.device) -> timedelta:
 # -- the compiler -------------------------------------------------------------------------------------
 
 
-def dynamo() -> Any:
-    """Import torch's compiler of Python."""
+def dynamo_config() -> Any:
+    """Import the settings of torch's compiler of Python."""
     import torch._dynamo
 
-    return torch._dynamo
-
-
-def dynamo_errors() -> Any:
-    """Import the errors of torch's compiler of Python."""
-    import torch._dynamo.exc
-
-    return torch._dynamo.exc
-
-
-def inductor_errors() -> Any:
-    """Import the errors of torch's compiler of kernels."""
-    import torch._inductor.exc
-
-    return torch._inductor.exc
-
-
-def find_cpp_compiler() -> str:
-    """Return the C++ compiler that torch's compiler of kernels would call.
-
-    Raises:
-        InvalidCxxCompiler: of :func:`inductor_errors`; none runs.
-    """
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    return str(get_cpp_compiler())
+    return torch._dynamo.config

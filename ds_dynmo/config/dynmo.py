@@ -170,7 +170,8 @@ class DynMoConfig(Section):  # a validator sees only the keys above its own: the
         default=CheckpointConfig(), description="how checkpoints are written; a string is its kind"
     )
     compile: bool = Field(
-        default=False, description="true: torch.compile runs each layer, where it is and again where it arrives"
+        default=False,
+        description="true: torch compiles each layer (nn.Module.compile), where it is and again where it arrives",
     )
     timeout_seconds: float = Field(
         default=300.0,

@@ -84,7 +84,7 @@ def build_components(engine: Any, config: DynMoConfig) -> Components:
         replica_multiplier=lambda: ranks.world.replica_multiplier,
         lacks_data=lambda: data.is_missing,
     )
-    trainable = TrainableLayers(engine, stage)
+    trainable = TrainableLayers(stage)
     progress = EngineProgress(engine, rebalancer, trainable)
     checkpointer = Checkpointer(
         engine, stage, references, rebalancer, trainable, progress, reporter, lambda: ranks.world.generation

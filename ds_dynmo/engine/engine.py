@@ -15,6 +15,7 @@ from ds_dynmo.engine.components import Components, build_components
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.deepspeed import buffers
+from ds_dynmo.engine.deepspeed.instruction_map import checked_instructions
 from ds_dynmo.engine.deepspeed.module import modules_of
 from ds_dynmo.engine.deepspeed.patches import PatchedPipelineEngine
 from ds_dynmo.engine.guards import at_work, check_at_work, doing, where_layers_may_move
@@ -63,15 +64,15 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
         Raises:
             ReleasedError: this rank was released: it has no layers any more.
-            ConfigError: there is no optimizer, layers were frozen without :meth:`model_changed`, or a user's
-                instruction does not work with frozen layers; nothing was trained. Or ``train_batch`` did not run the
-                engine's schedule.
+            ConfigError: there is no optimizer, layers were frozen without :meth:`model_changed`, or an instruction is
+                the user's; nothing was trained. Or ``train_batch`` did not run the engine's schedule.
         """
         positional = args if data_iter is None and not args else (data_iter, *args)  # a user's may take no argument
         train = partial(super().train_batch, *positional, **kwargs)
         if self.dynmo is None:
             return train()
         check_at_work(self, "train_batch")
+        checked_instructions(self)
         self.stage.optimizer.check_given()
         self.checkpointer.before_batch()
         self.repacker.data.before_batch(data_iter)
@@ -83,6 +84,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         if self.dynmo is None:
             return evaluate()
         with doing(self, "eval_batch"):
+            checked_instructions(self)
             self.stage.layers.tied_aliases.refresh(training=False)
             buffers.forget_total_loss(self)
             if len(args) > 5 or kwargs.get("num_micro_batches") is not None:
@@ -105,8 +107,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     def layers(self) -> dict[int, nn.Module]:
         """Map the numbers of this rank's layers to their modules, in the order in which they run.
 
-        The result is valid until layers move. Plain functions are left out. All uses of a tied layer that share a
-        module map to it.
+        The result is valid until layers move. Plain functions are left out. All uses of a tied layer map to its module.
 
         Raises:
             ReleasedError: this rank was released.
@@ -191,7 +192,6 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             return
         with doing(self, "model_changed"):
             self._components.trainable.agree("model_changed")
-            self.stage.compiled.model_changed()
             self.rebalancer.model_changed(reason)
 
     @at_work

@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from ds_dynmo import partitioners
@@ -16,14 +17,16 @@ from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.communicator import check_hosts
 from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.deepspeed.engine_class import engine_class as built_upon
+from ds_dynmo.engine.deepspeed.instruction_map import checked_instructions
 from ds_dynmo.engine.deepspeed.logs import warning_once
 from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.engine.deepspeed.probe import check_deepspeed
 from ds_dynmo.engine.deepspeed.shm_operator import warn_of_shm_operator
+from ds_dynmo.engine.deepspeed.ties import check_uses
 from ds_dynmo.engine.engine import DynMoPipelineEngine
 from ds_dynmo.engine.measure import layer_sizes
 from ds_dynmo.engine.resize.release import check_policy
-from ds_dynmo.engine.run import compiler
+from ds_dynmo.engine.run.compiled_layers import check_compiler
 from ds_dynmo.engine.run.rng_trackers import check_trackers
 from ds_dynmo.engine.versions import newer_than_tested
 from ds_dynmo.torch_private import check_torch
@@ -66,7 +69,10 @@ def initialize(
         PartitionError: more stages than layers, an empty stage, or an invalid initial partition.
     """
     dynmo = _checked_block(validation.load_config(args, config, config_params), model, optimizer)
-    with _constructing(partial(built_upon(engine_class or deepspeed.PipelineEngine), dynmo=dynmo)):
+    of_user = built_upon(engine_class or deepspeed.PipelineEngine)
+    if dynmo is not None:
+        checked_instructions(of_user.func)
+    with _constructing(partial(of_user, dynmo=dynmo)):
         engine, used_optimizer, loader, scheduler = deepspeed.initialize(
             args=args,
             model=model,
@@ -113,6 +119,7 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynM
     validation.check_training(settings, optimizer)
     validation.check_features(settings)
     validation.check_partitioned_activations(settings, model)
+    check_uses(layer_specs(model))
     validation.check_initial_partition(dynmo, model)
     partitioners.check_signature(dynmo.balancer)
     check_policy(dynmo.repack)
@@ -120,7 +127,7 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynM
         check_trackers()
     check_hosts(dynmo.timeout_seconds)
     if dynmo.compile:
-        compiler.prepare(compiler.default_backend(), "dynmo.compile = true")
+        check_compiler(get_accelerator().get_compile_backend(), "dynmo.compile = true")
     return dynmo
 
 

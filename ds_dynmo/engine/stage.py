@@ -19,11 +19,10 @@ from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm import replicas
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed.counters import TrainingCounters
-from ds_dynmo.engine.deepspeed.missing_uses import attach, build_missing
 from ds_dynmo.engine.deepspeed.module import layer_specs, layers_of_stage, modules_of
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed.settings import sums_whole, waits_for_norm
-from ds_dynmo.engine.deepspeed.ties import UseDescription, find_uses, separate_uses
+from ds_dynmo.engine.deepspeed.ties import share_whole_modules
 from ds_dynmo.engine.events import AroundSchedule, EngineEvent, LayersMoved, Timeline
 from ds_dynmo.engine.move.functions import check_functions
 from ds_dynmo.engine.move.sharing import Extent, check_not_shared, parameter_extents
@@ -122,49 +121,37 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     of_rank_0 = comm.broadcast_object(config)
     flat = engine.zero_optimization() or engine.bfloat16_enabled()
 
-    def check() -> tuple[dict[int, nn.Module], list[UseDescription], list[Extent]]:
+    def check() -> list[Extent]:
         validation.check_section(config, of_rank_0)
         replicas.use_replicas(model.modules(), comm.grid.get_data_parallel_group())
         validation.check_layers(model, flat=flat, sums_whole=sums_whole(engine))
-        try:
-            built = build_missing(model)
-            uses = find_uses(model, built)
-        except Exception as error:  # any error of a user's layer
-            raise ConfigError(
-                f"a layer that DeepSpeed did not build, as it is tied to one before: {error!r}"
-            ) from error
         check_functions(layer_specs(model))
-        here = dict(modules_of(model, layers_of_stage(model)))
-        return built, uses, parameter_extents(layer_specs(model), {**here, **built})
+        return parameter_extents(layer_specs(model), dict(modules_of(model, layers_of_stage(model))))
 
-    built, uses, extents = comm.everywhere("initialize", check, error=ConfigError)
+    extents = comm.everywhere("initialize", check, error=ConfigError)
     if flat:
         shapes_of = partial(replicas.per_replica_shapes, model)
         comm.everywhere(_SAME_SHAPES, shapes_of, same=str, compared_in=comm.here.slice_of_stage, error=ConfigError)
-    gathered = comm.gather_objects(
-        (replicas.has_per_replica(model), replicas.shares_out(model), bool(built), uses, extents)
-    )
+    gathered = comm.gather_objects((replicas.has_per_replica(model), replicas.shares_out(model), extents))
     check_not_shared(chain.from_iterable(extents for *_, extents in gathered))
     differ = any(has_per_replica for has_per_replica, *_ in gathered)
-    ties = separate_uses((uses for *_, uses, _ in gathered), layer_specs(model))
-    of_others = attach(model, built, ties) if any(builds for _, _, builds, *_ in gathered) else None
-    layers = StageLayers(model, ties)
+    share_whole_modules(model)
+    layers = StageLayers(model)
     comm.adopt_tied_groups(layers.tied_groups(comm.grid))
     norm = ModelNorm(layers, comm, replicas_differ=differ)
     stage = StageContext(
         config=config,
         comm=comm,
         layers=layers,
-        optimizer=OptimizerBinding(engine, layers, comm, norm, of_others),
+        optimizer=OptimizerBinding(engine, layers, comm, norm),
         counters=TrainingCounters(engine),
         replicas_differ=differ,
-        replicas_would_differ=any(shares for _, shares, *_ in gathered),
+        replicas_would_differ=any(shares for _, shares, _ in gathered),
         schedule=ScheduleInForce(
             config.schedule,
             use_1f1b_until_decided=config.memory_limit is not None or model.activation_checkpoint_interval > 0,
             stages_synchronise_per_batch=waits_for_norm(engine),
         ),
-        compiled=CompiledLayers(log=config.log),
     )
     if config.compile:
         stage.compiled.switch_on()

@@ -18,6 +18,7 @@ from ds_dynmo.engine.comm.replicas import has_per_replica
 from ds_dynmo.engine.deepspeed.module import has_deepspeeds_experts, layer_specs
 from ds_dynmo.engine.deepspeed.pipeline_module import is_dual_pipe_v
 from ds_dynmo.engine.deepspeed.settings import check_removed
+from ds_dynmo.engine.deepspeed.ties import check_tied_weights
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.plan import check_partition
@@ -134,11 +135,12 @@ def check_layers(model: PipelineModule, *, flat: bool, sums_whole: str | None) -
     sparse = {id(module) for module in model.modules() if _has_sparse_gradients(module)}
     if sparse and flat:
         raise ConfigError("nn.Embedding(sparse=True) with bf16 or ZeRO: DeepSpeed takes no sparse gradients there")
+    check_tied_weights(model)
     for key, module in model.tied_modules.items():
-        ways = {(spec.typename, spec.forward_fn) for spec in layer_specs(model) if _is_use(spec, key)}
+        ways = {spec.forward_fn for spec in layer_specs(model) if _is_use(spec, key)}
         if len(ways) > 1 and any(id(part) in sparse for part in module.modules()):
             raise ConfigError(
-                f"nn.Embedding(sparse=True) in layers tied by the key {key!r} whose forward_fn differ, or classes: "
+                f"nn.Embedding(sparse=True) in layers tied by the key {key!r} whose forward_fn differ: "
                 "DeepSpeed hangs at the sum of a sparse and a dense gradient"
             )
 

@@ -18,6 +18,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 from torch.nn.utils import skip_init
 
+from ds_dynmo.models.batch_counts import CountsPerBatch
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Activations, Stream
@@ -138,6 +139,11 @@ class Block(GPTLayer):
         self.attention = (attention or CausalSelfAttention)(config, generator)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = (mlp or FeedForward)(config, generator)
+
+    @property
+    def compiled_parts(self) -> tuple[str, ...]:
+        """The whole block, unless sizes depend on its data: each would be compiled for itself."""
+        return () if any(isinstance(part, CountsPerBatch) for part in self.modules()) else ("",)
 
     def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply this layer to hidden states; return them and its auxiliary loss, None if it has none.

@@ -81,7 +81,6 @@ class RebalanceReport(_BetweenPlacements):
         schedule_splits: number of backward passes of a batch that run in two parts under the new schedule; None: it is
             DeepSpeed's 1F1B, or there is no profile.
         lower_bound_seconds: of the iteration under any schedule at ``new_placement``; None: no search was made.
-        own_schedule: class of the schedule that the user's engine class runs instead; "": it has none.
         stage_seconds_before, stage_seconds_after: predicted per micro-batch of each stage; None without a profile.
         model_changed: whether ``reason`` is the text that the model passed to ``model_changed``.
     """
@@ -107,7 +106,6 @@ class RebalanceReport(_BetweenPlacements):
     bubble_ratio_after: float | None = None
     schedule_splits: int | None = None
     lower_bound_seconds: float | None = None
-    own_schedule: str = ""
     stage_seconds_before: tuple[float, ...] | None = None
     stage_seconds_after: tuple[float, ...] | None = None
     model_changed: bool = False
@@ -115,14 +113,9 @@ class RebalanceReport(_BetweenPlacements):
 
     @property
     def schedule(self) -> str:
-        """Describe the schedule that runs in a few words; "" without a profile.
-
-        One of the user's is predicted as if it were 1F1B.
-        """
+        """Describe the schedule that runs in a few words; "" without a profile."""
         if self.iteration_seconds_after is None:
             return ""
-        if self.own_schedule:
-            return f"{self.own_schedule}, predicted {self.iteration_seconds_after * 1e3:.1f} ms as 1f1b"
         kind = "1f1b" if self.schedule_splits is None else f"zero_bubble, {self.schedule_splits} split passes"
         text = f"{kind}, predicted {self.iteration_seconds_after * 1e3:.1f} ms"
         return text if self.lower_bound_seconds is None else f"{text}, bound {self.lower_bound_seconds * 1e3:.1f} ms"

@@ -17,7 +17,6 @@ from tests.distributed.support.checkpoints import load_and_continue, save_and_co
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import Block, Embedding, Head, scale
 from tests.distributed.support.training import (
-    Warnings,
     batches,
     build,
     check_moves_changed_nothing,
@@ -31,7 +30,6 @@ from tests.distributed.support.training import (
 
 def train(case: Case, moves: Sequence[Sequence[int]], steps: int, backend: str = "aot_eager") -> dict[str, Any]:
     """Train compiled: by inductor if the section says so, else by ``backend`` in a call of DeepSpeed's."""
-    warnings = Warnings()
     engine = build(case)
     if not engine.dynmo.compile:
         engine.compile(backend=backend)
@@ -43,20 +41,13 @@ def train(case: Case, moves: Sequence[Sequence[int]], steps: int, backend: str =
             evaluations.append(engine.eval_batch(batches(engine, seed=7)).item())
 
     losses = train_and_move(engine, batches(engine), moves, steps, after)
-    return {
-        **outcome_of(engine, losses),
-        "evaluations": evaluations,
-        "warnings": warnings.messages,
-        "compiled": engine.stage.compiled.seconds,
-    }
+    return {**outcome_of(engine, losses), "evaluations": evaluations}
 
 
 def check_same(case: Case, moves: list[list[int]], steps: int = 4) -> None:
     still, moved = run_each(case.ranks, train, (case, [], steps), (case, moves, steps))
     check_moves_changed_nothing(still, moved)
     assert [result["evaluations"] for result in moved] == [result["evaluations"] for result in still]
-    for result in still + moved:
-        assert result["compiled"] > 0 and not result["warnings"]
 
 
 CASES = {
@@ -83,14 +74,14 @@ def test_moves_change_nothing_under_inductor(name: str) -> None:
 
 
 class Fussy(Block):
-    """Takes a path that depends on the data: torch cannot compile it to one graph."""
+    """Takes a path that depends on the data, which torch runs as it is."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden if hidden.detach().sum() > 0 else -hidden)
 
 
 def mixed_layers(case: Case) -> list[Any]:
-    """Layers that can be compiled and one that cannot, one with two uses, and a function."""
+    """Layers that torch can trace and one that it cannot, one with two uses, and a function."""
     names = [f"{part}.{name}" for part in ("norm", "up", "down") for name in ("weight", "bias")]
     twice = TiedLayerSpec("block", Block, 3, tied_weight_attr=names)
     middle = [LayerSpec(Block, 0), LayerSpec(Fussy, 1), twice, LayerSpec(Block, 0), twice, scale]
@@ -99,7 +90,6 @@ def mixed_layers(case: Case) -> list[Any]:
 
 def train_mixed(moves: Sequence[Sequence[int]], dynmo: dict[str, Any], backend: str | None) -> dict[str, Any]:
     """Train, and freeze layers in the middle for two batches."""
-    warnings = Warnings()
     engine = build(Case(dynmo={"interval": 0, **dynmo}), mixed_layers)
     if backend is not None:
         engine.compile(backend=backend)
@@ -111,19 +101,17 @@ def train_mixed(moves: Sequence[Sequence[int]], dynmo: dict[str, Any], backend: 
             drop_decision(engine)
 
     losses = train_and_move(engine, batches(engine), moves, 6, after)
-    return {**outcome_of(engine, losses), "warnings": warnings.messages}
+    return outcome_of(engine, losses)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_moves_change_nothing_where_layers_freeze_have_two_uses_or_cannot_be_compiled(backend: str, kind: str) -> None:
+def test_moves_change_nothing_where_layers_freeze_have_two_uses_or_cannot_be_traced(backend: str, kind: str) -> None:
     moves = [[0, 2, 8], [0, 5, 8], [0, 3, 8], [0, 6, 8], [0, 1, 8]]
     schedule = {"schedule": {"kind": kind}}
     still, moved = run_each(2, train_mixed, ([], schedule, backend), (moves, schedule, backend))
     check_moves_changed_nothing(still, moved)
-    named = [message.split(" cannot")[0] for result in moved for message in result["warnings"]]
-    assert set(named) == {"compile: layer 2 (Fussy)"}
 
 
 @pytest.mark.nightly

@@ -483,7 +483,7 @@ def belongings() -> dict[str, Any]:
         "trained": engine.basic_optimizer.param_groups[0]["params"][place] is new,
         "shapes": shapes,
     }
-    engine.stage.state.keep_elements = None
+    engine.stage.state.export = None
     with pytest.raises(MigrationError, match="Parameters had begun to change: resume the job") as error:
         engine.keep_elements([(layer, "weight", torch.arange(2))])
     assert not error.value.harmless

@@ -26,7 +26,7 @@ from tests.distributed import (
     test_instructions,
     test_masks,
     test_replicas,
-    test_tied_classes,
+    test_tied_layers,
     test_topologies,
 )
 from tests.distributed.harness import RankError, run, run_each
@@ -178,11 +178,31 @@ def unusual_layers(case: Case) -> list[Any]:
     return [LayerSpec(Embedding, 1), *[LayerSpec(Unusual, index) for index in range(4)], LayerSpec(Head, 2)]
 
 
+class Twofold(nn.Module):
+    """Returns two tensors, which depend on each other's layers."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.one, self.other = Block(index), Block(index + 50)
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.one(both[0] + 0.1 * both[1])
+        return hidden, self.other(both[1] + 0.1 * hidden)
+
+
+def in_two(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return hidden, 0.5 * hidden
+
+
+def add_up(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return both[0] + both[1]
+
+
 def twofold(case: Case) -> list[Any]:
-    return test_instructions.twofold_layers(case)
+    middle = [LayerSpec(Twofold, index) for index in range(case.blocks)]
+    return [LayerSpec(Embedding, 1), in_two, *middle, add_up, LayerSpec(Head, 2)]
 
 
-OWN = Case(blocks=6, clip=0.0)
 PROFILED = {"interval": 0, "profile": {"batches": 1, "warmup_batches": 0}}
 
 
@@ -228,20 +248,14 @@ FEATURES = {
     ),
     "a decision": Feature(4, decided),
     "dynamic shapes": Feature(2, test_topologies.train_feature, ({}, {"dynamic_shape": True}, MOVES, True)),
-    "patched instructions": Feature(2, test_instructions.train_patched_but_messages, (Case(clip=0.0), "entries", True)),
+    "patched instructions": Feature(2, test_instructions.train_patched, ("ds_dynmo", Case(clip=0.0), "entries", True)),
     "instructions patched later": Feature(
-        2, test_instructions.train_patched_but_messages, (Case(clip=0.0), "engine", False)
+        2, test_instructions.train_patched, ("ds_dynmo", Case(clip=0.0), "engine", False)
     ),
-    "own backward pass": Feature(
-        3,
-        test_instructions.train_with_own_backward,
-        (Case(stages=3, precision="bf16", tied=True), [[0, 1, 7, 8]], False),
-    ),
-    "own schedule": Feature(2, test_engine_class.train_with_reference, ("ds_dynmo", OWN), unsplit=True),
     "own class": Feature(
         2,
-        test_engine_class.train_with_reference,
-        ("ds_dynmo", OWN, (), None, None, twofold),
+        test_engine_class.train_own,
+        ("ds_dynmo", Case(blocks=6, clip=0.0), (), None, None, twofold),
         unsplit=True,
     ),
     "sizes": Feature(2, test_topologies.train_other_sizes, (MOVES,)),
@@ -272,13 +286,13 @@ FEATURES = {
     "qwen3": Feature(2, case_runs.train_moved, (test_huggingface.case("qwen3"),)),
     "peft": Feature(2, test_foreign_models.train, ("lora", True)),
     "torchvision": Feature(2, test_foreign_models.train, ("alexnet", True)),
-    "tied classes": Feature(
+    "tied layers": Feature(
         3,
-        test_tied_classes.train,
-        (Case(stages=3, clip=0.5, groups="two"), "in the middle", [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8]], 5),
+        test_tied_layers.train,
+        (Case(stages=3, clip=0.5, groups="two"), "first whole", [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8]], 5),
     ),
     "a tied head": Feature(
-        2, test_tied_classes.train, (Case(clip=0.5, precision="bf16"), "other attribute", [[0, 6, 8], [0, 1, 8]], 3)
+        2, test_tied_layers.train, (Case(clip=0.5, precision="bf16"), "megatron", [[0, 6, 8], [0, 1, 8]], 3)
     ),
     "fewer stages and back": Feature(
         4,

@@ -158,37 +158,17 @@ def back(layer: AroundModule, hidden: torch.Tensor) -> torch.Tensor:
     return hidden + hidden @ layer.inner.weight.t() + layer.inner.bias
 
 
-def _around_a_module(first: type, last: type, **options: Any) -> list[Any]:
+def tied_around_a_module(case: Case) -> list[Any]:
     _settings[:] = [{"scale": 1.0}]
     inner = nn.Linear(WIDTH, WIDTH)
     for number, parameter in enumerate(inner.parameters()):
         parameter.data.copy_(seeded(parameter.shape, number))
-    tied = ["inner.weight", "inner.bias"]
-    tie = TiedLayerSpec("tie", first, inner, tied_weight_attr=tied)
-    tied_to_it = TiedLayerSpec("tie", last, inner, tied_weight_attr=tied, **options)
+    tie = partial(TiedLayerSpec, "tie", AroundModule, inner, tied_weight_attr=["inner.weight", "inner.bias"])
     blocks = [LayerSpec(Block, i) for i in range(3)]
-    return [LayerSpec(Embedding, 1), blocks[0], tie, blocks[1], tied_to_it, blocks[2], LayerSpec(Head, 2)]
-
-
-def tied_around_a_module(case: Case) -> list[Any]:
-    return _around_a_module(AroundModule, AroundModule, forward_fn=back)
+    return [LayerSpec(Embedding, 1), blocks[0], tie(), blocks[1], tie(forward_fn=back), blocks[2], LayerSpec(Head, 2)]
 
 
 MODELS["tied_around_a_module"] = tied_around_a_module
-
-
-class BackAroundModule(AroundModule):
-    """Another class, so that its use is a separate module."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return back(self, hidden)
-
-
-def tied_classes_around_a_module(case: Case) -> list[Any]:
-    return _around_a_module(AroundModule, BackAroundModule)
-
-
-MODELS["tied_classes_around_a_module"] = tied_classes_around_a_module
 
 
 def change(what: str) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe import p2p, schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ds_dynmo.engine.deepspeed.buffers import sent_as_they_are
@@ -19,13 +18,11 @@ from ds_dynmo.engine.deepspeed.checkpointing import any_input
 from ds_dynmo.engine.run.gradient_flags import GradientFlags
 from ds_dynmo.errors import ConfigError
 
-STOCK = PipelineEngine._INSTRUCTION_MAP
-
 
 class Stage:
     """A stage whose instructions send, and receive, what is announced alone."""
 
-    def __init__(self, *, dynamic_shape: bool = False, present: Any = STOCK, user_kinds: bool = False) -> None:
+    def __init__(self, *, dynamic_shape: bool = False) -> None:
         self.flags = GradientFlags()
         self.engine = SimpleNamespace(
             pipe_buffers={"inputs": [None], "outputs": [None]},
@@ -35,7 +32,7 @@ class Stage:
             prev_stage=0,
             is_pipe_partitioned=False,
         )
-        self.around = self.flags.instruction_wrappers(present, last_layer=3, user_kinds=user_kinds)
+        self.around = self.flags.instruction_wrappers(last_layer=3)
 
     def run(self, kind: type) -> None:
         self.around[kind](lambda engine, buffer_id: None)(self.engine, buffer_id=0)
@@ -173,20 +170,6 @@ def test_what_cannot_be_sent_is_refused_with_its_layer(outputs: Any, found: str)
 def test_tensors_are_made_contiguous() -> None:
     sent = Stage().send((with_graph().expand(2, 3), with_graph()))
     assert all(tensor.is_contiguous() for tensor in sent)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [schedule.SendActivation, schedule.ForwardPass, schedule.BackwardPass, schedule.SendGrad, schedule.RecvGrad, None],
-)
-def test_with_an_instruction_of_the_users_all_floating_tensors_get_one(kind: type | None) -> None:
-    """None: with an instruction of another kind."""
-    own = {} if kind is None else {kind: lambda *_: None}
-    first, second = (Stage(present={**STOCK, **own}, user_kinds=kind is None) for _ in range(2))
-    outputs = with_graph(), plain(), torch.arange(3)
-    assert first.send(outputs) == outputs
-    assert second.receive((plain(), plain(), torch.arange(3))) == [True, True, False]
-    assert schedule.SendGrad not in second.around
 
 
 @pytest.mark.parametrize("checkpoint", [ds_checkpointing.checkpoint, partial(torch_checkpoint, use_reentrant=True)])

@@ -14,70 +14,45 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed.engine_class import engine_class
-from ds_dynmo.engine.run.instructions import check, compose
+from ds_dynmo.engine.deepspeed.instruction_map import AT_THE_END, checked_instructions
+from ds_dynmo.engine.run.gradient_flags import GradientFlags
+from ds_dynmo.engine.run.instructions import compose
 from ds_dynmo.errors import ConfigError
 
 STOCK = PipelineEngine._INSTRUCTION_MAP
 
 
-def test_a_wrapper_under_deepspeeds_name_counts_as_the_users() -> None:
-    for instruction in STOCK.values():
-        assert is_deepspeeds(instruction)
-        assert not is_deepspeeds(wraps(instruction)(lambda *args, **kwargs: None))
-        assert not is_deepspeeds(partial(instruction))
+class OwnKind(schedule.PipeInstruction):  # type: ignore[misc]
+    """A kind of instruction that DeepSpeed does not have."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "prefix", "partitioned", "refused"),
-    [
-        (schedule.SendGrad, 1, False, True),
-        (schedule.RecvGrad, 1, False, True),
-        (schedule.SendGrad, 0, False, False),
-        (schedule.BackwardPass, 3, False, False),
-        (schedule.BackwardPass, 3, True, True),
-        (schedule.LoadMicroBatch, 3, True, False),
-        (schedule.RecvActivation, 3, True, False),
-    ],
-)
-def test_a_frozen_prefix_refuses_own_instructions_that_skip_its_work(
-    kind: type, prefix: int, partitioned: bool, refused: bool
-) -> None:
-    def own(self: Any, buffer_id: int) -> None: ...
-
-    check(STOCK, prefix, partitioned=partitioned, ours=False)
-    if not refused:
-        check({**STOCK, kind: own}, prefix, partitioned=partitioned, ours=False)
-        return
-    with pytest.raises(ConfigError, match=rf"_INSTRUCTION_MAP\[{kind.__name__}\] = .*own: the first {prefix} layers"):
-        check({**STOCK, kind: own}, prefix, partitioned=partitioned, ours=False)
+def own(engine: Any, **where: int) -> None: ...
 
 
-@pytest.mark.parametrize(
-    "kind", [schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad, schedule.RecvGrad]
-)
-def test_a_schedule_of_ours_refuses_own_messages(kind: type) -> None:
-    def own(self: Any, buffer_id: int) -> None: ...
-
-    check(STOCK, 0, partitioned=False, ours=True)
-    check({**STOCK, kind: own}, 0, partitioned=False, ours=False)
-    with pytest.raises(ConfigError, match=rf"_INSTRUCTION_MAP\[{kind.__name__}\] = .*own: .*schedule.kind to \"1f1b"):
-        check({**STOCK, kind: own}, 0, partitioned=False, ours=True)
+def test_only_instructions_at_the_end_of_a_batch_may_be_the_users() -> None:
+    """A wrapper under DeepSpeed's name counts as the user's."""
+    for kind, stock in [*STOCK.items(), (OwnKind, own)]:
+        for instruction in (own, wraps(stock)(lambda *args, **kwargs: None)):
+            engine = SimpleNamespace(_INSTRUCTION_MAP={**STOCK, kind: instruction})
+            if kind in AT_THE_END:
+                assert checked_instructions(engine)[kind] is instruction
+                continue
+            with pytest.raises(
+                ConfigError, match=rf"_INSTRUCTION_MAP\[{kind.__name__}\] = .*; call engine.before_step"
+            ):
+                checked_instructions(engine)
+    assert checked_instructions(PipelineEngine) is STOCK
 
 
 def composed(present: dict[type, Any]) -> Any:
-    layers: Any = SimpleNamespace(run=range(4), tied_aliases=[], copies=list)
-    return compose(present, layers, 0, accumulates=False, callbacks=(), streams=None)
+    layers: Any = SimpleNamespace(run=range(4), indices=range(4), tied_aliases=[], untied_parameters=list)
+    return compose(present, layers, 0, accumulates=False, callbacks=(), streams=None, flags=GradientFlags())
 
 
 def test_only_instructions_that_need_it_are_wrapped() -> None:
-    found = composed({**STOCK, nn.Module: print})
-    assert {kind for kind in found if found[kind] is not {**STOCK, nn.Module: print}[kind]} == {
-        schedule.BackwardPass,
-        schedule.RecvGrad,
-    }
-    assert schedule.BackwardPass not in composed({})
+    found = composed(STOCK)
+    assert {kind for kind in found if found[kind] is STOCK[kind]} == {*AT_THE_END, schedule.ForwardPass}
     with pytest.raises(TypeError):
         found[schedule.BackwardPass] = print
 
@@ -97,8 +72,7 @@ class Shared(nn.Module):
         self.passes += 1
 
 
-@pytest.mark.parametrize("way", ["each with retain_graph", "retain_graph for all", "one is left out", "autograd"])
-def test_several_outputs_take_one_backward_pass_whoever_calls_it(way: str) -> None:
+def test_several_outputs_take_one_backward_pass() -> None:
     """The instruction gets tensors as DeepSpeed passes them."""
     layer, gradients = Shared(), (torch.tensor([0.5, 0.25]), torch.tensor([1.0, 2.0]))
 
@@ -106,19 +80,13 @@ def test_several_outputs_take_one_backward_pass_whoever_calls_it(way: str) -> No
         exponential, integers, sine = engine.pipe_buffers["outputs"][buffer_id]
         assert type(integers) is torch.Tensor and not integers.is_floating_point()
         assert isinstance(sine, torch.Tensor) and type(2 * sine) is torch.Tensor
-        if way == "autograd":
-            torch.autograd.backward((exponential, sine), gradients)
-            return
-        exponential.backward(gradient=gradients[0], retain_graph=way != "one is left out")
-        if way != "one is left out":
-            sine.backward(gradients[1], retain_graph=way == "retain_graph for all")
+        exponential.backward(gradient=gradients[0], retain_graph=True)
+        sine.backward(gradient=gradients[1], retain_graph=False)
 
     outputs = layer(torch.ones(2))
     engine = SimpleNamespace(pipe_buffers={"outputs": [outputs]}, is_last_stage=bool, is_pipe_partitioned=False)
-    composed({schedule.BackwardPass: backward})[schedule.BackwardPass](engine, buffer_id=0)
-    expected = gradients[0] * layer.weight.exp()
-    if way != "one is left out":
-        expected = expected + gradients[1] * layer.weight.cos()
+    composed({**STOCK, schedule.BackwardPass: backward})[schedule.BackwardPass](engine, buffer_id=0)
+    expected = gradients[0] * layer.weight.exp() + gradients[1] * layer.weight.cos()
     assert layer.passes == 1
     assert torch.allclose(layer.weight.grad, expected)
 

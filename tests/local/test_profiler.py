@@ -378,26 +378,6 @@ def test_the_seconds_of_a_batch_are_those_of_the_device(profiled: bool) -> None:
     assert profiler.batch_seconds == 4.0
 
 
-def test_own_instructions_count_with_the_next_pass() -> None:
-    """A reference pass precedes the forward pass, a backward pass is its own instruction, and sampling is in none."""
-    clock = Clock()
-    layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0)]
-    profiler, module = Profiler(clock), SimpleNamespace(forward_funcs=list(layers))
-    with measuring(profiler, module, [4, 5], has_loss=False):
-        assert profiler.measures
-        for _ in range(2):
-            with torch.no_grad(), profiler.measure_user_instruction():
-                plain(module.forward_funcs, torch.ones(2, 3))
-            with profiler.measure_pass(Kind.FORWARD):
-                outputs = plain(module.forward_funcs, torch.ones(2, 3, requires_grad=True))
-            plain(module.forward_funcs, torch.ones(2, 3))
-            with profiler.measure_user_instruction():
-                outputs.sum().backward()
-    assert not profiler.measures
-    assert profiler.samples.forward == {4: [2.0, 2.0 + 3.0 + 3.0], 5: [4.0, 4.0 + 5.0 + 5.0]}
-    assert not profiler.samples.seconds[Kind.BACKWARD]
-
-
 @pytest.mark.parametrize(("host_timers", "expected"), [(True, CpuClock), (False, EventClock)])
 def test_the_accelerator_says_which_clock_it_has(
     host_timers: bool, expected: type, monkeypatch: pytest.MonkeyPatch

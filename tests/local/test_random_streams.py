@@ -232,54 +232,12 @@ def test_checkpointing_that_swaps_torchs_states_does_not_leak_them() -> None:
 
     expected = set_global_generators()
     streams = LayerStreams(7, 0)
-    instructions = streams.instructions({schedule.ForwardPass: lambda *_: None, schedule.BackwardPass: backward})
+    instructions = streams.instructions({schedule.ForwardPass: lambda *_, **__: None, schedule.BackwardPass: backward})
     streams.begin([0], step=0, training=True)
     with layers_through(module, [streams.wrap]):
         instructions[schedule.ForwardPass](None, 0)
         instructions[schedule.BackwardPass](None, 0)
     assert next_draws() == expected
-
-
-class OwnKind(schedule.BufferOpInstruction):
-    pass
-
-
-def test_own_instructions_have_streams_of_their_kind_and_repeat_them_in_recomputation() -> None:
-    module = SimpleNamespace(forward_funcs=[lambda inputs: draw()])
-    found: dict[str, list[Any]] = {"forward": [], "own": [], "again": [], "bare": []}
-
-    class Recompute(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-            found["again"].append(module.forward_funcs[0](None))
-            return gradient
-
-    def forward(engine: Any, buffer_id: int) -> None:
-        found["forward"].append(module.forward_funcs[0](None))
-
-    def own(engine: Any, **where: int) -> None:
-        if not where:
-            found["own"].append(module.forward_funcs[0](None))
-        else:
-            Recompute.apply(torch.ones(1, requires_grad=True)).backward()
-
-    streams = LayerStreams(7, 0)
-    instructions = streams.instructions({schedule.ForwardPass: forward, OwnKind: own}, [OwnKind])
-    expected = set_global_generators()
-    streams.begin([0], step=0, training=True)
-    with layers_through(module, [streams.wrap]):
-        for buffer_id in range(2):
-            instructions[OwnKind](None)
-            instructions[schedule.ForwardPass](None, buffer_id=buffer_id)
-        for buffer_id in range(2):
-            instructions[OwnKind](None, buffer_id=buffer_id)
-    assert next_draws() == expected
-    assert found["again"] == found["forward"] and len({*found["forward"], *found["own"]}) == 4
-    assert found["forward"] == [drawn[0] for drawn in run_batch(LayerStreams(7, 0), [("F", 0), ("F", 1)], step=0)]
 
 
 def test_looking_for_trackers_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:

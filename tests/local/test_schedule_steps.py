@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from deepspeed.runtime.pipe import schedule as deepspeeds
 
 from ds_dynmo.config.dynmo import ScheduleConfig
@@ -13,6 +16,7 @@ from ds_dynmo.engine.split.steps import (
     WeightGradientPass,
     with_some_split,
 )
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import (
     Schedule,
     gradient_first_1f1b,
@@ -91,23 +95,29 @@ class Own(deepspeeds.TrainSchedule):  # type: ignore[misc]
     """A schedule of the user's engine."""
 
 
-def test_a_schedule_applies_to_deepspeeds_own_only() -> None:
+def test_a_schedule_takes_the_place_of_deepspeeds() -> None:
     deepspeed = given()
     assert ScheduleInForce(ScheduleConfig(kind="1f1b")).steps(deepspeed) is deepspeed
     ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"))
     assert isinstance(ours.steps(deepspeed), ScheduleSteps)
-    own = Own(micro_batches=4, stages=3, stage_id=1)
-    assert ours.steps(own) is own
     alone = deepspeeds.TrainSchedule(micro_batches=4, stages=1, stage_id=0)
     assert ours.steps(alone) is alone
 
 
-def test_steps_that_a_program_put_into_deepspeeds_class_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As diffusion-pipe does, which loads data before messages are exchanged."""
-    ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"))
+@pytest.mark.parametrize("kind", ["zero_bubble", "1f1b"])
+def test_a_schedule_of_the_users_is_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where DeepSpeed makes the steps of a batch, and where they begin; also steps put into DeepSpeed's class."""
+    force = ScheduleInForce(ScheduleConfig(kind=kind))
+    own = Own(micro_batches=4, stages=3, stage_id=1)
+    for refuse in (force.steps, force.begin):
+        with pytest.raises(ConfigError, match=r"test_schedule_steps.Own: batches run DeepSpeed's TrainSchedule or"):
+            refuse(own)
+    with torch.no_grad(), pytest.raises(ConfigError, match="Own: batches run DeepSpeed's InferenceSchedule"):
+        force.begin(own)
+    force.begin(given())
     monkeypatch.setattr(deepspeeds.TrainSchedule, "steps", lambda self: iter(()))
-    deepspeed = given()
-    assert ours.steps(deepspeed) is deepspeed
+    with pytest.raises(ConfigError, match=r"schedule.TrainSchedule.steps = tests.local.test_schedule_steps\..*lambda"):
+        force.steps(given())
 
 
 def test_a_decided_schedule_applies_to_its_shape_only() -> None:

@@ -27,7 +27,7 @@ SPECS = [
 
 def info(boundaries: list[int], client_state: dict[str, Any] | None = None, module: Any = None) -> Any:
     engine: Any = SimpleNamespace(save_zero_checkpoint=True, module=module)
-    layers, placement = LayerList(SPECS, {}), Placement.chain(boundaries)
+    layers, placement = LayerList(SPECS), Placement.chain(boundaries)
     stage: Any = SimpleNamespace(layers=layers, placement=placement, replicas_differ=False)
     return universal_info(engine, stage, client_state or {})[INFO]
 

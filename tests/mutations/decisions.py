@@ -189,7 +189,7 @@ MUTATIONS = [
     Mutation(
         "layers may freeze without a word",
         "ds_dynmo/engine/run/trainable.py",
-        "        frozen_prefix.check_unchanged(self._stage.layers, self._layers, self._tied_weights)\n",
+        "        frozen_prefix.check_unchanged(self._stage.layers, self._layers)\n",
         "",
         "tests/distributed/test_frozen.py::test_freezing_without_model_changed_is_an_error_that_names_it",
     ),

@@ -343,7 +343,7 @@ MUTATIONS = [
     Mutation(
         "all micro-batches of a batch draw the same",
         STREAMS,
-        "        self._begun[kind] += 1\n",
+        "            self._next += 1\n",
         "",
         "tests/distributed/test_replicas.py::test_replicas_share_the_samples_and_random_numbers_of_a_batch",
     ),
@@ -357,8 +357,8 @@ MUTATIONS = [
     Mutation(
         "a layer that is recomputed draws other numbers",
         STREAMS,
-        "            draws = self._in_buffer.get(begun.buffer_id, begun.draws)\n",
-        "            draws = begun.draws._replace(micro_batch=self._begun.total())\n",
+        "LayerPass(self._in_buffer[buffer_id], recomputes=True)",
+        "LayerPass(self._next, recomputes=True)",
         f"{RANDOM}::test_moves_and_recomputation_change_nothing[1-True]",
     ),
     Mutation(

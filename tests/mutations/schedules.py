@@ -115,10 +115,10 @@ MUTATIONS = [
         "tests/distributed/test_batch_ends.py::test_any_rank_or_none_may_read_the_loss[bf16-2-1.0]",
     ),
     Mutation(
-        "an instruction of the user's that sends runs under a schedule of ours",
-        "ds_dynmo/engine/run/trainable.py",
-        "        ours = self._stage.schedule.may_choose_schedule and engine.num_stages > 1\n",
-        "        ours = False\n",
-        "tests/distributed/test_instructions.py::test_own_messages_are_refused_before_a_batch_of_a_schedule_of_ours",
+        "an instruction of the user's that sends runs",
+        "ds_dynmo/engine/deepspeed/instruction_map.py",
+        "        if kind not in AT_THE_END and not is_deepspeeds(instruction):\n",
+        "        if kind is schedule.ForwardPass and not is_deepspeeds(instruction):\n",
+        "tests/local/test_instructions.py::test_only_instructions_at_the_end_of_a_batch_may_be_the_users",
     ),
 ]

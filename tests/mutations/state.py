@@ -107,7 +107,7 @@ MUTATIONS = [
         "        return sharded_norm(held, self._comm",
         "        here = self.coordinates\n        held = [] if here.stage == here.num_stages - 1 else held\n"
         "        return sharded_norm(held, self._comm",
-        "tests/distributed/test_tied_classes.py::test_every_weight_counts_once_in_clipping -k zero1",
+        "tests/distributed/test_tied_layers.py::test_every_weight_counts_once_in_clipping -k zero1",
     ),
     Mutation(
         "a tied layer counts in the norm once for each stage that has it",
@@ -133,15 +133,15 @@ MUTATIONS = [
     Mutation(
         "the moments of the elements that stay are those of the first elements",
         "ds_dynmo/engine/state/optimizer_state.py",
-        "name: entry.select(held) if is_per_element",
-        "name: held.reshape(-1)[: len(entry.index)].clone() if is_per_element",
+        "runs[:] = [(start, select(whole, kept[key])) for start, whole in runs]",
+        "runs[:] = [(start, whole.reshape(-1)[: len(kept[key])]) for start, whole in runs]",
         f"{KEPT}::test_it_trains_as_a_dense_weight_with_a_mask",
     ),
     Mutation(
-        "elements that stay are looked for from the beginning of every replica's shard",
+        "of elements that stay every replica holds the first ones",
         "ds_dynmo/engine/state/flat_shards.py",
-        "places.to(shard.device) - begin)",
-        "places.to(shard.device) - min(begin, 0))",
+        "[(start, row.narrow(0, start, numel).clone())]",
+        "[(start, row.narrow(0, 0, numel).clone())]",
         f"{KEPT}::test_it_trains_as_a_dense_weight_with_a_mask",
     ),
     Mutation(

@@ -10,9 +10,7 @@ from ds_dynmo import layer
 
 ENGINE = Path(layer.__file__).parent / "engine"
 API = Path(__file__).parents[2] / "docs" / "api.md"
-OF_OTHERS = {  # of configurations, a PipelineModule, a random tracker's module, a compiled layer
-    "deepspeed_config", "model_config", "loss_fn", "get_cuda_rng_tracker", "runs_as_is",
-}  # fmt: skip
+OF_OTHERS = {"deepspeed_config", "model_config", "loss_fn", "get_cuda_rng_tracker"}  # of a tracker's module
 
 
 def names(kind: type) -> set[str]:

@@ -37,7 +37,6 @@ def rebalance_report(
     seconds: tuple[float, float, float],
     background_seconds: float | None = None,
     load_signals: tuple[float | None, ...],
-    own_schedule: str = "",
 ) -> RebalanceReport:
     """Build the report of a decision that was carried out.
 
@@ -45,7 +44,6 @@ def rebalance_report(
         decision: None: there was no profile for predictions.
         seconds: of profile, decision and migration, as in a :class:`RebalanceReport`.
         background_seconds: from the beginning to the end of a move while a batch trained; None: training waited for it.
-        own_schedule: class of the schedule of a user's engine class.
     """
     found = decision.found if decision else None
     return RebalanceReport(
@@ -73,6 +71,5 @@ def rebalance_report(
         migrate_seconds=seconds[2],
         background_seconds=background_seconds,
         load_signals=load_signals,
-        own_schedule=own_schedule,
         model_changed=request.reason is Reason.MODEL_CHANGED,
     )

@@ -396,9 +396,9 @@ class Rebalancer:
         """Move layers while the next batch trains, if one has to move. Collective.
 
         Returns:
-            The report, if no layer has to move, or a schedule of the user's runs, which may step in its middle.
+            The report, if no layer has to move.
         """
-        if move.target == self._stage.placement or self._stage.schedule.user_steps:
+        if move.target == self._stage.placement:
             return self._move_now(move)
         self._decided = move
         if move.clears_pending_decision:
@@ -437,7 +437,6 @@ class Rebalancer:
             seconds=(*move.seconds, waited_seconds),
             background_seconds=background_seconds,
             load_signals=tuple(layer.load_signal for layer in self.profile.layers) if self.profile else (),
-            own_schedule=self._stage.schedule.user_steps,
         )
         self._report_schedule()
         self._reporter.rebalanced(report, self._stage.counters.samples)

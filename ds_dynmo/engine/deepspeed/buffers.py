@@ -7,12 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe import engine as deepspeeds
-
-
-def is_deepspeeds(instruction: Any) -> bool:
-    """Return whether it is DeepSpeed's function for an instruction, by its code: ``wraps`` copies the name."""
-    return getattr(instruction, "__globals__", None) is vars(deepspeeds)
 
 
 def inputs_of(engine: Any, buffer_id: int) -> Any:
@@ -54,17 +48,6 @@ def free_outputs(engine: Any, buffer_id: int) -> None:
     """Free the outputs of a stage's layers, as DeepSpeed does after their backward pass."""
     engine.pipe_buffers["output_tensors"][buffer_id] = None
     engine.pipe_buffers["outputs"][buffer_id] = None
-
-
-@contextmanager
-def backward_from(engine: Any, loss: torch.Tensor, gradient: torch.Tensor) -> Iterator[None]:
-    """Let a backward pass begin at ``loss`` on the last stage, and with ``gradient`` on the others."""
-    before = engine.loss, engine.grad_layer
-    engine.loss, engine.grad_layer = loss, gradient
-    try:
-        yield
-    finally:
-        engine.loss, engine.grad_layer = before
 
 
 def forget_gradient_buffer(engine: Any) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe.module import LayerSpec
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.ties import SeparateUses
 from ds_dynmo.placement import Placement
 
 
@@ -18,12 +17,10 @@ class LayerList:
 
     Args:
         specs: what the user gave for each layer: a LayerSpec, a module or a function.
-        ties: the keys whose uses have separate modules.
     """
 
-    def __init__(self, specs: Sequence[Any], ties: Mapping[str, SeparateUses]) -> None:
+    def __init__(self, specs: Sequence[Any]) -> None:
         self._specs = specs
-        self._ties = dict(ties)
 
     @property
     def num_layers(self) -> int:
@@ -36,31 +33,17 @@ class LayerList:
     # -- tied layers ----------------------------------------------------------------------------------
 
     def key(self, index: int) -> str | None:
-        """Return the key of a tied layer that is one module with its other uses; None for any other layer."""
+        """Return the key of a tied layer; None for any other layer."""
         spec = self.spec(index)
-        return str(spec.key) if isinstance(spec, TiedLayerSpec) and str(spec.key) not in self._ties else None
+        return str(spec.key) if isinstance(spec, TiedLayerSpec) else None
 
     def tied_keys(self) -> list[str]:
-        """List the keys of all tied layers of the model that are one module with their other uses."""
+        """List the keys of all tied layers of the model."""
         return sorted({key for index in range(self.num_layers) if (key := self.key(index)) is not None})
 
     def uses(self, key: str) -> list[int]:
         """List the layers of the whole model that share the parameters of ``key``."""
         return [index for index in range(self.num_layers) if self.key(index) == key]
-
-    def tie_of(self, index: int) -> SeparateUses | None:
-        """Return how layer ``index`` is tied to uses with separate modules; None if it is not."""
-        spec = self.spec(index)
-        return self._ties.get(str(spec.key)) if isinstance(spec, TiedLayerSpec) else None
-
-    @property
-    def separate_uses(self) -> list[SeparateUses]:
-        """The keys whose uses have separate modules."""
-        return [self._ties[key] for key in sorted(self._ties)]
-
-    def alike_uses(self) -> dict[str, list[int]]:
-        """Map a key to its uses, if they have separate modules and a checkpoint of one can be loaded into any."""
-        return {tie.key: tie.uses for tie in self.separate_uses if tie.alike}
 
     def first_use(self, index: int) -> int:
         """Return the layer that names the parameters of layer ``index``: the first use of a tied one, else itself."""
@@ -74,10 +57,14 @@ class LayerList:
 
     def stored_use(self, index: int) -> int | None:
         """Return the first use that DeepSpeed writes a file of; None if every use has a function around it."""
-        key = self.key(index)
-        if key is None:
-            return index if self.tie_of(index) is None or self.spec(index).forward_fn is None else None
+        if (key := self.key(index)) is None:
+            return index
         return next((use for use in self.uses(key) if self.spec(use).forward_fn is None), None)
+
+    def main_use(self, index: int) -> int:
+        """Return the use that may train the whole module: the first without a ``forward_fn``, or the first."""
+        stored = self.stored_use(index)
+        return self.first_use(index) if stored is None else stored
 
     # -- parameters of a stage ------------------------------------------------------------------------
 
@@ -93,13 +80,8 @@ class LayerList:
         """List the layers that name a stage's parameters, in the order of DeepSpeed's module."""
         here = placement.layers_of(stage)
         owners = [index for index in here if self.owner(index, placement)]
-        return [self.first_use(index) for index in self._in_order(owners, here)]
+        return [self.first_use(index) for index in self._in_order(owners)]
 
-    def _leads(self, index: int, here: Container[int]) -> bool:
-        """Return whether a use with a separate module is the first use on the stage that holds the layers ``here``."""
-        tie = self.tie_of(index)
-        return tie is not None and index == min(use for use in tie.uses if use in here)
-
-    def _in_order(self, indices: Iterable[int], here: Container[int]) -> list[int]:
-        """Sort layers of the stage that holds ``here`` as DeepSpeed's module has their parameters: tied ones first."""
-        return sorted(indices, key=lambda index: (self.key(index) is None and not self._leads(index, here), index))
+    def _in_order(self, indices: Iterable[int]) -> list[int]:
+        """Sort layers of a stage as DeepSpeed's module has their parameters: tied ones first."""
+        return sorted(indices, key=lambda index: (self.key(index) is None, index))

@@ -54,11 +54,11 @@ def layers_of_stage(module: Any) -> range:
 def modules_of(module: Any, layers: Iterable[int]) -> Iterator[tuple[int, nn.Module]]:
     """Iterate over ``(layer number, layer)`` of ``layers``, which this stage holds; plain functions are left out.
 
-    Where the uses of a tied layer share one module, each use comes with that module.
+    Each use of a tied layer comes with the module that they share.
     """
     for layer in layers:
         spec = layer_specs(module)[layer]
-        child = children_of(module).get(str(layer))  # where uses of a tie differ, all but a stage's first are here
+        child = children_of(module).get(str(layer))
         if child is not None:
             yield layer, child
         elif isinstance(spec, TiedLayerSpec):

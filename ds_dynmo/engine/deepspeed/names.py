@@ -52,6 +52,7 @@ NEEDED: tuple[PrivateName, ...] = (
         _precompute_checkpointable_values="",
         _recursive_getattr="module attr_name",
         _set_bounds="start stop",
+        _synchronize_tied_weights="",
         ckpt_layer_path="ckpt_dir local_layer_idx",
     ),
     *_of(f"{_PIPE}.module:LayerSpec", "module_args module_kwargs typename", build=""),

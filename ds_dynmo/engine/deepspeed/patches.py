@@ -16,11 +16,11 @@ from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extr
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.comm import replicas
-from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed.checkpointing import checkpoint_any_input
+from ds_dynmo.engine.deepspeed.instruction_map import is_deepspeeds
 from ds_dynmo.engine.deepspeed.losses import share_loss
 from ds_dynmo.engine.events import LayersMoved
-from ds_dynmo.engine.run.compiler import backend_of_call
+from ds_dynmo.engine.run.compiled_layers import backend_of_call
 from ds_dynmo.engine.stage import StageContext, stage_of
 from ds_dynmo.engine.state.clipping import scale_gradients
 from ds_dynmo.errors import ConfigError
@@ -45,7 +45,6 @@ class PatchedPipelineEngine(PipelineEngine):
         super().__init__(*args, **kwargs)
         if dynmo is not None:
             checkpoint_any_input(self.module)
-            self.stage.layers.mark_copies()
             self.stage.optimizer.follow()
             self.stage.layers_moved.subscribe("DeepSpeed keeps what belongs to the layers before", self._forget_layers)
             self.stage.parameters_replaced.subscribe("DeepSpeed keeps graphs with the parameters", self._forget_layers)
@@ -123,7 +122,7 @@ class PatchedPipelineEngine(PipelineEngine):
     # -- a batch --------------------------------------------------------------------------------------
 
     def _train_schedule(self) -> Any:
-        """Return the steps of a batch: of the schedule in force, or DeepSpeed's if the user replaced those."""
+        """Return the steps of a batch: of the schedule in force, or those that a user's class returns."""
         steps = super()._train_schedule()
         return steps if self.dynmo is None else self.stage.schedule.steps(steps)
 
@@ -135,8 +134,6 @@ class PatchedPipelineEngine(PipelineEngine):
         self.stage.schedule.begin(pipe_schedule)
         self._micro_batches_read = 0
         training, step = torch.is_grad_enabled(), self.stage.deferred_step
-        if training and self.stage.schedule.user_steps:
-            step.run(self.stage.timeline)  # layers change places now: the user's steps may contain any instruction
         with self.stage.around_schedule(training):
             super()._exec_schedule(pipe_schedule)
         if training:

@@ -7,7 +7,7 @@ runtime/pipe/module.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch import nn
 
 from ds_dynmo.engine.deepspeed.layer_list import LayerList
 from ds_dynmo.engine.deepspeed.tied_aliases import TiedAliases
-from ds_dynmo.engine.deepspeed.tied_gradients import tied_comms, tied_ranks
-from ds_dynmo.engine.deepspeed.ties import SeparateUses, tied_weight
+from ds_dynmo.engine.deepspeed.ties import tied_comms, tied_ranks, untied_parameters
 from ds_dynmo.engine.move.object_graph import copy_of_modules
 from ds_dynmo.engine.move.pickling import stand_in
 from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 from ds_dynmo.torch_private import children_of
 
@@ -31,18 +31,12 @@ class StageLayers(LayerList):
     A tied layer has one module per stage (DeepSpeed keeps it in ``tied_modules``), which the first use on the stage
     owns; later uses there run a tied alias of it.
 
-    Uses with separate modules (:class:`SeparateUses`) are layers like any other here, and have no :meth:`key`.
-    The module of their first use on a stage is in ``tied_modules``, where DeepSpeed sums the gradients of stages.
-
-    Args:
-        ties: the keys whose uses have separate modules.
-
     Attributes:
         tied_aliases: of the later uses on this stage.
     """
 
-    def __init__(self, module: PipelineModule, ties: Mapping[str, SeparateUses] | None = None) -> None:
-        super().__init__(module._layer_specs, ties or {})
+    def __init__(self, module: PipelineModule) -> None:
+        super().__init__(module._layer_specs)
         self._module = module
         self._placement = Placement.chain(module.parts)
         self._stage = int(module.stage_id)
@@ -91,9 +85,7 @@ class StageLayers(LayerList):
 
     def _slot(self, index: int) -> tuple[dict[str, nn.Module | None], str]:
         """Find where the PipelineModule keeps the module of a layer of this stage, and the name there."""
-        key, tie = self.key(index), self.tie_of(index)
-        if tie is not None and self._leads(index, self.indices):
-            key = tie.key
+        key = self.key(index)
         return (children_of(self._module), str(index)) if key is None else (children_of(self._module.tied_modules), key)
 
     def modules(self) -> dict[int, nn.Module]:
@@ -128,7 +120,7 @@ class StageLayers(LayerList):
         """Map keys to this stage's parameters, each once, in the order of DeepSpeed's module: tied layers first."""
         modules = self.modules()
         found: dict[int, tuple[ParamKey, nn.Parameter]] = {}
-        for index in self._in_order(modules, self.indices):
+        for index in self._in_order(modules):
             for name, parameter in modules[index].named_parameters():
                 found.setdefault(id(parameter), (ParamKey(self.first_use(index), name), parameter))
         return dict(found.values())
@@ -138,39 +130,43 @@ class StageLayers(LayerList):
         return [*self.named_parameters().values()]
 
     def tied_by_key(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
-        """List the weights of this stage's tied layers by their keys, once for each module that has them."""
+        """List the parameters of this stage's tied layers by their keys."""
         for index, module in self.modules().items():
-            key, tie = self.key(index), self.tie_of(index)
-            if tie is not None:
-                yield tie.key, list(self.tied_weights(index))
-            elif key is not None:
+            if (key := self.key(index)) is not None:
                 yield key, list(module.parameters())
 
     def tied_parameters(self) -> list[nn.Parameter]:
-        """List the parameters of this stage's tied layers that are tied."""
-        whole = [p for index, module in self.modules().items() if self.key(index) for p in module.parameters()]
-        return [*whole, *(weight for index in self.indices for weight in self.tied_weights(index))]
+        """List the parameters of this stage's tied layers."""
+        return [parameter for _, parameters in self.tied_by_key() for parameter in parameters]
 
-    def tied_weights(self, index: int) -> list[nn.Parameter]:
-        """List what layer ``index``, of this stage, shares with other modules, in the order of ``tied_weight_attr``."""
-        module = self.local_module(index)
-        if module is None or self.tie_of(index) is None:
+    def untied_parameters(self) -> list[nn.Parameter]:
+        """List the parameters of this stage's tied layers that ``tied_weight_attr`` does not name."""
+        return [parameter for index in self.modules() for _, parameter in self._untied(index)]
+
+    def _untied(self, index: int) -> list[tuple[str, nn.Parameter]]:
+        """List what layer ``index`` of this stage has beside the weights that it shares; a tied alias has its own."""
+        key, module = self.key(index), self.modules_that_run().get(index)
+        if key is None or module is None or len(self.uses(key)) == 1:
             return []
-        return [tied_weight(module, name) for name in self.spec(index).tied_weight_attr]
+        return untied_parameters(module, self.spec(index))
 
-    def copies(self) -> list[tuple[nn.Parameter, ...]]:
-        """List each tied weight that several modules of this stage have: all of its copies, in layer order."""
-        found: list[tuple[nn.Parameter, ...]] = []
-        for tie in self.separate_uses:
-            here = [use for use in tie.uses if use in self.indices]
-            if len(here) > 1:
-                found += zip(*(self.tied_weights(use) for use in here), strict=True)
-        return found
+    def check_untied(self, attribute: str) -> None:
+        """Refuse a use that trained what ``tied_weight_attr`` does not name, unless it is the :meth:`main_use`.
 
-    def later_copies(self) -> list[nn.Parameter]:
-        """List tied weights of this stage that a module earlier in the model has too."""
-        later = [i for i in self.indices if (tie := self.tie_of(i)) is not None and i != tie.uses[0]]
-        return [weight for index in later for weight in self.tied_weights(index)]
+        Args:
+            attribute: of a parameter, which holds its gradient.
+
+        Raises:
+            ConfigError: naming the layer and the parameter.
+        """
+        for index in self.indices:
+            for name, parameter in self._untied(index) if index != self.main_use(index) else ():
+                gradient = self.tied_aliases.gradient_of(parameter, attribute)
+                if gradient is not None and gradient.any():
+                    raise ConfigError(
+                        f"layer {index} trains {name}, which tied_weight_attr of its key {self.key(index)!r} does not "
+                        "name: name it too, or let a layer of its own have it"
+                    )
 
     # -- rebuilding -----------------------------------------------------------------------------------
 
@@ -248,13 +244,6 @@ class StageLayers(LayerList):
                 module.tied_modules[key] = layer
                 module.tied_weight_attrs[key] = spec.tied_weight_attr
             module.forward_funcs.append(_use(spec, module.tied_modules[key]))
-        elif self.tie_of(index) is not None:
-            assert layer is not None
-            modules, name = self._slot(index)
-            modules[name] = layer
-            if modules is children_of(module.tied_modules):
-                module.tied_weight_attrs[name] = spec.tied_weight_attr
-            module.forward_funcs.append(_use(spec, layer))
         elif layer is not None:
             module.add_module(str(index), layer)
             module.fwd_map[str(index)] = len(module.forward_funcs)
@@ -268,11 +257,7 @@ class StageLayers(LayerList):
 
     def tied_ranks(self, placement: Placement, grid: Any) -> list[tuple[str, tuple[int, ...]]]:
         """List the keys that several stages of ``placement`` share, with their ranks: see :func:`tied_ranks`."""
-        uses_of = {
-            **{key: self.uses(key) for key in self.tied_keys()},
-            **{tie.key: tie.uses for tie in self.separate_uses},
-        }
-        stages_of = {key: sorted({placement.stage_of(use) for use in uses_of[key]}) for key in sorted(uses_of)}
+        stages_of = {key: sorted({placement.stage_of(use) for use in self.uses(key)}) for key in self.tied_keys()}
         return list(tied_ranks(stages_of, grid))
 
     def tied_groups(self, grid: Any) -> dict[tuple[int, ...], Any]:
@@ -290,21 +275,9 @@ class StageLayers(LayerList):
         module.tied_comms = tied_comms(module, self.tied_ranks(self._placement, grid), make_group)
         for parameter in module.parameters():
             parameter.ds_pipe_replicated = False
-        for key in module.tied_comms.keys() - self._ties.keys():
-            comm = module.tied_comms[key]
+        for comm in module.tied_comms.values():
             for parameter in comm["module"].parameters():
                 parameter.ds_pipe_replicated = module.global_rank != comm["ranks"][0]
-        self.mark_copies()
-
-    def mark_copies(self) -> None:
-        """Mark copies of tied weights for DeepSpeed, which counts each weight once: all but the first in the model."""
-        for index in self.indices:
-            module = self.local_module(index)
-            if module is not None and self.tie_of(index) is not None:
-                for parameter in module.parameters():
-                    parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
-        for parameter in self.later_copies():
-            parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
 
 def is_dual_pipe_v(model: Any) -> bool:

@@ -81,6 +81,11 @@ class TiedAliases:
                 buffer = parameter._hp_grad  # type: ignore[attr-defined]
                 buffer.add_(total.view(buffer.shape))
 
+    def gradient_of(self, parameter: nn.Parameter, attribute: str) -> torch.Tensor | None:
+        """Return the sum of a parameter's gradients, of an alias or of a layer, which has it in ``attribute``."""
+        held: torch.Tensor | None = getattr(parameter, attribute, parameter.grad)
+        return self._sums.get(id(parameter), held)
+
     def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Pair each parameter of a first use with that of a later use."""
         for index, alias in self._aliases.items():

@@ -1,73 +1,22 @@
-"""Layers tied by one key whose uses have separate modules that share weights.
+"""Layers tied by one key: uses of one module, which each stage with a use holds once.
 
-DeepSpeed ties what ``tied_weight_attr`` names, and builds the first use of a key on each stage. If all uses are of one
-class, are built from the same arguments and all their parameters are tied, a stage needs one module for all uses.
-Otherwise they are :class:`SeparateUses`: an embedding and a head of another class, or a head that also has a norm.
-Each use then is a layer like any other, with a copy of the tied weights. Copies begin equal and get the sum of all
-gradients, so they stay equal on whichever stages they are.
-
-    uses of a key       modules                             StageLayers.key(use)    StageLayers.tie_of(use)
-    one module          one per stage; later uses there     the key                 None
-                        run a tied alias
-    separate modules    one per use, with weight copies     None                    the SeparateUses
+All uses are of one class and built from the same arguments; a ``forward_fn`` says what a use does with the module. So
+stages share the whole module, and every parameter of it gets the sum of the gradients of all uses. By itself DeepSpeed
+sums what ``tied_weight_attr`` names. What that does not name (the positions in Megatron's embedding) one use alone may
+train: the one that runs the whole module, or the first if all have a ``forward_fn``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.module import layer_specs, layers_of_stage
+from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.torch_private import children_of
-
-
-@dataclass(frozen=True)
-class SeparateUses:
-    """The uses of one key, each with a separate module.
-
-    Attributes:
-        weights: per use, by its layer's number, the names of the tied weights there; in one order for all uses.
-        alike: the same class and arguments, or nothing beside the tied weights: any use can be loaded from what is
-            saved of the first.
-    """
-
-    key: str
-    weights: dict[int, tuple[str, ...]]
-    alike: bool
-
-    @property
-    def uses(self) -> list[int]:
-        return sorted(self.weights)
-
-    @property
-    def num_weights(self) -> int:
-        """The number of weights that the uses share."""
-        return len(self.weights[self.uses[0]])
-
-
-@dataclass(frozen=True)
-class UseDescription:
-    """The description of a tied layer on the rank that has it.
-
-    Attributes:
-        names, shapes: of its tied weights, in the order of ``tied_weight_attr``.
-        complete: it has no other parameter.
-        same_class, same_arguments: as all other uses of the key.
-        problem: why its tied weights cannot be found, in words.
-    """
-
-    layer: int
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    complete: bool
-    same_class: bool
-    same_arguments: bool
-    problem: str | None
 
 
 def uses_by_key(specs: Sequence[Any]) -> dict[str, list[int]]:
@@ -79,98 +28,132 @@ def uses_by_key(specs: Sequence[Any]) -> dict[str, list[int]]:
     return {key: uses for key, uses in uses_of.items() if len(uses) > 1}
 
 
-def of_several_classes(specs: Sequence[Any], uses: Sequence[int]) -> bool:
-    """Return whether the uses of a key are of different classes."""
-    return len({specs[use].typename for use in uses}) > 1
+# -- what is refused ----------------------------------------------------------------------------------
 
 
-def find_uses(model: PipelineModule, built: Mapping[int, nn.Module]) -> list[UseDescription]:
-    """Describe the tied layers of this stage of a pipeline that was just built.
-
-    Args:
-        built: modules of layers that DeepSpeed did not build.
-    """
-    specs, local = layer_specs(model), layers_of_stage(model)
-    descriptions = []
-    for key, uses in uses_by_key(specs).items():
-        here = [use for use in uses if use in local]
-        modules = {**dict.fromkeys(here[:1], children_of(model.tied_modules).get(key)), **built}
-        for use in here:
-            module = modules.get(use)
-            if module is not None:
-                descriptions.append(_describe(specs, use, uses, module))
-    return descriptions
-
-
-def _describe(specs: Sequence[Any], layer: int, uses: Sequence[int], module: nn.Module) -> UseDescription:
-    spec, others = specs[layer], [specs[use] for use in uses]
-    try:
-        weights, problem = [tied_weight(module, name) for name in spec.tied_weight_attr], None
-    except (AttributeError, TypeError, RecursionError) as error:
-        weights, problem = [], f"layer {layer} ({type(module).__name__}): {error}"
-    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
-    return UseDescription(
-        layer=layer,
-        names=tuple(name_of[id(weight)] for weight in weights),
-        shapes=tuple(tuple(weight.shape) for weight in weights),
-        complete=name_of.keys() <= {id(weight) for weight in weights},
-        same_class=not of_several_classes(specs, uses),
-        same_arguments=all(_same_arguments(spec, other) for other in others),
-        problem=problem,
-    )
-
-
-def tied_weight(module: nn.Module, name: str) -> nn.Parameter:
-    """Find the parameter that an entry of ``tied_weight_attr`` names, as DeepSpeed does.
+def check_uses(specs: Sequence[Any]) -> None:
+    """Refuse uses of a key that would be different modules.
 
     Raises:
-        AttributeError, RecursionError: there is none of that name.
-        TypeError: it is no parameter of the module.
+        ConfigError: naming layers and key, and showing what to write.
     """
-    weight: nn.Parameter = PipelineModule._recursive_getattr(module, name)
-    if not any(weight is parameter for parameter in module.parameters()):
-        raise TypeError(f"tied_weight_attr {name!r} is no parameter of it but a {type(weight).__name__}")
-    return weight
+    for key, uses in uses_by_key(specs).items():
+        first = specs[uses[0]]
+        for use in uses[1:]:
+            if (differs := _difference(first, specs[use])) is not None:
+                kind, weights = first.typename.__name__, first.tied_weight_attr
+                raise ConfigError(
+                    f"layers {uses[0]} and {use}, tied by the key {key!r}: {differs}. Let one class serve both, with a "
+                    "forward_fn for what the other does with it, and put what only one of them has (a norm) into a "
+                    f"layer of its own:\n"
+                    f"    TiedLayerSpec({key!r}, {kind}, ..., tied_weight_attr={weights!r})\n"
+                    f"    TiedLayerSpec({key!r}, {kind}, ..., tied_weight_attr={weights!r}, "
+                    f"forward_fn=lambda layer, hidden: torch.nn.functional.linear(hidden, layer.{weights[0]}))"
+                )
 
 
-def _same_arguments(spec: TiedLayerSpec, other: TiedLayerSpec) -> bool:
+def _difference(first: TiedLayerSpec, other: TiedLayerSpec) -> str | None:
+    """Describe how two uses differ in what is built; None: they are one module."""
+    if first.typename is not other.typename:
+        return f"the classes differ, {first.typename.__name__} and {other.typename.__name__}"
+    if first.tied_weight_attr != other.tied_weight_attr:
+        return f"tied_weight_attr differs, {first.tied_weight_attr} and {other.tied_weight_attr}"
     try:
-        return bool(spec.module_args == other.module_args and spec.module_kwargs == other.module_kwargs)
+        same = bool(first.module_args == other.module_args and first.module_kwargs == other.module_kwargs)
     except Exception:  # whatever the comparison of a user's objects raises: then they are not known to be equal
-        return False
+        same = False
+    return None if same else f"{first.typename.__name__} is built from different arguments, or arguments without =="
 
 
-def separate_uses(uses_by_rank: Iterable[Sequence[UseDescription]], specs: Sequence[Any]) -> dict[str, SeparateUses]:
-    """Find the keys whose uses have separate modules. The same on every rank.
-
-    Args:
-        uses_by_rank: each rank's :func:`find_uses`.
+def check_tied_weights(model: PipelineModule) -> None:
+    """Refuse tied layers of this stage whose ``tied_weight_attr`` names no parameter, or too few of them.
 
     Raises:
-        ConfigError: uses whose tied weights do not belong together.
+        ConfigError: naming the key.
     """
-    described = {use.layer: use for of_rank in uses_by_rank for use in of_rank}
-    ties = {}
+    specs = layer_specs(model)
     for key, uses in uses_by_key(specs).items():
-        built = [described[use] for use in uses if use in described]
-        one_class, equal = all(use.same_class for use in built), all(use.same_arguments for use in built)
-        complete = all(use.complete for use in built)
-        apart = len(built) == len(uses)
-        if one_class and ((equal and complete) or not apart):
-            continue  # DeepSpeed makes uses of one class on one stage one module
-        assert apart, "missing_uses built the uses of several classes that DeepSpeed did not build"
-        _check_weights(key, built)
-        weights = {use.layer: use.names for use in built}
-        ties[key] = SeparateUses(key, weights, alike=one_class and (equal or complete))
-    return ties
+        if key not in model.tied_modules:
+            continue
+        try:
+            untied = [name for name, _ in untied_parameters(model.tied_modules[key], specs[uses[0]])]
+        except (AttributeError, TypeError, RecursionError) as error:
+            raise ConfigError(f"layers {uses}, tied by the key {key!r}: {error}") from error
+        whole = [use for use in uses if specs[use].forward_fn is None]
+        if untied and len(whole) > 1:
+            raise ConfigError(
+                f"layers {whole}, tied by the key {key!r}, run the whole module, but tied_weight_attr does not name "
+                f"{untied}: name them too, or give all but one of the layers a forward_fn that needs what is named"
+            )
 
 
-def _check_weights(key: str, built: Sequence[UseDescription]) -> None:
-    problem = next((use.problem for use in built if use.problem is not None), None)
-    if problem is not None:
-        raise ConfigError(f"layers tied by the key {key!r}: {problem}")
-    if len({use.shapes for use in built}) > 1:
-        shapes = {use.layer: [list(shape) for shape in use.shapes] for use in built}
-        raise ConfigError(
-            f"layers tied by the key {key!r}: tied_weight_attr names weights of other shapes in each: {shapes}"
-        )
+def untied_parameters(module: nn.Module, spec: TiedLayerSpec) -> list[tuple[str, nn.Parameter]]:
+    """List the parameters of a tied module that ``tied_weight_attr`` does not name.
+
+    Raises:
+        AttributeError, RecursionError: it has nothing of a name there.
+        TypeError: what it has is no parameter.
+    """
+    tied = {name: PipelineModule._recursive_getattr(module, name) for name in spec.tied_weight_attr}
+    parameters = {id(parameter): (name, parameter) for name, parameter in module.named_parameters()}
+    for name, weight in tied.items():
+        if id(weight) not in parameters:
+            raise TypeError(f"tied_weight_attr {name!r} is no parameter of it but a {type(weight).__name__}")
+    named = {*map(id, tied.values())}
+    return [found for identity, found in parameters.items() if identity not in named]
+
+
+# -- between stages -----------------------------------------------------------------------------------
+
+
+def share_whole_modules(model: PipelineModule) -> None:
+    """Let DeepSpeed share every parameter of tied modules between stages, and make them equal now. Collective."""
+    for key, comm in model.tied_comms.items():
+        comm["weight_attr"] = _all_names(model, key)
+    with torch.no_grad():  # else torch warns of gradients through the broadcast
+        model._synchronize_tied_weights()
+
+
+def _all_names(model: PipelineModule, key: str) -> list[str]:
+    """List the names of a tied module's parameters: those that ``tied_weight_attr`` has, then the others."""
+    spec = next(spec for spec in layer_specs(model) if isinstance(spec, TiedLayerSpec) and str(spec.key) == str(key))
+    return [*spec.tied_weight_attr, *(name for name, _ in untied_parameters(model.tied_modules[key], spec))]
+
+
+def tied_ranks(stages_of: Mapping[str, Sequence[int]], grid: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield each key that several stages share, with their ranks, once for each replica and tensor-parallel slice.
+
+    Args:
+        stages_of: by key, the stages that hold a use of it.
+        grid: DeepSpeed's, which lists the ranks by stage for each replica and slice.
+    """
+    for key, stages in stages_of.items():
+        if len(stages) > 1:
+            for pipeline in grid.pipe_groups:
+                yield key, tuple(pipeline[stage] for stage in stages)
+
+
+def tied_comms(
+    module: PipelineModule,
+    tied: Iterable[tuple[str, tuple[int, ...]]],
+    make_group: Callable[[tuple[int, ...]], Any],
+) -> dict[str, dict[str, Any]]:
+    """Make DeepSpeed's ``tied_comms``: per key that this rank shares with other stages, the group and the module.
+
+    Collective: every rank asks for the groups of every replica, in one order.
+
+    Args:
+        tied: of :func:`tied_ranks`.
+        make_group: makes a process group of ranks; collective.
+    """
+    comms = {}
+    for key, ranks in tied:
+        group = make_group(ranks)
+        if module.global_rank in ranks:
+            comms[key] = {
+                "ranks": list(ranks),
+                "group": group,
+                "weight_attr": _all_names(module, key),
+                "module": module.tied_modules[key],
+            }
+    return comms

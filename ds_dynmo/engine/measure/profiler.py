@@ -18,7 +18,7 @@ import statistics
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -165,7 +165,7 @@ class Profiler:
         self._owner: int | None = None
         self._paused: list[int | None] = []  # owners to resume; the last is resumed first
         self._marks: list[Mark] = []
-        self._passes: list[tuple[Kind | None, list[Mark]]] = []  # kind; None: of an instruction of the user
+        self._passes: list[tuple[Kind, list[Mark]]] = []
         self._deferred_bytes: Counter[int] = Counter()  # of this pass
         self._entered: dict[int, torch.Tensor] = {}  # inputs of the stage or a segment in this pass
 
@@ -213,20 +213,13 @@ class Profiler:
         self._read()
         self.samples.batches += 1
 
-    def measure_pass(self, kind: Kind) -> AbstractContextManager[None]:
-        """Measure the pass of a micro-batch through the stage inside."""
-        begins_at_last = kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
-        return self._measure(kind, self._last if begins_at_last else None)
-
-    def measure_user_instruction(self) -> AbstractContextManager[None]:
-        """Measure a user's instruction, which may run layers; it counts with the next pass."""
-        return self._measure(None, None)
-
     @contextmanager
-    def _measure(self, kind: Kind | None, owner: int | None) -> Iterator[None]:
+    def measure_pass(self, kind: Kind) -> Iterator[None]:
+        """Measure the pass of a micro-batch through the stage inside."""
         self._backward, self._marks, self._entered = kind is not Kind.FORWARD, [], {}
         self._deferred_bytes = Counter()
-        self._mark(owner)
+        begins_at_last = kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+        self._mark(self._last if begins_at_last else None)
         self._in_pass = True
         try:
             yield
@@ -257,7 +250,7 @@ class Profiler:
         return marked
 
     def pause(self) -> None:
-        """Stop counting time for the current layer: torch compiles, or the layer works for its whole stage."""
+        """Stop counting time for the current layer: it works for its whole stage."""
         self._paused.append(self._owner)
         if self._in_pass:
             self._mark(None)
@@ -354,8 +347,6 @@ class Profiler:
             for (_, owner), seconds in zip(marks, durations):
                 if owner is not None:
                     spent[owner] += seconds
-            if kind is None:
-                continue
             last = self.samples.seconds[kind]
             for index, seconds in spent.items():
                 last[index].append(seconds)

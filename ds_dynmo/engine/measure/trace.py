@@ -28,7 +28,6 @@ from ds_dynmo.engine.decide.report_files import WarnsOnce, check_writable
 from ds_dynmo.engine.decide.reporter import Reporter
 from ds_dynmo.engine.deepspeed.instruction_map import Instructions
 from ds_dynmo.engine.measure.trace_events import TraceEvent, TraceFile, Track, batch_events, track_names
-from ds_dynmo.engine.run.instructions import is_user_kind
 from ds_dynmo.engine.split.steps import InputGradientPass, WeightGradientPass
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.placement import Placement
@@ -131,10 +130,9 @@ class Tracer:
 
     def recorded(self, bare: Instructions) -> Instructions:
         """Wrap the instructions of a batch so that they record start and end."""
-        shown = {kind: ("instruction", kind.__name__) for kind in bare if is_user_kind(kind)} | INSTRUCTIONS
         return MappingProxyType(
             {
-                kind: self._recorded(instruction, *shown[kind]) if kind in shown else instruction
+                kind: self._recorded(instruction, *INSTRUCTIONS[kind]) if kind in INSTRUCTIONS else instruction
                 for kind, instruction in bare.items()
             }
         )

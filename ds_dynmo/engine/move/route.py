@@ -1,6 +1,6 @@
 """Routes of state from one layout to another: the rows of elements to copy or send. Pure; the same on every rank.
 
-Resharding, freezing, re-packing, and keeping some elements of parameters are routes between two layouts.
+Resharding, freezing and re-packing are routes between two layouts.
 """
 
 from __future__ import annotations

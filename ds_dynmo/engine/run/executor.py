@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ds_dynmo.engine.deepspeed.buffers import sent_as_they_are
-from ds_dynmo.engine.deepspeed.instruction_map import Instructions, instructions_in_force, present_instructions
+from ds_dynmo.engine.deepspeed.instruction_map import Instructions, checked_instructions, instructions_in_force
 from ds_dynmo.engine.deepspeed.module import LayerWrapper, layers_through
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.events import LayersMoved
@@ -51,13 +51,9 @@ class Executor:
         self._composition: Instructions = {}
         self._scheduled = ScheduledBatches(engine, stage)
         stage.schedule.is_profiled = lambda: profiler.measures
-        stage.compiled.stopwatch = profiler
         self.ran = False
         stage.around_schedule.add(self._around)
         stage.layers_moved.subscribe("instructions depend on the stage's layers", self._recompose)
-        stage.layers_moved.subscribe(
-            "what could not be compiled may have left", lambda _: stage.compiled.keep(stage.layers.indices)
-        )
         stage.optimizer.changed.subscribe("instructions depend on how it takes gradients", self._recompose)
 
     def profiled(self) -> AbstractContextManager[None]:
@@ -71,12 +67,12 @@ class Executor:
 
     @contextmanager
     def _around(self, training: bool) -> Iterator[None]:
-        steps, present = self._stage.schedule.running if training else None, present_instructions(self._engine)
+        steps = self._stage.schedule.running if training else None
         with (
             self._stage.compiled.batch(self._stage.layers.modules_that_run()),
             layers_through(self._engine.module, self._wrappers(training)),
             sent_as_they_are(self._engine),
-            self._scheduled.batch(steps, present) if steps is not None else nullcontext(),
+            self._scheduled.batch(steps) if steps is not None else nullcontext(),
             instructions_in_force(self._engine, self._instructions(training, steps is not None)),
         ):
             yield
@@ -105,7 +101,7 @@ class Executor:
 
     def _composed(self, scheduled: bool) -> Instructions:
         """Compose the instructions of a batch; again only if something has changed."""
-        present, prefix = dict(present_instructions(self._engine)), self._trainable.prefix
+        present, prefix = dict(checked_instructions(self._engine)), self._trainable.prefix
         step = self._stage.deferred_step
         if (present, prefix, scheduled, step.is_deferred) != self._composed_for:
             self._composition = instructions.compose(

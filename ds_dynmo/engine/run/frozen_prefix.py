@@ -8,7 +8,7 @@ pipeline instructions, and take the engine as DeepSpeed's do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,59 +45,12 @@ def check_ties(layers: StageLayers, trainable: Sequence[bool]) -> None:
             )
 
 
-def check_tied_weights(layers: StageLayers, trainable: Sequence[Sequence[float]]) -> None:
-    """Refuse a tied weight that is frozen in only some of its modules.
-
-    Args:
-        trainable: per layer, the maximum of all ranks' :func:`tied_weights_that_train`.
-
-    Raises:
-        ConfigError: on every rank.
-    """
-    for tie in layers.separate_uses:
-        for number in range(tie.num_weights):
-            training = {use: tie.weights[use][number] for use in tie.uses if trainable[use][number]}
-            if training and len(training) < len(tie.uses):
-                frozen = {use: tie.weights[use][number] for use in tie.uses if use not in training}
-                raise ConfigError(
-                    f"layers {tie.uses} share a weight by the key {tie.key!r}, which trains as {_named(training)} and "
-                    f"is frozen as {_named(frozen)}: freeze all of them, or untie them"
-                )
-
-
-def _named(weights: Mapping[int, str]) -> str:
-    return ", ".join(f"{name} of layer {index}" for index, name in weights.items())
-
-
-def tied_weights_that_train(layers: StageLayers) -> torch.Tensor:
-    """Return which weights shared with other modules are trainable.
-
-    Returns:
-        float32 ``[num_layers, most weights of a key]``: 1 or 0; zeros for layers on other stages.
-    """
-    training = torch.zeros(
-        layers.num_layers, max((tie.num_weights for tie in layers.separate_uses), default=0), device="cpu"
-    )
-    for index in layers.indices:
-        for number, weight in enumerate(layers.tied_weights(index)):
-            training[index, number] = float(weight.requires_grad)
-    return training
-
-
-def check_unchanged(layers: StageLayers, trainable: Sequence[bool], tied: Sequence[Sequence[float]]) -> None:
+def check_unchanged(layers: StageLayers, trainable: Sequence[bool]) -> None:
     """Refuse to train after layers were frozen or unfrozen without ``engine.model_changed``.
 
     Args:
         trainable: per layer of the model, whether it was trainable at the last ``engine.model_changed``.
-        tied: per layer, :func:`tied_weights_that_train` at that time.
     """
-    for index in layers.indices:
-        for weight, trained in zip(layers.tied_weights(index), tied[index], strict=False):
-            if weight.requires_grad != bool(trained):
-                raise ConfigError(
-                    f"a tied weight of layer {index} was {'frozen' if trained else 'unfrozen'}: do so in every use, "
-                    "and call engine.model_changed(reason) on every rank"
-                )
     for index, module in layers.modules().items():
         if trains(module) != trainable[index]:
             change = "frozen" if trainable[index] else "unfrozen"
@@ -121,21 +74,18 @@ def has_backward_work(layers: Iterable[int], prefix: int) -> bool:
     return any(layer >= prefix for layer in layers)
 
 
-def instruction_wrappers(
-    chunk: range, prefix: int, *, user_backward: bool
-) -> dict[type, Callable[[Instruction], Instruction]]:
+def instruction_wrappers(chunk: range, prefix: int) -> dict[type, Callable[[Instruction], Instruction]]:
     """Return the wrappers or replacements of a chunk's instructions.
 
     Args:
         chunk: layers of the chunk.
         prefix: number of leading layers of the model that are frozen.
-        user_backward: whether the backward pass is the user's, which is called even without work.
     """
     changed: dict[type, Callable[[Instruction], Instruction]] = {}
     if prefix == 0:
         return changed
     if not has_backward_work(chunk, prefix):
-        changed[schedule.BackwardPass] = _through_nothing if user_backward else lambda _: _skip_backward
+        changed[schedule.BackwardPass] = lambda _: _skip_backward
         changed[schedule.RecvGrad] = lambda _: _nothing
     if prefix >= chunk.start:
         changed[schedule.SendGrad] = lambda _: _free_input
@@ -150,19 +100,6 @@ def _nothing(engine: Any, buffer_id: int) -> None:
 
 def _skip_backward(engine: Any, buffer_id: int) -> None:
     buffers.free_outputs(engine, buffer_id)
-
-
-def _through_nothing(backward: Instruction) -> Instruction:
-    """Call the user's ``backward`` with an output of no elements, as there is no graph."""
-
-    def backward_pass(engine: Any, buffer_id: int) -> None:
-        nothing = torch.empty(0, device=engine.device, requires_grad=True)
-        buffers.set_outputs(engine, buffer_id, nothing.view(0))
-        with buffers.backward_from(engine, nothing.sum(), torch.empty_like(nothing)):
-            backward(engine, buffer_id=buffer_id)
-        _skip_backward(engine, buffer_id)
-
-    return backward_pass
 
 
 def _free_input(engine: Any, buffer_id: int) -> None:

@@ -16,20 +16,11 @@ from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.engine.comm.channels import MessageShapes
 from ds_dynmo.engine.deepspeed import buffers
-from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
-from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions
+from ds_dynmo.engine.deepspeed.instruction_map import Instruction
 from ds_dynmo.engine.deepspeed.point_to_point import receive_from_previous, send_to_next, shapes_are_known
 from ds_dynmo.errors import ConfigError
 
 _MOST = 256  # tensors in a message: DeepSpeed's limit
-_INVOLVED = (
-    schedule.ForwardPass,
-    schedule.SendActivation,
-    schedule.RecvActivation,
-    schedule.BackwardPass,
-    schedule.SendGrad,
-    schedule.RecvGrad,
-)
 
 
 class GradientFlags:
@@ -52,30 +43,18 @@ class GradientFlags:
         self.forget_flags()
         self._shapes = None
 
-    def instruction_wrappers(
-        self, present: Instructions, last_layer: int, *, user_kinds: bool
-    ) -> Mapping[type, Callable[[Instruction], Instruction]]:
-        """Return the wrappers of the instructions of ``present``.
-
-        With a user's instruction among those involved, every floating tensor gets a gradient, as in DeepSpeed. The same
-        holds with kinds of the user, as one may send the result of a pass without gradients.
+    def instruction_wrappers(self, last_layer: int) -> Mapping[type, Callable[[Instruction], Instruction]]:
+        """Return the wrappers of a stage's instructions.
 
         Args:
             last_layer: number of the last layer of this stage.
-            user_kinds: whether ``present`` has kinds of instructions that DeepSpeed does not have.
         """
-        for_all = user_kinds or any(not is_deepspeeds(present[kind]) for kind in _INVOLVED if kind in present)
-        wrappers: dict[type, Callable[[Instruction], Instruction]] = {
-            schedule.SendActivation: lambda send: (
-                partial(self._send_for_all, send) if for_all else partial(self._send, send, last_layer)
-            ),
+        return {
+            schedule.LoadMicroBatch: lambda load: partial(self._load, load),
+            schedule.SendActivation: lambda send: partial(self._send, send, last_layer),
             schedule.RecvActivation: lambda receive: partial(self._receive, receive),
+            schedule.SendGrad: lambda send: partial(self._send_gradients, send, last_layer),
         }
-        if not for_all:
-            wrappers[schedule.SendGrad] = lambda send: partial(self._send_gradients, send, last_layer)
-        if is_deepspeeds(present.get(schedule.LoadMicroBatch)):
-            wrappers[schedule.LoadMicroBatch] = lambda load: partial(self._load, load)
-        return wrappers
 
     # -- the instructions -----------------------------------------------------------------------------
 
@@ -108,12 +87,6 @@ class GradientFlags:
         elif flags != self._sent:
             _check_flags(last_layer, flags, self._sent)
         buffers.set_outputs(engine, buffer_id, self._with_gradients(outputs, kept=2 * engine.is_pipe_partitioned))
-
-    def _send_for_all(self, send: Instruction, engine: Any, buffer_id: int) -> None:
-        """Send the outputs, with a gradient for every floating tensor."""
-        send(engine, buffer_id=buffer_id)
-        if torch.is_grad_enabled() and (self._sent is None or not shapes_are_known(engine)):
-            self._announce(engine, [True] * _MOST)
 
     def _check_shapes(self, last_layer: int, outputs: tuple[torch.Tensor, ...]) -> None:
         """Refuse tensors that differ from those announced: receivers would hang, fail, or keep old elements.

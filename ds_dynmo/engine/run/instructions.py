@@ -1,15 +1,13 @@
 """The functions that carry out the pipeline instructions on this stage.
 
-The core of each is the function in the engine's present ``_INSTRUCTION_MAP``, of DeepSpeed or of the user: an entry in
-the map of ``PipelineEngine`` or of a subclass, set before or after ``initialize``, or a map on the engine itself. It is
-wrapped for several outputs, a frozen prefix, tied aliases, callbacks, random streams or a profile. So a user's
-instruction is called as often as DeepSpeed calls it, or is refused by name (:func:`check`). The functions here take the
-engine as DeepSpeed's do.
+The core of each is the function in the engine's present ``_INSTRUCTION_MAP``: DeepSpeed's, or at the end of a batch the
+user's. It is wrapped for several outputs, a frozen prefix, tied aliases, callbacks, random streams or a profile. The
+functions here take the engine as DeepSpeed's do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -18,58 +16,18 @@ import torch
 from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.engine.deepspeed import buffers
-from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
-from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions, entry
+from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
-from ds_dynmo.engine.deepspeed.tied_gradients import join_copies, share_copies
 from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.run import frozen_prefix
 from ds_dynmo.engine.run.gradient_flags import GradientFlags
 from ds_dynmo.engine.run.random_streams import LayerStreams
 from ds_dynmo.engine.split.scheduled import ScheduledBatches
 from ds_dynmo.engine.split.steps import InputGradientPass, WeightGradientPass
-from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import Kind
 from ds_dynmo.torch_private import no_torch_function
 
 Around = Callable[[Instruction], Instruction]
-
-_MESSAGES = (schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad, schedule.RecvGrad)
-
-
-def is_user_kind(kind: type) -> bool:
-    """Return whether an instruction class is the user's: neither DeepSpeed's schedules nor ds_dynmo's have it."""
-    return kind.__module__ != schedule.__name__ and kind not in (InputGradientPass, WeightGradientPass)
-
-
-def check(present: Instructions, prefix: int, *, partitioned: bool, ours: bool) -> None:
-    """Refuse user's instructions that would not be called as DeepSpeed calls them.
-
-    Args:
-        prefix: number of leading layers of the model that are frozen.
-        partitioned: whether messages are split over tensor-parallel slices.
-        ours: whether batches may be trained by a schedule of ds_dynmo.
-
-    Raises:
-        ConfigError: names the first.
-    """
-    if ours:
-        reason = "under a schedule of ds_dynmo no message may wait for its receiver, as one of yours may"
-        _refuse_users(present, _MESSAGES, reason, 'set dynmo.schedule.kind to "1f1b"')
-    if prefix:
-        kinds = (schedule.SendGrad, schedule.RecvGrad, *((schedule.BackwardPass,) if partitioned else ()))
-        reason = (
-            f"the first {prefix} layers have nothing to train, so a stage that holds no others is sent no gradients, "
-            "and an instruction of yours cannot know that"
-        )
-        _refuse_users(present, kinds, reason, "train a parameter of layer 0")
-
-
-def _refuse_users(present: Instructions, kinds: Iterable[type], reason: str, instead: str) -> None:
-    for kind in kinds:
-        instruction = present.get(kind)
-        if instruction is not None and not is_deepspeeds(instruction):
-            raise ConfigError(f"{entry(kind, instruction)}: {reason}; leave {kind.__name__} to DeepSpeed, or {instead}")
 
 
 def compose(
@@ -81,7 +39,7 @@ def compose(
     around_step: Around | None = None,
     callbacks: Sequence[Callable[[], None]],
     streams: LayerStreams | None,
-    flags: GradientFlags | None = None,
+    flags: GradientFlags,
     scheduled: ScheduledBatches | None = None,
 ) -> Instructions:
     """Compose the instructions of a stage around those of ``present``.
@@ -92,26 +50,21 @@ def compose(
         around_step: put around the optimizer's step, within the callbacks; None: nothing is.
         callbacks: of the user, called before the optimizer's step.
         streams: random numbers per layer; None: layers use the rank's generators.
-        flags: tensors between stages that get a gradient; None: all floating ones.
+        flags: tensors between stages that get a gradient.
         scheduled: runs a schedule of ds_dynmo; None: DeepSpeed's schedule runs.
     """
     composed = dict(present)
 
     def put_around(kind: type, around: Around) -> None:
-        if kind in composed:
-            composed[kind] = around(composed[kind])
+        composed[kind] = around(composed[kind])
 
-    if flags is not None:
-        user_kinds, last_layer = any(map(is_user_kind, present)), max(layers.indices, default=-1)
-        for kind, around in flags.instruction_wrappers(present, last_layer, user_kinds=user_kinds).items():
-            put_around(kind, around)
+    for kind, around in flags.instruction_wrappers(max(layers.indices, default=-1)).items():
+        put_around(kind, around)
     put_around(schedule.RecvGrad, _into_new_memory)
     put_around(schedule.BackwardPass, _from_all_outputs)
-    backward = present.get(schedule.BackwardPass)
-    user_backward = backward is not None and not is_deepspeeds(backward)
-    for kind, around in frozen_prefix.instruction_wrappers(layers.run, prefix, user_backward=user_backward).items():
+    for kind, around in frozen_prefix.instruction_wrappers(layers.run, prefix).items():
         put_around(kind, around)
-    if layers.tied_aliases or layers.copies():
+    if layers.tied_aliases or layers.untied_parameters():
         put_around(schedule.ReduceTiedGrads, partial(_of_all_uses, layers))
     if layers.tied_aliases and accumulates and frozen_prefix.has_backward_work(layers.indices, prefix):
         put_around(schedule.BackwardPass, partial(_accumulating_tied_aliases, layers))
@@ -122,16 +75,13 @@ def compose(
     if scheduled is not None:
         composed = scheduled.compose(composed)
     if streams is not None:
-        composed.update(streams.instructions(composed, user_kinds=filter(is_user_kind, composed)))
+        composed.update(streams.instructions(composed))
     return MappingProxyType(composed)
 
 
 def marked(bare: Instructions, profiler: Profiler, *, backward: bool) -> Instructions:
     """Wrap ``bare`` so that the profiler sees the start and end of each pass; ``backward``: with backward passes."""
-    around: dict[type, Around] = {
-        kind: partial(_measured_user_instruction, profiler) for kind in bare if is_user_kind(kind)
-    }
-    around[schedule.ForwardPass] = partial(_measured_pass, profiler, Kind.FORWARD)
+    around: dict[type, Around] = {schedule.ForwardPass: partial(_measured_pass, profiler, Kind.FORWARD)}
     if backward:
         around[schedule.BackwardPass] = partial(_measured_pass, profiler, Kind.BACKWARD)
         around[InputGradientPass] = partial(_measured_pass, profiler, Kind.INPUT_GRADIENT)
@@ -146,14 +96,6 @@ def _bare(instruction: Instruction) -> Instruction:
 def _measured_pass(profiler: Profiler, kind: Kind, instruction: Instruction) -> Instruction:
     def measured(engine: Any, *args: Any, **kwargs: Any) -> None:
         with profiler.measure_pass(kind):
-            instruction(engine, *args, **kwargs)
-
-    return measured
-
-
-def _measured_user_instruction(profiler: Profiler, instruction: Instruction) -> Instruction:
-    def measured(engine: Any, *args: Any, **kwargs: Any) -> None:
-        with profiler.measure_user_instruction():
             instruction(engine, *args, **kwargs)
 
     return measured
@@ -178,17 +120,11 @@ class _JoinedOutput(torch.Tensor):
     __torch_function__ = no_torch_function
     output: torch.Tensor
     waiting: list[tuple[torch.Tensor, torch.Tensor]]  # outputs and their gradients
-    of: int
 
-    def backward(
-        self, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False, inputs: Any = None
-    ) -> None:
+    def backward(self, gradient: torch.Tensor, retain_graph: bool) -> None:  # type: ignore[override]
         """Wait for the other outputs; the call without ``retain_graph`` is the last one, and runs the pass."""
-        if gradient is None or create_graph or inputs is not None:
-            super().backward(gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
-            return
         self.waiting.append((self.output, gradient))
-        if retain_graph and len(self.waiting) < self.of:
+        if retain_graph:
             return
         outputs, gradients = zip(*self.waiting, strict=True)
         self.waiting.clear()
@@ -198,13 +134,12 @@ class _JoinedOutput(torch.Tensor):
 
 def _waiting_for_each_other(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
     waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-    count = sum(output.is_floating_point() for output in outputs)
 
     def wait(output: torch.Tensor) -> torch.Tensor:
         if not output.is_floating_point():
             return output
         joined = output.as_subclass(_JoinedOutput)
-        joined.output, joined.waiting, joined.of = output, waiting, count
+        joined.output, joined.waiting = output, waiting
         return joined
 
     return tuple(wait(output) for output in outputs)
@@ -252,14 +187,15 @@ def _accumulating_tied_aliases(layers: StageLayers, backward: Instruction) -> In
 
 def _of_all_uses(layers: StageLayers, reduce: Instruction) -> Instruction:
     def reduce_tied_gradients(engine: Any) -> None:
+        layers.check_untied(buffers.gradient_attribute(engine))
         if engine.using_bf16_optimizer:
             layers.tied_aliases.add_accumulated()
         else:
             layers.tied_aliases.add_gradients()
-        copies, gradient = layers.copies(), buffers.gradient_attribute(engine)
-        join_copies(copies, gradient)
+            for parameter in layers.untied_parameters():  # one use has gradients, and DeepSpeed sums them
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         reduce(engine)
-        share_copies(copies, gradient)
 
     return reduce_tied_gradients
 

@@ -17,9 +17,7 @@ import ctypes
 import hashlib
 import random
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -30,7 +28,6 @@ from numpy.random.mtrand import get_bit_generator
 
 from ds_dynmo.engine.run.rng_trackers import TrackedStates
 from ds_dynmo.engine.split.steps import InputGradientPass
-from ds_dynmo.torch_private import backward_pass_number
 
 Layer = Callable[[Any], Any]
 Instruction = Callable[..., None]
@@ -45,26 +42,11 @@ def stream_seed(seed: int, *, step: int, micro_batch: int, layer: int, replica: 
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
-class Draws(NamedTuple):
-    """The identity of a micro-batch's random numbers within a batch."""
-
-    seed: int
-    micro_batch: int
-
-
 class LayerPass(NamedTuple):
-    """A pipeline instruction that may run layers.
+    """A pipeline instruction that may run layers; ``recomputes``: they repeat what they ran in the forward pass."""
 
-    Attributes:
-        buffer_id: its DeepSpeed pipeline buffer; None: it has none.
-        draws: of layers that run for the first time.
-        recomputes: whether layers recompute the micro-batch of ``buffer_id``; None: only those in autograd's backward
-            pass do.
-    """
-
-    buffer_id: int | None
-    draws: Draws
-    recomputes: bool | None
+    micro_batch: int
+    recomputes: bool
 
 
 class TorchGenerators:
@@ -158,8 +140,8 @@ class LayerStreams:
         self._torch = TorchGenerators()
         self._trackers = TrackedStates(lambda mine: [mine]) if trackers is None else trackers
         self._python = PythonGenerators()
-        self._begun: Counter[str] = Counter()  # passes in this batch so far, by kind; in the order of the micro-batches
-        self._in_buffer: dict[int | None, Draws] = {}  # by DeepSpeed's pipeline buffer
+        self._next = 0  # micro-batch of the next forward pass
+        self._in_buffer: dict[int, int] = {}  # micro-batches, by DeepSpeed's pipeline buffer
         self._numbers: list[int] = []  # of the stage's layers
         self._now: dict[str, Any] = {}  # step and training, which identify streams together with the draws
         self._swapped: tuple[Any, ...] = (self._torch,)  # also restored by activation checkpointing
@@ -178,21 +160,11 @@ class LayerStreams:
         self._trackers.find()
         self._swapped = (self._torch, self._trackers) if self._trackers.are_there else (self._torch,)
         self._numbers = list(numbers)
-        self._now, self._first, self._begun = {"step": step, "training": training}, first_micro_batch, Counter()
+        self._now, self._next = {"step": step, "training": training}, first_micro_batch
 
-    def instructions(
-        self, present: Mapping[type, Instruction], user_kinds: Iterable[type] = ()
-    ) -> dict[type, Instruction]:
-        """Wrap the ``present`` instructions that may run layers, so that each sets its micro-batch.
-
-        Args:
-            user_kinds: kinds of instructions that are not DeepSpeed's. Layers have separate streams in each kind, or
-                repeat those of their forward pass in a recomputation.
-        """
+    def instructions(self, present: Mapping[type, Instruction]) -> dict[type, Instruction]:
+        """Wrap the ``present`` instructions that may run layers, so that each sets its micro-batch."""
         around: dict[type, Callable[[Instruction], Instruction]] = {
-            kind: partial(self._user_pass, f"{kind.__module__}.{kind.__qualname__}") for kind in user_kinds
-        }
-        around |= {
             schedule.ForwardPass: self._forward_pass,
             schedule.BackwardPass: self._backward_pass,
             InputGradientPass: self._backward_pass,
@@ -200,40 +172,23 @@ class LayerStreams:
         return {kind: put_around(present[kind]) for kind, put_around in around.items() if kind in present}
 
     def _forward_pass(self, forward: Instruction) -> Instruction:
-        def forward_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
-            buffer_id = _buffer_id(args, kwargs)
-            self._in_buffer[buffer_id] = self._next("", self._seed)
-            self._run(LayerPass(buffer_id, self._in_buffer[buffer_id], recomputes=False), forward, engine, args, kwargs)
+        def forward_pass(engine: Any, buffer_id: int) -> None:
+            micro_batch = self._in_buffer[buffer_id] = self._next
+            self._next += 1
+            self._run(LayerPass(micro_batch, recomputes=False), forward, engine, buffer_id)
 
         return forward_pass
 
     def _backward_pass(self, backward: Instruction) -> Instruction:
-        def backward_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
-            buffer_id = _buffer_id(args, kwargs)
-            self._run(LayerPass(buffer_id, self._in_buffer[buffer_id], recomputes=True), backward, engine, args, kwargs)
+        def backward_pass(engine: Any, buffer_id: int) -> None:
+            self._run(LayerPass(self._in_buffer[buffer_id], recomputes=True), backward, engine, buffer_id)
 
         return backward_pass
 
-    def _user_pass(self, kind: str, instruction: Instruction) -> Instruction:
-        seed = _seed_of_kind(self._seed, kind)
-
-        def user_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
-            begun = LayerPass(_buffer_id(args, kwargs), self._next(kind, seed), recomputes=None)
-            self._run(begun, instruction, engine, args, kwargs)
-
-        return user_pass
-
-    def _next(self, kind: str, seed: int) -> Draws:
-        micro_batch = self._first + self._begun[kind]
-        self._begun[kind] += 1
-        return Draws(seed, micro_batch)
-
-    def _run(
-        self, begun: LayerPass, instruction: Instruction, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _run(self, begun: LayerPass, instruction: Instruction, engine: Any, buffer_id: int) -> None:
         self._pass = begun
         try:
-            instruction(engine, *args, **kwargs)
+            instruction(engine, buffer_id=buffer_id)
         finally:
             self._pass = None
             if self._outer_of_python is not None:
@@ -251,18 +206,13 @@ class LayerStreams:
             begun = self._pass
             if begun is None:  # a user's engine runs it outside instructions
                 return layer(inputs)
-            recomputes = begun.recomputes
-            if recomputes is None:
-                recomputes = backward_pass_number() != -1  # within autograd's backward pass
-            swapped = self._state() if recomputes else None
+            swapped = self._state() if begun.recomputes else None
             if self._outer_of_python is None:
                 self._outer_of_python = self._python.state()
-            if not recomputes:
+            if not begun.recomputes:
                 self._outer = self._outer or self._state()
-                self._in_buffer[begun.buffer_id] = begun.draws
-            draws = self._in_buffer.get(begun.buffer_id, begun.draws)
             seed = stream_seed(
-                draws.seed, layer=number, replica=self._replica, micro_batch=draws.micro_batch, **self._now
+                self._seed, layer=number, replica=self._replica, micro_batch=begun.micro_batch, **self._now
             )
             for generators in self._swapped:
                 generators.seed(seed)
@@ -281,13 +231,3 @@ class LayerStreams:
     def _restore(self, states: list[Any]) -> None:
         for generators, state in zip(self._swapped, states, strict=True):
             generators.restore(state)
-
-
-def _buffer_id(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Return the DeepSpeed pipeline buffer of an instruction; None: it has none."""
-    buffer_id: int | None = kwargs.get("buffer_id", args[0] if args else None)
-    return buffer_id
-
-
-def _seed_of_kind(seed: int, kind: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed % 2**64} {kind}".encode(), digest_size=8).digest(), "little")

@@ -105,8 +105,4 @@ def universal_info(engine: Any, stage: StageContext, client_state: Mapping[str, 
         return {}
     layers, first = stage.layers, stage.placement.layers_of(0)
     tied = [rf"tied_modules\.{re.escape(key)}\..*" for key in layers.tied_keys() if layers.uses(key)[0] in first]
-    for tie in layers.separate_uses:  # a later use may have the weight by another name, and other weights too
-        if tie.uses[0] in first:
-            names = tie.weights[tie.uses[0]]
-            tied += [rf"tied_modules\.{re.escape(tie.key)}\.{re.escape(name)}$" for name in names]
     return universal_information(engine, client_state, tied)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_dynmo.engine.state.keys import ParamKey
@@ -106,7 +106,6 @@ class Manifest:
         files: every file but this one, by its path in the checkpoint's folder.
         state: counters and what the engine has learnt, as plain JSON.
         replicas_differ: each replica has parameters that no other has.
-        ties: by key, uses of tied layers that had separate modules, whose files are interchangeable.
     """
 
     placement: Placement
@@ -118,7 +117,6 @@ class Manifest:
     files: dict[str, SavedFile]
     state: dict[str, Any]
     replicas_differ: bool = False
-    ties: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def partition(self) -> tuple[int, ...]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
-from ds_dynmo.engine.save.manifest import Manifest, SliceManifest
+from ds_dynmo.engine.save.manifest import Manifest
 from ds_dynmo.errors import CheckpointError, counted
 
 
@@ -26,7 +25,7 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
         )
     for index, origin in context.origin.layers.items():
         of_slice = manifest.slices[context.here.tp_rank]
-        found = of_slice.shapes.get(saved_as(context.stage.layers, of_slice, index))
+        found = of_slice.shapes.get(index)
         if found is None:
             raise CheckpointError(f"{path}: layer {index} has no parameters there, expected {origin.shapes}")
         differ = {
@@ -55,16 +54,9 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
 
 
 def _check_no_more_layers(context: CheckpointContext, manifest: Manifest, path: str) -> None:
-    """Refuse a checkpoint in which a layer has parameters that here belong to another layer, or to none.
-
-    An exception is a later use of a tied layer that had a separate module there, and here has the first use's.
-    """
-    shapes = manifest.slices[context.here.tp_rank].shapes
-    first_there = {use: uses[0] for uses in manifest.ties.values() for use in uses}
-    for index, found in shapes.items():
-        first = first_there.get(index)
-        tied = first is not None and first == context.stage.layers.first_use(index) and found == shapes.get(first)
-        if found and index not in context.origin.layers and not tied:
+    """Refuse a checkpoint in which a layer has parameters that here belong to another layer, or to none."""
+    for index, found in manifest.slices[context.here.tp_rank].shapes.items():
+        if found and index not in context.origin.layers:
             raise CheckpointError(f"{path}: layer {index} has parameters {found} there, expected none of its own")
 
 
@@ -117,18 +109,3 @@ def _check_replicas(manifest: Manifest, replicas: int, differ: bool, path: str) 
             f"{path}: written by a model of which every data-parallel replica {holds[manifest.replicas_differ]}, "
             f"expected one of which every replica {holds[differ]}"
         )
-
-
-# -- files of layers that share weights by a key ------------------------------------------------------
-
-
-def saved_as(layers: StageLayers, of_slice: SliceManifest, index: int) -> int:
-    """Find the layer number under which a checkpoint has layer ``index``.
-
-    That is the first use of a key if all its uses were one module there and are alike, as when two of them were on one
-    stage when that pipeline was built.
-    """
-    tie = layers.tie_of(index)
-    if tie is None:
-        return layers.first_use(index)
-    return index if index in of_slice.weights or not tie.alike else tie.uses[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.utils import logger
@@ -21,9 +22,8 @@ from ds_dynmo.engine.save.importers.stock import (
     check_masters,
     how_it_is_read,
     stock_manifest,
-    stock_state_of_use,
 )
-from ds_dynmo.engine.save.importers.wanted import SavedParameter, Wanted
+from ds_dynmo.engine.save.importers.wanted import Wanted
 from ds_dynmo.engine.save.layer_content import (
     LoadedLayer,
     Shapes,
@@ -41,7 +41,7 @@ from ds_dynmo.engine.save.manifest import (
     rank_file,
     stage_file,
 )
-from ds_dynmo.engine.save.matching import check_common, check_model, saved_as
+from ds_dynmo.engine.save.matching import check_common, check_model
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.engine.state.pieces import FLAT, StatePieces
@@ -231,9 +231,8 @@ def _check_left_out(context: CheckpointContext, saved: SavedCheckpoint) -> None:
     """Refuse other frozen weights here than were left out of the checkpoint: they stay, wherever their layer goes."""
     layers = context.stage.layers
     for index, module in layers.counted_modules().items():
-        saved_index = saved_as(layers, saved.slice, index)
-        beside = saved.open(layer_file(saved_index, 0, saved.slice_index)).content
-        path = saved.slice.weights[saved_index]
+        beside = saved.open(layer_file(layers.first_use(index), 0, saved.slice_index)).content
+        path = saved.slice.weights[layers.first_use(index)]
         state = saved.open(path).content if beside["weights"] is None else beside["weights"]
         left_out = {name: found for name, found in beside[LEFT_OUT].items() if name not in state}
         check_left_out(module, left_out, saved.path(path))
@@ -242,7 +241,7 @@ def _check_left_out(context: CheckpointContext, saved: SavedCheckpoint) -> None:
 def _read_optimizer(
     context: CheckpointContext,
     saved: SavedCheckpoint,
-    parameters: dict[ParamKey, SavedParameter],
+    parameters: dict[ParamKey, Sequence[int]],
     layers: dict[int, LoadedLayer],
     source: int,
 ) -> StatePieces:
@@ -283,7 +282,7 @@ def _read_layers(
     present: dict[int, Shapes],
     replica: int,
     options: LoadOptions,
-) -> tuple[dict[int, LoadedLayer], dict[ParamKey, SavedParameter]]:
+) -> tuple[dict[int, LoadedLayer], dict[ParamKey, Sequence[int]]]:
     """Read and check this stage's layers under ``target``.
 
     Args:
@@ -294,48 +293,39 @@ def _read_layers(
     """
     layers, origins = context.stage.layers, context.origin.layers
     found: dict[int, LoadedLayer] = {}
-    wanted: dict[ParamKey, SavedParameter] = {}
+    wanted: dict[ParamKey, Sequence[int]] = {}
     for index in target.layers_of(context.here.stage):
         first_use = layers.first_use(index)
         if first_use not in origins or not layers.owner(index, target):
             continue
-        saved_index = saved_as(layers, saved.slice, first_use)
-        found[index], path, strict = _read_layer(context, saved, index, saved_index, replica, options.strict)
+        found[index], path = _read_layer(context, saved, first_use, replica)
         check_state(
             found[index],
             origins[first_use],
             present[first_use],
-            strict=strict,
+            strict=options.strict,
             frozen_excluded=saved.manifest.frozen_excluded,
             path=saved.path(path),
         )
         extras, shapes = found[index].extras, origins[first_use].shapes
         if extras is not None:
             shapes = {parameter: about["shape"] for parameter, about in extras["parameters"].items()}
-        for name, shape in shapes.items():
-            wanted[ParamKey(first_use, name)] = SavedParameter(ParamKey(saved_index, name), shape)
+        wanted |= {ParamKey(first_use, name): shape for name, shape in shapes.items()}
     return found, wanted
 
 
 def _read_layer(
-    context: CheckpointContext, saved: SavedCheckpoint, index: int, saved_index: int, replica: int, strict: bool
-) -> tuple[LoadedLayer, str, bool]:
-    """Read layer ``index``, which was saved as layer ``saved_index``.
-
-    Returns:
-        The layer, the file of its weights, and ``strict`` unless that file lacks some of them.
-    """
-    if saved.manifest.stock and context.stage.layers.tie_of(index) is not None:
-        path, state, complete = stock_state_of_use(saved, context.stage.layers, index, context.origin.layers)
-        return LoadedLayer(state, None), path, strict and complete
-    own = layer_file(saved_index, replica, saved.slice_index)
+    context: CheckpointContext, saved: SavedCheckpoint, index: int, replica: int
+) -> tuple[LoadedLayer, str]:
+    """Read the layer that was saved as layer ``index``; with the file of its weights."""
+    own = layer_file(index, replica, saved.slice_index)
     extras = None if saved.manifest.stock else saved.read_to(context.stage.comm.device, own)
-    path = saved.slice.weights[saved_index]
+    path = saved.slice.weights[index]
     if path == own and extras is not None:
         state = extras["weights"]
-    elif path == layer_file(saved_index, 0, saved.slice_index):
+    elif path == layer_file(index, 0, saved.slice_index):
         file = saved.open(path)
         state = file.take(file.content["weights"])
     else:
         state = saved.read(path)
-    return replica_weights(LoadedLayer(state, extras)), path, strict
+    return replica_weights(LoadedLayer(state, extras)), path

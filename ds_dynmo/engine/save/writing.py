@@ -171,7 +171,6 @@ def _manifest(
         slices=join(found for found in slices if found is not None),
         frozen_excluded=exclude_frozen,
         replicas_differ=context.stage.replicas_differ,
-        ties=copy.deepcopy(context.stage.layers.alike_uses()),
         files={},
         state=copy.deepcopy(context.progress.counters()),
     )

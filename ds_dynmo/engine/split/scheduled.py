@@ -13,8 +13,7 @@ from deepspeed.runtime.pipe import schedule as deepspeeds
 from ds_dynmo.engine.comm.channels import Channels, LinkPlan, MessageKind
 from ds_dynmo.engine.deepspeed import buffers
 from ds_dynmo.engine.deepspeed.backward import backward_from
-from ds_dynmo.engine.deepspeed.buffers import is_deepspeeds
-from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions
+from ds_dynmo.engine.deepspeed.instruction_map import Instruction
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.deepspeed.point_to_point import messages_through, shapes_are_known
 from ds_dynmo.engine.split.messages import link_plan
@@ -50,16 +49,11 @@ class ScheduledBatches:
         self._plan: LinkPlan = {}
 
     @contextmanager
-    def batch(self, steps: ScheduleSteps, present: Instructions) -> Iterator[None]:
-        """Run a batch by ``steps``.
-
-        Args:
-            present: the engine's instructions. A user's backward pass runs in one part, in the place of the schedule's
-                first part; so do passes that are split over tensor-parallel slices.
-        """
+    def batch(self, steps: ScheduleSteps) -> Iterator[None]:
+        """Run a batch by ``steps``; passes that are split over tensor-parallel slices run in one part."""
         engine = self._engine
         order = steps.schedule.orders[self._stage.comm.here.stage]
-        splits = is_deepspeeds(present[deepspeeds.BackwardPass]) and not engine.is_pipe_partitioned
+        splits = not engine.is_pipe_partitioned
         backward = [action.kind for action in order if action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)]
         self._splits = [splits and kind == Kind.INPUT_GRADIENT for kind in backward]
         self._forward_passes = 0

@@ -67,10 +67,9 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    call = compiled_call_of(module)
     return (
         isinstance(module, torch.jit.ScriptModule)
-        or (call is not None and not getattr(call, "runs_as_is", False))
+        or compiled_call_of(module) is not None
         or "_orig_mod" in dict(module.named_children())
     )
 

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.pipe import schedule as deepspeeds
 
 from ds_dynmo.config.dynmo import ScheduleConfig
-from ds_dynmo.engine.deepspeed.instruction_map import is_deepspeeds_1f1b
+from ds_dynmo.engine.deepspeed.instruction_map import check_steps
 from ds_dynmo.engine.split.messages import receives, sends
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import (
@@ -145,7 +145,6 @@ class ScheduleInForce:
         found: the schedule of the latest decision; None: there was no decision, or DeepSpeed's 1F1B is as short.
         over_bound: of ``found``, as in a :class:`FoundSchedule`; 0.0: there is none.
         running: the steps of the running batch; None: they are DeepSpeed's.
-        user_steps: the name of the class of the latest batch's steps, if it is the user's; "": it is not.
         is_profiled: returns whether the batch that starts is measured. Then each chunk splits some backward passes.
         back_to_back: whether schedules assume that batches overlap between stages.
 
@@ -171,15 +170,14 @@ class ScheduleInForce:
         self._found_for: PassCosts | None = None
         self.over_bound = 0.0
         self.running: ScheduleSteps | None = None
-        self.user_steps = ""
         self._chosen: Any = None  # for the next batch
-        self._user_steps_ran = False  # or others than those chosen
+        self._ran_others = False  # than those chosen
         self.is_profiled: Callable[[], bool] = lambda: False
 
     @property
     def may_choose_schedule(self) -> bool:
-        """Whether a schedule of ds_dynmo may be in force: not if a user's engine class defines the steps."""
-        return self._config.kind != "1f1b" and not self._user_steps_ran
+        """Whether a schedule of ds_dynmo may be in force: not if a user's ``train_batch`` runs DeepSpeed's."""
+        return self._config.kind != "1f1b" and not self._ran_others
 
     def decide(self, found: Schedule | None, costs: PassCosts | None = None, *, over_bound: float = 0.0) -> None:
         """Train by ``found``, which was searched under ``costs``, from the next batch on; None: by DeepSpeed's 1F1B.
@@ -192,16 +190,20 @@ class ScheduleInForce:
     def forget(self) -> None:
         """Train as before the first decision until the next one: new ranks do not know the latest."""
         self.found, self._found_for, self.over_bound, self._decided = None, None, 0.0, False
-        self.user_steps, self._user_steps_ran = "", False  # until the next batch
+        self._ran_others = False  # until the next batch
 
     def steps(self, default: Any) -> Any:
         """Choose the steps of the next batch.
 
         Args:
-            default: DeepSpeed's steps, or those of a user's engine class, which are kept.
+            default: DeepSpeed's steps.
+
+        Raises:
+            ConfigError: they are the user's.
         """
+        check_steps(default, deepspeeds.TrainSchedule)
         self._chosen = default
-        if self._config.kind == "1f1b" or not is_deepspeeds_1f1b(default) or default.stages == 1:
+        if self._config.kind == "1f1b" or default.stages == 1:
             return default
         schedule = self.schedule_for(default.stages, default.micro_batches)
         if schedule is None:
@@ -213,14 +215,19 @@ class ScheduleInForce:
         return self._chosen
 
     def begin(self, steps: Any) -> None:
-        """Record the steps that the engine is about to run: of ds_dynmo, DeepSpeed or the user."""
+        """Record the steps that the engine is about to run.
+
+        Raises:
+            ConfigError: they are neither DeepSpeed's nor ds_dynmo's.
+        """
+        training = torch.is_grad_enabled()
+        if not training or steps is not self._chosen:
+            check_steps(steps, deepspeeds.TrainSchedule if training else deepspeeds.InferenceSchedule)
         self.running = steps if isinstance(steps, ScheduleSteps) else None
         if self.running is not None:
             self.running.begun = True
-        if torch.is_grad_enabled():  # not in an evaluation
-            of_user = type(steps) is not ScheduleSteps and not is_deepspeeds_1f1b(steps)
-            self.user_steps = type(steps).__name__ if of_user else ""
-            self._user_steps_ran = of_user or steps is not self._chosen
+        if training:
+            self._ran_others = steps is not self._chosen
 
     def schedule_for(self, num_stages: int, micro_batches: int) -> Schedule | None:
         """Return the schedule of the next batch of this shape; None: DeepSpeed's 1F1B."""

@@ -138,7 +138,7 @@ class ModelNorm:
         if self._replicas_differ:
             location = self.replica_coordinates
             sum_over_all = self._comm.sum_over_world
-        return gradient_norm(modules, count, location, sum_over_all, self._comm.device, self.counted_once(gradient_of))
+        return gradient_norm(modules, count, location, sum_over_all, self._comm.device, gradient_of)
 
     def of_sums(self, gradients: Gradients) -> torch.Tensor:
         """Take the norm of the sums of gradients that ``BF16_Optimizer`` keeps. Collective."""
@@ -149,14 +149,8 @@ class ModelNorm:
         """Take the norm of gradients of which every replica holds a part (ZeRO). Collective."""
         modules, location = self._layers.counted_modules().values(), self.coordinates
         counted = {id(p) for module in modules for p in module.parameters() if counts(p, location)}
-        counted -= {id(p) for p in self._layers.later_copies()}
         held = [gradient for p, gradient in gradients if id(p) in counted]
         return sharded_norm(held, self._comm.sum_over_world, self._comm.device)
-
-    def counted_once(self, gradient_of: GradientOf) -> GradientOf:
-        """Return ``gradient_of``, but with None for later copies of a weight, which counts with its first use."""
-        copies = {id(parameter) for parameter in self._layers.later_copies()}
-        return (lambda p: None if id(p) in copies else gradient_of(p)) if copies else gradient_of
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:

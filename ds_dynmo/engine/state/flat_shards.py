@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES, PointToPoint
+from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES
 from ds_dynmo.engine.deepspeed.flat_adapter import FlatOptimizerAdapter
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
-from ds_dynmo.engine.move.carrying import Tensors, copy_staying, transfers
-from ds_dynmo.engine.move.layout import (
-    Buffer,
-    Interval,
-    Layout,
-    Shard,
-    intervals_of_shards,
-    shard_size,
-)
-from ds_dynmo.engine.move.route import Route
+from ds_dynmo.engine.move.carrying import Tensors
+from ds_dynmo.engine.move.layout import Buffer, intervals_of_shards, shard_size
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.engine.state.membership import Membership
-from ds_dynmo.engine.state.optimizer_state import KeptElements, held_alone
+from ds_dynmo.engine.state.optimizer_state import held_alone, select
 from ds_dynmo.engine.state.parameter_groups import options_of
-from ds_dynmo.engine.state.pieces import Elements, Slot, StageSlots
+from ds_dynmo.engine.state.pieces import Elements, Slot, StageSlots, StatePieces
 from ds_dynmo.plan import HeldBytes
 
 
@@ -40,24 +32,6 @@ class Member(NamedTuple):
 
 
 Contents = list[tuple[ParamKey | None, nn.Parameter]]  # of a buffer, in its order; None: its layer has it no longer
-
-
-class KeptParameter(NamedTuple):
-    """A parameter in a buffer, and the places of the elements to keep; None: all."""
-
-    key: ParamKey
-    numel: int
-    places: torch.Tensor | None
-
-    @property
-    def kept(self) -> int:
-        """The number of elements to keep."""
-        return self.numel if self.places is None else len(self.places)
-
-    def kept_before(self, place: int) -> int:
-        """Count the kept elements before a place."""
-        place = min(max(place, 0), self.numel)
-        return place if self.places is None else int(torch.searchsorted(self.places, place))
 
 
 class FlatShards:
@@ -204,38 +178,37 @@ class FlatShards:
                 for scalar, value in scalars[number].items():
                     state[master].setdefault(scalar, value)
 
-    def keep_elements(self, kept: Sequence[KeptElements], p2p: PointToPoint, rank_of: Callable[[Shard], int]) -> None:
-        """Keep the state of these elements only, in new shards. The old parameters must still be in place."""
-        index_of = {id(entry.old): entry.index for entry in kept}
-        for buffer, held in self.contents.items():
-            if any(id(parameter) in index_of for _, parameter in held):
-                members = [KeptParameter(key, p.numel(), index_of.get(id(p))) for key, p in held if key is not None]
-                assert len(members) == len(held), "the buffers follow the layers first"
-                self._compact(buffer, members, p2p, rank_of)
+    def export(self, kept: Mapping[ParamKey, torch.Tensor]) -> StatePieces:
+        """Collect what this rank's shards will hold. Collective over the replicas.
 
-    def _compact(
-        self, buffer: Buffer, parameters: Sequence[KeptParameter], p2p: PointToPoint, rank_of: Callable[[Shard], int]
-    ) -> None:
-        """Remove elements from this rank's shards, and send the others to the replicas that will hold them."""
-        holder = self._comm.here.stage, self._comm.here.replica
-        shards = [Shard(holder[0], replica, buffer) for replica in range(self.count)]
-        numels = [(parameter.key, parameter.kept) for parameter in parameters]
-        old_size = shard_size(sum(parameter.numel for parameter in parameters), self.count, detached=buffer.detached)
-        new_size = shard_size(sum(numel for _, numel in numels), self.count, detached=buffer.detached)
-        kept = [intervals_kept(parameters, shard.replica * old_size, old_size) for shard in shards]
-        route = Route.between(
-            Layout(dict(zip(shards, kept)), dict.fromkeys(shards, old_size)),
-            Layout(
-                dict(zip(shards, intervals_of_shards(numels, self.count, new_size))), dict.fromkeys(shards, new_size)
-            ),
-        )
-        held = dict(self.held(buffer))
-        for name in sorted(held):
-            old = {buffer: select_kept(held.pop(name), parameters, holder[1] * old_size)}
-            new = {buffer: old[buffer].new_zeros(new_size)}
-            p2p.exchange(*transfers(route.rows, holder, rank_of, old, new))
-            copy_staying(route.rows, holder, old, new)
-            self.replace(name, new, {buffer.group: {}})
+        Args:
+            kept: of parameters that are reduced to some elements, the places of these when flattened.
+        """
+        pieces = StatePieces(scalars={number: self.scalars(number) for number in self.numbers})
+        for buffer, held in self.contents.items():
+            numels = {key: parameter.numel() for key, parameter in held if key is not None}
+            assert len(numels) == len(held), "the buffers follow the layers first"
+            left = [(key, len(kept[key]) if key in kept else numel) for key, numel in numels.items()]
+            count = self.count_of(buffer.group)
+            size = shard_size(sum(numel for _, numel in left), count, detached=buffer.detached)
+            mine = [*intervals_of_shards(left, count, size)][self._position_in(buffer.group)]
+            pieces.kinds.setdefault(buffer.group, set()).update(self.held(buffer).keys() - {MASTER})
+            for name, shard in sorted(self.held(buffer).items()):
+                whole = self._gather(buffer, shard)[: sum(numels.values())]
+                rows = dict(zip(numels, whole.split([*numels.values()])))
+                for key, start, numel, _ in mine:
+                    row = select(rows[key], kept[key]) if key in kept else rows[key]
+                    pieces.elements.setdefault(key, {})[name] = [(start, row.narrow(0, start, numel).clone())]
+        return pieces
+
+    def _gather(self, buffer: Buffer, shard: torch.Tensor) -> torch.Tensor:
+        """Return the buffer of which ``shard`` is this rank's part. Collective over the replicas."""
+        whole = shard.new_empty(self.count_of(buffer.group), shard.numel())
+        here, stage = self._position_in(buffer.group), self._comm.here.stage
+        whole[here] = shard
+        peers = {self._comm.rank_of(stage, place): part for place, part in enumerate(whole) if place != here}
+        self._comm.p2p.exchange([(rank, shard) for rank in peers], list(peers.items()))
+        return whole.view(-1)
 
     def load(
         self, number: int, elements: Mapping[ParamKey, Elements], kinds: set[str], scalars: Mapping[str, Any]
@@ -364,30 +337,3 @@ class FlatShards:
     def _least_count(self, group: int) -> int:
         """Return the number of shards with the launch's replicas; a re-packing releases further ones."""
         return 1 if group in self.per_replica_groups else self._count_at_launch
-
-
-def intervals_kept(parameters: Sequence[KeptParameter], begin: int, size: int) -> tuple[Interval, ...]:
-    """List the kept intervals of a shard: of ``size`` elements of a buffer from ``begin`` on."""
-    intervals: list[Interval] = []
-    offset = 0
-    for parameter in parameters:
-        start, stop = parameter.kept_before(begin), parameter.kept_before(begin + size)
-        if start < stop:
-            intervals.append(Interval(parameter.key, start, stop - start, offset))
-            offset += stop - start
-        begin -= parameter.numel
-    return tuple(intervals)
-
-
-def select_kept(shard: torch.Tensor, parameters: Sequence[KeptParameter], begin: int) -> torch.Tensor:
-    """Copy the kept elements of a shard, which holds a buffer from ``begin`` on."""
-    rows = [shard.new_empty(0)]
-    for parameter in parameters:
-        first, last = min(max(begin, 0), parameter.numel), min(max(begin + len(shard), 0), parameter.numel)
-        if parameter.places is None:
-            rows.append(shard[first - begin : last - begin])
-        else:
-            places = parameter.places[parameter.kept_before(begin) : parameter.kept_before(begin + len(shard))]
-            rows.append(shard.index_select(0, places.to(shard.device) - begin))
-        begin -= parameter.numel
-    return torch.cat(rows)

@@ -15,7 +15,7 @@ freed, and each kind of state in turn exists old and new. If state travels while
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from ds_dynmo.engine.state.inventory import Inventory, Scalars, merge_scalars, t
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.engine.state.membership import Membership
-from ds_dynmo.engine.state.optimizer_state import KeptElements, Named
+from ds_dynmo.engine.state.optimizer_state import Named
 from ds_dynmo.engine.state.parameter_groups import check_alike, options_of
 from ds_dynmo.engine.state.pieces import FLAT, StageSlots, StatePieces, in_memory
 from ds_dynmo.engine.state.resharding import Resharding, ReshardingPlan, plan_resharding
@@ -137,19 +137,11 @@ class FlatState:
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         self.shards.zero_elements(parameter, where)
 
-    def keep_elements(self, kept: Sequence[KeptElements], replace: Callable[[], None]) -> None:
+    def export(self, named: Named, kept: Mapping[ParamKey, torch.Tensor]) -> StatePieces:
         assert self._next is None, "layers are on their way"
         self._adapter.free_gradients()
         self._lacks_gradients = True
-        self.shards.keep_elements(kept, self._comm.p2p, self._rank_of)
-        replace()
-        for entry in kept:
-            self._membership.replace(entry.old, entry.new)
-            unbind(entry.old)
-        detached = {key for group in self.shards.planned(detached=True) for key in group}
-        groups, flats = self._weights.rebuild(self._layers.named_parameters(), detached)
-        self._adapter.free_weights()
-        self._wrap(groups, flats)
+        return self.shards.export(kept)
 
     def describe(self) -> Inventory:
         if self._adapter.holds_gradients:

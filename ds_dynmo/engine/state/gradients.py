@@ -47,6 +47,6 @@ def gradient_magnitudes(stage: StageContext) -> torch.Tensor:
         stage.layers.num_layers,
         norm.coordinates if sharded else norm.replica_coordinates,
         stage.comm.device,
-        norm.counted_once(lambda parameter: reduced.get(id(parameter))),
+        lambda parameter: reduced.get(id(parameter)),
     )
     return magnitudes.cpu() / stage.optimizer.loss_scale()

@@ -14,8 +14,9 @@ from ds_dynmo.engine.comm.replicas import is_per_replica
 from ds_dynmo.engine.deepspeed.flat_adapter import bound_by_wrapper
 from ds_dynmo.engine.deepspeed.module import is_split
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.engine.state.layer_record import register_hooks, user_hooks
-from ds_dynmo.engine.state.optimizer_state import KeptElements, select
+from ds_dynmo.engine.state.optimizer_state import select
 from ds_dynmo.errors import ConfigError, MigrationError
 from ds_dynmo.torch_private import parameters_of
 
@@ -48,7 +49,7 @@ def keep_elements(stage: StageContext, kept: Kept, *, is_moving: bool) -> None:
     comm = stage.comm
     comm.enter("keep_elements")
 
-    def find() -> tuple[_ElementSelection, list[KeptElements]]:
+    def find() -> tuple[_ElementSelection, list[nn.Parameter]]:
         _check_state(stage, is_moving)
         selection = _ElementSelection(stage)
         for module, name, index in kept:
@@ -84,7 +85,7 @@ class _ElementSelection:
     """The parameters of a stage to reduce, each checked.
 
     Attributes:
-        entries: by layer and name.
+        entries: by layer and name: module, name there, parameter and the places of the elements to keep.
     """
 
     def __init__(self, stage: StageContext) -> None:
@@ -97,7 +98,7 @@ class _ElementSelection:
                 for name, parameter in parameters_of(module).items():
                     self._users.setdefault(id(parameter), []).append((layer, f"{path}.{name}".lstrip(".")))
         self._tied = {id(parameter) for parameter in layers.tied_parameters()}
-        self.entries: dict[tuple[int, str], tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = {}
+        self.entries: dict[ParamKey, tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = {}
 
     def add(self, module: nn.Module, name: str, index: torch.Tensor) -> None:
         """Add a parameter.
@@ -109,8 +110,8 @@ class _ElementSelection:
         if place is None:
             raise ConfigError(f"{name!r} of a {type(module).__name__}, which is in no layer of this stage")
         layer, path = place
-        key = layer, f"{path}.{name}".lstrip(".")
-        where = f"layer {layer}: {key[1]}"
+        key = ParamKey(layer, f"{path}.{name}".lstrip("."))
+        where = f"layer {layer}: {key.name}"
         parameter = parameters_of(module).get(name)
         if parameter is None:
             raise ConfigError(f"{where} is no parameter; {type(module).__name__} has {[*parameters_of(module)]}")
@@ -161,23 +162,24 @@ def _checked(where: str, parameter: nn.Parameter, index: torch.Tensor) -> torch.
     return places
 
 
-def _replace_parameters(stage: StageContext, selection: _ElementSelection, kept: Sequence[KeptElements]) -> None:
-    def replace() -> None:
-        for (module, name, *_), entry in zip(selection.entries.values(), kept):
-            parameters_of(module)[name] = entry.new
+def _replace_parameters(stage: StageContext, selection: _ElementSelection, shorter: Sequence[nn.Parameter]) -> None:
+    entries = selection.entries
+    if entries:
+        before = stage.layers.named_parameters()
+        pieces = stage.state.export(before, {key: places for key, (*_, places) in entries.items()})
+        for (module, name, *_), parameter in zip(entries.values(), shorter):
+            parameters_of(module)[name] = parameter
         stage.optimizer.name_parameters()
-
-    if kept:
-        stage.state.keep_elements(kept, replace)
-    for entry in kept:  # other references to the old parameter must not keep its memory
-        entry.old.data, entry.old.grad = entry.old.data.new_empty(0), None
+        stage.state.load(before, stage.layers.named_parameters(), pieces)
+    for _, _, old, _ in entries.values():  # other references to the old parameter must not keep its memory
+        old.data, old.grad = old.data.new_empty(0), None
     stage.parameters_replaced.publish(None)  # on every rank: stages announce shapes of activations again
 
 
-def _shorter(old: nn.Parameter, index: torch.Tensor) -> KeptElements:
+def _shorter(old: nn.Parameter, index: torch.Tensor) -> nn.Parameter:
     """Build the parameter that replaces ``old``, with its gradient, attributes and hooks."""
     new = nn.Parameter(select(old, index), requires_grad=old.requires_grad)
     new.grad = None if old.grad is None else select(old.grad, index)
     vars(new).update({name: value for name, value in vars(old).items() if not bound_by_wrapper(name)})
     register_hooks(new, user_hooks(old))
-    return KeptElements(old, new, index)
+    return new

@@ -51,14 +51,6 @@ class Membership:
         """Return whether it is where its ``requires_grad`` says: in the optimizer if it trains, else detached."""
         return parameter.requires_grad != self.is_detached(parameter)
 
-    def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Put ``new`` in the place of ``old``."""
-        if old in self:
-            self._group[new] = self._group[old]
-            if self.is_detached(old):
-                self._detached.add(new)
-            self.leave(old)
-
     def leave(self, parameter: nn.Parameter) -> None:
         """Remove a parameter that was sent away."""
         self._group.pop(parameter, None)

@@ -15,7 +15,6 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed.bf16_adapter import Bf16Adapter
 from ds_dynmo.engine.deepspeed.flat_adapter import FlatOptimizerAdapter
 from ds_dynmo.engine.deepspeed.loss_scale import present_loss_scale
-from ds_dynmo.engine.deepspeed.missing_uses import BuiltParameter, join_groups
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed.zero_adapter import ZeroAdapter
 from ds_dynmo.engine.events import EngineEvent
@@ -39,19 +38,10 @@ class OptimizerBinding:
 
     Args:
         engine: DeepSpeed's engine, under construction.
-        built: parameters of layers that DeepSpeed did not build on some stage; None: it built all.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        layers: StageLayers,
-        comm: Communicator,
-        norm: ModelNorm,
-        built: list[BuiltParameter] | None,
-    ) -> None:
+    def __init__(self, engine: Any, layers: StageLayers, comm: Communicator, norm: ModelNorm) -> None:
         self._engine, self._layers, self._comm, self.norm = engine, layers, comm, norm
-        self._built = built
         self._members: list[list[nn.Parameter]] = []
         self._placeholders: Placeholders | None = None
         self._configured: Any = None  # the optimizer of the state
@@ -127,9 +117,6 @@ class OptimizerBinding:
         scheduler = None if callable(scheduler) else scheduler
         leave_out_frozen(optimizer)
         complete_groups(optimizer, scheduler, self._comm.gather_objects, separate=self.is_flat)
-        if self._built is not None and not is_another:
-            self._comm.everywhere("initialize", partial(join_groups, optimizer, self._built), error=ConfigError)
-            self._built = None
         ties = trained_parameters.groups_of_ties(optimizer, self._layers)
         trained_parameters.refuse_ties_apart(self._comm.gather_objects(ties))
         groups = list(optimizer.param_groups)

@@ -7,7 +7,6 @@ There are two kinds. A plain torch optimizer keeps state per parameter, which tr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,25 +22,6 @@ from ds_dynmo.engine.state.parameter_groups import OptionTexts, check_alike, opt
 from ds_dynmo.engine.state.pieces import PER_PARAMETER, Slot, StageSlots, StatePieces, in_memory, is_per_element
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
-
-
-@dataclass(frozen=True)
-class KeptElements:
-    """A parameter that is reduced to some of its elements.
-
-    Attributes:
-        old: the parameter, of any shape.
-        new: the 1-D parameter that replaces it.
-        index: ascending places in the flattened ``old``, int64, on its device.
-    """
-
-    old: nn.Parameter
-    new: nn.Parameter
-    index: torch.Tensor
-
-    def select(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy the kept elements of a tensor in the shape of ``old``."""
-        return select(tensor, self.index)
 
 
 def select(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -232,11 +212,11 @@ class OptimizerState(Protocol):
         """Set elements of a parameter and of its state to 0. ``where``: bool, in its shape."""
         ...
 
-    def keep_elements(self, kept: Sequence[KeptElements], replace: Callable[[], None]) -> None:
-        """Reduce state to the kept elements. Collective over the replicas.
+    def export(self, named: Named, kept: Mapping[ParamKey, torch.Tensor]) -> StatePieces:
+        """Collect the state of ``named``, this stage's parameters, for :meth:`load`. Collective over the replicas.
 
         Args:
-            replace: puts the new parameters into their modules, and names them; called once.
+            kept: of parameters that are reduced to some elements, the places of these when flattened.
         """
         ...
 
@@ -451,17 +431,14 @@ class PerParameterState:
             if is_per_element(name, held, parameter.shape):
                 held.masked_fill_(where, 0)
 
-    def keep_elements(self, kept: Sequence[KeptElements], replace: Callable[[], None]) -> None:
-        replace()
-        new = {id(entry.old): entry.new for entry in kept}
-        for group in self._groups:
-            group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
-        for entry in kept:
-            if entry.old in self._state:
-                self._state[entry.new] = {
-                    name: entry.select(held) if is_per_element(name, held, entry.old.shape) else held
-                    for name, held in self._state.pop(entry.old).items()
-                }
+    def export(self, named: Named, kept: Mapping[ParamKey, torch.Tensor]) -> StatePieces:
+        pieces = StatePieces()
+        for key, parameter in named.items():
+            if parameter in self._state:
+                pieces.put(key, self._state[parameter], parameter.shape)
+                for runs in pieces.elements[key].values() if key in kept else ():
+                    runs[:] = [(start, select(whole, kept[key])) for start, whole in runs]
+        return pieces
 
 
 def _assembled(

@@ -155,6 +155,11 @@ class _Prunable(Block):
                 if isinstance(part, nn.Linear):
                     setattr(parent, name, PrunableLinear(nn.Parameter(part.weight), csr_from))
 
+    @property
+    def compiled_parts(self) -> tuple[str, ...]:
+        """What a block compiles, as long as its products are dense: torch traces no sparse ones."""
+        return () if any(linear.index is not None for linear in prunable_linears(self)) else super().compiled_parts
+
     def load_signal(self) -> float:
         """Return the paper's ``p_i``, the share of this layer's prunable weights that is left; 0.0 if none trains."""
         linears = prunable_linears(self)

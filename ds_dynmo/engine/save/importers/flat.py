@@ -36,9 +36,9 @@ def read_flat(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
     groups = list(_stock_groups(saved, wanted)) if stock else []  # before elements: it checks the shards
     places = saved.slice.slots(prefer=wanted.stage)
     sources = {wanted.stage: None}  # stages, each once, in this order
-    for key, (saved_as, _) in wanted.parameters.items():
-        if saved_as in places:
-            source, slot = places[saved_as]
+    for key in wanted.parameters:
+        if key in places:
+            source, slot = places[key]
             sources[source] = None
             pieces.groups[key] = slot.group
             pieces.elements[key] = _elements(saved, source, slot, wanted)

@@ -23,10 +23,10 @@ def read_per_parameter(saved: SavedCheckpoint, wanted: Wanted) -> StatePieces:
         for number, options in _options(saved, wanted, stage).items():
             pieces.options.setdefault(number, options)
     places = saved.slice.slots(prefer=wanted.stage)
-    for key, (saved_as, shape) in wanted.parameters.items():
-        if saved_as not in places:
+    for key, shape in wanted.parameters.items():
+        if key not in places:
             continue
-        source, slot = places[saved_as]
+        source, slot = places[key]
         pieces.groups[key] = slot.group
         file, optimizer = torch_optimizer(saved, source)
         state = file.take(optimizer["state"].get(slot.index))

@@ -10,16 +10,13 @@ import fnmatch
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ds_dynmo.engine.deepspeed.files import names_of_groups
-from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.context import CheckpointContext
 from ds_dynmo.engine.save.importers.per_parameter import torch_optimizer
-from ds_dynmo.engine.save.initial_model import LayerOrigin
 from ds_dynmo.engine.save.layer_content import LoadedLayer
 from ds_dynmo.engine.save.manifest import Manifest, SliceManifest, stage_file
 from ds_dynmo.engine.save.matching import check_slices
@@ -179,56 +176,5 @@ def _check_shapes(saved: SavedCheckpoint, stage: int) -> None:
 
 def _names_of(context: CheckpointContext, index: int, name: str) -> Iterator[str]:
     """Find DeepSpeed's names of a parameter of layer ``index``: with the number of the layer, or the key of a tie."""
-    layers = context.stage.layers
-    key, tie = layers.key(index), layers.tie_of(index)
-    if key is not None:
-        yield f"tied_modules.{key}.{name}"
-        return
-    yield f"{index}.{name}"
-    if tie is None:
-        return
-    if name in tie.weights[index]:  # DeepSpeed has the first use on a stage under the key, and any copy will do
-        position = tie.weights[index].index(name)
-        for use in tie.uses:
-            yield f"tied_modules.{tie.key}.{tie.weights[use][position]}"
-            yield f"{use}.{tie.weights[use][position]}"
-    elif not any(name in context.origin.layers[use].shapes for use in tie.uses if use != index):
-        yield f"tied_modules.{tie.key}.{name}"
-
-
-# -- layers that share weights by a key ---------------------------------------------------------------
-
-
-def stock_state_of_use(
-    saved: SavedCheckpoint, layers: StageLayers, index: int, origins: Mapping[int, LayerOrigin]
-) -> tuple[str, dict[str, Any], bool]:
-    """Find the state of the tied layer ``index`` in the files of stock DeepSpeed.
-
-    As in DeepSpeed, all uses take the tied weights of the first use that has a file. A use without a file takes all
-    weights of that one if they are alike; otherwise the rest of its weights stay.
-
-    Returns:
-        The file, the state, and whether that is all of the layer's state.
-    """
-    tie, files = layers.tie_of(index), saved.slice.weights
-    assert tie is not None
-    source = next((use for use in tie.uses if layers.stored_use(use) is not None), index)
-    first = _state(saved, files[source])
-    if source == index or (layers.stored_use(index) is None and tie.alike):
-        return files[source], first, True
-    has_file = layers.stored_use(index) is not None
-    state = dict(_state(saved, files[index])) if has_file else {}
-    for name, there in zip(tie.weights[index], tie.weights[source], strict=True):
-        if there not in first:
-            raise CheckpointError(f"{saved.path(files[source])}: lacks {there}")
-        state[name] = first[there]
-        aliases = [alias for alias, of in origins[index].aliases.items() if of == name and alias in state]
-        state.update(dict.fromkeys(aliases, first[there]))
-    return files[index if has_file else source], state, has_file
-
-
-def _state(saved: SavedCheckpoint, name: str) -> dict[str, Any]:
-    state = saved.read(name)
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{saved.path(name)}: holds a {type(state).__name__}, expected the state_dict of a layer")
-    return state
+    key = context.stage.layers.key(index)
+    yield f"{index}.{name}" if key is None else f"tied_modules.{key}.{name}"

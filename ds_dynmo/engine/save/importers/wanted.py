@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import ParamKey
 
-__all__ = ["SavedParameter", "Wanted"]
-
-
-class SavedParameter(NamedTuple):
-    """A parameter as it was saved: the key that it had, and its shape."""
-
-    key: ParamKey
-    shape: Sequence[int]
+__all__ = ["Wanted"]
 
 
 @dataclass(frozen=True)
@@ -24,14 +16,14 @@ class Wanted:
     """A request of a rank to a checkpoint's optimizer files.
 
     Attributes:
-        parameters: those that the rank will have.
+        parameters: those that the rank will have, with their shapes when they were saved.
         stage: the saved stage whose files have the options of parameter groups.
         num_groups: of parameter groups here.
         per_replica_groups: groups of parameters that differ between replicas.
         replica: this rank's, of ``replicas`` here, which want the same.
     """
 
-    parameters: Mapping[ParamKey, SavedParameter]
+    parameters: Mapping[ParamKey, Sequence[int]]
     stage: int
     num_groups: int
     per_replica_groups: frozenset[int]
