@@ -6,9 +6,9 @@
     OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/repack.py memory --steps 100
     OMP_NUM_THREADS=1 python scripts/repack.py restart
 
-"phases": emulated layers sleep as long as the case's load model says in each phase of a run of 10,000 iterations. In
-every phase, balanced batches are timed on all stages, and then on the fewest stages that the planner finds as fast as
-the dense model was. The parked ranks are recalled for the next phase.
+"phases": emulated layers sleep as long as the case's load model says in each phase of a run of 10,000 iterations.
+Balanced batches of every phase are timed on all stages. Then the run goes through the phases once more, on the fewest
+stages that the planner finds as fast as the dense model was; ranks that leave do not come back.
 
 "freezing": emulated layers freeze during a run, which re-packs by itself, or with --never balances its layers only.
 ds-dynmo-plot draws the report.
@@ -17,15 +17,13 @@ ds-dynmo-plot draws the report.
 engine gives ranks back by itself, where the model's bytes have fallen.
 
 "restart": a job of real linear layers goes from 4 to 2 stages while it runs, and again by a checkpoint and a new
-launch. It shows the seconds from the decision to the end of the next batch, split up, and the memory of a parked
-process.
+launch. It shows the seconds from the decision to the end of the next batch, split up.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -34,7 +32,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil  # comes with DeepSpeed
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
@@ -96,10 +93,10 @@ def parse(given: list[str]) -> argparse.Namespace:
 
 
 def phases(arguments: argparse.Namespace) -> None:
-    """Time every phase on all stages, and on the fewest that are fast enough."""
+    """Time every phase on all stages, and then on the fewest that are fast enough."""
     load_model, batches = LOAD_MODELS[arguments.case], data()
     stages = torch.distributed.get_world_size()
-    block = {"repack": {"release": "park", "max_slowdown": 0.05}, "interval": 0}
+    block = {"repack": {"max_slowdown": 0.05}, "interval": 0}
     sizes = {"layers": arguments.layers, "micro_batches": arguments.micro_batches}
     engine = make_engine("partition_time", **sizes, interval=0, block=block)
     rows: list[dict[str, Any]] = []
@@ -108,18 +105,23 @@ def phases(arguments: argparse.Namespace) -> None:
         engine.train_batch(batches)
         return min(timed(lambda: engine.train_batch(batches)) for _ in range(arguments.batches))
 
-    def on_all_stages(phase: Phase) -> float:
+    def begin(phase: Phase) -> None:
         set_loads(engine, phase, arguments.forward_ms / 1e3)
         engine.model_changed("the loads of another phase")
         engine.train_batch(batches)  # profiled; then layers move
+
+    def on_all_stages(phase: Phase) -> float:
+        begin(phase)
         return shortest_batch()
 
     start_seconds = on_all_stages(Phase.of([1.0] * arguments.layers))
-    for number, phase in enumerate(load_model.phases(arguments.layers, arguments.phases), 1):
-        all_seconds = on_all_stages(phase)
+    run = [(phase, on_all_stages(phase)) for phase in load_model.phases(arguments.layers, arguments.phases)]
+    for number, (phase, all_seconds) in enumerate(run, 1):
+        begin(phase)
         report = engine.repack()
-        fewer = report.new_stages < report.old_stages
-        packed_seconds = shortest_batch() if fewer and not engine.released else all_seconds
+        if engine.released:
+            return
+        packed_seconds = shortest_batch() if report.new_stages < stages else all_seconds
         over_start, all_over_start = start_seconds / packed_seconds, start_seconds / all_seconds
         rows.append(
             {
@@ -132,14 +134,9 @@ def phases(arguments: argparse.Namespace) -> None:
                 "repack_seconds": report.decide_seconds + report.migrate_seconds + report.world_seconds,
             }
         )
-        if engine.released:
-            assert engine.wait_for_recall()
-        elif fewer:
-            engine.repack(stages)
         say(f"phase {number}: {rows[-1]}")
     if torch.distributed.get_rank() == 0:
         show_phases(arguments, stages, rows)
-    engine.dismiss_parked()
 
 
 def show_phases(arguments: argparse.Namespace, stages: int, rows: list[dict[str, Any]]) -> None:
@@ -218,7 +215,7 @@ def restart(arguments: argparse.Namespace) -> None:
         records = [json.loads(line) for line in (folder / "records").read_text().splitlines()]
     found = {name: value for record in records for name, value in record.items()}
     found["launch, import, initialize"] = found.pop("ready") - began
-    print("re-packed while running, from 4 to 2 stages, and by a checkpoint and a new launch; seconds and MiB:")
+    print("re-packed while running, from 4 to 2 stages, and by a checkpoint and a new launch; seconds:")
     print_table(("part", ""), [(name, f"{value:.3f}") for name, value in found.items()])
     write_json(arguments.json, found)
 
@@ -241,7 +238,7 @@ def worker(arguments: argparse.Namespace) -> None:
     engine = pipeline_engine(
         [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(LAYERS)],
         micro_batches=8,
-        dynmo={"interval": 0, "log": False, "repack": {"release": "park"}},
+        dynmo={"interval": 0, "log": False},
         gradient_clipping=1.0,
     )
     batch = torch.ones(1, WIDTH), torch.zeros(1, WIDTH)
@@ -259,20 +256,11 @@ def worker(arguments: argparse.Namespace) -> None:
     for _ in range(4):
         train()
     saved = {"save": timed(lambda: engine.save_checkpoint(save))}
-    memory = {"resident before, MiB": resident_mib()}
     report = engine.repack(FEWER)
     if engine.released:
-        memory["resident, parked, MiB"] = resident_mib()
-        write(arguments.folder, memory, report.released_ranks[0] == int(os.environ["RANK"]))
-        engine.wait_for_recall()
         return
     parts = {"decide": report.decide_seconds, "migrate": report.migrate_seconds, "world": report.world_seconds}
     write(arguments.folder, {**parts, "next batch": timed(train), **saved}, first_rank)
-    engine.dismiss_parked()
-
-
-def resident_mib() -> float:
-    return float(psutil.Process().memory_info().rss) / 2**20
 
 
 def write(folder: Path, record: dict[str, float], is_asked: bool) -> None:

@@ -15,6 +15,8 @@ _CASES = ("moe", "pruning", "freezing", "mod", "early_exit")
 
 WITHDRAWN = {
     "dynmo.repack.accept_joins": _ELASTIC_LAUNCH,
+    "dynmo.repack.freed_ranks": "freed ranks are released; remove it",
+    'dynmo.repack.release = "park"': f'released ranks exit, "release": "exit"; to have more later, {_ELASTIC_LAUNCH}',
     "dynmo.repack.release_attempts": "each re-packing releases what earlier ones could not; a program can try longer",
     'dynmo.repack.release = "slurm"': '"release": "command" with a program that calls scontrol, see docs/elastic.md',
     **{f"model.{kind}": f'write "case": {{"kind": "{kind}", ...}}, see docs/cases.md' for kind in _CASES},

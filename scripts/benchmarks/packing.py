@@ -36,9 +36,9 @@ def with_block(settings: dict[str, Any], **keys: Any) -> dict[str, Any]:
 def least_limit(run: TrainingRun) -> int:
     """Profile the model as it is built. Return the bytes of the stage that needs most. Collective."""
     engine = build_engine(run)
-    data = batches(run, engine, "train")
+    data = batches(run, engine, "train").iterate()
     while engine.profile is None:
-        engine.train_batch(data.iterate(engine.micro_batches_taken))
+        engine.train_batch(data)
     model = memory_model(engine.profile, 0, engine.rebalancer.memory.checkpoint_interval)
     assert model is not None
     return max(model.bytes_per_stage(engine.partition)) + workspace_bytes(engine)
@@ -119,7 +119,6 @@ def train_within_limit(flags: list[str], unlimited: TrainingRun, settings: dict[
     history = train(run, engine, build_cases(run, engine), rows.record)
     if engine.released or engine.global_rank != 0:
         return None
-    engine.dismiss_parked()
     return {
         "memory_limit": limit,
         "stages": run.stages,

@@ -17,7 +17,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 import ds_dynmo
-from ds_dynmo.engine.deepspeed.loss_scale import loss_scale_state
+from ds_dynmo.engine.deepspeed.loss_scale import saved_loss_scale
 from tests.distributed.harness import run
 from tests.distributed.support.checkpoints import STEPS, attempt, damaged, outcome, stock_state, train_on
 from tests.distributed.support.configs import Case, config, parameter_groups
@@ -132,13 +132,13 @@ def test_another_number_of_replicas_has_the_same_state(tmp_path: Path, before: i
 def loss_scales(case: Case, folder: str) -> list[tuple[float, int]]:
     """Return the loss scale, and the batches that it was adjusted in: fresh, saved, loaded."""
     engine = build(case)
-    found = [loss_scale_state(engine.optimizer)]
+    found = [saved_loss_scale(vars(engine.optimizer))]
     train_on(engine, 0)
     save_and_convert(engine, folder)
-    found.append(loss_scale_state(engine.optimizer))
+    found.append(saved_loss_scale(vars(engine.optimizer)))
     other = build(case, more=UNIVERSAL)
     other.load_checkpoint(folder)
-    found.append(loss_scale_state(other.optimizer))
+    found.append(saved_loss_scale(vars(other.optimizer)))
     return [(state["cur_scale"], state["cur_iter"]) for state in found]
 
 

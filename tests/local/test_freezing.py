@@ -247,6 +247,7 @@ def test_a_batch_whose_step_was_skipped_does_not_count() -> None:
     magnitudes = torch.tensor([0.0, float("inf"), 1.0, 2.0], dtype=torch.float64)
     engine = SimpleNamespace(
         before_step=callbacks.append,
+        before_release=lambda callback: None,
         skipped_steps=0,
         gradient_magnitudes=lambda: magnitudes,
         sum_over_world=lambda sums: sums,

@@ -91,7 +91,7 @@ def test_a_repacking_changes_the_number_of_stages() -> None:
     one = Placement.chain([0, 4])
     repack = RepackReport(
         **{"step": 5, "reason": "interval", "old_placement": EVEN, "new_placement": one, "released_ranks": (1,)},
-        **{"recalled_ranks": (), "iteration_seconds_before": None, "iteration_seconds_after": None},
+        **{"iteration_seconds_before": None, "iteration_seconds_after": None},
         **{"layers_moved": 2, "bytes_moved": 2**20, "decide_seconds": 0.0, "migrate_seconds": 0.1},
         **{"world_seconds": 0.2, "verdict": "one stage is as fast"},
     ).as_record()

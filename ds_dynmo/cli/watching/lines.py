@@ -43,9 +43,8 @@ def move_line(record: Record) -> str:
 def repack_line(record: Record) -> str:
     text = f"step {record['step']}: {record['old_partition']} -> {record['new_partition']}, "
     text += f"{record['reason']}: re-packed"
-    for which, what in (("released_ranks", "released"), ("recalled_ranks", "taken back")):
-        if record[which]:
-            text += f", ranks {record[which]} {what}"
+    if record["released_ranks"]:
+        text += f", ranks {record['released_ranks']} released"
     return f"{text}, {_moved(record)} in {duration(record['migrate_seconds'] + record['world_seconds'])}"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ds_dynmo.engine.deepspeed.instruction_map import present_instructions
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.measure import layer_sizes
@@ -72,11 +70,3 @@ class TrainableLayers:
         engine = self._engine
         ours = self._stage.schedule.may_choose_schedule and engine.num_stages > 1
         instructions.check(present_instructions(engine), prefix, partitioned=engine.is_pipe_partitioned, ours=ours)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values for a rank that did not take part."""
-        return {"layers": self._layers, "tied_weights": self._tied_weights, "prefix": self.prefix}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the values of the other ranks."""
-        self._layers, self._tied_weights, self.prefix = state["layers"], state["tied_weights"], state["prefix"]
