@@ -10,7 +10,7 @@ __all__ = ["Layer", "LayerParameter"]
 class Layer(Protocol):
     """Names that ds_dynmo looks for in a layer, an ``nn.Module``; each may be missing.
 
-    ``rank_attributes``, ``shares_out`` and ``use_replicas`` are looked for in the submodules of a layer too.
+    ``rank_attributes`` and ``use_replicas`` are looked for in the submodules of a layer too.
 
     Attributes:
         draws_as_layer: number of the layer whose random numbers this layer draws, instead of its number: for a half of
@@ -19,14 +19,12 @@ class Layer(Protocol):
         rank_attributes: of the class; attributes that belong to the rank. They do not travel: an arriving layer has the
             values that it gets when it is built on that rank.
         is_block: of the class; whether the layer is a transformer block, or half of one: freezing counts these layers.
-        shares_out: whether parameters would differ between several data-parallel replicas.
     """
 
     draws_as_layer: int
     compiled_parts: tuple[str, ...]
     rank_attributes: ClassVar[tuple[str, ...]]
     is_block: ClassVar[bool]
-    shares_out: bool
 
     def load_signal(self) -> float:
         """Return the share of its dense work that the layer does now.

@@ -37,7 +37,7 @@ def check_partition(
     """Check the boundaries of a chain, and return them as plain ints.
 
     Args:
-        empty: stages that may own no layer: they are being released, or were just recalled.
+        empty: stages that may own no layer: they are being released.
 
     Raises:
         PartitionError: not ``num_stages + 1`` ints, not strictly increasing (a stage would be empty),

@@ -41,7 +41,7 @@ from ds_dynmo.cli.training.report import (
     summary,
     validation_record,
 )
-from ds_dynmo.cli.training.resuming import RUN, client_state, find_checkpoint, has_saved
+from ds_dynmo.cli.training.resuming import client_state, find_checkpoint, has_saved, write_restart
 from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.data import TokenBatches
 from ds_dynmo.engine.comm.hosts import check_launch
@@ -91,17 +91,15 @@ def build_cases(run: TrainingRun, engine: Any) -> list[DynamicCase]:
     """Build the dynamic cases, which change the model's work while it trains, in the state of a resumed run."""
     cases = dynamic_cases(run.model, engine, total_steps=run.steps)
     if run.resumed is not None:
-        # The engine stops a job for a restart (repack.release "checkpoint") at the end of train_batch: what it saved is
-        # the state of the cases before their after_batch.
+        # The engine stops a job for a restart (repack.release "checkpoint") at the end of train_batch: it saved the
+        # state of the cases before their after_batch.
         after_batch_pending = run.resumed["in_step"]
         for case in cases:
             case.load_state_dict(run.resumed["cases"][case.name])
             if after_batch_pending:
                 case.after_batch(run.resumed["step"])
-    if engine.dynmo is not None:
-        engine.share_state(RUN, run)
-        for case in cases:
-            engine.share_state(case.name, case)
+    if engine.dynmo is not None and engine.dynmo.repack.checkpoint is not None:
+        engine.before_release(lambda: write_restart(engine, run_metadata(run, engine, cases)))
     return cases
 
 
@@ -119,21 +117,19 @@ def train_until(
 ) -> History:
     """Train up to ``run.stop``, or to the batch in which ranks agree to ``stop``."""
     history = History()
-    training = batches(run, engine, "train")
+    data = batches(run, engine, "train").iterate(engine.micro_batches_taken)
     progress = ProgressLines(run, engine)
     recording = Recording(run, engine, run.record if engine.global_rank == 0 else None)
     validation = batches(run, engine, "validation")
     while engine.global_steps < run.stop:
+        for case in cases:
+            case.before_batch(engine.global_steps)
+        history.ranks.append(torch.distributed.get_world_size())
         began = time.perf_counter()
-        if not engine.released:
-            for case in cases:
-                case.before_batch(engine.global_steps)
-            history.ranks.append(torch.distributed.get_world_size())
-            began = time.perf_counter()
-            engine.train_batch(training.iterate(engine.micro_batches_taken))
-        if engine.released and not engine.wait_for_recall():
+        engine.train_batch(data)
+        if engine.released:
             break
-        step = engine.global_steps - 1  # a recalled rank continues at the step of the others
+        step = engine.global_steps - 1
         losses = engine.get_additional_losses()
         history.losses.append(float(losses[LANGUAGE_MODEL_LOSS]))
         history.auxiliary_losses.append(float(losses[AUXILIARY_LOSS]))
@@ -189,19 +185,24 @@ def validate(engine: Any, validation: Batches | TokenBatches) -> float:
     return float(engine.eval_batch(validation.iterate()))
 
 
-def save(run: TrainingRun, engine: Any, cases: list[DynamicCase], tag: str) -> None:
-    """Save a checkpoint, with the metadata from which a run resumes. Collective.
-
-    Raises:
-        CheckpointError: on every rank, without a "dynmo" section on rank 0; earlier checkpoints are untouched.
-    """
-    metadata = {
+def run_metadata(run: TrainingRun, engine: Any, cases: list[DynamicCase]) -> dict[str, Any]:
+    """Return what a run resumes from besides its layers, as plain JSON values. Collective."""
+    return {
         **run.state_dict(),
         "step": engine.global_steps,
         "stages": engine.num_stages,
         "partition": engine.partition,
         "cases": {case.name: case.state_dict() for case in cases},
     }
+
+
+def save(run: TrainingRun, engine: Any, cases: list[DynamicCase], tag: str) -> None:
+    """Save a checkpoint, with the metadata from which a run resumes. Collective.
+
+    Raises:
+        CheckpointError: on every rank, without a "dynmo" section on rank 0; earlier checkpoints are untouched.
+    """
+    metadata = run_metadata(run, engine, cases)
     engine.save_checkpoint(
         str(run.save),
         tag=tag,
@@ -219,9 +220,8 @@ def save(run: TrainingRun, engine: Any, cases: list[DynamicCase], tag: str) -> N
 def resumed_line(run: TrainingRun) -> str:
     """Say which checkpoint a run is resumed from."""
     assert run.resume is not None and run.resumed is not None
-    saved = run.resumed.get("stages")  # the engine does not say so in what it saves for a restart
-    stages = f"; stages: {saved} when saved, {run.stages} now" if saved is not None else f"; stages: {run.stages}"
-    return f"resuming from {run.resume / run.resumed['tag']}: step {run.first_step} of {run.steps}{stages}"
+    stages = f"stages: {run.resumed['stages']} when saved, {run.stages} now"
+    return f"resuming from {run.resume / run.resumed['tag']}: step {run.first_step} of {run.steps}; {stages}"
 
 
 def stopped_line(run: TrainingRun, number: int, tag: str, step: int) -> str:
@@ -287,7 +287,6 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         print("\n".join(["", *closing]), flush=True)
     if not engine.released:
-        engine.dismiss_parked()
         deepspeed.comm.destroy_process_group()
     if history.stopped:
         return 128 + history.stopped  # as a shell says it of a process that a signal ended

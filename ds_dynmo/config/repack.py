@@ -50,16 +50,11 @@ class RepackConfig(Section):
     max_slowdown: float = Field(
         default=0.05, ge=0, lt=1, description="largest loss of throughput against the start of the run, as a fraction"
     )
-    freed_ranks: Literal["release", "replicas"] = Field(
-        default="release",
-        description='"replicas": where half of the stages or more are free, they become further data-parallel '
-        "replicas with the same batch size, and the rest is released",
-    )
-    release: Literal["exit", "park", "checkpoint", "command", "kubernetes"] = Field(
+    release: Literal["exit", "checkpoint", "command", "kubernetes"] = Field(
         default="exit",
-        description='what happens to a released rank: "exit": its process ends; "park": it waits and can be taken '
-        'back; "checkpoint": all ranks stop after a checkpoint, to be launched again; "command": its process ends and '
-        'a program of yours is called; "kubernetes": its process ends and its pod is released',
+        description='what happens to a released rank: "exit": its process ends; "checkpoint": all ranks stop after a '
+        'checkpoint, to be launched again; "command": its process ends and a program of yours is called; '
+        '"kubernetes": its process ends and its pod is released',
     )
     checkpoint: str | None = Field(
         default=None, min_length=1, description='for release "checkpoint": the folder for it'
@@ -93,6 +88,4 @@ class RepackConfig(Section):
             raise ValueError('release "checkpoint" needs checkpoint, a folder, and no other release takes one')
         if (self.release == "command") != (self.command is not None):
             raise ValueError('release "command" needs command, a list of strings, and no other release takes one')
-        if self.freed_ranks == "replicas" and self.release == "checkpoint":
-            raise ValueError('freed_ranks "replicas" goes on in mid-run, release "checkpoint" stops the job')
         return self

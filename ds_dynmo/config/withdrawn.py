@@ -9,9 +9,12 @@ from collections.abc import Iterable
 
 from ds_dynmo.errors import ConfigError
 
+_ELASTIC_LAUNCH = "launch by torchrun --nnodes MIN:MAX with --resume, see docs/elastic.md"
 LOAD_UNIVERSAL = "checkpoint.load_universal = true"
 
 WITHDRAWN = {
+    "dynmo.repack.freed_ranks": "freed ranks are released; remove it",
+    'dynmo.repack.release = "park"': f'released ranks exit, "release": "exit"; to have more later, {_ELASTIC_LAUNCH}',
     "model.case.schedule": "all routed blocks have one capacity; for a load that changes give a threshold",
     "model.case.probe": "give csr_from, the sparsity from which CSR is faster on your machine",
     LOAD_UNIVERSAL: 'load it once without the "dynmo" section, save, and go on from that',

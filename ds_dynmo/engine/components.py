@@ -17,16 +17,14 @@ from ds_dynmo.engine.move.background import BackgroundMove
 from ds_dynmo.engine.move.migration_context import MigrationContext
 from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.engine.move.references import References
-from ds_dynmo.engine.resize.data_position import DataPosition
-from ds_dynmo.engine.resize.job_ranks import JobRanks
 from ds_dynmo.engine.resize.repacker import Repacker
+from ds_dynmo.engine.resize.world import World
 from ds_dynmo.engine.run.executor import Executor
 from ds_dynmo.engine.run.random_streams import LayerStreams
 from ds_dynmo.engine.run.rng_trackers import SharedGenerators, TrackedStates
 from ds_dynmo.engine.run.trainable import TrainableLayers
 from ds_dynmo.engine.save.checkpointer import Checkpointer
 from ds_dynmo.engine.save.progress import EngineProgress
-from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.training_step import TrainingStep
 from ds_dynmo.engine.validation import layer_groups
 
@@ -43,7 +41,7 @@ class Components:
         trainable: the trainable layers on which the ranks have agreed.
         executor: runs the schedule of every batch in its context.
         checkpointer: writes and reads checkpoints.
-        repacker: continues with fewer or more ranks.
+        repacker: continues with fewer ranks.
         step: trains a batch, then rebalances or re-packs if that is due.
         tracked_states: named random states that layers fork.
     """
@@ -70,7 +68,7 @@ def build_components(engine: Any, config: DynMoConfig) -> Components:
     groups = layer_groups(config, engine.module)
     reporter = Reporter(config, stage.comm, is_first_rank=stage.comm.here.rank == 0, monitor=engine.monitor)
     references = _prepare_layers(engine, config)
-    ranks, data, clock = JobRanks(stage, engine.module.topology()), DataPosition(engine), device_clock()
+    world, clock = World(stage.comm, engine.module.topology(), config.timeout_seconds), device_clock()
     moves_are_limited = config.migration.kind == "background" and get_accelerator().device_name() != "cpu"
     profiler = Profiler(clock, size_every_pass=config.memory_limit is not None or moves_are_limited)
     migrator = Migrator(partial(MigrationContext.of, stage, references))
@@ -81,21 +79,16 @@ def build_components(engine: Any, config: DynMoConfig) -> Components:
         reporter=reporter,
         migrate=migrator.migrate,
         background=BackgroundMove(migrator, stage),
-        replica_multiplier=lambda: ranks.world.replica_multiplier,
-        lacks_data=lambda: data.is_missing,
+        lacks_data=lambda: engine.data_iterator is None and (engine.is_first_stage() or engine.is_last_stage()),
     )
     trainable = TrainableLayers(stage)
-    progress = EngineProgress(engine, rebalancer, trainable)
-    checkpointer = Checkpointer(
-        engine, stage, references, rebalancer, trainable, progress, reporter, lambda: ranks.world.generation
-    )
-    tracer = _tracer(stage, clock, reporter, ranks)
+    progress = EngineProgress(engine, rebalancer)
+    checkpointer = Checkpointer(engine, stage, references, rebalancer, trainable, progress, reporter)
+    tracer = Tracer(config.trace, stage, clock, reporter) if config.trace is not None else None
     states = TrackedStates(stage.comm.gather_over_slices)
     states.add("the program", SharedGenerators(references.shared_generators))
     streams = _random_streams(engine, config, states)
-    executor = Executor(
-        engine, stage, trainable, profiler, tracer, streams, first_micro_batch=lambda: data.first_of_batch
-    )
+    executor = Executor(engine, stage, trainable, profiler, tracer, streams)
     trainable.agree("initialize")
     repacker = Repacker(
         engine,
@@ -103,9 +96,7 @@ def build_components(engine: Any, config: DynMoConfig) -> Components:
         rebalancer,
         migrator,
         reporter,
-        ranks,
-        data,
-        progress=progress,
+        world,
         save_checkpoint=engine.save_checkpoint,
         wait_for_save=checkpointer.wait,
     )
@@ -137,15 +128,6 @@ def _prepare_layers(engine: Any, config: DynMoConfig) -> References:
     stage.layers.split_uses()
     stage.connect_replicas()
     return references
-
-
-def _tracer(stage: StageContext, clock: Any, reporter: Reporter, ranks: JobRanks) -> Tracer | None:
-    """Build the tracer; None: ``dynmo.trace`` is not set. Collective."""
-    if stage.config.trace is None:
-        return None
-    return Tracer(
-        stage.config.trace, stage, clock, reporter=reporter, world=lambda: (ranks.released, ranks.world.generation)
-    )
 
 
 def _random_streams(engine: Any, config: DynMoConfig, states: TrackedStates) -> LayerStreams | None:

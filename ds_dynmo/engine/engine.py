@@ -21,8 +21,6 @@ from ds_dynmo.engine.deepspeed.patches import PatchedPipelineEngine
 from ds_dynmo.engine.guards import at_work, check_at_work, doing, where_layers_may_move
 from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.move.migrator import Migrator
-from ds_dynmo.engine.resize.data_position import micro_batches_of
-from ds_dynmo.engine.resize.job_state import Stateful
 from ds_dynmo.engine.resize.repacker import Repacker
 from ds_dynmo.engine.save.applying import LoadOptions
 from ds_dynmo.engine.save.checkpointer import Checkpointer
@@ -75,7 +73,6 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         checked_instructions(self)
         self.stage.optimizer.check_given()
         self.checkpointer.before_batch()
-        self.repacker.data.before_batch(data_iter)
         return self._components.step.run(train)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,9 +84,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             checked_instructions(self)
             self.stage.layers.tied_aliases.refresh(training=False)
             buffers.forget_total_loss(self)
-            if len(args) > 5 or kwargs.get("num_micro_batches") is not None:
-                return evaluate()
-            return self.repacker.data.evaluate_part(args[0] if args else kwargs.get("data_iter"), evaluate)
+            return evaluate()
 
     # -- balancing ------------------------------------------------------------------------------------
 
@@ -202,7 +197,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """
         self._components.tracked_states.add(name, tracker)
 
-    # -- fewer ranks, or more -------------------------------------------------------------------------
+    # -- fewer ranks ----------------------------------------------------------------------------------
 
     @property
     def released(self) -> bool:
@@ -211,7 +206,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @where_layers_may_move
     def repack(self, num_stages: int | None = None, *, partition: Sequence[int] | None = None) -> RepackReport:
-        """Continue with fewer ranks, or take parked ones back; see :meth:`Repacker.repack`. Collective."""
+        """Continue with fewer ranks; see :meth:`Repacker.repack`. Collective."""
         self.rebalancer.settle()
         return self.repacker.repack(num_stages, partition=partition, train=self.train_batch)
 
@@ -222,39 +217,17 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @property
     def micro_batches_taken(self) -> int:
-        """The number of micro-batches of this rank's data trained so far, at which a script's data has to continue.
-
-        It is ``global_samples`` over the micro-batch size and the launch's replicas, however batches were divided.
-        """
-        if self.dynmo is None:
-            return micro_batches_of(self, self.grid.data_parallel_size)
-        return self.repacker.data.taken
-
-    def wait_for_recall(self) -> bool:
-        """Wait on a released rank; return True once it is recalled, False once the job has ended.
-
-        Return True at once on a rank at work, and False at once if released ranks are not parked.
-        """
-        return not self.released or self.repacker.wait_for_recall()
-
-    @where_layers_may_move
-    def most_stages(self) -> int:
-        """Count the stages that :meth:`repack` can continue with: at work or parked."""
-        return self.repacker.most_stages()
-
-    def dismiss_parked(self) -> None:
-        """End parked ranks: their ``wait_for_recall`` returns False. Rank 0 does so at exit too."""
-        if self.dynmo is not None:
-            self.repacker.dismiss_parked()
+        """The number of micro-batches of this rank's data trained so far: a resumed script's data continues there."""
+        return int(self.global_samples // (self.train_micro_batch_size_per_gpu() * self.grid.data_parallel_size))
 
     @at_work
-    def share_state(self, name: str, holder: Stateful) -> None:
-        """Keep the state of ``holder`` through re-packings. Every rank makes the same call.
+    def before_release(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on every rank before each re-packing that releases ranks, while all are at work.
 
-        ``holder.state_dict()`` is the same on every rank, and may be collective. After each re-packing all ranks load
-        it, including recalled ones.
+        It collects what this rank would take with it, and may be collective. If it raises, nothing has moved. Every
+        rank makes the same call.
         """
-        self.repacker.share_state(name, holder)
+        self.stage.before_release.append(callback)
 
     # -- for dynamic models -----------------------------------------------------------------
 

@@ -31,7 +31,7 @@ def check_at_work(engine: Any, what: str) -> None:
     if engine.released:
         raise ReleasedError(
             f"engine.{what}: this rank was released after step {engine.global_steps}. Leave the training loop where "
-            "engine.released is True, or wait to be taken back by engine.wait_for_recall()"
+            "engine.released is True"
         )
 
 

@@ -50,7 +50,6 @@ class StageContext:
         optimizer: the engine's optimizer and its state.
         counters: of steps, samples and micro-batches trained.
         replicas_differ: whether some parameters differ between data-parallel replicas.
-        replicas_would_differ: whether the model marks parameters as per-replica, even if there is one replica now.
         layers_moved: published when layers are in place after a move, a re-packing or a load.
         parameters_replaced: published on every rank after parameters of layers that stayed were replaced on any rank.
         around_schedule: the context managers around the schedule of every batch.
@@ -61,6 +60,7 @@ class StageContext:
         deferred_step: the optimizer's step of a batch at whose end layers change places.
         on_arrival: the user's callbacks for layers that arrive, called with number and module.
         before_step: the user's callbacks before the optimizer's step.
+        before_release: the user's callbacks before ranks are released.
     """
 
     config: DynMoConfig
@@ -69,7 +69,6 @@ class StageContext:
     optimizer: OptimizerBinding
     counters: TrainingCounters
     replicas_differ: bool
-    replicas_would_differ: bool
     layers_moved: EngineEvent[LayersMoved] = field(default_factory=EngineEvent)
     parameters_replaced: EngineEvent[None] = field(default_factory=EngineEvent)
     around_schedule: AroundSchedule = field(default_factory=AroundSchedule)
@@ -80,6 +79,7 @@ class StageContext:
     deferred_step: DeferredStep = field(default_factory=DeferredStep)
     on_arrival: list[Callable[[int, nn.Module], None]] = field(default_factory=list)
     before_step: list[Callable[[], None]] = field(default_factory=list)
+    before_release: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def state(self) -> OptimizerState:
@@ -132,9 +132,9 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     if flat:
         shapes_of = partial(replicas.per_replica_shapes, model)
         comm.everywhere(_SAME_SHAPES, shapes_of, same=str, compared_in=comm.here.slice_of_stage, error=ConfigError)
-    gathered = comm.gather_objects((replicas.has_per_replica(model), replicas.shares_out(model), extents))
-    check_not_shared(chain.from_iterable(extents for *_, extents in gathered))
-    differ = any(has_per_replica for has_per_replica, *_ in gathered)
+    gathered = comm.gather_objects((replicas.has_per_replica(model), extents))
+    check_not_shared(chain.from_iterable(extents for _, extents in gathered))
+    differ = any(has_per_replica for has_per_replica, _ in gathered)
     share_whole_modules(model)
     layers = StageLayers(model)
     comm.adopt_tied_groups(layers.tied_groups(comm.grid))
@@ -146,7 +146,6 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
         optimizer=OptimizerBinding(engine, layers, comm, norm),
         counters=TrainingCounters(engine),
         replicas_differ=differ,
-        replicas_would_differ=any(shares for _, shares, _ in gathered),
         schedule=ScheduleInForce(
             config.schedule,
             use_1f1b_until_decided=config.memory_limit is not None or model.activation_checkpoint_interval > 0,

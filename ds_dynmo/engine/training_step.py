@@ -80,7 +80,7 @@ class TrainingStep:
         return loss
 
     def _repack(self, request: Request) -> bool:
-        """Continue with fewer or more ranks if the planner finds that better; return whether it did."""
+        """Continue with fewer ranks if the planner finds that better; return whether it did."""
         if not (self._stage.config.enabled and self._stage.config.repack.enabled):
             return False
         try:

@@ -169,14 +169,12 @@ class RepackReport(_BetweenPlacements):
         step: ``global_steps`` when layers had moved, or when it was decided that they stay.
         reason: why it was made.
         old_placement, new_placement: on the old and the new number of stages.
-        released_ranks, recalled_ranks: ranks of the launch that were released or taken back.
+        released_ranks: as numbered at the launch.
         iteration_seconds_before, iteration_seconds_after: predicted by simulating the schedule; None without a profile.
         layers_moved, bytes_moved: in the whole pipeline (one data-parallel replica).
         decide_seconds, migrate_seconds: as in a :class:`RebalanceReport`.
         world_seconds: to set up process groups of another size.
-        verdict: why ranks were released, taken back or neither.
-        replica_multiplier: the number of replicas afterwards over that of the launch: more than 1 where freed ranks
-            became replicas.
+        verdict: why ranks were released or not.
         model_changed: as in a :class:`RebalanceReport`.
     """
 
@@ -185,7 +183,6 @@ class RepackReport(_BetweenPlacements):
     old_placement: Placement
     new_placement: Placement
     released_ranks: tuple[int, ...]
-    recalled_ranks: tuple[int, ...]
     iteration_seconds_before: float | None
     iteration_seconds_after: float | None
     layers_moved: int
@@ -194,7 +191,6 @@ class RepackReport(_BetweenPlacements):
     migrate_seconds: float
     world_seconds: float
     verdict: str = ""
-    replica_multiplier: int = 1
     model_changed: bool = False
 
     @property

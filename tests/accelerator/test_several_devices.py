@@ -10,7 +10,7 @@ from tests.accelerator.devices import ACCELERATOR, each, needs, run_on_devices
 from tests.distributed.support import case_runs
 from tests.distributed.support.case_runs import CASES, CaseRun, moved
 from tests.distributed.support.configs import PRECISIONS, Case
-from tests.distributed.support.elastic import PARK, losses, merged, train_alone, train_and_repack
+from tests.distributed.support.elastic import losses, merged, train_alone, train_and_repack
 from tests.distributed.support.training import batches, build, train, whole
 
 MOVES = ([0, 2, 8], [0, 7, 8], [0, 1, 8], [0, 4, 8])
@@ -59,18 +59,18 @@ def test_moves_change_nothing_in_any_case(name: str) -> None:
 
 @needs(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
-def test_recalled_ranks_train_as_if_never_parked(precision: str) -> None:
-    """2 -> 1 -> 2 stages equal a run without re-packing."""
-    clip = 0.0 if "zero1" in precision else 1.0  # ZeRO sums the norm over its shards, whose number changes
-    case = Case(stages=2, precision=precision, dynmo=PARK, dropout=True, clip=clip)
-    came_back = run_on_devices(2, train_and_repack, case, {2: 1, 4: 2}, 6)
-    stayed = run_on_devices(2, train_alone, case, 6)
-    assert losses(came_back) == losses(stayed) and merged(came_back) == merged(stayed)
+def test_fewer_ranks_train_as_all_would(precision: str) -> None:
+    """2 -> 1 stages equal a run without re-packing."""
+    clip = 0.0 if "zero1" in precision else 1.0  # ZeRO sums the norm over its shards, which differ between stages
+    case = Case(stages=2, precision=precision, dropout=True, clip=clip)
+    fewer = run_on_devices(2, train_and_repack, case, {2: 1}, 4)
+    stayed = run_on_devices(2, train_alone, case, 4)
+    assert losses(fewer) == losses(stayed) and merged(fewer) == merged(stayed)
 
 
 def release() -> tuple[bool, int, int]:
     """Return whether this rank was released, and the bytes allocated on its device before and after."""
-    engine = build(Case(stages=2, blocks=40, dynmo=PARK))
+    engine = build(Case(stages=2, blocks=40))
     data = batches(engine)
     engine.train_batch(data)
     before = ACCELERATOR.memory_allocated()
@@ -78,7 +78,6 @@ def release() -> tuple[bool, int, int]:
     after, released = ACCELERATOR.memory_allocated(), bool(engine.released)
     if not released:
         engine.train_batch(data)
-        engine.dismiss_parked()
     return released, before, after
 
 

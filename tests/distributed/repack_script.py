@@ -1,4 +1,4 @@
-"""Launched by the deepspeed command or by Slurm's: 3 stages, then 1, then 2 where the released ranks are parked."""
+"""Launched by the deepspeed command or by Slurm's: 3 stages, then 1."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def main(folder: str, policy: str, *command: str) -> None:
             engine.repack(1)
             if policy == "command" and not engine.released:
                 engine.repacker._policy_runner.finish()  # until the nodes have left the job
-        if engine.global_steps == 4 and policy == "park":
-            engine.repack(2)
-        if engine.released and not engine.wait_for_recall():
+        if engine.released:
             break
     found = {"losses": losses, "steps": engine.global_steps, "released": engine.released}
     if policy == "command" and engine.released:

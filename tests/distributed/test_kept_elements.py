@@ -18,7 +18,6 @@ from ds_dynmo.plan import HeldBytes, MigrationPlan
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.checkpoints import STEPS, outcome, train_on
 from tests.distributed.support.configs import Case
-from tests.distributed.support.elastic import PARK
 from tests.distributed.support.models import WIDTH, Embedding, layers, seeded
 from tests.distributed.support.sliced_layers import SlicedBlock, sliced_layers
 from tests.distributed.support.training import (
@@ -200,16 +199,15 @@ def train_repacked(case: Case, sizes: dict[int, int]) -> dict[str, Any]:
             prune(engine, 0, range(1, 5), shrinks=True)
         if engine.global_steps in sizes:
             engine.repack(sizes[engine.global_steps])
-        if engine.released and not engine.wait_for_recall():
+        if engine.released:
             return {"losses": losses, "replica": 0, "state": {"shards": {}}}
-    engine.dismiss_parked()
     return {"losses": losses, "state": state(engine), "replica": engine.grid.get_data_parallel_id()}
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16 zero1"])
 def test_re_packing_changes_nothing(precision: str) -> None:
-    case = Case(precision=precision, clip=0.0, dynmo=PARK)
-    still, repacked = run_each(2, train_repacked, (case, {}), (case, {2: 1, 4: 2}))
+    case = Case(precision=precision, clip=0.0)
+    still, repacked = run_each(2, train_repacked, (case, {}), (case, {2: 1}))
     assert repacked[0]["losses"] == still[0]["losses"]
     assert whole(repacked) == whole(still)
 

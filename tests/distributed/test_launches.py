@@ -93,10 +93,8 @@ def test_a_refused_launch_leaves_nothing(launcher: list[str], tmp_path: Path) ->
         assert command.launcher.returncode > 0 and 'model.layers = "four"' in command.output(), command.output()
 
 
-@pytest.mark.parametrize("release", ["exit", "park"])
-def test_a_released_rank_ends_with_the_job_at_the_latest(release: str, launcher: list[str], tmp_path: Path) -> None:
-    """The launcher succeeds. A parked rank is not called back: the end of the job ends it."""
-    repack = {"enabled": True, "max_slowdown": 0.99, "release": release}
+def test_a_released_rank_ends_and_the_launcher_succeeds(launcher: list[str], tmp_path: Path) -> None:
+    repack = {"enabled": True, "max_slowdown": 0.99}
     frozen = {**SIZES, "case": {"kind": "freezing", "schedule": [[0.3, 3]]}}
     flags = [*configuration(tmp_path, model=frozen, dynmo={"interval": 0, "repack": repack}), "--steps", "10"]
     with WatchedCommand(tmp_path, [*launcher, *TRAIN, *flags]) as command:

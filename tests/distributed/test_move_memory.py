@@ -338,35 +338,6 @@ def test_a_checkpoint_loads_where_layers_are_if_they_cannot_move(precision: str,
         assert stayed == ([0, 6, 12], losses) and moved == ([0, 3, 12], losses)
 
 
-def come_back(case: Case) -> list[Any]:
-    """Park a stage, and recall it while there is too little memory for it."""
-    engine = build(case, wide_layers)
-    data = batches(engine)
-    engine.train_batch(data), engine.train_batch(data)
-    engine.repack(1)
-    if engine.released:
-        return [engine.wait_for_recall(), engine.partition]
-    engine.train_batch(data)
-    with_limit(engine, sum(layer.total for layer in held_now(engine)[0]) // 2)
-    message = ""
-    try:
-        engine.repack(2, partition=[0, 1, case.num_layers])
-    except ds_dynmo.MigrationError as error:
-        message = str(error) if error.harmless else "fatal"
-    engine.train_batch(data)
-    stayed = engine.num_stages
-    with_limit(engine, None)
-    engine.repack(2, partition=[0, 5, case.num_layers])
-    return [message, stayed, engine.partition]
-
-
-def test_stages_stay_parked_if_a_recall_does_not_fit() -> None:
-    case = Case(blocks=9, dynmo={"interval": 0, "repack": {"release": "park"}})
-    (message, stayed, partition), (recalled, there) = run(2, come_back, case)
-    assert "bytes while layers move" in message and stayed == 1
-    assert recalled and partition == there == [0, 5, 12]
-
-
 def disagree(limit: int) -> str:
     """One rank asks for the present partition, the other for another one."""
     engine = build(Case(dynmo={"interval": 0, "memory_limit": f"{limit}B"}))

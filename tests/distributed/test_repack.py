@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from tests.distributed.support.case_runs import CASES, CaseRun
 from tests.distributed.support.configs import Case
 from tests.distributed.support.elastic import (
     DIFFER,
-    PARK,
     Sizes,
     losses,
     merged,
@@ -58,9 +58,6 @@ def test_shrinking_equals_restarts_from_checkpoints(tmp_path: Path, precision: s
     assert merged(repacked) == merged(end)
 
 
-COME_AND_GO = {2: 1, 4: 2, 6: 4}
-
-
 @pytest.mark.parametrize(
     ("precision", "replicas"),
     [
@@ -71,51 +68,44 @@ COME_AND_GO = {2: 1, 4: 2, 6: 4}
         pytest.param("bf16", 1, marks=pytest.mark.nightly),
     ],
 )
-def test_recalled_ranks_train_as_if_never_parked(precision: str, replicas: int) -> None:
-    """1 -> 2 -> 4 stages equal a run without re-packing: learning rates, data and random numbers, too."""
-    clip = 0.0 if "zero1" in precision else 1.0  # ZeRO sums the norm over its shards, whose number changes
+def test_fewer_ranks_train_as_all_would(precision: str, replicas: int) -> None:
+    """4 -> 2 -> 1 stages equal a run without re-packing: learning rates, data and random numbers, too."""
+    clip = 0.0 if "zero1" in precision else 1.0  # ZeRO sums the norm over its shards, which differ between stages
     case = Case(
         stages=4,
         replicas=replicas,
         precision=precision,
         tied=True,
-        dynmo=PARK,
         groups="two",
         scheduler=True,
         dropout=True,
         clip=clip,
     )
-    came_back = run(case.ranks, train_and_repack, case, COME_AND_GO, 8)
-    stayed = run(case.ranks, train_alone, case, 8)
-    assert losses(came_back) == losses(stayed)
-    assert merged(came_back) == merged(stayed)
-    assert [r["evaluation"] for r in came_back] == [r["evaluation"] for r in stayed]
-    middle = came_back[replicas]
-    assert middle["released"] == [2] and len(middle["partition"]) == 5
-    assert "was released after step 2" in middle["refused"]
-    reports = came_back[0]["reports"]
-    assert [(r.old_stages, r.new_stages) for r in reports] == [(4, 1), (1, 2), (2, 4)]
-    last_stage = tuple(range(3 * replicas, 4 * replicas))
-    assert reports[1].recalled_ranks == last_stage and reports[1].released_ranks == ()
-    assert reports[0].released_ranks == tuple(range(replicas, 4 * replicas))
-
-
-def test_a_recalled_rank_gets_learning_rates_set_by_hand() -> None:
-    """Also a rank that gets only a layer without parameters, because parameters bring their groups' options."""
-    case = Case(stages=3, dynmo=PARK, groups="two")
-    came_back, stayed = (run(3, train_and_repack, case, sizes, 4, 2) for sizes in ({1: 1, 3: [0, 6, 7, 8]}, {}))
-    assert [r["rates"] for r in came_back] == [r["rates"] for r in stayed]
-    assert merged(came_back) == merged(stayed)
+    fewer = run(case.ranks, train_and_repack, case, {2: 2, 4: 1}, 6)
+    stayed = run(case.ranks, train_alone, case, 6)
+    assert losses(fewer) == losses(stayed)
+    assert merged(fewer) == merged(stayed)
+    assert fewer[0]["evaluation"] == stayed[0]["evaluation"]
+    assert {rank: result["released"] for rank, result in enumerate(fewer) if "released" in result} == {
+        rank: 4 if rank >= 3 * replicas else 2 for rank in range(replicas, 4 * replicas)
+    }
+    assert "was released after step 2" in fewer[replicas]["refused"]
+    reports = fewer[0]["reports"]
+    assert [(r.old_stages, r.new_stages) for r in reports] == [(4, 2), (2, 1)]
+    assert [r.released_ranks for r in reports] == [
+        tuple(range(replicas, 3 * replicas)),
+        tuple(range(3 * replicas, 4 * replicas)),
+    ]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
 def test_attributes_built_once_fit_the_new_world(precision: str) -> None:
     """All plain attributes of engine, module, grid and optimizer equal those of an engine built at that size."""
-    case = Case(stages=4, precision=precision, dynmo=PARK)
-    for sizes, stages in [({1: [0, 4, 8]}, 2), ({1: 1}, 1), ({1: 2, 2: [0, 3, 6, 8]}, 3)]:
+    case = Case(stages=4, precision=precision)
+    for sizes, stages in [({1: [0, 4, 8]}, 2), ({1: 1}, 1), ({1: [0, 3, 6, 8], 2: [0, 4, 8]}, 2)]:
         repacked = run(4, train_and_repack, case, sizes, 3)
-        built = run(stages, train_alone, Case(stages=stages, precision=precision, dynmo=PARK), 3)
+        built = run(stages, train_alone, Case(stages=stages, precision=precision), 3)
         remaining = [result["attributes"] for result in repacked if result["attributes"]]
         for found, expected in zip(remaining, [result["attributes"] for result in built], strict=True):
             assert {k: v for k, v in found.items() if k not in DIFFER} == {
@@ -160,27 +150,28 @@ def repack_by_itself(
                 module.seconds *= share
             engine.model_changed("pruned")
         engine.train_batch(data)
-        if engine.released and not engine.wait_for_recall():
+        if engine.released:
             return None
         sizes[engine.global_steps] = engine.num_stages
-    engine.dismiss_parked()
     return sizes, [(r.step, r.reason, r.old_stages, r.new_stages, r.verdict) for r in engine.repacks]
 
 
-def test_automatic_repacking_shrinks_and_grows(tmp_path: Path) -> None:
-    """When layers take a fifth of their time, one stage of four is enough. At twice their time all are recalled."""
+def test_automatic_repacking_shrinks(tmp_path: Path) -> None:
+    """At 0.7 of their time layers need two of four stages, and at 0.21 one. Batches with a re-packing have no trace."""
+    path = tmp_path / "trace.json"
     block = {
         "interval": 0,
-        "repack": {"enabled": True, "release": "park", "max_slowdown": 0.1},
-        "trace": {
-            "path": str(tmp_path / "trace.json"),
-            "steps": [1, 12],
-        },
+        "repack": {"enabled": True, "max_slowdown": 0.1},
+        "trace": {"path": str(path), "steps": [1, 10]},
     }
-    results = run(4, repack_by_itself, block, [8.0] * 8, {3: 0.2, 8: 10.0}, 12)
+    results = run(4, repack_by_itself, block, [8.0] * 8, {3: 0.7, 6: 0.3}, 10)
     sizes, reports = results[0]
-    assert (sizes[3], sizes[5], sizes[12]) == (4, 1, 4)
-    assert [(reason, old, new) for _, reason, old, new, _ in reports] == [("pruned", 4, 1), ("pruned", 1, 4)]
+    assert [(reason, old, new) for _, reason, old, new, _ in reports] == [("pruned", 4, 2), ("pruned", 2, 1)]
+    assert (sizes[3], sizes[5], sizes[10]) == (4, 2, 1)
+    traced = {
+        event["name"] for event in json.loads(path.read_text())["traceEvents"] if event["name"].startswith("step ")
+    }
+    assert len(traced) == 10 - len(reports)
 
 
 def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
@@ -188,9 +179,7 @@ def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
     engine, model = case_runs.build(case_run)
     data = case_runs.batches(engine, model)
     cases = dynamic_cases(model, engine, total_steps=case_run.steps)
-    for case in cases:
-        engine.share_state(case.name, case)
-    found: dict[str, Any] = {"losses": {}}
+    found: dict[str, Any] = {"losses": {}, "state": {}}
     while engine.global_steps < case_run.steps:
         for case in cases:
             case.before_batch(engine.global_steps)
@@ -200,13 +189,11 @@ def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
         wanted = sizes.get(engine.global_steps)
         if wanted is not None:
             engine.repack(wanted)
-        if engine.released and not engine.wait_for_recall():
-            return {**found, "state": {}}
+        if engine.released:
+            return found
         for case in cases:
             case.after_batch(engine.global_steps)
-    found["state"] = state(engine)
-    engine.dismiss_parked()
-    return found
+    return {**found, "state": state(engine)}
 
 
 @pytest.mark.parametrize(
@@ -222,11 +209,11 @@ def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
 )
 def test_state_that_a_rank_holds_for_itself_survives(name: str) -> None:
     """Such as gradients that it has summed, a verdict that it waits for, and the number of frozen layers."""
-    case_run = CaseRun(CASES[name], stages=3, dynmo=PARK, steps=6)
-    came_back = run(3, train_case, case_run, {1: 2, 2: 1, 4: 3})
+    case_run = CaseRun(CASES[name], stages=3, steps=6)
+    fewer = run(3, train_case, case_run, {1: 2, 2: 1})
     stayed = run(3, train_case, case_run, {})
-    assert losses(came_back) == losses(stayed)
-    assert merged(came_back) == merged(stayed)
+    assert losses(fewer) == losses(stayed)
+    assert merged(fewer) == merged(stayed)
 
 
 def same_number(case: Case) -> Any:

@@ -187,40 +187,35 @@ def test_reports_name_1f1b_if_it_is_in_force() -> None:
     assert 0 < report.bubble_ratio_after < 1
 
 
-def repacked(partitions: dict[int, list[int]]) -> Any:
-    """Re-pack after the given steps. Return, per step, the order that ran and the shortest one by the profile."""
+def repacked(step: int, partition: list[int]) -> Any:
+    """Re-pack after ``step``. Return, per step, the order that ran and the shortest one by the profile."""
     told_clock.UnsteadyLayer = SplitLayer  # type: ignore[misc]
-    block = {"interval": 0, "schedule": {"kind": "zero_bubble"}, "repack": {"release": "park"}}
+    block = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
     engine, data = unsteady_engine(block, SECONDS, [1.0] * 3, 0.0)
-    seen, found, reports = {}, None, []
-    while engine.global_steps < 6:
+    seen, found = {}, None
+    while engine.global_steps < 4:
         engine.train_batch(data)
         seen[engine.global_steps] = engine.stage.schedule.running.schedule, found and found.schedule
-        if engine.global_steps in partitions:
-            if engine.profile is None:
-                engine.rebalance()
-            reports.append(engine.repack(partition=partitions[engine.global_steps]))
-        if engine.released and not engine.wait_for_recall():
+        if engine.global_steps == step:
+            engine.rebalance()
+            engine.repack(partition=partition)
+        if engine.released:
             break
         if engine.profile is not None:
             given = engine.rebalancer.decision_input(engine.profile, None, assume_running_schedule=False)
             found = given.pipeline.shortest_schedule(engine.partition)
-    engine.dismiss_parked()
-    return seen, reports, found and found.iteration_seconds
+    return seen, engine.repacks, found and found.iteration_seconds
 
 
 def test_after_a_repacking_the_order_comes_from_the_profile() -> None:
-    """Also on the rank that was parked."""
-    results = run(3, repacked, {2: [0, 3, 7], 5: [0, 2, 5, 7]})
+    results = run(3, repacked, 2, [0, 3, 7])
     seen, reports, iteration_seconds = results[0]
-    (parked,) = (rank for rank, result in enumerate(results) if len(result[0]) < 6)
-    assert all(result[0] == seen for rank, result in enumerate(results) if rank != parked)
-    assert all(result[0][6] == seen[6] for result in results)
-    for step, stages in ((4, 2), (6, 3)):
-        ran, found = seen[step]
-        assert ran in (found, with_some_split(found)), "a profiled batch splits some more"
-        assert found != schedule_for_equal_costs(stages, 4)
-    assert reports[1].iteration_seconds_after == pytest.approx(iteration_seconds)
+    (released,) = (rank for rank, result in enumerate(results) if len(result[0]) < 4)
+    assert all(result[0] == seen for rank, result in enumerate(results) if rank != released)
+    ran, found = seen[4]
+    assert ran in (found, with_some_split(found)), "a profiled batch splits some more"
+    assert found != schedule_for_equal_costs(2, 4)
+    assert reports[0].iteration_seconds_after == pytest.approx(iteration_seconds)
 
 
 def sent_to(partitions: list[list[int]]) -> Any:

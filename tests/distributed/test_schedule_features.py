@@ -25,7 +25,6 @@ from tests.distributed import (
     test_huggingface,
     test_instructions,
     test_masks,
-    test_replicas,
     test_tied_layers,
     test_topologies,
 )
@@ -294,15 +293,10 @@ FEATURES = {
     "a tied head": Feature(
         2, test_tied_layers.train, (Case(clip=0.5, precision="bf16"), "megatron", [[0, 6, 8], [0, 1, 8]], 3)
     ),
-    "fewer stages and back": Feature(
+    "fewer stages": Feature(
         4,
         elastic.train_and_repack,
-        (Case(stages=4, tied=True, dynmo=elastic.PARK, dropout=True), {2: [0, 3, 8], 3: [0, 2, 3, 6, 8]}, 5),
-    ),
-    "freed ranks as replicas": Feature(
-        4,
-        test_replicas.train,
-        (Case(stages=4, micro_batches=4, dynmo=test_replicas.BY_HAND), {1: 2, 3: 4}, 4, False, True, None, True),
+        (Case(stages=4, tied=True, dynmo={"interval": 0}, dropout=True), {2: [0, 2, 3, 8], 3: [0, 3, 8]}, 5),
     ),
     "timers": Feature(2, test_topologies.train_feature, features(wall_clock_breakdown=True, steps_per_print=1)),
     "autocast": Feature(

@@ -48,7 +48,7 @@ def train(block: dict[str, Any], steps: int) -> dict[str, Any]:
 
 def test_by_profile_it_profiles_once_and_moves_once(tmp_path: Path) -> None:
     report = tmp_path / "report.jsonl"
-    repack = {"enabled": True, "release": "park", "max_slowdown": 0.99}
+    repack = {"enabled": True, "max_slowdown": 0.99}
     results = run(2, train, {**BY_PROFILE, "repack": repack, "report": str(report)}, 8)
     assert results == [{"moves": [PLACED], "repacks": 0}] * 2
     records = map(json.loads, report.read_text().splitlines())

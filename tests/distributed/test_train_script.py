@@ -367,32 +367,3 @@ def test_reported_losses_are_separate_and_do_not_change_training(name: str, tmp_
         assert auxiliary > 0.01 if "moe" in name else auxiliary == 0
     assert all((rank["losses"], rank["auxiliary"]) == (first["losses"], first["auxiliary"]) for rank in results)
     assert whole(results) == whole([{**rank, "state": rank["plain"]} for rank in results])
-
-
-def test_freed_ranks_become_replicas_of_a_dynamic_model(tmp_path: Path) -> None:
-    """Frozen and pruned layers with sharded state train on 2 stages, then in two replicas of 1 stage."""
-    arguments = flags(tmp_path, "freezing and pruning", STEPS)
-    path = tmp_path / "config.json"
-    settings = {**json.loads(path.read_text()), "zero_optimization": {"stage": 1}}
-    path.write_text(json.dumps(settings))
-    kept = run(2, run_script, arguments)
-    repack = {"freed_ranks": "replicas"}
-    path.write_text(json.dumps({**settings, "dynmo": {**settings["dynmo"], "repack": repack}}))
-    repacked = run(2, run_script, arguments, None, 3)
-    assert [result["replica"] for result in repacked] == [0, 1]
-    assert repacked[1]["losses"] == repacked[0]["losses"] == pytest.approx(kept[0]["losses"], rel=1e-4)
-    assert [loss for _, loss in repacked[0]["validation"]] == pytest.approx(
-        [loss for _, loss in kept[0]["validation"]], rel=1e-4
-    )
-
-
-def test_freed_ranks_are_released_if_experts_are_split_over_replicas(tmp_path: Path) -> None:
-    """Experts are split over replicas, so the freed rank is released instead."""
-    arguments = flags(tmp_path, "moe auxiliary loss", 3)
-    path = tmp_path / "config.json"
-    settings = json.loads(path.read_text())
-    settings["model"]["case"]["expert_parallel"] = True
-    settings["dynmo"]["repack"] = {"freed_ranks": "replicas"}
-    path.write_text(json.dumps(settings))
-    stays, leaves = run(2, run_script, arguments, None, 1)
-    assert len(stays["losses"]) == 3 and leaves == {"losses": []}

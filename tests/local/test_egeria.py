@@ -230,6 +230,7 @@ class Engine:
         self.callbacks: list[Any] = []
         self.learning_rate = 1.0
         self.before_step = self.callbacks.append
+        self.before_release = lambda callback: None
         self.model_changed = self.changes.append
 
     def get_lr(self) -> list[float]:

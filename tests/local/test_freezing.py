@@ -247,6 +247,7 @@ def test_a_batch_whose_step_was_skipped_does_not_count() -> None:
     magnitudes = torch.tensor([0.0, float("inf"), 1.0, 2.0], dtype=torch.float64)
     engine = SimpleNamespace(
         before_step=callbacks.append,
+        before_release=lambda callback: None,
         skipped_steps=0,
         gradient_magnitudes=lambda: magnitudes,
         sum_over_world=lambda sums: sums,
@@ -261,3 +262,23 @@ def test_a_batch_whose_step_was_skipped_does_not_count() -> None:
         sums.append(case.state_dict()["sums"])
         magnitudes = torch.arange(4, dtype=torch.float64)
     assert sums == [[0, 0, 0, 0], [0, 1, 2, 3], [0, 2, 4, 6]]
+
+
+@pytest.mark.parametrize(("rank", "kept"), [(0, [1, 2, 3, 4]), (1, [0, 0, 0, 0])])
+def test_the_first_rank_takes_over_what_others_summed_before_they_are_released(rank: int, kept: list[int]) -> None:
+    before_step: list[Any] = []
+    before_release: list[Any] = []
+    engine = SimpleNamespace(
+        before_step=before_step.append,
+        before_release=before_release.append,
+        global_rank=rank,
+        skipped_steps=0,
+        gradient_magnitudes=lambda: torch.arange(4, dtype=torch.float64),
+        sum_over_world=lambda sums: torch.arange(1, 5, dtype=torch.float64),
+    )
+    config = parse_section(FreezingConfig, {"automatic": {"interval": 1.0}}, "freezing")
+    case = Freezing(config, engine, RunSizes(total_steps=10, num_layers=4, blocks=range(1, 4)))
+    before_step[0]()
+    before_release[0]()
+    engine.sum_over_world = lambda sums: sums
+    assert case.state_dict()["sums"] == kept

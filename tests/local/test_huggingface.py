@@ -469,7 +469,7 @@ def test_expert_parallelism_that_a_model_cannot_have_is_refused() -> None:
         r"freezing: only schedule can be combined with expert_parallel",
     )
     specs = model_layers(parse_section(ModelConfig, {"expert_parallel": True, **block}, "model"))
-    assert specs[1].build().shares_out and not huggingface.layers(MIXTRAL)[1].build().shares_out
+    assert specs[1].build().experts.parallel and not huggingface.layers(MIXTRAL)[1].build().experts.parallel
 
 
 # -- refusals -----------------------------------------------------------------------------------------------

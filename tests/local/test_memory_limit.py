@@ -15,7 +15,7 @@ class Worlds:
     """Ranks of which another one has half of this one's memory."""
 
     def __init__(self) -> None:
-        self.worlds, self.agreements = 1, 0
+        self.worlds_left, self.agreements = 0, 0
 
     def max_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
         self.agreements += 1
@@ -36,7 +36,7 @@ def limit_on(
 def test_ranks_agree_once_in_a_world_on_the_least_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     limit, comm = limit_on(monkeypatch, "cuda", 0.5)
     assert [limit.bytes(), limit.bytes()] == [250, 250] and comm.agreements == 1
-    comm.worlds += 1
+    comm.worlds_left += 1
     assert limit.bytes() == 250 and comm.agreements == 2
 
 

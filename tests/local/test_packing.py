@@ -70,7 +70,7 @@ def transmit(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> 
 
 
 def travel(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> LayerRecord:
-    return send(pack(PerParameterState(optimizer).record(module), type(module)), type(module))
+    return send(pack(PerParameterState(optimizer).record(module)), type(module))
 
 
 @pytest.fixture(params=[Layer, Unpicklable])
@@ -187,13 +187,13 @@ def test_random_states_are_not_used(layer: Layer) -> None:
 
 def test_bytes_are_counted() -> None:
     module = nn.Linear(3, 4)
-    assert pack(PerParameterState(None).record(module), nn.Identity).num_bytes == (12 + 4) * 4
+    assert pack(PerParameterState(None).record(module)).num_bytes == (12 + 4) * 4
 
 
 def test_a_parameter_arrives_in_the_place_prepared_for_it(layer: Layer) -> None:
     flat = torch.zeros(12 + 4)
     places = {"linear.weight": flat[4:], "linear.bias": flat[:4]}
-    arrived = send(pack(PerParameterState(None).record(layer), type(layer)), type(layer), places.get).module
+    arrived = send(pack(PerParameterState(None).record(layer)), type(layer), places.get).module
     assert torch.equal(flat, torch.cat([layer.linear.bias, layer.linear.weight.flatten()]))
     assert arrived.linear.weight.data_ptr() == flat[4:].data_ptr()
 
@@ -202,7 +202,7 @@ def test_a_transposed_parameter_keeps_its_memory_order() -> None:
     layer = nn.Linear(3, 4, bias=False)
     layer.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
     flat = torch.zeros(12)
-    arrived = send(pack(PerParameterState(None).record(layer), nn.Identity), nn.Identity, lambda name: flat).module
+    arrived = send(pack(PerParameterState(None).record(layer)), nn.Identity, lambda name: flat).module
     assert torch.equal(arrived.weight, layer.weight) and arrived.weight.stride() == layer.weight.stride()
     assert not flat.any()
 
@@ -210,7 +210,7 @@ def test_a_transposed_parameter_keeps_its_memory_order() -> None:
 def test_a_view_of_a_parameter_stays_a_view(layer: Layer) -> None:
     layer.top = layer.linear.weight.detach()[1:3]  # type: ignore[assignment]
     layer.column = layer.linear.weight.detach()[:, 1]  # type: ignore[assignment]
-    packed = pack(PerParameterState(None).record(layer), type(layer))
+    packed = pack(PerParameterState(None).record(layer))
     module = send(packed, type(layer)).module
     with torch.no_grad():
         module.linear.weight.fill_(7.0)
@@ -276,7 +276,7 @@ def test_a_hook_that_is_registered_later_replaces_none_that_arrived(
     layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = layer.linear.register_forward_hook(doubled)
-    packed = pack(PerParameterState(None).record(layer), type(layer))
+    packed = pack(PerParameterState(None).record(layer))
     monkeypatch.setattr(RemovableHandle, "next_id", handle.id)  # as in a process that has registered fewer
     module = send(packed, type(layer)).module
     module.linear.register_forward_hook(doubled)
@@ -340,14 +340,14 @@ def travel_in_two_parts(
 ) -> tuple[LayerRecord, PackedLayer]:
     """Send the constant tensors, call ``change``, and send the rest. Return what arrives, and what was packed last."""
     state, build = PerParameterState(optimizer), type(layer)
-    ahead = pack(state.record(layer), build)
+    ahead = pack(state.record(layer))
     first = ArrivingLayer(ahead.header)
     first.build(build, CPU)
     first.allocate(CPU, unprepared)
     first.load(CPU)
     transmit(ahead.changed_by_step, first.changed_by_step)
     change()
-    rest = pack(state.record(layer), build, sent_ahead=ahead)
+    rest = pack(state.record(layer), sent_ahead=ahead)
     arrival = ArrivingLayer(rest.header)
     arrival.build(build, CPU)
     arrival.allocate(CPU, unprepared, first)
@@ -358,7 +358,7 @@ def travel_in_two_parts(
 
 def test_weights_and_moments_are_sent_first_and_the_rest_later(layer: Layer) -> None:
     optimizer = trained(layer)
-    packed = pack(PerParameterState(optimizer).record(layer), type(layer))
+    packed = pack(PerParameterState(optimizer).record(layer))
     elements = layer.linear.weight.numel() + layer.linear.bias.numel()
     assert sum(flat.numel() for flat in packed.changed_by_step) == 3 * 4 * elements
     assert (
@@ -406,7 +406,7 @@ def test_a_layer_that_was_compiled_in_place_stays(path: str, named: str) -> None
     layer = Layer()
     layer.get_submodule(path).compile()
     with pytest.raises(TypeError, match=rf'{named} was compiled by its method compile.*"compile": true'):
-        pack(PerParameterState(None).record(layer), Layer)
+        pack(PerParameterState(None).record(layer))
 
 
 def values_after(change: Callable[[Layer, torch.optim.Optimizer], None], layer: Layer) -> list[torch.Tensor] | None:
@@ -414,7 +414,7 @@ def values_after(change: Callable[[Layer, torch.optim.Optimizer], None], layer: 
     optimizer = trained(layer)
     layer.zero_grad()
     state = PerParameterState(optimizer)
-    packed = pack(state.record(layer), type(layer))
+    packed = pack(state.record(layer))
     layer.linear(torch.full((3,), 2.0)).sum().backward()
     change(layer, optimizer)
     return packed.values_left(state.record(layer), None, state.gradient_dtype)
@@ -425,7 +425,7 @@ def test_a_layer_that_was_compiled_by_torch_jit_stays(compiles: Callable[[nn.Mod
     layer = Layer()
     layer.linear = compiles(nn.Linear(3, 4))  # type: ignore[assignment]
     with pytest.raises(TypeError, match=r'linear was compiled by torch\.jit .* use the module .*"compile": true'):
-        pack(PerParameterState(None).record(layer), Layer)
+        pack(PerParameterState(None).record(layer))
 
 
 def halved(hidden: torch.Tensor) -> torch.Tensor:
@@ -444,11 +444,11 @@ class Scripted(Layer):
 
 def test_a_scripted_function_is_that_of_the_layer_as_built() -> None:
     layer = Scripted()
-    arrived = send(pack(PerParameterState(None).record(layer), Scripted), Scripted).module
+    arrived = send(pack(PerParameterState(None).record(layer)), Scripted).module
     assert arrived.activation(torch.ones(1)) == 0.5
     layer.activation = torch.jit.script(tripled)
     with pytest.raises(TypeError, match=r"activation of .* is the scripted function tripled"):
-        pack(PerParameterState(None).record(layer), Scripted)
+        travel(layer)
 
 
 def test_only_values_are_left_if_a_batch_changed_nothing_else() -> None:
@@ -457,7 +457,7 @@ def test_only_values_are_left_if_a_batch_changed_nothing_else() -> None:
     optimizer = trained(layer)
     layer.zero_grad()
     state = PerParameterState(optimizer)
-    packed = pack(state.record(layer), Layer)
+    packed = pack(state.record(layer))
     arrival = ArrivingLayer(packed.header)
     arrival.allocate(CPU, unprepared)
     arrival.load(CPU)

@@ -21,16 +21,12 @@ BALANCERS = ["partition", "diffusion", "makespan"]
 LAYERS, STAGES = 16, 8
 
 
-def planner(share: float, limit: int | None = None, most: int = STAGES, **section: Any) -> Planner:
+def planner(share: float, limit: int | None = None, **section: Any) -> Planner:
     """Plan for a run whose layers took one second each at first, and now take ``share`` of it and 10 bytes each."""
     layers = (LayerCost(share / 3, 2 * share / 3, 5, 5, static_bytes=10, activation_bytes=0, input_bytes=0),) * LAYERS
     profile = Profile(7, Placement.chain(uniform(LAYERS, STAGES)), layers, micro_batches=8, batch_seconds=1.0)
     given = DecisionInput.of(profile, config=parse_section(DynMoConfig, section, "dynmo"), limit_bytes=limit)
-    return Planner(
-        given=given,
-        most=most,
-        first_seconds=given.pipeline.iteration_seconds(given.partition) / share,
-    )
+    return Planner(given, first_seconds=given.pipeline.iteration_seconds(given.partition) / share)
 
 
 @pytest.mark.parametrize("balancer", BALANCERS)
@@ -114,18 +110,16 @@ def test_first_fit_decides_by_memory_alone() -> None:
 def test_layers_that_stay_together_are_planned_together(balancer: str) -> None:
     """16 layers are in 5 groups of 4, 3, 3, 3 and 3."""
     groups = LayerGroups((0, 4, 7, 10, 13, 16))
-    plan = replace(with_given(planner(1.0, balancer=balancer), groups=groups), most=groups.num_groups)
+    plan = with_given(planner(1.0, balancer=balancer), groups=groups)
     sizes = {1: 16, 2: 9, 3: 6, 4: 6, 5: 4}  # layers of the largest stage
     for count, largest in sizes.items():
         partition = plan.onto(count).partition
         assert groups.allows(partition)
         assert max(stop - start for start, stop in zip(partition, partition[1:])) == largest
-    with pytest.raises(PartitionError, match=r"there are 1 to 5 to go on with"):
-        plan.onto(6)
     with pytest.raises(
         PartitionError, match=r"onto 6 stages: dynmo.keep_together makes 5 groups of the model's 16 lay"
     ):
-        replace(plan, most=STAGES).onto(6)
+        plan.onto(6)
     light = with_given(planner(0.2, balancer=balancer), groups=groups)
     five = Placement.chain((0, 4, 7, 10, 13, 16))
     light = with_given(light, placement=five, profile=replace(light.given.profile, placement=five))

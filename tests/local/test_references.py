@@ -69,7 +69,7 @@ def names_of(layers: list[Layer], specs: list[Any] | None = None, **attributes: 
 
 
 def packed(layer: Layer, names: References) -> PackedLayer:
-    return pack(PerParameterState(None).record(layer), type(layer), names)
+    return pack(PerParameterState(None).record(layer), names)
 
 
 @pytest.mark.parametrize("how", HOLDERS)

@@ -9,15 +9,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 from ds_dynmo.config import RepackConfig, parse_section, read_dynmo_config
-from ds_dynmo.engine.resize import parking
 from ds_dynmo.engine.resize.release import RankLocation, ReleasePolicy, ReleaseRefused, check_policy, policy_for
 from ds_dynmo.engine.resize.release.runner import PolicyRunner
+from ds_dynmo.engine.resize.world import World
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.launch import OF_MEETING, OF_RANK, set_rank_variables
 from tests.local.kubernetes_server import TOKEN, Server
@@ -42,34 +44,37 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     started.close()
 
 
+def policy_of(config: RepackConfig, secrets: Path = Path("/nowhere")) -> ReleasePolicy:
+    found = policy_for(config, secrets)
+    assert found is not None
+    return found
+
+
 def policy(section: dict[str, Any], secrets: Path = Path("/nowhere")) -> ReleasePolicy:
-    return policy_for(parse_section(RepackConfig, section, "repack"), secrets)
+    return policy_of(parse_section(RepackConfig, section, "repack"), secrets)
 
 
 def kubernetes(server: Server, **settings: Any) -> ReleasePolicy:
     return policy({"release": "kubernetes", "kubernetes": {"dry_run": False, **settings}}, server.secrets)
 
 
-@pytest.fixture(params=["exit", "park", "checkpoint", "command", "kubernetes"])
+@pytest.fixture(params=["command", "kubernetes"])
 def any_policy(request: pytest.FixtureRequest, tmp_path: Path) -> ReleasePolicy:
     if request.param == "kubernetes":
         return kubernetes(request.getfixturevalue("server"))
-    needs = {
-        "command": {"command": [sys.executable, "-c", RECORDER, str(tmp_path / "told")]},
-        "checkpoint": {"checkpoint": str(tmp_path)},
-    }
-    return policy({"release": request.param, **needs.get(request.param, {})})
+    return policy({"release": "command", "command": [sys.executable, "-c", RECORDER, str(tmp_path / "told")]})
 
 
-def test_every_policy_may_be_called_again(any_policy: ReleasePolicy, request: pytest.FixtureRequest) -> None:
-    """A policy may be called again with the same or more ranks, and tells whether its ranks can come back."""
+def test_every_policy_may_be_called_again(any_policy: ReleasePolicy) -> None:
+    """A policy may be called again with the same or more ranks."""
     any_policy.release(PODS_GONE[:1], [*PODS_STAYING, PODS_GONE[1]])
     any_policy.release(PODS_GONE, PODS_STAYING)
     assert isinstance(any_policy.release(PODS_GONE, PODS_STAYING), str)
-    name = request.node.callspec.params["any_policy"]
-    assert any_policy.parks == (name == "park")
-    assert any_policy.silent == (name in ("exit", "park", "checkpoint"))
-    assert any_policy.restarts == (name == "checkpoint")
+
+
+@pytest.mark.parametrize("section", [{}, {"release": "checkpoint", "checkpoint": "folder"}])
+def test_without_a_resource_manager_there_is_no_policy(section: dict[str, str]) -> None:
+    assert policy_for(parse_section(RepackConfig, section, "repack")) is None
 
 
 def test_a_command_gets_the_released_ranks(tmp_path: Path) -> None:
@@ -113,7 +118,7 @@ def test_the_printed_program_takes_nodes_out_of_a_job_of_slurm(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     section = read_dynmo_config(json.loads(code_blocks("elastic.md", "command", "json")[1]))
     assert section is not None
-    policy_for(section.repack).release(GONE, [*STAYING, RankLocation(3, "host-c", "cuda:0")])
+    policy_of(section.repack).release(GONE, [*STAYING, RankLocation(3, "host-c", "cuda:0")])
     assert (tmp_path / "told").read_text() == "update JobId=12 NodeList=host-a,host-c\n"
 
 
@@ -141,8 +146,6 @@ def test_wrong_sections_are_refused(section: dict[str, object], says: str) -> No
 
 class Noting:
     """A policy that notes its calls, and refuses the first ``refusals``."""
-
-    silent, parks, restarts = False, False, False
 
     def __init__(self, refusals: int = 0) -> None:
         self.refusals = refusals
@@ -188,12 +191,16 @@ def test_ranks_of_a_process_that_hangs_are_not_released() -> None:
 
 
 def test_released_processes_announce_their_exit() -> None:
-    store = torch.distributed.HashStore()
-    assert not parking.have_exited(store, [1, 2])
-    parking.announce_exit(store, 2)
-    assert not parking.have_exited(store, [1, 2]) and parking.have_exited(store, [2])
-    parking.announce_exit(store, 1)
-    assert parking.have_exited(store, [1, 2])
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    comm: Any = SimpleNamespace(broadcast_object=lambda it: it, gather_objects=lambda it: [it], device="cpu")
+    try:
+        world = World(comm, PipeDataParallelTopology(num_pp=1, num_dp=1), timeout_seconds=5.0)
+        (location,) = world.locations
+        assert not world.have_exited([location])
+        world.announce_exit()
+        assert world.have_exited([location]) and not world.have_exited([location, replace(location, rank=1)])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_refusal_is_reported_and_the_next_release_comes_after_it() -> None:
@@ -335,7 +342,7 @@ def test_the_printed_role_allows_what_the_printed_configuration_asks_for(action:
     server.pods[name] = objects["Pod"]
     section = read_dynmo_config(json.loads(code_blocks("elastic.md", "kubernetes", "json")[action]))
     assert section is not None and section.repack.enabled
-    policy_for(section.repack, server.secrets).release([RankLocation(0, "host", "cuda:0", name)], [])
+    policy_of(section.repack, server.secrets).release([RankLocation(0, "host", "cuda:0", name)], [])
     assert (name in server.pods) == (section.repack.kubernetes.action == "resize")
     verbs = {"GET": "get", "DELETE": "delete", "PATCH": "patch"}
     asked = set()

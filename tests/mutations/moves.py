@@ -306,13 +306,6 @@ MUTATIONS = [
         "tests/distributed/test_decisions.py::test_a_layer_that_did_not_run_does_not_end_training",
     ),
     Mutation(
-        "a recalled rank moves more bytes in a batch than the others",
-        "ds_dynmo/engine/decide/rebalancer.py",
-        "            self.budget = TransferBudget()  # recalled ranks have seen no move\n",
-        "",
-        f"{BACKGROUND}::test_a_recalled_rank_moves_as_many_bytes_as_the_others",
-    ),
-    Mutation(
         "a profile is kept though layers moved before it was read",
         "ds_dynmo/engine/decide/rebalancer.py",
         "        self._drop_posted_profile()\n        self._profiler.forget(batches_too=True)\n        if moved",
@@ -345,7 +338,7 @@ MUTATIONS = [
         STREAMS,
         "            self._next += 1\n",
         "",
-        "tests/distributed/test_replicas.py::test_replicas_share_the_samples_and_random_numbers_of_a_batch",
+        "tests/local/test_random_streams.py::test_recomputation_repeats_the_random_numbers_of_its_micro_batch",
     ),
     Mutation(
         "all replicas draw the same",

@@ -103,7 +103,7 @@ def rebalance_report(old: Placement, new: Placement) -> RebalanceReport:
 
 
 def repack_report(old: Placement, new: Placement) -> RepackReport:
-    return RepackReport(7, "by hand", old, new, (1,), (), None, None, 1, 8, 0.0, 0.0, 0.0)
+    return RepackReport(7, "by hand", old, new, (1,), None, None, 1, 8, 0.0, 0.0, 0.0)
 
 
 def test_records_of_a_chain_name_no_owners() -> None:

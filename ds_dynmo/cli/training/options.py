@@ -91,11 +91,8 @@ class TrainingRun:
         return self.resumed["step"] if self.resumed else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the run, also one that the engine saves to stop a job for a restart."""
+        """Return what a checkpoint keeps of the run."""
         return {"steps": self.steps, "model": self.model.model_dump(mode="json"), "data": identity_of(self.text)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: all ranks of a job have the same metadata."""
 
 
 def settings_all_ranks_share(run: TrainingRun) -> dict[str, str]:

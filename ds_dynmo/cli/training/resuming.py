@@ -13,6 +13,7 @@ from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.engine.save.manifest import MANIFEST, stage_file
 from ds_dynmo.engine.save.safe_load import safe_load
 from ds_dynmo.errors import CheckpointError, ConfigError
+from ds_dynmo.files import write_text
 from ds_dynmo.files.texts import read_errors_as_config_error
 from ds_dynmo.models import ModelConfig, read_model_config
 
@@ -24,17 +25,26 @@ __all__ = [
     "read_resumed",
     "read_run_metadata",
     "total_steps",
+    "write_restart",
 ]
 
 METADATA_KEY = "ds_dynmo_train"  # in the client state of each checkpoint: the metadata of the run, as JSON
-LAUNCH_FILE = "launch.json"  # beside the checkpoint that the engine writes when it stops a run for a restart
-METADATA = {"step": int, "steps": int, "partition": list, "model": dict, "cases": dict}  # what a run is resumed with
-RUN = "run"  # name under which the run's own metadata are shared
+RESTART_FILE = "restart.json"  # the metadata, beside the checkpoint that the engine writes to stop a run for a restart
+METADATA = {"step": int, "steps": int, "stages": int, "partition": list, "model": dict, "cases": dict}
 
 
 def client_state(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the client state of a checkpoint whose run has this metadata."""
     return {METADATA_KEY: json.dumps(metadata)}
+
+
+def write_restart(engine: Any, metadata: dict[str, Any]) -> None:
+    """Write the metadata of a run that the engine is about to save and stop, on rank 0."""
+    if engine.global_rank == 0:
+        folder = Path(engine.dynmo.repack.checkpoint)
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {**metadata, "tag": f"global_step{engine.global_steps}"}
+        write_text(folder / RESTART_FILE, json.dumps(record) + "\n")
 
 
 def has_saved(folder: Path) -> bool:
@@ -83,9 +93,8 @@ def read_run_metadata(folder: Path, tag: str) -> dict[str, Any]:
         raise ConfigError(str(error)) from error
     if isinstance(saved, dict) and METADATA_KEY in saved:
         metadata = {"in_step": False, **json.loads(saved[METADATA_KEY])}
-    elif (launch := _launch(folder)).get("tag") == tag:
-        path, cases = folder / LAUNCH_FILE, dict(launch.get("states", {}))
-        metadata = {**cases.pop(RUN, {}), **launch, "cases": cases, "in_step": True}
+    elif (folder / RESTART_FILE).is_file() and (restart := load_json(folder / RESTART_FILE))["tag"] == tag:
+        path, metadata = folder / RESTART_FILE, {**restart, "in_step": True}
     else:
         raise ConfigError(f"{path}: lacks {METADATA_KEY}: ds-dynmo-train did not save this checkpoint")
     missing = [key for key, kind in METADATA.items() if not isinstance(metadata.get(key), kind)]
@@ -150,9 +159,3 @@ def _tags(folder: Path) -> list[str]:
 def checkpoint_folder(folder: Path, tag: str) -> Path:
     """Return the folder of a checkpoint."""
     return Path(folders.find(str(folder), tag) or folder / tag)
-
-
-def _launch(folder: Path) -> dict[str, Any]:
-    """Read what the engine wrote to launch a run anew; {}: nothing."""
-    path = folder / LAUNCH_FILE
-    return load_json(path) if path.is_file() else {}

@@ -108,7 +108,7 @@ class Communicator:
         grid: DeepSpeed's grid of the present world.
         device: the engine's device.
         p2p: messages between two ranks.
-        worlds: number of worlds of this rank so far, the present one included.
+        worlds_left: number of worlds that this rank has left: a re-packing ends one.
     """
 
     def __init__(self, grid: Any, device: torch.device, timeout_seconds: float) -> None:
@@ -118,7 +118,7 @@ class Communicator:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._tied_groups: dict[tuple[int, ...], Any] = {}
         self._posted: PostedBroadcast | None = None
-        self.worlds = 0
+        self.worlds_left = 0
         self.sum_over_world(torch.zeros(1, device="cpu"))
         self.connect("initialize")
 
@@ -136,9 +136,14 @@ class Communicator:
         self._neighbour_links: NeighbourLinks | None = None
         self._store = BoundedStore(default_store(), self._timeout_seconds)
         self._entered, self._next_timeout = 0, self._timeout
-        self.worlds += 1
         self._what = what
         self._announce()
+
+    def leave(self) -> None:
+        """Wait until every rank is done, before the present world ends. Collective."""
+        self.wait_for_posted_broadcast()
+        self.all_done()
+        self.worlds_left += 1
 
     def _announce(self) -> None:
         with suppress(RuntimeError):  # only used to name missing ranks; a collective fails by itself

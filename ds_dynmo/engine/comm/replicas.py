@@ -30,11 +30,6 @@ def per_replica_shapes(module: nn.Module) -> list[list[int]]:
     return [list(parameter.shape) for parameter in module.parameters() if is_per_replica(parameter)]
 
 
-def shares_out(module: nn.Module) -> bool:
-    """Return whether a part of the module would have such parameters with several replicas: it sets ``shares_out``."""
-    return any(getattr(part, "shares_out", False) for part in module.modules())
-
-
 def use_replicas(modules: Iterable[nn.Module], group: Any) -> None:
     """Pass the group of this stage's replicas to every layer part that has ``use_replicas``.
 

@@ -64,7 +64,7 @@ class MemoryLimit:
     def __init__(self, stage: StageContext) -> None:
         self._stage = stage
         self.limit = stage.config.memory_limit
-        self._agreed: tuple[int, int] | None = None  # number of the world, and its limit
+        self._agreed: tuple[int, int] | None = None  # worlds left before, and the limit of this one
 
     def bytes(self, *, in_batch: bool = False) -> int | None:
         """Return the smallest limit of all ranks, which may differ; None: no limit. Collective once in a world.
@@ -79,9 +79,9 @@ class MemoryLimit:
         if not isinstance(limit, float):
             return limit
         comm = self._stage.comm
-        if self._agreed is None or self._agreed[0] != comm.worlds:
+        if self._agreed is None or self._agreed[0] != comm.worlds_left:
             mine = torch.tensor([-limit * get_accelerator().total_memory()], dtype=torch.float64, device="cpu")
-            self._agreed = comm.worlds, int(-comm.max_over_world(mine).item())
+            self._agreed = comm.worlds_left, int(-comm.max_over_world(mine).item())
         return self._agreed[1]
 
     @property

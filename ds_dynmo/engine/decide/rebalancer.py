@@ -83,7 +83,6 @@ class Rebalancer:
     Args:
         migrate: carries out a plan after a check that may raise, and returns the bytes moved. Collective.
         background: carries out a plan while the next batch trains.
-        replica_multiplier: returns the number of replicas over that of the launch.
         lacks_data: returns whether the engine has no data to train on.
     """
 
@@ -96,14 +95,12 @@ class Rebalancer:
         reporter: Reporter,
         migrate: Callable[[MigrationPlan, MoveCheck], int],
         background: BackgroundMove,
-        replica_multiplier: Callable[[], int],
         lacks_data: Callable[[], bool],
     ) -> None:
         self._stage, self._config, self._comm = stage, stage.config, stage.comm
         self._profiler, self._reporter = profiler, reporter
         self._migrate, self._background = migrate, background
-        self._replica_multiplier, self._lacks_data = replica_multiplier, lacks_data
-        self.groups = groups
+        self._lacks_data, self.groups = lacks_data, groups
         self.memory = MemoryLimit(stage)
         self.trigger = Trigger(stage.config)
         self.cost_model = CostModel()
@@ -265,10 +262,10 @@ class Rebalancer:
                 self.trigger.give_back(decision=False)
                 raise
             self._comm.enter("rebalance")
-            whole, limit_bytes = self.of_whole_batch(self.profile), self.memory.bytes()
-            self.cost_model.profiled(whole, move_seconds)
+            limit_bytes = self.memory.bytes()
+            self.cost_model.profiled(self.profile, move_seconds)
             if self.cost_model.first_seconds is None:
-                self.cost_model.begin(self.decision_input(whole, limit_bytes, assume_running_schedule=False))
+                self.cost_model.begin(self.decision_input(self.profile, limit_bytes, assume_running_schedule=False))
             self._move_seconds = 0.0
             self._profile_seconds += time.perf_counter() - began
         due = self.trigger.finish()
@@ -606,29 +603,17 @@ class Rebalancer:
         move = self._chosen(new, request, clears_pending_decision=request.reason is not Reason.INITIAL)
         return self._move_in_background(move) if background else self._move_now(move)
 
-    def forget_profile(self) -> None:
-        """Drop the profile, and what was decided from it: this rank has no layers any more."""
-        self.profile = None
-        self.drop_decided_move()
-        self._drop_posted_profile()
-
-    def of_whole_batch(self, profile: Profile) -> Profile:
-        """Return ``profile`` as if one pipeline ran the micro-batches of all its extra replicas too."""
-        return replace(profile, micro_batches=profile.micro_batches * self._replica_multiplier())
-
     def _layers_moved(self, moved: LayersMoved) -> None:
         self.last_move_step = moved.step
         self.drop_decided_move()
         self._drop_posted_profile()
         self._profiler.forget(batches_too=True)
         if moved.stages_changed:  # estimates of layers stay valid
-            self.budget = TransferBudget()  # recalled ranks have seen no move
             self.cost_model.stages_changed()
             self._stage.schedule.forget()
             self._move_seconds = 0.0
             if self.profile is not None:
-                micro_batches = self._stage.counters.micro_batches
-                self.profile = replace(self.profile, placement=moved.placement, micro_batches=micro_batches)
+                self.profile = replace(self.profile, placement=moved.placement)
                 decision = self._predict(self.profile, moved.placement, assume_running_schedule=False)
                 self._train_by(decision.found, decision.pass_costs)
             self.trigger.decided(moved=True)

@@ -33,10 +33,6 @@ def repack_line(report: RepackReport) -> str:
     text += f"{report.old_stages} -> {counted(report.new_stages, 'stage')}, {list(report.new_partition)}"
     if report.released_ranks:
         text += f", ranks {list(report.released_ranks)} released"
-    if report.replica_multiplier > 1:
-        text += f", {report.replica_multiplier} times as many replicas as at the launch"
-    if report.recalled_ranks:
-        text += f", ranks {list(report.recalled_ranks)} taken back"
     text += (
         f"; {_moved(report)} in {report.migrate_seconds * 1e3:.0f} ms, new world in {report.world_seconds * 1e3:.0f} ms"
     )

@@ -1,21 +1,11 @@
-"""The counters of DeepSpeed's engine, for ranks that were away and for checkpoints."""
+"""The counters of DeepSpeed's engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ds_dynmo.engine.deepspeed.loss_scale import loss_scale_state, set_loss_scale_state
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
-
-_SHARED = (  # alike on every rank
-    "global_steps",
-    "global_samples",
-    "skipped_steps",
-    "_global_grad_norm",
-    "agg_train_loss",
-    "agg_additional_losses",
-)
 
 
 class TrainingCounters:
@@ -38,18 +28,6 @@ class TrainingCounters:
     def micro_batches(self) -> int:
         """Micro-batches of a batch, on each rank."""
         return self._engine.micro_batches
-
-
-def shared_counters(engine: Any) -> dict[str, Any]:
-    """Collect the counters that are equal on every rank, for a rank that was away."""
-    return {**{name: getattr(engine, name) for name in _SHARED}, "loss_scale": loss_scale_state(engine.optimizer)}
-
-
-def set_shared_counters(engine: Any, counters: Mapping[str, Any]) -> None:
-    """Set the counters to another rank's :func:`shared_counters`."""
-    for name in _SHARED:
-        setattr(engine, name, counters[name])
-    set_loss_scale_state(engine.optimizer, counters["loss_scale"])
 
 
 def micro_batch_counters(engine: Any) -> dict[str, int]:

@@ -185,9 +185,6 @@ class FlatOptimizerAdapter(ABC):
         """Return the number of this rank's shard of a group's flat buffer."""
         return 0 if group in self.per_replica_groups else int(self._wrapper.mpu.get_data_parallel_rank())
 
-    def accumulate(self, micro_batches: int) -> None:  # noqa: B027
-        """Set the number of micro-batches that a batch has on each replica from now on."""
-
     def mark_tied(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027
         """Let DeepSpeed find the gradients of tied layers' parameters, which it sums over their stages."""
 

@@ -11,14 +11,8 @@ from typing import Any
 _STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def loss_scale_state(optimizer: Any) -> dict[str, Any]:
-    """Return the state of a dynamic loss scale; empty where there is none."""
-    scaler = getattr(optimizer, "loss_scaler", None)
-    return _state_in(vars(scaler)) if scaler is not None else {}
-
-
 def set_loss_scale_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Take over another rank's :func:`loss_scale_state`, or a checkpoint's, if both are dynamic."""
+    """Take over the :func:`saved_loss_scale` of a checkpoint, if both are dynamic."""
     scaler = getattr(optimizer, "loss_scaler", None)
     if state and scaler is not None and _state_in(vars(scaler)):
         vars(scaler).update({name: value for name, value in state.items() if name in vars(scaler)})

@@ -63,10 +63,10 @@ NEEDED: tuple[PrivateName, ...] = (
         f"{_PIPE}.engine:PipelineEngine",
         "_INSTRUCTION_MAP _config _global_grad_norm agg_additional_losses agg_train_loss checkpoint_mp_rank "
         "basic_optimizer checkpoint_engine client_lr_scheduler data_iterator data_parallel_group dp_group_loss "
-        "dp_world_size first_gradient_send grad_layer has_attention_mask has_bool_tensors is_data_parallel "
+        "first_gradient_send grad_layer has_attention_mask has_bool_tensors "
         "is_pipe_parallel is_pipe_partitioned loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size "
         "local_rank loss mp_world_size next_stage num_pipe_buffers param_names pipe_buffers prev_stage "
-        "save_non_zero_checkpoint save_zero_checkpoint seq_data_parallel_group seq_dp_world_size skipped_steps timers "
+        "save_zero_checkpoint seq_data_parallel_group skipped_steps timers "
         "total_additional_losses total_loss training_data training_dataloader using_bf16_optimizer",
         _aggregate_total_loss="",
         _allocate_or_extend_buffers="idx shape dtype",
@@ -123,7 +123,7 @@ NEEDED: tuple[PrivateName, ...] = (
         f"{_ZERO}:DeepSpeedZeroOptimizer",
         "_grad_acc_hooks _hp_optimizer_states_linked _param_slice_mappings all_grad_tensors averaged_gradients "
         "bit16_groups bit16_groups_flat contiguous_gradients device dp_process_group expert_dp_process_group "
-        "first_offset gradient_accumulation_steps groups_padding is_param_in_current_partition loss_scale loss_scaler "
+        "first_offset groups_padding is_param_in_current_partition loss_scale loss_scaler "
         "model_parallel_group model_parallel_rank model_parallel_world_size mpu optimizer "
         "parallel_partitioned_bit16_groups param_dict "
         "param_id params_already_reduced params_in_partition params_not_in_partition partition_count partition_size "
@@ -149,11 +149,8 @@ NEEDED: tuple[PrivateName, ...] = (
         "deepspeed.utils.groups",
         "mpu",
         _get_data_parallel_group="",
-        _get_data_parallel_world_size="",
         _get_model_parallel_world_size="",
         _get_sequence_data_parallel_group="",
-        _get_sequence_data_parallel_rank="",
-        _get_sequence_data_parallel_world_size="",
     ),
     *_of(f"{_PIPE}.p2p", "", init_process_groups="grid"),
     *_of(f"{_PIPE}.topology:PipelineParallelGrid", "pipe_groups pp_group"),

@@ -212,22 +212,8 @@ class StageLayers(LayerList):
         """Layers of a segment that is recomputed for its backward pass; 0: none are."""
         return int(self._module.activation_checkpoint_interval)
 
-    def clear(self, free_memory: Callable[[nn.Module], None]) -> None:
-        """Drop all layers and free their memory, even if something else still refers to them.
-
-        Args:
-            free_memory: frees a layer that the user gave as a module, which the layer list goes on holding.
-        """
-        for index, layer in self.modules().items():
-            for parameter in layer.parameters():
-                parameter.data = parameter.data.new_empty(0)
-            if isinstance(self.spec(index), nn.Module):
-                free_memory(self.spec(index))
-        self.rebuild(Placement.chain([0, 0], empty=[0]), 0, {})
-        self._module.tied_comms = {}
-
     def renumber(self, placement: Placement, stage: int) -> None:
-        """Keep the same layers as this stage of another number of stages. :meth:`tie` or a migration follows."""
+        """Keep the same layers as this stage of another number of stages; :meth:`tie` follows."""
         assert self.indices == placement.layers_of(stage), "it keeps its layers"
         self._place_at(placement, stage)
 

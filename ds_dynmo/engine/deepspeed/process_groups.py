@@ -14,7 +14,7 @@ from deepspeed.utils import groups
 
 
 def refit(engine: Any, topology: ProcessTopology, *, world_group: Any, rank: int) -> None:
-    """Point an engine, its module, its grid and DeepSpeed's globals at the processes of a new world. Collective.
+    """Point an engine, its module, its grid and DeepSpeed's globals at a world of fewer stages. Collective.
 
     The grid is made anew in place: the engine, its optimizer, activation checkpointing and users hold it.
 
@@ -50,14 +50,9 @@ def _refit_globals(grid: Any) -> None:
 def _refit_engine(engine: Any, grid: Any) -> None:
     engine.world_size, engine.global_rank = engine.module.world_size, engine.module.global_rank
     engine.data_parallel_group = groups._get_data_parallel_group()
-    engine.dp_world_size = groups._get_data_parallel_world_size()
     engine.seq_data_parallel_group = groups._get_sequence_data_parallel_group()
-    engine.seq_dp_world_size = groups._get_sequence_data_parallel_world_size()
     engine.mp_world_size = groups._get_model_parallel_world_size()
     engine.checkpoint_mp_rank = grid.get_model_parallel_rank() if engine.mp_world_size > 1 else 0
-    writer = engine.local_rank if engine.use_node_local_storage() else groups._get_sequence_data_parallel_rank()
-    engine.save_non_zero_checkpoint = engine.checkpoint_engine.is_data_parallel_writer(writer)
     engine.num_stages, engine.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
     engine.prev_stage, engine.next_stage = engine.stage_id - 1, engine.stage_id + 1
     engine.is_pipe_parallel = grid.pipe_parallel_size > 1
-    engine.is_data_parallel = grid.data_parallel_size > 1

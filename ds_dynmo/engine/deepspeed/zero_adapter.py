@@ -36,9 +36,6 @@ class ZeroAdapter(FlatOptimizerAdapter):
     def gradient_dtype(self) -> torch.dtype | None:
         return None
 
-    def accumulate(self, steps: int) -> None:
-        self._wrapper.gradient_accumulation_steps = steps
-
     @property
     def holds_gradients(self) -> bool:
         held = (*self._wrapper.averaged_gradients.values(), *self._wrapper.all_grad_tensors.values())

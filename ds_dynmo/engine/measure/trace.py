@@ -58,23 +58,13 @@ class Tracer:
     Args:
         clock: the profiler's clock.
         reporter: warns; its first rank writes the file.
-        world: returns another value after every re-packing and on a released rank, so that the ranks of a recorded
-            batch are no longer the same.
 
     Raises:
         ConfigError: on every rank, if rank 0 cannot write the file.
     """
 
-    def __init__(
-        self,
-        config: TraceConfig,
-        stage: StageContext,
-        clock: Any,
-        *,
-        reporter: Reporter,
-        world: Callable[[], Any],
-    ) -> None:
-        self._config, self._stage, self._clock, self._reporter, self._world = config, stage, clock, reporter, world
+    def __init__(self, config: TraceConfig, stage: StageContext, clock: Any, reporter: Reporter) -> None:
+        self._config, self._stage, self._clock, self._reporter = config, stage, clock, reporter
         self._comm = stage.comm
         self.records = False
         self._place: dict[str, int] = {}
@@ -96,7 +86,7 @@ class Tracer:
         if not first <= step <= last:
             yield
             return
-        placement, world, here = self._stage.placement, self._world(), self._comm.here
+        placement, worlds_left, here = self._stage.placement, self._comm.worlds_left, self._comm.here
         self._place = {
             "rank": here.rank,
             "stage": here.stage,
@@ -111,7 +101,7 @@ class Tracer:
             yield
         finally:
             self.records, self._stage.timeline.record = False, None
-        if self._world() != world:
+        if self._comm.worlds_left != worlds_left:  # the ranks of the batch are no longer together
             self._reporter.warn(
                 f"DynMo step {step}: the job was re-packed during this batch, so its trace is not written"
             )

@@ -91,35 +91,26 @@ class MigrationContext:
 
     # -- packing --------------------------------------------------------------------------------------
 
-    def pack(
+    def _pack(
         self,
         modules: Mapping[int, nn.Module],
         sent_ahead: Mapping[int, PackedLayer] = MappingProxyType({}),
-        *,
-        rehearsed: bool = False,
     ) -> dict[int, PackedLayer]:
         """Pack layers of this stage.
 
         Args:
             modules: by number.
             sent_ahead: layers as they were packed when their constant tensors were sent.
-            rehearsed: whether no rank receives them, so that this one builds what receivers would.
         """
         completed = bool(self.on_arrival)
         with self.references.walked_once():
             return {
-                index: pack(
-                    self.state.record(module),
-                    partial(self.layers.build, index) if rehearsed else None,
-                    self.references,
-                    sent_ahead.get(index),
-                    completed=completed,
-                )
+                index: pack(self.state.record(module), self.references, sent_ahead.get(index), completed=completed)
                 for index, module in modules.items()
             }
 
-    def pack_leaving(self, plan: MigrationPlan, *, rehearsed: bool = False) -> dict[int, PackedLayer]:
-        """Pack the layers that leave this stage; ``rehearsed``: see :meth:`pack`.
+    def pack_leaving(self, plan: MigrationPlan) -> dict[int, PackedLayer]:
+        """Pack the layers that leave this stage.
 
         Raises:
             TypeError: a layer refers to an object that cannot travel, or something that stays uses a part of it.
@@ -129,7 +120,7 @@ class MigrationContext:
         }
         modules = {index: module for index, module in leaving.items() if module is not None}
         sent = {move.layer for move in self.sent(plan)}
-        packed = self.pack({i: module for i, module in modules.items() if i in sent}, rehearsed=rehearsed)
+        packed = self._pack({i: module for i, module in modules.items() if i in sent})
         staying = set(map(id, self.staying(plan).values()))
         self.references.left_behind.check([m for m in modules.values() if id(m) not in staying], self._readers(plan))
         return packed
@@ -155,7 +146,7 @@ class MigrationContext:
 
     def pack_again(self, packed: Mapping[int, PackedLayer]) -> dict[int, PackedLayer]:
         """Pack layers again after their constant tensors were sent."""
-        return self.pack({index: self._module(index) for index in packed}, packed)
+        return self._pack({index: self._module(index) for index in packed}, packed)
 
     def values_left(self, packed: Mapping[int, PackedLayer]) -> dict[int, list[torch.Tensor]] | None:
         """List what is left to be sent of packed layers after a batch; None: one has to be packed again."""
@@ -177,35 +168,26 @@ class MigrationContext:
     def receive(
         self, arrivals: Mapping[int, ArrivingLayer], sent_ahead: Mapping[int, ArrivingLayer] | None = None
     ) -> None:
-        """Find the references of arriving layers, and build the layers around receive buffers.
+        """Find the references of arriving layers, build them around receive buffers, and let callbacks complete them.
 
         Args:
             sent_ahead: layers with the constant tensors that arrived before.
         """
         for index, arrival in arrivals.items():
-            self.build(index, arrival)
+            arrival.bind(self.references, self.device)
+            arrival.build(partial(self.layers.build, index), self.device)
         for index, arrival in arrivals.items():
             layer = self.layers.first_use(index)
 
             def buffer_of(name: str, layer: int = layer) -> torch.Tensor | None:
                 return self.state.recv_buffer_of(ParamKey(layer, name))
 
+            def complete(module: nn.Module, index: int = index) -> None:
+                for callback in self.on_arrival:
+                    callback(index, module)
+
             arrival.allocate(self.device, buffer_of, (sent_ahead or {}).get(index))
-            self.load(index, arrival)
-
-    def build(self, index: int, arrival: ArrivingLayer) -> None:
-        """Find the references of an arriving layer, and build it from its spec if it cannot be pickled."""
-        arrival.bind(self.references, self.device)
-        arrival.build(partial(self.layers.build, index), self.device)
-
-    def load(self, index: int, arrival: ArrivingLayer) -> None:
-        """Build a layer around its receive buffers, and let the user's callbacks complete it."""
-
-        def complete(module: nn.Module) -> None:
-            for callback in self.on_arrival:
-                callback(index, module)
-
-        arrival.load(self.device, complete)
+            arrival.load(self.device, complete)
 
     def prepare_ties(self, plan: MigrationPlan) -> None:
         """Make the process groups by which layers will be tied, before a byte moves. Collective."""

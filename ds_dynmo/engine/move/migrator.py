@@ -18,7 +18,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -132,28 +132,6 @@ class Migrator:
             return 0
         self.start()
         return self.commit().bytes_moved
-
-    def rehearse(self, plan: MigrationPlan, *, stage: int | None = None, copies: bool = False) -> None:
-        """Check that the ranks can send their layers, before a step that cannot be undone.
-
-        Args:
-            stage: of this rank in ``plan``; None: its present one.
-            copies: whether the layers that stay are copied to other ranks too.
-
-        Raises:
-            MigrationError: harmless, on every rank. Nothing has changed.
-        """
-        context = self.make_context()
-        if stage is not None:
-            context = replace(context, stage_id=stage)
-
-        def pack_all() -> None:
-            context.check()
-            context.pack_leaving(plan, rehearsed=True)
-            if copies:
-                context.pack(context.layers.modules(), rehearsed=True)
-
-        context.comm.everywhere(_GETTING_READY, pack_all)
 
     @property
     def is_moving(self) -> bool:

@@ -25,7 +25,7 @@ from torch import nn
 from ds_dynmo.engine.move.object_graph import is_constant
 from ds_dynmo.engine.move.pickling import dump
 from ds_dynmo.engine.move.references import Outside, References
-from ds_dynmo.engine.move.shell import Build, Shell
+from ds_dynmo.engine.move.shell import Shell
 from ds_dynmo.engine.move.tensors import TensorMeta, bytes_of, describe, find_bases, meta_of
 from ds_dynmo.engine.state.layer_record import LayerRecord, without_gradients
 from ds_dynmo.torch_private import compiled_call_of, version_of
@@ -192,7 +192,6 @@ def _is_as(gradient: torch.Tensor, parameter: nn.Parameter, dtype: torch.dtype) 
 
 def pack(
     layer: LayerRecord,
-    build: Build | None = None,
     references: References | None = None,
     sent_ahead: PackedLayer | None = None,
     *,
@@ -201,7 +200,6 @@ def pack(
     """Pack ``layer`` into a header and tensors, which are views of the layer's memory where possible.
 
     Args:
-        build: as for :meth:`Shell.of`.
         references: of layers to objects that they do not own; None: the layer owns all of its objects.
         sent_ahead: the layer as it was packed when its constant tensors were sent; changed ones are sent again.
         completed: whether a user's callback completes the layer on arrival.
@@ -212,7 +210,7 @@ def pack(
     """
     _check_not_compiled(layer.module)
     outside = _outside(layer, references)
-    shell, tensors = Shell.of(layer, build, outside, completed)
+    shell, tensors = Shell.of(layer, outside, completed)
     known = sent_ahead.listed.constants if sent_ahead is not None else ()
     ahead = {id(constant.tensor): number for number, constant in enumerate(known) if constant.is_unchanged()}
     listed = _Listed.of(layer, tensors, ahead)

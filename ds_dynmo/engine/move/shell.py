@@ -1,7 +1,7 @@
 """A layer without its tensors, as bytes.
 
-The sender loads these bytes once, with tensors without values, and compares the result with the layer. So a layer that
-would arrive as something else is not sent.
+The sender loads the bytes of a whole layer once, with tensors without values, and compares the result with the layer;
+of a layer in parts, or one that a callback completes, the receiver does. So none arrives as something else.
 """
 
 from __future__ import annotations
@@ -53,14 +53,10 @@ class Shell:
     description: list[Line] | None
 
     @classmethod
-    def of(
-        cls, layer: LayerRecord, build: Build | None, outside: Outside, completed: bool
-    ) -> tuple[Shell, list[torch.Tensor]]:
+    def of(cls, layer: LayerRecord, outside: Outside, completed: bool) -> tuple[Shell, list[torch.Tensor]]:
         """Pickle ``layer``, and return its tensors too.
 
         Args:
-            build: builds the layer from its spec, as the receiver does if the module cannot be pickled, to compare what
-                arrives with the layer; None: only the receiver compares.
             outside: references of the layer to objects that it does not own.
             completed: whether a user's callback completes the layer on arrival.
 
@@ -68,7 +64,7 @@ class Shell:
             TypeError: something would arrive as something else, or not at all.
         """
         whole = None if outside.rank_attributes else _pickled_whole(layer, outside, completed)
-        return whole or _pickled_in_parts(layer, build, outside, completed)
+        return whole or _pickled_in_parts(layer, outside)
 
     def build(self, build: Build, device: torch.device) -> nn.Module | None:
         """Build the module that the parts are put into, without values of its tensors; None: the layer comes whole.
@@ -165,9 +161,7 @@ def _pickled_whole(layer: LayerRecord, outside: Outside, completed: bool) -> tup
     return Shell(dumped.data, (), {}, {}, sent if completed else None), dumped.tensors
 
 
-def _pickled_in_parts(
-    layer: LayerRecord, build: Build | None, outside: Outside, completed: bool
-) -> tuple[Shell, list[torch.Tensor]]:
+def _pickled_in_parts(layer: LayerRecord, outside: Outside) -> tuple[Shell, list[torch.Tensor]]:
     """Pickle the parts of a layer that can be sent, for a layer that the receiver builds."""
     module, of_rank = layer.module, outside.rank_attributes
     apart = modules_to_dismantle(module, outside.references, of_rank)
@@ -179,12 +173,7 @@ def _pickled_in_parts(
     referred = {number - len(apart): held for number, held in dumped.referred.items() if number >= len(apart)}
     paths = {path: of_rank[id(part)] for path, part in module.named_modules() if id(part) in of_rank}
     description = describe(_roots(layer), known_texts(dumped.tensors, referred), of_rank)
-    shell = Shell(dumped.data, tuple(apart), paths, reasons, description)
-    if build is not None and not completed:
-        tensors = [stand_in(tensor) for tensor in dumped.tensors]
-        device = next((record.parameter.device for record in layer.parameters.values()), torch.device("cpu"))
-        shell.check(shell.load(tensors, referred, shell.build(build, device), device), tensors, referred)
-    return shell, dumped.tensors
+    return Shell(dumped.data, tuple(apart), paths, reasons, description), dumped.tensors
 
 
 def _roots(layer: LayerRecord) -> list[tuple[tuple[tuple[str, Any], ...], Any]]:

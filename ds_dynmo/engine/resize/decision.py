@@ -9,7 +9,6 @@ from ds_dynmo import partitioners
 from ds_dynmo.engine.decide.memory import HeldMemory
 from ds_dynmo.engine.decide.rebalancer import DECIDING, Rebalancer
 from ds_dynmo.engine.measure import layer_sizes
-from ds_dynmo.engine.resize.job_ranks import JobRanks
 from ds_dynmo.engine.resize.planning import Planner
 from ds_dynmo.engine.resize.repack_plan import RepackPlan, plan_repack
 from ds_dynmo.engine.stage import StageContext
@@ -34,9 +33,9 @@ class RankFacts:
 class StageDecision:
     """Chooses a number of stages and a placement on them."""
 
-    def __init__(self, stage: StageContext, rebalancer: Rebalancer, ranks: JobRanks) -> None:
+    def __init__(self, stage: StageContext, rebalancer: Rebalancer) -> None:
         self._stage, self._config, self._rebalancer = stage, stage.config, rebalancer
-        self._ranks, self._groups = ranks, rebalancer.groups
+        self._groups = rebalancer.groups
         self._limit_bytes: int | None = None  # of a rank, as of the latest decision
 
     def by_hand(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[Placement, str]:
@@ -59,10 +58,10 @@ class StageDecision:
         return new
 
     def plan(self, new: Placement) -> RepackPlan:
-        """Plan the re-packing from the present placement to ``new``, over another number of stages."""
+        """Plan the re-packing from the present placement to ``new``, on fewer stages."""
         profile = self._rebalancer.profile
         layer_bytes = [cost.static_bytes for cost in profile.layers] if profile is not None else None
-        return plan_repack(self._ranks.stages, self._stage.placement, new, layer_bytes)
+        return plan_repack(self._stage.placement, new, layer_bytes)
 
     def predicted_seconds(self, placement: Placement) -> float | None:
         """Predict the seconds of an iteration at ``placement``, under the schedule in force; None without a profile."""
@@ -88,12 +87,14 @@ class StageDecision:
     def _new_placement(
         self, num_stages: int | None, partition: Sequence[int] | None, facts: RankFacts
     ) -> tuple[Placement, str]:
-        most = self._ranks.stages.most
-        count = num_stages
+        count, most = num_stages, self._stage.placement.num_stages
         if count is None and partition is not None:
             count = Placement.stages_of_chain(partition)
         if count is not None and not 1 <= count <= most:
-            raise PartitionError(f"repack: {counted(count, 'stage')}, there are 1 to {most} to go on with")
+            raise PartitionError(
+                f"repack: {counted(count, 'stage')}, there are 1 to {most} to go on with; a job that resumes the last "
+                "checkpoint may have more"
+            )
         if partition is not None:
             explicit = Placement.chain(partition, num_layers=self._stage.layers.num_layers, num_stages=count)
             self._groups.check(explicit.boundaries)
@@ -108,20 +109,14 @@ class StageDecision:
         return planner.best().placement, f"best by planner {self._config.repack.planner}"
 
     def _planner(self, held: HeldMemory | None, *, smoothed: bool) -> Planner:
-        """Build a planner of one pipeline with the micro-batches of all its extra replicas."""
         rebalancer, profile = self._rebalancer, self._rebalancer.profile
         assert profile is not None
-        whole = rebalancer.of_whole_batch(profile)
 
         def find_overflow(partition: Sequence[int]) -> Overflow | None:
             return held.overflow(self.plan(Placement.chain(partition)).migration) if held is not None else None
 
-        return Planner(
-            given=rebalancer.decision_input(whole, self._limit_bytes, smoothed=smoothed, assume_running_schedule=False),
-            most=self._ranks.stages.most,
-            first_seconds=rebalancer.cost_model.first_seconds,
-            find_overflow=find_overflow,
-        )
+        given = rebalancer.decision_input(profile, self._limit_bytes, smoothed=smoothed, assume_running_schedule=False)
+        return Planner(given, rebalancer.cost_model.first_seconds, find_overflow)
 
     def _agree(self, decide: Callable[[], tuple[Placement, str]]) -> tuple[Placement, str]:
         """Call ``decide``, and check that every rank has the same placement. Collective.

@@ -19,29 +19,26 @@ class Planner:
 
     Attributes:
         given: the input of decisions: present placement, profile and others.
-        most: the largest possible number of stages: at work and parked.
         first_seconds: of the iteration that ``max_slowdown`` refers to; None before the first profile.
         find_overflow: returns the stage that lacks memory for the move to a partition; None if no stage does.
     """
 
     given: DecisionInput
-    most: int
     first_seconds: float | None
     find_overflow: Callable[[Sequence[int]], Overflow | None] = lambda _: None
 
     def onto(self, num_stages: int) -> Packing:
-        """Partition the layers over exactly ``num_stages`` stages.
+        """Partition the layers over exactly ``num_stages`` stages, no more than there are.
 
         Raises:
-            PartitionError: fewer than 1 stage, more than there are or than layers, or no partition fits in memory
-                (names a number of stages that would).
+            PartitionError: more stages than groups of layers, or no partition fits in memory (names a number of stages
+                that would).
         """
-        if not 1 <= num_stages <= self.most:
-            raise PartitionError(f"repack: num_stages = {num_stages}, there are 1 to {self.most} to go on with")
         try:
             return partitioners.pack_onto(self._balance, self.given.pipeline, num_stages)
         except PartitionError as error:
-            fitting = [count for count in range(num_stages + 1, self.most + 1) if self._fits(count)]
+            more = range(num_stages + 1, self.given.placement.num_stages + 1)
+            fitting = [count for count in more if self._fits(count)]
             hint = f"; {counted(fitting[0], 'stage')} would do" if fitting else ""
             raise PartitionError(f"repack onto {counted(num_stages, 'stage')}: {error}{hint}") from error
 
@@ -53,22 +50,16 @@ class Planner:
             if self.given.memory is None:
                 raise PartitionError('repack: planner "first_fit" packs by memory, and there is no memory_limit')
             packed = partitioners.first_fit(present.partition, partitioners.fits_on(self.given.memory), target=least)
-            num_stages = Placement.chain(packed).num_stages
-            return self._fewest(num_stages, present.num_stages - 1, math.inf) or present
-        if self.first_seconds is None:
+            num_stages, within = Placement.chain(packed).num_stages, math.inf
+        elif self.first_seconds is None:
             return present
-        within = self.first_seconds / (1.0 - repack.max_slowdown)
-        margin = self.given.config.min_improvement  # so that jitter does not release stages and call them back in turns
-        fewer = self._fewest(least, present.num_stages - 1, within * (1.0 - margin))
-        if fewer is not None:
-            return fewer
-        if present.iteration_seconds <= within or self.most == present.num_stages:
-            return present
-        more = self._fewest(present.num_stages + 1, self.most, within) or self.onto(self.most)
-        gain = present.iteration_seconds - more.iteration_seconds
-        return more if gain >= margin * within else present
+        else:
+            margin = 1.0 - self.given.config.min_improvement  # ranks do not come back, and measurements are noisy
+            num_stages, within = least, self.first_seconds / (1.0 - repack.max_slowdown) * margin
+        return self._fewest(num_stages, within) or present
 
-    def _fewest(self, least: int, most: int, within_seconds: float) -> Packing | None:
+    def _fewest(self, least: int, within_seconds: float) -> Packing | None:
+        most = self.given.placement.num_stages - 1
         return partitioners.fewest_stages(
             self._balance, self.given.pipeline, most, least=least, within_seconds=within_seconds
         )

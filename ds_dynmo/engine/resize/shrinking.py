@@ -1,85 +1,126 @@
-"""Fewer stages: layers leave the others, which are released or become extra replicas."""
+"""Fewer stages: layers leave the others, and the ranks that stay form a new world.
+
+Before layers move nothing has changed, and a failure is harmless. From then on a failure is fatal, and its message says
+so: :func:`_errors_are_fatal`.
+"""
 
 from __future__ import annotations
 
-import atexit
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from ds_dynmo.engine.comm.objects import from_bytes
-from ds_dynmo.engine.resize import parking
-from ds_dynmo.engine.resize.copying import copy_stage
+from deepspeed.accelerator import get_accelerator
+
+from ds_dynmo.engine.comm.bounded import call_within_seconds
+from ds_dynmo.engine.deepspeed import buffers, process_groups
+from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
+from ds_dynmo.engine.move.migrator import Migrator, MoveCheck
 from ds_dynmo.engine.resize.repack_plan import RepackPlan
-from ds_dynmo.engine.resize.world_change import RepackResult, WorldChange, errors_are_fatal
-from ds_dynmo.placement import Placement
+from ds_dynmo.engine.resize.world import World
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import MigrationError
 
 
-def shrink(change: WorldChange, plan: RepackPlan, *, park: bool, replica_multiplier: int = 1) -> RepackResult:
-    """Continue with fewer stages, if there are no extra replicas. Collective.
+@dataclass(frozen=True)
+class RepackResult:
+    """The result of a re-packing; ranks are those of the launch, seconds are of this rank."""
 
-    Args:
-        park: whether released ranks wait for a recall.
-        replica_multiplier: new number of replicas over that of the launch; extra ones use freed stages.
-
-    Raises:
-        MigrationError: harmless; a layer cannot be sent.
-    """
-    if replica_multiplier > 1:
-        change.rehearse(plan, copies=True)
-    return move_and_continue(change, plan, plan.stages_of_copies(replica_multiplier), park=park)
+    released_ranks: tuple[int, ...] = ()
+    layers_moved: int = 0
+    bytes_moved: int = 0
+    migrate_seconds: float = 0.0
+    world_seconds: float = 0.0
 
 
-def move_and_continue(
-    change: WorldChange, plan: RepackPlan, replica_stages: Sequence[int], *, park: bool
-) -> RepackResult:
-    """Move layers to the stages that stay, and start a world of these and of the extra replicas. Collective.
+class Shrinking:
+    """One rank's part in continuing with fewer stages.
 
     Args:
-        plan: between the stages of the present world.
-        replica_stages: freed stages, by index, that become extra replicas, in the order of those that stay.
-        park: whether the other stages wait for a recall.
+        engine: DeepSpeed's engine, which is rebuilt for another world.
+        check: refuses plans for which a rank lacks memory.
     """
-    here, world = change.comm.here, change.world
-    released = tuple(plan.stages[index] for index in plan.freed if index not in replica_stages)
-    at_work = tuple(plan.stages[index] for index in (*plan.staying, *replica_stages))
-    replica_multiplier = len(at_work) // len(plan.staying)
-    stays, becomes_replica = here.stage in plan.staying, here.stage in replica_stages
-    began = time.perf_counter()
-    job_bytes = change.describe_job()
-    moved_bytes, _ = change.move_layers(plan.migration)
-    moved = time.perf_counter()
-    with errors_are_fatal():
-        change.end()
-        if park:
-            change.ranks.park(released)
-        if stays or becomes_replica:
-            change.begin(at_work, world.generation + 1, replica_multiplier)
-            _fill_new_world(change, plan.placement, has_layers=stays, replica_multiplier=replica_multiplier)
-            if change.shared_states:
-                change.load_shared_states(from_bytes(change.comm.broadcast_object(job_bytes), change.comm.device))
-        else:
-            change.release_stage()
-            if not park:
-                atexit.register(parking.announce_exit, world.store, world.launch_rank)
-    return RepackResult(
-        released_ranks=world.launch_ranks(released),
-        layers_moved=len(plan.migration.moves),
-        bytes_moved=moved_bytes,
-        migrate_seconds=moved - began,
-        world_seconds=time.perf_counter() - moved,
-    )
+
+    def __init__(
+        self, engine: DeepSpeedPipeline, stage: StageContext, migrator: Migrator, world: World, check: MoveCheck
+    ) -> None:
+        self._engine, self._stage, self._migrator, self._world, self._check = engine, stage, migrator, world, check
+
+    def shrink(self, plan: RepackPlan) -> RepackResult:
+        """Move layers to the stages that stay, and continue there; free the others. Collective.
+
+        Raises:
+            MigrationError: harmless, if the plan is refused, or a layer cannot be sent.
+        """
+        stage, world, began = self._stage, self._world, time.perf_counter()
+        stays = stage.comm.here.stage in plan.staying
+        leaving = world.ranks_of(plan.migration.leaving)
+        with self._naming_unresponsive_ranks():
+            bytes_moved = self._migrator.migrate(plan.migration, self._check)
+        moved = time.perf_counter()
+        with _errors_are_fatal():
+            world.end()
+            if stays:
+                self._continue_on(plan.staying)
+                stage.layers.renumber(plan.placement, stage.comm.here.stage)
+                stage.layers.tie(stage.comm.grid, stage.comm.tied_group)
+                stage.publish_move(stages_changed=True)
+            else:
+                self._release()
+        return RepackResult(
+            released_ranks=leaving,
+            layers_moved=len(plan.migration.moves),
+            bytes_moved=bytes_moved,
+            migrate_seconds=moved - began,
+            world_seconds=time.perf_counter() - moved,
+        )
+
+    def _continue_on(self, stages: Sequence[int]) -> None:
+        """Start the next world, and rebuild groups and buffers. Collective over it."""
+        engine, stage, world = self._engine, self._stage, self._world
+
+        def begin() -> None:
+            topology, group = world.begin(stages)
+            process_groups.refit(engine, topology, world_group=group, rank=world.rank)
+
+        call_within_seconds(stage.config.timeout_seconds + world.group_timeout_seconds, begin)
+        buffers.free_buffers(engine)
+        stage.comm.connect("repack")
+        stage.state.use_grid()
+
+    def _release(self) -> None:
+        """Free what the engine holds besides the layers, which have left; the rank leaves the training."""
+        buffers.free_buffers(self._engine)
+        buffers.free_losses(self._engine)
+        gc.collect()  # attributes that DeepSpeed sets on parameters form reference cycles
+        get_accelerator().empty_cache()
+
+    @contextmanager
+    def _naming_unresponsive_ranks(self) -> Iterator[None]:
+        """Add the ranks that do not answer to a fatal error while layers travel."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, MigrationError) and error.harmless:
+                raise
+            # A rank that is alive may notice only at the end of its time-out.
+            unresponsive = self._world.unresponsive_ranks(1.5 * self._stage.config.timeout_seconds)
+            if not unresponsive:
+                raise
+            raise MigrationError(
+                f"ranks {unresponsive} (as numbered at the launch) do not answer any more: {error}"
+            ) from error
 
 
-def _fill_new_world(change: WorldChange, placement: Placement, *, has_layers: bool, replica_multiplier: int) -> None:
-    """Number the stages of the smaller world, and fill extra replicas. Collective."""
-    stage = change.stage
-    if has_layers:
-        stage.layers.renumber(placement, stage.comm.here.stage)
-    else:
-        stage.state.free_all()
-    if replica_multiplier > 1:
-        with change.naming_unresponsive_ranks():
-            copy_stage(change.context, placement, change.world.launch_replicas)
-    else:
-        stage.layers.tie(stage.comm.grid, stage.comm.tied_group)
-    change.stage.publish_move(stages_changed=True)
+@contextmanager
+def _errors_are_fatal() -> Iterator[None]:
+    """Make every error fatal, harmless ones too, because the last steps cannot be undone."""
+    try:
+        yield
+    except Exception as error:
+        raise MigrationError(
+            f"the re-packing failed after layers had begun to move or the ranks had parted: {error}. Resume the job "
+            "from its last checkpoint, with as many stages as are left"
+        ) from error

@@ -31,7 +31,6 @@ class Executor:
         engine: DeepSpeed's engine, whose schedule runs.
         tracer: None: batches are not traced.
         streams: random numbers per layer; None: layers use the rank's generators.
-        first_micro_batch: returns the number of this rank's first micro-batch in a batch.
     """
 
     def __init__(
@@ -42,11 +41,9 @@ class Executor:
         profiler: Profiler,
         tracer: Tracer | None,
         streams: LayerStreams | None,
-        first_micro_batch: Callable[[], int],
     ) -> None:
         self._engine, self._stage, self._trainable = engine, stage, trainable
         self._profiler, self._tracer, self._streams = profiler, tracer, streams
-        self._first_micro_batch = first_micro_batch
         self._composed_for: tuple[dict[type, Any], int, bool, bool] | None = None
         self._composition: Instructions = {}
         self._scheduled = ScheduledBatches(engine, stage)
@@ -82,9 +79,8 @@ class Executor:
         """Return the wrappers of layers, the innermost first: the profiler, so that it does not time random streams."""
         wrappers: list[LayerWrapper] = [self._profiler.wrap] if training and self._profiler.measures else []
         if self._streams is not None:
-            first = self._first_micro_batch() if training else 0
             numbers, step = self._stage.layers.random_streams(), self._stage.counters.steps
-            self._streams.begin(numbers, step=step, training=training, first_micro_batch=first)
+            self._streams.begin(numbers, step=step, training=training)
             wrappers.append(self._streams.wrap)
         return wrappers
 

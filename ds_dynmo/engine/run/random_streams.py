@@ -149,18 +149,17 @@ class LayerStreams:
         self._outer: list[Any] | None = None
         self._outer_of_python: Any = None
 
-    def begin(self, numbers: Sequence[int], *, step: int, training: bool, first_micro_batch: int = 0) -> None:
+    def begin(self, numbers: Sequence[int], *, step: int, training: bool) -> None:
         """Start a batch, whose layers run through :meth:`wrap`.
 
         Args:
             numbers: per layer of the stage, the number that seeds its stream.
             training: whether it is a training batch; evaluations have different streams.
-            first_micro_batch: number of this rank's first micro-batch in the batch; other ranks may train earlier ones.
         """
         self._trackers.find()
         self._swapped = (self._torch, self._trackers) if self._trackers.are_there else (self._torch,)
         self._numbers = list(numbers)
-        self._now, self._next = {"step": step, "training": training}, first_micro_batch
+        self._now, self._next = {"step": step, "training": training}, 0
 
     def instructions(self, present: Mapping[type, Instruction]) -> dict[type, Instruction]:
         """Wrap the ``present`` instructions that may run layers, so that each sets its micro-batch."""

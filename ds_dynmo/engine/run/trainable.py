@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ds_dynmo.engine.measure import layer_sizes
 from ds_dynmo.engine.run import frozen_prefix
 from ds_dynmo.engine.stage import StageContext
@@ -55,11 +53,3 @@ class TrainableLayers:
                 "that the optimizer stops or starts to update them"
             )
         frozen_prefix.check_unchanged(self._stage.layers, self._layers)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values for a rank that did not take part."""
-        return {"layers": self._layers, "prefix": self.prefix}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the values of the other ranks."""
-        self._layers, self.prefix = state["layers"], state["prefix"]

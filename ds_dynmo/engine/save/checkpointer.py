@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,7 +35,6 @@ class Checkpointer:
         engine: DeepSpeed's, which writes its files beside ds_dynmo's.
         references: to objects that layers refer to and do not own.
         reporter: records saves.
-        generation: gives the number of worlds before the present one.
     """
 
     def __init__(
@@ -48,11 +46,9 @@ class Checkpointer:
         trainable: TrainableLayers,
         progress: EngineProgress,
         reporter: Reporter,
-        generation: Callable[[], int],
     ) -> None:
         self._engine, self._stage, self._references, self._rebalancer = engine, stage, references, rebalancer
-        self._trainable, self._progress, self._generation = trainable, progress, generation
-        self._reporter = reporter
+        self._trainable, self._progress, self._reporter = trainable, progress, reporter
         self._under_way: BackgroundSave | None = None
         self._has_warned = False
         self._origin = InitialModelSpec.of(stage, engine.get_data_types()[0], references.is_shared)
@@ -130,7 +126,6 @@ class Checkpointer:
             rebalancer=self._rebalancer,
             trainable=self._trainable,
             progress=self._progress,
-            generation=self._generation(),
             operation=operation,
         )
 

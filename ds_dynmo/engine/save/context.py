@@ -34,7 +34,6 @@ class CheckpointContext:
         references: to objects that layers refer to and do not own.
         origin: the model as it was when the engine was constructed.
         progress: what the engine has counted and learnt.
-        generation: the number of worlds before the present one.
         operation: for messages: "saving a checkpoint" or "loading a checkpoint".
     """
 
@@ -45,7 +44,6 @@ class CheckpointContext:
     rebalancer: Rebalancer
     trainable: TrainableLayers
     progress: EngineProgress
-    generation: int
     operation: str
 
     @property

@@ -14,17 +14,14 @@ from ds_dynmo.engine.deepspeed.checkpointing import deepspeeds_tracker
 from ds_dynmo.engine.deepspeed.counters import (
     micro_batch_counters,
     set_micro_batch_counters,
-    set_shared_counters,
-    shared_counters,
 )
-from ds_dynmo.engine.run.trainable import TrainableLayers
 
 
 class EngineProgress:
     """The counters of an engine and what it has measured, the same on every rank."""
 
-    def __init__(self, engine: Any, rebalancer: Rebalancer, trainable: TrainableLayers) -> None:
-        self._engine, self._rebalancer, self._trainable = engine, rebalancer, trainable
+    def __init__(self, engine: Any, rebalancer: Rebalancer) -> None:
+        self._engine, self._rebalancer = engine, rebalancer
 
     def counters(self) -> dict[str, Any]:
         """Return the counters that DeepSpeed's checkpoints lack, as plain JSON, for a checkpoint."""
@@ -47,22 +44,6 @@ class EngineProgress:
         else:
             rebalancer.cost_model.model_changed()
             rebalancer.cost_model.first_seconds = saved["experience"]["first_seconds"]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole progress, for a rank that was away."""
-        return {
-            "shared": shared_counters(self._engine),
-            "counters": {**self.counters(), "controller": self._rebalancer.trigger.state_dict()},
-            "profile": self._rebalancer.profile,
-            "trainable": self._trainable.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
-        set_shared_counters(self._engine, state["shared"])
-        self.restore_counters(state["counters"], same_placement=True)
-        self._rebalancer.profile = state["profile"]
-        self._trainable.load_state_dict(state["trainable"])
 
 
 def random_states() -> dict[str, Any]:

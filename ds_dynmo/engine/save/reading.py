@@ -148,7 +148,7 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
 
     def parse() -> Manifest:
         if isinstance(held, list):
-            if context.generation:
+            if comm.worlds_left:
                 raise CheckpointError(f"{folder}: was not written by ds_dynmo, and cannot be read after a re-packing")
             return stock_manifest(context, folder, held, slices, options)
         try:

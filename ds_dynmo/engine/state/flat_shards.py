@@ -60,7 +60,7 @@ class FlatShards:
         self._adapter, self._layers, self._comm = adapter, layers, comm
         self._placeholders = list(placeholders)
         self.membership = Membership(groups)
-        self.count = self._count_at_launch = comm.here.replicas
+        self.count = comm.here.replicas
         self._detached: dict[int, dict[str, torch.Tensor]] = {}
         self._in_detached: list[list[nn.Parameter]] = []  # per group, in the order of the detached buffer
         self.note_detached()
@@ -225,13 +225,6 @@ class FlatShards:
             if fresh:
                 self._adapter.inner.state[master] = {**scalars, **fresh}
 
-    def free_all(self) -> None:
-        """Free all tensors except the wrapper's fp32 weights."""
-        for master in self._adapter.masters:
-            self._adapter.inner.state.pop(master, None)
-        for tensors in self._detached.values():
-            tensors.clear()
-
     def follow_weights(self) -> None:
         """Set the fp32 weights to the parameters."""
         for number, tensors in self._detached.items():
@@ -312,7 +305,7 @@ class FlatShards:
         if number is None:
             return 0
         width_bytes = sum(tensor.dtype.itemsize for tensor in self.live(number).values())
-        state = parameter.numel() * width_bytes // self._least_count(number)
+        state = parameter.numel() * width_bytes // self.count_of(number)
         if self.membership.is_detached(parameter):
             return state
         return state + parameter.nbytes + parameter.numel() * self._adapter.gradient_bytes_per_element
@@ -323,17 +316,13 @@ class FlatShards:
         if number is None:
             return held_alone([parameter])
         widths = [tensor.dtype.itemsize for tensor in self.live(number).values()]
-        largest = parameter.numel() * max(widths) // self._least_count(number)
+        largest = parameter.numel() * max(widths) // self.count_of(number)
         detached = self.membership.is_detached(parameter)
         return HeldBytes(
             separate=parameter.nbytes if detached else 0,
             flat=0 if detached else parameter.nbytes,
-            shards=parameter.numel() * sum(widths) // self._least_count(number),
+            shards=parameter.numel() * sum(widths) // self.count_of(number),
             largest_shard=largest,
             gradients=0 if detached else parameter.numel() * self._adapter.gradient_bytes_per_element,
             staged=max(size for size in (0, parameter.nbytes, largest) if size <= SMALL_BYTES),
         )
-
-    def _least_count(self, group: int) -> int:
-        """Return the number of shards with the launch's replicas; a re-packing releases further ones."""
-        return 1 if group in self.per_replica_groups else self._count_at_launch

@@ -38,7 +38,6 @@ from ds_dynmo.engine.state.parameter_groups import check_alike, options_of
 from ds_dynmo.engine.state.pieces import FLAT, StageSlots, StatePieces, in_memory
 from ds_dynmo.engine.state.resharding import Resharding, ReshardingPlan, plan_resharding
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 from ds_dynmo.torch_private import version_of
 
@@ -293,45 +292,8 @@ class FlatState:
             f"state without a count of steps: {counted}"
         )  # torch initialises state only if there is none
 
-    def plan_scatter_shards(self, placement: Placement, num_replicas: int) -> ReshardingPlan:
-        return self._reshard(placement, num_replicas, (num_replicas, self.shards.count))
-
-    def scatter_shards(
-        self, plan: ReshardingPlan, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]
-    ) -> None:
-        self._next = self._resharding(plan)
-        self.install_parameters(parameters, arrived)
-
-    def gather_shards(self, placement: Placement, num_replicas: int) -> None:
-        self._run(self._resharding(self._reshard(placement, num_replicas, (self.shards.count, num_replicas))))
-
-    def _inventories(self) -> list[Inventory]:
-        """Gather the inventory of each rank. Collective."""
-        what = "listing what the optimizer holds"
-        inventories, _ = self._comm.gather_from_all(what, lambda: (self.take_inventory(), None))
-        return inventories()
-
-    def _reshard(self, placement: Placement, num_replicas: int, shards: tuple[int, int]) -> ReshardingPlan:
-        """Plan new shards of the same buffers, from the state of ``num_replicas`` replicas."""
-        every = self._inventories()
-        known = [inventory for inventory in every if inventory.replica < num_replicas]
-        stays = MigrationPlan.between(placement, placement)  # a new replica has no placement yet
-        return plan_resharding(stays, known, self._layers, self._comm.here, shards)
-
-    def rebuild_buffers(self) -> None:
-        self._wrap(*self._weights.rebuild(self._layers.named_parameters(), self._frozen()))
-
     def use_grid(self) -> None:
         self._adapter.use_grid(self._comm.grid, self._comm.rank_alone)
-        self.shards.count = self._comm.here.replicas
-
-    def drop_parameters(self) -> None:
-        self._masters_are_stale = False
-        self._hold([[] for _ in self.shards.numbers], StatePieces())
-
-    def free_all(self) -> None:
-        self.shards.free_all()
-        self._linked = False
 
     def after_step(self) -> None:
         """Link the optimizer's state once it exists. Called after every batch."""
@@ -344,7 +306,9 @@ class FlatState:
     def match_layers(self) -> None:
         """Make the buffers hold exactly the parameters of the layers, in their order. Collective."""
         assert self._next is None, "layers are on their way"
-        every = self._inventories()
+        what = "listing what the optimizer holds"
+        inventories, _ = self._comm.gather_from_all(what, lambda: (self.take_inventory(), None))
+        every = inventories()
         if not all(inventory.is_current for inventory in every):
             _check_no_gradients(every)
             stays = MigrationPlan.between(self._layers.placement, self._layers.placement)
@@ -376,7 +340,7 @@ class FlatState:
         self._adapter.use_grid(self._comm.grid, self._comm.rank_alone)
         for number in self.shards.per_replica_groups:
             self._adapter.masters[number].data = self.shards.build_shard(number, {}, MASTER, detached=False)
-        self.rebuild_buffers()
+        self._wrap(*self._weights.rebuild(self._layers.named_parameters(), self._frozen()))
 
     def _rank_of(self, shard: Shard) -> int:
         return self._comm.rank_of(shard.stage, shard.replica)

@@ -200,11 +200,6 @@ class OptimizerBinding:
             return {id(p): p.grad for p in self._engine.module.parameters() if p.grad is not None}
         return {id(p): gradient for p, gradient in self.adapter.gradients()}
 
-    def accumulate(self, micro_batches: int) -> None:
-        """Set the number of micro-batches over which gradients are summed from now on."""
-        if self.adapter is not None:
-            self.adapter.accumulate(micro_batches)
-
     def name_parameters(self) -> None:
         """Name this stage's parameters. In place: DeepSpeed's wrappers hold the same dict."""
         names = self._engine.param_names

@@ -20,7 +20,6 @@ from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.engine.state.parameter_groups import OptionTexts, check_alike, option_texts, options_of
 from ds_dynmo.engine.state.pieces import PER_PARAMETER, Slot, StageSlots, StatePieces, in_memory, is_per_element
-from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
 
@@ -178,34 +177,8 @@ class OptimizerState(Protocol):
         """Return the optimizer's state of a parameter on this rank; for tests and reports."""
         ...
 
-    # -- stages that get other replicas -------------------------------------------------------------------
-
     def use_grid(self) -> None:
-        """Update after the grid became that of another world."""
-        ...
-
-    def plan_scatter_shards(self, placement: Placement, num_replicas: int) -> Any:
-        """Plan the distribution of the state of ``num_replicas`` replicas over all present ones. May gather."""
-        ...
-
-    def scatter_shards(self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
-        """Do what :meth:`install_parameters` does, after replicas were added."""
-        ...
-
-    def gather_shards(self, placement: Placement, num_replicas: int) -> None:
-        """Gather all state on ``num_replicas`` replicas; :meth:`rebuild_buffers` follows in their new world."""
-        ...
-
-    def rebuild_buffers(self) -> None:
-        """Rebuild the buffers in the new world, after :meth:`gather_shards`."""
-        ...
-
-    def drop_parameters(self) -> None:
-        """Free the state of all parameters, and drop them. For a stage that loses its layers, but stays in the job."""
-        ...
-
-    def free_all(self) -> None:
-        """Free all state. For a rank that is released, or that becomes an extra replica."""
+        """Update after the grid became that of another world, with as many replicas."""
         ...
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
@@ -403,27 +376,6 @@ class PerParameterState:
 
     def use_grid(self) -> None:
         pass
-
-    def plan_scatter_shards(self, placement: Placement, num_replicas: int) -> Any:
-        self._count_steps_per_parameter()
-
-    def scatter_shards(self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
-        self.install_parameters(parameters, arrived)
-
-    def gather_shards(self, placement: Placement, num_replicas: int) -> None:
-        pass
-
-    def rebuild_buffers(self) -> None:
-        pass
-
-    def drop_parameters(self) -> None:
-        for group in self._groups:
-            group["params"] = []
-            group.pop("param_names", None)
-        self._state.clear()
-
-    def free_all(self) -> None:
-        self._state.clear()
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         parameter.detach().masked_fill_(where, 0)

@@ -59,7 +59,6 @@ def plan_resharding(
     inventories: Sequence[Inventory],
     layers: StageLayers,
     here: RankCoordinates,
-    replicas: tuple[int, int] | None = None,
 ) -> ReshardingPlan:
     """Plan the changes by ``plan`` and by freezing, from the inventories of all ranks.
 
@@ -68,12 +67,10 @@ def plan_resharding(
     Args:
         layers: this rank's layers, which know the order of the parameters of any stage.
         here: this rank's coordinates.
-        replicas: numbers of replicas that hold the state before and after; None: all.
 
     Raises:
         ConfigError: replicas of a stage hold other parameters.
     """
-    replicas = replicas or (here.replicas, here.replicas)
     replica = here.replica
     check_replicas_alike(inventories)
     inventories = [inventory for inventory in inventories if inventory.tp_rank == here.tp_rank]
@@ -81,15 +78,13 @@ def plan_resharding(
     of_stage = {inventory.stage: inventory for inventory in inventories}
     of_layer = {layer: members for inventory in inventories for layer, members in inventory.after.items()}
     groups, per_replica = inventories[0].num_groups, inventories[0].per_replica_groups
-    old = _LayoutBuilder(groups, per_replica, replica, replicas[0])
-    new = _LayoutBuilder(groups, per_replica, replica, replicas[1])
+    old, new = (_LayoutBuilder(groups, per_replica, replica, here.replicas) for _ in range(2))
     members: dict[int, list[Member]] = {}
     for stage in range(here.num_stages):
         uses = layers.first_uses_at(plan.new, stage)
         members[stage] = [member for layer in uses for member in of_layer.get(layer, ())]
         new.add(stage, members[stage])
-        if stage in of_stage:
-            old.add(stage, of_stage[stage].before)
+        old.add(stage, of_stage[stage].before)
     held = {(inventory.stage, buffer): kinds for inventory in inventories for buffer, kinds in inventory.kinds.items()}
     kinds = {name: dtype for of_buffer in held.values() for name, dtype in of_buffer.items()}
     group_kinds: dict[int, set[str]] = {}

@@ -146,6 +146,7 @@ class Egeria(FreezingCase):
         for _, block in self._blocks():
             block.register_forward_hook(capture_first)
         engine.before_step(self._measure)
+        engine.before_release(self.state_dict)  # every rank knows the mean that is due later
 
     def _blocks(self) -> list[tuple[int, Any]]:
         """List this stage's blocks with their numbers, counted from 0."""

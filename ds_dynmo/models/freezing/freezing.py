@@ -152,6 +152,7 @@ class Freezing(FreezingCase):
         self._magnitudes: tuple[torch.Tensor, int] | None = None  # of this batch, and the steps skipped before it
         if self._controller.automatic:
             engine.before_step(self._measure)
+            engine.before_release(lambda: self.load_state_dict(self.state_dict()))  # on the first rank
 
     def _measure(self) -> None:
         self._magnitudes = self.engine.gradient_magnitudes(), self.engine.skipped_steps

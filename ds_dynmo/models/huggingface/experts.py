@@ -58,11 +58,6 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
         self.choices: torch.Tensor | None = None
         self.busiest, self.mean = 0, 0.0
 
-    @property
-    def shares_out(self) -> bool:
-        """Whether each of several replicas has other experts."""
-        return self.experts.parallel
-
     def use_replicas(self, group: Any) -> None:
         """Set the data-parallel replicas of the present stage. The engine calls this after every move.
 

@@ -119,11 +119,6 @@ class MixtureOfExperts(CountsPerBatch):
         self.choices_per_expert = [sum(pair) for pair in zip(self.choices_per_expert, chosen)]
         self.tokens_per_expert = [sum(pair) for pair in zip(self.tokens_per_expert, taken)]
 
-    @property
-    def shares_out(self) -> bool:
-        """Whether each of several replicas has other experts."""
-        return self.expert_parallel
-
     def use_replicas(self, group: Any) -> None:
         """Set the data-parallel replicas of the present stage. The engine calls this after every move.
 

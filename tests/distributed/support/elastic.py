@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from ds_dynmo.errors import ReleasedError
 from tests.distributed.support.configs import Case
@@ -34,40 +33,30 @@ def attributes(engine: Any) -> dict[str, Any]:
     }
 
 
-def train_and_repack(case: Case, sizes: Sizes, steps: int, halve_rates_at: int | None = None) -> dict[str, Any]:
-    """Train ``steps`` batches, and re-pack between them. A released rank waits to be recalled.
-
-    After ``halve_rates_at`` batches the ranks at work halve all learning rates.
-    """
+def train_and_repack(case: Case, sizes: Sizes, steps: int) -> dict[str, Any]:
+    """Train ``steps`` batches, and re-pack between them."""
     engine = build(case)
     data = batches(engine)
-    found: dict[str, Any] = {"launch_rank": dist.get_rank(), "losses": {}, "released": []}
+    found: dict[str, Any] = {"losses": {}, "state": {}, "attributes": {}}
     while engine.global_steps < steps:
         loss = engine.train_batch(data).item()
         found["losses"][engine.global_steps] = loss
-        if engine.global_steps == halve_rates_at:
-            for group in engine.optimizer.param_groups:
-                group["lr"] /= 2
         wanted = sizes.get(engine.global_steps)
         if wanted is not None:
             engine.repack(partition=wanted) if isinstance(wanted, list) else engine.repack(wanted)
         if engine.released:
-            found["released"].append(engine.global_steps)
-            try:
+            with pytest.raises(
+                ReleasedError, match=r"engine\.train_batch: this rank was released after step"
+            ) as refused:
                 engine.train_batch(data)
-            except ReleasedError as error:
-                found["refused"] = str(error)
             with pytest.raises(ReleasedError, match=r"engine\.layers: this rank was released"):
                 engine.layers()
-            if not engine.wait_for_recall():
-                return {**found, "state": {}, "attributes": {}}
+            return {**found, "released": engine.global_steps, "refused": str(refused.value)}
     found["state"] = state(engine)
-    found["rates"] = engine.get_lr()
     found["evaluation"] = engine.eval_batch(batches(engine, seed=7)).item()
     found["attributes"] = attributes(engine)
     found["reports"] = engine.repacks
     found["partition"] = engine.partition
-    engine.dismiss_parked()
     return found
 
 
@@ -87,9 +76,6 @@ def train_through_checkpoint(case: Case, folder: str, first: int, last: int) -> 
     losses = {step + 1: engine.train_batch(data).item() for step in range(first, last)}
     engine.save_checkpoint(folder)
     return {"losses": losses, "state": state(engine), "attributes": attributes(engine), "partition": engine.partition}
-
-
-PARK = {"interval": 0, "repack": {"release": "park"}}
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -21,8 +21,6 @@ class Command:
         timeout_seconds: after which it is killed, which counts as a failure.
     """
 
-    silent, parks, restarts = False, False, False
-
     def __init__(self, program: Sequence[str], timeout_seconds: float) -> None:
         self._program = list(program)
         self._timeout_seconds = timeout_seconds

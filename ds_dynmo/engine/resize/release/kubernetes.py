@@ -50,8 +50,6 @@ class Kubernetes:
             it is renewed; it appears in no message.
     """
 
-    silent, parks, restarts = False, False, False
-
     def __init__(self, config: KubernetesConfig, timeout_seconds: float, secrets: Path = SECRETS) -> None:
         self._config, self._timeout_seconds, self._secrets = config, timeout_seconds, secrets
         self._done: set[str] = set()  # pods; those that were deleted are not known any more when they are named again

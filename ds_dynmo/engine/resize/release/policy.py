@@ -49,21 +49,6 @@ class ReleasePolicy(Protocol):
     separate thread, one at a time. Each call includes the ranks of earlier ones, so calls have to be idempotent.
     """
 
-    @property
-    def silent(self) -> bool:
-        """Whether ``release`` does nothing, because there is no resource manager."""
-        ...
-
-    @property
-    def restarts(self) -> bool:
-        """Whether the whole job stops, to be launched again with fewer ranks."""
-        ...
-
-    @property
-    def parks(self) -> bool:
-        """Whether released ranks wait for a recall."""
-        ...
-
     def release(self, released: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
         """Hand back the accelerators of ``released``, all that are free by now; ``staying`` are at work.
 

@@ -43,10 +43,9 @@ class PolicyRunner:
 
     def release(self, released: Sequence[RankLocation], staying: Sequence[RankLocation]) -> None:
         """Start to hand back ``released``: all ranks that are free by now."""
-        if not self._policy.silent:
-            arguments = (released, staying, self._thread)
-            self._thread = threading.Thread(target=self._run, args=arguments, name="ds_dynmo release", daemon=True)
-            self._thread.start()
+        arguments = (released, staying, self._thread)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="ds_dynmo release", daemon=True)
+        self._thread.start()
 
     def finish(self) -> None:
         """Wait for started releases."""
