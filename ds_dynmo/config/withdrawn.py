@@ -11,6 +11,8 @@ from ds_dynmo.errors import ConfigError
 
 _ELASTIC_LAUNCH = "launch by torchrun --nnodes MIN:MAX with --resume, see docs/elastic.md"
 
+_TOKEN_IDS = "give rows with input_ids, as JSON lines, Parquet or by Dataset.save_to_disk, see docs/data.md"
+
 _CASES = ("moe", "pruning", "freezing", "mod", "early_exit")
 
 WITHDRAWN = {
@@ -23,8 +25,11 @@ WITHDRAWN = {
     "model.case.block_size": "single weights are pruned, which is as fast; remove it",
     "model.case.loss_tokens": "the loss of an exit counts all tokens; remove it",
     "engine.join": _ELASTIC_LAUNCH,
+    "data.dtype": _TOKEN_IDS,
+    "data.end_of_document": _TOKEN_IDS,
+    "files of token ids": _TOKEN_IDS,
 }
-"""Keys of the configuration, keys with a value as in JSON, and calls."""
+"""Keys of the configuration, keys with a value as in JSON, calls, and files."""
 
 WITHDRAWN_FLAGS = {
     "ds-dynmo-train": {
