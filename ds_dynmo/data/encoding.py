@@ -11,9 +11,6 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ds_dynmo.config import load_json
 from ds_dynmo.data.config import SECTION
 from ds_dynmo.data.sources import SourceRow
@@ -39,11 +36,11 @@ class Example(NamedTuple):
 
     Attributes:
         ids: below the vocabulary.
-        trained: bool; of the first one it does not matter, as nothing is before it.
+        trained: of the first one it does not matter, as nothing is before it.
     """
 
-    ids: NDArray[Any]
-    trained: NDArray[np.bool_]
+    ids: list[int]
+    trained: list[bool]
 
 
 class Encoder:
@@ -108,18 +105,18 @@ class Encoder:
         completed = column == "prompt" and row.values.get("completion") is not None
         return isinstance(row.values[column], str) and not completed
 
-    def _tokens(self, row: SourceRow) -> tuple[Any, Any]:
+    def _tokens(self, row: SourceRow) -> Example:
         column = self._column(row)
         value, completion = row.values[column], row.values.get("completion")
         if column == "prompt" and completion is not None:
             return self._completed(row, value, completion)
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return self._conversation(row, value)
-        return value, _given(row, column, value)
+        return Example(value, _given(row, column, value))
 
-    def _texts(self, rows: list[SourceRow]) -> list[tuple[Any, Any]]:
+    def _texts(self, rows: list[SourceRow]) -> list[Example]:
         found = self._encoded(rows, [row.values[self._column(row)] for row in rows])["input_ids"]
-        return [(ids, np.ones(len(ids), bool)) for ids in map(self._ended, found)]
+        return [Example(ids, [True] * len(ids)) for ids in map(self._ended, found)]
 
     def _encoded(self, rows: list[SourceRow], texts: list[str], **options: Any) -> Any:
         """Return what the tokenizer makes of the texts of rows."""
@@ -134,7 +131,7 @@ class Encoder:
             self._encoded([row], [text], **options)
         raise AssertionError("each text can be encoded, but not all")
 
-    def _conversation(self, row: SourceRow, messages: list[Any]) -> tuple[Any, Any]:
+    def _conversation(self, row: SourceRow, messages: list[Any]) -> Example:
         _check_roles(row, messages)
         template = self._template(row)
         if not GENERATION.search(template):
@@ -144,9 +141,9 @@ class Encoder:
                 "prompt and completion"
             )
         found = self._rendered(row, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return found["input_ids"], found["assistant_masks"]
+        return Example(found["input_ids"], list(map(bool, found["assistant_masks"])))
 
-    def _completed(self, row: SourceRow, prompt: Any, completion: Any) -> tuple[Any, Any]:
+    def _completed(self, row: SourceRow, prompt: Any, completion: Any) -> Example:
         is_text = isinstance(prompt, str) and isinstance(completion, str)
         if is_text:
             begin, whole = prompt, prompt + completion
@@ -166,7 +163,7 @@ class Encoder:
         (ids,), (offsets,) = found["input_ids"], found["offset_mapping"]
         first = next((place for place, (_, end) in enumerate(offsets) if end > len(begin)), len(offsets))
         ids = self._ended(ids) if is_text else ids
-        return ids, np.arange(len(ids)) >= first
+        return Example(ids, [place >= first for place in range(len(ids))])
 
     def _ended(self, ids: list[int]) -> list[int]:
         return ids if self._end is None or ids[-1:] == [self._end] else [*ids, self._end]
@@ -199,18 +196,17 @@ class Encoder:
                 f"{row.where}: the chat template of {self._folder} does not take it: {error}; mend the row"
             ) from error
 
-    def _checked(self, row: SourceRow, tokens: tuple[Any, Any]) -> Example:
-        ids, trained = (np.asarray(values) for values in tokens)
-        if len(ids) and (ids.max() >= self.vocabulary or ids.min() < 0):
-            place = int(np.argmax((ids >= self.vocabulary) | (ids < 0)))
+    def _checked(self, row: SourceRow, example: Example) -> Example:
+        ids, trained = example
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
+            place = next(place for place, token in enumerate(ids) if not 0 <= token < self.vocabulary)
             raise ConfigError(
                 f"{row.where}: token {place} of {len(ids)} is {ids[place]}: the model's vocabulary has "
                 f"{self.vocabulary} entries, 0 to {self.vocabulary - 1}"
             )
-        trained = trained.astype(bool)
-        if not trained.all() and not trained[1:].any():
+        if not all(trained) and not any(trained[1:]):
             raise ConfigError(f"{row.where}: none of its tokens is trained: give it an answer, or leave it out")
-        return Example(ids, trained)
+        return example
 
 
 def _open(folder: Path) -> Any:
@@ -257,23 +253,22 @@ def _check_roles(row: SourceRow, messages: list[Any]) -> None:
             raise ConfigError(f"{where}: its content should be a text")
 
 
-def _given(row: SourceRow, column: str, value: Any) -> NDArray[np.bool_]:
+def _given(row: SourceRow, column: str, value: Any) -> list[bool]:
     """Check a row of token ids. Return which of them are trained, as its labels and masks say."""
     if not isinstance(value, list) or not value or not all(type(token) is int for token in value):
         raise ConfigError(f'{row.where}: "{column}" should be a text, a list of messages, or token ids')
-    trained = np.ones(len(value), bool)
+    trained = [True] * len(value)
     for name, should in BESIDE_IDS.items():
         beside = row.values.get(name)
         if beside is None:
             continue
         if not isinstance(beside, list) or len(beside) != len(value):
             raise ConfigError(f'{row.where}: "{name}" should have one for each of the {len(value)} tokens')
-        kept = np.equal(beside, value if name == "labels" else 1)
-        if not (kept | np.equal(beside, NOT_TRAINED if name == "labels" else 0)).all():
-            raise ConfigError(f'{row.where}: "{name}" should {should}')
-        if name == "attention_mask" and not kept.all():
-            raise ConfigError(f'{row.where}: "{name}" should {should}')
-        trained &= kept
+        for place, (given, token) in enumerate(zip(beside, value)):
+            allowed = (token, NOT_TRAINED) if name == "labels" else (1, 1) if name == "attention_mask" else (1, 0)
+            if given not in allowed:
+                raise ConfigError(f'{row.where}: "{name}" should {should}')
+            trained[place] = trained[place] and given == allowed[0]
     return trained
 
 

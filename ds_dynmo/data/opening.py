@@ -69,8 +69,8 @@ def _tokens(path: Path, split: str, encoder: Encoder, cache: str | None) -> Toke
     def examples() -> Iterator[dict[str, Any]]:
         empty = True
         for example in encoder.encode(read_rows(path, files, split, encoder.columns)):
-            empty = empty and not len(example.ids)
-            yield {"input_ids": example.ids, "trained": example.trained}
+            empty = empty and not example.ids
+            yield {"input_ids": example.ids, "trained": example.trained}  # lists are written faster than arrays
         if empty:
             raise ConfigError(f"{path}: there is not one token in it")
 
