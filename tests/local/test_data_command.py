@@ -18,7 +18,7 @@ from ds_dynmo.cli.training.data import identity_of
 from ds_dynmo.cli.training.options import TrainingRun, prepare
 from ds_dynmo.data import Column, TokenData, Tokens
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models import ByteText
+from ds_dynmo.models import ByteText, load_text
 from ds_dynmo.models.huggingface.trial import random_model
 from tests.local.huggingface_families import tiny_values
 from tests.local.words import word_tokenizer
@@ -327,3 +327,16 @@ def test_a_run_on_bytes_is_resumed_on_the_same_bytes(tmp_path: Path, text: Path)
     text.write_text("two one three " * 100)
     with pytest.raises(ConfigError, match=r"on other data than this run has: sha256 was [0-9a-f]*, is [0-9a-f]*$"):
         prepared(tmp_path, OURS, "--data", str(text), "--resume", str(tmp_path))
+
+
+def test_bytes_of_a_large_text_are_compared_in_pieces(tmp_path: Path) -> None:
+    text, found = tmp_path / "text.txt", []
+    with text.open("wb") as file:
+        file.truncate(2**25)
+    for place in (2**24, 2**25 - 2**13):
+        found.append(identity_of(load_text(text)))
+        with text.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x" * 2**13)
+    found.append(identity_of(load_text(text)))
+    assert [each["bytes"] for each in found] == [2**25] * 3 and len({each["sha256"] for each in found}) == 3
