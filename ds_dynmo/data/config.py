@@ -31,7 +31,7 @@ class DataConfig(Section):
     field: str | None = Field(
         default=None,
         min_length=1,
-        description="column of a row that is trained; null: that of messages, prompt, input_ids, text which it has",
+        description="column of a row that is read; null: the one that it has of text, messages, prompt, input_ids",
     )
     validation: str | None = Field(
         default=None,
