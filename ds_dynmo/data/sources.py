@@ -17,6 +17,7 @@ __all__ = ["SourceRow", "check_text", "datasets", "has_split", "holds_rows", "is
 
 JSON_LINES = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
+OTHER_TABLES = (".json", ".csv", ".tsv")
 TOKEN_FILES = (".bin", ".idx")
 BEGINNING = 2**16  # bytes of a file by which it is known
 REMEDY = "decompress it, write another table as JSON lines or Parquet, write another encoding as UTF-8, or leave it out"
@@ -68,12 +69,20 @@ def source_files(path: Path) -> list[Path]:
     """List the files of data that is to be tokenized.
 
     Raises:
-        ConfigError: something cannot be read, or a file among them is neither text nor Parquet.
+        ConfigError: something cannot be read, a file among them is neither text nor Parquet, or text is among rows.
     """
     files = text_files(path)
+    if is_dataset(path):
+        return files
     for file in files:
-        if not is_dataset(path) and file.suffix.lower() != PARQUET:
+        if file.suffix.lower() != PARQUET:
             _check_is_text(file, "")
+    if files == [path] and path.suffix.lower() in OTHER_TABLES:
+        raise ConfigError(f"{path}: would be trained as it is written; write its rows as JSON lines or Parquet")
+    rows = [file for file in files if _has_rows(file)]
+    if rows and len(rows) < len(files):
+        text = next(file for file in files if file not in rows)
+        raise ConfigError(f"{path}: holds rows, {rows[0]}, and text, {text}: give a file, or a folder of one kind")
     return files
 
 

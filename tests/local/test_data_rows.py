@@ -53,15 +53,32 @@ def test_a_json_line_is_a_document(lines: Path, tmp_path: Path) -> None:
     assert documents(opened(lines, tmp_path)) == [[3, 4, 1], [1], [5, 2, 5, 5, 1]]
 
 
-def test_every_file_of_a_folder_is_a_document(tmp_path: Path, lines: Path) -> None:
+def test_every_file_of_a_folder_is_a_document_and_holds_several(tmp_path: Path, lines: Path) -> None:
     folder = tmp_path / "texts"
     (folder / "a").mkdir(parents=True)
     (folder / "b.txt").write_text("two one", encoding="utf-8-sig")
     (folder / "a" / "c.md").write_text("three")
-    assert not holds_rows(folder)
-    lines.rename(folder / "z.jsonl")
-    assert documents(opened(folder, tmp_path)) == [[5, 1], [4, 3, 1], [3, 4, 1], [1], [5, 2, 5, 5, 1]]
-    assert documents(opened(folder / "b.txt", tmp_path)) == [[4, 3, 1]] and holds_rows(folder)
+    assert documents(opened(folder, tmp_path)) == [[5, 1], [4, 3, 1]] and not holds_rows(folder)
+    assert documents(opened(folder / "b.txt", tmp_path)) == [[4, 3, 1]]
+    (tmp_path / "rows").mkdir()
+    lines.rename(tmp_path / "rows" / "b.jsonl")
+    parquet([{"text": "one", "n": 1}], tmp_path / "rows" / "a.parquet")
+    assert documents(opened(tmp_path / "rows", tmp_path)) == [[3, 1], [3, 4, 1], [1], [5, 2, 5, 5, 1]]
+
+
+def test_text_among_rows_and_other_tables_are_refused(tmp_path: Path, lines: Path) -> None:
+    """A cloned dataset has a README.md beside its rows."""
+    (tmp_path / "data").mkdir()
+    lines.rename(tmp_path / "data" / "rows.jsonl")
+    (tmp_path / "data" / "README.md").write_text("one")
+    with pytest.raises(
+        ConfigError, match=r"data: holds rows, .*rows\.jsonl, and text, .*README\.md: give a file, or a"
+    ):
+        opened(tmp_path / "data", tmp_path)
+    for name in ("x.json", "x.CSV", "x.tsv"):
+        (tmp_path / name).write_text("one")
+        with pytest.raises(ConfigError, match=rf"{name}: would be trained as it is written; write its rows as JSON"):
+            opened(tmp_path / name, tmp_path)
 
 
 def json_lines(rows: Rows, path: Path) -> None:
