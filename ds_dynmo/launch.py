@@ -1,55 +1,35 @@
 """How ranks meet under each launcher, and end with it.
 
-Launchers other than ``deepspeed`` and ``torchrun`` use other names for the variables by which ranks meet. The
-``deepspeed`` command starts a launcher on each node, which starts the ranks; if either is killed with SIGKILL, the
-processes that it started go on.
+``deepspeed`` and ``torchrun`` set the variables by which ranks meet. The ``deepspeed`` command starts a launcher on
+each node, which starts the ranks; if either is killed with SIGKILL, the processes that it started go on.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from itertools import dropwhile
-from typing import NamedTuple
 
 import psutil  # comes with DeepSpeed
 
 from ds_dynmo.errors import ConfigError
 
-LOCALHOST = "127.0.0.1"
-PORT = "29500"  # DeepSpeed's and torchrun's default
-ANY_FREE_PORT = "0"  # a job of one rank: no other rank has to know it
 OF_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 OF_MEETING = ("MASTER_ADDR", "MASTER_PORT")
 ALL = (*OF_RANK, *OF_MEETING)
-RANKS_HERE = "LOCAL_WORLD_SIZE"  # torchrun's name
-
-
-class Launcher(NamedTuple):
-    """A launcher's names for :data:`OF_RANK`, and for the number of ranks on this host or on each."""
-
-    rank: str
-    world_size: str
-    local_rank: str
-    ranks_here: str
-
-    def has_started(self, environment: Mapping[str, str]) -> bool:
-        return all(name in environment for name in self)
-
-
-OPEN_MPI = Launcher(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-MPICH = Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-SRUN = Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-LAUNCHERS = (OPEN_MPI, MPICH, SRUN)  # in a job of Slurm, mpirun is itself started by srun, so that comes last
-OF_OTHER_LAUNCHERS = (
-    *("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK"),  # of MPI
-    *("PALS_RANKID", "ALPS_APP_PE", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK"),  # of HPE, IBM, Flux
-)
+ALONE = dict(zip(ALL, ("0", "1", "0", "127.0.0.1", "0")))  # any free port: no other rank has to know it
+TASKS = {  # names of a task's number, and of the number of tasks
+    "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
+    "PMIX_RANK": "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK": "PMI_SIZE",
+    "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",
+    **dict.fromkeys(("MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK"), ""),  # of MPI
+    **dict.fromkeys(("PALS_RANKID", "ALPS_APP_PE", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK"), ""),  # of HPE, IBM, Flux
+}
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 30.0  # to end after SIGTERM, as DeepSpeed's launcher gives
@@ -61,34 +41,21 @@ NODE_LAUNCHER = "deepspeed.launcher.launch"
 
 
 def set_rank_variables(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Set torch's variables where the launcher has not: ``srun``, ``mpirun``, or none, so that this rank is alone.
-
-    ``MASTER_ADDR`` and ``MASTER_PORT`` stay as they are, if they are set.
+    """Set torch's variables where no launcher has: this rank is alone. ``MASTER_ADDR`` and ``MASTER_PORT`` may be set.
 
     Returns:
         Whether a launcher has started this rank.
 
     Raises:
-        ConfigError: some variables are set and others are missing, one has no valid value, or nothing says where
-            rank 0 is. No variable was set.
+        ConfigError: some variables are set and others are missing, one has no valid value, or ``srun`` or ``mpirun``
+            has started several tasks, and no ``torchrun`` their ranks. No variable was set.
     """
-    launcher = next((known for known in LAUNCHERS if known.has_started(environment)), None)
-    launched = True
-    if any(name in environment for name in OF_RANK):
+    launched = any(name in environment for name in OF_RANK)
+    if launched:
         variables = _of_torch(environment)
-    elif launcher is not None:
-        _refuse_left_over(launcher, environment)
-        variables = {name: environment[of_launcher] for name, of_launcher in zip((*OF_RANK, RANKS_HERE), launcher)}
-        if launcher is SRUN:
-            variables[RANKS_HERE] = _of_this_node(environment[SRUN.ranks_here], environment.get("SLURM_NODEID", "0"))
-        variables["MASTER_ADDR"] = environment.get("MASTER_ADDR") or _first_host(launcher, variables, environment)
-        variables["MASTER_PORT"] = environment.get("MASTER_PORT") or PORT
     else:
-        _refuse_other_launchers(environment)
-        launched = False
-        variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        variables["MASTER_ADDR"] = environment.get("MASTER_ADDR") or LOCALHOST
-        variables["MASTER_PORT"] = environment.get("MASTER_PORT") or ANY_FREE_PORT
+        _refuse_tasks(environment)
+        variables = {name: environment.get(name) or value for name, value in ALONE.items()}
     _check(variables)
     environment.update(variables)
     return launched
@@ -109,36 +76,18 @@ def _of_torch(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in ALL}
 
 
-def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
-    """Refuse to run as the only rank if an unknown launcher has started this one, and perhaps others.
+def _refuse_tasks(environment: Mapping[str, str]) -> None:
+    """Refuse to run as the only rank if another launcher has started this task and others.
 
     Raises:
         ConfigError: naming its variable.
     """
-    for name in OF_OTHER_LAUNCHERS:
-        if name in environment:
-            raise ConfigError(f"{name} is set, by a launcher that is not known: set {', '.join(ALL)} too")
-    rank = environment.get(SRUN.rank, "0")
-    if rank != "0":  # a batch script is rank 0
-        missing = [name for name in SRUN if name not in environment]
-        raise ConfigError(
-            f"{SRUN.rank} = {rank}, and {', '.join(missing)} not set: srun has started several ranks; pass its other "
-            f"variables on, or set {', '.join(ALL)} too"
-        )
-
-
-def _refuse_left_over(launcher: Launcher, environment: Mapping[str, str]) -> None:
-    """Refuse variables that an earlier launcher left: by them this rank is alone, but another started several.
-
-    Raises:
-        ConfigError: naming the variables of both.
-    """
-    for other in LAUNCHERS:
-        if other.has_started(environment) and environment[launcher.world_size] == "1" != environment[other.world_size]:
+    for name, count in TASKS.items():
+        of_batch_script = name == "SLURM_PROCID" and environment.get(name) == "0" and count not in environment
+        if name in environment and environment.get(count) != "1" and not of_batch_script:
             raise ConfigError(
-                f"{launcher.world_size} = 1, and {other.world_size} = {environment[other.world_size]}: two launchers "
-                f"have set their variables; unset those of the one that did not start these ranks, or set "
-                f"{', '.join(ALL)}"
+                f"{name} = {environment[name]}, and RANK is not set: srun, mpirun or the like has started this "
+                "process; let it start torchrun, once on each host, or start deepspeed, see docs/scripts.md#launchers"
             )
 
 
@@ -158,42 +107,6 @@ def _check(variables: Mapping[str, str]) -> None:
         raise ConfigError(f"MASTER_PORT = {port}: should be in 1 to 65535")
 
 
-def _of_this_node(ranks_of_nodes: str, node: str) -> str:
-    """Read the number of ranks on this node from Slurm's short form; ``2(x3),1``: 2 on each of three nodes, then 1.
-
-    Raises:
-        ConfigError: it says nothing of this node.
-    """
-    by_node: list[str] = []
-    try:
-        for part in ranks_of_nodes.split(","):
-            ranks, _, times = part.partition("(x")
-            by_node += [ranks] * int(times.rstrip(")") or 1)
-        return by_node[int(node)]
-    except (ValueError, IndexError):
-        raise ConfigError(
-            f"SLURM_NODEID = {node}: {SRUN.ranks_here} = {ranks_of_nodes} says nothing of this node"
-        ) from None
-
-
-def _first_host(launcher: Launcher, variables: Mapping[str, str], environment: Mapping[str, str]) -> str:
-    """Return the host of rank 0.
-
-    Raises:
-        ConfigError: ranks are on several hosts, and the launcher does not name them.
-    """
-    if variables[RANKS_HERE] == variables["WORLD_SIZE"]:
-        return LOCALHOST
-    nodes = environment.get("SLURM_STEP_NODELIST") if launcher is SRUN else None
-    if not nodes:
-        ranks = ", ".join(f"{name} = {environment[name]}" for name in (launcher.world_size, launcher.ranks_here))
-        raise ConfigError(
-            f"{ranks}: ranks are on several hosts, so MASTER_ADDR should be set, to the host of rank 0 "
-            "(Open MPI: mpirun -x MASTER_ADDR=...)"
-        )
-    return re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).split(",")[0]  # gpu007-ib for gpu[007-012,15]-ib,login1
-
-
 # -- end with the launcher -----------------------------------------------------------------------------
 
 
@@ -202,7 +115,7 @@ def end_with_launcher() -> None:
 
     It sends SIGTERM, and SIGKILL 30 seconds later, as DeepSpeed's launcher does. The launchers are the unbroken line of
     parents whose command lines end with this program and its arguments: ``deepspeed``, its launcher on the node,
-    ``torchrun``, ``mpirun``, ... A program without such a parent is left alone. Later calls are no-ops.
+    ``torchrun``, and what started it. A program without such a parent is left alone. Later calls are no-ops.
     """
     if any(thread.name == WATCHING for thread in threading.enumerate()):
         return

@@ -28,7 +28,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.data import DataConfig, TokenFile
+from ds_dynmo.data import DataConfig
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ModelConfig
 
@@ -37,7 +37,6 @@ OBJECTS: dict[str, type[BaseModel]] = {
     "dynmo": DynMoConfig,
     "model": ModelConfig,
     "data": DataConfig,
-    "token file": TokenFile,
 }
 TABLE = re.compile(r"(<!-- keys of ([\w ]+): ([^\n]*?) -->\n)(.*?)(<!-- end of keys -->)", re.DOTALL)
 CODE = re.compile(

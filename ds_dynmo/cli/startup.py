@@ -24,7 +24,7 @@ def take_device(local_rank: int) -> None:
     elif local_rank >= accelerator.device_count():
         raise ConfigError(
             f"LOCAL_RANK = {local_rank}: this process sees {accelerator.device_count()} accelerators. Each rank takes "
-            "that with its number, so give all of a host's to each of its ranks (srun: --gpus-per-node)"
+            "that with its number, so give all of a host's to each of its ranks"
         )
     accelerator.set_device(local_rank)
 

@@ -59,7 +59,7 @@ from ds_dynmo.models import (
 
 VALIDATIONS = 5
 SPEED_SERIES = "Train/Samples/tokens_per_second"  # in DeepSpeed's monitors, beside the losses that it sends itself
-ALONE = "One process, so one stage: no layer can move. Start several by deepspeed, torchrun, srun or mpirun."
+ALONE = "One process, so one stage: no layer can move. Start several by deepspeed or torchrun."
 UNSAVED = "Weights will not be saved. Pass --save DIR, and --export DIR for a folder that transformers reads."
 
 

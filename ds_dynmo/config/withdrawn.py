@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from ds_dynmo.errors import ConfigError
 
 _ELASTIC_LAUNCH = "launch by torchrun --nnodes MIN:MAX with --resume, see docs/elastic.md"
+_TOKEN_IDS = "give rows with input_ids, as JSON lines, Parquet or by Dataset.save_to_disk, see docs/data.md"
 LOAD_UNIVERSAL = "checkpoint.load_universal = true"
 
 WITHDRAWN = {
@@ -17,9 +18,12 @@ WITHDRAWN = {
     'dynmo.repack.release = "park"': f'released ranks exit, "release": "exit"; to have more later, {_ELASTIC_LAUNCH}',
     "model.case.schedule": "all routed blocks have one capacity; for a load that changes give a threshold",
     "model.case.probe": "give csr_from, the sparsity from which CSR is faster on your machine",
+    "data.dtype": _TOKEN_IDS,
+    "data.end_of_document": _TOKEN_IDS,
+    "files of token ids": _TOKEN_IDS,
     LOAD_UNIVERSAL: 'load it once without the "dynmo" section, save, and go on from that',
 }
-"""Keys of the configuration, and keys with a value as in JSON."""
+"""Keys of the configuration, and keys with a value as in JSON, and files."""
 
 WITHDRAWN_FLAGS: dict[str, dict[str, str]] = {
     "ds-dynmo-train": {},

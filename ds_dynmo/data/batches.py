@@ -95,21 +95,21 @@ class TokenData:
     """Token ids for training and for validation.
 
     Args:
-        tokens: checked (:func:`~ds_dynmo.data.check_ids`).
+        tokens: as :func:`~ds_dynmo.data.open_data` reads them.
         documents: see :class:`~ds_dynmo.data.DataConfig`.
         validation: None: a twentieth of ``tokens``, which is not trained on: the last of each of equal stretches of
             about a million tokens; of documents every twentieth one.
 
     Raises:
-        ConfigError: documents are to be kept apart, and nothing says where they begin.
+        ConfigError: documents are to be joined, and not all of their tokens are trained.
     """
 
     def __init__(self, tokens: Tokens, *, documents: Documents = "joined", validation: Tokens | None = None) -> None:
         for text in (tokens, validation):
-            if documents != "joined" and text is not None and text.starts is None:
+            if documents == "joined" and text is not None and text.trained is not None:
                 raise ConfigError(
-                    f'{text.name}: nothing says where its documents begin, which data.documents = "{documents}" needs: '
-                    "data.end_of_document is the token id that ends one"
+                    f'{text.name}: prompts in it are not trained; data.documents = "joined" would cut them from their '
+                    'answers: should be "separate", "packed" or "padded"'
                 )
         self.tokens, self.documents, self.validation = tokens, documents, validation
         self.name = tokens.name
@@ -119,11 +119,13 @@ class TokenData:
     def identity(self) -> dict[str, Any]:
         """What a resumed run has to have too.
 
-        As many tokens, the same among up to 4,096 that are compared, and the same documents if they are kept apart.
+        As many tokens, as many of them trained, the same among up to 4,096 that are compared, and the same documents if
+        they are kept apart.
         """
         return {
             "tokens": len(self.tokens.ids),
             "sample": self.tokens.sample,
+            "trained": self.tokens.trained_tokens,
             "documents": self.documents,
             "boundaries": self._boundaries(self.tokens),
             "validation": self.validation is not None,
@@ -133,7 +135,9 @@ class TokenData:
     def digest(self) -> str:
         """Of the identity, and of the tokens for validation."""
         other = self.validation
-        beside = None if other is None else [len(other.ids), other.sample, self._boundaries(other)]
+        beside = (
+            None if other is None else [len(other.ids), other.sample, other.trained_tokens, self._boundaries(other)]
+        )
         return hashlib.sha256(json.dumps([self.identity, beside]).encode()).hexdigest()[:16]
 
     def batches(
@@ -177,9 +181,10 @@ class TokenData:
     def describe(self, sequence_length: int) -> str:
         """Describe in a line what there is to train on."""
         tokens = f"{self.name}: {len(self.tokens.ids):,} tokens"
+        if self.tokens.trained_tokens is not None:
+            tokens += f", {self.tokens.trained_tokens:,} of them trained,"
         rows = self._rows("train", sequence_length, "epochs")
         if isinstance(rows, DocumentRows):
-            assert self.tokens.starts is not None
             tokens += (
                 f" in {len(self.tokens.starts) - 1:,} documents, {self.documents}: {rows.fill:.0%} of each sequence of "
                 f"{sequence_length} is text"
@@ -188,7 +193,7 @@ class TokenData:
 
     def _boundaries(self, text: Tokens) -> str | None:
         """Describe where documents begin; None: it does not matter."""
-        if self.documents == "joined" or text.starts is None:
+        if self.documents == "joined":
             return None
         return hashlib.sha256(text.starts.astype("<i8").tobytes()).hexdigest()[:16]
 
@@ -204,7 +209,6 @@ class TokenData:
         share = VALIDATION_SHARE if self.validation is None else 0
         if self.documents == "joined":
             return _windows(text, split, length, sampling, share)
-        assert text.starts is not None
         numbers = np.arange(len(text.starts) - 1)
         if share:
             numbers = numbers[(numbers % share == share - 1) == (split == "validation")]

@@ -9,12 +9,11 @@ from pydantic import Field
 from ds_dynmo.config import parse_section
 from ds_dynmo.config.section import Section
 
-__all__ = ["SECTION", "DataConfig", "Documents", "TokenType", "read_data_config"]
+__all__ = ["SECTION", "DataConfig", "Documents", "read_data_config"]
 
 SECTION = "data"
 
 Documents = Literal["joined", "packed", "padded"]
-TokenType = Literal["uint8", "uint16", "uint32", "int32"]
 
 
 class DataConfig(Section):
@@ -27,29 +26,23 @@ class DataConfig(Section):
         '"separate": packed where the model keeps packed documents apart, else padded',
     )
     tokenizer: str | None = Field(
+        default=None, min_length=1, description="folder with a tokenizer; null: the model's folder"
+    )
+    field: str | None = Field(
         default=None,
         min_length=1,
-        description="folder with a tokenizer.json, for text; null: that of the model's folder",
-    )
-    field: str = Field(default="text", min_length=1, description="where a JSON line or a row of a dataset has its text")
-    dtype: TokenType | None = Field(
-        default=None,
-        description="type of the ids in a .bin file that has no JSON file beside it",
-    )
-    end_of_document: int | None = Field(
-        default=None, ge=0, description="token id that ends each document in a .bin file; null: its JSON file says"
+        description="column of a row that is read; null: the one that it has of text, messages, prompt, input_ids",
     )
     validation: str | None = Field(
         default=None,
         min_length=1,
-        description="file or folder for validation; null: val.bin of nanoGPT's folder, else a twentieth of the data, "
-        "which is not trained",
+        description="file or folder for validation; null: a dataset's split of this name, else a twentieth of the "
+        "data, which is not trained",
     )
     cache: str | None = Field(
         default=None,
         min_length=1,
-        description="folder for text that was tokenized, and for what was found in large files; null: ds_dynmo in "
-        "XDG_CACHE_HOME or ~/.cache",
+        description="folder for text that was tokenized; null: that of datasets, HF_DATASETS_CACHE",
     )
 
 

@@ -52,7 +52,8 @@ class Windows:
     def take(self, numbers: Numbers) -> Arrays:
         """See :class:`TokenRows`."""
         starts = numbers // self.each * self.stretch + self.first + numbers % self.each * self.step
-        ids = self.tokens.ids[starts[:, None] + np.arange(self.length + 1)].astype(np.int64)
+        ids = np.stack([self.tokens.ids.read(start, start + self.length + 1) for start in starts.tolist()])
+        ids = ids.astype(np.int64)
         return ids[:, :-1], None, ids[:, 1:]
 
 
@@ -94,9 +95,12 @@ class DocumentRows:
         for row, number in enumerate(numbers):
             place, first = 0, self._firsts[number]
             for piece in range(first, first + self.counts[number]):
-                start, stop = self.starts[piece], place + self.lengths[piece]
-                found = self.tokens.ids[start : start + self.lengths[piece] + 1]
+                start, stop = int(self.starts[piece]), place + int(self.lengths[piece])
+                end = start + stop - place + 1
+                found = self.tokens.ids.read(start, end)
                 ids[row, place:stop], labels[row, place:stop] = found[:-1], found[1:]
+                if self.tokens.trained is not None:
+                    labels[row, place:stop][~self.tokens.trained.read(start + 1, end)] = IGNORED
                 positions[row, place:stop] = np.arange(stop - place)
                 place = stop
             positions[row, place:] = np.arange(self.length - place)
@@ -107,19 +111,25 @@ def document_rows(tokens: Tokens, documents: Numbers, length: int, *, packed: bo
     """Put documents into sequences.
 
     A document of ``n`` tokens has ``n - 1`` inputs, each with the next token as its label. Where these are more than
-    ``length``, it is cut into pieces. One of a single token has none and is left out.
+    ``length``, it is cut into pieces, of which those without a token that is trained are left out. A document of a
+    single token has no input and is left out.
 
     Args:
         documents: numbers of the documents.
         packed: several in a sequence, none divided; else one in each.
     """
-    assert tokens.starts is not None
     firsts = tokens.starts[documents]
     inputs = np.maximum(np.diff(tokens.starts)[documents] - 1, 0)
     pieces = -(-inputs // length)
     piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     starts = np.repeat(firsts, pieces) + piece * length
     lengths = np.minimum(np.repeat(inputs, pieces) - piece * length, length)
+    if tokens.trained is not None:
+        kept = np.repeat(pieces == 1, pieces)  # a whole document has a token that is trained
+        for number in np.flatnonzero(~kept).tolist():
+            start = int(starts[number]) + 1
+            kept[number] = tokens.trained.read(start, start + int(lengths[number])).any()
+        starts, lengths = starts[kept], lengths[kept]
     if not packed:
         return DocumentRows(tokens, length, starts, lengths, np.ones_like(starts), resets=False)
     rows = pack(lengths, length)

@@ -78,8 +78,8 @@ class ModelConfig(GPTConfig):
     )
     tokens: Literal["bytes"] | None = Field(
         default=None,
-        description='"bytes": the text is trained byte by byte, even if the model has a tokenizer; null: as token ids '
-        "if there is a tokenizer or the data is token ids",
+        description='"bytes": the data are trained byte by byte, even if the model has a tokenizer; null: as token '
+        "ids if there is a tokenizer, or the data have rows",
     )
     case: tuple[AnyCaseConfig, ...] = Field(  # the last key: it is checked against all others
         default=None,

@@ -80,6 +80,14 @@ class FileBytes:
             found[of_file] = self._map(self.files[number])[wanted[of_file] - self._begins[number]]
         return torch.from_numpy(found).view(places.shape)
 
+    def piece(self, start: int, count: int) -> bytes:
+        """Read up to ``count`` bytes of one file, without mapping it."""
+        number = int(np.searchsorted(self._begins, start, side="right")) - 1
+        file = self.files[number]
+        with read_errors_as_config_error(file), file.open("rb", buffering=0) as content:
+            content.seek(start - int(self._begins[number]))
+            return content.read(count)
+
     def pieces(self) -> Iterator[bytes]:
         """Iterate over all bytes, a megabyte at a time."""
         left = self._count

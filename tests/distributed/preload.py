@@ -28,7 +28,8 @@ MODULES = [
     "tests.distributed.support.script",
     "tests.distributed.support.told_clock",
 ]
-OPTIONAL = [  # not every version of torch or DeepSpeed has all of these
+OPTIONAL = [  # not every environment, version of torch or of DeepSpeed has all of these
+    "datasets",  # 1 s per rank that reads rows
     "torch.profiler._cupti_monitor",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # imported by ZeRO's constructor, with torch's compiler: seconds
     "deepspeed.module_inject.auto_ep_config",  # imported by the constructor of DeepSpeed's engine: 0.05 s per rank

@@ -1,9 +1,8 @@
-"""Training under torchrun, srun and the mpirun of two MPIs: it ends as a whole, and leaves nothing behind."""
+"""Training under torchrun, and under torchrun that srun starts: it ends as a whole, and leaves nothing behind."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,40 +12,28 @@ import psutil
 import pytest
 
 from tests.distributed.watched_command import ROOT, WatchedCommand
-from tests.local.mpi import FOR_OPEN_MPI
 from tests.local.slurm_cluster import Cluster, skip_without_slurm
 
 TRAIN = ["-m", "ds_dynmo.cli.train", "--data", __file__]
-LAUNCHERS = {
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
-    "srun": ["srun", "--ntasks=2", "--overcommit", sys.executable],
-    "mpirun": ["mpirun", "-n", "2", sys.executable],
-    "mpiexec.hydra": ["mpiexec.hydra", "-n", "2", sys.executable],
-}
-PACKAGES = {"mpirun": "openmpi-bin", "mpiexec.hydra": "mpich"}
-RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-OF_LAUNCHERS = ("/torchinductor_", "/torchelastic_", "/ompi.")  # what torch's cache, torchrun and Open MPI leave
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+OF_LAUNCHERS = ("/torchinductor_", "/torchelastic_")  # what torch's cache and torchrun leave
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}
 
 pytestmark = pytest.mark.nightly
 
 
-@pytest.fixture(params=LAUNCHERS)
+@pytest.fixture(params=["torchrun", "srun"])
 def launcher(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A command that starts two ranks of the Python program that follows."""
-    name = request.param
-    if name in PACKAGES and shutil.which(name) is None:
-        pytest.skip(f"needs MPI (Debian: {PACKAGES[name]}): no {name}")
-    for variable, value in {**FOR_OPEN_MPI, "PYTHONPATH": str(ROOT)}.items():
-        monkeypatch.setenv(variable, value)
-    if name != "srun":
-        yield LAUNCHERS[name]
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    if request.param == "torchrun":
+        yield TORCHRUN
         return
     skip_without_slurm()
     (tmp_path / "cluster").mkdir()
     cluster = Cluster(tmp_path / "cluster", ["node1"])
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
-    yield LAUNCHERS[name]
+    yield ["srun", "--ntasks=1", *TORCHRUN]
     cluster.close()
 
 
@@ -66,8 +53,7 @@ def configuration(folder: Path, **blocks: Any) -> list[str]:
 
 
 def is_second_rank(process: psutil.Process) -> bool:
-    environment = process.environ()
-    return any(environment.get(name) == "1" for name in RANKS)
+    return process.environ().get("RANK") == "1"
 
 
 @pytest.mark.parametrize("killed", ["rank", "launcher"])

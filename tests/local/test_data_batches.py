@@ -7,25 +7,31 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 
-from ds_dynmo.data import TokenData, Tokens
+from ds_dynmo.data import Column, TokenData, Tokens
 from ds_dynmo.data.batches import STRETCH, TokenBatches
 from ds_dynmo.data.order import Shuffle, draw
 from ds_dynmo.data.rows import DocumentRows, pack
 from ds_dynmo.errors import ConfigError
 
 
+def tokens(ids: Any, name: str, starts: Any = None) -> Tokens:
+    """Make tokens of one document, or of those that begin where ``starts`` says."""
+    return Tokens(name, Column([pyarrow.array(ids)]), np.array([0, len(ids)] if starts is None else starts))
+
+
 def counting(length: int) -> TokenData:
     """Make a text whose ids are their positions."""
-    return TokenData(Tokens(np.arange(length, dtype=np.uint32), "counting"))
+    return TokenData(tokens(np.arange(length, dtype=np.uint32), "counting"))
 
 
 def documents(lengths: list[int], **settings: Any) -> TokenData:
     """Make a text of documents, in which ids are their positions."""
     ends = np.cumsum(lengths)
-    return TokenData(Tokens(np.arange(ends[-1]), "documents", np.concatenate(([0], ends))), **settings)
+    return TokenData(tokens(np.arange(ends[-1]), "documents", [0, *ends]), **settings)
 
 
 def train(data: TokenData, **changes: Any) -> TokenBatches:
@@ -88,7 +94,7 @@ def test_training_never_shows_a_token_of_validation(length: int) -> None:
 
 
 def test_a_text_for_validation_leaves_the_other_whole() -> None:
-    texts = [Tokens(np.arange(start, start + 40), "x") for start in (0, 100)]
+    texts = [tokens(np.arange(start, start + 40), "x") for start in (0, 100)]
     data = TokenData(texts[0], validation=texts[1])
     seen = set(
         data.batches("train", micro_batch_size=500, sequence_length=8, seed=0).micro_batch(0)[1].flatten().tolist()
@@ -189,7 +195,6 @@ def test_every_token_of_a_document_is_predicted_once_and_from_its_own_document(k
     lengths = [5, 3, 9, 4, 1, 7, 2, 20, 18, 0, 8] * 4
     data = documents(lengths, documents=kind)
     found, rows = pieces_of(data)
-    assert data.tokens.starts is not None
     expected = []
     for number, (start, stop) in enumerate(zip(data.tokens.starts, data.tokens.starts[1:])):
         if number % 20 != 19:  # for validation
@@ -273,22 +278,15 @@ def test_too_little_text_is_refused_with_both_numbers() -> None:
     ):
         counting(179).check_length(8)
     counting(180).check_length(8)
-    alone = Tokens(np.arange(8), "x")
+    alone = tokens(np.arange(8), "x")
     with pytest.raises(ConfigError, match="x: 8 tokens are too few: one sequence of 8 tokens needs 9"):
-        TokenData(Tokens(np.arange(50), "y"), validation=alone).check_length(8)
+        TokenData(tokens(np.arange(50), "y"), validation=alone).check_length(8)
     with pytest.raises(ConfigError, match=r"19 documents are too few: .* validation, which gets every 20th one"):
         documents([4] * 19, documents="packed").check_length(8)
     with pytest.raises(ConfigError, match=r"20 documents are too few: one of more than a token"):
         documents([1] * 20, documents="packed").check_length(8)
     with pytest.raises(ConfigError, match=r"21 sequences of 8 tokens are too few for a micro-batch of 22 \(train\)"):
         train(counting(180), micro_batch_size=22, sampling="epochs")
-
-
-def test_documents_need_to_be_known() -> None:
-    with pytest.raises(
-        ConfigError, match=r'x: nothing says where its documents begin, which data.documents = "packed"'
-    ):
-        TokenData(Tokens(np.arange(50), "x"), documents="packed")
 
 
 def test_a_text_is_described() -> None:

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_dynmo.cli.training.data import identity_of
 from ds_dynmo.cli.training.options import TrainingRun, prepare
-from ds_dynmo.data import TokenData, Tokens
+from ds_dynmo.data import Column, TokenData, Tokens
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, load_text
 from ds_dynmo.models.huggingface.trial import random_model
 from tests.local.huggingface_families import tiny_values
-from tests.local.test_data_text import tokenizer
+from tests.local.words import word_tokenizer
 from tests.saved_runs import save_metadata
 
 OURS = {"layers": 2, "hidden_size": 16, "heads": 2, "sequence_length": 4}
 
 
 @pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
 
@@ -45,7 +47,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(plain: Path, tmp_path: Path) -> Path:
     """Make the same with a tokenizer."""
-    tokenizer(tmp_path / "model")
+    word_tokenizer(tmp_path / "model")
     for file in plain.iterdir():
         (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
     return tmp_path / "model"
@@ -81,56 +83,40 @@ def test_our_own_gpt_reads_bytes_by_default(tmp_path: Path, text: Path) -> None:
     assert isinstance(prepared(tmp_path, OURS).text, ByteText)
 
 
-def test_a_bin_file_is_bytes_only_where_they_are_asked_for(tmp_path: Path) -> None:
-    ids = tmp_path / "nanogpt" / "train.bin"
-    ids.parent.mkdir()
-    np.zeros(500, dtype=np.uint16).tofile(ids)
-    for given in (ids, ids.parent):
-        with pytest.raises(ConfigError, match=r'train\.bin: token ids need "dtype" in the "data" section.*train\.json'):
-            prepared(tmp_path, OURS, "--data", str(given))
-        run = prepared(tmp_path, {**OURS, "tokens": "bytes"}, "--data", str(given))
-        assert isinstance(run.text, ByteText) and len(run.text.tokens) == 1000
-
-
-def test_token_files_in_a_folder_are_bytes_only_where_they_are_asked_for(tmp_path: Path, text: Path) -> None:
-    (tmp_path / "val.bin").write_bytes(b"12")
-    with pytest.raises(ConfigError, match=r'val\.bin: files of token ids are not read as text.*"tokens": "bytes"'):
-        prepared(tmp_path, OURS, "--data", str(tmp_path))
-    prepared(tmp_path, {**OURS, "tokens": "bytes"}, "--data", str(tmp_path))
-    with pytest.raises(ConfigError, match='--data "": should name a file or a folder'):
-        prepared(tmp_path, OURS, "--data", "")
-
-
 NO_TEXT = {
-    "text.jsonl.gz": gzip.compress(b"".join(b'{"text": "%d"}\n' % number for number in range(999))),
-    "table.parquet": b"PAR1\x15\x04\x15\xc0" + bytes(500),
-    "zeros.dat": b"one" + bytes(500),
-    "deep/utf16.txt": "one two three ".encode("utf-16") * 100,
+    "train.bin": bytes(1000),
+    "text.txt.gz": gzip.compress(b"one two three " * 999),
     "late.txt": b"one two three " * 4000 + b"\xff" * 500,
+    "table.parquet": b"PAR1",
+    "chat.jsonl": b'{"messages": []}\n' * 100,
 }
 
 
 @pytest.mark.parametrize("name", NO_TEXT)
-def test_a_file_that_is_no_text_is_bytes_only_where_they_are_asked_for(name: str, tmp_path: Path, folder: Path) -> None:
+def test_a_file_that_is_no_text_is_bytes_only_where_they_are_asked_for(name: str, tmp_path: Path) -> None:
     file = tmp_path / "data" / name
     file.parent.mkdir(parents=True)
     file.write_bytes(NO_TEXT[name])
     for given in (file, tmp_path / "data"):
-        for model, remedy in ((OURS, '.*"tokens": "bytes"'), (huggingface(folder), "")):
-            with pytest.raises(ConfigError, match=f"{name}: is no UTF-8 text: .*decompress it, .*JSON lines{remedy}"):
-                prepared(tmp_path, model, "--data", str(given))
-        run = prepared(tmp_path, {**OURS, "tokens": "bytes"}, "--data", str(given))
-        assert isinstance(run.text, ByteText) and len(run.text.tokens) == len(NO_TEXT[name])
+        with pytest.raises(ConfigError, match=name):
+            prepared(tmp_path, {**OURS, "vocab_size": 256}, "--data", str(given))
+        if name in ("train.bin", "late.txt"):
+            run = prepared(tmp_path, {**OURS, "tokens": "bytes"}, "--data", str(given))
+            assert isinstance(run.text, ByteText) and len(run.text.tokens) == len(NO_TEXT[name])
+    with pytest.raises(ConfigError, match='--data "": should name a file or a folder'):
+        prepared(tmp_path, OURS, "--data", "")
 
 
-def test_text_is_known_by_its_beginning_also_where_that_ends_in_a_character(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("x" + "é" * 2**16, encoding="utf-8-sig")
-    prepared(tmp_path, OURS, "--data", str(tmp_path / "text.txt"))
+def test_what_is_no_text_says_how_its_bytes_are_trained(tmp_path: Path) -> None:
+    for name in ("train.bin", "late.txt"):
+        (tmp_path / name).write_bytes(NO_TEXT[name])
+        with pytest.raises(ConfigError, match=rf'{name}: .*; "tokens": "bytes" in the "model" section trains on'):
+            prepared(tmp_path, OURS, "--data", str(tmp_path / name))
 
 
 def test_a_folders_own_tokenizer_reads_text(tmp_path: Path, folder: Path, text: Path, capsys: Any) -> None:
     run = prepared(tmp_path, huggingface(folder), "--data", str(text), field="text")
-    assert isinstance(run.text, TokenData) and run.text.tokens.ids.tolist() == [*[3, 4, 5] * 100, 1]
+    assert isinstance(run.text, TokenData) and run.text.tokens.ids.read(0, 301).tolist() == [*[3, 4, 5] * 100, 1]
     assert capsys.readouterr().out == f"{text}: 301 tokens\n"
     run = prepared(tmp_path, huggingface(folder, tokens=None), "--data", str(text), documents="joined")
     assert isinstance(run.text, TokenData)
@@ -160,7 +146,7 @@ def test_separate_documents_are_padded_where_packed_ones_would_see_each_other(
     rank: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", rank)
-    tokenizer(tmp_path / "model")
+    word_tokenizer(tmp_path / "model")
     random_model(tiny_values("gpt_oss"), "eager").save_pretrained(tmp_path / "model")
     model, given = huggingface(tmp_path / "model"), ("--data", str(lines_of(tmp_path)))
     run = prepared(tmp_path, model, *given, **SHIPPED)
@@ -179,7 +165,7 @@ def test_separate_documents_are_padded_where_packed_ones_would_see_each_other(
 
 def test_our_own_gpt_reads_text_with_a_tokenizer_that_is_named(tmp_path: Path, folder: Path, text: Path) -> None:
     run = prepared(tmp_path, OURS, "--data", str(text), tokenizer=str(folder))
-    assert isinstance(run.text, TokenData) and run.text.tokens.ids.tolist() == [*[3, 4, 5] * 100, 1]
+    assert isinstance(run.text, TokenData) and run.text.tokens.ids.read(0, 301).tolist() == [*[3, 4, 5] * 100, 1]
 
 
 def test_bytes_can_be_asked_for(tmp_path: Path, folder: Path, text: Path) -> None:
@@ -191,41 +177,32 @@ def test_bytes_can_be_asked_for(tmp_path: Path, folder: Path, text: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["own", "plain", "folder"])
 def test_token_ids_are_read_by_any_model(kind: str, tmp_path: Path, plain: Path, folder: Path) -> None:
-    np.asarray([1, 2, 3, 4, 5] * 100, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2, 3, 4, 5]}\n' * 100)
     model = {"own": OURS, "plain": huggingface(plain), "folder": huggingface(folder)}[kind]
-    run = prepared(tmp_path, model, "--data", str(tmp_path / "train.bin"), dtype="uint16")
+    run = prepared(tmp_path, model, "--data", str(tmp_path / "ids.jsonl"), documents="packed")
     assert isinstance(run.text, TokenData) and len(run.text.tokens.ids) == 500
 
 
 def test_what_cannot_be_trained_is_refused_with_the_numbers(
     tmp_path: Path, plain: Path, folder: Path, text: Path
 ) -> None:
-    ids = tmp_path / "train.bin"
-    np.asarray([1, 2, 3, 4, 300] * 100, dtype=np.uint16).tofile(ids)
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text('{"input_ids": [1, 2, 3, 4, 300]}\n' * 100)
 
     def refused(message: str, model: dict[str, Any], *flags: str, **data: Any) -> None:
         with pytest.raises(ConfigError, match=message):
             prepared(tmp_path, model, *flags, **data)
 
     given = ("--data", str(text))
-    no_tokenizer = (
-        r'model\.huggingface = ".*": {}, which text needs: "tokenizer" in the "data" section .*"tokens": "bytes"'
-    )
-    refused(no_tokenizer.format("has no tokenizer"), huggingface(plain), *given)
-    refused(no_tokenizer.format("has no tokenizer"), huggingface(plain))
-    (folder / "tokenizer.json").rename(folder / "vocab.json")
-    refused(
-        no_tokenizer.format(r"holds a tokenizer \(tokenizer_config\.json, vocab\.json\) but no tokenizer\.json"),
-        huggingface(folder),
-        *given,
-    )
-    (folder / "vocab.json").rename(folder / "tokenizer.json")
-    refused("--data: should name text or token ids for a model with a tokenizer", huggingface(folder))
-    refused(
-        r"train\.bin: token 4 of 500 is 300: .* has 6 entries", huggingface(plain), "--data", str(ids), dtype="uint16"
-    )
-    refused(r"train\.bin: token 4 of 500 is 300: .* has 256 entries", OURS, "--data", str(ids), dtype="uint16")
-    refused(r"train\.bin: has no header", huggingface(folder), "--data", str(ids))
+    no_tokenizer = r'text\.txt: is text, and no tokenizer is given: "tokenizer" in the "data" section names a folder'
+    refused(no_tokenizer, huggingface(plain), *given, documents="packed")
+    refused("--data: should name text for a model with a tokenizer", huggingface(folder))
+    for model, vocabulary in ((huggingface(plain), 6), (OURS, 256)):
+        message = rf"ids\.jsonl, line 1: token 4 of 5 is 300: .* has {vocabulary} entries"
+        refused(message, model, "--data", str(ids), documents="packed")
+    withdrawn = "withdrawn; give rows with input_ids, as JSON lines, Parquet or by Dataset"
+    refused(rf"data\.dtype: {withdrawn}", OURS, "--data", str(ids), dtype="uint16")
+    refused(rf"data\.end_of_document: {withdrawn}", OURS, "--data", str(ids), end_of_document=1)
     refused("sequence_length 9: the model has 8 positions", huggingface(folder, sequence_length=9), *given)
     refused(
         "100 tokens are too few: .* 8 tokens in the 5%",
@@ -237,7 +214,7 @@ def test_what_cannot_be_trained_is_refused_with_the_numbers(
     refused(r'data\.documents = "pack": .*packed', huggingface(folder), *given, documents="pack")
     refused(r"data\.fields = .*: unknown key.*field", huggingface(folder), *given, fields="x")
     refused("nowhere: no such file or folder", huggingface(folder), "--data", "nowhere")
-    refused(r"nowhere: has no tokenizer\.json", OURS, *given, tokenizer="nowhere")
+    refused("nowhere: there is no such folder", OURS, *given, tokenizer="nowhere")
     refused("nowhere: no such file or folder", huggingface(folder), *given, validation="nowhere")
 
 
@@ -288,8 +265,9 @@ def test_a_run_is_resumed_on_the_same_tokens(tmp_path: Path, folder: Path, text:
     for kept in ({}, {"data": run.text.identity}):  # saved before there was such a key, and since
         save_facts(tmp_path, {**said, **kept})
         prepared(tmp_path, model, "--data", str(text), *resume, documents="joined")
-    (other := run.text.tokens.ids.copy())[150] ^= 1
-    others = {**run.text.identity, "tokens": 300}, TokenData(replace(run.text.tokens, ids=other)).identity
+    (other := run.text.tokens.ids.read(0, 301).copy())[150] ^= 1
+    changed = replace(run.text.tokens, ids=Column([pyarrow.array(other)]))
+    others = {**run.text.identity, "tokens": 300}, TokenData(changed).identity
     assert others[1]["sample"] != run.text.identity["sample"]
     older = {key: value for key, value in run.text.identity.items() if key != "boundaries"}
     save_facts(tmp_path, {**said, "data": older})
@@ -306,14 +284,19 @@ def test_a_run_is_resumed_on_the_same_tokens(tmp_path: Path, folder: Path, text:
 
 def test_a_run_is_resumed_on_the_same_documents_if_they_are_kept_apart() -> None:
     ids, starts = np.arange(100), np.array([0, 40, 100])
+
+    def tokens(ids: Any, starts: Any, trained: int | None = None) -> Tokens:
+        return Tokens("x", Column([pyarrow.array(ids)]), starts, None, trained)
+
     identities = [
-        TokenData(Tokens(ids, "x", beginnings), documents=kind).identity  # type: ignore[arg-type]
+        TokenData(tokens(ids, beginnings), documents=kind).identity  # type: ignore[arg-type]
         for kind in ("joined", "packed")
         for beginnings in (starts, np.array([0, 50, 100]))
     ]
     assert identities[0] == identities[1] and identities[2] != identities[3]
-    data = [TokenData(Tokens(ids, "x"), validation=Tokens(other, "x")) for other in (ids, ids[::-1])]
+    data = [TokenData(tokens(ids, starts), validation=tokens(other, starts)) for other in (ids, ids[::-1])]
     assert data[0].identity == data[1].identity and data[0].digest != data[1].digest
+    assert TokenData(tokens(ids, starts, 9)).identity != data[0].identity
 
 
 def test_a_resume_file_with_other_things_in_it_is_refused(tmp_path: Path, text: Path) -> None:
@@ -348,21 +331,14 @@ def test_a_run_on_bytes_is_resumed_on_the_same_bytes(tmp_path: Path, text: Path)
         prepared(tmp_path, OURS, "--data", str(text), "--resume", str(tmp_path))
 
 
-def test_bytes_of_a_large_text_are_hashed_once_until_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    text = tmp_path / "text.txt"
+def test_bytes_of_a_large_text_are_compared_in_pieces(tmp_path: Path) -> None:
+    text, found = tmp_path / "text.txt", []
     with text.open("wb") as file:
         file.truncate(2**25)
-    expected = {"bytes": 2**25, "sha256": hashlib.sha256(bytes(2**25)).hexdigest()[:16]}
-    assert identity_of(load_text(text)) == expected
-    (kept,) = (tmp_path / "cache").rglob("*.npz")
-    written = kept.stat().st_mtime_ns
-    assert identity_of(load_text(text)) == expected and kept.stat().st_mtime_ns == written
-    with text.open("r+b") as file:
-        file.seek(3)
-        file.write(b"x")
-    changed = hashlib.sha256(b"\0\0\0x" + bytes(2**25 - 4)).hexdigest()[:16]
-    assert identity_of(load_text(text)) == {"bytes": 2**25, "sha256": changed}
-    assert len([*(tmp_path / "cache").rglob("*.npz")]) == 2
+    for place in (2**24, 2**25 - 2**13):
+        found.append(identity_of(load_text(text)))
+        with text.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x" * 2**13)
+    found.append(identity_of(load_text(text)))
+    assert [each["bytes"] for each in found] == [2**25] * 3 and len({each["sha256"] for each in found}) == 3

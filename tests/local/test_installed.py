@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.mpi import FOR_OPEN_MPI
 from tests.local.slurm_cluster import Cluster, skip_without_slurm
 from tests.pages import code_blocks
 from tests.ports import free_port
@@ -21,7 +20,6 @@ LAUNCHERS = {
     "none": [],
     "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=2", "--no_python", "--master_port"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--no-python", "--master_port"],
-    "mpirun": ["mpirun", "-n", "2"],
 }
 
 
@@ -63,24 +61,19 @@ def test_commands_need_no_checkout(installed: Path) -> None:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_starts_training(installed: Path, launcher: str) -> None:
     words = LAUNCHERS[launcher]
-    if launcher == "mpirun" and shutil.which("mpirun") is None:
-        pytest.skip("needs MPI (Debian: openmpi-bin): no mpirun")
-    port = str(free_port())
-    if words and words[-1] == "--master_port":
-        words = [*words, port]
-    variables = {**FOR_OPEN_MPI, "MASTER_PORT": port} if launcher == "mpirun" else {}
-    printed = output_of(installed, *words, *TRAIN, **variables)
+    port = [str(free_port())] if words else []
+    printed = output_of(installed, *words, *port, *TRAIN)
     assert printed.count("step 2/2: loss") == 1  # one job, of one rank or of two
     assert ("One process" in printed) == (launcher == "none")
 
 
 @pytest.mark.nightly
-def test_srun_starts_training(installed: Path, tmp_path: Path) -> None:
+def test_srun_starts_torchrun_which_starts_training(installed: Path, tmp_path: Path) -> None:
     skip_without_slurm()
     cluster = Cluster(tmp_path, ["node1"])
     try:
-        variables = {**cluster.environment, "MASTER_PORT": str(cluster.free_port)}
-        printed = output_of(installed, "srun", "--ntasks=2", "--overcommit", *TRAIN, **variables)
+        words = ["srun", "--ntasks=1", *LAUNCHERS["torchrun"], str(cluster.free_port)]
+        printed = output_of(installed, *words, *TRAIN, **cluster.environment)
     finally:
         cluster.close()
     assert printed.count("step 2/2: loss") == 1

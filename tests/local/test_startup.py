@@ -41,12 +41,11 @@ def test_a_rank_takes_the_accelerator_with_its_number(
 
 
 def test_a_rank_that_sees_one_accelerator_of_its_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under ``srun --gpus-per-task=1``."""
     accelerator = Accelerator("cuda", 1)
     monkeypatch.setattr(startup, "get_accelerator", lambda: accelerator)
     with pytest.raises(ConfigError, match="LOCAL_RANK = 1: this process sees 1 accelerators") as refused:
         startup.take_device(1)
-    assert "--gpus-per-node" in str(refused.value) and not accelerator.taken
+    assert "all of a host's" in str(refused.value) and not accelerator.taken
 
 
 def test_what_differs_between_ranks_is_named() -> None:

@@ -6,7 +6,7 @@ breaks the same behaviour at the new place, and keeps the tests.
 
 from __future__ import annotations
 
-from tests.mutations import checkpoints, decisions, device, huggingface, moves, repack, schedules, state
+from tests.mutations import checkpoints, data, decisions, device, huggingface, moves, repack, schedules, state
 from tests.mutations.mutation import Mutation
 
 TOPICS: dict[str, list[Mutation]] = {
@@ -17,6 +17,7 @@ TOPICS: dict[str, list[Mutation]] = {
     "decisions": decisions.MUTATIONS,
     "schedules": schedules.MUTATIONS,
     "device": device.MUTATIONS,
+    "data": data.MUTATIONS,
     "huggingface": huggingface.MUTATIONS,
 }
 MUTATIONS = [mutation for topic in TOPICS.values() for mutation in topic]

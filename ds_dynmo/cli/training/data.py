@@ -8,27 +8,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ds_dynmo.data import (
-    DataConfig,
-    TokenData,
-    check_text,
-    find_file_without_dtype,
-    holds_ids,
-    open_data,
-    read_data_config,
-)
-from ds_dynmo.data.cache import LARGE, cached_arrays, default_folder
-from ds_dynmo.data.tokenizing import TOKENIZER
-from ds_dynmo.data.tokens import SAMPLED
+from ds_dynmo.data import TokenData, check_text, holds_rows, open_data, read_data_config
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.files.texts import read_errors_as_config_error
 from ds_dynmo.models import ByteText, ModelConfig, huggingface, load_text, vocabulary_of
 from ds_dynmo.models.text import FileBytes
 
 __all__ = ["check_same_data", "describe", "identity_of", "load_data", "say"]
 
+LARGE = 2**24  # bytes, which are read in a fraction of a second
+PIECES, PIECE = 2**12, 2**8  # bytes: each piece may bring 128 KiB around it from the disk
 TO_BYTES = '"tokens": "bytes" in the "model" section trains on its bytes'
 
 
@@ -47,28 +35,23 @@ def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig, *,
     if path == "":
         raise ConfigError('--data "": should name a file or a folder')
     folder = _folder(model)
-    if model.tokens is None and path is not None and holds_ids(path, config):
-        return _open(path, config, model, packed)
-    if model.tokens == "bytes" or (config.tokenizer is None and folder is None):
+    no_tokenizer = config.tokenizer is None and folder is None
+    if model.tokens == "bytes" or (no_tokenizer and (path is None or not holds_rows(path))):
         keys = sorted(config.model_fields_set)
         if keys:
             raise ConfigError(
                 f"data.{', data.'.join(keys)}: cannot be given for raw bytes, which this run trains on; token ids are "
-                'of a file of them as --data, or of "tokenizer" in the "data" section, without "tokens": "bytes"'
+                'of "tokenizer" in the "data" section, without "tokens": "bytes"'
             )
         if model.tokens is None and path is not None:
-            _check_bytes(path, config)
+            check_text(path, f"; {TO_BYTES}")
         return load_text(path)
-    if config.tokenizer is None and not _has_tokenizer(folder):
-        files = huggingface.tokenizer_files(folder)
-        has = f"holds a tokenizer ({', '.join(files)}) but no {TOKENIZER}" if files else "has no tokenizer"
-        raise ConfigError(
-            f'model.huggingface = "{folder}": {has}, which text needs: "tokenizer" in the "data" section names another '
-            f"folder with one; {TO_BYTES}"
-        )
     if path is None:
-        raise ConfigError(f"--data: should name text or token ids for a model with a tokenizer; {TO_BYTES}")
-    return _open(path, config, model, packed)
+        raise ConfigError(f"--data: should name text for a model with a tokenizer; {TO_BYTES}")
+    tokenizer = folder if huggingface.tokenizer_files(folder) else None
+    data = open_data(path, config, vocabulary=vocabulary_of(model), tokenizer=tokenizer, packs=packed)
+    say(data.describe(model.sequence_length))
+    return data
 
 
 def check_same_data(resume: Path, resumed: dict[str, Any], data: ByteText | TokenData) -> None:
@@ -111,50 +94,16 @@ def say(line: str) -> None:
 
 @lru_cache(maxsize=1)
 def _digest(text: ByteText) -> str:
-    """Hash all bytes. Those of a large text are read once per machine, until its files change."""
-    tokens = text.tokens
+    """Hash all bytes, of a large text pieces at equal distances."""
+    tokens, found = text.tokens, hashlib.sha256()
     assert isinstance(tokens, FileBytes), "load_text gives these"
-
-    def digest() -> dict[str, str]:
-        whole = hashlib.sha256()
-        for piece in tokens.pieces():
-            whole.update(piece)
-        return {"sha256": whole.hexdigest()[:16]}
-
-    if len(tokens) <= LARGE:
-        return digest()["sha256"]
-    sample = tokens[torch.arange(0, len(tokens), -(-len(tokens) // SAMPLED))]
-    key = ["bytes", len(tokens), hashlib.sha256(sample.numpy().data).hexdigest()]
-    return str(cached_arrays(default_folder(), tokens.files, key, digest)["sha256"])
-
-
-def _open(path: str, config: DataConfig, model: ModelConfig, packed: bool) -> TokenData:
-    folder = _folder(model)
-    tokenizer = folder if _has_tokenizer(folder) else None
-    data = open_data(path, config, vocabulary=vocabulary_of(model), tokenizer=tokenizer, packs=packed, log_progress=say)
-    say(data.describe(model.sequence_length))
-    return data
-
-
-def _check_bytes(path: str, config: DataConfig) -> None:
-    """Refuse token ids as raw bytes, which nobody has asked for."""
-    if (file := find_file_without_dtype(path, config)) is not None:
-        raise ConfigError(
-            f'{file}: token ids need "dtype" in the "data" section, "uint16" for nanoGPT\'s files, or a '
-            f"{file.with_suffix('.json').name} beside them; {TO_BYTES}"
-        )
-    check_text(path, f"; {TO_BYTES}")
+    places = range(0, len(tokens), max(1, len(tokens) // PIECES))
+    for piece in tokens.pieces() if len(tokens) <= LARGE else (tokens.piece(place, PIECE) for place in places):
+        found.update(piece)
+    return found.hexdigest()[:16]
 
 
 def _folder(model: ModelConfig) -> Path | None:
     """Find the folder of a Hugging Face model, which would have a tokenizer."""
     folder = model.huggingface
-    with read_errors_as_config_error(Path(str(folder))):
-        return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
-
-
-def _has_tokenizer(folder: Path | None) -> bool:
-    if folder is None:
-        return False
-    with read_errors_as_config_error(folder):
-        return (folder / TOKENIZER).is_file()
+    return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None

@@ -36,8 +36,8 @@ STEPS = 150
 LONGEST = 60  # characters of a value in a message
 OWN_KEYS = ("dynmo", "training", "model", "data", "steps_per_print")  # compared elsewhere, or each rank's own
 START = (
-    "Start one process per accelerator, by deepspeed, torchrun, srun or mpirun. Without them it is one process, so one "
-    "stage: it trains, and no layer can move."
+    "Start one process per accelerator, by deepspeed or torchrun. Without them it is one process, so one stage: it "
+    "trains, and no layer can move."
 )
 RECORDING = {  # in the "dynmo" section: every batch is profiled, and no layer moves
     "enabled": True,
