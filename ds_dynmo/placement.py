@@ -14,7 +14,7 @@ V      two                     ``2 * p + 1``   chunks ``s`` and ``2 * p - 1 - s`
 ``engine.partition`` is the list of boundaries: DeepSpeed's ``PipelineModule.parts``, or ``DualPipeVModule.parts``.
 
 Balancers are functions over costs and a chain's boundaries, and slice those (:mod:`ds_dynmo.partitioners`,
-:mod:`ds_dynmo.layer_groups`). No other module calculates with boundaries; tests/pure/test_placement.py checks that.
+:mod:`ds_dynmo.layer_groups`). No other module calculates with boundaries; tests/engine/test_placement.py checks that.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ long() { bash scripts/test.sh -m nightly; }
 compiled() { bash scripts/test.sh -m compiled; }
 emulated() {
     DS_ACCELERATOR=emulated bash scripts/test.sh tests/distributed &&
-        DS_ACCELERATOR=emulated bash scripts/test.sh -m nightly tests/distributed/test_bitwise.py tests/distributed/test_moves.py
+        DS_ACCELERATOR=emulated bash scripts/test.sh -m nightly tests/engine/test_bitwise.py tests/engine/move/test_moves.py
 }
 mutations() { (source scripts/setup_env.sh test cpu && python -m tests.mutations); }
 versions() { bash scripts/test_versions.sh; }

@@ -17,9 +17,10 @@ from tests import emulated
 NO_PACKAGE = "could not import"  # beginning of the reasons that pytest.importorskip gives
 NO_COMPILER = "needs a C++ compiler"  # in the reason that tests/emulated/build.py gives
 NO_DEVICE = pytest.StashKey["str | None"]()  # why the emulated device, if asked for, cannot be made
-ON_RANKS = Path(__file__).resolve().parent / "distributed"
 WHOLE_MATRIX = {"test_bitwise.py"}
-LAUNCHES = {"test_benchmark.py", "test_launch.py", "test_left_behind.py", "test_slurm.py", "test_train_script.py"}
+LAUNCHES = {"test_benchmark_on_ranks.py", "test_launch_on_ranks.py", "test_left_behind.py", "test_slurm.py"} | {
+    "test_train_script_on_ranks.py"
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -108,7 +109,7 @@ def _leave_variants_to_nightly(items: list[pytest.Item]) -> None:
         marks = {mark.name for mark in item.iter_markers()}
         if not function or item.path.name in WHOLE_MATRIX or marks & {"nightly", "every_variant"}:
             continue
-        if item.path.is_relative_to(ON_RANKS):
+        if "ranks" in marks:
             variants.setdefault((item.path, function), []).append(item)
     for same_test in variants.values():
         for item in same_test[1:-1]:

@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from tests import emulated
-from tests.distributed.harness import run
+from tests.support.harness import run
 
 ACCELERATOR = get_accelerator()
 PRESENT = 0 if ACCELERATOR.device_name() == "cpu" else ACCELERATOR.device_count()

@@ -12,7 +12,7 @@ from torch import nn
 import ds_dynmo
 from ds_dynmo.engine.measure.profiler import EventClock
 from tests.accelerator.devices import ACCELERATOR, device_seconds, needs, only_real, run_on_devices
-from tests.distributed.support.configs import Case, config
+from tests.support.configs import Case, config
 
 WIDTH = 2048
 COUNTS = [2, 8, 4]  # matrix products of each layer

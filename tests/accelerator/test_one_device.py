@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.accelerator.devices import IS_REAL, each, needs, run_on_devices
-from tests.distributed.support import case_runs
-from tests.distributed.support.case_runs import CASES, CaseRun
-from tests.distributed.support.checkpoints import check_same, load_and_continue, save_and_continue
-from tests.distributed.support.configs import PRECISIONS, Case
-from tests.distributed.support.training import train_frozen
+from tests.support import case_runs
+from tests.support.case_runs import CASES, CaseRun
+from tests.support.checkpoints import check_same, load_and_continue, save_and_continue
+from tests.support.configs import PRECISIONS, Case
+from tests.support.training import train_frozen
 
 
 def train_every_case(precision: str) -> dict[str, list[list[float]] | str]:

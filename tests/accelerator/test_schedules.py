@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.accelerator.devices import each, needs, run_on_devices
-from tests.distributed import test_topologies
-from tests.distributed.support.configs import PRECISIONS, SECTION, Case
-from tests.distributed.support.training import train, train_frozen, whole
-from tests.distributed.test_schedule_features import PROFILED, train_layers, twofold
+from tests.engine.deepspeed import test_topologies
+from tests.engine.split.test_schedule_features import PROFILED, train_layers, twofold
+from tests.support.configs import PRECISIONS, SECTION, Case
+from tests.support.training import train, train_frozen, whole
 
 MOVES = ([0, 2, 8], [0, 7, 8], [0, 4, 8])
 FOUR = ([0, 1, 2, 4, 8], [0, 3, 5, 7, 8])

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.accelerator.devices import ACCELERATOR, each, needs, run_on_devices
-from tests.distributed.support import case_runs
-from tests.distributed.support.case_runs import CASES, CaseRun, moved
-from tests.distributed.support.configs import PRECISIONS, Case
-from tests.distributed.support.elastic import losses, merged, train_alone, train_and_repack
-from tests.distributed.support.training import batches, build, train, whole
+from tests.support import case_runs
+from tests.support.case_runs import CASES, CaseRun, moved
+from tests.support.configs import PRECISIONS, Case
+from tests.support.elastic import losses, merged, train_alone, train_and_repack
+from tests.support.training import batches, build, train, whole
 
 MOVES = ([0, 2, 8], [0, 7, 8], [0, 1, 8], [0, 4, 8])
 

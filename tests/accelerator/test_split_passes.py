@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.accelerator.devices import ACCELERATOR, needs, run_on_devices
-from tests.local.split_passes import WIDTH, check_same, inputs
-from tests.local.test_split_experts import mixtral
-from tests.local.test_split_modules import MODELS, seeded
+from tests.engine.split.test_split_experts import mixtral
+from tests.engine.split.test_split_modules import MODELS, seeded
+from tests.support.split_passes import WIDTH, check_same, inputs
 
 
 def deferred_on(device: str, dtype: torch.dtype) -> dict[str, set[str]]:

@@ -8,9 +8,9 @@ import torch
 from ds_dynmo.engine.comm.rounds import PER_CALL, Round, RoundsOnStream
 from ds_dynmo.engine.comm.transfer_stream import TransferStream
 from tests.accelerator.devices import ACCELERATOR, BUSY_WIDTH, each, needs, run_on_devices
-from tests.distributed.support.configs import PRECISIONS, Case
-from tests.distributed.support.training import whole
-from tests.distributed.test_migration_phases import train
+from tests.engine.move.test_migration_phases import train
+from tests.support.configs import PRECISIONS, Case
+from tests.support.training import whole
 
 
 def long_work(device: torch.device) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.support.configs import Case
-from tests.distributed.support.training import batches, build
+from tests.support.configs import Case
+from tests.support.training import batches, build
 
 
 def losses_of_batches() -> list[float]:

@@ -12,10 +12,10 @@ from typing import Any
 import deepspeed
 import torch
 
-from tests.distributed.support.configs import Case, config
-from tests.distributed.support.models import module_of
-from tests.distributed.support.training import batches, build
 from tests.emulated import torch_device
+from tests.support.configs import Case, config
+from tests.support.models import module_of
+from tests.support.training import batches, build
 
 TORCH = os.path.dirname(torch.__file__)
 BATCHES = 4

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from tests import emulated
-from tests.distributed.harness import RankError, run
 from tests.emulated.torch_device import library
+from tests.support.harness import RankError, run
 
 HERE = Path(__file__).name
 DELAYS = [0.0, 2.0]  # milliseconds; 0: the host runs what is posted

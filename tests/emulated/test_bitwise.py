@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.harness import run, run_each
-from tests.distributed.support import case_runs
-from tests.distributed.support.case_runs import CASES, CaseRun
-from tests.distributed.support.checkpoints import check_same, load_and_continue, save_and_continue
-from tests.distributed.support.configs import Case
-from tests.distributed.support.elastic import losses, merged, train_and_repack
-from tests.distributed.support.training import train, whole
-from tests.distributed.test_huggingface import GPT2
-from tests.distributed.test_topologies import train_sliced
+from tests.engine.deepspeed.test_topologies import train_sliced
+from tests.models.test_huggingface_on_ranks import GPT2
+from tests.support import case_runs
+from tests.support.case_runs import CASES, CaseRun
+from tests.support.checkpoints import check_same, load_and_continue, save_and_continue
+from tests.support.configs import Case
+from tests.support.elastic import losses, merged, train_and_repack
+from tests.support.harness import run, run_each
+from tests.support.training import train, whole
 
 CPU, EMULATED = "gloo", None  # backends of the ranks
 MOVES = ([0, 2, 8], [0, 7, 8], [0, 4, 8])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.distributed.harness import run
 from tests.emulated import messages
+from tests.support.harness import run
 
 
 def test_a_loss_that_is_under_way_is_not_read() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from tests.distributed.harness import RankError, run
+from tests.support.harness import RankError, run
 
 
 def read_too_early() -> None:

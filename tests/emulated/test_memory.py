@@ -9,10 +9,10 @@ import torch
 from deepspeed.pipe import LayerSpec
 
 from ds_dynmo.engine.decide import memory
-from tests.distributed.harness import run
-from tests.distributed.support.configs import Case
-from tests.distributed.support.models import Block, Embedding, Head
-from tests.distributed.support.training import batches, build
+from tests.support.configs import Case
+from tests.support.harness import run
+from tests.support.models import Block, Embedding, Head
+from tests.support.training import batches, build
 
 
 def moved(share: float) -> tuple[list[int], bool]:

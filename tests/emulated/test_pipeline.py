@@ -11,10 +11,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 
-from tests.distributed.harness import run
-from tests.distributed.support.configs import PRECISIONS, Case, client_optimizer, config
-from tests.distributed.support.models import layers, loss
-from tests.distributed.support.training import micro_batch
+from tests.support.configs import PRECISIONS, Case, client_optimizer, config
+from tests.support.harness import run
+from tests.support.models import layers, loss
+from tests.support.training import micro_batch
 
 
 def train_all(stages: int, delay: float) -> list[Any]:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ds_dynmo.models.sparse_attention.kernels import bucket_pairs
-from tests.distributed.harness import run
-from tests.distributed.support.configs import Case
 from tests.emulated.synchronisations import BATCHES, Waits, by_ds_dynmo, counted, waits_for_magnitudes, waits_under
-from tests.local.test_mixture_of_depths import SEQUENCE, block_of, hidden_states
-from tests.local.test_moe import experts_of, hidden_of
+from tests.models.test_mixture_of_depths import SEQUENCE, block_of, hidden_states
+from tests.models.test_moe import experts_of, hidden_of
+from tests.support.configs import Case
+from tests.support.harness import run
 
 
 @pytest.mark.parametrize(

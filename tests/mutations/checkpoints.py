@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-RESUMES = "tests/distributed/test_checkpoint.py::test_a_run_resumes_in_an_engine_that_trained_at_another_partition"
-DAMAGE = "tests/distributed/test_checkpoint_damage.py"
-CHANGED = "tests/distributed/test_checkpoint_changed_layers.py"
-STOCK = "tests/distributed/test_checkpoint_stock.py"
-BACKGROUND = "tests/distributed/test_background_saves.py"
-FOLDER = "tests/local/test_checkpoint_folder.py"
+RESUMES = "tests/engine/save/test_checkpoint.py::test_a_run_resumes_in_an_engine_that_trained_at_another_partition"
+DAMAGE = "tests/engine/save/test_checkpoint_damage.py"
+CHANGED = "tests/engine/save/test_checkpoint_changed_layers.py"
+STOCK = "tests/engine/save/test_checkpoint_stock.py"
+BACKGROUND = "tests/engine/save/test_background_saves.py"
+FOLDER = "tests/engine/save/test_checkpoint_folder.py"
 HASHES = (
-    "tests/distributed/test_checkpoint_files.py::test_a_rank_hashes_its_share_of_what_is_left_out_and_what_it_takes"
+    "tests/engine/save/test_checkpoint_files.py::test_a_rank_hashes_its_share_of_what_is_left_out_and_what_it_takes"
 )
 
 MUTATIONS = [
@@ -20,7 +20,7 @@ MUTATIONS = [
         "ds_dynmo/engine/comm/communicator.py",
         "return PostedMaximum(numbers, self._control, self._timeout_of_batch())",
         "return PostedMaximum(numbers, self._control, self._timeout)",
-        "tests/distributed/test_pauses.py",
+        "tests/engine/measure/test_pauses.py",
     ),
     Mutation(
         "what a layer has beside its weights is not written for the last layer of a stage",
@@ -63,7 +63,7 @@ MUTATIONS = [
         "        for path in self.destination.paths:\n",
         "        folder = self.folder.temporary\n"
         "        for path in (os.path.join(at, name) for at, _, names in os.walk(folder) for name in names):\n",
-        "tests/distributed/test_checkpoint_files.py"
+        "tests/engine/save/test_checkpoint_files.py"
         "::test_a_checkpoint_has_what_every_rank_wrote_whatever_a_listing_says",
     ),
     Mutation(
@@ -92,7 +92,7 @@ MUTATIONS = [
         "ds_dynmo/engine/save/safe_load.py",
         '_ALLOWED = (*((kind, f"{kind.__module__}.{kind.__qualname__}") for kind in _CLASSES),',
         "_ALLOWED = (*_CLASSES,",
-        "tests/local/test_safe_load.py::test_classes_that_the_user_allowed_stay_allowed",
+        "tests/engine/save/test_safe_load.py::test_classes_that_the_user_allowed_stay_allowed",
     ),
     Mutation(
         "a file of another run of the same length is not noticed",
@@ -157,28 +157,28 @@ MUTATIONS = [
         "ds_dynmo/engine/save/progress.py",
         '            rebalancer.trigger.load_state_dict(saved["controller"])\n',
         "",
-        "tests/distributed/test_checkpoint.py::test_a_resumed_run_keeps_the_times_of_profiles_and_decisions",
+        "tests/engine/save/test_checkpoint.py::test_a_resumed_run_keeps_the_times_of_profiles_and_decisions",
     ),
     Mutation(
         "a move that was decided and has not begun is lost in a checkpoint",
         "ds_dynmo/engine/decide/trigger.py",
         "        pending = self._pending or due.request or decided\n",
         "        pending = self._pending or due.request\n",
-        "tests/distributed/test_background_moves.py::test_a_run_that_is_resumed_before_a_decided_move_decides_again",
+        "tests/engine/move/test_background_moves.py::test_a_run_that_is_resumed_before_a_decided_move_decides_again",
     ),
     Mutation(
         "a placement that was decided and has not begun counts as done in a checkpoint",
         "ds_dynmo/engine/decide/trigger.py",
         '            "_placed": self._placed and decided is None,\n',
         '            "_placed": self._placed,\n',
-        "tests/distributed/test_switched_off.py::test_a_resumed_run_without_such_a_partition_profiles_once",
+        "tests/engine/test_switched_off.py::test_a_resumed_run_without_such_a_partition_profiles_once",
     ),
     Mutation(
         "without the section DeepSpeed names a checkpoint while other ranks write",
         "ds_dynmo/cli/train.py",
         "        save_latest=engine.dynmo is not None,\n",
         "",
-        "tests/distributed/test_train_script.py"
+        "tests/cli/test_train_script_on_ranks.py"
         "::test_without_the_section_a_checkpoint_is_the_latest_once_all_ranks_have_written_it",
     ),
     Mutation(
@@ -186,21 +186,21 @@ MUTATIONS = [
         "ds_dynmo/cli/training/resuming.py",
         "if name == latest or (checkpoint_folder(folder, name) / MANIFEST).is_file()}",
         "}",
-        "tests/local/test_train_script.py::test_a_run_that_has_saved_nothing_yet_begins_where_it_would_resume",
+        "tests/cli/test_train_script.py::test_a_run_that_has_saved_nothing_yet_begins_where_it_would_resume",
     ),
     Mutation(
         "ds-dynmo-train waits for each save in the background",
         "ds_dynmo/cli/train.py",
         "            if last or history.stopped:\n                engine.wait_for_save()\n",
         "            engine.wait_for_save()\n",
-        "tests/distributed/test_train_script.py::test_a_run_stopped_by_signals_equals_an_uninterrupted_one",
+        "tests/cli/test_train_script_on_ranks.py::test_a_run_stopped_by_signals_equals_an_uninterrupted_one",
     ),
     Mutation(
         "ds-dynmo-train ends without a wait for its last save",
         "ds_dynmo/cli/train.py",
         "            if last or history.stopped:\n                engine.wait_for_save()\n",
         "",
-        "tests/distributed/test_train_script.py::test_a_checkpoint_that_cannot_be_the_latest_is_an_error_on_every_rank",
+        "tests/cli/test_train_script_on_ranks.py::test_a_checkpoint_that_cannot_be_the_latest_is_an_error_on_every_rank",
     ),
     Mutation(
         "the state of frozen layers is not written",
@@ -250,21 +250,21 @@ MUTATIONS = [
         "ds_dynmo/engine/save/safe_load.py",
         "new.items() if _checksum(storage) not in checksums}",
         "new.items() if not checksums}",
-        "tests/distributed/test_checkpoint_damage.py::test_a_flipped_bit_of_a_shard_names_the_file_and_the_tensor",
+        "tests/engine/save/test_checkpoint_damage.py::test_a_flipped_bit_of_a_shard_names_the_file_and_the_tensor",
     ),
     Mutation(
         "parameters on both sides of a new one are taken for one interval",
         "ds_dynmo/engine/move/route.py",
         "            last.destination_offset + last.numel,\n",
         "            row.destination_offset,\n",
-        "tests/pure/test_routes.py",
+        "tests/engine/move/test_routes.py",
     ),
     Mutation(
         "each replica resumes with the experts of the first",
         "ds_dynmo/engine/save/reading.py",
         "replica = context.here.replica if same_replicas else 0",
         "replica = 0",
-        "tests/distributed/test_expert_parallel.py::test_a_resumed_run_equals_an_uninterrupted_one",
+        "tests/models/test_expert_parallel.py::test_a_resumed_run_equals_an_uninterrupted_one",
     ),
     Mutation(
         "shards of stock DeepSpeed load with another number of replicas",

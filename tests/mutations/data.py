@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 ENCODING = "ds_dynmo/data/encoding.py"
-CHAT = "tests/local/test_data_chat.py"
+CHAT = "tests/data/test_data_chat.py"
 
 MUTATIONS = [
     Mutation(
@@ -41,6 +41,6 @@ MUTATIONS = [
         "ds_dynmo/data/opening.py",
         ", file.stat().st_mtime_ns)",
         ")",
-        "tests/local/test_data_rows.py::test_a_text_is_tokenized_once_until_something_changes",
+        "tests/data/test_data_rows.py::test_a_text_is_tokenized_once_until_something_changes",
     ),
 ]

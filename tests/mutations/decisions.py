@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 DECIDE = "ds_dynmo/engine/decide"
-ENGINE = "tests/distributed/test_engine.py"
-DECISIONS = "tests/distributed/test_decisions.py"
-POLICY = "tests/local/test_policy.py"
+ENGINE = "tests/engine/test_engine.py"
+DECISIONS = "tests/engine/decide/test_decisions.py"
+POLICY = "tests/engine/decide/test_policy.py"
 
 MUTATIONS = [
     Mutation(
@@ -22,14 +22,14 @@ MUTATIONS = [
         "ds_dynmo/engine/comm/communicator.py",
         "self._what, self._next_timeout = what, self._timeout_of_batch()",
         "self._what, self._next_timeout = what, self._timeout",
-        "tests/distributed/test_pauses.py",
+        "tests/engine/measure/test_pauses.py",
     ),
     Mutation(
         "an order that has become worse is not searched anew",
         "ds_dynmo/partitioners/passes.py",
         "_AS_GOOD = 1.01",
         "_AS_GOOD = 2.0",
-        "tests/pure/partitioners/test_passes.py",
+        "tests/partitioners/test_passes.py",
     ),
     Mutation(
         "decisions search orders for as long as they like",
@@ -43,14 +43,14 @@ MUTATIONS = [
         f"{DECIDE}/rebalancer.py",
         '        return f"{self._stage.placement_change_text(decision.placement)}{schedule}"\n',
         "        return self._stage.placement_change_text(decision.placement)\n",
-        "tests/distributed/test_schedule_decisions.py::test_ranks_that_find_different_orders_stay_as_they_are",
+        "tests/engine/decide/test_schedule_decisions.py::test_ranks_that_find_different_orders_stay_as_they_are",
     ),
     Mutation(
         "a move begins though a rank lacks the memory for it",
         f"{DECIDE}/memory.py",
         "        if overflow is not None:\n",
         "        if False:\n",
-        "tests/distributed/test_move_memory.py::test_a_move_that_does_not_fit_is_refused_before_a_byte_moves"
+        "tests/engine/decide/test_move_memory.py::test_a_move_that_does_not_fit_is_refused_before_a_byte_moves"
         " -k 'rebalance-fp32'",
     ),
     Mutation(
@@ -58,28 +58,28 @@ MUTATIONS = [
         f"{DECIDE}/memory.py",
         "        if limit is None and in_batch and",
         "        if False and",
-        "tests/local/test_memory_limit.py",
+        "tests/engine/decide/test_memory_limit.py",
     ),
     Mutation(
         "the memory of layers that arrive is not counted while they move",
         "ds_dynmo/partitioners/move_memory.py",
         "return new.flat + sum(layer.separate + layer.staged for layer in arriving) +",
         "return new.flat +",
-        "tests/distributed/test_move_memory.py::test_the_peak_of_a_move_is_as_predicted -k 'fp32-2x1 and not zero1'",
+        "tests/engine/decide/test_move_memory.py::test_the_peak_of_a_move_is_as_predicted -k 'fp32-2x1 and not zero1'",
     ),
     Mutation(
         "a move while a batch trains is taken to need as little memory as one between batches",
         "ds_dynmo/engine/decide/memory.py",
         "        training_bytes = self.static_bytes if overlapped else None\n",
         "        training_bytes = None\n",
-        "tests/distributed/test_move_memory.py -k overlapped",
+        "tests/engine/decide/test_move_memory.py -k overlapped",
     ),
     Mutation(
         "activations of micro-batches in flight are not counted",
         f"{DECIDE}/decision_input.py",
         "activation_bytes=tuple(layer.activation_bytes for layer in profile.layers),",
         "activation_bytes=tuple(0 for _ in profile.layers),",
-        "tests/distributed/test_repack_failures.py::test_a_repacking_that_does_not_fit_names_one_that_would",
+        "tests/engine/resize/test_repack_failures.py::test_a_repacking_that_does_not_fit_names_one_that_would",
     ),
     Mutation(
         "layers move for a gain below the threshold",
@@ -121,7 +121,7 @@ MUTATIONS = [
         f"{DECIDE}/trigger.py",
         "        self.ask(Request(Reason.MODEL_CHANGED, reason))\n",
         "",
-        "tests/distributed/test_frozen.py::test_a_model_that_changed_is_profiled_and_rebalanced",
+        "tests/engine/state/test_frozen.py::test_a_model_that_changed_is_profiled_and_rebalanced",
     ),
     Mutation(
         "a report names the partitions the other way round",
@@ -142,14 +142,14 @@ MUTATIONS = [
         f"{DECIDE}/rebalancer.py",
         "move.decision.pass_costs)\n            self._report_schedule()\n",
         "move.decision.pass_costs)\n",
-        "tests/distributed/test_schedule_decisions.py::test_an_order_stays_within_the_memory_limit",
+        "tests/engine/decide/test_schedule_decisions.py::test_an_order_stays_within_the_memory_limit",
     ),
     Mutation(
         "nothing reaches DeepSpeed's monitors",
         "ds_dynmo/engine/decide/reporter.py",
         "        if self._monitor is not None:\n",
         "        if False:\n",
-        "tests/distributed/test_monitors.py::test_csv_files_have_all_series",
+        "tests/engine/decide/test_monitors.py::test_csv_files_have_all_series",
     ),
     Mutation(
         "a partition with an empty stage is accepted",
@@ -163,34 +163,34 @@ MUTATIONS = [
         f"{DECIDE}/rebalancer.py",
         "            new = self._stage.placement.at(partition)\n            self.groups.check(new.boundaries)\n",
         "            new = self._stage.placement.at(partition)\n",
-        "tests/distributed/test_keep_together_rules.py::test_a_forbidden_partition_is_refused_and_training_continues",
+        "tests/engine/decide/test_keep_together_rules.py::test_a_forbidden_partition_is_refused_and_training_continues",
     ),
     Mutation(
         "an unknown key of the section is accepted",
         "ds_dynmo/config/section.py",
         'extra="forbid"',
         'extra="ignore"',
-        "tests/pure/test_config.py",
+        "tests/cli/test_config.py",
     ),
     Mutation(
         "ranks may have different blocks",
         "ds_dynmo/engine/stage.py",
         "of_rank_0 = comm.broadcast_object(config)",
         "of_rank_0 = config",
-        "tests/distributed/test_reporting.py::test_all_other_keys_must_be_equal_on_every_rank",
+        "tests/engine/decide/test_reporting.py::test_all_other_keys_must_be_equal_on_every_rank",
     ),
     Mutation(
         "layers move though the section is switched off",
         "ds_dynmo/engine/guards.py",
         "        if not engine.dynmo.enabled:\n",
         "        if False:\n",
-        "tests/distributed/test_switched_off.py::test_calls_that_would_move_layers_are_refused",
+        "tests/engine/test_switched_off.py::test_calls_that_would_move_layers_are_refused",
     ),
     Mutation(
         "layers may freeze without a word",
         "ds_dynmo/engine/run/trainable.py",
         "        frozen_prefix.check_unchanged(self._stage.layers, self._layers)\n",
         "",
-        "tests/distributed/test_frozen.py::test_freezing_without_model_changed_is_an_error_that_names_it",
+        "tests/engine/state/test_frozen.py::test_freezing_without_model_changed_is_an_error_that_names_it",
     ),
 ]

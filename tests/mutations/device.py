@@ -142,7 +142,7 @@ MUTATIONS = [
         "ds_dynmo/engine/run/rng_trackers.py",
         '        if get_accelerator().device_name() != "cpu":',
         "        if False:",
-        "tests/distributed/test_trackers.py",
+        "tests/engine/run/test_trackers.py",
     ),
     on_device(
         "squares are summed on the CPU",
@@ -191,7 +191,7 @@ MUTATIONS = [
         "ds_dynmo/models/moe/expert_parallel.py",
         "mine = integers(numbers, device)",
         'mine = integers(numbers, torch.device("cpu"))',
-        "tests/emulated/test_bitwise.py tests/distributed/test_expert_parallel.py",
+        "tests/emulated/test_bitwise.py tests/models/test_expert_parallel.py",
     ),
     on_device(
         "experts wait for the device to count",
@@ -205,6 +205,6 @@ MUTATIONS = [
         "ds_dynmo/engine/move/references.py",
         "if key in nameless and _travels(value, layer, roots, outside)",
         "if key in nameless and can_be_sent(value, outside.references)",
-        "tests/local/test_references.py",
+        "tests/engine/move/test_references.py",
     ),
 ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 STUBBED = "ds_dynmo/models/huggingface/stubbed_model.py"
-ONCE = "tests/local/test_huggingface.py::test_arguments_are_made_once_for_the_layers_of_a_stage"
-IN_FLIGHT = "tests/local/test_huggingface.py::test_micro_batches_in_flight_have_their_own_arguments"
-FAMILIES = "tests/local/test_huggingface_families.py"
+ONCE = "tests/models/test_huggingface.py::test_arguments_are_made_once_for_the_layers_of_a_stage"
+IN_FLIGHT = "tests/models/test_huggingface.py::test_micro_batches_in_flight_have_their_own_arguments"
+FAMILIES = "tests/models/test_huggingface_families.py"
 
 MUTATIONS = [
     Mutation(
@@ -57,13 +57,13 @@ MUTATIONS = [
         "ds_dynmo/models/huggingface/verification.py",
         "    store = default_store() if dist.is_initialized() else None\n",
         "    store = None\n",
-        "tests/distributed/test_huggingface_inputs.py::test_one_rank_verifies_a_model_and_all_hear_of_it",
+        "tests/models/test_huggingface_inputs.py::test_one_rank_verifies_a_model_and_all_hear_of_it",
     ),
     Mutation(
         "what a layer makes for its stage counts as its own seconds",
         "ds_dynmo/stage_work.py",
         "    stopwatch.pause()\n    try:\n        yield\n    finally:\n        stopwatch.resume()\n",
         "    yield\n",
-        "tests/local/test_profiler.py::test_work_for_the_whole_stage_is_no_layers",
+        "tests/engine/measure/test_profiler.py::test_work_for_the_whole_stage_is_no_layers",
     ),
 ]

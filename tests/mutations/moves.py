@@ -6,12 +6,12 @@ from tests.mutations.mutation import Mutation
 
 LAYERS = "ds_dynmo/engine/deepspeed/pipeline_module.py"
 STREAMS = "ds_dynmo/engine/run/random_streams.py"
-TRAVELS = "tests/distributed/test_what_travels.py::test_a_layer_arrives_as_what_it_has_become"
-PHASES = "tests/distributed/test_migration_phases.py"
-BACKGROUND = "tests/distributed/test_background_moves.py"
-RANDOM = "tests/distributed/test_randomness.py"
-REFUSED = "tests/distributed/test_refused_references.py"
-ENGINE = "tests/distributed/test_engine.py"
+TRAVELS = "tests/engine/move/test_what_travels.py::test_a_layer_arrives_as_what_it_has_become"
+PHASES = "tests/engine/move/test_migration_phases.py"
+BACKGROUND = "tests/engine/move/test_background_moves.py"
+RANDOM = "tests/engine/run/test_randomness.py"
+REFUSED = "tests/engine/move/test_refused_references.py"
+ENGINE = "tests/engine/test_engine.py"
 
 MUTATIONS = [
     Mutation(
@@ -19,21 +19,21 @@ MUTATIONS = [
         "ds_dynmo/engine/move/migrator.py",
         "            context.prepare_ties(plan)  # collective, so it comes before what may fail on one rank\n",
         "",
-        "tests/distributed/test_moves.py::test_tied_layers_come_to_one_stage_and_part",
+        "tests/engine/move/test_moves.py::test_tied_layers_come_to_one_stage_and_part",
     ),
     Mutation(
         "process groups of ties stay for ever",
         "ds_dynmo/engine/comm/communicator.py",
         "        unneeded = sorted(self._tied_groups.keys() - set(present) - set(needed))\n",
         "        unneeded: list[tuple[int, ...]] = []\n",
-        "tests/distributed/test_moves.py::test_tied_layers_come_to_one_stage_and_part",
+        "tests/engine/move/test_moves.py::test_tied_layers_come_to_one_stage_and_part",
     ),
     Mutation(
         "the host says how much of a move a device had received in time",
         "ds_dynmo/engine/comm/rounds.py",
         "        if not self._waited_for or self._arrived is None:\n            return 1.0\n",
         "        return super().share_in_time\n",
-        "tests/local/test_rounds.py",
+        "tests/engine/comm/test_rounds.py",
     ),
     Mutation(
         "non-persistent buffers are left behind",
@@ -51,7 +51,7 @@ MUTATIONS = [
         "        self._free()\n        return layer",
         "        for buffer in layer.module.buffers():\n            buffer.zero_()\n"
         "        self._free()\n        return layer",
-        "tests/distributed/test_cases.py::test_moves_change_nothing -k 'bias'",
+        "tests/models/test_cases.py::test_moves_change_nothing -k 'bias'",
     ),
     Mutation(
         "attributes that a layer keeps are left behind",
@@ -170,7 +170,7 @@ MUTATIONS = [
         "ds_dynmo/engine/guards.py",
         "    with torch.inference_mode(False), torch.enable_grad():\n",
         "    with torch.enable_grad():\n",
-        "tests/distributed/test_torch_modes.py::test_modes_of_torch_change_nothing",
+        "tests/engine/test_torch_modes.py::test_modes_of_torch_change_nothing",
     ),
     Mutation(
         "an object that layers begin to share while one is on its way becomes a copy",
@@ -184,7 +184,7 @@ MUTATIONS = [
         "ds_dynmo/engine/move/packing.py",
         "        if dumped.data != self.shell.data or not",
         "        if not",
-        "tests/local/test_packing.py::test_a_layer_that_changed_otherwise_is_packed_again",
+        "tests/engine/move/test_packing.py::test_a_layer_that_changed_otherwise_is_packed_again",
     ),
     Mutation(
         "gradients that a wrapper holds whole are lost in a move before the step",
@@ -303,7 +303,7 @@ MUTATIONS = [
         "ds_dynmo/engine/decide/rebalancer.py",
         "        self.collect_profile()\n        profile_seconds",
         "        self.read_profile()\n        profile_seconds",
-        "tests/distributed/test_decisions.py::test_a_layer_that_did_not_run_does_not_end_training",
+        "tests/engine/decide/test_decisions.py::test_a_layer_that_did_not_run_does_not_end_training",
     ),
     Mutation(
         "a profile is kept though layers moved before it was read",
@@ -317,14 +317,14 @@ MUTATIONS = [
         "ds_dynmo/engine/move/migrator.py",
         "            context.layers.tie(context.comm.grid, context.comm.tied_group)\n",
         "            pass\n",
-        "tests/distributed/test_moves.py::test_tied_layers_come_to_one_stage_and_part",
+        "tests/engine/move/test_moves.py::test_tied_layers_come_to_one_stage_and_part",
     ),
     Mutation(
         "layers are skipped under activation checkpointing once they have moved",
         LAYERS,
         "        module.is_checkpointable_results_interval = None  # stale results would silently skip layers\n",
         "",
-        "tests/distributed/test_bitwise.py::test_rebalances_change_nothing_under_activation_checkpointing[True-1]",
+        "tests/engine/test_bitwise.py::test_rebalances_change_nothing_under_activation_checkpointing[True-1]",
     ),
     Mutation(
         "a layer draws by its place in its stage",
@@ -338,7 +338,7 @@ MUTATIONS = [
         STREAMS,
         "            self._next += 1\n",
         "",
-        "tests/local/test_random_streams.py::test_recomputation_repeats_the_random_numbers_of_its_micro_batch",
+        "tests/engine/run/test_random_streams.py::test_recomputation_repeats_the_random_numbers_of_its_micro_batch",
     ),
     Mutation(
         "all replicas draw the same",
@@ -359,14 +359,14 @@ MUTATIONS = [
         STREAMS,
         "                self._restore(self._outer)\n",
         "                pass\n",
-        "tests/local/test_random_streams.py::test_the_global_generators_are_restored",
+        "tests/engine/run/test_random_streams.py::test_the_global_generators_are_restored",
     ),
     Mutation(
         "a normal number of the rank's that waits in numpy is drawn again",
         STREAMS,
         '        self._known = None if self._state["has_gauss"] else generator\n',
         "        self._known = generator\n",
-        "tests/local/test_random_streams.py::test_numpys_state_is_what_numpy_returns",
+        "tests/engine/run/test_random_streams.py::test_numpys_state_is_what_numpy_returns",
     ),
     Mutation(
         "ranks do not compare where layers go",
@@ -394,14 +394,14 @@ MUTATIONS = [
         "ds_dynmo/engine/move/migrator.py",
         "            _MAKING_ROOM, receive, same=itemgetter(1), compared_in=context.comm.here.pipeline\n",
         "            _MAKING_ROOM, receive\n",
-        "tests/distributed/test_faults.py::test_ranks_that_planned_another_route_are_named_before_bytes_move",
+        "tests/engine/test_faults.py::test_ranks_that_planned_another_route_are_named_before_bytes_move",
     ),
     Mutation(
         "a rank that cannot send its layers does not say so",
         "ds_dynmo/engine/comm/communicator.py",
         "torch.tensor([int(failure is not None), ",
         "torch.tensor([0, ",
-        "tests/distributed/test_moves.py::test_a_layer_that_cannot_be_packed_stays_and_training_continues",
+        "tests/engine/move/test_moves.py::test_a_layer_that_cannot_be_packed_stays_and_training_continues",
     ),
     Mutation(
         "a move that fails before it begins leaves a stage without its buffers of gradients",
@@ -416,27 +416,27 @@ MUTATIONS = [
         'f"{error}. Layers had begun to move: resume the job from its last checkpoint"\n            ) from error',
         'f"{error}. Layers had begun to move: resume the job from its last checkpoint", harmless=True\n'
         "            ) from error",
-        "tests/distributed/test_faults.py::test_once_bytes_move_a_failure_stops_every_rank_with_its_place -k unpack",
+        "tests/engine/test_faults.py::test_once_bytes_move_a_failure_stops_every_rank_with_its_place -k unpack",
     ),
     Mutation(
         "the optimizer keeps the memory of a layer that was sent",
         "ds_dynmo/engine/state/flat_state.py",
         "            unbind(parameter)\n            self._membership.leave(parameter)\n",
         "            self._membership.leave(parameter)\n",
-        "'tests/distributed/test_moves.py::test_departed_parameters_are_freed[bf16 zero1]'",
+        "'tests/engine/move/test_moves.py::test_departed_parameters_are_freed[bf16 zero1]'",
     ),
     Mutation(
         "a layer takes a copy of another layer's weight along",
         "ds_dynmo/engine/move/references.py",
         "                if name is not None:\n                    raise TypeError(_OF_ANOTHER",
         "                if False:\n                    raise TypeError(_OF_ANOTHER",
-        "tests/distributed/test_refused_references.py::test_references_that_would_become_copies_are_refused_by_name",
+        "tests/engine/move/test_refused_references.py::test_references_that_would_become_copies_are_refused_by_name",
     ),
     Mutation(
         "layers move though the optimizer trains other parameters than theirs",
         "ds_dynmo/engine/move/migrator.py",
         "            context.check()\n            state, functions =",
         "            state, functions =",
-        "tests/distributed/test_late_optimizer.py::test_a_move_is_refused_if_the_optimizer_trains_something_else",
+        "tests/engine/state/test_late_optimizer.py::test_a_move_is_refused_if_the_optimizer_trains_something_else",
     ),
 ]

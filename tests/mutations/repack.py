@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-REPACK = "tests/distributed/test_repack.py"
+REPACK = "tests/engine/resize/test_repack.py"
 FEWER = f"{REPACK}::test_fewer_ranks_train_as_all_would"
-FAILURES = "tests/distributed/test_repack_failures.py"
+FAILURES = "tests/engine/resize/test_repack_failures.py"
 
 MUTATIONS = [
     Mutation(
@@ -35,7 +35,7 @@ MUTATIONS = [
         "ds_dynmo/engine/resize/world.py",
         '    ranks = sorted(rank for stage in stages for rank in topology.get_axis_list(axis="pipe", idx=stage))\n',
         '    ranks = [rank for stage in stages for rank in topology.get_axis_list(axis="pipe", idx=stage)]\n',
-        "tests/local/test_repack_plan.py",
+        "tests/engine/resize/test_repack_plan.py",
     ),
     Mutation(
         "a job is re-packed onto ranks that lack the memory",
@@ -49,7 +49,7 @@ MUTATIONS = [
         "ds_dynmo/engine/resize/shrinking.py",
         "self._migrator.migrate(plan.migration, self._check)",
         "self._migrator.migrate(plan.migration)",
-        "tests/distributed/test_move_memory.py::test_a_move_that_does_not_fit_is_refused_before_a_byte_moves -k shrink",
+        "tests/engine/decide/test_move_memory.py::test_a_move_that_does_not_fit_is_refused_before_a_byte_moves -k shrink",
     ),
     Mutation(
         "ranks are given back though training becomes too slow",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 SPLIT, RUN = "ds_dynmo/engine/split", "ds_dynmo/engine/run"
-TRAINS = "tests/distributed/test_schedules.py::test_training_equals_1f1b -k 'fp32-2 and not zero1'"
-SCHEDULE = "tests/pure/schedules/test_schedule.py"
+TRAINS = "tests/engine/split/test_schedules.py::test_training_equals_1f1b -k 'fp32-2 and not zero1'"
+SCHEDULE = "tests/schedules/test_schedule.py"
 
 MUTATIONS = [
     Mutation(
@@ -35,7 +35,7 @@ MUTATIONS = [
         f"{SPLIT}/weight_gradients.py",
         "            return torch.zeros_like(gradient)\n        return gradient.clone()",
         "            return gradient\n        return gradient.clone()",
-        "tests/local/test_split_modules.py tests/local/test_weight_gradients.py",
+        "tests/engine/split/test_split_modules.py tests/engine/split/test_weight_gradients.py",
     ),
     Mutation(
         "two micro-batches in flight share a buffer",
@@ -49,14 +49,14 @@ MUTATIONS = [
         f"{SPLIT}/steps.py",
         "yield [deepspeeds.ReduceTiedGrads(), deepspeeds.ReduceGrads(), deepspeeds.OptimizerStep()]",
         "yield [deepspeeds.ReduceGrads(), deepspeeds.OptimizerStep(), deepspeeds.ReduceTiedGrads()]",
-        "tests/distributed/test_schedules.py::test_training_equals_1f1b_with_tied_layers_on_one_stage",
+        "tests/engine/split/test_schedules.py::test_training_equals_1f1b_with_tied_layers_on_one_stage",
     ),
     Mutation(
         "1F1B runs one forward pass more ahead",
         "ds_dynmo/schedules/one_f_one_b.py",
         "return min(num_stages - stage, micro_batches)",
         "return min(num_stages - stage + 1, micro_batches)",
-        "tests/pure/schedules/test_orders.py",
+        "tests/schedules/test_orders.py",
     ),
     Mutation(
         "an order may compute a weight gradient before the gradient that it is made of",
@@ -84,41 +84,41 @@ MUTATIONS = [
         "ds_dynmo/engine/decide/decision_input.py",
         "            limit_bytes=limit,\n",
         "            limit_bytes=None,\n",
-        "tests/distributed/test_schedule_decisions.py::test_an_order_stays_within_the_memory_limit",
+        "tests/engine/decide/test_schedule_decisions.py::test_an_order_stays_within_the_memory_limit",
     ),
     Mutation(
         "a layer that is recomputed in the first part of a backward pass draws other numbers",
         f"{RUN}/random_streams.py",
         "            InputGradientPass: self._backward_pass,\n",
         "",
-        "tests/distributed/test_randomness.py::test_recomputation_in_a_pass_in_two_parts_changes_nothing",
+        "tests/engine/run/test_randomness.py::test_recomputation_in_a_pass_in_two_parts_changes_nothing",
     ),
     Mutation(
         "a mask between stages gets a gradient",
         f"{RUN}/gradient_flags.py",
         "                tensor.requires_grad_(flag)\n",
         "                tensor.requires_grad_(True)\n",
-        "tests/distributed/test_masks.py::test_each_tensor_crosses_a_boundary_once_and_two_of_eight_go_back",
+        "tests/engine/comm/test_masks.py::test_each_tensor_crosses_a_boundary_once_and_two_of_eight_go_back",
     ),
     Mutation(
         "of tensors that no layer used nothing goes back",
         f"{RUN}/gradient_flags.py",
         "                    tensor.grad = torch.zeros_like(tensor)\n",
         "                    pass\n",
-        "tests/distributed/test_masks.py::test_what_travels_beside_hidden_states_trains_as_on_one_stage",
+        "tests/engine/comm/test_masks.py::test_what_travels_beside_hidden_states_trains_as_on_one_stage",
     ),
     Mutation(
         "stages before the last return the loss of their replica",
         "ds_dynmo/engine/deepspeed/losses.py",
         "    return received.element(1)\n",
         "    return received.element(0)\n",
-        "tests/distributed/test_batch_ends.py::test_any_rank_or_none_may_read_the_loss[bf16-2-1.0]",
+        "tests/engine/run/test_batch_ends.py::test_any_rank_or_none_may_read_the_loss[bf16-2-1.0]",
     ),
     Mutation(
         "an instruction of the user's that sends runs",
         "ds_dynmo/engine/deepspeed/instruction_map.py",
         "        if kind not in AT_THE_END and not is_deepspeeds(instruction):\n",
         "        if kind is schedule.ForwardPass and not is_deepspeeds(instruction):\n",
-        "tests/local/test_instructions.py::test_only_instructions_at_the_end_of_a_batch_may_be_the_users",
+        "tests/engine/run/test_instructions.py::test_only_instructions_at_the_end_of_a_batch_may_be_the_users",
     ),
 ]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-BITWISE = "tests/distributed/test_bitwise.py::test_rebalances_change_nothing"
-PLAIN = "tests/distributed/test_bitwise.py::test_random_rebalances_change_nothing[3stages-tied-clip0.05-dp1]"
+BITWISE = "tests/engine/test_bitwise.py::test_rebalances_change_nothing"
+PLAIN = "tests/engine/test_bitwise.py::test_random_rebalances_change_nothing[3stages-tied-clip0.05-dp1]"
 FLAT = f"{BITWISE}_under_wrappers -k 'bf16-3stages'"
 SHARDED = f"{BITWISE}_under_wrappers -k 'fp32 and zero1'"
 GROUPS = f"{BITWISE}_with_parameter_groups_and_a_scheduler"
-FROZEN = "tests/distributed/test_frozen.py::test_what_the_optimizer_holds_for_a_layer_outlasts_its_freezing"
-KEPT = "tests/distributed/test_kept_elements.py"
-ROUTES = "tests/pure/test_routes.py"
-CHANGED = "tests/distributed/test_changed_parameters.py"
+FROZEN = "tests/engine/state/test_frozen.py::test_what_the_optimizer_holds_for_a_layer_outlasts_its_freezing"
+KEPT = "tests/engine/state/test_kept_elements.py"
+ROUTES = "tests/engine/move/test_routes.py"
+CHANGED = "tests/engine/state/test_changed_parameters.py"
 
 MUTATIONS = [
     Mutation(
@@ -85,21 +85,21 @@ MUTATIONS = [
         "ds_dynmo/engine/state/optimizer_state.py",
         "                    group.update(layer.group_options.get(number, {}))\n",
         "                    pass\n",
-        "tests/distributed/test_lr_schedulers.py::test_a_rate_set_where_a_group_has_parameters_goes_with_them",
+        "tests/engine/state/test_lr_schedulers.py::test_a_rate_set_where_a_group_has_parameters_goes_with_them",
     ),
     Mutation(
         "the entries of a scheduler's lists stay in the order of a rank's own groups",
         "ds_dynmo/engine/state/parameter_groups.py",
         "group_list.set([entries[name] for name in order])",
         "group_list.set([entries[name] for name in [*mine, *(name for name in order if name not in mine)]])",
-        "tests/distributed/test_lr_schedulers.py::test_as_many_phases_as_groups_stay_in_their_order[sequential]",
+        "tests/engine/state/test_lr_schedulers.py::test_as_many_phases_as_groups_stay_in_their_order[sequential]",
     ),
     Mutation(
         "gradients are clipped by the norm of their stage",
         "ds_dynmo/engine/state/clipping.py",
         "return sum_over_all(squares).sum().sqrt()",
         "return squares.sum().sqrt()",
-        "tests/distributed/test_as_deepspeed.py::test_clipping_uses_the_norm_of_the_whole_model",
+        "tests/engine/deepspeed/test_as_deepspeed.py::test_clipping_uses_the_norm_of_the_whole_model",
     ),
     Mutation(
         "gradients in shards are clipped by a norm without the last stage",
@@ -107,28 +107,28 @@ MUTATIONS = [
         "        return sharded_norm(held, self._comm",
         "        here = self.coordinates\n        held = [] if here.stage == here.num_stages - 1 else held\n"
         "        return sharded_norm(held, self._comm",
-        "tests/distributed/test_tied_layers.py::test_every_weight_counts_once_in_clipping -k zero1",
+        "tests/engine/deepspeed/test_tied_layers.py::test_every_weight_counts_once_in_clipping -k zero1",
     ),
     Mutation(
         "a tied layer counts in the norm once for each stage that has it",
         "ds_dynmo/engine/deepspeed/pipeline_module.py",
         "if (key := self.key(index)) is None or index == self.uses(key)[0]",
         "if (key := self.key(index)) is None or index in self.uses(key)",
-        "tests/distributed/test_bitwise.py::test_tied_uses_on_one_stage_equal_two_stages",
+        "tests/engine/test_bitwise.py::test_tied_uses_on_one_stage_equal_two_stages",
     ),
     Mutation(
         "experts of all replicas but the first are left out of the norm",
         "ds_dynmo/engine/state/clipping.py",
         "return on_this_slice and (location.replica == 0 or is_per_replica(parameter))",
         "return on_this_slice and location.replica == 0",
-        "tests/distributed/test_expert_parallel.py::test_split_experts_train_as_all_experts_on_every_replica",
+        "tests/models/test_expert_parallel.py::test_split_experts_train_as_all_experts_on_every_replica",
     ),
     Mutation(
         "the experts of a replica are cut as if all replicas had the same",
         "ds_dynmo/engine/state/flat_shards.py",
         "return 0 if group in self.per_replica_groups else self._comm.here.replica",
         "return self._comm.here.replica",
-        "tests/distributed/test_expert_parallel_precisions.py::test_split_experts_train_as_all_experts_on_every_replica",
+        "tests/models/test_expert_parallel_precisions.py::test_split_experts_train_as_all_experts_on_every_replica",
     ),
     Mutation(
         "the moments of the elements that stay are those of the first elements",
@@ -149,21 +149,21 @@ MUTATIONS = [
         "ds_dynmo/engine/state/flat_shards.py",
         "                part.masked_fill_(where.reshape(-1)[start : start + part.numel()], 0)\n",
         "                pass\n",
-        "tests/distributed/test_pruning.py::test_pruned_weights_stay_pruned_in_an_optimizer_with_moments",
+        "tests/models/test_pruning_on_ranks.py::test_pruned_weights_stay_pruned_in_an_optimizer_with_moments",
     ),
     Mutation(
         "the step counts of a move in phases are those at its beginning",
         "ds_dynmo/engine/state/flat_state.py",
         "scalars=merge_scalars(of_slice)",
         "scalars=self._next.plan.scalars",
-        "tests/distributed/test_migration_phases.py::test_step_counts_are_those_at_the_commit",
+        "tests/engine/move/test_migration_phases.py::test_step_counts_are_those_at_the_commit",
     ),
     Mutation(
         "gradients of a batch are lost by a move before the step",
         "ds_dynmo/engine/state/flat_state.py",
         "        if self._adapter.holds_gradients:\n            raise ValueError(",
         "        if False:\n            raise ValueError(",
-        "tests/distributed/test_migration_phases.py::test_a_move_that_would_lose_gradients_is_refused",
+        "tests/engine/move/test_migration_phases.py::test_a_move_that_would_lose_gradients_is_refused",
     ),
     Mutation(
         "the order in a flat buffer is taken from the layers as they are now",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import PAGES, ROOT, names
+from tests.support.pages import PAGES, ROOT, names
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)

@@ -17,7 +17,7 @@ from ds_dynmo import DynMoPipelineEngine
 from ds_dynmo.config import load_settings, read_dynmo_config
 from ds_dynmo.launch import OF_MEETING, OF_RANK
 from ds_dynmo.models import model_layers, read_model_config
-from tests.pages import PAGES, ROOT, names
+from tests.support.pages import PAGES, ROOT, names
 
 
 def test_functions_that_write_tables() -> None:

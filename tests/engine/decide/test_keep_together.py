@@ -1,0 +1,224 @@
+"""Layers that must be on one stage are never cut apart, wherever a partition comes from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+
+import ds_dynmo
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.decide.decentralized import decide_among_neighbours
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.layer_groups import LayerGroups
+from ds_dynmo.partitioners import MemoryModel, balanced, propose
+from ds_dynmo.placement import Placement
+from tests.support.configs import Case, config
+from tests.support.harness import run, run_each
+from tests.support.models import VOCABULARY, WIDTH, Embedding, loss, seeded
+from tests.support.training import batches, outcome_of, state, train_and_move, whole
+
+pytestmark = pytest.mark.ranks
+
+BLOCKS = 5
+HEAD_WIDTH = 400  # makes the head heavier than all other layers
+PAIR = {"keep_together": [[6, 7]]}
+BY_HAND = {"interval": 0, **PAIR}
+BY_PARAMETERS = {"interval": 2, "balance_by": "parameters", "min_improvement": 0.0, **PAIR}
+WEIGHTS = [VOCABULARY * WIDTH, *[WIDTH * WIDTH] * BLOCKS, 2 * WIDTH, HEAD_WIDTH * (WIDTH + VOCABULARY)]
+
+
+class GPT2ModelPipe(PipelineModule):
+    """Named as in transpeeder: with this name DeepSpeed 0.19.8 treats the last tensor of a message as a mask."""
+
+
+class MaskedEmbedding(Embedding):
+    """Returns hidden states, and which position attends to which."""
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        length = tokens.shape[1]
+        mask = torch.ones(len(tokens), length, length, dtype=torch.bool, device=tokens.device).tril()
+        return super().forward(tokens), mask
+
+
+class MaskedBlock(nn.Module):
+    """Mixes each position with those that it attends to, and passes the mask on."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(seeded((WIDTH, WIDTH), 10 * index))
+
+    def forward(self, inputs: Any) -> Any:
+        hidden, mask = inputs
+        assert mask.dtype == torch.bool
+        weights = mask.to(hidden.dtype)
+        mixed = (weights / weights.sum(-1, keepdim=True)) @ hidden
+        return hidden + torch.tanh(mixed @ self.mix), mask
+
+
+class LastNorm(nn.LayerNorm):
+    """Passes on one tensor without the mask."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        return super().forward(inputs[0])
+
+
+class WideHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(seeded((WIDTH, HEAD_WIDTH), 1))
+        self.down = nn.Parameter(seeded((HEAD_WIDTH, VOCABULARY), 2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(hidden @ self.up) @ self.down
+
+
+def masked_layers() -> list[Any]:
+    blocks = [LayerSpec(MaskedBlock, index) for index in range(BLOCKS)]
+    return [LayerSpec(MaskedEmbedding, 1), *blocks, LayerSpec(LastNorm), LayerSpec(WideHead)]
+
+
+def masked_engine(case: Case) -> Any:
+    torch.manual_seed(0)
+    module = GPT2ModelPipe(
+        layers=masked_layers(), num_stages=case.stages, loss_fn=loss, partition_method="type:maskedblock"
+    )
+    return ds_dynmo.initialize(
+        model=module,
+        model_parameters=list(module.parameters()),
+        config=config(case),
+    )[0]
+
+
+def train_masked(case: Case, moves: Sequence[Sequence[int]], steps: int) -> dict[str, Any]:
+    """Train ``steps`` batches, and go to the next of ``moves`` after each."""
+    engine = masked_engine(case)
+    losses = train_and_move(engine, batches(engine), moves, steps)
+    return {
+        **outcome_of(engine, losses),
+        "evaluation": engine.eval_batch(batches(engine, seed=7)).item(),
+        "partitions": [list(report.new_partition) for report in engine.reports],
+    }
+
+
+# -- a miniature of transpeeder -----------------------------------------------------------------------
+
+
+def check_same(still: list[dict[str, Any]], moved: list[dict[str, Any]]) -> None:
+    for what in ("losses", "evaluation"):
+        assert [result[what] for result in moved] == [result[what] for result in still]
+    assert whole(moved) == whole(still)
+
+
+def test_without_the_key_a_balancers_cut_changes_nothing() -> None:
+    """DeepSpeed would send the one tensor there as fp16, and give it to the head as bool."""
+    assert balanced(WEIGHTS, 2) == [0, 7, 8]
+    still, moved = run_each(2, train_masked, (Case(dynmo={"interval": 0}), [], 3), (Case(), [[0, 7, 8]], 3))
+    assert moved[0]["partition"] == [0, 7, 8]
+    check_same(still, moved)
+
+
+@pytest.mark.parametrize(
+    "balancer",
+    [{}, {"balancer": "diffusion"}, {"balancer": "diffusion", "decentralized": True}],
+    ids=["partition", "diffusion", "decentralized"],
+)
+def test_automatic_moves_make_only_allowed_cuts(balancer: dict[str, Any]) -> None:
+    still, moved = run_each(
+        2,
+        train_masked,
+        (Case(dynmo=BY_HAND), [], 5),
+        (Case(dynmo={**BY_PARAMETERS, **balancer}), [], 5),
+    )
+    assert [still[0]["partition"], moved[0]["partition"]] == [[0, 4, 8], [0, 6, 8]]
+    check_same(still, moved)
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16 zero1"])
+def test_moves_by_hand_change_nothing(precision: str) -> None:
+    case = Case(stages=3, dynmo=BY_HAND, precision=precision)
+    moves = [[0, 1, 6, 8], [0, 5, 6, 8], [0, 2, 4, 8]]
+    still, moved = run_each(3, train_masked, (case, [], 5), (case, moves, 5))
+    assert moved[0]["partitions"] == moves
+    check_same(still, moved)
+
+
+def _continue(engine: Any, data: Iterator[Any], steps: int) -> dict[str, Any]:
+    losses = [engine.train_batch(data).item() for _ in range(steps)]
+    replica = engine.grid.get_data_parallel_id()
+    return {"losses": losses, "state": state(engine), "partition": engine.partition, "replica": replica}
+
+
+def save_masked(case: Case, folder: str, move: Sequence[int], steps: int) -> dict[str, Any]:
+    """Train, move, save, and train as many batches again."""
+    engine = masked_engine(case)
+    data = batches(engine)
+    for _ in range(steps):
+        engine.train_batch(data)
+    engine.rebalance(move)
+    engine.save_checkpoint(folder)
+    return _continue(engine, data, steps)
+
+
+def load_masked(case: Case, folder: str, steps: int) -> dict[str, Any]:
+    engine = masked_engine(case)
+    engine.load_checkpoint(folder)
+    return _continue(engine, islice(batches(engine), steps * engine.micro_batches, None), steps)
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_a_run_resumes_at_another_number_of_stages(tmp_path: Path, stages: int) -> None:
+    case = Case(stages=3, dynmo=BY_HAND)
+    saved = run(3, save_masked, case, str(tmp_path), [0, 5, 6, 8], 2)
+    loaded = run(stages, load_masked, replace(case, stages=stages), str(tmp_path), 2)
+    assert loaded[0]["losses"] == saved[0]["losses"]
+    assert whole(loaded) == whole(saved)
+
+
+def _try(decide: Callable[..., Any], *args: Any, **options: Any) -> list[int] | None:
+    try:
+        landed = decide(*args, **options)
+        return list(landed.boundaries if isinstance(landed, Placement) else landed)
+    except PartitionError:
+        return None
+
+
+def diffusion_both_ways(stages: int, seed: int) -> tuple[list[Any], list[Any]]:
+    """Return the partitions that diffusion finds between ranks and in memory; None where nothing fits."""
+    chooser = random.Random(seed)
+    module = PipelineModule(layers=masked_layers(), num_stages=stages, loss_fn=loss, partition_method="uniform")
+    device = torch.device(get_accelerator().current_device_name())
+    comm, stage = Communicator(module.mpu(), device, 30.0), module.stage_id
+    among_neighbours, at_once = [], []
+    for _ in range(12):
+        groups = LayerGroups((0, *sorted(chooser.sample(range(1, 13), 7)), 13))
+        start = groups.nearest([0, *sorted(chooser.sample(range(1, 13), stages - 1)), 13])
+        costs = [chooser.choice([0.0, 1.0, chooser.random()]) for _ in range(13)]
+        static, activation, inputs = (tuple(chooser.randrange(most) for _ in range(13)) for most in (9, 9, 4))
+        memory = MemoryModel(static, activation, inputs, (70,) * stages, 4, chooser.choice([0, 2, 3]))
+        own = costs[start[stage] : start[stage + 1]]
+        among_neighbours.append(
+            _try(decide_among_neighbours, own, Placement.chain(start), memory, stage, comm, groups=groups),
+        )
+        given: dict[str, Any] = {"memory": memory, "pipeline": None, "speeds": None, "groups": groups}
+        at_once.append(_try(propose, "diffusion", costs, stages, start=start, **given))
+    return among_neighbours, at_once
+
+
+def test_decentralized_diffusion_equals_the_pure_function() -> None:
+    ranks = run(3, diffusion_both_ways, 3, 1)
+    among_neighbours, at_once = ranks[0]
+    assert among_neighbours == at_once and sum(landed is not None for landed in at_once) > 5
+    assert all(rank == ranks[0] for rank in ranks)

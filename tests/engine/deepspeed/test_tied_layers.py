@@ -1,0 +1,241 @@
+"""Uses of one tied key are one module, also where ``tied_weight_attr`` does not name all of its parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+import ds_dynmo
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models import LanguageModelPipeline, ModelConfig, model_layers
+from tests.support.checkpoints import load_and_continue, pipeline, save_and_continue, train_on
+from tests.support.configs import Case, config
+from tests.support.harness import RankError, run, run_each
+from tests.support.models import SEQUENCE, VOCABULARY, WIDTH, Block, Embedding, Head, loss, module_of, scale, seeded
+from tests.support.training import batches, build, outcome_of, train_and_move, whole
+
+pytestmark = pytest.mark.ranks
+
+
+class Positioned(nn.Module):
+    """As in Megatron, the head is the embedding's class with a function around it, and uses only its weight."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.word = nn.Embedding.from_pretrained(seeded((VOCABULARY, WIDTH), seed), freeze=False)
+        self.position = nn.Embedding(SEQUENCE, WIDTH)  # drawn on each stage, so not alike before stages share it
+
+    @property
+    def word_embeddings_weight(self) -> nn.Parameter:
+        return self.word.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.word(tokens) + self.position.weight
+
+
+def logits(layer: Positioned, hidden: torch.Tensor) -> torch.Tensor:
+    return F.linear(hidden, layer.word.weight)
+
+
+def megatron(case: Case) -> list[Any]:
+    tie = partial(TiedLayerSpec, "embed", Positioned, 1, tied_weight_attr="word_embeddings_weight")
+    return [tie(), *[LayerSpec(Block, index) for index in range(case.blocks)], scale, tie(forward_fn=logits)]
+
+
+class Up(nn.Module):
+    """A product with a weight, and a gain of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(seeded((WIDTH, WIDTH), seed))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.tanh(hidden @ self.weight) * self.gain
+
+
+def back(layer: Up, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + torch.tanh(hidden @ layer.weight.t())
+
+
+def whole_up(layer: Up, hidden: torch.Tensor) -> torch.Tensor:
+    return layer(hidden)
+
+
+def in_the_middle(
+    case: Case, first: Callable[..., Any] | None = None, second: Callable[..., Any] | None = back
+) -> list[Any]:
+    """Return layers of which two use one weight; they move, come to one stage and part again."""
+    tie = partial(TiedLayerSpec, "up", Up, 3, tied_weight_attr="weight")
+    blocks = [LayerSpec(Block, index) for index in range(4)]
+    return [LayerSpec(Embedding, 1), tie(forward_fn=first), *blocks[:2], tie(forward_fn=second), *blocks[2:], HEAD]
+
+
+HEAD = LayerSpec(Head, 2)
+WAYS: dict[str, Callable[[Case], list[Any]]] = {
+    "megatron": megatron,
+    "first whole": in_the_middle,
+    "last whole": partial(in_the_middle, first=back, second=None),
+    "both train the gain": partial(in_the_middle, second=whole_up),
+    "both whole": partial(in_the_middle, second=None),
+}
+
+
+def check_same(still: list[dict[str, Any]], moved: list[dict[str, Any]]) -> None:
+    assert moved[0]["moved"] > 0 and still[0]["moved"] == 0
+    for what in ("losses", "norms", "evaluations"):
+        assert [r[what] for r in moved] == [r[what] for r in still]
+    assert whole(moved) == whole(still)
+
+
+def train(case: Case, way: str, moves: Sequence[Sequence[int]], steps: int) -> dict[str, Any]:
+    """Train ``steps`` batches, and go to the next of ``moves`` after each."""
+    engine = build(case, WAYS[way])
+    norms, evaluations = [], []
+
+    def after(step: int) -> None:
+        norms.append(engine.get_global_grad_norm())
+        evaluations.append(engine.eval_batch(batches(engine, seed=7)).item())
+
+    losses = train_and_move(engine, batches(engine), moves, steps, after)
+    known = [float(norm) for norm in norms if norm is not None]
+    return {**outcome_of(engine, losses), "norms": known, "evaluations": evaluations}
+
+
+@pytest.mark.parametrize(
+    ("way", "precision", "replicas"),
+    [
+        ("first whole", "fp32", 1),
+        ("last whole", "bf16 zero1", 1),
+        pytest.param("first whole", "bf16 zero1", 2, marks=pytest.mark.nightly),
+        pytest.param("last whole", "fp32", 2, marks=pytest.mark.nightly),
+        pytest.param("first whole", "bf16", 1, marks=pytest.mark.nightly),
+    ],
+)
+def test_uses_that_move_come_to_one_stage_and_part(way: str, precision: str, replicas: int) -> None:
+    case = Case(stages=3, clip=0.5, groups="two", precision=precision, replicas=replicas)
+    moves = [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8], [0, 6, 7, 8], [0, 1, 7, 8], [0, 4, 5, 8]]
+    check_same(*run_each(case.ranks, train, *((case, way, moved, 7) for moved in ([], moves))))
+
+
+@pytest.mark.parametrize(
+    ("precision", "replicas"),
+    [("fp32", 1), ("bf16", 1), pytest.param("bf16 zero1", 2, marks=pytest.mark.nightly)],
+)
+def test_tied_ends_of_a_model_stay_equal(precision: str, replicas: int) -> None:
+    case = Case(stages=2, clip=0.5, precision=precision, replicas=replicas)
+    moves = [[0, 1, 8], [0, 6, 8], [0, 7, 8], [0, 4, 8]]
+    check_same(*run_each(case.ranks, train, *((case, "megatron", moved, 5) for moved in ([], moves))))
+
+
+def losses_of(which: str, case: Case, way: str) -> list[float]:
+    return train_on(pipeline(which, case, WAYS[way]), 0)
+
+
+def test_stock_trains_the_same() -> None:
+    """Without clipping, because DeepSpeed's norm is that of the first stage."""
+    stock, ours = run_each(
+        2, losses_of, *((which, Case(stages=2, clip=0.0), "megatron") for which in ("stock", "ours"))
+    )
+    assert stock == ours
+
+
+def norms(case: Case) -> list[float]:
+    """Return the gradient norm of the first batch, by the engine and by torch for the model on one rank."""
+    engine = build(case, WAYS["first whole"])
+    engine.train_batch(batches(engine))
+    specs = WAYS["first whole"](case)
+    layers = [spec.build() for spec in specs]
+    layers[4] = partial(back, layers[1])
+    data = batches(engine)
+    for _ in range(case.micro_batches):
+        hidden, labels = next(data)
+        for layer in layers:
+            hidden = layer(hidden)
+        (loss(hidden, labels) / case.micro_batches).backward()
+    gradients = [p.grad for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()]
+    return [float(engine.get_global_grad_norm()), float(torch.stack([g.norm() for g in gradients]).norm())]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp32 zero1"])
+def test_every_weight_counts_once_in_clipping(precision: str) -> None:
+    for engine, whole_model in run(2, norms, Case(stages=2, clip=0.01, precision=precision)):
+        assert engine == pytest.approx(whole_model, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("precision", "saved_on", "loaded_on"),
+    [
+        ("fp32", 1, 2),
+        ("bf16 zero1", 2, 1),
+        pytest.param("fp32", 2, 1, marks=pytest.mark.nightly),
+        pytest.param("bf16 zero1", 1, 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_run_resumes_to_and_from_one_stage(tmp_path: Path, precision: str, saved_on: int, loaded_on: int) -> None:
+    case = Case(stages=saved_on, precision=precision, groups="two", clip=0.0)
+    saved = run(saved_on, save_and_continue, case, str(tmp_path), None, megatron)
+    loaded = run(loaded_on, load_and_continue, replace(case, stages=loaded_on), str(tmp_path), 1, megatron)
+    assert loaded[0]["losses"] == saved[0]["losses"]
+    assert whole(loaded) == whole(saved)
+
+
+# -- what is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "stages"),
+    [("fp32", 2), ("bf16", 1), *(pytest.param(*one, marks=pytest.mark.nightly) for one in (("fp32", 1), ("bf16", 2)))],
+)
+def test_a_use_that_trains_what_is_not_tied_is_refused(precision: str, stages: int) -> None:
+    case = Case(stages=stages, precision=precision)
+    with pytest.raises(RankError, match=r"ConfigError: layer 4 trains gain, which tied_weight_attr of its key 'up'"):
+        run(stages, train, case, "both train the gain", [], 1)
+
+
+def refused(case: Case, way: str) -> str:
+    """Let a tied weight decay on the first stage and not on the last, and return the error of initialize."""
+    module = module_of(case, WAYS[way])
+    decay = 0.1 if module.stage_id == 0 else 0.0
+    groups = [{"params": list(module.parameters()), "weight_decay": decay}]
+    try:
+        ds_dynmo.initialize(model=module, model_parameters=groups, config=config(case))
+    except ConfigError as error:
+        return str(error)
+    return "taken"
+
+
+def test_initialize_refuses_ties_that_would_part() -> None:
+    groups, both_whole = run_each(2, refused, *((Case(stages=2), way) for way in ("megatron", "both whole")))
+    for message in groups:
+        assert "is in different parameter groups where they are: ['0', '1']" in message
+    for message in both_whole:
+        assert "layers [1, 4], tied by the key 'up', run the whole module" in message and "['gain']" in message
+
+
+# -- torch --------------------------------------------------------------------------------------------
+
+
+def warnings_of_tied_weights() -> tuple[bool, list[str]]:
+    """Return whether a language model's first weight is tied, and what torch warns of in a backward pass through it."""
+    layers = model_layers(ModelConfig(layers=1, hidden_size=8, heads=2, sequence_length=4, tied_embedding=True))
+    module = LanguageModelPipeline(layers, num_stages=2)
+    weight = next(iter(module.parameters()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        weight.sum().backward()
+    return bool(module.tied_comms) and weight.grad is not None, [str(warning.message) for warning in caught]
+
+
+def test_torch_does_not_warn_of_the_tied_weights_of_a_language_model() -> None:
+    assert run(2, warnings_of_tied_weights) == [(True, [])] * 2

@@ -1,0 +1,356 @@
+"""Tensor parallelism and other features of DeepSpeed's pipeline engine, with moves."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.utils import groups
+from torch import nn
+
+import ds_dynmo
+from tests.emulated import not_on_it
+from tests.support.configs import Case, config
+from tests.support.harness import run, run_each
+from tests.support.models import SEQUENCE, VOCABULARY, WIDTH, Block, Embedding, Head, layers, module_of, seeded
+from tests.support.sliced_layers import sliced_layers
+from tests.support.training import batches, build, state, whole
+
+pytestmark = pytest.mark.ranks
+
+MOVES = [[0, 2, 8], [0, 6, 8], [0, 1, 8]]
+PROFILED = {"interval": 0, "profile": {"batches": 1, "warmup_batches": 0}}
+
+
+def train_sliced(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    engine = build(case, sliced_layers)
+    data, losses, waiting = batches(engine), [], list(moves)
+    for _ in range(6):
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    return {
+        "losses": losses,
+        "state": state(engine),
+        "replica": engine.grid.get_data_parallel_id(),
+        "norm": float(engine.get_global_grad_norm() or 0.0),
+        "moved": sum(report.layers_moved for report in engine.reports),
+    }
+
+
+@pytest.mark.parametrize(
+    ("precision", "tied", "clip", "replicas"),
+    [
+        pytest.param("fp32", False, 0.0, 1),
+        pytest.param("fp32", True, 0.05, 1),
+        pytest.param("bf16", True, 0.05, 1),
+        pytest.param("bf16 zero1", False, 0.05, 1),
+        pytest.param("fp32", True, 0.05, 2, marks=pytest.mark.nightly),
+        pytest.param("bf16 zero1", True, 0.05, 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_moves_change_nothing_with_tensor_parallelism(precision: str, tied: bool, clip: float, replicas: int) -> None:
+    """Each (data, model) coordinate moves its own slice."""
+    case = Case(
+        stages=2, tied=tied, clip=clip, precision=precision, replicas=replicas, slices=2, groups="two", blocks=4
+    )
+    moves = [[0, 2, 6], [0, 5, 6], [0, 1, 6]]
+    still, moved = run_each(case.ranks, train_sliced, (case, []), (case, moves))
+    assert moved[0]["moved"] > 0
+    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
+    assert [r["norm"] for r in moved] == [r["norm"] for r in still]
+    assert whole(moved) == whole(still)
+
+
+def feature_engine(settings: dict[str, Any], case: Case, **module_options: Any) -> Any:
+    module = module_of(case, **module_options)
+    return ds_dynmo.initialize(
+        model=module, model_parameters=list(module.parameters()), config={**config(case), **settings}
+    )[0]
+
+
+def changing_lengths(engine: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for number in itertools.count():
+        generator = torch.Generator().manual_seed(number)
+        length = (3, 6, 4)[(number // engine.micro_batches) % 3]
+        tokens = torch.randint(0, VOCABULARY, (2, length + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def train_feature(
+    settings: dict[str, Any], module_options: dict[str, Any], moves: Sequence[Sequence[int]], lengths: bool = False
+) -> dict[str, Any]:
+    case = Case(stages=2, dynmo={"interval": 0, "profile": {"batches": 1, "warmup_batches": 0}})
+    engine = feature_engine(settings, case, **module_options)
+    data, losses, waiting = changing_lengths(engine) if lengths else batches(engine), [], list(moves)
+    for _ in range(5):
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    return {"losses": losses, "state": state(engine), "replica": 0, "partition": engine.partition}
+
+
+@pytest.mark.parametrize(
+    ("settings", "module_options", "lengths"),
+    [
+        pytest.param({}, {"dynamic_shape": True}, True, id="dynamic_shape"),
+        pytest.param({"pipeline": {"activation_checkpoint_interval": 2}}, {}, False, id="checkpoint, reentrant"),
+        pytest.param(
+            {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}, {}, False, id="checkpoint"
+        ),
+        pytest.param({"wall_clock_breakdown": True, "steps_per_print": 1}, {}, False, id="wall_clock_breakdown"),
+        pytest.param({"prescale_gradients": True}, {}, False, id="prescale_gradients"),
+        pytest.param({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {}, False, id="torch_autocast"),
+        pytest.param(
+            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "zero_optimization": {"stage": 1}},
+            {},
+            False,
+            id="torch_autocast, zero1",
+        ),
+        pytest.param({"data_types": {"grad_accum_dtype": "fp32"}}, {}, False, id="data_types"),
+    ],
+)
+@pytest.mark.every_variant
+def test_moves_change_nothing_with_features_of_deepspeed(
+    settings: dict[str, Any], module_options: dict[str, Any], lengths: bool
+) -> None:
+    calls = [(settings, module_options, moves, lengths) for moves in ([], MOVES)]
+    still, moved = run_each(2, train_feature, *calls)
+    assert moved[0]["partition"] == MOVES[-1] and still[0]["partition"] == [0, 4, 8]
+    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
+    assert whole(moved) == whole(still)
+
+
+def check_both(results: list[list[dict[str, Any]]], sparse: int) -> None:
+    still, moved = ([rank[number] for rank in results] for number in range(2))
+    assert moved[0]["moved"] > 0 and still[0]["moved"] == 0
+    for run_ in (still, moved):
+        assert sum(r["sparse"] for r in run_ if r["replica"] == 0) == sparse
+    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
+    assert [r["norm"] for r in moved] == [r["norm"] for r in still]
+    assert whole(moved) == whole(still)
+
+
+class Places(nn.Embedding):
+    """Adds a vector to every position, with sparse gradients, as a layer in the middle of a model."""
+
+    def __init__(self) -> None:
+        super().__init__(SEQUENCE, WIDTH, sparse=True)
+        self.weight.data.copy_(seeded((SEQUENCE, WIDTH), 5))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + super().forward(torch.arange(hidden.size(1), device=hidden.device))
+
+
+def sparse_layers(case: Case) -> list[Any]:
+    specs = layers(case)
+    specs[2:4] = [LayerSpec(Places), LayerSpec(Places)]
+    return specs
+
+
+def train_both(
+    case: Case, make_layers: Callable[[Case], list[Any]], bool_tensors: bool, moves: Sequence[Sequence[int]]
+) -> list[dict[str, Any]]:
+    """Train without and with moves; each run is profiled once."""
+    found = []
+    for waiting in ([], list(moves)):
+        engine = build(case, make_layers)
+        engine.has_bool_tensors = bool_tensors
+        data, losses = batches(engine), []
+        for _ in range(5):
+            losses.append(engine.train_batch(data).item())
+            if waiting:
+                engine.rebalance(waiting.pop(0))
+        held = [engine.stage.state.state_of(parameter) for parameter in engine.module.parameters()]
+        found.append(
+            {
+                "losses": losses,
+                "norm": float(engine.get_global_grad_norm()),
+                "state": state(engine),
+                "replica": engine.grid.get_data_parallel_id(),
+                "moved": sum(report.layers_moved for report in engine.reports),
+                "sparse": sum(value.is_sparse for each in held for value in each.values() if torch.is_tensor(value)),
+            }
+        )
+    return found
+
+
+@not_on_it("torch has no sparse tensors on devices of this kind")
+def test_moves_change_nothing_with_sparse_gradients() -> None:
+    """Layers with nn.Embedding(sparse=True) move with sparse momentum and clipping."""
+    case = Case(stages=2, replicas=2, optimizer="SGD", clip=0.05, dynmo=PROFILED)
+    check_both(run(4, train_both, case, sparse_layers, False, MOVES), sparse=2)
+
+
+class MaskingEmbedding(Embedding):
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(tokens), tokens > VOCABULARY // 3
+
+
+class MaskedBlock(Block):
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        hidden, mask = inputs
+        assert mask.dtype == torch.bool
+        return torch.where(mask.unsqueeze(-1), super().forward(hidden), hidden), mask
+
+
+class UnmaskingHead(Head):
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(inputs[0])
+
+
+def mask_layers(case: Case) -> list[Any]:
+    return [
+        LayerSpec(MaskingEmbedding, 1),
+        *(LayerSpec(MaskedBlock, index) for index in range(case.num_layers - 2)),
+        LayerSpec(UnmaskingHead, 2),
+    ]
+
+
+def test_moves_change_nothing_with_masks_between_stages() -> None:
+    """With engine.has_bool_tensors the last tensor that a stage sends is a mask."""
+    check_both(run(2, train_both, Case(dynmo=PROFILED), mask_layers, True, MOVES), sparse=0)
+
+
+class WithExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.experts(hidden)[0]  # type: ignore[no-any-return]
+
+
+def add_places(places: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + places.weight[: hidden.size(1)]
+
+
+def refused_layers() -> tuple[list[str], list[str], float]:
+    """Return errors of initialize for layers on the second stage, the expert groups then made, and a loss without."""
+    experts, places = layers(Case()), layers(Case())
+    experts[6], places[6] = LayerSpec(WithExperts), LayerSpec(Places)
+    tied = layers(Case())
+    tied[1] = TiedLayerSpec("places", Places, forward_fn=add_places, tied_weight_attr="weight")
+    tied[6] = TiedLayerSpec("places", Places, tied_weight_attr="weight")
+    said = []
+    for specs, precision in ((experts, "fp32"), (places, "bf16"), (places, "fp32 zero1"), (tied, "fp32")):
+        try:
+            build(Case(optimizer="SGD", precision=precision), lambda _, specs=specs: specs)
+        except ds_dynmo.ConfigError as error:
+            said.append(str(error))
+    engine = build(Case())
+    return said, list(groups._get_expert_parallel_group_dict()), engine.train_batch(batches(engine)).item()
+
+
+def test_layers_that_are_refused() -> None:
+    """They are refused on every rank, before DeepSpeed makes groups for experts."""
+    found = run(2, refused_layers)
+    assert found[0] == found[1]
+    (moe, bf16, zero1, tied), groups, _ = found[0]
+    assert "deepspeed.moe" in moe and groups == []
+    assert "sparse=True" in bf16 and bf16 == zero1
+    assert "'places' whose forward_fn differ" in tied
+
+
+def test_deepspeeds_csv_monitor_works(tmp_path: Path) -> None:
+    settings = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    run(2, train_feature, settings, {}, MOVES)
+    assert {"Train_Samples_train_loss.csv", "Train_Samples_lr.csv"} <= set(os.listdir(tmp_path / "job"))
+
+
+def train_other_sizes(moves: Sequence[Sequence[int]]) -> tuple[list[float], list[int]]:
+    """Return losses of a run whose number of micro-batches changes, and the last partition."""
+    engine = build(Case(stages=2))
+    data, losses, waiting = batches(engine), [], list(moves)
+    for micro_batches in (3, 5, 2, 4):
+        engine.set_train_batch_size(2 * micro_batches)
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    return losses, engine.partition
+
+
+def test_moves_change_nothing_after_set_train_batch_size() -> None:
+    still, moved = (run(2, train_other_sizes, moves) for moves in ([], MOVES))
+    assert [losses for losses, _ in still] == [losses for losses, _ in moved]
+    assert still[0][1] == [0, 4, 8] and moved[0][1] == MOVES[-1]
+
+
+def evaluate_logits(moves: Sequence[Sequence[int]]) -> list[Any]:
+    engine = build(Case(stages=2))
+    engine.train_batch(batches(engine))
+    found = []
+    for move in [None, *moves]:
+        if move is not None:
+            engine.rebalance(move)
+        value, logits = engine.eval_batch(batches(engine, seed=3), return_logits=True)
+        outputs = engine.eval_batch(batches(engine, seed=3), compute_loss=False, reduce_output=None)
+        shapes = None if outputs is None else [list(part.shape) for part in outputs]
+        found.append((value.item(), None if logits is None else [part.tolist() for part in logits], shapes))
+    return found
+
+
+def test_evaluation_returns_logits_after_moves() -> None:
+    for rank, found in enumerate(run(2, evaluate_logits, MOVES)):
+        assert len(found) == 4 and all(each == found[0] for each in found)
+        _, logits, shapes = found[0]
+        assert (logits is None) == (shapes is None) == (rank == 0)
+
+
+def given_data(moves: Sequence[Sequence[int]]) -> tuple[list[float], list[float], list[int]]:
+    """Train with data and a callable scheduler given to initialize, and batches without an iterator."""
+    case = Case(stages=2)
+    module = module_of(case)
+    tokens = torch.randint(0, VOCABULARY, (60, 5), generator=torch.Generator().manual_seed(1))
+    engine, optimizer, _, _ = ds_dynmo.initialize(
+        model=module,
+        model_parameters=list(module.parameters()),
+        training_data=[(row[:-1], row[1:]) for row in tokens],
+        config=config(case),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+    )
+    losses, waiting = [], list(moves)
+    for _ in range(6):
+        losses.append(engine.train_batch().item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    return losses, [group["lr"] for group in optimizer.param_groups], engine.partition
+
+
+def test_moves_change_nothing_with_data_given_to_initialize() -> None:
+    still, moved = run_each(2, given_data, ([],), (MOVES,))
+    assert [result[:2] for result in still] == [result[:2] for result in moved]
+    assert still[0][2] == [0, 4, 8] and moved[0][2] == MOVES[-1]
+
+
+def one_stage() -> tuple[list[int], int]:
+    engine = build(Case(stages=1, dynmo={"interval": 2}))
+    data = batches(engine)
+    for _ in range(5):
+        engine.train_batch(data)
+    return engine.partition, len(engine.reports)
+
+
+def test_an_engine_of_one_stage_works() -> None:
+    assert run(1, one_stage) == [([0, 8], 2)]
+
+
+def no_optimizer() -> tuple[float, float, list[int]]:
+    case = replace(Case(stages=2), optimizer="none")
+    engine = ds_dynmo.initialize(model=module_of(case), config=config(case))[0]
+    before = engine.eval_batch(batches(engine)).item()
+    engine.rebalance([0, 2, 8])
+    return before, engine.eval_batch(batches(engine)).item(), engine.partition
+
+
+def test_an_engine_without_optimizer_evaluates_and_moves() -> None:
+    for before, after, partition in run(2, no_optimizer):
+        assert before == after and partition == [0, 2, 8]

@@ -1,0 +1,218 @@
+"""Moves: failures, freed memory, and layers of unusual kinds."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from torch import nn
+from torch.distributed import distributed_c10d
+
+import ds_dynmo
+from tests.support.configs import Case
+from tests.support.harness import RankError, run, run_each
+from tests.support.models import WIDTH, Block, Embedding, Head, layers_of_many_widths, layers_tied_in_the_middle, seeded
+from tests.support.training import batches, build, layers_of, outcome_of, raw, state, train_and_move
+
+pytestmark = pytest.mark.ranks
+
+
+def unpackable() -> tuple[str, list[float]]:
+    engine = build(Case())
+    data, message = batches(engine), ""
+    losses = [engine.train_batch(data).item()]
+    if engine.stage_id == 0:
+        layers_of(engine)[1].odd = torch.eye(2).to_sparse_csc()
+    try:
+        engine.rebalance([0, 1, 8])
+    except ds_dynmo.MigrationError as error:
+        message = str(error)
+    return message, [*losses, engine.train_batch(data).item()]
+
+
+def test_a_layer_that_cannot_be_packed_stays_and_training_continues() -> None:
+    for message, losses in run(2, unpackable):
+        assert "No layer has moved" in message and len(losses) == 2
+
+
+def fail_while_moving() -> None:
+    engine = build(Case())
+    engine.train_batch(batches(engine))
+
+    def broken(*args: Any) -> None:
+        raise OSError("the cable is gone")
+
+    engine.stage.comm.p2p.post = broken
+    engine.rebalance([0, 1, 8])
+
+
+def test_a_failure_while_layers_move_is_fatal() -> None:
+    with pytest.raises(RankError, match=r"Layers had begun to move: resume the job from its last checkpoint"):
+        run(2, fail_while_moving)
+
+
+def hooked(parameter: Any) -> bool:
+    """Tell whether a wrapper still refers to a parameter that left."""
+    return bool(parameter._post_accumulate_grad_hooks) or hasattr(parameter, "_hp_mapping")
+
+
+def departed_parameters(precision: str) -> int:
+    engine = build(Case(stages=2, tied=True, precision=precision))
+    data = batches(engine)
+    for _ in range(3):
+        engine.train_batch(data)
+    alive = []
+    for partition in ([0, 7, 8], [0, 1, 8]):
+        watched = [weakref.ref(p) for p in engine.module.parameters()]
+        gc.disable()
+        engine.rebalance(partition)
+        here = set(map(id, engine.module.parameters()))
+        alive += [ref for ref in watched if ref() is not None and id(ref()) not in here and hooked(ref())]
+        gc.enable()
+        engine.train_batch(data)
+        gc.collect()
+        here = set(map(id, engine.module.parameters()))
+        alive += [ref for ref in watched if ref() is not None and id(ref()) not in here]
+    return len(alive)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 immediate", "bf16 zero1", "fp32 zero1"])
+def test_departed_parameters_are_freed(precision: str) -> None:
+    assert run(2, departed_parameters, precision) == [0, 0]
+
+
+def full_state(case: Case, moves: dict[int, list[int]]) -> list[dict[str, Any]]:
+    """Return what DeepSpeed's functions give for every parameter after each move or batch, by layer and name."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    engine = build(case)
+    optimizer, groups = engine.optimizer, engine.optimizer.param_groups
+    data, seen = batches(engine), []
+    for step in range(4):
+        if step in moves:
+            engine.rebalance(moves[step])
+        found: dict[str, Any] = {}
+        for index, module in engine.stage.layers.counted_modules().items():
+            for name, parameter in module.named_parameters():
+                found[f"{index}.{name}"] = raw(safe_get_full_fp32_param(parameter))
+                if step:
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        found[f"{index}.{name}/{key}"] = raw(safe_get_full_optimizer_state(parameter, key))
+        seen.append(found)
+        engine.train_batch(data)
+    assert engine.optimizer is optimizer and engine.optimizer.param_groups is groups
+    assert all(engine.param_names[parameter] for parameter in engine.module.parameters())
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("precision", "replicas"),
+    [
+        *(("bf16", 1), ("bf16 zero1", 2), ("fp32 zero1", 1)),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("bf16", 2), ("bf16 zero1", 1), ("fp32 zero1", 2))
+        ),
+    ],
+)
+def test_deepspeed_finds_the_full_state_right_after_a_move(precision: str, replicas: int) -> None:
+    case = Case(stages=2, tied=True, precision=precision, replicas=replicas, groups="two")
+    still = run(case.ranks, full_state, case, {})
+    moved = run(case.ranks, full_state, case, {0: [0, 2, 8], 2: [0, 7, 8], 3: [0, 1, 8]})
+    for before, after in zip(zip(*still), zip(*moved)):  # step by step
+        assert {k: v for rank in before for k, v in rank.items()} == {k: v for rank in after for k, v in rank.items()}
+
+
+def stay(precision: str) -> tuple[int, bool]:
+    engine = build(Case(precision=precision))
+    data = batches(engine)
+    engine.train_batch(data)
+    before, modules = state(engine), list(engine.module.forward_funcs)
+    report = engine.rebalance([0, 4, 8])
+    return report.bytes_moved, state(engine) == before and modules == list(engine.module.forward_funcs)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
+def test_a_rebalance_to_the_same_partition_changes_nothing(precision: str) -> None:
+    for moved, same in run(2, stay, precision):
+        assert moved == 0 and same
+
+
+def check_same_layers(still: list[dict[str, Any]], moved: list[dict[str, Any]], last: list[int]) -> None:
+    """Check losses and state, and that the run with moves ends at the partition ``last``."""
+    assert [r["partition"] == last for r in [*still, *moved]] == [False] * len(still) + [True] * len(moved)
+    assert [r["losses"] for r in still] == [r["losses"] for r in moved]
+    assert {k: v for r in still for k, v in r["state"].items()} == {k: v for r in moved for k, v in r["state"].items()}
+
+
+class Odd(nn.Module):
+    """A layer that cannot be pickled, and counts its batches in an attribute that decides what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(seeded((WIDTH,), 5))
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+        self.calls = 0
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = lambda x: torch.tanh(x)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen += 1
+        return hidden + self.activation(hidden * self.weight) * (self.seen + self.calls) * 0.01
+
+
+def odd_layers(case: Case) -> list[Any]:
+    torch.manual_seed(3)
+    return [LayerSpec(Embedding, 1), Block(0), LayerSpec(Odd), nn.LayerNorm(WIDTH), LayerSpec(Head, 2)]
+
+
+def train_layers(
+    make_layers: Callable[[Case], list[Any]], case: Case, moves: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    engine = build(case, make_layers)
+    return outcome_of(engine, train_and_move(engine, batches(engine), moves, 6))
+
+
+def test_layers_given_as_modules_and_unpicklable_layers_move() -> None:
+    case = Case(stages=3)
+    still = run(3, train_layers, odd_layers, case, [])
+    moved = run(3, train_layers, odd_layers, case, [[0, 1, 2, 5], [0, 3, 4, 5], [0, 2, 3, 5]])
+    check_same_layers(still, moved, [0, 2, 3, 5])
+
+
+def test_layers_between_tuples_of_different_shapes_move() -> None:
+    make, case = layers_of_many_widths, Case(stages=3)
+    still = run(3, train_layers, make, case, [])
+    moved = run(3, train_layers, make, case, [[0, 1, 2, 6], [0, 3, 5, 6], [0, 2, 3, 6]])
+    check_same_layers(still, moved, [0, 2, 3, 6])
+
+
+def train_tied(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Train with moves, in whose commit no process group may be made; count those that this rank has at the end."""
+    engine = build(case, layers_tied_in_the_middle)
+    groups, new_group, commit = distributed_c10d._world.pg_map, dist.new_group, engine.migrator.commit
+    before = len(groups)
+
+    def commit_without_groups() -> Any:
+        dist.new_group = lambda *_, **__: pytest.fail("a process group is made after bytes have moved")
+        result = commit()
+        dist.new_group = new_group
+        return result
+
+    engine.migrator.commit = commit_without_groups
+    losses = train_and_move(engine, batches(engine), moves, 6)
+    return {**outcome_of(engine, losses), "groups": len(groups) - before}
+
+
+def test_tied_layers_come_to_one_stage_and_part() -> None:
+    """Process groups of the stages that share them are made before bytes move; the two latest are kept."""
+    case, moves = Case(stages=3), [[0, 1, 5, 6], [0, 3, 4, 6], [0, 1, 2, 6], [0, 1, 3, 6], [0, 4, 5, 6], [0, 3, 4, 6]]
+    still, moved = run_each(3, train_tied, (case, []), (case, moves))
+    check_same_layers(still, moved, moves[-1])
+    assert [result["groups"] for result in moved] == [2, 0, 0]

@@ -1,0 +1,216 @@
+"""Re-packing during a run equals a restart from a checkpoint at the same steps, to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_dynmo.models import dynamic_cases
+from tests.support import case_runs
+from tests.support.case_runs import CASES, CaseRun
+from tests.support.configs import Case
+from tests.support.elastic import DIFFER, Sizes, losses, merged, train_alone, train_and_repack, train_through_checkpoint
+from tests.support.harness import run
+from tests.support.training import batches, build, drop_decision, layers_of, sleeping_engine, state, use_virtual_clock
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize(
+    ("precision", "replicas"),
+    [
+        ("bf16 zero1", 2),
+        *(pytest.param("fp32", replicas, marks=pytest.mark.nightly) for replicas in (1, 2)),
+        pytest.param("bf16 zero1", 1, marks=pytest.mark.nightly),
+    ],
+)
+def test_shrinking_equals_restarts_from_checkpoints(tmp_path: Path, precision: str, replicas: int) -> None:
+    sizes, steps = {2: 3, 4: 2, 6: 1}, 8
+    case = Case(stages=4, replicas=replicas, precision=precision, tied=precision == "fp32", groups="two")
+    repacked = run(case.ranks, train_and_repack, case, sizes, steps)
+    first, expected = 0, {}
+    for last, stages in [(2, 4), (4, 3), (6, 2), (8, 1)]:
+        smaller = Case(**{**vars(case), "stages": stages})
+        end = run(smaller.ranks, train_through_checkpoint, smaller, str(tmp_path), first, last)
+        expected.update(losses(end))
+        first = last
+    assert losses(repacked) == expected
+    assert merged(repacked) == merged(end)
+
+
+@pytest.mark.parametrize(
+    ("precision", "replicas"),
+    [
+        ("bf16 zero1", 2),
+        pytest.param("fp32", 1, marks=pytest.mark.nightly),
+        pytest.param("fp32", 2, marks=pytest.mark.nightly),
+        pytest.param("bf16 zero1", 1, marks=pytest.mark.nightly),
+        pytest.param("bf16", 1, marks=pytest.mark.nightly),
+    ],
+)
+def test_fewer_ranks_train_as_all_would(precision: str, replicas: int) -> None:
+    """4 -> 2 -> 1 stages equal a run without re-packing: learning rates, data and random numbers, too."""
+    clip = 0.0 if "zero1" in precision else 1.0  # ZeRO sums the norm over its shards, which differ between stages
+    case = Case(
+        stages=4,
+        replicas=replicas,
+        precision=precision,
+        tied=True,
+        groups="two",
+        scheduler=True,
+        dropout=True,
+        clip=clip,
+    )
+    fewer = run(case.ranks, train_and_repack, case, {2: 2, 4: 1}, 6)
+    stayed = run(case.ranks, train_alone, case, 6)
+    assert losses(fewer) == losses(stayed)
+    assert merged(fewer) == merged(stayed)
+    assert fewer[0]["evaluation"] == stayed[0]["evaluation"]
+    assert {rank: result["released"] for rank, result in enumerate(fewer) if "released" in result} == {
+        rank: 4 if rank >= 3 * replicas else 2 for rank in range(replicas, 4 * replicas)
+    }
+    assert "was released after step 2" in fewer[replicas]["refused"]
+    reports = fewer[0]["reports"]
+    assert [(r.old_stages, r.new_stages) for r in reports] == [(4, 2), (2, 1)]
+    assert [r.released_ranks for r in reports] == [
+        tuple(range(replicas, 3 * replicas)),
+        tuple(range(3 * replicas, 4 * replicas)),
+    ]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
+def test_attributes_built_once_fit_the_new_world(precision: str) -> None:
+    """All plain attributes of engine, module, grid and optimizer equal those of an engine built at that size."""
+    case = Case(stages=4, precision=precision)
+    for sizes, stages in [({1: [0, 4, 8]}, 2), ({1: 1}, 1), ({1: [0, 3, 6, 8], 2: [0, 4, 8]}, 2)]:
+        repacked = run(4, train_and_repack, case, sizes, 3)
+        built = run(stages, train_alone, Case(stages=stages, precision=precision), 3)
+        remaining = [result["attributes"] for result in repacked if result["attributes"]]
+        for found, expected in zip(remaining, [result["attributes"] for result in built], strict=True):
+            assert {k: v for k, v in found.items() if k not in DIFFER} == {
+                k: v for k, v in expected.items() if k not in DIFFER
+            }
+
+
+def use_after_repacking(case: Case) -> Any:
+    """Profile, decide, move and save after a re-packing."""
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    with torch.inference_mode():  # as in an evaluation; what arrives trains nevertheless
+        engine.repack(2)
+    if engine.released:
+        return None
+    for partition in ([0, 1, 8], [0, 7, 8]):
+        engine.rebalance(partition)
+        engine.train_batch(data)
+    report = engine.rebalance()
+    return len(report.new_partition) - 1, engine.profile.partition, engine.grid.pipe_parallel_size
+
+
+def test_profiles_decisions_moves_and_checkpoints_work_after_a_repacking() -> None:
+    found = [result for result in run(4, use_after_repacking, Case(stages=4)) if result is not None]
+    assert len(found) == 2
+    assert all(stages == 2 and len(profiled) == 3 and size == 2 for stages, profiled, size in found)
+
+
+def repack_by_itself(
+    block: dict[str, Any], milliseconds: Sequence[float], later: Mapping[int, float], steps: int
+) -> Any:
+    """Train sleeping layers whose seconds change by a factor after the steps of ``later``."""
+    use_virtual_clock()
+    stages = dist.get_world_size()
+    engine, data = sleeping_engine(block, [ms / 1000 for ms in milliseconds], stages)
+    sizes = {}
+    while engine.global_steps < steps:
+        if engine.global_steps in later:
+            share = later[engine.global_steps]
+            for module in layers_of(engine).values():
+                module.seconds *= share
+            engine.model_changed("pruned")
+        engine.train_batch(data)
+        if engine.released:
+            return None
+        sizes[engine.global_steps] = engine.num_stages
+    return sizes, [(r.step, r.reason, r.old_stages, r.new_stages, r.verdict) for r in engine.repacks]
+
+
+def test_automatic_repacking_shrinks(tmp_path: Path) -> None:
+    """At 0.7 of their time layers need two of four stages, and at 0.21 one. Batches with a re-packing have no trace."""
+    path = tmp_path / "trace.json"
+    block = {
+        "interval": 0,
+        "repack": {"enabled": True, "max_slowdown": 0.1},
+        "trace": {"path": str(path), "steps": [1, 10]},
+    }
+    results = run(4, repack_by_itself, block, [8.0] * 8, {3: 0.7, 6: 0.3}, 10)
+    sizes, reports = results[0]
+    assert [(reason, old, new) for _, reason, old, new, _ in reports] == [("pruned", 4, 2), ("pruned", 2, 1)]
+    assert (sizes[3], sizes[5], sizes[10]) == (4, 2, 1)
+    traced = {
+        event["name"] for event in json.loads(path.read_text())["traceEvents"] if event["name"].startswith("step ")
+    }
+    assert len(traced) == 10 - len(reports)
+
+
+def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
+    """Train a dynamic case, re-packed where an automatic decision would be: before the case sees the batch."""
+    engine, model = case_runs.build(case_run)
+    data = case_runs.batches(engine, model)
+    cases = dynamic_cases(model, engine, total_steps=case_run.steps)
+    found: dict[str, Any] = {"losses": {}, "state": {}}
+    while engine.global_steps < case_run.steps:
+        for case in cases:
+            case.before_batch(engine.global_steps)
+        drop_decision(engine)
+        loss = engine.train_batch(data).item()
+        found["losses"][engine.global_steps] = loss
+        wanted = sizes.get(engine.global_steps)
+        if wanted is not None:
+            engine.repack(wanted)
+        if engine.released:
+            return found
+        for case in cases:
+            case.after_batch(engine.global_steps)
+    return {**found, "state": state(engine)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("automatic freezing", marks=pytest.mark.nightly),
+        "egeria and pruning",
+        pytest.param("freezing and pruning", marks=pytest.mark.nightly),
+        pytest.param("egeria", marks=pytest.mark.nightly),
+        pytest.param("moe bias and freezing", marks=pytest.mark.nightly),
+        pytest.param("halves, automatic freezing, pruning and qk-sparse attention", marks=pytest.mark.nightly),
+    ],
+)
+def test_state_that_a_rank_holds_for_itself_survives(name: str) -> None:
+    """Such as gradients that it has summed, a verdict that it waits for, and the number of frozen layers."""
+    case_run = CaseRun(CASES[name], stages=3, steps=6)
+    fewer = run(3, train_case, case_run, {1: 2, 2: 1})
+    stayed = run(3, train_case, case_run, {})
+    assert losses(fewer) == losses(stayed)
+    assert merged(fewer) == merged(stayed)
+
+
+def same_number(case: Case) -> Any:
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    report = engine.repack(partition=[0, 1, 8])
+    engine.train_batch(data)
+    return engine.partition, report.new_partition, report.layers_moved
+
+
+def test_a_repacking_to_the_same_number_of_stages_is_a_move() -> None:
+    for partition, reported, moved in run(2, same_number, Case(stages=2)):
+        assert partition == [0, 1, 8] and reported == (0, 1, 8) and moved == 3

@@ -1,0 +1,200 @@
+"""Re-packings that are refused, and ranks that die during one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ds_dynmo import partitioners
+from ds_dynmo.engine.move.migration_context import MigrationContext
+from ds_dynmo.engine.move.migrator import Migrator
+from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
+from tests.support.configs import Case
+from tests.support.elastic import losses, train_alone, train_and_repack, train_through_checkpoint
+from tests.support.harness import run
+from tests.support.training import batches, build
+
+pytestmark = pytest.mark.ranks
+
+
+def refusals(case: Case) -> list[str]:
+    """Ask for impossible re-packings, and train on."""
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    found = []
+    for wanted in (0, 3, -1):
+        try:
+            engine.repack(wanted)
+        except PartitionError as error:
+            found.append(str(error))
+    for partition in ([0, 0, 8], [0, 9], [0, 2, 4, 6, 8], []):
+        try:
+            engine.repack(partition=partition)
+        except PartitionError as error:
+            found.append(str(error))
+    try:
+        engine.repack(dist.get_rank() + 1)  # the ranks ask for different numbers
+    except MigrationError as error:
+        found.append(str(error))
+    engine.before_release(lambda: _fail() if dist.get_rank() else None)
+    try:
+        engine.repack(1)
+    except MigrationError as error:
+        found.append(f"{error.harmless}: {error}")
+    return [*found, str(engine.train_batch(data).item() > 0), str(engine.num_stages)]
+
+
+def test_impossible_repackings_are_refused() -> None:
+    for found in run(2, refusals, Case(stages=2)):
+        remedy = "there are 1 to 2 to go on with; a job that resumes the last checkpoint may have more"
+        assert found[:3] == [f"repack: {count}, {remedy}" for count in ("0 stages", "3 stages", "-1 stages")]
+        assert "not strictly increasing" in found[3] and "runs from 0 to 9" in found[4]
+        assert all("there are 1 to 2 to go on with" in text for text in found[5:7])
+        assert (
+            "ranks differ: [0, 4, 8] -> [0, 8] on ranks [0], [0, 4, 8] -> [0, 4, 8] on ranks [1]. No layer has moved"
+            in found[7]
+        )
+        failed = "the callbacks of before_release failed on ranks [1], first with ValueError: no room"
+        assert found[8] == f"True: {failed}. No layer has moved"
+        assert found[9:] == ["True", "2"]
+
+
+def off(case: Case) -> list[str]:
+    engine = build(case)
+    try:
+        engine.repack(1)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def test_switched_off_repacking_is_refused() -> None:
+    (found, *_) = run(2, off, Case(stages=2, dynmo={"enabled": False}))
+    assert "dynmo.enabled = false: engine.repack would move layers" in found[0]
+
+
+def with_little_memory(case: Case, factor: float) -> str:
+    """Ask for one stage with ``factor`` of the memory that the whole model needs on one."""
+    engine = build(case)
+    data = batches(engine)
+    while engine.profile is None:
+        engine.train_batch(data)
+    whole = sum(cost.static_bytes + 2 * cost.activation_bytes for cost in engine.profile.layers)
+    engine.rebalancer.memory.limit = int(factor * whole)
+    try:
+        engine.repack(1)
+    except PartitionError as error:
+        engine.train_batch(data)
+        return str(error)
+    return ""
+
+
+def test_a_repacking_that_does_not_fit_names_one_that_would() -> None:
+    for text in run(3, with_little_memory, Case(stages=3), 0.8):
+        assert text.startswith("repack onto 1 stage:") and text.endswith("; 2 stages would do")
+
+
+def _leave(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise ValueError("no room")
+
+
+def killed(case: Case, who: str) -> str:
+    """Let a rank die while it sends layers, or between two worlds. With "failing" it raises an error instead."""
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    launch_rank = dist.get_rank()
+    if launch_rank == 2 and who == "sending":
+        Migrator.start = _leave  # type: ignore[method-assign]
+    elif launch_rank == 2 and who == "failing":
+        MigrationContext.rebuild = _fail  # type: ignore[method-assign]
+    elif launch_rank == 2:
+        engine.repacker.world.begin = _leave
+    try:
+        engine.repack(2, partition=[0, 1, 8])
+    except MigrationError as error:
+        return str(error)
+    except KeyboardInterrupt:
+        return "gone"
+    return "went on"
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16 zero1"])
+def test_a_rank_that_dies_while_layers_move_is_named(precision: str) -> None:
+    case = Case(stages=3, precision=precision, dynmo={"interval": 0, "timeout_seconds": 4.0})
+    *left, died = run(3, killed, case, "sending", complete=False)
+    assert died == "gone"
+    for text in left:
+        assert "ranks [2] (as numbered at the launch) do not answer any more" in text and "last checkpoint" in text
+
+
+@pytest.mark.nightly
+def test_a_rank_that_fails_while_layers_move_is_not_reported_as_dead() -> None:
+    case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 3.0})
+    *others, failed = run(3, killed, case, "failing")
+    assert "rank 2 failed rebuilding the stage" in failed and "no room" in failed
+    assert not any("do not answer" in text for text in [*others, failed]), others
+
+
+@pytest.mark.nightly
+def test_a_rank_that_dies_between_two_worlds_is_named() -> None:
+    case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 4.0})
+    left, _, died = run(3, killed, case, "at work")
+    assert died == "gone"
+    assert "ranks [2] (as numbered at the launch) did not come to the new world within 4 s" in left
+
+
+def test_a_job_that_stops_for_a_restart_says_how_to_resume(tmp_path: Path) -> None:
+    block = {"interval": 0, "repack": {"release": "checkpoint", "checkpoint": str(tmp_path)}}
+    case = Case(stages=3, replicas=2, dynmo=block)
+    stopped = run(6, train_and_repack, case, {2: [0, 3, 8]}, 4)
+    assert all(result["released"] == 2 for result in stopped)
+    launch = json.loads((tmp_path / "launch.json").read_text())
+    assert launch == {
+        "num_stages": 2,
+        "ranks": 4,
+        "tag": "global_step2",
+        "partition": [0, 3, 8],
+        "step": 2,
+    }
+    smaller = Case(stages=2, replicas=2)
+    resumed = run(4, train_through_checkpoint, smaller, str(tmp_path), 2, 4)
+    straight = run(6, train_alone, Case(stages=3, replicas=2), 4)
+    assert losses(resumed) == {step: loss for step, loss in losses(straight).items() if step > 2}
+
+
+def with_another_balancer(case: Case) -> list[str]:
+    """Use a balancer that accepts one number of stages only and fails on one rank."""
+
+    @partitioners.register("fails elsewhere")
+    def balancer(costs: Sequence[float], num_stages: int, *, start: Sequence[int], memory: Any) -> Sequence[int]:
+        if num_stages != case.stages and dist.get_rank() == 1:
+            raise RuntimeError("no idea")
+        return start
+
+    engine = build(replace(case, dynmo={"interval": 0, "balancer": "fails elsewhere"}))
+    data = batches(engine)
+    while engine.profile is None:
+        engine.train_batch(data)
+    try:
+        engine.repack(1)
+    except MigrationError as error:
+        return [str(error), str(error.harmless), str(engine.train_batch(data).item() > 0)]
+    return []
+
+
+def test_a_balancer_that_fails_on_one_rank_is_an_error_on_all() -> None:
+    for text, harmless, trained in run(2, with_another_balancer, Case(stages=2)):
+        assert "deciding where layers go failed on ranks [1], first with RuntimeError: no idea. No layer" in text
+        assert (harmless, trained) == ("True", "True")

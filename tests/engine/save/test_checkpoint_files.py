@@ -1,0 +1,308 @@
+"""The files of a checkpoint, and which ranks read and write them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+import ds_dynmo
+from ds_dynmo.engine.save import layer_content, writing
+from ds_dynmo.engine.save.manifest import MANIFEST
+from ds_dynmo.engine.save.safe_load import describe
+from tests.support.checkpoints import (
+    STEPS,
+    attempt,
+    check_same,
+    files_read,
+    load_and_continue,
+    outcome,
+    save_and_continue,
+    train_on,
+)
+from tests.support.configs import Case
+from tests.support.harness import run, run_each
+from tests.support.models import WIDTH, Embedding, Head
+from tests.support.training import build, drop_decision, freeze, gather, layers_of, state
+
+pytestmark = pytest.mark.ranks
+
+
+def files_hold_no_placeholder(case: Case, folder: str) -> list[str]:
+    """Train where stages lack groups, and search DeepSpeed's files for placeholders."""
+    engine = build(case)
+    train_on(engine, 0)
+    engine.save_checkpoint(folder, tag="now")
+    if engine.global_rank:
+        return []
+    found = []
+    for path in sorted(Path(folder, "now").glob("*.pt")):
+        content = torch.load(path, weights_only=False)
+        groups = content.get("optimizer_state_dict", {}).get("single_partition_of_fp32_groups", [])
+        sizes = [group.numel() for group in groups]
+        if "placeholder" in str(content) or 1 in sizes or 2 in sizes:
+            found.append(path.name)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
+def test_placeholders_are_in_no_file(tmp_path: Path, precision: str) -> None:
+    case = Case(stages=4, precision=precision, groups="two", start=(0, 1, 6, 7, 8))  # embedding, blocks, function, head
+    assert run(4, files_hold_no_placeholder, case, str(tmp_path))[0] == []
+
+
+# -- reading and writing ------------------------------------------------------------------------------
+
+
+def test_each_rank_reads_only_what_it_needs(tmp_path: Path) -> None:
+    case = Case(stages=4)
+    run(4, save_and_continue, case, str(tmp_path))
+    read = run(2, files_read, replace(case, stages=2), str(tmp_path))
+    stages = [[name for name in names if "mp_rank" in name] for names in read]
+    assert stages == [
+        ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"],
+        ["mp_rank_00_model_states.pt", "mp_rank_02_model_states.pt", "mp_rank_03_model_states.pt"],
+    ]
+    layers = [{int(name.partition("layer_")[2][:2]) for name in names if "layer_" in name} for names in read]
+    assert layers == [{0, 1, 2, 3}, {4, 5, 7}]
+
+
+class Wide(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 300), nn.Linear(300, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(self.up(hidden).relu())
+
+
+def wide_layers(case: Case) -> list[Any]:
+    return [LayerSpec(Embedding, 1), *[LayerSpec(Wide, index) for index in range(case.blocks)], LayerSpec(Head, 2)]
+
+
+class HashedBytes:
+    """Counts the bytes of tensors that this rank hashes: in digests, and to compare them with a file's checksums."""
+
+    def __init__(self) -> None:
+        self.in_digests = self.compared = 0
+        digest, crc32 = layer_content.digest, zlib.crc32
+
+        def count_in_digests(value: Any) -> str:
+            self.in_digests += value.nbytes if isinstance(value, torch.Tensor) else 0
+            return digest(value)
+
+        def count_compared(values: Any, *start: int) -> int:
+            self.compared += len(values)
+            return crc32(values, *start)
+
+        layer_content.digest, zlib.crc32 = count_in_digests, count_compared
+
+    def take(self) -> tuple[int, int]:
+        """Return the bytes in digests and those compared since the last call."""
+        found, self.in_digests, self.compared = (self.in_digests, self.compared), 0, 0
+        return found
+
+
+def hash_on_the_way(case: Case, folder: str) -> dict[str, Any]:
+    """Save without the frozen weights, and load into another engine; count what is hashed."""
+    engine, other = build(case, wide_layers), build(case, wide_layers)
+    freeze(engine, 3)
+    engine.model_changed("frozen")
+    drop_decision(engine)
+    train_on(engine, 0, 1)
+    hashed = HashedBytes()
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    saving = hashed.take()
+    other.load_checkpoint(folder)
+    assert {**state(other), "shards": None} == {
+        **state(engine),
+        "shards": None,
+    }  # it has moments of 0 for frozen layers
+    layers = layers_of(engine).values()
+    frozen, trained = (
+        sum(p.numel() for layer in layers for p in layer.parameters() if p.requires_grad == trains)
+        for trains in (False, True)
+    )
+    found = {"saving": saving, "loading": hashed.take(), "frozen": frozen, "trained": trained}
+    if engine.global_rank == 0:  # another base on the first replica alone
+        layers_of(other)[1].up.weight.data[0, 0] += 1
+    return {**found, "refused": attempt(other, folder)}
+
+
+def test_a_rank_hashes_its_share_of_what_is_left_out_and_what_it_takes(tmp_path: Path) -> None:
+    """Weights have 2 bytes an element, fp32 weights and moments 12, which two replicas share out."""
+    case = Case(stages=2, replicas=2, precision="bf16 zero1", blocks=6)
+    (first, second), others = (run(4, hash_on_the_way, case, str(tmp_path))[at : at + 2] for at in (0, 2))
+    assert first["frozen"] > 10_000 and others[0]["trained"] > 10_000 and not others[0]["frozen"]
+    assert first["saving"][0] + second["saving"][0] == 2 * first["frozen"] > 2 * second["saving"][0] > 0
+    for rank in (first, second, *others):
+        in_digests, compared = rank["loading"]
+        message, unchanged = rank["refused"]
+        assert unchanged and message.startswith(
+            f"rank 0: {tmp_path}/global_step1/layer_01-model_states.pt: lacks up.weig"
+        )
+        assert in_digests == 2 * rank["frozen"]
+        assert compared <= 2 * rank["trained"] + 12 * (rank["trained"] + rank["frozen"]) // 2 + 30_000
+    assert not any(rank["saving"][0] for rank in others) and not any(rank["saving"][1] for rank in (first, *others))
+
+
+def parts(case: Case, folder: str, **flags: Any) -> dict[str, Any]:
+    """Tell which parts of the engine were loaded."""
+    engine = build(case)
+    saved = build(case)
+    saved.load_checkpoint(folder)
+    engine.load_checkpoint(folder, **flags)
+    weights = lambda e: {n: v for n, v in state(e).items() if "/" not in n}  # noqa: E731
+    moments = lambda e: {n: v for n, v in state(e).items() if "/exp" in n}  # noqa: E731
+    return {
+        "weights": weights(engine) == weights(saved),
+        "moments": moments(engine) == moments(saved),
+        "steps": engine.global_steps,
+        "scheduler": engine.lr_scheduler.last_batch_iteration,
+    }
+
+
+def _parts(case: Case, folder: str, flags: dict[str, Any]) -> dict[str, Any]:
+    return parts(case, folder, **flags)
+
+
+def test_flags_choose_what_is_loaded(tmp_path: Path) -> None:
+    case = Case(stages=2, scheduler=True)
+    run(2, save_and_continue, case, str(tmp_path))
+    expected = {"weights": True, "moments": True, "steps": STEPS, "scheduler": STEPS - 1}
+    changed: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"load_optimizer_states": False}, {"moments": False}),
+        ({"load_lr_scheduler_states": False}, {"scheduler": -1}),
+        ({"load_module_only": True}, {"moments": False, "steps": 0, "scheduler": -1}),
+    ]
+    found = run_each(2, _parts, *((case, str(tmp_path), flags) for flags, _ in changed))
+    for results, (flags, differs) in zip(found, changed):
+        assert results == [{**expected, **differs}] * 2, flags
+
+
+def misuse(case: Case, folder: str) -> list[str]:
+    engine = build(case)
+    found = []
+    for call in (
+        lambda: engine.save_checkpoint(folder, tag="a/b"),
+        lambda: engine.save_checkpoint(folder, tag=f"rank{engine.global_rank}"),
+        lambda: engine.load_checkpoint(folder, tag="nowhere"),
+        lambda: engine.load_checkpoint(folder, tag=f"rank{engine.global_rank}"),
+        lambda: engine.load_checkpoint(folder, custom_load_fn=print),
+        lambda: engine.load_checkpoint(folder) == (None, None),
+    ):
+        try:
+            found.append(str(call()))
+        except (ds_dynmo.ConfigError, ds_dynmo.CheckpointError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_wrong_tags_and_folders_are_refused(tmp_path: Path) -> None:
+    found = run(2, misuse, Case(stages=2), str(tmp_path))[1]
+    assert "'a/b': has to be the name of one folder" in found[0]
+    assert re.search(r"ranks differ: .*/rank0 on ranks \[0\], .*/rank1 on ranks \[1\]", found[1])
+    assert "nowhere: there is no such folder" in found[2]
+    assert re.search(r"ranks differ: .*'rank0' on ranks \[0\], .*'rank1' on ranks \[1\]", found[3])
+    assert "custom_load_fn" in found[4]
+    assert found[5] == "True"
+    assert not os.listdir(tmp_path)
+
+
+def lists_nothing(folder: str, empty: str) -> None:
+    """Let this rank list a folder as a network file system may, before it looks again: as the one that is ``empty``."""
+    for name in ("listdir", "scandir"):
+        original = getattr(os, name)
+        listed = lambda path=".", original=original: original(empty if folder in str(path) else path)  # noqa: E731
+        setattr(os, name, listed)
+
+
+def save_with_trouble(case: Case, folder: str) -> list[str]:
+    """Save with a stale listing; with a file that rank 0 does not find; with one that DeepSpeed did not write.
+
+    Then load, with a stale listing, what has no list of its files.
+    """
+    engine = build(case)
+    if engine.global_rank == 0:
+        os.makedirs(f"{folder}/empty")
+    gather(None)
+    lists_nothing(".writing", f"{folder}/empty")
+    assert engine.save_checkpoint(folder, tag="stale")
+    if engine.global_rank == 0:
+        shutil.copytree(f"{folder}/stale", f"{folder}/stock", ignore=lambda *_: ["dynmo"])
+
+    def described(path: str) -> Any:
+        found = describe(path)
+        if path.endswith("mp_rank_01_model_states.pt"):
+            os.unlink(path)  # as on a disk of rank 1 alone
+        return found
+
+    messages = []
+    for tag in ("elsewhere", "bypassed"):
+        if tag == "elsewhere":
+            writing.describe = described
+        else:
+            writing.describe = describe
+            engine.module.save_state_dict = lambda *_, **__: None
+        with pytest.raises(ds_dynmo.CheckpointError) as caught:
+            engine.save_checkpoint(folder, tag=tag)
+        messages.append(str(caught.value))
+    if engine.global_rank == 1:
+        lists_nothing("stock", f"{folder}/empty")
+    return [*messages, attempt(engine, folder, tag="stock")[0]]
+
+
+def test_a_checkpoint_has_what_every_rank_wrote_whatever_a_listing_says(tmp_path: Path) -> None:
+    case = Case(stages=2)
+    for messages in run(2, save_with_trouble, case, str(tmp_path)):
+        elsewhere, bypassed = (f"rank 0: {tmp_path}/.{tag}.writing" for tag in ("elsewhere", "bypassed"))
+        assert messages[0].startswith(f"{elsewhere}/mp_rank_01_model_states.pt: a rank wrote ")
+        assert messages[0].endswith(
+            " bytes, and rank 0 finds no such file: save_dir has to be a folder that all ranks share"
+        )
+        assert messages[1].startswith(
+            f"{bypassed}/layer_00-model_states.pt: no rank wrote it: a save_state_dict of your"
+        )
+        assert f"ranks differ: {tmp_path}/stock holds ['layer_00-" in messages[2]
+    assert sorted(os.listdir(tmp_path)) == ["empty", "latest", "stale", "stock"]
+    files = [path for path in (tmp_path / "stale").rglob("*.pt") if path.is_file()]
+    listed = json.loads((tmp_path / "stale" / MANIFEST).read_text())["files"]
+    assert {str(path.relative_to(tmp_path / "stale")) for path in files} == listed.keys()
+    assert all(path.stat().st_size == listed[str(path.relative_to(tmp_path / "stale"))]["num_bytes"] for path in files)
+
+
+def save_in_parallel(case: Case, folder: str) -> dict[str, Any]:
+    """Save with layers written by all replicas."""
+    engine = build(case)
+    engine.module.checkpoint_parallel_write_pipeline = True
+    train_on(engine, 0)
+    engine.save_checkpoint(folder)
+    return outcome(engine, train_on(engine, STEPS))
+
+
+def test_replicas_share_the_writing_of_layers(tmp_path: Path) -> None:
+    case = Case(stages=2, replicas=2)
+    saved = run(4, save_in_parallel, case, str(tmp_path))
+    check_same(saved, run(4, load_and_continue, case, str(tmp_path)))
+
+
+def _load_tag(case: Case, folder: str, tag: str) -> dict[str, Any]:
+    return load_and_continue(case, folder, tag=tag)
+
+
+def test_a_checkpoint_can_be_copied_elsewhere(tmp_path: Path) -> None:
+    case = Case(stages=2)
+    saved = run(2, save_and_continue, case, str(tmp_path / "a"))
+    shutil.move(tmp_path / "a" / f"global_step{STEPS}", tmp_path / "renamed")
+    check_same(saved, run(2, _load_tag, case, str(tmp_path), "renamed"))

@@ -1,0 +1,319 @@
+"""Programs that change parameters, groups or gradients between batches train on to the bit, or are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+from torch.nn.utils import prune
+
+import ds_dynmo
+from ds_dynmo.errors import ConfigError, MigrationError
+from tests.support.configs import Case, config
+from tests.support.harness import run, run_each
+from tests.support.models import Block, Embedding, Head, layers, loss
+from tests.support.training import batches, build, check_moves_changed_nothing, layers_of, outcome_of, whole
+
+pytestmark = pytest.mark.ranks
+
+PRECISIONS = ("fp32", "fp32 zero1", "bf16", "bf16 zero1")
+STEPS, CHANGED, CHANGED_LAYERS = 6, 2, (1, 2)  # one layer that stays, one that leaves
+MOVES = {3: [0, 2, 6], 5: [0, 3, 6]}
+
+
+# -- parameters that layers drop, rename or register in another order ---------------------------------
+
+
+def changed_layers(engine: Any) -> list[Any]:
+    return [layer for number, layer in layers_of(engine).items() if number in CHANGED_LAYERS]
+
+
+def change(engine: Any) -> None:
+    """Rename, reorder, exchange, drop and freeze parameters."""
+    for layer in changed_layers(engine):
+        prune.l1_unstructured(layer.up, "weight", amount=0.3)  # the same parameter by another name, behind the others
+        layer.up.bias = None
+        weight, bias = layer.norm.weight, layer.norm.bias
+        layer.norm.weight, layer.norm.bias = bias, weight
+        frozen = nn.Linear(layer.down.in_features, layer.down.out_features).to(layer.down.weight.dtype)
+        frozen.load_state_dict(layer.down.state_dict())
+        layer.down = frozen.requires_grad_(False)
+
+
+def train(precision: str, way: str, folder: str) -> dict[str, Any]:
+    """Train, change layers, and go on ``way``: still, blocking, background, or through a checkpoint."""
+    engine = build(Case(blocks=3, precision=precision))
+    data, losses = batches(engine), []
+    for step in range(STEPS):
+        if step == CHANGED:
+            change(engine)
+        if way in ("blocking", "background") and step in MOVES:
+            engine.rebalance(MOVES[step], background=way == "background")
+        if way == "checkpoint" and step in MOVES:
+            engine.save_checkpoint(folder)
+            engine.load_checkpoint(folder)
+        if way == "announced" and step in MOVES:
+            engine.model_changed("layers were changed")
+        losses.append(engine.train_batch(data).item())
+    return outcome_of(engine, losses)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_changed_layers_move_and_are_saved_as_what_they_are(precision: str, tmp_path: Path) -> None:
+    ways = ("still", "blocking", "background", "checkpoint", "announced")
+    still, blocking, background, saved, announced = run_each(
+        2, train, *((precision, way, str(tmp_path)) for way in ways)
+    )
+    check_moves_changed_nothing(still, blocking)
+    check_moves_changed_nothing(still, background)
+    for through in (saved, announced):
+        assert [rank["losses"] for rank in through] == [rank["losses"] for rank in still]
+        assert whole(through) == whole(still)
+
+
+def repack(fewer: bool) -> list[float]:
+    """Change layers on three stages, and go on with two."""
+    engine = build(Case(stages=3, blocks=3, precision="fp32 zero1", dynmo={"interval": 0, "repack": {"enabled": True}}))
+    data, losses = batches(engine), []
+    for step in range(STEPS):
+        if step == CHANGED:
+            change(engine)
+        if fewer and step == CHANGED + 1:
+            engine.repack(2)
+            if engine.released:
+                break
+        losses.append(engine.train_batch(data).item())
+    return losses
+
+
+def test_changed_layers_are_repacked() -> None:
+    still, fewer = run(3, repack, False)[0], run(3, repack, True, complete=False)[0]
+    assert fewer == still and len(still) == STEPS
+
+
+def on_one_replica(change_all: bool) -> str:
+    """Drop a bias on one replica only, or on both, and move."""
+    engine = build(Case(blocks=3, replicas=2, precision="bf16 zero1"))
+    data = batches(engine)
+    engine.train_batch(data)
+    if change_all or engine.grid.get_data_parallel_id() == 1:
+        for layer in changed_layers(engine):
+            layer.up.bias = None
+    try:
+        engine.rebalance([0, 2, 6])
+    except MigrationError as error:
+        assert error.harmless
+        return str(error)
+    return "moved"
+
+
+def test_replicas_that_hold_other_parameters_are_refused() -> None:
+    refused, moved = run_each(4, on_one_replica, (False,), (True,))
+    assert all("replicas 0 and 1 of stage 0 hold other parameters: layer 1's up.bias" in m for m in refused)
+    assert moved == ["moved"] * 4
+
+
+def hidden(how: str) -> list[str]:
+    """Hide a parameter from its layer, which goes on computing with it, and try to move, save and announce it."""
+    engine = build(Case(blocks=3, precision="fp32 zero1"))
+    data = batches(engine)
+    losses = [engine.train_batch(data).item()]
+    for layer in changed_layers(engine):
+        weight = layer.up.weight
+        del layer.up.weight
+        layer.up.hidden, layer.up.weight = [weight], weight.detach()
+    messages = []
+    for call in (
+        lambda: engine.rebalance([0, 2, 6]),
+        lambda: engine.save_checkpoint(how),
+        lambda: engine.load_checkpoint(how),
+        lambda: engine.model_changed("hidden"),
+    ):
+        with pytest.raises((MigrationError, ConfigError)) as raised:
+            call()
+        messages.append(str(raised.value))
+    losses.append(engine.train_batch(data).item())
+    assert engine.partition == [0, 3, 6]
+    return messages
+
+
+def test_a_parameter_that_its_layer_hides_is_refused_by_its_path(tmp_path: Path) -> None:
+    for messages in run(2, hidden, str(tmp_path)):
+        assert all(
+            "layer 1: up.hidden[0] is a parameter that the optimizer trains, but the layer" in m for m in messages
+        )
+
+
+# -- parameters that are in no layer ------------------------------------------------------------------
+
+
+class WeightedLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.weight[0] * loss(logits, labels)
+
+
+class WithScale(PipelineModule):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def with_foreign_parameter(precision: str, where: str) -> str:
+    """Initialize with a trainable parameter that is in no layer of the stage."""
+    case = Case(blocks=3, precision=precision)
+    torch.manual_seed(0)
+    kind: type[PipelineModule] = WithScale if where == "module" else PipelineModule
+    given = [Embedding(1), *(Block(index) for index in range(4)), Head(2)]
+    module = kind(
+        layers=given if where == "given" else layers(case),
+        num_stages=2,
+        loss_fn=WeightedLoss() if where in ("loss", "frozen loss") else loss,
+        partition_method="uniform",
+    )
+    if where == "frozen loss":
+        module.loss_fn.requires_grad_(False)
+    parameters = [p for layer in given for p in layer.parameters()] if where == "given" else [*module.parameters()]
+    try:
+        engine = ds_dynmo.initialize(model=module, model_parameters=parameters, config=config(case))[0]
+    except ConfigError as error:
+        return str(error)
+    engine.rebalance([0, 2, 6])
+    return f"trained {engine.train_batch(batches(engine)).item() > 0}"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp32 zero1", "bf16"])
+def test_a_trained_parameter_of_no_layer_is_refused_at_initialize_by_name(precision: str) -> None:
+    of_loss, of_module, of_given, frozen = run_each(
+        2, with_foreign_parameter, *((precision, where) for where in ("loss", "module", "given", "frozen loss"))
+    )
+    assert all("the optimizer trains loss_fn.weight, which is in no layer" in message for message in of_loss)
+    assert all("the optimizer trains scale, which is in no layer" in message for message in of_module)
+    assert all("the optimizer trains layer 3's norm.weight, which is in no layer of this" in m for m in of_given)
+    assert frozen == ["trained True"] * 2
+
+
+# -- parameters of integers ---------------------------------------------------------------------------
+
+
+class Quantized(Block):
+    """A block over frozen weights of integers, as of QLoRA or GPTQ."""
+
+    def __init__(self, index: int, dtype: torch.dtype) -> None:
+        super().__init__(index)
+        codes = torch.arange(8).add(index).to(dtype)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden + self.codes.to(hidden.dtype) / 16)
+
+
+def train_quantized(precision: str, way: str, folder: str) -> dict[str, Any]:
+    case, dtypes = Case(blocks=3, precision=precision), (torch.int8, torch.uint8, torch.int32, torch.bool)
+    blocks = [LayerSpec(Quantized, index, dtype) for index, dtype in enumerate(dtypes)]
+    engine = build(case, lambda _: [LayerSpec(Embedding, 1), *blocks, LayerSpec(Head, 2)])
+    data, losses = batches(engine), []
+    for step in range(STEPS):
+        if way in ("blocking", "background") and step in MOVES:
+            engine.rebalance(MOVES[step], background=way == "background")
+        if way == "checkpoint" and step in MOVES:
+            engine.save_checkpoint(folder)
+            engine.load_checkpoint(folder)
+        losses.append(engine.train_batch(data).item())
+    held = {id(parameter) for parameter in engine.stage.state.parameters()}
+    assert not any(id(layer.codes) in held for layer in layers_of(engine).values() if isinstance(layer, Quantized))
+    return outcome_of(engine, losses)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_parameters_of_integers_move(precision: str, tmp_path: Path) -> None:
+    ways = ("still", "blocking", "background", "checkpoint")
+    still, blocking, background, saved = run_each(
+        2, train_quantized, *((precision, way, str(tmp_path)) for way in ways)
+    )
+    check_moves_changed_nothing(still, blocking)
+    check_moves_changed_nothing(still, background)
+    assert whole(saved) == whole(still)
+
+
+# -- parameter groups ---------------------------------------------------------------------------------
+
+
+def scaled_by(layer: Block, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * layer.adapter
+
+
+def train_with_group(where: str, moves: bool) -> dict[str, Any]:
+    """Add an adapter to a layer that leaves, in a group that is added on its rank or on all; or change a rate."""
+    engine = build(Case(blocks=3))
+    data, losses, message = batches(engine), [], ""
+    for step in range(STEPS):
+        if step == CHANGED:
+            adapters = []
+            for number, layer in layers_of(engine).items():
+                if number == 2 and where != "rate":
+                    layer.adapter = nn.Parameter(torch.full((8,), 1.1))
+                    layer.register_forward_hook(scaled_by)
+                    adapters.append(layer.adapter)
+            if where == "rate" and engine.stage_id == 1:
+                engine.basic_optimizer.param_groups[0]["lr"] = 0.5
+            elif adapters or where == "everywhere":
+                engine.basic_optimizer.add_param_group({"params": adapters, "lr": 0.2})
+        if moves and step in MOVES:
+            try:
+                engine.rebalance(MOVES[step])
+            except MigrationError as error:
+                assert error.harmless
+                message = str(error)
+        losses.append(engine.train_batch(data).item())
+    return {**outcome_of(engine, losses), "message": message}
+
+
+def test_groups_that_every_rank_has_move_and_others_are_refused() -> None:
+    still, moved, refused, rate = run_each(
+        2, train_with_group, ("everywhere", False), ("everywhere", True), ("its rank", True), ("rate", True)
+    )
+    check_moves_changed_nothing(still, moved)
+    for rank in range(2):
+        assert "has 2 parameter groups on rank 0 and 1 on rank 1: call add_param_group on" in refused[rank]["message"]
+        assert "parameter group 0 has lr = 0.03 on rank 0 and 0.5 on rank 1: set it alike" in rate[rank]["message"]
+    assert [rank["losses"] for rank in refused] == [rank["losses"] for rank in still]
+
+
+# -- gradients of the user's own ----------------------------------------------------------------------
+
+
+def train_with_penalty(precision: str, way: str) -> dict[str, Any]:
+    """Add gradients of a penalty before each batch, and move between the two."""
+    engine = build(Case(blocks=3, precision=precision, clip=0.0))
+    data, losses, messages = batches(engine), [], []
+    for step in range(STEPS):
+        sum(0.05 * parameter.float().square().sum() for parameter in engine.module.parameters()).backward()
+        if way != "still" and step in MOVES:
+            try:
+                engine.rebalance(MOVES[step], background=way == "background")
+            except MigrationError as error:
+                assert error.harmless
+                messages.append(str(error))
+        losses.append(engine.train_batch(data).item())
+    return {**outcome_of(engine, losses), "messages": messages}
+
+
+@pytest.mark.parametrize("precision", [*PRECISIONS, "bf16 immediate"])
+def test_gradients_of_a_penalty_count_or_the_move_is_refused(precision: str) -> None:
+    still, blocking, background = run_each(
+        2, train_with_penalty, *((precision, way) for way in ("still", "blocking", "background"))
+    )
+    assert [rank["losses"] for rank in blocking] == [rank["losses"] for rank in still]
+    assert [rank["losses"] for rank in background] == [rank["losses"] for rank in still]
+    assert whole(blocking) == whole(background) == whole(still)
+    moved = bool(blocking[0]["moved"])
+    assert moved == (precision in ("fp32", "bf16"))
+    assert moved or all("gradients" in message for message in blocking[0]["messages"])

@@ -1,0 +1,333 @@
+"""A failure at any step of a rebalance, on any rank: harmless before bytes move, fatal on all ranks after that."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ds_dynmo import MigrationError
+from ds_dynmo.engine.comm import point_to_point
+from ds_dynmo.engine.comm.rounds import Rounds, RoundsInThread
+from ds_dynmo.engine.decide.trigger import Reason, Request
+from ds_dynmo.engine.move import arriving
+from ds_dynmo.torch_private import default_store
+from tests.support.configs import Case
+from tests.support.harness import RankError, run
+from tests.support.training import Warnings, batches, build, layers_of, partitions, state, whole
+
+pytestmark = pytest.mark.ranks
+
+MOVES = ([0, 4, 6, 8], [0, 1, 6, 8], [0, 2, 4, 8])  # indexed by the rank that receives
+STEPS = 8
+SECTION: dict[str, Any] = {"interval": 0, "timeout_seconds": 10, "profile": {"batches": 1, "warmup_batches": 0}}
+CASES = {
+    "fp32": Case(stages=3, start=(0, 3, 5, 8), dynmo=SECTION),
+    "bf16 zero1": Case(stages=3, start=(0, 3, 5, 8), dynmo=SECTION, precision="bf16 zero1", groups="two"),
+}
+
+
+def grid(points: Any) -> list[Any]:
+    """Return every point on every rank; the short form has one rank per point, and precisions in turn."""
+    return [
+        pytest.param(
+            point, rank, precision, id=f"{point}-rank{rank}-{precision}", marks=() if short else pytest.mark.nightly
+        )
+        for number, point in enumerate(points)
+        for rank in range(3)
+        for turn, precision in enumerate(CASES)
+        for short in [rank == number % 3 and turn == number % 2]
+    ]
+
+
+class Injected(RuntimeError):
+    """The injected failure."""
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise Injected("the cable is gone")
+
+
+def _no_load_signal(engine: Any) -> None:
+    for module in layers_of(engine).values():
+        module.load_signal = broken
+
+
+HARMLESS: dict[str, Callable[[Any], None]] = {
+    "gather": _no_load_signal,
+    "decide": lambda engine: setattr(engine.rebalancer, "_decide", broken),
+    "describe": lambda engine: setattr(engine.stage.state, "describe", broken),
+    "prepare": lambda engine: setattr(engine.stage.state, "prepare", broken),
+    "pack": lambda engine: setattr(engine.stage.state, "record", broken),
+}
+
+
+def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
+    """Train on after an automatic rebalance that fails before bytes move."""
+    engine = build(case)
+    data, losses = batches(engine), []
+    losses.append(engine.train_batch(data).item())
+    if engine.global_rank == rank:
+        HARMLESS[point](engine)
+    if point in ("gather", "decide"):
+        engine.rebalancer.trigger.ask(Request(Reason.MODEL_CHANGED, "a test"))
+    for _ in range(2):
+        losses.append(engine.train_batch(data).item())
+    message = repr(engine.rebalancer.failure)
+    if point not in ("gather", "decide"):
+        try:
+            engine.rebalance(MOVES[(rank + 1) % 3])  # the rank sends
+        except MigrationError as error:
+            assert error.harmless
+            message = str(error)
+    if engine.global_rank == rank:
+        for owner in (engine.rebalancer, engine.stage.state):
+            for name in ("_decide", "describe", "prepare", "record"):
+                vars(owner).pop(name, None)
+        for module in layers_of(engine).values():
+            vars(module).pop("load_signal", None)
+    engine.rebalance(MOVES[rank])
+    losses.append(engine.train_batch(data).item())
+    return {"message": message, "losses": losses, "state": state(engine), "replica": 0}
+
+
+def another_route(case: Case) -> str:
+    """Let a rank plan another route than the others."""
+    engine = build(case)
+    engine.train_batch(batches(engine))
+    state, prepare = engine.stage.state, engine.stage.state.prepare
+    if engine.global_rank == 1:
+        state.prepare = lambda *args, **kwargs: (prepare(*args, **kwargs)[0], "another")
+    with pytest.raises(MigrationError) as caught:
+        engine.rebalance(MOVES[0])
+    assert caught.value.harmless and engine.partition == list(case.start or ())
+    return str(caught.value)
+
+
+def test_ranks_that_planned_another_route_are_named_before_bytes_move() -> None:
+    for message in run(3, another_route, CASES["bf16 zero1"]):
+        assert "route: ranks differ: " in message and "another on ranks [1]. No layer has moved" in message
+
+
+class UnreadableOnRank0:
+    """Can be pickled on every rank, and not be loaded on rank 0."""
+
+    def __reduce__(self) -> Any:
+        return _loaded, ()
+
+
+def _loaded() -> UnreadableOnRank0:
+    if dist.get_rank() == 0:
+        raise MemoryError("no room")
+    return UnreadableOnRank0()
+
+
+def unreadable(background: bool) -> list[str]:
+    """Move layers while rank 1 describes its optimizer by something that rank 0 cannot load, then without it."""
+    engine = build(CASES["bf16 zero1"])
+    data, warnings, state = batches(engine), Warnings(), engine.stage.state
+    engine.train_batch(data)
+    take = state.take_inventory
+    if engine.global_rank == 1:
+        state.take_inventory = lambda: replace(take(), scalars={0: {"step": UnreadableOnRank0()}})
+    with pytest.raises(MigrationError) if not background else nullcontext() as caught:
+        engine.rebalance(MOVES[0], background=background)
+        engine.train_batch(data)
+    vars(state).pop("take_inventory", None)
+    engine.rebalance(MOVES[0])
+    engine.train_batch(data)
+    assert engine.partition == MOVES[0]
+    return warnings.messages if caught is None else [str(caught.value)]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_description_that_one_rank_cannot_load_is_harmless(background: bool) -> None:
+    said = "\n".join(run(3, unreadable, background)[0])
+    assert "failed on ranks [0], first with MemoryError: no room" in said
+
+
+def unharmed(case: Case, rank: int) -> dict[str, Any]:
+    engine = build(case)
+    data = batches(engine)
+    losses = [engine.train_batch(data).item() for _ in range(3)]
+    engine.rebalance(MOVES[rank])
+    losses.append(engine.train_batch(data).item())
+    return {"losses": losses, "state": state(engine), "replica": 0}
+
+
+@pytest.mark.parametrize(("point", "rank", "precision"), grid(HARMLESS))
+@pytest.mark.every_variant
+def test_before_bytes_move_a_failure_is_harmless(point: str, rank: int, precision: str) -> None:
+    results = run(3, harmless, CASES[precision], point, rank)
+    assert all("No layer has moved" in result["message"] for result in results)
+    expected = run(3, unharmed, CASES[precision], rank)
+    assert [result["losses"] for result in results] == [result["losses"] for result in expected]
+    assert whole(results) == whole(expected)
+
+
+def _arriving(engine: Any) -> None:
+    arriving.ArrivingLayer.materialize = broken  # type: ignore[method-assign]
+
+
+FATAL: dict[str, Callable[[Any], None]] = {
+    "headers": lambda engine: setattr(engine.stage.comm.p2p, "exchange_headers", broken),
+    "send": lambda engine: setattr(engine.stage.comm.p2p, "post", broken),
+    "unpack": _arriving,
+    "rebuild": lambda engine: setattr(engine.stage.layers, "rebuild", broken),
+    "rewrap": lambda engine: setattr(engine.stage.state, "install_parameters", broken),
+    "tie": lambda engine: setattr(engine.stage.layers, "tie", broken),
+}
+
+
+def fatal(case: Case, point: str, rank: int, background: bool) -> str:
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    if engine.global_rank == rank:
+        FATAL[point](engine)
+    try:
+        engine.rebalance(MOVES[rank], background=background)
+        engine.train_batch(data)
+    except MigrationError as error:
+        assert not error.harmless
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(("point", "rank", "precision"), grid(FATAL))
+@pytest.mark.every_variant
+def test_once_bytes_move_a_failure_stops_every_rank_with_its_place(point: str, rank: int, precision: str) -> None:
+    background = precision == "bf16 zero1"
+    messages = run(3, fatal, CASES[precision], point, rank, background, complete=False)
+    assert "the cable is gone" in messages[rank]
+    for number, message in enumerate(messages):
+        assert f"rank {number} failed " in message and "resume the job from its last checkpoint" in message
+
+
+class WaitsForStore:
+    """A round that does not begin before rank 1 has given up, and then fails."""
+
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        default_store().wait(["given up"])
+        raise Injected("the cable is gone")
+
+
+def late_round(kind: type[Rounds]) -> tuple[str, list[str]]:
+    """Let rank 1 wait for a round that rank 0 does not begin. Return the error, and the threads that are left.
+
+    Args:
+        kind: exchanges the rounds of a move while a batch trains.
+    """
+    point_to_point.Rounds = point_to_point.RoundsInThread = kind  # type: ignore[misc]
+    engine = build(Case(stages=2, start=(0, 4, 8)))
+    data = batches(engine)
+    engine.train_batch(data)
+    p2p, begin = engine.stage.comm.p2p, engine.stage.comm.p2p.begin
+
+    def begin_late(*messages: Any) -> Rounds:
+        rounds: Any = begin(*messages)
+        impatient = partial(rounds._post, timeout=timedelta(seconds=1))
+        rounds._post = (lambda _: WaitsForStore()) if engine.global_rank == 0 else impatient
+        return rounds  # type: ignore[no-any-return]
+
+    p2p.begin = begin_late
+    engine.rebalance([0, 2, 8], background=True)
+    with pytest.raises(MigrationError) as caught:
+        engine.train_batch(data)
+    assert not caught.value.harmless and not engine.migrator.is_moving
+    if engine.global_rank == 1:
+        default_store().set("given up", "yes")
+    return str(caught.value), [thread.name for thread in threading.enumerate() if thread.name == "ds_dynmo transfers"]
+
+
+@pytest.mark.parametrize("kind", [Rounds, RoundsInThread])
+def test_a_round_that_times_out_stops_its_rank_with_the_reason(kind: type[Rounds]) -> None:
+    (injected, _), (timed_out, _) = found = run(2, late_round, kind, complete=False, backend="gloo")
+    assert "rank 0 failed sending layers" in injected and "the cable is gone" in injected
+    assert "rank 1 failed sending layers while layers moved from [0, 4, 8] to [0, 2, 8]" in timed_out
+    assert "Timed out" in timed_out and "resume the job from its last checkpoint" in timed_out
+    assert [threads for _, threads in found] == [[], []]
+
+
+def _continue(engine: Any, case: Case, folder: str, background: bool) -> dict[str, Any]:
+    data = islice(batches(engine), engine.global_steps * engine.micro_batches, None)
+    losses = {}
+    for step, move in list(enumerate(partitions(case, 1, STEPS)))[engine.global_steps :]:
+        losses[step] = engine.train_batch(data).item()
+        engine.rebalance(move, background=background)
+        if step % 2:
+            engine.save_checkpoint(folder)
+    sys.setprofile(None)
+    return {"losses": losses, "state": state(engine), "replica": engine.grid.get_data_parallel_id()}
+
+
+def _die_at(calls: int) -> None:
+    """Send SIGKILL to this process when it enters its ``calls``-th function from now on."""
+    left = calls
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal left
+        left -= event in ("call", "c_call")
+        if left <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(count)
+
+
+def train_and_save(case: Case, folder: str, background: bool, victim: int = -1, calls: int = 0) -> dict[str, Any]:
+    """Rebalance after every batch, save after every second. Rank ``victim`` kills itself at its ``calls``-th call."""
+    engine = build(case)
+    if engine.global_rank == victim:
+        _die_at(calls)
+    return _continue(engine, case, folder, background)
+
+
+def resume(case: Case, folder: str) -> dict[str, Any]:
+    engine = build(case)
+    engine.load_checkpoint(folder)
+    return _continue(engine, case, folder, background=False)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s < 2 else pytest.mark.nightly) for s in range(100)])
+def test_a_killed_job_resumes_bitwise(tmp_path: Path, seed: int) -> None:
+    """SIGKILL comes at any moment of a run that rebalances after every batch: before, in, and between saves.
+
+    In every other run layers move while batches train.
+    """
+    chooser, background = random.Random(seed), seed % 2 == 1
+    case = Case(stages=2, precision=chooser.choice(["fp32", "bf16 zero1"]), groups="two", dropout=True, start=(0, 3, 8))
+    whole_run = run(2, train_and_save, case, str(tmp_path / "whole"), background)
+    try:
+        run(
+            2,
+            train_and_save,
+            case,
+            str(tmp_path / "killed"),
+            background,
+            chooser.randint(0, 1),
+            chooser.randint(1, 400_000),
+        )
+    except RankError as error:
+        assert "died" in str(error) or "Connection" in str(error)
+    stages = chooser.choice([1, 2])
+    case = replace(case, stages=stages, start=None if stages == 1 else case.start)
+    resumed = run(stages, resume, case, str(tmp_path / "killed"))
+    expected = whole_run[0]["losses"]
+    assert resumed[0]["losses"] == {step: expected[step] for step in resumed[0]["losses"]}
+    assert whole(resumed) == whole(whole_run)

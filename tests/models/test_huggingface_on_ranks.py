@@ -1,0 +1,179 @@
+"""Hugging Face models in a pipeline: moves change nothing, and training equals that of transformers' model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import PipelineModule
+
+import ds_dynmo
+from ds_dynmo.models import huggingface, language_model_loss
+from tests.support import case_runs
+from tests.support.case_runs import EGERIA, CaseRun, check_moves_change_nothing, moved
+from tests.support.configs import Case, config
+from tests.support.harness import run, run_each
+from tests.support.training import whole
+
+pytestmark = pytest.mark.ranks
+
+GPT2 = {
+    **{"model_type": "gpt2", "vocab_size": 260, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 12},
+    **{"bos_token_id": None, "eos_token_id": None},  # and dropout, 0.1 by default
+}
+UNTIED_GPT2 = {**GPT2, "tie_word_embeddings": False}
+transformers = pytest.importorskip("transformers")
+SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 12,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MIXTRAL = {
+    **{"model_type": "mixtral", **SIZES, "num_local_experts": 4, "sliding_window": 6},
+    **{"output_router_logits": True, "router_aux_loss_coef": 0.2},
+}
+# All have seven layers.
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": MIXTRAL,
+    "mixtral tied": {**MIXTRAL, "tie_word_embeddings": True},
+    "gpt2": GPT2,
+    "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 8},
+    "granite": {  # computes between embedding and layers, and around the head
+        **{"model_type": "granite", **SIZES, "tie_word_embeddings": True},
+        **{"embedding_multiplier": 12.0, "logits_scaling": 8.0},
+    },
+}
+
+
+def case(name: str, *, stages: int = 2, replicas: int = 1, precision: str = "fp32", interval: int = 0) -> CaseRun:
+    block = {"huggingface": MODELS[name], "sequence_length": 12, "verified": False}
+    return CaseRun(block, stages, replicas, precision, interval)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_moves_change_nothing(name: str) -> None:
+    check_moves_change_nothing(case(name))
+
+
+FREEZING: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "huggingface": UNTIED_GPT2,
+        "verified": False,
+        "case": {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]},
+    },
+    "mixtral automatic": {
+        **{"huggingface": MIXTRAL, "verified": False},
+        "case": {"kind": "freezing", "automatic": {"interval": 0.2, "start": 0.2}},
+    },
+    "qwen3 egeria": {"huggingface": MODELS["qwen3"], "verified": False, "case": {"kind": "freezing", "egeria": EGERIA}},
+}
+
+
+@pytest.mark.parametrize("name", FREEZING)
+def test_moves_change_nothing_while_layers_freeze(name: str) -> None:
+    frozen = CaseRun({**FREEZING[name], "sequence_length": 12})
+    still = run(2, case_runs.train, frozen)
+    check_moves_change_nothing(frozen, still)
+    state = whole(still).items()
+    steps = {int(key.split(".")[0]): np.frombuffer(raw, "f4").item() for key, raw in state if key.endswith("/step")}
+    assert 0 < steps[0] == steps[1] < steps[5] == 6  # gpt2: embedding and positions; else embedding and a block
+
+
+def test_random_moves_change_nothing() -> None:
+    still = case("mixtral", stages=3)
+    rng = np.random.default_rng(7)
+    moves = {step: [0, *sorted(rng.choice(range(1, 7), 2, replace=False).tolist()), 7] for step in range(1, 6)}
+    a, b = run_each(3, case_runs.train, (still,), (replace(still, moves=moves),))
+    assert a[0]["losses"] == b[0]["losses"] and whole(a) == whole(b)
+    assert b[0]["partition"] == moves[5] != a[0]["partition"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["mixtral", "gpt2"])
+def test_activation_checkpointing_changes_nothing(name: str) -> None:
+    plain, recomputed = (run(2, case_runs.train, moved(case(name, interval=n))) for n in (0, 1))
+    assert plain[0]["losses"] == recomputed[0]["losses"] and whole(plain) == whole(recomputed)
+
+
+class Length:
+    """The attribute of a model that ``batches`` reads."""
+
+    sequence_length = 12
+
+
+def fine_tune(folder: str, checkpoint: str, partitions: list[list[int]]) -> list[float]:
+    """Train the model in ``folder``, one step at each partition, save a checkpoint, and return the losses."""
+    specs = huggingface.layers(folder, verified=False)
+    module = PipelineModule(layers=specs, num_stages=2, loss_fn=language_model_loss, partition_method="uniform")
+    settings = {**config(Case(clip=0.0, dynmo=None)), "dynmo": {"interval": 0}}
+    engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
+    data, losses = case_runs.batches(engine, Length()), []  # type: ignore[arg-type]
+    for partition in partitions:
+        engine.rebalance(partition)
+        losses.append(engine.train_batch(data).item())
+    engine.save_checkpoint(checkpoint)
+    return losses
+
+
+class _Engine:
+    """The attributes of an engine that ``batches`` reads, with one replica."""
+
+    micro_batches = 3
+    grid = type("Grid", (), {"get_data_parallel_id": staticmethod(lambda: 0)})
+
+
+@pytest.mark.parametrize("name", ["mixtral", "mixtral tied"])
+def test_training_equals_that_of_the_librarys_model(name: str, tmp_path: Path) -> None:
+    """It is read from a folder, trained on two stages with moves, saved, and exported to a folder."""
+    torch.manual_seed(3)
+    settings = {**MODELS[name]}
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    folder, checkpoint, out = (tmp_path / part for part in ("folder", "checkpoint", "out"))
+    model.save_pretrained(folder, max_shard_size="20KB")
+    losses = run(2, fine_tune, str(folder), str(checkpoint), [[0, 4, 7], [0, 2, 7], [0, 6, 7]])[0]
+
+    micro_batches = case_runs.batches(_Engine(), Length())  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+    for expected in losses:
+        total = 0.0
+        for _ in range(_Engine.micro_batches):
+            tokens, labels = next(micro_batches)
+            outputs = model(tokens)
+            loss = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+            loss = (loss + config.router_aux_loss_coef * outputs.aux_loss) / _Engine.micro_batches
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert total == pytest.approx(expected, rel=1e-5)
+
+    huggingface.export(folder, checkpoint, out)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(out)
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(exported.get_parameter(parameter_name), parameter, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("checkpoint_interval", [0, 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_moves_change_nothing_under_any_setting(
+    name: str, precision: str, stages: int, replicas: int, checkpoint_interval: int
+) -> None:
+    check_moves_change_nothing(
+        case(name, stages=stages, replicas=replicas, precision=precision, interval=checkpoint_interval)
+    )

@@ -1,0 +1,266 @@
+"""Global pruning in real pipelines equals sorting the whole model, and zeros stay everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_dynmo.models import ModelConfig, Pruning, PruningConfig, RunSizes, dynamic_cases, local_layers
+from ds_dynmo.models.pruning.gradual import prunable_linears
+from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
+from tests.support import case_runs
+from tests.support.case_runs import CASES, CaseRun
+from tests.support.harness import run
+from tests.support.training import drop_decision
+
+pytestmark = pytest.mark.ranks
+
+PRUNING = CASES["pruning"]
+
+
+def run_sizes(model: ModelConfig, total_steps: int) -> RunSizes:
+    return RunSizes(total_steps=total_steps, num_layers=model.layers + 3, blocks=range(1, model.layers + 1))
+
+
+def merged(results: list[dict[str, Any]], what: str, number: int, replica: int = 0) -> dict[int, list[Any]]:
+    parts = [result[what][number] for result in results if result["replica"] == replica]
+    return {layer: members for part in parts for layer, members in part.items()}
+
+
+def by_sorting(weights: dict[int, list[np.ndarray]], keep: int) -> np.ndarray:
+    everything = np.concatenate([weight.ravel() for layer in sorted(weights) for weight in weights[layer]])
+    kept = np.zeros(len(everything), dtype=bool)
+    kept[np.argsort(-np.abs(everything), kind="stable")[:keep]] = True
+    return kept
+
+
+def weights(engine: Any) -> dict[int, list[np.ndarray]]:
+    """Return the prunable weights of this stage by layer, dense."""
+    return {
+        number: [linear.dense_weight().float().cpu().numpy().copy() for linear in prunable_linears(layer)]
+        for number, layer in local_layers(engine.module)
+        if prunable_linears(layer)
+    }
+
+
+def masks(engine: Any) -> dict[int, list[np.ndarray]]:
+    """Return the masks of this stage by layer, in the shapes of dense weights."""
+    return {
+        number: [mask_of(linear).cpu().numpy().copy() for linear in prunable_linears(layer) if was_pruned(linear)]
+        for number, layer in local_layers(engine.module)
+        if prunable_linears(layer)
+    }
+
+
+def was_pruned(linear: PrunableLinear) -> bool:
+    return linear.is_compressed or linear.mask is not None
+
+
+def mask_of(linear: PrunableLinear) -> torch.Tensor:
+    if not linear.is_compressed:
+        assert linear.mask is not None
+        return linear.mask
+    assert linear.index is not None
+    mask = torch.zeros(linear.shape, dtype=torch.bool, device=linear.index.device)
+    mask.view(-1)[linear.index.long()] = True
+    return mask
+
+
+def nonzero(engine: Any) -> dict[str, tuple[int, int]]:
+    """Count nonzero elements where weights are pruned and where not, by kind: weight, master weight, moments.
+
+    What a vector of kept values left out is gone, so that it counts as zero.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for _, layer in local_layers(engine.module):
+        for linear in prunable_linears(layer):
+            whole = torch.ones_like(linear.weight, dtype=torch.bool)
+            kept = (whole if linear.mask is None else linear.mask).flatten()
+            held = {"weight": (0, linear.weight.detach().flatten()), **engine.stage.state.state_of(linear.weight)}
+            for name, value in held.items():
+                if isinstance(value, torch.Tensor) and value.shape == linear.weight.shape:
+                    value = (0, value.flatten())
+                if isinstance(value, tuple):
+                    start, part = value
+                    assert not len(part) or start + len(part) <= linear.weight.numel()
+                    here = kept[start : start + len(part)]
+                    pruned, left = found.get(name, (0, 0))
+                    found[name] = (
+                        pruned + int(part[~here].count_nonzero()),
+                        left + int(part[here].count_nonzero()),
+                    )
+    return found
+
+
+def prune_twice(run: CaseRun, sparsities: tuple[float, float]) -> dict[str, Any]:
+    """Train and prune twice. Return weights before each pruning, masks after it, and counts of nonzero elements."""
+    engine, model = case_runs.build(run)
+    data = case_runs.batches(engine, model)
+    case = Pruning(PruningConfig(), engine, run_sizes(model, run.steps))
+    before, after = [], []
+    for sparsity in sparsities:
+        engine.train_batch(data)
+        before.append(weights(engine))
+        case.prune(sparsity)
+        after.append(masks(engine))
+        requested = str(engine.rebalancer.trigger.pending)
+        drop_decision(engine)
+    right_away = nonzero(engine)
+    for _ in range(2):
+        engine.train_batch(data)
+    return {
+        "before": before,
+        "after": after,
+        "nonzero": [right_away, nonzero(engine)],
+        "requested": requested,
+        "replica": engine.grid.get_data_parallel_id(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "precision"),
+    [
+        (1, 1, "fp32"),
+        (2, 1, "fp32"),
+        (4, 1, "fp32"),
+        (2, 1, "bf16"),
+        (4, 1, "bf16 zero1"),
+        (2, 2, "bf16 zero1"),
+        (2, 2, "bf16"),
+    ],
+)
+def test_global_pruning_equals_sorting_the_model(stages: int, replicas: int, precision: str) -> None:
+    sparsities = (0.3, 0.85)
+    results = run(stages * replicas, prune_twice, CaseRun(PRUNING, stages, replicas, precision), sparsities)
+    for number, sparsity in enumerate(sparsities):
+        weights = merged(results, "before", number)
+        total = sum(weight.size for members in weights.values() for weight in members)
+        assert total == 4 * 8 * 16 * 16
+        for replica in range(replicas):
+            masks = merged(results, "after", number, replica)
+            found = np.concatenate([mask.ravel() for layer in sorted(masks) for mask in masks[layer]])
+            assert np.array_equal(found, by_sorting(weights, round(total * (1 - sparsity))))
+            assert found.sum() == round(total * (1 - sparsity))
+    kinds = {"weight", "exp_avg", "exp_avg_sq"} | ({"master"} if "bf16" in precision else set())
+    for result in results:
+        assert result["requested"] == "pruning: 85.0% sparse"
+        assert all(pruned == 0 for counts in result["nonzero"] for pruned, _ in counts.values())
+    for number in range(2):
+        found = [result["nonzero"][number] for result in results]
+        left = {kind: sum(counts[kind][1] for counts in found if counts) for kind in kinds}
+        assert all(left.values()) and all(counts.keys() == kinds or not counts for counts in found)
+
+
+def load_weights_alone(run: CaseRun, folder: str) -> list[dict[str, tuple[int, int]]]:
+    """Load a pruned model into an engine whose optimizer has moments. Return :func:`nonzero` before and after steps.
+
+    It is pruned so little that its weights stay dense.
+    """
+    engine, model = case_runs.build(run)
+    data = case_runs.batches(engine, model)
+    engine.train_batch(data)
+    Pruning(PruningConfig(), engine, run_sizes(model, run.steps)).prune(0.4)
+    engine.save_checkpoint(folder)
+    again, _ = case_runs.build(run)
+    for _ in range(2):
+        again.train_batch(data)
+    again.load_checkpoint(folder, load_module_only=True)
+    case = Pruning(PruningConfig(start=0.9, end=0.95), again, run_sizes(model, 100))
+    found = [nonzero(again)]
+    for step in range(2):
+        case.before_batch(step)
+        again.train_batch(data)
+        found.append(nonzero(again))
+    return found
+
+
+@pytest.mark.parametrize(("precision", "replicas"), [("fp32", 1), ("bf16", 1), ("bf16 zero1", 2)])
+def test_pruned_weights_stay_pruned_in_an_optimizer_with_moments(precision: str, replicas: int, tmp_path: Path) -> None:
+    results = run(2 * replicas, load_weights_alone, CaseRun(PRUNING, 2, replicas, precision), str(tmp_path))
+    wrong = [loaded["exp_avg"][0] for loaded, *_ in results]  # moments that could revive weights; a shard may have none
+    assert all(wrong) if replicas == 1 else any(wrong)
+    for _, *trained in results:
+        assert all(counts["weight"][1] for counts in trained)
+        assert all(pruned == 0 for counts in trained for pruned, _ in counts.values())
+
+
+def train_pruned(run: CaseRun, refusal: str | None) -> dict[str, Any]:
+    """Train a case; with a ``refusal``, weights stay dense with masks. Return losses, and dense weights at the end."""
+    engine, model = case_runs.build(run)
+    if refusal is not None:
+        engine.keep_elements_refusal = lambda: refusal
+    cases = dynamic_cases(model, engine, total_steps=run.steps)
+    data, losses = case_runs.batches(engine, model), []
+    for step in range(run.steps):
+        if step in run.moves:
+            engine.rebalance(run.moves[step])
+        for case in cases:
+            case.before_batch(step)
+        drop_decision(engine)
+        losses.append(engine.train_batch(data).item())
+    linears = [linear for _, layer in local_layers(engine.module) for linear in prunable_linears(layer)]
+    return {
+        "losses": losses,
+        "weights": weights(engine),
+        "compressed": {linear.is_compressed for linear in linears},
+    }
+
+
+@pytest.mark.parametrize(("name", "precision"), [("pruning", "bf16 zero1"), ("pruning in CSR", "fp32")])
+def test_vectors_train_in_a_pipeline_as_masked_weights_do(name: str, precision: str) -> None:
+    """To the bit, and moved while they do. Without clipping, whose norm is summed in another order."""
+    case = CaseRun(CASES[name], precision=precision, steps=8, clip=0.0)
+    masked = run(2, train_pruned, case, "asked for")
+    vectors = run(2, train_pruned, replace(case, moves={3: [0, 5, 7], 7: [0, 2, 7]}), None)
+    assert masked[0]["losses"] == vectors[0]["losses"]
+    ours, theirs = ({k: v for result in results for k, v in result["weights"].items()} for results in (vectors, masked))
+    assert ours.keys() == theirs.keys() == {1, 2, 3, 4}
+    assert all(np.array_equal(a, b) for layer in ours for a, b in zip(ours[layer], theirs[layer], strict=True))
+    assert [result["compressed"] - {True} for result in vectors] == [set(), set()]
+    assert all(result["compressed"] == {False} for result in masked)
+
+
+def resume(run: CaseRun, folder: str, saved_after: int) -> dict[str, Any]:
+    """Return the losses of a run, and of the same run after a checkpoint is loaded into a new engine."""
+    engine, model = case_runs.build(run)
+    cases = dynamic_cases(model, engine, total_steps=run.steps)
+    data, losses = case_runs.batches(engine, model), []
+    for step in range(run.steps):
+        if step == saved_after:
+            engine.save_checkpoint(str(Path(folder) / "saved"))
+        for case in cases:
+            case.before_batch(step)
+        drop_decision(engine)
+        losses.append(engine.train_batch(data).item())
+    again, _ = case_runs.build(run)
+    again.rebalance([0, 5, 7])
+    again.load_checkpoint(str(Path(folder) / "saved"))
+    cases = dynamic_cases(model, again, total_steps=run.steps)
+    data = case_runs.batches(again, model)
+    for _ in range(saved_after * again.gradient_accumulation_steps()):
+        next(data)
+    resumed = []
+    for step in range(saved_after, run.steps):
+        for case in cases:
+            case.before_batch(step)
+        drop_decision(again)
+        resumed.append(again.train_batch(data).item())
+    return {"losses": losses[saved_after:], "resumed": resumed, "masks": (masks(engine), masks(again))}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [("pruning", "fp32"), ("pruning", "bf16 zero1"), ("pruning in CSR", "fp32")]
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(name: str, precision: str, tmp_path: Path) -> None:
+    case = CaseRun(CASES[name], precision=precision, steps=8)
+    for result in run(2, resume, case, str(tmp_path), 4):
+        assert result["resumed"] == result["losses"]
+        before, after = result["masks"]
+        assert before.keys() == after.keys() and all(before.values())
+        for layer, masks in before.items():
+            assert all(np.array_equal(a, b) for a, b in zip(masks, after[layer], strict=True))

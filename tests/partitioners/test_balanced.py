@@ -1,0 +1,263 @@
+import random
+import re
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.partitioners import MemoryModel, balanced, bottleneck, loads
+from tests.partitioners.instances import (
+    KINDS,
+    every_partition,
+    overshoot,
+    partitions_that_fit,
+    plain_bottleneck,
+    random_costs,
+    random_memory,
+    random_start,
+    slowest_seconds,
+)
+
+
+def check_optimal(seed: int, count: int, most_layers: int) -> None:
+    rng = random.Random(seed)
+    for case in range(count):
+        num_layers = rng.randint(1, most_layers)
+        num_stages = rng.randint(1, num_layers)
+        costs = random_costs(rng, num_layers, KINDS[case % len(KINDS)])
+        best = min(plain_bottleneck(costs, partition) for partition in every_partition(num_layers, num_stages))
+        assert bottleneck(costs, balanced(costs, num_stages)) == best, (costs, num_stages)
+
+
+def check_optimal_within_memory(seed: int, count: int, most_layers: int) -> tuple[int, int]:
+    """Return how many instances had a partition that fits, and how many had none."""
+    rng = random.Random(seed)
+    met = none = 0
+    for case in range(count):
+        num_layers = rng.randint(1, most_layers)
+        num_stages = rng.randint(1, num_layers)
+        costs = random_costs(rng, num_layers, KINDS[case % len(KINDS)])
+        memory = random_memory(rng, num_layers, num_stages)
+        partitions = list(every_partition(num_layers, num_stages))
+        fitting = partitions_that_fit(partitions, memory)
+        if fitting:
+            met += 1
+            partition = balanced(costs, num_stages, memory=memory)
+            assert overshoot(memory, partition) <= 0
+            best = min(plain_bottleneck(costs, partition) for partition in fitting)
+            assert bottleneck(costs, partition) == best, (costs, num_stages, memory)
+        else:
+            none += 1
+            with pytest.raises(PartitionError) as error:
+                balanced(costs, num_stages, memory=memory)
+            check_message(str(error.value), memory, min(overshoot(memory, partition) for partition in partitions))
+    return met, none
+
+
+def check_message(message: str, memory: MemoryModel, least_overshoot: int) -> None:
+    found = re.search(r"stage (\d+) needs (\d+) bytes, its limit is (\d+)", message)
+    assert found is not None, message
+    stage, needed, limit = (int(number) for number in found.groups())
+    assert limit == memory.limits[stage]
+    assert needed - limit == least_overshoot
+
+
+def test_it_finds_the_smallest_bottleneck() -> None:
+    check_optimal(seed=0, count=2000, most_layers=9)
+
+
+def test_it_finds_the_smallest_bottleneck_within_memory() -> None:
+    met, none = check_optimal_within_memory(seed=1, count=1000, most_layers=8)
+    assert met > 300 and none > 100
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(10))
+def test_it_finds_the_smallest_bottleneck_fuzz(seed: int) -> None:
+    check_optimal(seed=100 + seed, count=4000, most_layers=12)
+    check_optimal_within_memory(seed=200 + seed, count=2000, most_layers=10)
+
+
+def test_it_minimises_the_bottleneck_not_the_gap_between_stages() -> None:
+    # Minimising largest minus smallest load gives 13.
+    assert bottleneck([4, 9, 7, 5], balanced([4, 9, 7, 5], 3)) == 12
+
+
+def test_the_bottleneck_is_exact_beyond_float_precision() -> None:
+    costs = [1e12, 1e-12, 1e12, 1e-12, 3e-12]
+    assert balanced(costs, 3) == [0, 1, 3, 5]
+    # In floats 1e16 + 1 is 1e16. It still matters on which side of a boundary the small layer is.
+    partition = balanced([10**16, 1, 10**16 - 1], 2)
+    assert partition == [0, 1, 3]
+
+
+def test_zero_costs_and_single_layers() -> None:
+    assert loads([0, 0, 0, 0], balanced([0, 0, 0, 0], 2)) == [0, 0]
+    assert balanced([3], 1) == [0, 1]
+    assert balanced([0.0, 5.0, 0.0], 3) == [0, 1, 2, 3]
+    assert balanced([5e-324, 0.0, 5e-324, 1e300], 3) == [0, 1, 3, 4]
+
+
+def test_layers_are_spread_where_the_bottleneck_leaves_a_choice() -> None:
+    assert balanced([10, 1, 1, 1, 1], 3) == [0, 1, 3, 5]
+    assert balanced([1, 1, 1, 1, 10], 3) == [0, 2, 4, 5]
+
+
+def test_equal_bottlenecks_are_decided_by_the_least_imbalance() -> None:
+    costs = [10, 1, 1, 1, 1]
+    assert balanced(costs, 3, start=[0, 1, 2, 5]) == [0, 1, 3, 5]  # 10, 1 and 3 are less even than 10, 2 and 2
+    assert balanced([10, 1, 1, 1, 1, 1], 3, start=[0, 1, 3, 6]) == [0, 1, 3, 6]
+    assert balanced([10, 1, 1, 1, 1, 1], 3, start=[0, 1, 4, 6]) == [0, 1, 4, 6]
+
+
+def test_equal_imbalances_are_decided_by_the_fewest_moved_bytes() -> None:
+    costs, start = [10, 1, 1, 1, 1, 1], [0, 1, 2, 6]
+    assert balanced(costs, 3, start=start) == [0, 1, 3, 6]
+    costs, start = [6, 0, 0, 0, 6], [0, 1, 5]
+    assert balanced(costs, 2, start=start) == start
+    assert balanced([6, 0, 0, 6, 6, 6], 2, start=[0, 2, 6], layer_bytes=[1] * 6) == [0, 4, 6]
+    with pytest.raises(PartitionError, match="6 layers need 6 sizes in bytes, got 5"):
+        balanced([6, 0, 0, 6, 6, 6], 2, start=[0, 2, 6], layer_bytes=[1] * 5)
+
+
+def test_an_even_start_stays_only_if_it_fits() -> None:
+    memory = MemoryModel((1,) * 6, (0,) * 6, (0,) * 6, limits=(5, 5, 2), micro_batches=1)
+    roomy = replace(memory, limits=(5, 5, 5))
+    assert balanced([10, 1, 1, 1, 1, 1], 3, start=[0, 1, 3, 6], memory=roomy) == [0, 1, 3, 6]
+    assert balanced([10, 1, 1, 1, 1, 1], 3, start=[0, 1, 3, 6], memory=memory) == [0, 1, 4, 6]
+
+
+def check_ties(seed: int, count: int, most_layers: int) -> int:
+    """Compare with every partition in exact numbers. Return how often another one had the same bottleneck."""
+    rng = random.Random(seed)
+    chosen = 0
+    for case in range(count):
+        num_layers = rng.randint(1, most_layers)
+        num_stages = rng.randint(1, num_layers)
+        costs = random_costs(rng, num_layers, KINDS[case % len(KINDS)])
+        memory = random_memory(rng, num_layers, num_stages) if case % 4 == 1 else None
+        # Powers of two, so that a load over a speed is exact.
+        speeds = [rng.choice([0.5, 1.0, 2.0]) for _ in range(num_stages)] if case % 4 == 2 else [1.0] * num_stages
+        start = random_start(rng, num_layers, num_stages)
+        sizes = [rng.randrange(5) for _ in range(num_layers)]
+        partitions = every_partition(num_layers, num_stages)
+        fitting = [p for p in partitions if memory is None or overshoot(memory, p) <= 0]
+        if not fitting:
+            continue
+
+        def rank(
+            partition: list[int],
+            costs: list[float] = costs,
+            speeds: list[float] = speeds,
+            start: list[int] = start,
+            sizes: list[int] = sizes,
+        ) -> tuple[Fraction, Fraction, int]:
+            exact = [Fraction(cost) for cost in costs]
+            stages = zip(partition, partition[1:], speeds)
+            of_stages = [sum(exact[a:b], Fraction(0)) / Fraction(speed) for a, b, speed in stages]
+            ranges = zip(zip(start, start[1:]), zip(partition, partition[1:]))
+            stay = sum(sum(sizes[max(a, c) : max(max(a, c), min(b, d))]) for (a, b), (c, d) in ranges)
+            return max(of_stages), -min(of_stages), sum(sizes) - stay
+
+        ranks = [rank(partition) for partition in fitting]
+        found = balanced(costs, num_stages, start=start, memory=memory, speeds=speeds, layer_bytes=sizes)
+        assert found in fitting
+        assert rank(found) == min(ranks), (costs, num_stages, memory, speeds, start, sizes)
+        anywhere = balanced(costs, num_stages, memory=memory, speeds=speeds)
+        assert rank(anywhere)[:2] == min(ranks)[:2], (costs, num_stages, memory, speeds)
+        chosen += len({one for one in ranks if one[0] == min(ranks)[0]}) > 1
+    return chosen
+
+
+def test_ties_are_decided_as_among_all_partitions() -> None:
+    assert check_ties(seed=7, count=2000, most_layers=9) > 300
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(5))
+def test_ties_are_decided_as_among_all_partitions_fuzz(seed: int) -> None:
+    assert check_ties(seed=700 + seed, count=4000, most_layers=11) > 300
+
+
+def test_an_invalid_start_is_refused() -> None:
+    with pytest.raises(PartitionError, match="runs from 0 to 4"):
+        balanced([1, 1, 1], 2, start=[0, 1, 4])
+
+
+def test_a_layer_that_fits_only_late() -> None:
+    # Layer 2 fits on the last stage only. Filling stage 0 as far as its load allows would give it layers 0 and 1, and
+    # leave stage 1 with layer 2 or with nothing.
+    memory = MemoryModel((0,) * 4, (1, 1, 10, 1), (0,) * 4, limits=(12, 12, 12), micro_batches=3)
+    assert not memory.fits(1, 2, 3)
+    assert bottleneck([1, 1, 1, 5], balanced([1, 1, 1, 5], 3)) == 5
+    assert balanced([1, 1, 1, 5], 3, memory=memory) == [0, 1, 2, 4]
+
+
+def test_late_layers_may_force_early_stages_below_what_they_could_hold() -> None:
+    # Layers 3 and 4 fit together on stage 2 alone, and neither on stage 1.
+    memory = MemoryModel((0,) * 5, (1, 1, 1, 8, 8), (0,) * 5, limits=(15, 15, 16), micro_batches=8)
+    assert balanced([1, 1, 1, 1, 1], 3, memory=memory) in ([0, 1, 3, 5], [0, 2, 3, 5])
+
+
+def test_a_small_limit_in_the_middle() -> None:
+    memory = MemoryModel((4, 1, 4, 1), (0,) * 4, (0,) * 4, limits=(9, 1, 9), micro_batches=1)
+    assert balanced([1, 1, 1, 1], 3, memory=memory) == [0, 1, 2, 4]
+
+
+def test_the_least_overshoot_is_named_if_nothing_fits() -> None:
+    memory = MemoryModel((5, 5, 50), (0,) * 3, (0,) * 3, limits=(8, 40), micro_batches=1)
+    with pytest.raises(PartitionError, match=r"no partition fits.*stage 1 needs 50 bytes, its limit is 40"):
+        balanced([1, 1, 1], 2, memory=memory)
+
+
+def test_a_memory_model_of_another_shape_is_refused() -> None:
+    memory = MemoryModel((5,) * 3, (0,) * 3, (0,) * 3, limits=(8, 40), micro_batches=1)
+    with pytest.raises(PartitionError, match="for 3 layers and 2 stages, not for 4 and 2"):
+        balanced([1, 1, 1, 1], 2, memory=memory)
+
+
+def test_a_large_model_stays_within_one_layer_of_the_mean_load() -> None:
+    rng = random.Random(5)
+    costs = random_costs(rng, 1000, "uniform")
+    found = bottleneck(costs, balanced(costs, 128))
+    assert found == bottleneck(costs[::-1], balanced(costs[::-1], 128))
+    assert sum(costs) / 128 <= found <= sum(costs) / 128 + max(costs)
+    start = random_start(rng, 1000, 128)
+    assert bottleneck(costs, balanced(costs, 128, start=start)) == found
+
+
+def test_stages_of_different_speeds_get_the_least_bottleneck() -> None:
+    rng = random.Random(21)
+    with_memory = 0
+    for case in range(400):
+        num_layers = rng.randint(1, 9)
+        num_stages = rng.randint(1, num_layers)
+        costs = random_costs(rng, num_layers, KINDS[case % 5])
+        speeds = [rng.choice([0.25, 0.5, 0.8, 1.0, 2.0]) for _ in range(num_stages)]
+        memory = random_memory(rng, num_layers, num_stages) if case % 2 else None
+        partitions = every_partition(num_layers, num_stages)
+        fitting = partitions_that_fit(partitions, memory)
+        if fitting:
+            with_memory += memory is not None
+            best = min(slowest_seconds(costs, partition, speeds) for partition in fitting)
+            found = balanced(costs, num_stages, memory=memory, speeds=speeds)
+            assert memory is None or overshoot(memory, found) <= 0
+            assert slowest_seconds(costs, found, speeds) == pytest.approx(best, rel=1e-12)
+            again = balanced(costs, num_stages, memory=memory, speeds=speeds, start=found)
+            assert again == found
+    assert with_memory > 50
+
+
+def test_equal_speeds_change_nothing() -> None:
+    rng = random.Random(22)
+    for _ in range(50):
+        costs = random_costs(rng, 12, "uniform")
+        assert balanced(costs, 4, speeds=[0.7] * 4) == balanced(costs, 4)
+
+
+def test_invalid_speeds_are_refused() -> None:
+    with pytest.raises(PartitionError, match="2 stages need 2 speeds, got 3"):
+        balanced([1.0, 1.0], 2, speeds=[1.0, 1.0, 1.0])
+    with pytest.raises(PartitionError, match="stage 0 has speed -1"):
+        balanced([1.0, 1.0], 2, speeds=[-1, 1])

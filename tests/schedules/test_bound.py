@@ -1,0 +1,83 @@
+"""The lower bound: no order is shorter."""
+
+import random
+
+import numpy as np
+import pytest
+
+from ds_dynmo.schedules import (
+    PassBytes,
+    PassCosts,
+    gradient_first_1f1b,
+    lower_bound,
+    lower_bounds,
+    one_f_one_b,
+    peak_bytes,
+    replay,
+    zb_h1,
+)
+from ds_dynmo.schedules.greedy import greedy
+from ds_dynmo.schedules.order import run
+from tests.schedules.instances import random_instance
+
+
+def v(stages: int) -> list[int]:
+    return [*range(stages), *reversed(range(stages))]
+
+
+@pytest.mark.parametrize(("micro_batches", "chain", "of_v"), [(12, 43, 39.5), (16, 55, 51.5), (32, 103, 99.5)])
+def test_equal_passes_on_8_stages(micro_batches: int, chain: float, of_v: float) -> None:
+    assert lower_bound(PassCosts.equal(range(8)), micro_batches, PassBytes.equal(8), [8] * 8) == chain
+    half = PassCosts.equal(v(8), 0.5)
+    assert lower_bound(half, micro_batches, PassBytes.equal(16), [16] * 8) == of_v
+
+
+def test_one_micro_batch_passes_forward_and_back() -> None:
+    costs = PassCosts.chain([1, 2, 4], [8, 16, 32], [1, 1, 1], link_seconds=0.5)
+    assert lower_bound(costs, 1) == 7 + 56 + 4 * 0.5 + 1 == replay(zb_h1(3, 1), costs).iteration_seconds
+
+
+def test_with_little_memory_micro_batches_pass_one_at_a_time() -> None:
+    # One micro-batch at a time: each passes forward and back before the next begins.
+    costs = PassCosts.equal(range(4))
+    assert lower_bound(costs, 3, PassBytes.equal(4), [1] * 4) == 3 * 8 + 1
+
+
+def test_no_order_is_shorter() -> None:
+    rng = random.Random(2)
+    for _ in range(60):
+        costs, micro_batches, sizes, limits = random_instance(rng)
+        free, tight = lower_bound(costs, micro_batches), lower_bound(costs, micro_batches, sizes, limits)
+        assert free <= tight
+        for generate in (one_f_one_b, gradient_first_1f1b, zb_h1):
+            made = generate(costs.num_stages, micro_batches)
+            seconds = replay(made, costs).iteration_seconds
+            assert seconds >= free * (1 - 1e-9)
+            if all(peak <= limit for peak, limit in zip(peak_bytes(made, sizes), limits, strict=True)):
+                assert seconds >= tight * (1 - 1e-9)
+        orders = greedy(costs, micro_batches, sizes, limits)
+        assert orders and max(run(orders, micro_batches, costs).done) >= tight * (1 - 1e-9)
+
+
+def test_no_order_of_a_v_is_shorter() -> None:
+    rng = random.Random(3)
+    for _ in range(30):
+        owners = v(rng.choice([2, 3, 4]))
+        parts = [tuple(rng.uniform(0.5, 1.5) for _ in owners) for _ in range(3)]
+        whole = tuple(0.9 * (i + w) for i, w in zip(*parts[1:], strict=True))
+        costs = PassCosts(tuple(owners), *parts, whole, (0.1,) * (len(owners) - 1))
+        sizes, limits = PassBytes.equal(len(owners)), [len(owners)] * (len(owners) // 2)
+        orders = greedy(costs, 8, sizes, limits)
+        assert orders and max(run(orders, 8, costs).done) >= lower_bound(costs, 8, sizes, limits) * (1 - 1e-9)
+
+
+def test_bounds_of_many_pipelines_equal_those_of_each() -> None:
+    rng = random.Random(4)
+    several = [[[rng.uniform(0.5, 1.5) for _ in range(5)] for _ in range(4)] for _ in range(6)]
+    arrays = np.array(several).transpose(1, 2, 0)  # [kind, chunk, pipeline]
+    fits = np.array([3, 2, 2, 1, 1])
+    links = [0.1, 0.2, 0.3, 0.4]
+    together = lower_bounds(range(5), *arrays, 7, links, fits)
+    for place, (forward, inputs, weights, backward) in enumerate(several):
+        costs = PassCosts.chain(forward, inputs, weights, backward, links)
+        assert together[place] == lower_bound(costs, 7, PassBytes.equal(5), fits.tolist())

@@ -1,0 +1,104 @@
+"""The shortest order that is found."""
+
+import random
+import statistics
+import time
+
+import pytest
+
+from ds_dynmo.errors import ScheduleError
+from ds_dynmo.schedules import (
+    PassBytes,
+    PassCosts,
+    best_schedule,
+    one_f_one_b,
+    one_f_one_b_limit,
+    peak_bytes,
+    replay,
+)
+from tests.schedules.instances import random_instance
+
+
+def spread(rng: random.Random, stages: int, price: float) -> PassCosts:
+    parts = [[rng.uniform(0.7, 1.3) for _ in range(stages)] for _ in range(3)]
+    whole = [(i + w) / price for i, w in zip(*parts[1:], strict=True)]
+    return PassCosts.chain(*parts, whole)
+
+
+@pytest.mark.parametrize(("micro_batches", "seconds"), [(12, 43), (16, 55), (32, 103)])
+def test_equal_passes_on_8_stages(micro_batches: int, seconds: float) -> None:
+    found = best_schedule(PassCosts.equal(range(8)), micro_batches, PassBytes.equal(8), [8] * 8)
+    assert found.iteration_seconds == found.lower_bound_seconds == seconds
+    assert max(found.peak_bytes) == 8
+
+
+def test_200_random_instances_are_within_5_percent_of_the_bound_on_average() -> None:
+    rng = random.Random(7)
+    over = []
+    for _ in range(200):
+        costs, micro_batches, sizes, limits = random_instance(rng)
+        found = best_schedule(costs, micro_batches, sizes, limits)
+        assert found.iteration_seconds == replay(found.schedule, costs).iteration_seconds
+        assert found.iteration_seconds >= found.lower_bound_seconds * (1 - 1e-9)
+        assert found.peak_bytes == peak_bytes(found.schedule, sizes)
+        assert all(peak <= limit for peak, limit in zip(found.peak_bytes, limits, strict=True))
+        plain = replay(one_f_one_b(costs.num_stages, micro_batches), costs).iteration_seconds
+        assert found.iteration_seconds <= plain
+        over.append(found.iteration_seconds / found.lower_bound_seconds)
+    assert statistics.mean(over) <= 1.05
+
+
+def test_limits_are_what_the_largest_stage_holds_under_1f1b() -> None:
+    rng = random.Random(12)
+    for _ in range(40):
+        costs, micro_batches, sizes, _ = random_instance(rng)
+        most = max(peak_bytes(one_f_one_b(costs.num_stages, micro_batches), sizes))
+        assert one_f_one_b_limit(sizes, micro_batches) == (most,) * costs.num_stages
+        assert one_f_one_b_limit(sizes, micro_batches, 1.5) == (int(1.5 * most),) * costs.num_stages
+
+
+def test_the_same_numbers_give_the_same_schedule() -> None:
+    costs, micro_batches, sizes, limits = random_instance(random.Random(8))
+    first, second = (best_schedule(costs, micro_batches, sizes, limits) for _ in range(2))
+    assert first == second and first.schedule.hash == second.schedule.hash
+
+
+def test_if_splits_cost_too_much_nothing_is_split() -> None:
+    costs = PassCosts.chain([1.0] * 4, [2.0] * 4, [2.0] * 4, [2.0] * 4)
+    found = best_schedule(costs, 8, PassBytes.equal(4), [4] * 4)
+    assert found.schedule.splits == 0
+    assert found.iteration_seconds <= replay(one_f_one_b(4, 8), costs).iteration_seconds
+
+
+def test_splits_that_cost_fill_gaps_only() -> None:
+    costs = PassCosts.chain([1.0] * 8, [1.05] * 8, [1.05] * 8, [2.0] * 8)
+    found = best_schedule(costs, 32, PassBytes.equal(8), [8] * 8)
+    assert 0 < found.schedule.splits < 0.8 * 8 * 32
+    assert found.iteration_seconds < 0.92 * replay(one_f_one_b(8, 32), costs).iteration_seconds
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("stages", "micro_batches", "seconds"), [(8, 16, 0.1), (24, 48, 1.0), (64, 256, 5.0)])
+def test_seconds_to_find_an_order(stages: int, micro_batches: int, seconds: float) -> None:
+    costs, sizes = spread(random.Random(10), stages, 1.05), PassBytes.equal(stages)
+    began = time.process_time()
+    best_schedule(costs, micro_batches, sizes, one_f_one_b_limit(sizes, micro_batches))
+    assert time.process_time() - began <= seconds
+
+
+def test_a_v_is_scheduled_too() -> None:
+    costs, sizes = PassCosts.equal([*range(4), *reversed(range(4))], 0.5), PassBytes.equal(8)
+    found = best_schedule(costs, 8, sizes, [8] * 4)
+    assert found.iteration_seconds <= 1.02 * found.lower_bound_seconds
+    assert max(found.peak_bytes) <= 8
+
+
+def test_less_than_one_micro_batch_is_refused_with_the_numbers() -> None:
+    sizes = PassBytes((10, 10), (10, 10), (0, 5))
+    with pytest.raises(
+        ScheduleError, match="stage 1 may hold 14 bytes of passes, one micro-batch needs 15 bytes there"
+    ):
+        best_schedule(PassCosts.equal(range(2)), 4, sizes, [14, 14])
+    assert max(best_schedule(PassCosts.equal(range(2)), 4, sizes, [15, 15]).peak_bytes) <= 15
+    with pytest.raises(ScheduleError, match=r"2 chunks on 2 stages need .* got 2 and 1"):
+        best_schedule(PassCosts.equal(range(2)), 4, sizes, [15])
