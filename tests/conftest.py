@@ -18,8 +18,12 @@ NO_PACKAGE = "could not import"  # beginning of the reasons that pytest.importor
 NO_COMPILER = "needs a C++ compiler"  # in the reason that tests/emulated/build.py gives
 NO_DEVICE = pytest.StashKey["str | None"]()  # why the emulated device, if asked for, cannot be made
 WHOLE_MATRIX = {"test_bitwise.py"}
-LAUNCHES = {"test_benchmark_on_ranks.py", "test_launch_on_ranks.py", "test_left_behind.py", "test_slurm.py"} | {
-    "test_train_script_on_ranks.py"
+LAUNCHES = {
+    "test_benchmark_on_ranks.py",
+    "test_launch_on_ranks.py",
+    "test_left_behind.py",
+    "test_slurm.py",
+    "test_train_script_on_ranks.py",
 }
 
 

@@ -49,7 +49,8 @@ MUTATIONS = [
         "ds_dynmo/engine/resize/shrinking.py",
         "self._migrator.migrate(plan.migration, self._check)",
         "self._migrator.migrate(plan.migration)",
-        "tests/engine/decide/test_move_memory.py::test_a_move_that_does_not_fit_is_refused_before_a_byte_moves -k shrink",
+        "tests/engine/decide/test_move_memory.py::test_a_move_that_does_not_fit_is_refused_before_a_byte_moves"
+        " -k shrink",
     ),
     Mutation(
         "ranks are given back though training becomes too slow",
