@@ -45,7 +45,7 @@ def test_a_manifest_is_read_as_it_was_written(placement: Placement) -> None:
 def test_the_manifest_of_a_chain_has_no_new_keys() -> None:
     """Earlier versions refuse keys that they do not know."""
     keys = {"format", "partition", "replicas", "optimizer", "optimizer_class", "slices", "frozen_excluded", "files"}
-    keys |= {"state", "replicas_differ", "ties"}
+    keys |= {"state", "replicas_differ"}
     assert json.loads(manifest().to_json()).keys() == keys
     assert json.loads(manifest(V).to_json()).keys() == keys | {"partition_owners"}
 
