@@ -19,6 +19,7 @@ import ds_dynmo
 from ds_dynmo.engine.measure.profiler import CpuClock, EventClock
 from ds_dynmo.engine.move.tensors import dense_parts
 from ds_dynmo.models import local_layers
+from ds_dynmo.plan import MigrationPlan
 from tests.support.configs import Case, client_optimizer, config, parameter_groups
 from tests.support.models import SEQUENCE, VOCABULARY, SleepingLayer, layers, loss, module_of
 
@@ -205,6 +206,34 @@ def train_and_move(
             engine.rebalance(waiting.pop(0))
         after(step)
     return losses
+
+
+def move_in_phases(engine: Any, partition: Sequence[int], *, overlapped: bool, check: Any = None) -> None:
+    """Move to ``partition`` phase by phase.
+
+    Args:
+        overlapped: as while a batch trains.
+        check: of the plan; see ``Migrator.prepare``.
+    """
+    plan = MigrationPlan.between(engine.partition, partition)
+    if engine.migrator.prepare(plan, check, overlapped=overlapped):
+        engine.migrator.start()
+        while overlapped and not engine.migrator.poll():
+            time.sleep(1e-3)
+        engine.migrator.commit()
+        engine.stage.publish_move()
+
+
+def train_in_phases(case: Case, moves: Sequence[Sequence[int] | None], overlapped: bool) -> dict[str, Any]:
+    """Train a batch, another one after each of ``moves``, in phases, and a last one."""
+    engine = build(case)
+    data, losses = batches(engine), []
+    for partition in [None, *moves, None]:
+        if partition is not None:
+            move_in_phases(engine, partition, overlapped=overlapped)
+            assert engine.partition == list(partition)
+        losses.append(engine.train_batch(data).item())
+    return outcome_of(engine, losses)
 
 
 def outcome_of(engine: Any, losses: list[float]) -> dict[str, Any]:
