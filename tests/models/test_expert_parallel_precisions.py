@@ -13,10 +13,10 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 import ds_dynmo
-from tests.models.test_expert_parallel import MODELS, load, save, unsharded
 from tests.support import case_runs, configs
 from tests.support.case_runs import CaseRun, check_moves_change_nothing, moved
 from tests.support.configs import Case
+from tests.support.expert_parallel import MODELS, load, save, unsharded
 from tests.support.harness import run, run_each
 from tests.support.models import layers
 from tests.support.training import build, move_in_phases, state, whole
