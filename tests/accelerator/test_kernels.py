@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
 from ds_dynmo.models.sparse_attention.kernels import bucket_attention, kept_attention
 from tests.accelerator.devices import ACCELERATOR, needs
-from tests.models.test_sparse_attention import (
+from tests.support.attention_patterns import (
     MOST_BUCKETS,
     bucket_assignments,
     bucket_pattern,

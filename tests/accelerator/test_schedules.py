@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.accelerator.devices import each, needs, run_on_devices
-from tests.engine.deepspeed import test_topologies
-from tests.engine.split.test_schedule_features import PROFILED, train_layers, twofold
+from tests.accelerator.devices import needs, run_on_devices
 from tests.support.configs import PRECISIONS, SECTION, Case
-from tests.support.training import train, train_frozen, whole
+from tests.support.models import mask_layers, twofold
+from tests.support.training import PROFILED, train, train_feature, train_frozen, train_layers, whole
 
 MOVES = ([0, 2, 8], [0, 7, 8], [0, 4, 8])
 FOUR = ([0, 1, 2, 4, 8], [0, 3, 5, 7, 8])
@@ -48,7 +46,7 @@ def test_recomputed_activations(reentrant: bool) -> None:
 
 @needs(2)
 def test_dynamic_shapes() -> None:
-    check_same(2, test_topologies.train_feature, {}, {"dynamic_shape": True}, MOVES, True)
+    check_same(2, train_feature, {}, {"dynamic_shape": True}, MOVES, True)
 
 
 @needs(2)
@@ -73,14 +71,4 @@ def test_several_tensors_between_stages() -> None:
 
 @needs(4)
 def test_masks_between_stages() -> None:
-    case = Case(stages=4, micro_batches=6, dynmo=PROFILED)
-    results = run_on_devices(4, each, trained_with_masks, tuple((kind, case) for kind in ("1f1b", "zero_bubble")))
-    for found in range(2):  # at rest, and under moves
-        stock, ours = ([rank[kind][found] for rank in results] for kind in range(2))
-        assert [result["losses"] for result in ours] == [result["losses"] for result in stock]
-        assert whole(ours) == whole(stock)
-
-
-def trained_with_masks(kind: str, case: Case) -> list[dict[str, Any]]:
-    named = replace(case, dynmo={**PROFILED, "schedule": {"kind": kind}})
-    return test_topologies.train_both(named, test_topologies.mask_layers, True, FOUR)
+    check_same(4, train_layers, Case(stages=4, micro_batches=6, dynmo=PROFILED), mask_layers, FOUR, 5, True)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.accelerator.devices import ACCELERATOR, needs, run_on_devices
-from tests.engine.split.test_split_experts import mixtral
-from tests.engine.split.test_split_modules import MODELS, seeded
+from tests.support.split_models import MODELS, mixtral, seeded
 from tests.support.split_passes import WIDTH, check_same, inputs
 
 

@@ -8,9 +8,8 @@ import torch
 from ds_dynmo.engine.comm.rounds import PER_CALL, Round, RoundsOnStream
 from ds_dynmo.engine.comm.transfer_stream import TransferStream
 from tests.accelerator.devices import ACCELERATOR, BUSY_WIDTH, each, needs, run_on_devices
-from tests.engine.move.test_migration_phases import train
 from tests.support.configs import PRECISIONS, Case
-from tests.support.training import whole
+from tests.support.training import train_in_phases, whole
 
 
 def long_work(device: torch.device) -> None:
@@ -81,7 +80,9 @@ def test_what_arrives_while_the_device_computes_is_in_time() -> None:
 @pytest.mark.parametrize("overlapped", [True, False])
 def test_a_move_in_phases_changes_nothing(precision: str, overlapped: bool) -> None:
     case, moves = Case(stages=2, precision=precision), ([0, 2, 8], [0, 7, 8], [0, 4, 8])
-    ranks = run_on_devices(2, each, train, ((case, [None] * len(moves), overlapped), (case, moves, overlapped)))
+    ranks = run_on_devices(
+        2, each, train_in_phases, ((case, [None] * len(moves), overlapped), (case, moves, overlapped))
+    )
     still, moved = ([rank[number] for rank in ranks] for number in range(2))
     assert [result["losses"] for result in moved] == [result["losses"] for result in still]
     assert whole(moved) == whole(still)

@@ -12,11 +12,10 @@ import psutil
 import pytest
 
 from tests.support.slurm_cluster import Cluster, skip_without_slurm
-from tests.support.watched_command import ROOT, WatchedCommand
+from tests.support.watched_command import OF_LAUNCHERS, ROOT, WatchedCommand
 
 TRAIN = ["-m", "ds_dynmo.cli.train", "--data", __file__]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-OF_LAUNCHERS = ("/torchinductor_", "/torchelastic_")  # what torch's cache and torchrun leave
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}
 
 pytestmark = [pytest.mark.nightly, pytest.mark.ranks]

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.engine.deepspeed.test_topologies import train_sliced
-from tests.models.test_huggingface_on_ranks import GPT2
 from tests.support import case_runs
 from tests.support.case_runs import CASES, CaseRun
 from tests.support.checkpoints import check_same, load_and_continue, save_and_continue
 from tests.support.configs import Case
 from tests.support.elastic import losses, merged, train_and_repack
 from tests.support.harness import run, run_each
-from tests.support.training import train, whole
+from tests.support.huggingface_runs import GPT2
+from tests.support.sliced_layers import sliced_layers
+from tests.support.training import train, train_layers, whole
 
 CPU, EMULATED = "gloo", None  # backends of the ranks
 MOVES = ([0, 2, 8], [0, 7, 8], [0, 4, 8])
@@ -44,7 +44,10 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "zero bubble, fp32": partial(of_case, dynmo=ZERO_BUBBLE),
     "zero bubble, bf16 zero1": partial(of_case, dynmo=ZERO_BUBBLE, precision="bf16 zero1"),
     "recomputed activations": partial(of_case, checkpoint_interval=1),
-    "tensor parallel": lambda: (4, train_sliced, (SLICED, []), (SLICED, [[0, 2, 6], [0, 5, 6]])),
+    "tensor parallel": lambda: (
+        *(4, train_layers, (SLICED, sliced_layers, [], 6)),
+        (SLICED, sliced_layers, [[0, 2, 6], [0, 5, 6]], 6),
+    ),
     "expert parallel": partial(of_model, {"case": {"kind": "moe", "experts": 4, "expert_parallel": True}}, replicas=2),
     "pruning": partial(of_model, CASES["pruning"], precision="bf16 zero1"),
     "automatic freezing": partial(of_model, CASES["automatic freezing"]),

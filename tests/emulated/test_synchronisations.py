@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from ds_dynmo.config import parse_section
+from ds_dynmo.models import ModelConfig, model_layers
 from ds_dynmo.models.sparse_attention.kernels import bucket_pairs
 from tests.emulated.synchronisations import BATCHES, Waits, by_ds_dynmo, counted, waits_for_magnitudes, waits_under
-from tests.models.test_mixture_of_depths import SEQUENCE, block_of, hidden_states
-from tests.models.test_moe import experts_of, hidden_of
+from tests.support.case_runs import SIZES
 from tests.support.configs import Case
 from tests.support.harness import run
+
+
+def block_of(**case: Any) -> Any:
+    """Build the first block of a small model."""
+    return model_layers(parse_section(ModelConfig, {**SIZES, "case": case}, "model"))[1].build()
+
+
+def hidden_of(seed: int) -> torch.Tensor:
+    return torch.randn(2, SIZES["sequence_length"], SIZES["hidden_size"], generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(
@@ -34,9 +46,9 @@ def test_gradients_are_measured_with_one_wait_per_step() -> None:
 @pytest.mark.parametrize("routing", ["aux_loss", "bias"])  # "sbase" waits to know whether its scaling has ended
 def test_a_layer_of_experts_waits_for_their_counts_alone(routing: str) -> None:
     """By which the host divides the rows. In its backward pass it does not wait."""
-    layer, waits = experts_of(routing=routing).to("emulated"), Waits()
+    layer, waits = block_of(kind="moe", routing=routing).mlp.to("emulated"), Waits()
     for micro_batch in range(3):
-        hidden = hidden_of(micro_batch).detach().to("emulated").requires_grad_()
+        hidden = hidden_of(micro_batch).to("emulated").requires_grad_()
         with counted(waits):
             made = layer(hidden)
             sum(part.sum() for part in (made if isinstance(made, tuple) else [made])).backward()
@@ -52,12 +64,12 @@ def test_pairs_of_sparse_attention_are_counted_without_a_wait() -> None:
 
 
 def test_mixture_of_depths_counts_tokens_without_a_wait() -> None:
-    here, there = block_of(), block_of().to("emulated")
-    positions, waits, asked = torch.arange(SEQUENCE), Waits(), Waits()
+    here, there = (block_of(kind="mod", capacity=0.25, every=1).to(device) for device in ("cpu", "emulated"))
+    positions, waits, asked = torch.arange(SIZES["sequence_length"]), Waits(), Waits()
     for micro_batch in range(3):
-        hidden = hidden_states(micro_batch)
+        hidden = hidden_of(micro_batch)
         here.transform(hidden, positions)
-        on_device = hidden.detach().to("emulated"), positions.to("emulated")
+        on_device = hidden.to("emulated"), positions.to("emulated")
         with counted(waits):
             there.transform(*on_device)
     assert not waits

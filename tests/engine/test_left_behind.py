@@ -10,12 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.watched_command import ROOT, WatchedCommand
+from tests.support.watched_command import ROOT, TORCHS_CACHE, WatchedCommand
 
 pytestmark = pytest.mark.ranks
 
 QUICKSTART = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
-TORCHS_CACHE = "/torchinductor_"  # an empty folder, unless scripts/setup_env.sh gave torch another
 NODE_LAUNCHER = "deepspeed.launcher.launch"
 
 

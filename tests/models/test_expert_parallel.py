@@ -24,50 +24,20 @@ from tests.support.case_runs import (
     EVERY,
     SIZES,
     CaseRun,
-    cases_of,
     check_moves_change_nothing,
     experts,
     moved,
     train_and_decide,
 )
+from tests.support.expert_parallel import load, save, unsharded
 from tests.support.harness import run, run_each
+from tests.support.huggingface_runs import MODELS
 from tests.support.training import whole
+from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
 
 WIDTH = 3
-MODELS: dict[str, dict[str, Any]] = {
-    "auxiliary loss": {"case": {"kind": "moe", "experts": 4, "expert_parallel": True}},
-    "sbase with capacity": {
-        "case": {
-            "kind": "moe",
-            "experts": 4,
-            "expert_parallel": True,
-            "routing": "sbase",
-            "capacity_factor": 0.8,
-            "every": 2,
-        }
-    },
-    "bias and freezing": {
-        "case": [
-            {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 3]]},
-            {
-                "kind": "moe",
-                "experts": 6,
-                "expert_parallel": True,
-                "routing": "bias",
-                "bias_rate": 0.02,
-                "dense_blocks": 1,
-            },
-        ]
-    },
-    "mod": {
-        "case": [
-            {"kind": "mod", "capacity": 0.4, "sampling": "topk"},
-            {"kind": "moe", "experts": 2, "expert_parallel": True, "top_k": 1},
-        ]
-    },
-}
 TABLES = [
     [[2, 1, 3, 0, 1, 4], [1, 1, 1, 1, 1, 1], [0, 5, 0, 2, 0, 0]],
     [[3, 2, 0, 0, 1, 0], [1, 4, 0, 0, 0, 0], [2, 2, 0, 0, 3, 5]],  # nothing for the second replica's experts
@@ -145,12 +115,6 @@ def train(run: CaseRun) -> dict[str, Any]:
     }
 
 
-def unsharded(run: CaseRun) -> CaseRun:
-    """Return the same model with all experts on every replica."""
-    cases = [{**case, "expert_parallel": False} if case["kind"] == "moe" else case for case in cases_of(run)]
-    return replace(run, model={**run.model, "case": cases})
-
-
 @pytest.mark.parametrize(
     ("name", "clip"),
     [
@@ -200,6 +164,11 @@ def test_switched_off_it_trains_the_same() -> None:
     """It equals a run with moves."""
     case = CaseRun(MODELS["auxiliary loss"], replicas=2)
     check_moves_change_nothing(case, run(4, case_runs.train, replace(case, enabled=False)))
+
+
+@pytest.mark.nightly
+def test_they_train_under_our_schedules() -> None:
+    check_as_under_1f1b(4, case_runs.train_moved, CaseRun(MODELS["auxiliary loss"], replicas=2))
 
 
 def test_decisions_with_moves_during_batches_change_nothing() -> None:
@@ -271,26 +240,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, tmp_path: Path) ->
     through = plain_run(name)
     assert through[0]["losses"] == resumed[0]["losses"] and through[0]["evaluated"] == resumed[0]["evaluated"]
     assert whole(through) == whole(resumed)
-
-
-def save(run: CaseRun, folder: str) -> None:
-    engine, model = case_runs.build(run)
-    engine.train_batch(case_runs.batches(engine, model))
-    engine.save_checkpoint(folder)
-
-
-def load(run: CaseRun, folder: str) -> tuple[str, bool]:
-    """Return the error that loading raises, and whether the engine is unchanged."""
-    engine, model = case_runs.build(run)
-    before = [parameter.clone() for parameter in engine.module.parameters()]
-    try:
-        engine.load_checkpoint(folder)
-        said = ""
-    except ds_dynmo.CheckpointError as error:
-        said = str(error)
-    same = all(torch.equal(*pair) for pair in zip(before, engine.module.parameters()))
-    engine.train_batch(case_runs.batches(engine, model))
-    return said, same
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.nightly)])

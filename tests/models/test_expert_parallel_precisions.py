@@ -13,14 +13,13 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 import ds_dynmo
-from tests.engine.decide.test_move_memory import go
-from tests.models.test_expert_parallel import MODELS, load, save, unsharded
 from tests.support import case_runs, configs
 from tests.support.case_runs import CaseRun, check_moves_change_nothing, moved
 from tests.support.configs import Case
+from tests.support.expert_parallel import MODELS, load, save, unsharded
 from tests.support.harness import run, run_each
 from tests.support.models import layers
-from tests.support.training import build, state, whole
+from tests.support.training import build, move_in_phases, state, whole
 
 pytestmark = pytest.mark.ranks
 
@@ -78,7 +77,7 @@ def train_on_fewer(run: CaseRun, changes: bool) -> dict[str, Any]:
     while engine.global_steps < 5:
         losses[engine.global_steps] = engine.train_batch(data).item()
         if changes and engine.global_steps == 1:
-            go(engine, [0, 2, case_runs.num_layers(run)], overlapped=True)
+            move_in_phases(engine, [0, 2, case_runs.num_layers(run)], overlapped=True)
         if changes and engine.global_steps == 2:
             engine.repack(1)
         if engine.released:

@@ -20,17 +20,16 @@ import ds_dynmo
 from ds_dynmo.models import huggingface, language_model_loss, local_layers
 from ds_dynmo.models.huggingface.experts import MoEDecoderLayer
 from ds_dynmo.models.huggingface.weights import Folder
-from tests.models.test_huggingface_on_ranks import MIXTRAL, SIZES
 from tests.support import case_runs
 from tests.support.case_runs import CaseRun, check_moves_change_nothing, moved
 from tests.support.configs import Case, config
 from tests.support.harness import run, run_each
+from tests.support.huggingface_runs import LENGTH, MICRO_BATCHES, MIXTRAL, SIZES, train_at
 from tests.support.training import whole
 
 pytestmark = pytest.mark.ranks
 
 transformers = pytest.importorskip("transformers")
-LENGTH = 12
 MODELS: dict[str, dict[str, Any]] = {
     "balanced": MIXTRAL,
     "eager": {**MIXTRAL, "output_router_logits": False, "experts_implementation": "eager"},
@@ -108,13 +107,6 @@ def test_a_replica_whose_experts_nobody_chose_trains_as_with_all_experts_in_one_
 # -- beside transformers' model ---------------------------------------------------------------------------------------
 
 PARTITIONS = [[0, 4, 7], [0, 2, 7], [0, 6, 7]]
-MICRO_BATCHES = 3
-
-
-class Length:
-    """The attribute of a model that ``batches`` reads."""
-
-    sequence_length = LENGTH
 
 
 def fine_tune(folder: str, checkpoint: str, parallel: bool) -> dict[str, Any]:
@@ -127,12 +119,10 @@ def fine_tune(folder: str, checkpoint: str, parallel: bool) -> dict[str, Any]:
     before = [held_bytes(layer) for layer in module.forward_funcs if isinstance(layer, MoEDecoderLayer)]
     module.double().float()
     still = [held_bytes(layer) for layer in module.forward_funcs if isinstance(layer, MoEDecoderLayer)]
-    settings = {**config(Case(clip=0.0, dynmo=None)), "dynmo": {"interval": 0}}
-    engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
-    data, losses = case_runs.batches(engine, Length()), []  # type: ignore[arg-type]
-    for partition in PARTITIONS:
-        engine.rebalance(partition)
-        losses.append(engine.train_batch(data).item())
+    engine = ds_dynmo.initialize(
+        model=module, model_parameters=list(module.parameters()), config=config(Case(clip=0.0))
+    )[0]
+    losses = train_at(engine, case_runs.micro_batches(LENGTH, engine.grid.get_data_parallel_id()), PARTITIONS)
     layers = engine.stage.layers.counted_modules().items()
     seen = {
         n: [layer.choices.tolist(), layer.load_signal()] for n, layer in layers if isinstance(layer, MoEDecoderLayer)
@@ -148,11 +138,7 @@ def held_bytes(layer: MoEDecoderLayer) -> int:
 
 def micro_batches(replicas: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Yield what all replicas train at once."""
-
-    def engine(replica: int) -> Any:
-        return type("Engine", (), {"grid": type("Grid", (), {"get_data_parallel_id": staticmethod(lambda: replica)})})
-
-    yield from map(list, zip(*(case_runs.batches(engine(replica), Length()) for replica in range(replicas))))  # type: ignore[arg-type]
+    return map(list, zip(*(case_runs.micro_batches(LENGTH, replica) for replica in range(replicas))))
 
 
 @pytest.mark.parametrize("name", ["balanced", pytest.param("eager", marks=pytest.mark.nightly)])

@@ -8,23 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from deepspeed.pipe import PipelineModule
 
-import ds_dynmo
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models import huggingface, language_model_loss, local_layers
+from ds_dynmo.models import huggingface, local_layers
 from ds_dynmo.models.huggingface import verification
 from ds_dynmo.models.huggingface.modules import DecoderLayer
 from ds_dynmo.models.huggingface.trial import BuiltLayers
-from tests.models.test_huggingface_on_ranks import MIXTRAL, MODELS
-from tests.support.configs import Case, config
 from tests.support.harness import run
 from tests.support.huggingface_families import tiny_values
+from tests.support.huggingface_runs import LENGTH, MICRO_BATCHES, MIXTRAL, MODELS, engine_of, train_at
 
 pytestmark = pytest.mark.ranks
 
 transformers = pytest.importorskip("transformers")
-LENGTH, MICRO_BATCHES = 12, 3
 PARTITIONS = [[0, 4, 7], [0, 2, 7], [0, 6, 7]]
 INPUTS = {"mixtral": ("attention_mask",), "qwen3": ("position_ids",)}
 CONFIGS = {"mixtral": MIXTRAL, "qwen3": MODELS["qwen3"]}
@@ -45,23 +41,12 @@ def micro_batches(name: str) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor]
         yield (tokens, beside), labels
 
 
-def engine_of(name: str, **settings: Any) -> Any:
-    specs = huggingface.layers(CONFIGS[name], inputs=INPUTS[name], verified=False)
-    module = PipelineModule(
-        layers=specs, num_stages=2, loss_fn=language_model_loss, partition_method="uniform", **settings
-    )
-    configured = {**config(Case(clip=0.0, dynmo=None)), "dynmo": {"interval": 0}}
-    return ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=configured)[0]
+def built(name: str, **options: Any) -> Any:
+    return engine_of(huggingface.layers(CONFIGS[name], inputs=INPUTS[name], verified=False), **options)
 
 
 def train(name: str, partitions: list[list[int]]) -> list[float]:
-    """Train one step at each partition, and return the losses."""
-    engine = engine_of(name)
-    data, losses = micro_batches(name), []
-    for partition in partitions:
-        engine.rebalance(partition)
-        losses.append(engine.train_batch(data).item())
-    return losses
+    return train_at(built(name), micro_batches(name), partitions)
 
 
 def library_losses(name: str, model: Any) -> list[float]:
@@ -97,7 +82,7 @@ def test_training_equals_that_of_the_librarys_model(name: str) -> None:
 
 def count_runs(partitions: list[list[int]], checkpoint_interval: int) -> list[tuple[int, bool]]:
     """Count the runs of transformers' ``forward`` in a step at each partition; and do layers share what runs it?"""
-    engine = engine_of("qwen3", activation_checkpoint_interval=checkpoint_interval)
+    engine = built("qwen3", activation_checkpoint_interval=checkpoint_interval)
     stubbed = engine.module._layer_specs[0].module_args[0].stubbed
     runs, run, data, found = [0], stubbed._run, micro_batches("qwen3"), []
 

@@ -10,60 +10,38 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from deepspeed.pipe import PipelineModule
 
-import ds_dynmo
-from ds_dynmo.models import huggingface, language_model_loss
+from ds_dynmo.models import huggingface
 from tests.support import case_runs
 from tests.support.case_runs import EGERIA, CaseRun, check_moves_change_nothing, moved
-from tests.support.configs import Case, config
 from tests.support.harness import run, run_each
+from tests.support.huggingface_runs import GPT2, LENGTH, MICRO_BATCHES, MIXTRAL, MODELS, case, engine_of, train_at
 from tests.support.training import whole
+from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
 
-GPT2 = {
-    **{"model_type": "gpt2", "vocab_size": 260, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 12},
-    **{"bos_token_id": None, "eos_token_id": None},  # and dropout, 0.1 by default
-}
 UNTIED_GPT2 = {**GPT2, "tie_word_embeddings": False}
 transformers = pytest.importorskip("transformers")
-SIZES = {
-    "vocab_size": 260,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 12,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-MIXTRAL = {
-    **{"model_type": "mixtral", **SIZES, "num_local_experts": 4, "sliding_window": 6},
-    **{"output_router_logits": True, "router_aux_loss_coef": 0.2},
-}
-# All have seven layers.
-MODELS: dict[str, dict[str, Any]] = {
-    "mixtral": MIXTRAL,
-    "mixtral tied": {**MIXTRAL, "tie_word_embeddings": True},
-    "gpt2": GPT2,
-    "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 8},
-    "granite": {  # computes between embedding and layers, and around the head
-        **{"model_type": "granite", **SIZES, "tie_word_embeddings": True},
-        **{"embedding_multiplier": 12.0, "logits_scaling": 8.0},
-    },
-}
-
-
-def case(name: str, *, stages: int = 2, replicas: int = 1, precision: str = "fp32", interval: int = 0) -> CaseRun:
-    block = {"huggingface": MODELS[name], "sequence_length": 12, "verified": False}
-    return CaseRun(block, stages, replicas, precision, interval)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_moves_change_nothing(name: str) -> None:
     check_moves_change_nothing(case(name))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gpt2", {"precision": "bf16"}),
+        ("mixtral", {"precision": "bf16 zero1"}),
+        ("mixtral", {"interval": 1}),
+        ("qwen3", {}),
+    ],
+)
+def test_they_train_under_our_schedules(name: str, settings: dict[str, Any]) -> None:
+    check_as_under_1f1b(2, case_runs.train_moved, case(name, **settings))
 
 
 FREEZING: dict[str, dict[str, Any]] = {
@@ -82,7 +60,7 @@ FREEZING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FREEZING)
 def test_moves_change_nothing_while_layers_freeze(name: str) -> None:
-    frozen = CaseRun({**FREEZING[name], "sequence_length": 12})
+    frozen = CaseRun({**FREEZING[name], "sequence_length": LENGTH})
     still = run(2, case_runs.train, frozen)
     check_moves_change_nothing(frozen, still)
     state = whole(still).items()
@@ -106,31 +84,13 @@ def test_activation_checkpointing_changes_nothing(name: str) -> None:
     assert plain[0]["losses"] == recomputed[0]["losses"] and whole(plain) == whole(recomputed)
 
 
-class Length:
-    """The attribute of a model that ``batches`` reads."""
-
-    sequence_length = 12
-
-
 def fine_tune(folder: str, checkpoint: str, partitions: list[list[int]]) -> list[float]:
     """Train the model in ``folder``, one step at each partition, save a checkpoint, and return the losses."""
     specs = huggingface.layers(folder, verified=False)
-    module = PipelineModule(layers=specs, num_stages=2, loss_fn=language_model_loss, partition_method="uniform")
-    settings = {**config(Case(clip=0.0, dynmo=None)), "dynmo": {"interval": 0}}
-    engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
-    data, losses = case_runs.batches(engine, Length()), []  # type: ignore[arg-type]
-    for partition in partitions:
-        engine.rebalance(partition)
-        losses.append(engine.train_batch(data).item())
+    engine = engine_of(specs)
+    losses = train_at(engine, case_runs.micro_batches(LENGTH), partitions)
     engine.save_checkpoint(checkpoint)
     return losses
-
-
-class _Engine:
-    """The attributes of an engine that ``batches`` reads, with one replica."""
-
-    micro_batches = 3
-    grid = type("Grid", (), {"get_data_parallel_id": staticmethod(lambda: 0)})
 
 
 @pytest.mark.parametrize("name", ["mixtral", "mixtral tied"])
@@ -144,15 +104,15 @@ def test_training_equals_that_of_the_librarys_model(name: str, tmp_path: Path) -
     model.save_pretrained(folder, max_shard_size="20KB")
     losses = run(2, fine_tune, str(folder), str(checkpoint), [[0, 4, 7], [0, 2, 7], [0, 6, 7]])[0]
 
-    micro_batches = case_runs.batches(_Engine(), Length())  # type: ignore[arg-type]
+    micro_batches = case_runs.micro_batches(LENGTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
     for expected in losses:
         total = 0.0
-        for _ in range(_Engine.micro_batches):
+        for _ in range(MICRO_BATCHES):
             tokens, labels = next(micro_batches)
             outputs = model(tokens)
             loss = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
-            loss = (loss + config.router_aux_loss_coef * outputs.aux_loss) / _Engine.micro_batches
+            loss = (loss + config.router_aux_loss_coef * outputs.aux_loss) / MICRO_BATCHES
             loss.backward()
             total += loss.item()
         optimizer.step()

@@ -10,19 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from deepspeed.pipe import PipelineModule
 
-import ds_dynmo
 from ds_dynmo.errors import CheckpointError
-from ds_dynmo.models import huggingface, language_model_loss
-from tests.engine.resize.test_repack import train_case
-from tests.engine.split.test_schedule_features import check_as_under_1f1b
-from tests.models.test_huggingface_on_ranks import SIZES, Length, _Engine
+from ds_dynmo.models import huggingface
 from tests.support import case_runs, elastic
 from tests.support.case_runs import CaseRun, check_moves_change_nothing, moved
-from tests.support.configs import Case, config
 from tests.support.harness import RankError, run
+from tests.support.huggingface_runs import GPT2, LENGTH, MICRO_BATCHES, SIZES, engine_of, train_at
 from tests.support.training import state, whole
+from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
 
@@ -40,10 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama copies": {"huggingface": {"model_type": "llama", **SIZES}, "peft": {**LORA, "modules_to_save": ["lm_head"]}},
     "mistral": {"huggingface": {"model_type": "mistral", **SIZES, "sliding_window": 6}, "peft": LORA},
     "gpt2 biases": {
-        "huggingface": {
-            **{"model_type": "gpt2", "vocab_size": 260, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 12},
-            **{"bos_token_id": None, "eos_token_id": None},
-        },
+        "huggingface": GPT2,
         "peft": {"bias": "lora_only", "use_rslora": True},
     },
     "mixtral": {
@@ -60,7 +53,7 @@ MODELS["mixtral shared"] = {**MODELS["mixtral"], "expert_parallel": True}
 def case(
     name: str, *, stages: int = 2, replicas: int = 1, precision: str = "fp32", interval: int = 0, **more: Any
 ) -> CaseRun:
-    return CaseRun({**MODELS[name], "sequence_length": 12}, stages, replicas, precision, interval, **more)
+    return CaseRun({**MODELS[name], "sequence_length": LENGTH}, stages, replicas, precision, interval, **more)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +98,8 @@ def test_moves_change_nothing_of_compiled_layers(name: str, precision: str) -> N
 )
 def test_repacking_changes_nothing(name: str, precision: str) -> None:
     on_three = case(name, stages=3, precision=precision)
-    fewer = run(3, train_case, on_three, {1: 2, 2: 1})
-    stayed = run(3, train_case, on_three, {})
+    fewer = run(3, elastic.train_case, on_three, {1: 2, 2: 1})
+    stayed = run(3, elastic.train_case, on_three, {})
     assert elastic.losses(fewer) == elastic.losses(stayed)
     assert elastic.merged(fewer) == elastic.merged(stayed)
 
@@ -183,25 +176,20 @@ def adapted(folder: str, **lora: Any) -> Any:
 def fine_tune(folder: str, checkpoint: str, partitions: list[list[int]], lora: dict[str, Any]) -> dict[str, Any]:
     """Train what :func:`adapted` makes, one step at each partition, save the adapters, and return the losses."""
     specs = huggingface.layers(adapted(folder, **lora))
-    module = PipelineModule(layers=specs, num_stages=2, loss_fn=language_model_loss, partition_method="uniform")
-    settings = {**config(Case(clip=0.0, dynmo=None)), "dynmo": {"interval": 0}}
-    engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
-    data, losses = case_runs.batches(engine, Length()), []  # type: ignore[arg-type]
-    for partition in partitions:
-        engine.rebalance(partition)
-        losses.append(engine.train_batch(data).item())
+    engine = engine_of(specs)
+    losses = train_at(engine, case_runs.micro_batches(LENGTH), partitions)
     engine.save_checkpoint(checkpoint, exclude_frozen_parameters=True)
     held = {id(p) for group in engine.basic_optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in engine.module.parameters() if p.requires_grad}
-    evaluated = engine.eval_batch(case_runs.batches(engine, Length(), seed=1)).item()  # type: ignore[arg-type]
+    evaluated = engine.eval_batch(case_runs.micro_batches(LENGTH, seed=1)).item()
     return {"losses": losses, "evaluated": evaluated}
 
 
 def loss_of(model: Any, micro_batches: Any, *, backward: bool = False) -> float:
     total = 0.0
-    for _ in range(_Engine.micro_batches):
+    for _ in range(MICRO_BATCHES):
         tokens, labels = next(micro_batches)
-        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten()) / _Engine.micro_batches
+        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten()) / MICRO_BATCHES
         if backward:
             loss.backward()
         total += loss.item()
@@ -225,7 +213,7 @@ def test_training_equals_that_of_pefts_model(kind: str, lora: dict[str, Any], tm
         base
     )
     found = run(2, fine_tune, base, checkpoint, [[0, 4, 7], [0, 2, 7], [0, 6, 7]], lora)[0]
-    model, micro_batches = adapted(base, **lora), case_runs.batches(_Engine(), Length())  # type: ignore[arg-type]
+    model, micro_batches = adapted(base, **lora), case_runs.micro_batches(LENGTH)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.03)
     for expected in found["losses"]:
         assert loss_of(model, micro_batches, backward=True) == pytest.approx(expected, rel=1e-5)
@@ -236,7 +224,7 @@ def test_training_equals_that_of_pefts_model(kind: str, lora: dict[str, Any], tm
     huggingface.export(base, checkpoint, whole_model, peft=model.peft_config["default"], merge=True)
     plain = transformers.AutoModelForCausalLM.from_pretrained
     untrained, *trained = (
-        loss_of(one.eval(), case_runs.batches(_Engine(), Length(), seed=1))  # type: ignore[arg-type]
+        loss_of(one.eval(), case_runs.micro_batches(LENGTH, seed=1))
         for one in (plain(base), peft.PeftModel.from_pretrained(plain(base), out), plain(whole_model))
     )
     assert trained == pytest.approx([found["evaluated"]] * 2, rel=1e-5) and abs(untrained - trained[0]) > 1e-3

@@ -23,7 +23,7 @@ from ds_dynmo.models.pruning.gradual import (
 )
 from ds_dynmo.models.pruning.magnitude import Linears, select_largest
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear, dense_state_dict
-from tests.models.test_sparse_linear import compress
+from tests.support.sparse_linear import compress
 
 SIZES = GPTConfig(vocab_size=20, sequence_length=6, layers=3, hidden_size=8, heads=2, tied_embedding=False)
 

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_dynmo.models.pruning.kernels import can_csr
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
+from tests.support.sparse_linear import compress
 
 
 def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -21,13 +22,6 @@ def pruned(sparsity: float, csr_from: float, outputs: int = 24, inputs: int = 20
     mask[order[: round(sparsity * len(mask))]] = False
     linear.prune(mask.view(outputs, inputs))
     return linear
-
-
-def compress(linear: PrunableLinear) -> None:
-    """Replace the parameter by the vector of the kept values, as the engine does."""
-    places = linear.kept_places()
-    linear.use_values(linear.index_at(places))
-    linear.weight = nn.Parameter(linear.weight.detach().view(-1)[places])
 
 
 NEVER, ALWAYS = 2.0, 0.0

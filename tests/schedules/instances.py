@@ -1,9 +1,10 @@
-"""Random pipelines, and timelines as text."""
+"""Random pipelines, and schedules and timelines as text."""
 
 import random
 
-from ds_dynmo.schedules import PassBytes, PassCosts, ScheduleTimeline, one_f_one_b_limit
+from ds_dynmo.schedules import Action, Kind, PassBytes, PassCosts, Schedule, ScheduleTimeline, one_f_one_b_limit
 
+LETTERS = {kind.letter: kind for kind in Kind}
 KINDS = ("spread", "layers", "frozen", "no weights", "heavy")
 
 
@@ -52,3 +53,13 @@ def drawn(timeline: ScheduleTimeline) -> str:
                 cells[step] = f"{action.kind.letter}{action.micro_batch}"
         rows.append([f"stage {stage} ", *cells])
     return "\n".join(row[0] + " ".join(f"{cell:2}" for cell in row[1:]).rstrip() for row in rows)
+
+
+def order(text: str, chunk: int) -> tuple[Action, ...]:
+    """Parse an order. ``"F0 I0@2"`` is a forward pass of ``chunk`` and an input gradient of chunk 2."""
+    words = [word.partition("@") for word in text.split()]
+    return tuple(Action(LETTERS[name[0]], int(other or chunk), int(name[1:])) for name, _, other in words)
+
+
+def chain(*texts: str, micro_batches: int = 2) -> Schedule:
+    return Schedule(tuple(range(len(texts))), micro_batches, tuple(order(text, at) for at, text in enumerate(texts)))

@@ -5,8 +5,7 @@ import random
 from ds_dynmo.schedules import PassCosts, Schedule, gradient_first_1f1b, peak_bytes, replay, zb_h1
 from ds_dynmo.schedules.fusing import fuse
 from ds_dynmo.schedules.order import run
-from tests.schedules.instances import random_instance
-from tests.schedules.test_schedule import chain
+from tests.schedules.instances import chain, random_instance
 
 
 def fused(made: Schedule, costs: PassCosts) -> Schedule:

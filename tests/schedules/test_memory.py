@@ -4,7 +4,7 @@ import pytest
 
 from ds_dynmo.errors import ScheduleError
 from ds_dynmo.schedules import PassBytes, Schedule, one_f_one_b, one_f_one_b_limit, peak_bytes, zb_h1
-from tests.schedules.test_schedule import chain, order
+from tests.schedules.instances import chain, order
 
 
 def test_activations_are_held_until_the_input_gradient_and_the_rest_until_the_weight_gradient() -> None:

@@ -8,19 +8,8 @@ import sys
 import pytest
 
 from ds_dynmo.errors import ScheduleError
-from ds_dynmo.schedules import Action, Kind, Schedule, zb_h1
-
-LETTERS = {kind.letter: kind for kind in Kind}
-
-
-def order(text: str, chunk: int) -> tuple[Action, ...]:
-    """Parse an order. ``"F0 I0@2"`` is a forward pass of ``chunk`` and an input gradient of chunk 2."""
-    words = [word.partition("@") for word in text.split()]
-    return tuple(Action(LETTERS[name[0]], int(other or chunk), int(name[1:])) for name, _, other in words)
-
-
-def chain(*texts: str, micro_batches: int = 2) -> Schedule:
-    return Schedule(tuple(range(len(texts))), micro_batches, tuple(order(text, at) for at, text in enumerate(texts)))
+from ds_dynmo.schedules import Schedule, zb_h1
+from tests.schedules.instances import chain, order
 
 
 def test_a_valid_schedule_is_accepted() -> None:

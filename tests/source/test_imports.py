@@ -14,6 +14,7 @@ import ds_dynmo
 import ds_dynmo.models
 
 PACKAGE = Path(__file__).parents[2] / "ds_dynmo"
+TESTS = Path(__file__).parents[1]
 
 
 def imports(path: Path) -> set[str]:
@@ -69,6 +70,13 @@ def test_the_engine_imports_no_model() -> None:
 
 def test_only_commands_import_commands() -> None:
     assert not [name for name in forbidden("", "ds_dynmo.cli") if not name.startswith("cli/")]
+
+
+def test_nothing_imports_a_file_of_tests() -> None:
+    """What several of them use is in tests/support."""
+    for path in TESTS.rglob("*.py"):
+        found = {name for name in imports(path) if name.startswith("tests.") and ".test_" in name}
+        assert not found, path
 
 
 COMMUNICATES = PACKAGE / "engine" / "comm"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -198,14 +199,16 @@ def build(run: CaseRun) -> tuple[Any, ModelConfig]:
     return engine, model
 
 
-def batches(engine: Any, model: ModelConfig, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    number = 0
-    while True:
-        replica = engine.grid.get_data_parallel_id()
+def micro_batches(length: int, replica: int = 0, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield micro-batches of sequences of ``length`` tokens, which depend only on their number and the replica."""
+    for number in itertools.count():
         generator = torch.Generator().manual_seed(10_000 * seed + 100 * number + replica)
-        tokens = torch.randint(0, 256, (2, model.sequence_length + 1), generator=generator)
+        tokens = torch.randint(0, 256, (2, length + 1), generator=generator)
         yield tokens[:, :-1], tokens[:, 1:]
-        number += 1
+
+
+def batches(engine: Any, model: ModelConfig, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return micro_batches(model.sequence_length, engine.grid.get_data_parallel_id(), seed)
 
 
 def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> dict[str, Any]:

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from ds_dynmo.errors import ReleasedError
+from ds_dynmo.models import dynamic_cases
+from tests.support import case_runs
+from tests.support.case_runs import CaseRun
 from tests.support.configs import Case
-from tests.support.training import batches, build, state
+from tests.support.training import batches, build, drop_decision, state
 
 Sizes = Mapping[int, int | list[int]]  # by step: the number of stages, or the partition, to re-pack to after it
 
@@ -76,6 +79,28 @@ def train_through_checkpoint(case: Case, folder: str, first: int, last: int) -> 
     losses = {step + 1: engine.train_batch(data).item() for step in range(first, last)}
     engine.save_checkpoint(folder)
     return {"losses": losses, "state": state(engine), "attributes": attributes(engine), "partition": engine.partition}
+
+
+def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
+    """Train a dynamic case, re-packed where an automatic decision would be: before the case sees the batch."""
+    engine, model = case_runs.build(case_run)
+    data = case_runs.batches(engine, model)
+    cases = dynamic_cases(model, engine, total_steps=case_run.steps)
+    found: dict[str, Any] = {"losses": {}, "state": {}}
+    while engine.global_steps < case_run.steps:
+        for case in cases:
+            case.before_batch(engine.global_steps)
+        drop_decision(engine)
+        loss = engine.train_batch(data).item()
+        found["losses"][engine.global_steps] = loss
+        wanted = sizes.get(engine.global_steps)
+        if wanted is not None:
+            engine.repack(wanted)
+        if engine.released:
+            return found
+        for case in cases:
+            case.after_batch(engine.global_steps)
+    return {**found, "state": state(engine)}
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:

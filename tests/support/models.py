@@ -205,3 +205,53 @@ def changing_layers(case: Case) -> list[Any]:
         nn.LayerNorm(WIDTH),
         LayerSpec(Head, 2),
     ]
+
+
+class MaskingEmbedding(Embedding):
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(tokens), tokens > VOCABULARY // 3
+
+
+class MaskedBlock(Block):
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        hidden, mask = inputs
+        assert mask.dtype == torch.bool
+        return torch.where(mask.unsqueeze(-1), super().forward(hidden), hidden), mask
+
+
+class UnmaskingHead(Head):
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(inputs[0])
+
+
+def mask_layers(case: Case) -> list[Any]:
+    return [
+        LayerSpec(MaskingEmbedding, 1),
+        *(LayerSpec(MaskedBlock, index) for index in range(case.num_layers - 2)),
+        LayerSpec(UnmaskingHead, 2),
+    ]
+
+
+class Twofold(nn.Module):
+    """Returns two tensors, which depend on each other's layers."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.one, self.other = Block(index), Block(index + 50)
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.one(both[0] + 0.1 * both[1])
+        return hidden, self.other(both[1] + 0.1 * hidden)
+
+
+def in_two(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return hidden, 0.5 * hidden
+
+
+def add_up(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return both[0] + both[1]
+
+
+def twofold(case: Case) -> list[Any]:
+    middle = [LayerSpec(Twofold, index) for index in range(case.blocks)]
+    return [LayerSpec(Embedding, 1), in_two, *middle, add_up, LayerSpec(Head, 2)]

@@ -65,7 +65,7 @@ class SlicedBlock(nn.Module):
         return hidden + _Reduce.apply(inner @ self.down.t(), SLICES["group"]) + self.bias
 
 
-def sliced_layers(case: Case) -> list[Any]:
+def sliced_layers(case: Case, block: type[SlicedBlock] = SlicedBlock) -> list[Any]:
     """Return an embedding, sliced blocks and a head. Collective: it makes the slices' groups."""
     for ranks in case.topology.get_axis_comm_lists("model"):
         group = dist.new_group(ranks)
@@ -77,4 +77,4 @@ def sliced_layers(case: Case) -> list[Any]:
             TiedLayerSpec("embedding", Embedding, 1, tied_weight_attr="weight"),
             TiedLayerSpec("embedding", Embedding, 1, forward_fn=project, tied_weight_attr="weight"),
         ]
-    return [ends[0], *(LayerSpec(SlicedBlock, index) for index in range(case.blocks)), ends[1]]
+    return [ends[0], *(LayerSpec(block, index) for index in range(case.blocks)), ends[1]]

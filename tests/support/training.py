@@ -19,6 +19,7 @@ import ds_dynmo
 from ds_dynmo.engine.measure.profiler import CpuClock, EventClock
 from ds_dynmo.engine.move.tensors import dense_parts
 from ds_dynmo.models import local_layers
+from ds_dynmo.plan import MigrationPlan
 from tests.support.configs import Case, client_optimizer, config, parameter_groups
 from tests.support.models import SEQUENCE, VOCABULARY, SleepingLayer, layers, loss, module_of
 
@@ -205,6 +206,78 @@ def train_and_move(
             engine.rebalance(waiting.pop(0))
         after(step)
     return losses
+
+
+def move_in_phases(engine: Any, partition: Sequence[int], *, overlapped: bool, check: Any = None) -> None:
+    """Move to ``partition`` phase by phase.
+
+    Args:
+        overlapped: as while a batch trains.
+        check: of the plan; see ``Migrator.prepare``.
+    """
+    plan = MigrationPlan.between(engine.partition, partition)
+    if engine.migrator.prepare(plan, check, overlapped=overlapped):
+        engine.migrator.start()
+        while overlapped and not engine.migrator.poll():
+            time.sleep(1e-3)
+        engine.migrator.commit()
+        engine.stage.publish_move()
+
+
+def train_in_phases(case: Case, moves: Sequence[Sequence[int] | None], overlapped: bool) -> dict[str, Any]:
+    """Train a batch, another one after each of ``moves``, in phases, and a last one."""
+    engine = build(case)
+    data, losses = batches(engine), []
+    for partition in [None, *moves, None]:
+        if partition is not None:
+            move_in_phases(engine, partition, overlapped=overlapped)
+            assert engine.partition == list(partition)
+        losses.append(engine.train_batch(data).item())
+    return outcome_of(engine, losses)
+
+
+PROFILED = {"interval": 0, "profile": {"batches": 1, "warmup_batches": 0}}  # the first batch
+
+
+def train_layers(
+    case: Case,
+    make_layers: Callable[[Case], list[Any]],
+    moves: Sequence[Sequence[int]],
+    steps: int = 5,
+    has_bool_tensors: bool = False,
+) -> dict[str, Any]:
+    """Train ``steps`` batches of other layers, and go to the next of ``moves`` after each."""
+    engine = build(case, make_layers)
+    engine.has_bool_tensors = has_bool_tensors
+    losses = train_and_move(engine, batches(engine), moves, steps)
+    return {**outcome_of(engine, losses), "norm": float(engine.get_global_grad_norm() or 0.0)}
+
+
+def changing_lengths(engine: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for number in itertools.count():
+        generator = torch.Generator().manual_seed(number)
+        length = (3, 6, 4)[(number // engine.micro_batches) % 3]
+        tokens = torch.randint(0, VOCABULARY, (2, length + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def train_feature(
+    settings: dict[str, Any], module_options: dict[str, Any], moves: Sequence[Sequence[int]], lengths: bool = False
+) -> dict[str, Any]:
+    """Train with a feature of DeepSpeed's.
+
+    Args:
+        settings: blocks of DeepSpeed's configuration.
+        module_options: of ``PipelineModule``.
+        lengths: whether sequences of each batch have another length.
+    """
+    case = Case(dynmo=PROFILED)
+    module = module_of(case, **module_options)
+    engine = ds_dynmo.initialize(
+        model=module, model_parameters=list(module.parameters()), config={**config(case), **settings}
+    )[0]
+    data = changing_lengths(engine) if lengths else batches(engine)
+    return outcome_of(engine, train_and_move(engine, data, moves, 5))
 
 
 def outcome_of(engine: Any, losses: list[float]) -> dict[str, Any]:

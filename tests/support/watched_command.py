@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARED_MEMORY = Path("/dev/shm")
 MARK = "DS_DYNMO_WATCHED"
 PATIENCE_SECONDS = 120.0
+TORCHS_CACHE = "/torchinductor_"  # an empty folder, unless scripts/setup_env.sh gave torch another
+OF_LAUNCHERS = (TORCHS_CACHE, "/torchelastic_")  # what torchrun leaves, too
 Found = TypeVar("Found")
 
 

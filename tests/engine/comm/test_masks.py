@@ -21,6 +21,7 @@ from tests.support.harness import run, run_each
 from tests.support.models import VOCABULARY, WIDTH, Block, Embedding, Head, module_of
 from tests.support.sliced_layers import SlicedBlock, sliced_layers
 from tests.support.training import drop_decision, freeze, outcome_of, partitions, train_and_move, whole
+from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
 
@@ -334,3 +335,8 @@ def test_tables_cross_stages_whose_messages_are_split_over_slices(settings: dict
     result = run(case.ranks, train_sliced, case, [[0, 2, 6], [0, 5, 6]])
     assert [one["losses"] for one in result] == case.ranks * [alone[0]["losses"]]
     assert whole(result) == whole(alone)
+
+
+@pytest.mark.nightly
+def test_thawing_under_a_schedule_of_ours_equals_1f1b() -> None:
+    check_as_under_1f1b(3, train, replace(STAGES, micro_batches=6), "everything", MOVES, (5,), False, THAWED)

@@ -2,72 +2,29 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_dynmo
-from ds_dynmo.engine.measure import layer_sizes
 from ds_dynmo.partitioners import migration_peaks
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 from tests.support.checkpoints import STEPS, train_on
 from tests.support.configs import PRECISIONS, Case
 from tests.support.harness import run
+from tests.support.memory import BESIDE, TensorBytes, held_now
 from tests.support.models import WIDTH, Embedding, Head, project
-from tests.support.training import batches, build, state
+from tests.support.training import batches, build, move_in_phases, state
 
 pytestmark = pytest.mark.ranks
 
-BESIDE = 16 << 10  # bytes beside layers: headers, and other messages between ranks
 THERE_AND_BACK = [[0, 3, 12], [0, 9, 12], [0, 6, 12]]
-
-
-class TensorBytes(TorchDispatchMode):
-    """Records the most bytes that all tensors on this process's device hold at once, whoever holds them.
-
-    Attributes:
-        began: bytes of all tensors at the start.
-        in_step: whether the optimizer's step runs: what it allocates for a moment is not predicted, and does not count.
-    """
-
-    in_step = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        gc.collect()
-        for value in gc.get_objects():
-            if isinstance(value, torch.Tensor):
-                self._add(value)
-        self.began = self.peak = self._held()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for value in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(value, torch.Tensor):
-                self._add(value)
-        if not self.in_step:
-            self.peak = max(self.peak, self._held())
-        return result
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        if tensor.layout == torch.strided and tensor.device.type == get_accelerator().device_name():
-            storage = tensor.untyped_storage()
-            self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-
-    def _held(self) -> int:
-        self._storages = {key: held for key, held in self._storages.items() if not held[0].expired()}
-        return sum(size for _, size in self._storages.values())
 
 
 class Wide(nn.Module):
@@ -119,24 +76,6 @@ def wide_layers(case: Case) -> list[Any]:
     if case.tied:
         ends = [TiedLayerSpec("tied", Embedding, 1), TiedLayerSpec("tied", Embedding, 1, forward_fn=project)]
     return [ends[0], *[LayerSpec(Wide, index) for index in range(case.blocks)], nn.Identity(), ends[1]]
-
-
-def held_now(engine: Any) -> tuple[tuple[HeldBytes, ...], tuple[int, ...]]:
-    """Return per layer what it holds between two batches, and its bytes in training."""
-    return layer_sizes.held_from(
-        engine.stage.comm.max_over_world(layer_sizes.held_table(engine.stage.layers, engine.stage.state))
-    )
-
-
-def go(engine: Any, new: Sequence[int], *, overlapped: bool, check: Any = None) -> None:
-    """Move layers between two batches, or in the phases of a move during which a batch could train."""
-    if not overlapped:
-        engine.rebalance(new)
-        return
-    engine.migrator.prepare(MigrationPlan.between(engine.partition, new), check, overlapped=True)
-    engine.migrator.start()
-    engine.migrator.commit()
-    engine.stage.publish_move()
 
 
 def peaks(
@@ -268,7 +207,7 @@ def refused(case: Case, how: str) -> dict[str, Any]:
     needed = max(migration_peaks(plan, held, uses, training_bytes=meanwhile))
     ask = {
         "rebalance": lambda: engine.rebalance(new),
-        "overlapped": lambda: go(engine, new, overlapped=True, check=engine.rebalancer.memory.check),
+        "overlapped": lambda: move_in_phases(engine, new, overlapped=True, check=engine.rebalancer.memory.check),
         "shrink": lambda: engine.repack(partition=[0, case.num_layers]),
     }[how]
     before, message, harmless = state(engine), "", False

@@ -21,8 +21,9 @@ import ds_dynmo
 from tests.support.configs import Case
 from tests.support.harness import run, run_each
 from tests.support.instructions import MOVES, STEPS, error_of, initialize, outcomes
-from tests.support.models import Block, Embedding, Head, layers
+from tests.support.models import Block, Embedding, Head, layers, twofold
 from tests.support.training import batches, build, state, whole
+from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
 
@@ -213,3 +214,8 @@ def a_schedule_of_its_own() -> str:
 
 def test_a_schedule_of_its_own_is_refused() -> None:
     assert all("test_engine_class.TheirSchedule: batches run" in message for message in run(2, a_schedule_of_its_own))
+
+
+@pytest.mark.nightly
+def test_under_our_schedules_it_runs_its_own_batch() -> None:
+    check_as_under_1f1b(2, train_own, "ds_dynmo", CASE, (), None, None, twofold, unsplit=True)

@@ -15,6 +15,7 @@ import ds_dynmo
 from tests.support.configs import Case, config
 from tests.support.harness import run_each
 from tests.support.training import check_moves_changed_nothing, outcome_of, train_and_move
+from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
 
@@ -88,3 +89,11 @@ def test_a_move_at_every_step_changes_nothing(which: str) -> None:
         pytest.importorskip("peft")
     still, moved = run_each(2, train, (which, False), (which, True))
     check_moves_changed_nothing(still, moved)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("which", ["alexnet", "lora"])
+def test_they_train_under_our_schedules(which: str) -> None:
+    if which == "lora":
+        pytest.importorskip("peft")
+    check_as_under_1f1b(2, train, which, True)

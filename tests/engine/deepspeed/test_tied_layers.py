@@ -23,6 +23,7 @@ from tests.support.configs import Case, config
 from tests.support.harness import RankError, run, run_each
 from tests.support.models import SEQUENCE, VOCABULARY, WIDTH, Block, Embedding, Head, loss, module_of, scale, seeded
 from tests.support.training import batches, build, outcome_of, train_and_move, whole
+from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
 
@@ -188,6 +189,18 @@ def test_a_run_resumes_to_and_from_one_stage(tmp_path: Path, precision: str, sav
     loaded = run(loaded_on, load_and_continue, replace(case, stages=loaded_on), str(tmp_path), 1, megatron)
     assert loaded[0]["losses"] == saved[0]["losses"]
     assert whole(loaded) == whole(saved)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("case", "way", "moves"),
+    [
+        (Case(stages=3, clip=0.5, groups="two"), "first whole", [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8]]),
+        (Case(clip=0.5, precision="bf16"), "megatron", [[0, 6, 8], [0, 1, 8]]),
+    ],
+)
+def test_they_train_under_our_schedules(case: Case, way: str, moves: list[list[int]]) -> None:
+    check_as_under_1f1b(case.stages, train, case, way, moves, 5)
 
 
 # -- what is refused ----------------------------------------------------------------------------------

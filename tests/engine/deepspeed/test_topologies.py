@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,30 +19,31 @@ import ds_dynmo
 from tests.emulated import not_on_it
 from tests.support.configs import Case, config
 from tests.support.harness import run, run_each
-from tests.support.models import SEQUENCE, VOCABULARY, WIDTH, Block, Embedding, Head, layers, module_of, seeded
+from tests.support.models import (
+    SEQUENCE,
+    VOCABULARY,
+    WIDTH,
+    layers,
+    mask_layers,
+    module_of,
+    seeded,
+)
 from tests.support.sliced_layers import sliced_layers
-from tests.support.training import batches, build, state, whole
+from tests.support.training import (
+    PROFILED,
+    batches,
+    build,
+    check_moves_changed_nothing,
+    outcome_of,
+    train_and_move,
+    train_feature,
+    train_layers,
+)
+from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
 
 MOVES = [[0, 2, 8], [0, 6, 8], [0, 1, 8]]
-PROFILED = {"interval": 0, "profile": {"batches": 1, "warmup_batches": 0}}
-
-
-def train_sliced(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
-    engine = build(case, sliced_layers)
-    data, losses, waiting = batches(engine), [], list(moves)
-    for _ in range(6):
-        losses.append(engine.train_batch(data).item())
-        if waiting:
-            engine.rebalance(waiting.pop(0))
-    return {
-        "losses": losses,
-        "state": state(engine),
-        "replica": engine.grid.get_data_parallel_id(),
-        "norm": float(engine.get_global_grad_norm() or 0.0),
-        "moved": sum(report.layers_moved for report in engine.reports),
-    }
 
 
 @pytest.mark.parametrize(
@@ -63,39 +63,9 @@ def test_moves_change_nothing_with_tensor_parallelism(precision: str, tied: bool
         stages=2, tied=tied, clip=clip, precision=precision, replicas=replicas, slices=2, groups="two", blocks=4
     )
     moves = [[0, 2, 6], [0, 5, 6], [0, 1, 6]]
-    still, moved = run_each(case.ranks, train_sliced, (case, []), (case, moves))
-    assert moved[0]["moved"] > 0
-    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
+    still, moved = run_each(case.ranks, train_layers, *((case, sliced_layers, to, 6) for to in ([], moves)))
+    check_moves_changed_nothing(still, moved)
     assert [r["norm"] for r in moved] == [r["norm"] for r in still]
-    assert whole(moved) == whole(still)
-
-
-def feature_engine(settings: dict[str, Any], case: Case, **module_options: Any) -> Any:
-    module = module_of(case, **module_options)
-    return ds_dynmo.initialize(
-        model=module, model_parameters=list(module.parameters()), config={**config(case), **settings}
-    )[0]
-
-
-def changing_lengths(engine: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for number in itertools.count():
-        generator = torch.Generator().manual_seed(number)
-        length = (3, 6, 4)[(number // engine.micro_batches) % 3]
-        tokens = torch.randint(0, VOCABULARY, (2, length + 1), generator=generator)
-        yield tokens[:, :-1], tokens[:, 1:]
-
-
-def train_feature(
-    settings: dict[str, Any], module_options: dict[str, Any], moves: Sequence[Sequence[int]], lengths: bool = False
-) -> dict[str, Any]:
-    case = Case(stages=2, dynmo={"interval": 0, "profile": {"batches": 1, "warmup_batches": 0}})
-    engine = feature_engine(settings, case, **module_options)
-    data, losses, waiting = changing_lengths(engine) if lengths else batches(engine), [], list(moves)
-    for _ in range(5):
-        losses.append(engine.train_batch(data).item())
-        if waiting:
-            engine.rebalance(waiting.pop(0))
-    return {"losses": losses, "state": state(engine), "replica": 0, "partition": engine.partition}
 
 
 @pytest.mark.parametrize(
@@ -125,18 +95,7 @@ def test_moves_change_nothing_with_features_of_deepspeed(
     calls = [(settings, module_options, moves, lengths) for moves in ([], MOVES)]
     still, moved = run_each(2, train_feature, *calls)
     assert moved[0]["partition"] == MOVES[-1] and still[0]["partition"] == [0, 4, 8]
-    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
-    assert whole(moved) == whole(still)
-
-
-def check_both(results: list[list[dict[str, Any]]], sparse: int) -> None:
-    still, moved = ([rank[number] for rank in results] for number in range(2))
-    assert moved[0]["moved"] > 0 and still[0]["moved"] == 0
-    for run_ in (still, moved):
-        assert sum(r["sparse"] for r in run_ if r["replica"] == 0) == sparse
-    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
-    assert [r["norm"] for r in moved] == [r["norm"] for r in still]
-    assert whole(moved) == whole(still)
+    check_moves_changed_nothing(still, moved)
 
 
 class Places(nn.Embedding):
@@ -156,68 +115,30 @@ def sparse_layers(case: Case) -> list[Any]:
     return specs
 
 
-def train_both(
-    case: Case, make_layers: Callable[[Case], list[Any]], bool_tensors: bool, moves: Sequence[Sequence[int]]
-) -> list[dict[str, Any]]:
-    """Train without and with moves; each run is profiled once."""
-    found = []
-    for waiting in ([], list(moves)):
-        engine = build(case, make_layers)
-        engine.has_bool_tensors = bool_tensors
-        data, losses = batches(engine), []
-        for _ in range(5):
-            losses.append(engine.train_batch(data).item())
-            if waiting:
-                engine.rebalance(waiting.pop(0))
-        held = [engine.stage.state.state_of(parameter) for parameter in engine.module.parameters()]
-        found.append(
-            {
-                "losses": losses,
-                "norm": float(engine.get_global_grad_norm()),
-                "state": state(engine),
-                "replica": engine.grid.get_data_parallel_id(),
-                "moved": sum(report.layers_moved for report in engine.reports),
-                "sparse": sum(value.is_sparse for each in held for value in each.values() if torch.is_tensor(value)),
-            }
-        )
-    return found
+def train_sparse(moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Train layers with ``nn.Embedding(sparse=True)``. Count the sparse tensors of this rank's optimizer state."""
+    engine = build(Case(replicas=2, optimizer="SGD", clip=0.05, dynmo=PROFILED), sparse_layers)
+    found = outcome_of(engine, train_and_move(engine, batches(engine), moves, 5))
+    held = [engine.stage.state.state_of(parameter) for parameter in engine.module.parameters()]
+    sparse = sum(value.is_sparse for each in held for value in each.values() if torch.is_tensor(value))
+    return {**found, "norm": float(engine.get_global_grad_norm()), "sparse": sparse}
 
 
 @not_on_it("torch has no sparse tensors on devices of this kind")
 def test_moves_change_nothing_with_sparse_gradients() -> None:
-    """Layers with nn.Embedding(sparse=True) move with sparse momentum and clipping."""
-    case = Case(stages=2, replicas=2, optimizer="SGD", clip=0.05, dynmo=PROFILED)
-    check_both(run(4, train_both, case, sparse_layers, False, MOVES), sparse=2)
-
-
-class MaskingEmbedding(Embedding):
-    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        return super().forward(tokens), tokens > VOCABULARY // 3
-
-
-class MaskedBlock(Block):
-    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        hidden, mask = inputs
-        assert mask.dtype == torch.bool
-        return torch.where(mask.unsqueeze(-1), super().forward(hidden), hidden), mask
-
-
-class UnmaskingHead(Head):
-    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(inputs[0])
-
-
-def mask_layers(case: Case) -> list[Any]:
-    return [
-        LayerSpec(MaskingEmbedding, 1),
-        *(LayerSpec(MaskedBlock, index) for index in range(case.num_layers - 2)),
-        LayerSpec(UnmaskingHead, 2),
-    ]
+    """They move with sparse momentum and clipping."""
+    still, moved = run_each(4, train_sparse, ([],), (MOVES,))
+    check_moves_changed_nothing(still, moved)
+    assert [r["norm"] for r in moved] == [r["norm"] for r in still]
+    for results in (still, moved):
+        assert sum(r["sparse"] for r in results if r["replica"] == 0) == 2
 
 
 def test_moves_change_nothing_with_masks_between_stages() -> None:
     """With engine.has_bool_tensors the last tensor that a stage sends is a mask."""
-    check_both(run(2, train_both, Case(dynmo=PROFILED), mask_layers, True, MOVES), sparse=0)
+    still, moved = run_each(2, train_layers, *((Case(dynmo=PROFILED), mask_layers, to, 5, True) for to in ([], MOVES)))
+    check_moves_changed_nothing(still, moved)
+    assert [r["norm"] for r in moved] == [r["norm"] for r in still]
 
 
 class WithExperts(nn.Module):
@@ -354,3 +275,33 @@ def no_optimizer() -> tuple[float, float, list[int]]:
 def test_an_engine_without_optimizer_evaluates_and_moves() -> None:
     for before, after, partition in run(2, no_optimizer):
         assert before == after and partition == [0, 2, 8]
+
+
+TENSOR_PARALLEL = {"slices": 2, "blocks": 4, "clip": 0.05}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("ranks", "function", "args"),
+    [
+        pytest.param(2, train_layers, (Case(dynmo=PROFILED), mask_layers, MOVES, 5, True), id="bool masks"),
+        pytest.param(2, train_feature, ({}, {"dynamic_shape": True}, MOVES, True), id="dynamic shapes"),
+        pytest.param(2, train_other_sizes, (MOVES,), id="sizes"),
+        *(
+            pytest.param(4, train_layers, (case, sliced_layers, [[0, 2, 6], [0, 5, 6]], 6), id=case.precision)
+            for case in (
+                Case(**TENSOR_PARALLEL, tied=True, precision="bf16"),
+                Case(**TENSOR_PARALLEL, precision="bf16 zero1"),
+            )
+        ),
+        *(
+            pytest.param(2, train_feature, (settings, {}, MOVES), id=next(iter(settings)))
+            for settings in (
+                {"wall_clock_breakdown": True, "steps_per_print": 1},
+                {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            )
+        ),
+    ],
+)
+def test_features_work_under_our_schedules(ranks: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    check_as_under_1f1b(ranks, function, *args)

@@ -22,7 +22,7 @@ from tests.emulated import not_on_it
 from tests.support.configs import Case
 from tests.support.harness import run, run_each
 from tests.support.models import Block, Embedding, Head
-from tests.support.training import batches, build, layers_of, raw, state, whole
+from tests.support.training import batches, build, layers_of, move_in_phases, raw, state, train_in_phases, whole
 
 pytestmark = pytest.mark.ranks
 
@@ -52,30 +52,7 @@ def plan_to(engine: Any, partition: Sequence[int]) -> MigrationPlan:
     return MigrationPlan.between(engine.partition, partition)
 
 
-def move_in_phases(engine: Any, partition: Sequence[int], *, overlapped: bool) -> None:
-    """Move to ``partition`` phase by phase."""
-    migrator = migrator_of(engine)
-    if migrator.prepare(plan_to(engine, partition), overlapped=overlapped):
-        migrator.start()
-        while overlapped and not migrator.poll():
-            time.sleep(1e-3)
-        migrator.commit()
-        engine.stage.publish_move()
-
-
 # -- all phases -------------------------------------------------------------------------------------------
-
-
-def train(case: Case, moves: Sequence[Sequence[int] | None], overlapped: bool) -> dict[str, Any]:
-    engine = build(case)
-    data, losses = batches(engine), []
-    for partition in [None, *moves, None]:
-        if partition is not None:
-            move_in_phases(engine, partition, overlapped=overlapped)
-            assert engine.partition == list(partition)
-        losses.append(engine.train_batch(data).item())
-    replica = engine.grid.get_data_parallel_id()
-    return {"losses": losses, "state": state(engine), "replica": replica}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +68,9 @@ def train(case: Case, moves: Sequence[Sequence[int] | None], overlapped: bool) -
     ids=lambda value: f"{value.precision}-dp{value.replicas}" if isinstance(value, Case) else f"overlapped-{value}",
 )
 def test_a_move_in_phases_changes_nothing(case: Case, overlapped: bool) -> None:
-    still, moved = run_each(case.ranks, train, (case, [None] * len(MOVES), overlapped), (case, MOVES, overlapped))
+    still, moved = run_each(
+        case.ranks, train_in_phases, (case, [None] * len(MOVES), overlapped), (case, MOVES, overlapped)
+    )
     assert [result["losses"] for result in moved] == [result["losses"] for result in still]
     assert whole(moved) == whole(still)
 

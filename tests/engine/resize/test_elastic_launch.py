@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.cli.test_launches import OF_LAUNCHERS
 from tests.support.harness import run
 from tests.support.ports import free_port
 from tests.support.script import flags, run_script
-from tests.support.watched_command import WatchedCommand
+from tests.support.watched_command import OF_LAUNCHERS, WatchedCommand
 
 pytestmark = pytest.mark.ranks
 

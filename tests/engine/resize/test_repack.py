@@ -11,13 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_dynmo.models import dynamic_cases
-from tests.support import case_runs
 from tests.support.case_runs import CASES, CaseRun
 from tests.support.configs import Case
-from tests.support.elastic import DIFFER, Sizes, losses, merged, train_alone, train_and_repack, train_through_checkpoint
+from tests.support.elastic import (
+    DIFFER,
+    losses,
+    merged,
+    train_alone,
+    train_and_repack,
+    train_case,
+    train_through_checkpoint,
+)
 from tests.support.harness import run
-from tests.support.training import batches, build, drop_decision, layers_of, sleeping_engine, state, use_virtual_clock
+from tests.support.training import batches, build, layers_of, sleeping_engine, use_virtual_clock
 
 pytestmark = pytest.mark.ranks
 
@@ -158,28 +164,6 @@ def test_automatic_repacking_shrinks(tmp_path: Path) -> None:
         event["name"] for event in json.loads(path.read_text())["traceEvents"] if event["name"].startswith("step ")
     }
     assert len(traced) == 10 - len(reports)
-
-
-def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
-    """Train a dynamic case, re-packed where an automatic decision would be: before the case sees the batch."""
-    engine, model = case_runs.build(case_run)
-    data = case_runs.batches(engine, model)
-    cases = dynamic_cases(model, engine, total_steps=case_run.steps)
-    found: dict[str, Any] = {"losses": {}, "state": {}}
-    while engine.global_steps < case_run.steps:
-        for case in cases:
-            case.before_batch(engine.global_steps)
-        drop_decision(engine)
-        loss = engine.train_batch(data).item()
-        found["losses"][engine.global_steps] = loss
-        wanted = sizes.get(engine.global_steps)
-        if wanted is not None:
-            engine.repack(wanted)
-        if engine.released:
-            return found
-        for case in cases:
-            case.after_batch(engine.global_steps)
-    return {**found, "state": state(engine)}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tests.support.harness import run
 from tests.support.instructions import MOVES, STEPS, Counts, error_of, initialize, outcomes
 from tests.support.models import layers
 from tests.support.training import batches, build, state, whole
+from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
 
@@ -127,6 +128,14 @@ def test_a_patched_run_resumes_at_another_number_of_stages(tmp_path: Path) -> No
     assert whole(loaded) == whole(saved)
     assert loaded[0]["losses"] == saved[0]["losses"][2:]
     assert all(result["counts"]["ReduceGrads"] == 3 for result in [*saved, *loaded])
+
+
+@pytest.mark.every_variant
+@pytest.mark.parametrize(
+    ("how", "early"), [("entries", True), pytest.param("engine", False, marks=pytest.mark.nightly)]
+)
+def test_a_patched_reduction_works_under_our_schedules(how: str, early: bool) -> None:
+    check_as_under_1f1b(2, train_patched, "ds_dynmo", UNCLIPPED, how, early)
 
 
 # -- what is refused ----------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from ds_dynmo import CheckpointError
 from ds_dynmo.engine.comm import communicator
 from ds_dynmo.engine.save import checkpointer, destinations, folder
 from ds_dynmo.engine.save.safe_load import safe_load
-from tests.engine.resize.test_elastic_launch import free_port
 from tests.support.checkpoints import STEPS, check_same, load_and_continue, save_and_continue, train_on
 from tests.support.configs import Case
 from tests.support.harness import run, run_each
+from tests.support.ports import free_port
 from tests.support.training import Warnings, build, gather, state
 
 pytestmark = pytest.mark.ranks

@@ -1,4 +1,7 @@
-"""Features that work under DeepSpeed's 1F1B work under our own schedules, to the bit: workloads of other tests."""
+"""Features that work under DeepSpeed's 1F1B work under our own schedules, to the bit.
+
+Features with a file of their own are tested there, by the same check.
+"""
 
 from __future__ import annotations
 
@@ -17,64 +20,14 @@ from deepspeed.runtime.pipe import p2p
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynmo.engine.split.steps import ScheduleInForce
-from tests.engine.comm import test_masks
-from tests.engine.deepspeed import test_engine_class, test_foreign_models, test_tied_layers, test_topologies
-from tests.engine.run import test_instructions_on_ranks as test_instructions
-from tests.models import test_expert_parallel
-from tests.models import test_huggingface_on_ranks as test_huggingface
-from tests.support import case_runs, elastic
-from tests.support.case_runs import CaseRun
-from tests.support.configs import SECTION, Case
+from tests.support import elastic
+from tests.support.configs import Case
 from tests.support.harness import RankError, run, run_each
-from tests.support.models import WIDTH, Block, Embedding, Head, scale, seeded
-from tests.support.training import batches, build, outcome_of, raw, train, train_frozen
+from tests.support.models import WIDTH, Block, Embedding, Head, scale, seeded, twofold
+from tests.support.training import PROFILED, batches, build, outcome_of, raw, train, train_frozen, train_layers
+from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
-
-MOVES = [[0, 2, 8], [0, 6, 8], [0, 1, 8]]
-
-
-def under(kind: str, function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-    """Run a workload under a schedule, unless it names one. Return also how many batches ran our own schedule."""
-    ours, begin = [], ScheduleInForce.begin
-
-    def watched(self: ScheduleInForce, steps: Any) -> None:
-        begin(self, steps)
-        ours.append(self.running is not None)
-
-    SECTION["schedule"] = {"kind": kind}
-    ScheduleInForce.begin = watched  # type: ignore[method-assign]
-    try:
-        return function(*args), sum(ours)
-    finally:
-        del SECTION["schedule"]
-        ScheduleInForce.begin = begin  # type: ignore[method-assign]
-
-
-DIFFER = {"attributes", "reports", "summaries"}  # they hold seconds, or buffers
-
-
-def comparable(found: Any) -> Any:
-    if isinstance(found, list):
-        return [comparable(one) for one in found]
-    if isinstance(found, dict):
-        return {key: value for key, value in found.items() if key not in DIFFER}
-    return found
-
-
-def check_as_under_1f1b(ranks: int, function: Callable[..., Any], *args: Any, unsplit: bool = False) -> None:
-    """Layers are at the same places under both, so each rank has the same.
-
-    Args:
-        unsplit: no batch runs our own schedule.
-    """
-    stock, ours = (run(ranks, under, kind, function, *args) for kind in ("1f1b", "zero_bubble"))
-    assert [count for _, count in stock] == [0] * ranks
-    assert all((count == 0) is unsplit for _, count in ours)
-    for (expected, _), (found, _) in zip(stock, ours, strict=True):
-        assert comparable(found) == comparable(expected)
-
 
 # -- workloads of its own ---------------------------------------------------------------------------------
 
@@ -126,16 +79,6 @@ def counting_layers(case: Case) -> list[Any]:
     return [LayerSpec(Embedding, 1), *blocks, LayerSpec(Uncounted, 2)]
 
 
-def train_layers(case: Case, make_layers: Callable[[Case], list[Any]], moves: list[list[int]]) -> dict[str, Any]:
-    engine = build(case, make_layers)
-    data, losses, waiting = batches(engine), [], list(moves)
-    for _ in range(5):
-        losses.append(engine.train_batch(data).item())
-        if waiting:
-            engine.rebalance(waiting.pop(0))
-    return outcome_of(engine, losses)
-
-
 def used_twice(case: Case) -> list[Any]:
     """The middle stage has one block twice, and no other weights of two dimensions."""
     names = [f"{part}.{name}" for part in ("norm", "up", "down") for name in ("weight", "bias")]
@@ -174,34 +117,6 @@ def unusual_layers(case: Case) -> list[Any]:
     return [LayerSpec(Embedding, 1), *[LayerSpec(Unusual, index) for index in range(4)], LayerSpec(Head, 2)]
 
 
-class Twofold(nn.Module):
-    """Returns two tensors, which depend on each other's layers."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.one, self.other = Block(index), Block(index + 50)
-
-    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.one(both[0] + 0.1 * both[1])
-        return hidden, self.other(both[1] + 0.1 * hidden)
-
-
-def in_two(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return hidden, 0.5 * hidden
-
-
-def add_up(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return both[0] + both[1]
-
-
-def twofold(case: Case) -> list[Any]:
-    middle = [LayerSpec(Twofold, index) for index in range(case.blocks)]
-    return [LayerSpec(Embedding, 1), in_two, *middle, add_up, LayerSpec(Head, 2)]
-
-
-PROFILED = {"interval": 0, "profile": {"batches": 1, "warmup_batches": 0}}
-
-
 @dataclass(frozen=True)
 class Feature:
     ranks: int
@@ -223,83 +138,26 @@ def decided() -> dict[str, Any]:
     return {"losses": losses}
 
 
-def features(**settings: Any) -> tuple[Any, ...]:
-    return settings, {}, MOVES
-
-
 FEATURES = {
     "hooks, callbacks, loss, evaluations": Feature(3, watched_by_the_user),
     "tuples": Feature(3, train_layers, (Case(stages=3, dynmo=PROFILED), twofold, [[0, 2, 5, 9], [0, 3, 4, 9]])),
     "tensors without gradient": Feature(2, train_layers, (Case(micro_batches=5), counting_layers, [])),
-    "bool masks": Feature(
-        2, test_topologies.train_both, (Case(dynmo=PROFILED), test_topologies.mask_layers, True, MOVES)
-    ),
-    "masks and tables": Feature(
-        3,
-        test_masks.train,
-        (replace(test_masks.STAGES, micro_batches=6), "everything", test_masks.MOVES, (5,), False, test_masks.THAWED),
-    ),
     "a frozen prefix": Feature(
         3, train_frozen, (Case(stages=3, micro_batches=5), {1: 3, 3: 5, 5: 0}, {2: [0, 1, 5, 8]})
     ),
     "a decision": Feature(4, decided),
-    "dynamic shapes": Feature(2, test_topologies.train_feature, ({}, {"dynamic_shape": True}, MOVES, True)),
-    "patched instructions": Feature(2, test_instructions.train_patched, ("ds_dynmo", Case(clip=0.0), "entries", True)),
-    "instructions patched later": Feature(
-        2, test_instructions.train_patched, ("ds_dynmo", Case(clip=0.0), "engine", False)
-    ),
-    "own class": Feature(
-        2,
-        test_engine_class.train_own,
-        ("ds_dynmo", Case(blocks=6, clip=0.0), (), None, None, twofold),
-        unsplit=True,
-    ),
-    "sizes": Feature(2, test_topologies.train_other_sizes, (MOVES,)),
     "fewer micro-batches": Feature(4, train, (Case(stages=4, micro_batches=2), [[0, 1, 3, 5, 8]], 4, 1)),
     "1 micro-batch": Feature(3, train, (Case(stages=3, micro_batches=1), [], 4, 1)),
     "1 stage": Feature(1, train, (Case(stages=1), [], 2, 1), unsplit=True),
     "switched off": Feature(2, train, (Case(dynmo={"enabled": False}, replicas=1), [], 3, 1)),
-    "tensor parallel": Feature(
-        4,
-        test_topologies.train_sliced,
-        (Case(slices=2, blocks=4, tied=True, clip=0.05, precision="bf16"), [[0, 2, 6], [0, 5, 6]]),
-    ),
-    "tensor parallel, zero1": Feature(
-        4,
-        test_topologies.train_sliced,
-        (Case(slices=2, blocks=4, clip=0.05, precision="bf16 zero1"), [[0, 2, 6], [0, 5, 6]]),
-    ),
-    "experts on replicas": Feature(
-        4, case_runs.train_moved, (CaseRun(test_expert_parallel.MODELS["auxiliary loss"], replicas=2),)
-    ),
     "a layer used twice": Feature(
         3, train_layers, (Case(stages=3, micro_batches=5, precision="bf16"), used_twice, [[0, 4, 5, 7]])
     ),
     "unusual modules": Feature(3, train_layers, (Case(stages=3, micro_batches=5, clip=0.0), unusual_layers, [])),
-    "gpt2": Feature(2, case_runs.train_moved, (test_huggingface.case("gpt2", precision="bf16"),)),
-    "mixtral": Feature(2, case_runs.train_moved, (test_huggingface.case("mixtral", precision="bf16 zero1"),)),
-    "mixtral recomputed": Feature(2, case_runs.train_moved, (test_huggingface.case("mixtral", interval=1),)),
-    "qwen3": Feature(2, case_runs.train_moved, (test_huggingface.case("qwen3"),)),
-    "peft": Feature(2, test_foreign_models.train, ("lora", True)),
-    "torchvision": Feature(2, test_foreign_models.train, ("alexnet", True)),
-    "tied layers": Feature(
-        3,
-        test_tied_layers.train,
-        (Case(stages=3, clip=0.5, groups="two"), "first whole", [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8]], 5),
-    ),
-    "a tied head": Feature(
-        2, test_tied_layers.train, (Case(clip=0.5, precision="bf16"), "megatron", [[0, 6, 8], [0, 1, 8]], 3)
-    ),
     "fewer stages": Feature(
         4,
         elastic.train_and_repack,
         (Case(stages=4, tied=True, dynmo={"interval": 0}, dropout=True), {2: [0, 2, 3, 8], 3: [0, 3, 8]}, 5),
-    ),
-    "timers": Feature(2, test_topologies.train_feature, features(wall_clock_breakdown=True, steps_per_print=1)),
-    "autocast": Feature(
-        2,
-        test_topologies.train_feature,
-        features(torch_autocast={"enabled": True, "dtype": "bfloat16"}),
     ),
 }
 
@@ -309,7 +167,6 @@ FIRST = (
     "hooks, callbacks, loss, evaluations",
     "tuples",
     "tensors without gradient",
-    "patched instructions",
     "unusual modules",
 )
 
@@ -319,8 +176,6 @@ FIRST = (
 )
 @pytest.mark.every_variant
 def test_features_work_as_under_1f1b(name: str) -> None:
-    if name == "peft":
-        pytest.importorskip("peft")
     one = FEATURES[name]
     check_as_under_1f1b(one.ranks, one.function, *one.args, unsplit=one.unsplit)
 

@@ -15,26 +15,12 @@ from ds_dynmo.models.gpt import OutputHead
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 from ds_dynmo.models.seeding import generator_for
-from tests.models.test_sparse_linear import compress
+from tests.support.sparse_linear import compress
+from tests.support.split_models import mixtral
 from tests.support.split_passes import WIDTH, Passes, check_same, inputs
 
 SIZES = {"layers": 2, "hidden_size": WIDTH, "heads": 2, "sequence_length": 10, "mlp_ratio": 2, "tied_embedding": False}
-MIXTRAL = {"hidden_size": WIDTH, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2}
 STACKED = {"experts.gate_up_proj", "experts.down_proj"}
-
-
-def mixtral(experts: str, top_k: int = 2) -> nn.Module:
-    """Transformers' layer; ``experts``: its implementation."""
-    library = pytest.importorskip("transformers")
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-
-    config = library.MixtralConfig(**{**MIXTRAL, "num_experts_per_tok": top_k})
-    config._experts_implementation = experts
-    torch.manual_seed(0)
-    block: nn.Module = MixtralSparseMoeBlock(config)
-    for parameter in block.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return block
 
 
 @pytest.mark.parametrize(("dtype", "top_k"), [(torch.float32, 1), (torch.bfloat16, 2)])

@@ -15,10 +15,10 @@ from torch import nn
 
 from ds_dynmo.errors import ConfigError, MigrationError
 from ds_dynmo.plan import HeldBytes, MigrationPlan
-from tests.engine.decide.test_move_memory import BESIDE, TensorBytes, held_now
 from tests.support.checkpoints import STEPS, outcome, train_on
 from tests.support.configs import Case
 from tests.support.harness import run, run_each
+from tests.support.memory import BESIDE, TensorBytes, held_now
 from tests.support.models import WIDTH, Embedding, layers, seeded
 from tests.support.sliced_layers import SlicedBlock, sliced_layers
 from tests.support.training import batches, build, drop_decision, layers_of, outcome_of, state, whole
