@@ -103,12 +103,12 @@ def with_assumed_splits(profile: Profile) -> Profile:
     """Split the backward pass of each layer that trains by assumed shares, unless a profile has measured some."""
     if any(layer.input_gradient_seconds + layer.weight_gradient_seconds for layer in profile.layers):
         return profile
-    parts = (SPLIT_PRICE * (1 - WEIGHT_SHARE), SPLIT_PRICE * WEIGHT_SHARE)
+    of_inputs, of_weights = SPLIT_PRICE * (1 - WEIGHT_SHARE), SPLIT_PRICE * WEIGHT_SHARE
     layers = tuple(
         replace(
             layer,
-            input_gradient_seconds=parts[0] * layer.backward_seconds,
-            weight_gradient_seconds=parts[1] * layer.backward_seconds,
+            input_gradient_seconds=of_inputs * layer.backward_seconds,
+            weight_gradient_seconds=of_weights * layer.backward_seconds,
         )
         if layer.trainable_parameters
         else layer

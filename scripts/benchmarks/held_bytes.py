@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.schedule import TrainSchedule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,7 +19,6 @@ from benchmarks.emulation import pipeline_engine
 from ds_dynmo.cli.command_line import check_at_least_1, print_table
 from ds_dynmo.engine.comm.channels import AHEAD
 from ds_dynmo.engine.decide.decision_input import DecisionInput
-from ds_dynmo.engine.split.steps import ScheduleSteps
 from ds_dynmo.models.gpt import gpt_layers, language_model_loss
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.layer_numbers import local_layers
@@ -93,28 +91,33 @@ def measured_peak(engine: Any, data: Iterator[Any]) -> int:
         for _, layer in local_layers(engine.module):
             # "always": DeepSpeed stops recomputing a segment by an exception, once it has what it needs
             stack.callback(layer.register_forward_hook(look, always_call=True).remove)
-        stack.enter_context(
-            _before_each_step(ScheduleSteps if engine.stage.schedule.may_choose_schedule else TrainSchedule, look)
-        )
+        stack.enter_context(_before_each_step(engine, look))
         stack.enter_context(live)
         engine.train_batch(data)
     return peak
 
 
 @contextmanager
-def _before_each_step(schedule: Any, call: Callable[[], None]) -> Iterator[None]:
-    bare = schedule.steps
+def _before_each_step(engine: Any, call: Callable[[], None]) -> Iterator[None]:
+    """Call before each step of a batch."""
+    bare = engine._exec_schedule
 
-    def steps(self: Any) -> Iterator[Any]:
-        for step in bare(self):
-            call()
-            yield step
+    def execute(schedule: Any) -> None:
+        steps = schedule.steps()
 
-    schedule.steps = steps
+        def looking() -> Iterator[Any]:
+            for step in steps:
+                call()
+                yield step
+
+        schedule.steps = looking
+        bare(schedule)
+
+    engine._exec_schedule = execute
     try:
         yield
     finally:
-        schedule.steps = bare
+        del engine._exec_schedule
 
 
 def predicted_peaks(engine: Any) -> tuple[int, ...]:

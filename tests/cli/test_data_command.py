@@ -258,7 +258,7 @@ def short(text: Path) -> Path:
 def test_a_run_is_resumed_on_the_same_tokens(tmp_path: Path, folder: Path, text: Path) -> None:
     model = huggingface(folder)
     run = prepared(tmp_path, model, "--data", str(text), documents="joined")
-    said = {"step": 5, "steps": 8, "partition": [0, 4], "cases": {}}
+    said = {"step": 5, "steps": 8, "stages": 1, "partition": [0, 4], "cases": {}}
     said["model"] = run.model.model_dump(mode="json")
     resume = ("--resume", str(tmp_path))
     assert isinstance(run.text, TokenData)
@@ -300,7 +300,7 @@ def test_a_run_is_resumed_on_the_same_documents_if_they_are_kept_apart() -> None
 
 
 def test_a_resume_file_with_other_things_in_it_is_refused(tmp_path: Path, text: Path) -> None:
-    said: dict[str, Any] = {"step": 5, "steps": 8, "partition": [0, 4], "cases": {}}
+    said: dict[str, Any] = {"step": 5, "steps": 8, "stages": 1, "partition": [0, 4], "cases": {}}
     said["model"] = prepared(tmp_path, OURS, "--data", str(text)).model.model_dump(mode="json")
     for change, message in (
         ({"step": "5"}, r"mp_rank_00_model_states\.pt: lacks step"),
@@ -320,7 +320,7 @@ def test_an_empty_path_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_on_bytes_is_resumed_on_the_same_bytes(tmp_path: Path, text: Path) -> None:
     run = prepared(tmp_path, OURS, "--data", str(text))
-    said = {"step": 5, "steps": 8, "partition": [0, 4], "cases": {}}
+    said = {"step": 5, "steps": 8, "stages": 1, "partition": [0, 4], "cases": {}}
     said |= {"model": run.model.model_dump(mode="json"), "data": identity_of(run.text)}
     for kept in (said, {**said, "data": None}):  # None: saved by an earlier version
         save_facts(tmp_path, kept)

@@ -201,7 +201,7 @@ def resumed(folder: Path, case: dict[str, Any], *flags: str, **changes: Any) -> 
     """Prepare to resume at step 5 of 8."""
     given = on_a_small_text(write(folder, model={**SIZES, **case}))
     model = prepare(given).model.model_dump(mode="json")
-    facts = {"step": 5, "steps": 8, "partition": [0, 3, 7], "model": model, "cases": {}}
+    facts = {"step": 5, "steps": 8, "stages": 2, "partition": [0, 3, 7], "model": model, "cases": {}}
     save_metadata(folder / "global_step5", {**facts, **changes})
     return prepare([*given, "--resume", str(folder), *flags])
 
@@ -251,7 +251,9 @@ def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             resumed(tmp_path, {}, *flags, **changes)
     save_metadata(tmp_path / "global_step5", {"step": 5, "partition": [0, 3, 7], "model": {}, "cases": []})
-    with pytest.raises(ConfigError, match=r"^--resume .*global_step5/mp_rank_00_model_states\.pt: lacks cases, steps"):
+    with pytest.raises(
+        ConfigError, match=r"^--resume .*global_step5/mp_rank_00_model_states\.pt: lacks cases, stages, steps"
+    ):
         prepare([*on_a_small_text(tmp_path / "config.json"), "--resume", str(tmp_path)])
 
 
@@ -261,7 +263,7 @@ def test_a_run_is_resumed_from_a_checkpoint_that_is_known(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match=f"^--resume .*{folder}: {problem}"):
             prepare([*on_a_small_text(write(tmp_path)), "--resume", str(tmp_path / folder)])
     run = resumed(tmp_path, {})
-    assert train.resumed_line(run) == f"resuming from {tmp_path}/global_step5: step 5 of 8; stages: 2"
+    assert train.resumed_line(run) == f"resuming from {tmp_path}/global_step5: step 5 of 8; stages: 2 when saved, 2 now"
     latest = tmp_path / "latest"
     latest.unlink()  # of a folder with one checkpoint it is plain which is meant
     flags = [*on_a_small_text(tmp_path / "config.json"), "--resume", str(tmp_path)]

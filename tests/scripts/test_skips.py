@@ -62,22 +62,27 @@ def test_without_a_compiler_no_test_of_the_emulated_device_runs(ci: str, code: i
     assert done.returncode == code and "needs a C++ compiler" in done.stdout, done.stdout + done.stderr
 
 
+RANKS = "pytestmark = pytest.mark.ranks"
 VARIANTS = "@pytest.mark.parametrize('number', range({}))\ndef test_{}(number): print('ran', '{}', number)\n"
 
 
 @pytest.mark.parametrize(
-    ("file", "ran"),
+    ("file", "mark", "ran"),
     [
-        ("distributed/test_one.py", {"few": [0, 1], "many": [0, 3], "promises": [0, 1, 2, 3]}),
-        ("distributed/test_bitwise.py", {"few": [0, 1], "many": [0, 1, 2, 3], "promises": [0, 1, 2, 3]}),
-        ("pure/test_one.py", {"few": [0, 1], "many": [0, 1, 2, 3], "promises": [0, 1, 2, 3]}),
+        ("test_one.py", RANKS, {"few": [0, 1], "many": [0, 3], "promises": [0, 1, 2, 3]}),
+        (
+            "test_bitwise.py",
+            RANKS,
+            {"few": [0, 1], "many": [0, 1, 2, 3], "promises": [0, 1, 2, 3]},
+        ),
+        ("test_one.py", "", {"few": [0, 1], "many": [0, 1, 2, 3], "promises": [0, 1, 2, 3]}),
     ],
 )
-def test_all_but_two_variants_on_ranks_are_nightly(file: str, ran: dict[str, list[int]], tmp_path: Path) -> None:
+def test_all_but_two_variants_on_ranks_are_nightly(
+    file: str, mark: str, ran: dict[str, list[int]], tmp_path: Path
+) -> None:
     few, many, promises = (VARIANTS.format(n, name, name) for n, name in ((2, "few"), (4, "many"), (4, "promises")))
-    path = tmp_path / file
-    path.parent.mkdir()
-    path.write_text("\n".join(["import pytest", few, many, "@pytest.mark.every_variant", promises]))
+    (tmp_path / file).write_text("\n".join(["import pytest", mark, few, many, "@pytest.mark.every_variant", promises]))
     done = run_tests(tmp_path, "-s", "-m", "not nightly", ".")
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(re.findall(r"ran (\w+) (\d)", done.stdout)) == [

@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from ds_dynmo.cli.plotting.timelines import PASSES, TimelineRows
 from ds_dynmo.cli.run_records import RunRecords
 from ds_dynmo.partitioners import imbalance
+from ds_dynmo.placement import Placement
 
 MOST_TALL_ROWS = 8
 MOST_NAMED_STAGES = 16
@@ -103,10 +104,19 @@ def _partitions(axes: Any, report: RunRecords) -> None:
     partitions = report.partitions()
     ends = [step for step, _ in partitions[1:]] + [max(_last_step(report), partitions[-1][0] + 1)]
     for (begin, boundaries), end in zip(partitions, ends):
-        for stage, (first, stop) in enumerate(zip(boundaries, boundaries[1:])):
-            axes.fill_between([begin, end], first, stop, color=STAGES[stage % 2], linewidth=0)
-            if len(boundaries) <= MOST_NAMED_STAGES and end - begin > 0.05 * ends[-1]:
-                axes.text((begin + end) / 2, (first + stop) / 2, str(stage), ha="center", va="center", fontsize=8)
+        placement = Placement.chain(boundaries)
+        for stage in placement.stages:
+            layers = placement.run_of(stage)
+            axes.fill_between([begin, end], layers.start, layers.stop, color=STAGES[stage % 2], linewidth=0)
+            if placement.num_stages < MOST_NAMED_STAGES and end - begin > 0.05 * ends[-1]:
+                axes.text(
+                    (begin + end) / 2,
+                    (layers.start + layers.stop) / 2,
+                    str(stage),
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                )
     axes.set_ylim(0, partitions[0][1][-1])
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("layers of stages")

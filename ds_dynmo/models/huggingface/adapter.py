@@ -120,9 +120,10 @@ def specs_of(source: Source, label: str) -> list[LayerSpec]:
     last = len(outline.paths) - 1
     if source.tied:
         tie = {"tied_weight_attr": f"{PART}weight", "tied": True}
-        embedding = TiedLayerSpec(TIE, InputEmbedding, source.of(0), 0, loss, **tie)
+        arguments = source.of(0), 0, loss
+        embedding = TiedLayerSpec(TIE, InputEmbedding, *arguments, **tie)
         # The head has the forward_fn: checkpoints hold the state of the tied layer that has none.
-        head = TiedLayerSpec(TIE, InputEmbedding, source.of(0), 0, loss, forward_fn=tied_logits, **tie)
+        head = TiedLayerSpec(TIE, InputEmbedding, *arguments, forward_fn=tied_logits, **tie)
     else:
         embedding = LayerSpec(InputEmbedding, source.of(0), 0, loss)
         head = LayerSpec(LMHead, source.of(last), last, loss)

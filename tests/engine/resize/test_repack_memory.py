@@ -75,7 +75,6 @@ def within_limit(given: list[str], stay_dense: bool = False) -> dict[str, Any] |
         history = train(run_within, engine, build_cases(run_within, engine), record)
     if engine.released or engine.global_rank != 0:
         return None
-    engine.dismiss_parked()
     return {"limit": limit, "losses": history.losses, "seen": seen}
 
 
