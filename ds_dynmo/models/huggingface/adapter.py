@@ -12,6 +12,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +120,9 @@ def specs_of(source: Source, label: str) -> list[LayerSpec]:
     loss, has_router = find_router_loss(source.skeleton, source.blocks, label)
     last = len(outline.paths) - 1
     if source.tied:
-        tie = {"tied_weight_attr": f"{PART}weight", "tied": True}
-        embedding = TiedLayerSpec(TIE, InputEmbedding, source.of(0), 0, loss, **tie)
+        tie = partial(TiedLayerSpec, TIE, InputEmbedding, source.of(0), 0, loss, tied_weight_attr=f"{PART}weight")
         # The head has the forward_fn: checkpoints hold the state of the tied layer that has none.
-        head = TiedLayerSpec(TIE, InputEmbedding, source.of(0), 0, loss, forward_fn=tied_logits, **tie)
+        embedding, head = tie(tied=True), tie(tied=True, forward_fn=tied_logits)
     else:
         embedding = LayerSpec(InputEmbedding, source.of(0), 0, loss)
         head = LayerSpec(LMHead, source.of(last), last, loss)
