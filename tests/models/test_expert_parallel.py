@@ -54,9 +54,9 @@ def through(table: Sequence[Sequence[int]]) -> bool:
     replica, replicas, total = dist.get_rank(), len(table), len(table[0])
     generator = torch.Generator().manual_seed(0)
     device = get_accelerator().current_device_name()
-    weight = torch.randn(total, WIDTH, WIDTH, generator=generator, dtype=torch.float64).to(device)
-    every = [torch.randn(sum(row), WIDTH, generator=generator, dtype=torch.float64).to(device) for row in table]
-    towards = [torch.randn(rows.shape, generator=generator, dtype=torch.float64).to(device) for rows in every]
+    weight = torch.randn(total, WIDTH, WIDTH, generator=generator).to(device)
+    every = [torch.randn(sum(row), WIDTH, generator=generator).to(device) for row in table]
+    towards = [torch.randn(rows.shape, generator=generator).to(device) for rows in every]
     expected_rows, expected_weight = [rows.clone().requires_grad_() for rows in every], weight.clone().requires_grad_()
     expected = [grouped_linear(rows, expected_weight, row) for rows, row in zip(expected_rows, table)]
     torch.stack([(made * to).sum() for made, to in zip(expected, towards)]).sum().backward()
