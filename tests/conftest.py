@@ -19,11 +19,11 @@ NO_COMPILER = "needs a C++ compiler"  # in the reason that tests/emulated/build.
 NO_DEVICE = pytest.StashKey["str | None"]()  # why the emulated device, if asked for, cannot be made
 WHOLE_MATRIX = {"test_bitwise.py"}
 LAUNCHES = {
-    "test_benchmark_on_ranks.py",
-    "test_launch_on_ranks.py",
+    "test_benchmark_runs.py",
     "test_left_behind.py",
+    "test_resumed_training.py",
     "test_slurm.py",
-    "test_train_script_on_ranks.py",
+    "test_two_nodes.py",
 }
 
 

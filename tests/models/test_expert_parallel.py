@@ -29,9 +29,8 @@ from tests.support.case_runs import (
     moved,
     train_and_decide,
 )
-from tests.support.expert_parallel import load, save, unsharded
+from tests.support.expert_parallel import MODELS, load, save, unsharded
 from tests.support.harness import run, run_each
-from tests.support.huggingface_runs import MODELS
 from tests.support.training import whole
 from tests.support.under_schedules import check_as_under_1f1b
 

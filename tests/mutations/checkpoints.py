@@ -178,7 +178,7 @@ MUTATIONS = [
         "ds_dynmo/cli/train.py",
         "        save_latest=engine.dynmo is not None,\n",
         "",
-        "tests/cli/test_train_script_on_ranks.py"
+        "tests/cli/test_resumed_training.py"
         "::test_without_the_section_a_checkpoint_is_the_latest_once_all_ranks_have_written_it",
     ),
     Mutation(
@@ -193,14 +193,14 @@ MUTATIONS = [
         "ds_dynmo/cli/train.py",
         "            if last or history.stopped:\n                engine.wait_for_save()\n",
         "            engine.wait_for_save()\n",
-        "tests/cli/test_train_script_on_ranks.py::test_a_run_stopped_by_signals_equals_an_uninterrupted_one",
+        "tests/cli/test_resumed_training.py::test_a_run_stopped_by_signals_equals_an_uninterrupted_one",
     ),
     Mutation(
         "ds-dynmo-train ends without a wait for its last save",
         "ds_dynmo/cli/train.py",
         "            if last or history.stopped:\n                engine.wait_for_save()\n",
         "",
-        "tests/cli/test_train_script_on_ranks.py::test_a_checkpoint_that_cannot_be_the_latest_is_an_error_on_every_rank",
+        "tests/cli/test_resumed_training.py::test_a_checkpoint_that_cannot_be_the_latest_is_an_error_on_every_rank",
     ),
     Mutation(
         "the state of frozen layers is not written",

@@ -149,7 +149,7 @@ MUTATIONS = [
         "ds_dynmo/engine/state/flat_shards.py",
         "                part.masked_fill_(where.reshape(-1)[start : start + part.numel()], 0)\n",
         "                pass\n",
-        "tests/models/test_pruning_on_ranks.py::test_pruned_weights_stay_pruned_in_an_optimizer_with_moments",
+        "tests/models/test_pruning_training.py::test_pruned_weights_stay_pruned_in_an_optimizer_with_moments",
     ),
     Mutation(
         "the step counts of a move in phases are those at its beginning",

@@ -158,7 +158,7 @@ def other_instructions_of_the_users() -> tuple[list[str], float]:
 def test_other_instructions_of_the_users_are_refused() -> None:
     for errors, loss in run(2, other_instructions_of_the_users):
         assert all(
-            "_INSTRUCTION_MAP[ForwardPass] = tests.engine.run.test_instructions_on_ranks.counted" in e for e in errors
+            "_INSTRUCTION_MAP[ForwardPass] = tests.engine.run.test_patched_instructions.counted" in e for e in errors
         )
         assert loss > 0
 
