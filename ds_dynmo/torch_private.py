@@ -73,7 +73,7 @@ def check_torch(needed: Iterable[str] = NEEDED) -> None:
     if missing:
         raise ConfigError(
             f"torch {torch.__version__} has no {', '.join(missing)}, which ds_dynmo relies on: install a version that "
-            "docs/versions.md names"
+            "docs/limits.md names"
         )
 
 

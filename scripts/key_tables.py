@@ -167,7 +167,7 @@ def with_tables(page: str) -> str:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args(arguments)
-    for path in sorted(PAGES.glob("*.md")):
+    for path in sorted(PAGES.rglob("*.md")):
         page = path.read_text()
         if with_tables(page) != page:
             path.write_text(with_tables(page))

@@ -6,7 +6,7 @@
 #   short       scripts/test.sh: what CI runs
 #   long        tests marked nightly: random sequences, more combinations, programs that are launched or installed
 #   compiled    tests in which DeepSpeed compiles its own Adam; needs a C++ compiler and Python's headers
-#   emulated    tests/distributed on the emulated device, and of the nightly ones those of moves
+#   emulated    tests on ranks on the emulated device, and of the nightly ones those of moves
 #   mutations   the code broken in small ways: tests have to fail
 #   versions    the lowest and highest tested versions of DeepSpeed, torch, transformers and peft
 #   pythons     scripts/test.sh under each other Python of PYTHONS (default: 3.12 and 3.13) that is installed
@@ -24,7 +24,7 @@ short() { bash scripts/test.sh; }
 long() { bash scripts/test.sh -m nightly; }
 compiled() { bash scripts/test.sh -m compiled; }
 emulated() {
-    DS_ACCELERATOR=emulated bash scripts/test.sh tests/distributed &&
+    DS_ACCELERATOR=emulated bash scripts/test.sh -m "ranks and not nightly and not compiled" &&
         DS_ACCELERATOR=emulated bash scripts/test.sh -m nightly tests/engine/test_bitwise.py tests/engine/move/test_moves.py
 }
 mutations() { (source scripts/setup_env.sh test cpu && python -m tests.mutations); }

@@ -3,11 +3,11 @@
 # device, which is compiled once; fails if any of them does. Arguments go to pytest, on the CPU alone:
 #   scripts/test.sh                      all tests but the nightly ones, and the short form on the emulated device
 #   scripts/test.sh -m nightly           the nightly ones alone; scripts/nightly.sh runs more
-#   scripts/test.sh tests/pure -k config
+#   scripts/test.sh tests/cli -k config
 #   scripts/test.sh -n 0                 in one process (three by default: many tests wait)
 #   scripts/test.sh --accelerator        tests/accelerator alone, on the machine's accelerators, one test at a time
-#   DS_ACCELERATOR=emulated scripts/test.sh                      that short form alone
-#   DS_ACCELERATOR=emulated scripts/test.sh tests/distributed    other tests on the emulated device
+#   DS_ACCELERATOR=emulated scripts/test.sh                 that short form alone
+#   DS_ACCELERATOR=emulated scripts/test.sh tests/engine    other tests on the emulated device
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 if [[ "${1:-}" == --accelerator ]]; then

@@ -3,7 +3,7 @@
 # against those in VERSIONS. Each is installed into a folder of its own in front of the environment's packages. torch comes
 # with the libraries of its build: gigabytes, unless the index of the CPU build can be reached. Arguments go to pytest:
 #   scripts/test_versions.sh
-#   VERSIONS="deepspeed==0.19.0 torch==2.9.0" scripts/test_versions.sh tests/local
+#   VERSIONS="torch==2.12.0 peft==0.21.1" scripts/test_versions.sh tests/engine
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 source scripts/setup_env.sh test cpu || exit 1

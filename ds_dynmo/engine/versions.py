@@ -1,4 +1,4 @@
-"""Tested versions of other packages; docs/versions.md has the results."""
+"""Tested versions of other packages; docs/limits.md has them too."""
 
 from __future__ import annotations
 

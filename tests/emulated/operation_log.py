@@ -18,7 +18,7 @@ _SKIPPED = (  # in the stack of who posted an operation
     "<string>",
     "/torch/",
     "/multiprocessing/",
-    "/tests/distributed/harness.py",
+    "/tests/support/harness.py",
     "/tests/emulated/backend.py",
     "/tests/emulated/communicator.py",
     "/tests/emulated/operation_log.py",

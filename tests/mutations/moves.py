@@ -161,7 +161,7 @@ MUTATIONS = [
     Mutation(
         "layers on two stages that share a parameter train a copy each",
         "ds_dynmo/engine/stage.py",
-        "    check_not_shared(chain.from_iterable(extents for *_, extents in gathered))\n",
+        "    check_not_shared(chain.from_iterable(extents for _, extents in gathered))\n",
         "",
         f"{ENGINE}::test_layers_that_share_a_parameter_are_refused_on_every_rank",
     ),

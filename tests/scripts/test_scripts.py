@@ -176,7 +176,7 @@ def test_an_environment_that_a_link_leads_to_is_left_alone(checkout: Checkout, t
 @pytest.mark.parametrize("reached", ["", "1"])
 def test_each_version_is_tested_from_a_folder_of_its_own(reached: str, checkout: Checkout) -> None:
     calls, _ = checkout.run(
-        "test_versions.sh", "tests/local", REACHED=reached, VERSIONS="torch==2.9.0 deepspeed==0.20.0"
+        "test_versions.sh", "tests/engine", REACHED=reached, VERSIONS="torch==2.9.0 deepspeed==0.20.0"
     )
     *_, install_torch, test_torch, install_deepspeed, test_deepspeed = calls
     folder = Path(install_torch.split()[-2]).parent
@@ -186,5 +186,5 @@ def test_each_version_is_tested_from_a_folder_of_its_own(reached: str, checkout:
     assert install_deepspeed == f"install --quiet --no-deps --no-build-isolation {packaged}"
     for call, package in ((test_torch, "torch==2.9.0"), (test_deepspeed, "deepspeed==0.20.0")):
         assert call.startswith(f"{ON_CPU} {checkout.folder}:{folder / package} -m pytest ")
-        assert call.endswith(" tests/local")
+        assert call.endswith(" tests/engine")
     assert not folder.exists()

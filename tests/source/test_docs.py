@@ -57,12 +57,18 @@ def test_nothing_tells_to_install_from_an_index_what_is_in_none() -> None:
 
 def test_every_page_is_in_the_sites_navigation() -> None:
     listed = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    docs = ROOT / "docs"
+    assert sorted(listed) == sorted(str(page.relative_to(docs)) for page in docs.rglob("*.md"))
+
+
+def test_the_sites_first_page_has_the_readmes_list_of_pages() -> None:
+    listed = (ROOT / "README.md").read_text().partition("\n## Documentation\n\n")[2].partition("\n\n")[0]
+    assert listed.startswith("- ") and listed.replace("](docs/", "](") in (ROOT / "docs" / "index.md").read_text()
 
 
 def test_the_page_of_the_design_lists_every_package() -> None:
     """Those of ds_dynmo and of its engine, and the modules beside them."""
-    rows = re.findall(r"^\| (`ds_dynmo/.+?) \| ", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (`ds_dynmo/.+?) \| ", (ROOT / "docs" / "internals" / "design.md").read_text(), re.MULTILINE)
     package = ROOT / "ds_dynmo"
     modules = {path for path in package.glob("*.py") if path.name != "__init__.py"}
     packages = {init.parent for folder in (package, package / "engine") for init in folder.glob("*/__init__.py")}

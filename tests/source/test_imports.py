@@ -1,4 +1,4 @@
-"""Which package may import which (docs/design.md), and that only one communicates."""
+"""Which package may import which (docs/internals/design.md), and that only one communicates."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def test_the_package_metadata_has_the_oldest_tested_versions(name: str) -> None:
         assert all(Requirement(bound).specifier.contains(version) for version in TESTED[name])
 
 
-def test_the_page_of_versions_has_the_tested_versions() -> None:
-    page = (ROOT / "docs" / "versions.md").read_text()
+def test_the_page_of_limits_has_the_tested_versions() -> None:
+    page = (ROOT / "docs" / "limits.md").read_text()
     rows = dict(re.findall(r"^\| (\w+) \| [^|]* \| ([^|]*) \|$", page, re.MULTILINE))
     assert {name: rows[name] for name in TESTED} == {name: ", ".join(versions) for name, versions in TESTED.items()}
 
@@ -57,7 +57,7 @@ def test_every_text_names_the_oldest_python() -> None:
         "README.md": f"Python {oldest} or newer",
         "CONTRIBUTING.md": f"Python {oldest} or newer",
         "docs/scripts.md": f"Python {oldest} or newer",
-        "docs/versions.md": f"| Python | {oldest} or newer |",
+        "docs/limits.md": f"| Python | {oldest} or newer |",
         "scripts/setup_env.sh": f"sys.version_info < ({oldest.replace('.', ', ')})",
     }
     assert [path for path, text in texts.items() if text not in (ROOT / path).read_text()] == []

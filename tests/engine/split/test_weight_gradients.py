@@ -220,7 +220,7 @@ def test_products_of_complex_numbers_run_in_one() -> None:
 
 def test_the_printed_kernel_has_the_gradients_of_autograd() -> None:
     names: dict[str, Any] = {"torch": torch, "ds_dynmo": ds_dynmo}
-    exec(code_blocks("schedules_internals.md", "Split backward passes", "python")[0], names)
+    exec(code_blocks("internals/schedules.md", "Split backward passes", "python")[0], names)
     given, weight = torch.randn(5, 3, requires_grad=True), torch.randn(3, requires_grad=True)
     names["Scale"].apply(given, (weight,), torch.empty(0, requires_grad=True)).square().sum().backward()
     expected = torch.autograd.grad((given * weight).square().sum(), (given, weight))
