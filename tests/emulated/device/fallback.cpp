@@ -107,11 +107,13 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) { library.fallback(torch::CppFunctio
 }  // namespace
 
 // Where the CPU has a kernel of its own, use that and not the composite one of several operators, whose bits may differ.
+// Products of groups are one kernel on accelerators, for which the host does not wait.
 void register_fallback() {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     auto op = c10::Dispatcher::singleton().findOp(name);
-    if (name.name.rfind("aten::", 0) == 0 && op && op->hasSchema() && op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+    if (name.name.rfind("aten::", 0) == 0 && op && op->hasSchema() &&
+        (op->hasKernelForDispatchKey(c10::DispatchKey::CPU) || name.name == "aten::_grouped_mm") &&
         !op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1))
       library.impl((name.overload_name.empty() ? name.name : name.name + "." + name.overload_name).c_str(),
                    torch::CppFunction::makeFromBoxedFunction<&fallback>());
