@@ -14,7 +14,7 @@ MUTATIONS = [
         "the file `latest` names a checkpoint before it is whole",
         "CheckpointFolder.commit",
         "sync(os.path.join(self.temporary, FOLDER))",
-        "write_latest(self._save_dir, self._tag)",
+        "write_latest(self._save_dir, self._tag); sync(os.path.join(self.temporary, FOLDER))",
         f"{DAMAGE}::test_a_kill_at_any_step_leaves_a_whole_checkpoint[one-two-one-blocking-13]",
     ),
     Mutation(
@@ -89,10 +89,10 @@ MUTATIONS = [
         f"{BACKGROUND}::test_nothing_that_changes_later_is_written[fp32]",
     ),
     Mutation(
-        "a rank alone knows that its part of a save has failed",
-        "StoreAgreement._exchange",
-        "problems[0] if problems else ''",
-        "''",
+        "a checkpoint in the background has its name before every rank has written its files",
+        "UnfinishedCheckpoint.finish",
+        "agreement.gather(self.destination.write_rest)",
+        "self.destination.write_rest()",
         f"{BACKGROUND}::test_a_failed_write_is_an_error_of_the_next_call_on_every_rank",
     ),
 ]
