@@ -88,11 +88,4 @@ MUTATIONS = [
         "data",
         f"{BACKGROUND}::test_nothing_that_changes_later_is_written[fp32]",
     ),
-    Mutation(
-        "a checkpoint in the background has its name before every rank has written its files",
-        "UnfinishedCheckpoint.finish",
-        "agreement.gather(self.destination.write_rest)",
-        "self.destination.write_rest()",
-        f"{BACKGROUND}::test_a_failed_write_is_an_error_of_the_next_call_on_every_rank",
-    ),
 ]
