@@ -90,16 +90,17 @@ def run(mutation: Mutation, folder: Path, green: set[tuple[str, str]]) -> tuple[
         Whether a test caught it, and the failure; or why not: it cannot be applied, its tests fail without it, or none
         failed.
     """
-    path = folder / mutation.file
-    text = path.read_text()
-    if text.count(mutation.old) != 1:
-        return False, f"its text occurs {text.count(mutation.old)} times in {mutation.file}, not once"
+    try:
+        path, broken = mutation.broken(folder)
+    except LookupError as error:
+        return False, str(error)
     if (mutation.tests, mutation.accelerator) not in green:
         status, line = pytest_in(folder, mutation)
         if status != 0:
             return False, f"{mutation.tests} fails unbroken: {line}"
         green.add((mutation.tests, mutation.accelerator))
-    path.write_text(text.replace(mutation.old, mutation.new))
+    text = path.read_text()
+    path.write_text(broken)
     status, line = pytest_in(folder, mutation)
     path.write_text(text)
     return status == TESTS_FAILED, line if status == TESTS_FAILED else f"not caught by {mutation.tests}: {line}"

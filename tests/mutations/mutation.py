@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+Definition = ast.FunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
@@ -11,15 +18,49 @@ class Mutation:
 
     Attributes:
         name: the behaviour that is wrong, in a few words. It holds wherever the code is.
-        file: below the checkout.
-        old, new: text that occurs once in the file, and what it becomes.
+        place: the function or class that is broken: the end of its qualified name, as much as no other has.
+        anchor, new: a piece that occurs once there, and what it becomes. It is looked for in the place as
+            :func:`ast.unparse` writes it: comments, quotes and how lines are wrapped do not matter.
         tests: pytest's arguments, as a shell would split them: those that should fail, of what a user sees.
         accelerator: what DS_ACCELERATOR is for them.
     """
 
     name: str
-    file: str
-    old: str
+    place: str
+    anchor: str
     new: str
     tests: str
     accelerator: str = "cpu"
+
+    def broken(self, root: Path) -> tuple[Path, str]:
+        """Find the place in the package of a checkout; return its file, and the file's text with the breakage.
+
+        Raises:
+            LookupError: none or several have the name, or the anchor does not occur once.
+        """
+        found = [
+            (path, definition)
+            for path in sorted((root / "ds_dynmo").rglob("*.py"))
+            if re.search(rf"\b(def|class) {self.place.split('.')[-1]}\b", text := path.read_text())
+            for name, definition in _definitions(ast.parse(text), ".".join(path.with_suffix("").parts))
+            if name.endswith(f".{self.place}")
+        ]
+        if len(found) != 1:
+            raise LookupError(f"{self.place} is in {[str(path) for path, _ in found]}, not in one place")
+        ((path, definition),) = found
+        written = ast.unparse(definition)
+        if (times := written.count(self.anchor)) != 1:
+            raise LookupError(f"{self.anchor} occurs {times} times, not once, in {path}:\n{written}")
+        lines = path.read_text().split("\n")
+        first = min(node.lineno for node in (definition, *definition.decorator_list))
+        new = textwrap.indent(written.replace(self.anchor, self.new), " " * definition.col_offset)
+        lines[first - 1 : definition.end_lineno] = new.split("\n")
+        return path, "\n".join(lines)
+
+
+def _definitions(parent: ast.AST, prefix: str) -> Iterator[tuple[str, Definition]]:
+    """Yield the functions and classes below ``parent``, with their qualified names."""
+    for child in ast.iter_child_nodes(parent):
+        if isinstance(child, Definition):
+            yield (name := f"{prefix}.{child.name}"), child
+            yield from _definitions(child, name)

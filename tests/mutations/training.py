@@ -1,0 +1,117 @@
+"""What a batch does: random numbers, orders of passes, what stages send each other; what models and data add to it."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+SCHEDULES = "tests/engine/split/test_schedules.py::test_training_equals_1f1b"
+CHAT = "tests/data/test_data_chat.py"
+
+MUTATIONS = [
+    Mutation(
+        "a layer draws by its place in its stage",
+        "StageLayers.random_streams",
+        "getattr(untied.get(index), 'draws_as_layer', index)",
+        "index - self.indices[0]",
+        "tests/engine/run/test_randomness.py::test_moves_change_nothing[False]",
+    ),
+    Mutation(
+        "a generator that layers share draws the numbers of its rank",
+        "components.build_components",
+        "states.add('the program', SharedGenerators(references.shared_generators))",
+        "pass",
+        "tests/engine/run/test_randomness.py::test_moves_change_nothing",
+    ),
+    Mutation(
+        "all micro-batches of a batch draw the same",
+        "LayerStreams._forward_pass",
+        "self._next += 1",
+        "pass",
+        "tests/engine/run/test_random_streams.py::test_recomputation_repeats_the_random_numbers_of_its_micro_batch",
+    ),
+    Mutation(
+        "weight gradients that wait are those of the first micro-batch alone",
+        "WeightGradients.second_part",
+        "popleft()",
+        "__getitem__(0)",
+        f"{SCHEDULES} -k 'fp32-2 and not zero1'",
+    ),
+    Mutation(
+        "the optimizer steps before stages have summed the gradients of tied layers",
+        "ScheduleSteps.steps",
+        "[deepspeeds.ReduceTiedGrads(), deepspeeds.ReduceGrads(), deepspeeds.OptimizerStep()]",
+        "[deepspeeds.ReduceGrads(), deepspeeds.OptimizerStep(), deepspeeds.ReduceTiedGrads()]",
+        f"{SCHEDULES}_with_tied_layers_on_one_stage",
+    ),
+    Mutation(
+        "1F1B runs one forward pass more ahead",
+        "one_f_one_b.in_flight",
+        "num_stages - stage,",
+        "num_stages - stage + 1,",
+        "tests/schedules/test_orders.py",
+    ),
+    Mutation(
+        "stages may wait for each other in a circle",
+        "order.run",
+        "any(asleep)",
+        "False",
+        "tests/schedules/test_schedule.py",
+    ),
+    Mutation(
+        "a mask between stages gets a gradient",
+        "GradientFlags._receive",
+        "requires_grad_(flag)",
+        "requires_grad_(True)",
+        "tests/engine/comm/test_masks.py::test_each_tensor_crosses_a_boundary_once_and_two_of_eight_go_back",
+    ),
+    Mutation(
+        "experts of all replicas but the first are left out of the norm",
+        "clipping.counts",
+        " or is_per_replica(parameter)",
+        "",
+        "tests/models/test_expert_parallel.py::test_split_experts_train_as_all_experts_on_every_replica",
+    ),
+    Mutation(
+        "the moments of pruned elements are not set to 0",
+        "FlatShards.zero_elements",
+        "part.masked_fill_(",
+        "part.masked_fill(",
+        "tests/models/test_pruning_training.py::test_pruned_weights_stay_pruned_in_an_optimizer_with_moments",
+    ),
+    Mutation(
+        "layers of Hugging Face models get the arguments of another micro-batch",
+        "StubbedModel.arguments",
+        "not latest.has(hidden, inputs)",
+        "latest.about != _about(hidden)",
+        "tests/models/test_huggingface.py::test_micro_batches_in_flight_have_their_own_arguments",
+    ),
+    Mutation(
+        "arguments of Hugging Face layers that depend on hidden states are those of one layer",
+        "StubbedModel.arguments",
+        "hidden.new_full((), math.nan).expand(hidden.shape)",
+        "hidden.detach()",
+        "tests/models/test_huggingface_families.py"
+        "::test_arguments_that_depend_on_the_values_of_hidden_states_are_refused",
+    ),
+    Mutation(
+        "what the user says is trained",
+        "DocumentRows.take",
+        "self.tokens.trained is not None",
+        "False",
+        f"{CHAT}::test_labels_are_the_answers_and_nothing_else",
+    ),
+    Mutation(
+        "roles that do not alternate are rendered",
+        "encoding._check_roles",
+        "role == before != 'tool'",
+        "False",
+        f"{CHAT}::test_wrong_conversations_are_named",
+    ),
+    Mutation(
+        "text that changed is not tokenized again",
+        "opening._tokens",
+        ", file.stat().st_mtime_ns",
+        "",
+        "tests/data/test_data_rows.py::test_a_text_is_tokenized_once_until_something_changes",
+    ),
+]
