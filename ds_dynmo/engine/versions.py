@@ -8,7 +8,7 @@ from packaging.version import Version
 
 # Oldest first. pyproject.toml has the oldest as lower bounds.
 TESTED: dict[str, tuple[str, ...]] = {
-    "torch": ("2.10.0", "2.13.0", "2.15.0"),
+    "torch": ("2.13.0", "2.15.0"),
     "deepspeed": ("0.19.8",),
     "transformers": ("5.23.0", "5.24.0"),
     "peft": ("0.21.0", "0.21.2"),

@@ -30,7 +30,7 @@ def warnings(loaded: bool, engines: int) -> tuple[bool, list[str]]:
 def test_a_program_that_loaded_it_with_an_untested_torch_is_warned_once_on_rank_0() -> None:
     (_, first), (_, second) = run(2, warnings, True, 2)
     assert len(first) == 2 and not second
-    assert "torch 99.0 (tested: 2.10.0, 2.13.0, 2.15.0)" in first[1]
+    assert "torch 99.0 (tested: 2.13.0, 2.15.0)" in first[1]
     assert "/dev/shm" in first[0] and "ds_dynmo.skip_shm_operator() before deepspeed.init_distributed()" in first[0]
 
 
