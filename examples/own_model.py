@@ -119,7 +119,9 @@ def train(args: argparse.Namespace) -> list[float]:
     module = PipelineModule(layers=layers(), num_stages=stages, loss_fn=loss_fn)
     engine, *_ = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=CONFIG)
     if args.resume:
-        engine.load_checkpoint(args.resume)
+        path, _ = engine.load_checkpoint(args.resume)
+        if path is None:
+            raise SystemExit(f"--resume {args.resume}: no checkpoint there")
     batches = micro_batches(Windows(args.data), engine.micro_batches_taken, engine)
     losses: list[float] = []
     while engine.global_steps < args.steps:

@@ -52,12 +52,19 @@ class RunRecords:
     order: Schedule | None = None
 
     def partitions(self) -> list[tuple[int, list[int]]]:
-        """List the partitions of the run, each with the step after which it came into force; the first one with 0."""
-        changes = [decision.record for decision in self.decisions if decision.moved] + list(self.repacks)
-        changes.sort(key=lambda record: record["step"])
-        if changes:
-            return [(0, changes[0]["old_partition"]), *((one["step"], one["new_partition"]) for one in changes)]
-        return [(0, list(profile.partition)) for profile in self.profiles[:1]]
+        """List the partitions of the run, each with the step after which it came into force; the first one with 0.
+
+        A run that was resumed at another partition has that from the step on at which something says so.
+        """
+        seen = [(profile.step, [profile.partition]) for profile in self.profiles]
+        for record in [*(decision.record for decision in self.decisions), *self.repacks]:
+            seen.append((record["step"], [record["old_partition"], record["new_partition"]]))
+        found: list[tuple[int, list[int]]] = []
+        for step, partitions in sorted(seen, key=lambda entry: entry[0]):
+            for partition in map(list, partitions):
+                if not found or found[-1][1] != partition:
+                    found.append((step if found else 0, partition))
+        return found
 
 
 def read_report(path: Path) -> RunRecords:

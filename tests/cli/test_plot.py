@@ -164,8 +164,10 @@ def test_partitions_of_a_run_that_was_repacked() -> None:
     repacked = {"kind": "repack", "step": 5, "old_partition": [0, 3, 4], "new_partition": [0, 4]}
     moved = read_decisions(decision(2, (0, 2, 4), (0, 3, 4)), decision(4, (0, 3, 4), (0, 3, 4)))
     report = RunRecords((), (profile(2, (0, 2, 4)),), moved, (repacked,))
-    assert report.partitions() == [(0, (0, 2, 4)), (2, (0, 3, 4)), (5, [0, 4])]
+    assert report.partitions() == [(0, [0, 2, 4]), (2, [0, 3, 4]), (5, [0, 4])]
     assert RunRecords((), (profile(2, (0, 2, 4)),)).partitions() == [(0, [0, 2, 4])]
+    resumed = RunRecords((), (profile(2, (0, 2, 4)), profile(9, (0, 1, 2, 4))))
+    assert resumed.partitions() == [(0, [0, 2, 4]), (9, [0, 1, 2, 4])], "with other stages, and nothing moved"
 
 
 def read_decisions(*records: dict[str, Any]) -> tuple[DecisionRecord, ...]:
