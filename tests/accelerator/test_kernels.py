@@ -57,8 +57,8 @@ def test_grouped_products_equal_dense_ones() -> None:
     counts = [3, 0, 5]
     generator = torch.Generator().manual_seed(0)
     reference = [
-        torch.randn(8, 6, generator=generator).requires_grad_(),
-        torch.randn(3, 4, 6, generator=generator).requires_grad_(),
+        torch.randn(8, 8, generator=generator).requires_grad_(),
+        torch.randn(3, 4, 8, generator=generator).requires_grad_(),
     ]
     parts = zip(reference[0].split(counts), reference[1])
     expected = torch.cat([F.linear(rows, weight) for rows, weight in parts])

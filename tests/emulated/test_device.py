@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.save.progress import random_states, restore_random_states
-from ds_dynmo.models.capabilities import refusing_host_waits
 from tests.emulated import torch_device
 from tests.emulated.torch_device import Event, Stream, current_stream, library, stream, synchronize
 
@@ -181,10 +180,13 @@ def test_waits_of_the_host_are_counted_by_place() -> None:
 
 def test_waits_of_the_host_can_be_refused() -> None:
     tensor = torch.ones(1, device=DEVICE)
-    with refusing_host_waits(tensor.device):
+    torch_device.set_sync_debug_mode("error")
+    try:
         tensor + 1
         with pytest.raises(RuntimeError, match="synchronizing operation: item"):
             tensor.item()
+    finally:
+        torch_device.set_sync_debug_mode("default")
     assert tensor.item() == 1
 
 
