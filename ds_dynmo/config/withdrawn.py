@@ -23,10 +23,9 @@ WITHDRAWN = {
     "files of token ids": _TOKEN_IDS,
     LOAD_UNIVERSAL: 'load it once without the "dynmo" section, save, and go on from that',
 }
-"""Keys of the configuration, and keys with a value as in JSON, and files."""
+"""Keys of the configuration, keys with a value as in JSON, and files."""
 
 WITHDRAWN_FLAGS: dict[str, dict[str, str]] = {
-    "ds-dynmo-train": {},
     "ds-dynmo-plot": {"--never": "draw each report by itself"},
     "ds-dynmo-simulate": {
         flag: "python scripts/simulate_runs.py has it, in a checkout"

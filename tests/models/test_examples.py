@@ -26,11 +26,17 @@ def trained(*calls: list[str]) -> list[list[float]]:
     return [own_model.train(own_model.parse(call)) for call in calls]
 
 
+def resumed_on_one(folder: str, nowhere: str) -> list[list[float]]:
+    with pytest.raises(SystemExit, match=r"nowhere: no checkpoint there"):
+        trained([*STEPS, "6", "--resume", nowhere])
+    return trained([*STEPS, "6", "--resume", folder])
+
+
 def test_a_model_of_ones_own_resumes_on_fewer_stages_as_if_it_had_been_repacked(tmp_path: Path) -> None:
     saves = [*STEPS, "4", "--save", str(tmp_path)]
     repacks = [*STEPS, "6", "--repack-at", "4"]
     (saved, repacked), (_, left) = run(2, trained, saves, repacks)
-    ((resumed,),) = run(1, trained, [*STEPS, "6", "--resume", str(tmp_path)])
+    ((resumed,),) = run(1, resumed_on_one, str(tmp_path), str(tmp_path / "nowhere"))
     assert len(saved) == 4 and len(resumed) == 2
     assert repacked == saved + resumed and left == saved  # one rank left after four steps
     assert repacked[-1] < repacked[0]

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-import ds_dynmo
 from ds_dynmo.models import dynamic_cases
 from ds_dynmo.models.moe.expert_parallel import Replicas, experts_of, through_replicas
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
@@ -259,21 +258,9 @@ def test_a_checkpoint_without_what_each_replica_has_is_refused(tmp_path: Path) -
         assert "has no folder dynmo/" in said and "parameters that each replica has of its own" in said and same
 
 
-def refused(runs: Sequence[CaseRun]) -> list[str]:
-    """Return the error of ``initialize`` for each run."""
-    said = []
-    for one in runs:
-        try:
-            case_runs.build(one)
-            said.append("")
-        except ds_dynmo.ConfigError as error:
-            said.append(str(error))
-    return said
-
-
 def test_experts_that_cannot_be_shared_out_are_refused_on_every_rank() -> None:
     """Also on the first of three stages, which has no such layer."""
     odd = {"case": {"kind": "moe", "experts": 3, "expert_parallel": True, "dense_blocks": 2}}
-    ranks = run(6, refused, [CaseRun(odd, stages=3, replicas=2)])
+    ranks = run(6, case_runs.refusals, [CaseRun(odd, stages=3, replicas=2)])
     assert all(said == ranks[0] for said in ranks)
     assert "3 experts (model.case.experts) cannot be shared out evenly over 2 data-parallel replicas" in ranks[0][0]

@@ -254,19 +254,7 @@ def test_other_families_share_experts(kind: str, tmp_path: Path) -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def refused(runs: list[CaseRun]) -> list[str]:
-    """Return the error of ``initialize`` for each run."""
-    said = []
-    for one in runs:
-        try:
-            case_runs.build(one)
-            said.append("")
-        except ds_dynmo.ConfigError as error:
-            said.append(str(error))
-    return said
-
-
 def test_experts_that_replicas_cannot_share_are_refused_on_every_rank() -> None:
     odd = replace(case(), model={**case().model, "huggingface": {**MIXTRAL, "num_local_experts": 3}})
-    for (said,) in run(4, refused, [odd]):
+    for (said,) in run(4, case_runs.refusals, [odd]):
         assert "3 experts (num_local_experts) cannot be shared out evenly over 2 data-parallel replicas" in said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -326,3 +326,15 @@ def check_moves_change_nothing(
         assert min(signals(still).values()) < 1.0  # tokens left, so there is something to compare
     assert still[0]["partition"] != elsewhere[0]["partition"]
     assert all(math.isfinite(loss) for loss in still[0]["losses"])
+
+
+def refusals(runs: Sequence[CaseRun]) -> list[str]:
+    """Return the error of ``initialize`` for each run, "" where there is none."""
+    said = []
+    for one in runs:
+        try:
+            build(one)
+            said.append("")
+        except ds_dynmo.ConfigError as error:
+            said.append(str(error))
+    return said

@@ -17,7 +17,6 @@ from ds_dynmo.cli.command_line import add_changes, check_at_least_1, path_of
 from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data, say
 from ds_dynmo.cli.training.resuming import has_saved, read_resumed, total_steps
 from ds_dynmo.config import DynMoConfig, check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
-from ds_dynmo.config.withdrawn import check_withdrawn
 from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.engine.deepspeed.settings import check_settings
 from ds_dynmo.errors import ConfigError, PackingError
@@ -144,7 +143,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--tag", help="continue from this checkpoint in the folder of --resume, not the latest")
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help=argparse.SUPPRESS)
-    check_withdrawn(arguments, "ds-dynmo-train")
     return parser.parse_args(arguments)
 
 
