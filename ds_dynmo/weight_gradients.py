@@ -1,6 +1,6 @@
 """Functions for kernels that hide weights from autograd and defer their gradients.
 
-The engine's schedule decides which gradients are deferred (:mod:`ds_dynmo.engine.split.weight_gradients`). Without an
+The engine's schedule decides which gradients are deferred (:mod:`ds_dynmo.engine.run.weight_gradients`). Without an
 engine none is.
 """
 

@@ -39,7 +39,7 @@ class Components:
         migrator: moves layers.
         rebalancer: decides when and where layers move.
         trainable: the trainable layers on which the ranks have agreed.
-        executor: runs the schedule of every batch in its context.
+        executor: runs every batch.
         checkpointer: writes and reads checkpoints.
         repacker: continues with fewer ranks.
         step: trains a batch, then rebalances or re-packs if that is due.

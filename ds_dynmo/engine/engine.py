@@ -14,8 +14,7 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.components import Components, build_components
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.trigger import Reason, Request
-from ds_dynmo.engine.deepspeed import buffers
-from ds_dynmo.engine.deepspeed.instruction_map import checked_instructions
+from ds_dynmo.engine.deepspeed.instruction_map import check_steps, checked_instructions
 from ds_dynmo.engine.deepspeed.module import modules_of
 from ds_dynmo.engine.deepspeed.patches import PatchedPipelineEngine
 from ds_dynmo.engine.guards import at_work, check_at_work, doing, where_layers_may_move
@@ -63,7 +62,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         Raises:
             ReleasedError: this rank was released: it has no layers any more.
             ConfigError: there is no optimizer, layers were frozen without :meth:`model_changed`, or an instruction is
-                the user's; nothing was trained. Or ``train_batch`` did not run the engine's schedule.
+                the user's; nothing was trained. Or ``train_batch`` did not run the engine's batch.
         """
         positional = args if data_iter is None and not args else (data_iter, *args)  # a user's may take no argument
         train = partial(super().train_batch, *positional, **kwargs)
@@ -83,8 +82,21 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         with doing(self, "eval_batch"):
             checked_instructions(self)
             self.stage.layers.tied_aliases.refresh(training=False)
-            buffers.forget_total_loss(self)
             return evaluate()
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        """Run a training batch, or the forward passes of an evaluation; the order of passes is not DeepSpeed's.
+
+        Raises:
+            ConfigError: the steps are the user's.
+        """
+        if self.dynmo is None:
+            super()._exec_schedule(pipe_schedule)
+            return
+        check_steps(pipe_schedule, training=torch.is_grad_enabled())
+        self._micro_batches_read = 0
+        executor, micro_batches = self._components.executor, pipe_schedule.num_micro_batches
+        (executor.train if torch.is_grad_enabled() else executor.evaluate)(micro_batches)
 
     # -- balancing ------------------------------------------------------------------------------------
 
@@ -234,7 +246,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     @at_work
     def before_step(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on this rank in every batch, between the reduction of gradients and the step."""
-        self._components.executor.before_step(callback)
+        self.stage.before_step.append(callback)
 
     @at_work
     def sum_over_stages(self, numbers: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -53,31 +53,6 @@ class EngineEvent(Generic[T]):
     def reasons(self) -> list[str]:
         """The reasons of the subscribers, in order."""
         return [why for why, _ in self._subscribers]
-
-
-class AroundSchedule:
-    """The context managers around the schedule of a batch.
-
-    Attributes:
-        running: whether a schedule runs now, training or evaluation.
-    """
-
-    def __init__(self) -> None:
-        self.running = False
-        self._entered: list[Callable[[bool], AbstractContextManager[None]]] = []
-
-    def add(self, enter: Callable[[bool], AbstractContextManager[None]]) -> None:
-        """Add a context manager ``enter(training)``; ``training`` is False in an evaluation."""
-        self._entered.append(enter)
-
-    @contextmanager
-    def __call__(self, training: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.callback(setattr, self, "running", False)
-            self.running = True
-            for enter in self._entered:
-                stack.enter_context(enter(training))
-            yield
 
 
 class Timeline:

@@ -18,18 +18,19 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm import replicas
 from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.comm.message_forms import KnownForms
 from ds_dynmo.engine.deepspeed.counters import TrainingCounters
 from ds_dynmo.engine.deepspeed.module import layer_specs, layers_of_stage, modules_of
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed.settings import sums_whole, waits_for_norm
 from ds_dynmo.engine.deepspeed.ties import share_whole_modules
-from ds_dynmo.engine.events import AroundSchedule, EngineEvent, LayersMoved, Timeline
+from ds_dynmo.engine.events import EngineEvent, LayersMoved, Timeline
 from ds_dynmo.engine.move.functions import check_functions
 from ds_dynmo.engine.move.sharing import Extent, check_not_shared, parameter_extents
+from ds_dynmo.engine.run.chunks import StageChunks
 from ds_dynmo.engine.run.compiled_layers import CompiledLayers
 from ds_dynmo.engine.run.deferred_step import DeferredStep
-from ds_dynmo.engine.run.gradient_flags import GradientFlags
-from ds_dynmo.engine.split.steps import ScheduleInForce
+from ds_dynmo.engine.run.schedule_in_force import ScheduleInForce
 from ds_dynmo.engine.state.clipping import ModelNorm
 from ds_dynmo.engine.state.optimizer_binding import OptimizerBinding
 from ds_dynmo.engine.state.optimizer_state import OptimizerState
@@ -47,16 +48,16 @@ class StageContext:
         config: the "dynmo" section.
         comm: all communication of ds_dynmo.
         layers: of this stage.
+        chunks: the runs of these layers.
         optimizer: the engine's optimizer and its state.
         counters: of steps, samples and micro-batches trained.
         replicas_differ: whether some parameters differ between data-parallel replicas.
         layers_moved: published when layers are in place after a move, a re-packing or a load.
         parameters_replaced: published on every rank after parameters of layers that stayed were replaced on any rank.
-        around_schedule: the context managers around the schedule of every batch.
         timeline: marks of the engine's phases, for a trace.
         schedule: the schedule in force.
         compiled: runs layers compiled, if configured.
-        gradient_flags: tensors between stages that get a gradient.
+        forms: of messages between stages.
         deferred_step: the optimizer's step of a batch at whose end layers change places.
         on_arrival: the user's callbacks for layers that arrive, called with number and module.
         before_step: the user's callbacks before the optimizer's step.
@@ -66,16 +67,16 @@ class StageContext:
     config: DynMoConfig
     comm: Communicator
     layers: StageLayers
+    chunks: StageChunks
     optimizer: OptimizerBinding
     counters: TrainingCounters
     replicas_differ: bool
     layers_moved: EngineEvent[LayersMoved] = field(default_factory=EngineEvent)
     parameters_replaced: EngineEvent[None] = field(default_factory=EngineEvent)
-    around_schedule: AroundSchedule = field(default_factory=AroundSchedule)
     timeline: Timeline = field(default_factory=Timeline)
     schedule: ScheduleInForce = field(default_factory=ScheduleInForce)
     compiled: CompiledLayers = field(default_factory=CompiledLayers)
-    gradient_flags: GradientFlags = field(default_factory=GradientFlags)
+    forms: KnownForms = field(default_factory=KnownForms)
     deferred_step: DeferredStep = field(default_factory=DeferredStep)
     on_arrival: list[Callable[[int, nn.Module], None]] = field(default_factory=list)
     before_step: list[Callable[[], None]] = field(default_factory=list)
@@ -143,6 +144,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
         config=config,
         comm=comm,
         layers=layers,
+        chunks=StageChunks(model, layers),
         optimizer=OptimizerBinding(engine, layers, comm, norm),
         counters=TrainingCounters(engine),
         replicas_differ=differ,

@@ -12,9 +12,8 @@ from ds_dynmo.engine.decide.trigger import Request
 from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.measure.trace import Tracer
 from ds_dynmo.engine.resize.repacker import Repacker
-from ds_dynmo.engine.run.executor import Executor
+from ds_dynmo.engine.run.executor import REPLACED, Executor
 from ds_dynmo.engine.run.trainable import TrainableLayers
-from ds_dynmo.engine.split.steps import REPLACED
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, raise_unless_harmless
 
@@ -45,7 +44,7 @@ class TrainingStep:
 
         Raises:
             ConfigError: layers were frozen without ``engine.model_changed``; nothing was trained. Or ``train`` did not
-                run the engine's schedule.
+                run the engine's batch.
         """
         with self._tracer.batch() if self._tracer is not None else nullcontext():
             self._trainable.check()

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.arms import engines_end_here, say
 from benchmarks.emulation import pipeline_engine
 from ds_dynmo.cli.command_line import check_at_least_1, print_table
-from ds_dynmo.engine.comm.channels import AHEAD
+from ds_dynmo.engine.comm.links import AHEAD
 from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.models.gpt import gpt_layers, language_model_loss
 from ds_dynmo.models.gpt_config import GPTConfig

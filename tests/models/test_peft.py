@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_dynmo.cli.training.options import check_without_block
 from ds_dynmo.config import parse_section
-from ds_dynmo.engine.split.split_modules import forwards
+from ds_dynmo.engine.run.split_modules import forwards
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers
 from ds_dynmo.models.exporting import weights_file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-SCHEDULES = "tests/engine/split/test_schedules.py::test_training_equals_1f1b"
+SCHEDULES = "tests/engine/run/test_schedules.py::test_training_equals_1f1b"
 CHAT = "tests/data/test_data_chat.py"
 
 MUTATIONS = [

@@ -15,7 +15,7 @@ from benchmarks.arms import chosen
 from benchmarks.emulated import Benchmark, until_settled
 from benchmarks.emulation import EmulatedBlock
 from benchmarks.machine import Machine
-from ds_dynmo.engine.split.weight_gradients import WeightGradients
+from ds_dynmo.engine.run.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import PipelineModel
 from simulation import LOAD_MODELS, Phase, Recorded

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.split.weight_gradients import WeightGradients
+from ds_dynmo.engine.run.weight_gradients import WeightGradients
 
 WIDTH = 16
 Passes = list[tuple[torch.Tensor, torch.Tensor]]

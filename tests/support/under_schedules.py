@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ds_dynmo.engine.split.steps import ScheduleInForce
+from ds_dynmo.engine.run.steps import ScheduleInForce
+
 from tests.support.configs import SECTION
 from tests.support.harness import run
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed.runtime.pipe import engine as deepspeeds
@@ -44,12 +43,13 @@ def checked_instructions(engine: Any) -> Instructions:
     return instructions
 
 
-def check_steps(steps: Any, kind: type) -> None:
-    """Refuse the steps of a batch that are not of DeepSpeed's schedule ``kind``, with no method replaced.
+def check_steps(steps: Any, *, training: bool) -> None:
+    """Refuse the steps of a batch that are not of DeepSpeed's schedule, with no method replaced.
 
     Raises:
         ConfigError: naming their class.
     """
+    kind = schedule.TrainSchedule if training else schedule.InferenceSchedule
     named = f"{type(steps).__module__}.{type(steps).__qualname__}"
     if type(steps) is kind:
         methods = {name: method for name, method in vars(kind).items() if inspect.isfunction(method)}
@@ -60,24 +60,3 @@ def check_steps(steps: Any, kind: type) -> None:
     raise ConfigError(
         f"{named}: batches run DeepSpeed's {kind.__name__} or a schedule of dynmo.schedule, none of yours; {_INSTEAD}"
     )
-
-
-@contextmanager
-def instructions_in_force(engine: Any, instructions: Instructions) -> Iterator[None]:
-    """Run schedules by ``instructions`` within the context; the engine's instructions are restored afterwards.
-
-    Raises:
-        ConfigError: afterwards, where others were set on the engine meanwhile.
-    """
-    on_engine = vars(engine).get("_INSTRUCTION_MAP")
-    engine._INSTRUCTION_MAP = instructions
-    try:
-        yield
-    finally:
-        replaced = engine._INSTRUCTION_MAP is not instructions
-        if on_engine is None:
-            del engine._INSTRUCTION_MAP
-        else:
-            engine._INSTRUCTION_MAP = on_engine
-    if replaced:
-        raise ConfigError("_INSTRUCTION_MAP was set on the engine while a batch ran: set it between two batches")

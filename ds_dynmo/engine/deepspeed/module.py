@@ -23,21 +23,48 @@ LayerWrapper = Callable[[int, Callable[[Any], Any]], Callable[[Any], Any]]
 
 
 @contextmanager
-def layers_through(module: Any, wrappers: Sequence[LayerWrapper]) -> Iterator[None]:
-    """Run the layers of a stage through ``wrappers``: each gets the layer's place in the stage and its function.
+def runs_shown(module: Any, runs: Sequence[range], wrappers: Sequence[LayerWrapper]) -> Iterator[Callable[[int], None]]:
+    """Let a PipelineModule run some of a stage's layers at a time; restore it afterwards.
 
     Args:
-        wrappers: the innermost first.
+        runs: the numbers of all layers of the stage, in runs of consecutive layers.
+        wrappers: each gets a layer's number and its function, and returns the function to call; the innermost first.
+
+    Yields:
+        A function that shows the run at a place.
     """
-    bare = module.forward_funcs
-    wrapped = list(bare)
+    bare, bounds = module.forward_funcs, (module._local_start, module._local_stop)
+    functions = list(bare)
+    numbers = [number for run in runs for number in run]
     for wrap in wrappers:
-        wrapped = [wrap(place, layer) for place, layer in enumerate(wrapped)]
-    module.forward_funcs = wrapped
+        functions = [wrap(number, function) for number, function in zip(numbers, functions, strict=True)]
+    shown, begin = [], 0
+    for run in runs:
+        shown.append((functions[begin : begin + len(run)], run))
+        begin += len(run)
+    checkpointable: list[Any] = []
+
+    def show(place: int) -> None:
+        module.forward_funcs, run = shown[place]
+        if len(shown) > 1:
+            module._local_start, module._local_stop = run.start, run.stop
+            module.is_checkpointable_results = checkpointable[place]
+
     try:
-        yield
+        if len(shown) > 1:
+            begin = 0
+            for run in runs:
+                module.forward_funcs = bare[begin : begin + len(run)]
+                module.is_checkpointable_results_interval = None  # or those of the other run would count
+                module._precompute_checkpointable_values()
+                checkpointable.append(module.is_checkpointable_results)
+                begin += len(run)
+        yield show
     finally:
         module.forward_funcs = bare
+        if len(shown) > 1:
+            module._local_start, module._local_stop = bounds
+            module.is_checkpointable_results_interval = None
 
 
 def layer_specs(module: Any) -> list[Any]:

@@ -7,10 +7,8 @@ With one most runs do, if only because DeepSpeed clips gradients at 1.0 unless t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extract_module_and_param_names
 
@@ -121,23 +119,22 @@ class PatchedPipelineEngine(PipelineEngine):
 
     # -- a batch --------------------------------------------------------------------------------------
 
-    def _train_schedule(self) -> Any:
-        """Return the steps of a batch: of the schedule in force, or those that a user's class returns."""
-        steps = super()._train_schedule()
-        return steps if self.dynmo is None else self.stage.schedule.steps(steps)
+    def is_last_stage(self) -> bool:
+        """Return whether this stage holds the model's last chunk, and so the loss."""
+        if self.dynmo is None or "stage" not in vars(self):
+            return bool(super().is_last_stage())
+        return self.stage.chunks.holds_last
 
-    def _exec_schedule(self, pipe_schedule: Any) -> None:
-        """Run the schedule of a training or evaluation batch inside the contexts of the engine's components."""
+    def _loss_stage_global_rank(self) -> int:
+        """Return the rank that computes the loss."""
         if self.dynmo is None:
-            super()._exec_schedule(pipe_schedule)
-            return
-        self.stage.schedule.begin(pipe_schedule)
-        self._micro_batches_read = 0
-        training, step = torch.is_grad_enabled(), self.stage.deferred_step
-        with self.stage.around_schedule(training):
-            super()._exec_schedule(pipe_schedule)
-        if training:
-            step.run(self.stage.timeline)
+            return int(super()._loss_stage_global_rank())
+        return self.stage.comm.rank_of(self.stage.placement.owners[-1])
+
+    def _backward_prologue_per_tensor(self, grad: Any) -> Any:
+        """Scale gradients as DeepSpeed does where the loss is, but not those that another chunk of its stage gets."""
+        active = None if self.dynmo is None else self.stage.chunks.active
+        return grad if active is not None and not active.is_last else super()._backward_prologue_per_tensor(grad)
 
     def _next_batch(self) -> Any:
         """Read a micro-batch as DeepSpeed does.
@@ -172,13 +169,13 @@ class PatchedPipelineEngine(PipelineEngine):
     def _aggregate_total_loss(self) -> Any:
         """Share the loss as DeepSpeed does, and show in a trace how long that waits.
 
-        After a batch by one of ds_dynmo's schedules nothing waits: stages that are done begin the next batch.
+        Unless ``dynmo.schedule.kind`` is "1f1b" nothing waits: stages that are done begin the next batch.
         """
         aggregate = super()._aggregate_total_loss
         if self.dynmo is None:
             return aggregate()
         with self.stage.timeline.phase("loss", "share the loss"):
-            if self.stage.schedule.running is None or not is_deepspeeds(aggregate):
+            if not self.stage.schedule.may_choose_schedule or not is_deepspeeds(aggregate):
                 return aggregate()
             return share_loss(self, aggregate, self.stage.comm.post)
 
@@ -186,27 +183,11 @@ class PatchedPipelineEngine(PipelineEngine):
         """Let stages announce the shapes of messages anew, as DeepSpeed does, and which tensors get a gradient."""
         super().reset_activation_shape()
         if self.dynmo is not None:
-            self.stage.gradient_flags.forget_shapes()
-
-    def _allocate_or_extend_buffers(self, idx: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate separate memory for every tensor that is received.
-
-        In DeepSpeed, tensor 1 of the received activations and tensor 1 of the received gradients share memory,
-        whatever their dtypes: after a mask, ranks fail or hang. And a backward pass may keep a received gradient, as
-        that of a parameter or of an activation: the next message would overwrite it.
-        """
-        if self.dynmo is not None:
-            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        buffer: torch.Tensor = super()._allocate_or_extend_buffers(idx, shape, dtype)
-        return buffer
+            self.stage.forms.forget()
 
     def _forget_layers(self, _: LayersMoved | None) -> None:
         """Free what DeepSpeed keeps of the layers that this stage had."""
         self.reset_activation_shape()
-        for buffers in self.pipe_buffers.values():
-            buffers[:] = [None] * len(buffers)
-        last: Any = vars(self).get("loss")  # its graph holds the layers before
-        self.loss = last.detach() if isinstance(last, torch.Tensor) else None
         debug_clear_module_and_param_names()
         debug_extract_module_and_param_names(self.module)
 

@@ -16,6 +16,7 @@ class DeepSpeedPipeline(Protocol):
         global_steps, global_samples: batches and samples trained on.
         micro_batches: of a batch, on each rank.
         num_stages: stages of the pipeline.
+        dynamic_shape: whether messages between stages may change their shapes.
         optimizer: the optimizer, or DeepSpeed's wrapper around it.
     """
 
@@ -25,6 +26,7 @@ class DeepSpeedPipeline(Protocol):
     global_steps: int
     global_samples: int
     micro_batches: int
+    dynamic_shape: bool
     num_stages: int
     optimizer: Any
     is_pipe_partitioned: bool
@@ -33,3 +35,5 @@ class DeepSpeedPipeline(Protocol):
     def is_first_stage(self) -> bool: ...
 
     def is_last_stage(self) -> bool: ...
+
+    def reset_activation_shape(self) -> None: ...

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from deepspeed.pipe import DualPipeVModule, PipelineModule, TiedLayerSpec
 from torch import nn
 
@@ -52,14 +53,14 @@ class StageLayers(LayerList):
         return self._placement
 
     @property
+    def stage(self) -> int:
+        """This stage's number."""
+        return self._stage
+
+    @property
     def indices(self) -> tuple[int, ...]:
         """The layers of this stage, in the order in which they run."""
         return self._placement.layers_of(self._stage)
-
-    @property
-    def run(self) -> range:
-        """The layers of this stage, where they are one run of consecutive layers."""
-        return self._placement.run_of(self._stage)
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
@@ -71,10 +72,10 @@ class StageLayers(LayerList):
         """Return DeepSpeed's name of the file of a layer, whichever stage holds it."""
         return os.path.basename(str(self._module.ckpt_layer_path("", index - self._module._local_start)))
 
-    def random_streams(self) -> list[int]:
-        """List, per layer of this stage, the number of its random stream: ``draws_as_layer`` or the layer's number."""
+    def random_streams(self) -> dict[int, int]:
+        """Map each layer of this stage to the number of its random stream: ``draws_as_layer`` or its own number."""
         untied = {index: self.local_module(index) for index in self.indices if self.key(index) is None}
-        return [getattr(untied.get(index), "draws_as_layer", index) for index in self.indices]
+        return {index: getattr(untied.get(index), "draws_as_layer", index) for index in self.indices}
 
     # -- modules --------------------------------------------------------------------------------------
 
@@ -149,6 +150,28 @@ class StageLayers(LayerList):
         if key is None or module is None or len(self.uses(key)) == 1:
             return []
         return untied_parameters(module, self.spec(index))
+
+    def add_uses(self, attribute: str, *, accumulated: bool) -> None:
+        """Add the gradients of all uses of tied layers on this stage, before DeepSpeed sums them over stages.
+
+        Args:
+            attribute: of a parameter, which holds its gradient.
+            accumulated: whether the optimizer has summed gradients over micro-batches itself.
+
+        Raises:
+            ConfigError: see :meth:`check_untied`.
+        """
+        untied = self.untied_parameters()
+        if not (self.tied_aliases or untied):
+            return
+        self.check_untied(attribute)
+        if accumulated:
+            self.tied_aliases.add_accumulated()
+            return
+        self.tied_aliases.add_gradients()
+        for parameter in untied:  # one use has gradients, and DeepSpeed sums them
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def check_untied(self, attribute: str) -> None:
         """Refuse a use that trained what ``tied_weight_attr`` does not name, unless it is the :meth:`main_use`.

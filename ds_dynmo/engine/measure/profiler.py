@@ -156,8 +156,7 @@ class Profiler:
         self._size_every_pass = size_every_pass
         self.samples = Samples()
         self._recent: deque[tuple[Any, Any]] = deque(maxlen=_RECENT)  # begin and end of batches, by the clock
-        self._layers: list[int] = []  # of the stage
-        self._last = -1  # the last of them
+        self._last = -1  # layer of the chunk
         self._has_loss = False
         self.measures = False
         self._in_pass = False
@@ -194,16 +193,14 @@ class Profiler:
         return self.samples.batches
 
     @contextmanager
-    def batch(self, module: Any, layers: Sequence[int], has_loss: bool) -> Iterator[None]:
+    def batch(self, module: Any, has_loss: bool) -> Iterator[None]:
         """Measure the batch inside, whose layers run through :meth:`wrap`.
 
         Args:
             module: the PipelineModule.
-            layers: numbers of the stage's layers.
-            has_loss: whether this is the last stage.
+            has_loss: whether this stage computes the loss.
         """
-        self._layers, self._last, self._has_loss, self._passes = list(layers), max(layers, default=-1), has_loss, []
-        self.measures = True
+        self._passes, self.measures = [], True
         try:
             with self.timed(), loss_through(module, self._sized_loss) if has_loss else nullcontext(), measured_by(self):
                 yield
@@ -214,8 +211,14 @@ class Profiler:
         self.samples.batches += 1
 
     @contextmanager
-    def measure_pass(self, kind: Kind) -> Iterator[None]:
-        """Measure the pass of a micro-batch through the stage inside."""
+    def measure_pass(self, kind: Kind, layers: Sequence[int], *, has_loss: bool) -> Iterator[None]:
+        """Measure the pass of a micro-batch inside.
+
+        Args:
+            layers: of the chunk.
+            has_loss: whether the loss follows.
+        """
+        self._last, self._has_loss = max(layers, default=-1), has_loss
         self._backward, self._marks, self._entered = kind is not Kind.FORWARD, [], {}
         self._deferred_bytes = Counter()
         begins_at_last = kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
@@ -267,12 +270,11 @@ class Profiler:
         self._owner = owner
         self._marks.append((self._clock.now(), owner))
 
-    def wrap(self, place: int, layer: Layer) -> Layer:
-        """Wrap the layer at a place in the stage, so that it marks the start and end of its work."""
-        index = self._layers[place]
+    def wrap(self, index: int, layer: Layer) -> Layer:
+        """Wrap the layer of a number, so that it marks the start and end of its work."""
 
         def marked(inputs: Any) -> Any:
-            if not self._in_pass:  # a user's engine runs it outside instructions
+            if not self._in_pass:  # a user's code runs it outside of passes
                 return layer(inputs)
             before = self._owner
             versions = {id(tensor): version_of(tensor) for tensor in _tensors(inputs)}

@@ -1,7 +1,7 @@
-"""Traces of batches: the times of each pipeline instruction on each rank.
+"""Traces of batches: the times of each pass and message on each rank.
 
-While a batch is traced, every pipeline instruction of DeepSpeed or the user records its start and end. So do the
-engine's phases after them. Other batches run unwrapped functions, at no cost.
+While a batch is traced, every pass, message and instruction at its end records its start and end. So do the engine's
+phases after them.
 
 On a CPU, times are those of a monotonic clock. On an accelerator they are events on the current stream, which waits for
 each receive: they show when the device did the work, and need only one synchronisation, before the batch. After the
@@ -12,40 +12,21 @@ the file.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.config import TraceConfig
 from ds_dynmo.engine.decide.report_files import WarnsOnce, check_writable
 from ds_dynmo.engine.decide.reporter import Reporter
-from ds_dynmo.engine.deepspeed.instruction_map import Instructions
 from ds_dynmo.engine.measure.trace_events import TraceEvent, TraceFile, Track, batch_events, track_names
-from ds_dynmo.engine.split.steps import InputGradientPass, WeightGradientPass
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.placement import Placement
 
-INSTRUCTIONS: dict[type, tuple[str, str]] = {  # category and displayed name
-    schedule.ForwardPass: ("forward", "forward"),
-    schedule.BackwardPass: ("backward", "backward"),
-    InputGradientPass: ("backward", "input gradient"),
-    WeightGradientPass: ("weight gradient", "weight gradient"),
-    schedule.LoadMicroBatch: ("load", "load"),
-    schedule.SendActivation: ("send", "activation"),
-    schedule.RecvActivation: ("receive", "activation"),
-    schedule.SendGrad: ("send", "gradient"),
-    schedule.RecvGrad: ("receive", "gradient"),
-    schedule.ReduceTiedGrads: ("reduce", "reduce tied gradients"),
-    schedule.ReduceGrads: ("reduce", "reduce gradients"),
-    schedule.OptimizerStep: ("optimizer step", "optimizer step"),
-}
 _TRIES = 3  # readings of both clocks
 
 
@@ -70,8 +51,6 @@ class Tracer:
         self._place: dict[str, int] = {}
         self._marks: list[tuple[str, str, int | None]] = []
         self._times: list[Any] = []
-        self._counts: Counter[str] = Counter()
-        self._deferred: deque[int] = deque()  # micro-batches with pending weight gradients
         self._origin: float | None = None
         self._base_error_seconds = 0.0
         self._file: TraceFile | None = None
@@ -95,8 +74,8 @@ class Tracer:
         }
         get_accelerator().synchronize()
         beginning, base_seconds, self._base_error_seconds = begin(self._clock)
-        self._marks, self._times, self._counts, self._deferred = [], [beginning], Counter(), deque()
-        self.records, self._stage.timeline.record = True, self._phase
+        self._marks, self._times = [], [beginning]
+        self.records, self._stage.timeline.record = True, self.phase
         try:
             yield
         finally:
@@ -110,43 +89,14 @@ class Tracer:
         self._write(step, placement, [base_seconds + seconds for seconds in elapsed[1:]])
 
     @contextmanager
-    def _phase(self, category: str, what: str, micro_batch: int | None = None) -> Iterator[None]:
+    def phase(self, category: str, what: str, micro_batch: int | None = None) -> Iterator[None]:
+        """Record the start and end of what runs inside."""
         begin = self._clock.now()
         try:
             yield
         finally:
             self._marks.append((category, what, micro_batch))
             self._times += begin, self._clock.now()
-
-    def recorded(self, bare: Instructions) -> Instructions:
-        """Wrap the instructions of a batch so that they record start and end."""
-        return MappingProxyType(
-            {
-                kind: self._recorded(instruction, *INSTRUCTIONS[kind]) if kind in INSTRUCTIONS else instruction
-                for kind, instruction in bare.items()
-            }
-        )
-
-    def _recorded(self, function: Callable[..., Any], category: str, what: str) -> Callable[..., Any]:
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            micro_batch = None
-            if "buffer_id" in kwargs:
-                micro_batch = self._micro_batch(category, what)
-            with self._phase(category, what, micro_batch):
-                return function(*args, **kwargs)
-
-        return recorded
-
-    def _micro_batch(self, category: str, what: str) -> int:
-        """Return the micro-batch of the next instruction of this kind: they come in order."""
-        if what == "weight gradient":
-            return self._deferred.popleft()
-        kind = category if category == "backward" else f"{category} {what}"
-        micro_batch = self._counts[kind]
-        self._counts[kind] += 1
-        if what == "input gradient":
-            self._deferred.append(micro_batch)
-        return micro_batch
 
     def _write(self, step: int, placement: Placement, seconds: list[float]) -> None:
         self._comm.enter("trace")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.engine.comm.bounded import call_within_seconds
-from ds_dynmo.engine.deepspeed import buffers, process_groups
+from ds_dynmo.engine.deepspeed import process_groups
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.move.migrator import Migrator, MoveCheck
 from ds_dynmo.engine.resize.repack_plan import RepackPlan
@@ -86,14 +86,13 @@ class Shrinking:
             process_groups.refit(engine, topology, world_group=group, rank=world.rank)
 
         call_within_seconds(stage.config.timeout_seconds + world.group_timeout_seconds, begin)
-        buffers.free_buffers(engine)
+        engine.reset_activation_shape()
         stage.comm.connect("repack")
         stage.state.use_grid()
 
     def _release(self) -> None:
         """Free what the engine holds besides the layers, which have left; the rank leaves the training."""
-        buffers.free_buffers(self._engine)
-        buffers.free_losses(self._engine)
+        self._engine.reset_activation_shape()
         gc.collect()  # attributes that DeepSpeed sets on parameters form reference cycles
         get_accelerator().empty_cache()
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from deepspeed.runtime.pipe import schedule
-
-from ds_dynmo.engine.deepspeed.instruction_map import Instruction, Instructions
 from ds_dynmo.engine.events import Timeline
 
 
@@ -22,8 +17,8 @@ class _Calls(NamedTuple):
 class DeferredStep:
     """Defers the optimizer's step of one batch until its schedule has ended, and lets other work run around it.
 
-    The context managers around a schedule (layer wrappers, instructions, compiled layers) hold the stage's layers. So
-    layers change places after these have ended, and the step follows.
+    What runs a batch (wrapped layers, compiled layers, hooks) holds the stage's layers. So layers change places once it
+    has ended, and the step follows.
     """
 
     def __init__(self) -> None:
@@ -36,7 +31,7 @@ class DeferredStep:
         """Defer the step of the next batch.
 
         Args:
-            poll: called after each instruction of the batch.
+            poll: called after each action of the batch.
             before_step, after_step: called once, by :meth:`run`.
         """
         self._calls = _Calls(poll, before_step, after_step)
@@ -50,36 +45,15 @@ class DeferredStep:
         """Whether the step of the next batch, or of the one that trains, is deferred."""
         return self._calls is not None
 
-    def around_step(self, step: Instruction) -> Instruction:
-        """Wrap the instruction of the optimizer's step: it is kept for :meth:`run` if it is deferred."""
+    def keep(self, step: Callable[[], None]) -> bool:
+        """Keep the optimizer's step for :meth:`run` if it is deferred; return whether it is."""
+        self._step = step if self.is_deferred else None
+        return self.is_deferred
 
-        def optimizer_step(engine: Any, *args: Any, **kwargs: Any) -> None:
-            if self.is_deferred:
-                self._step = partial(step, engine, *args, **kwargs)
-            else:
-                step(engine, *args, **kwargs)
-
-        return optimizer_step
-
-    def polled(self, instructions: Instructions) -> Instructions:
-        """Return ``instructions``, each followed by a poll if the step is deferred."""
-        if self._calls is None:
-            return instructions
-        poll = self._calls.poll
-
-        def followed(instruction: Instruction) -> Instruction:
-            def run(engine: Any, *args: Any, **kwargs: Any) -> None:
-                instruction(engine, *args, **kwargs)
-                poll()
-
-            return run
-
-        return MappingProxyType(
-            {
-                kind: instruction if kind is schedule.OptimizerStep else followed(instruction)
-                for kind, instruction in instructions.items()
-            }
-        )
+    def poll(self) -> None:
+        """Let other work proceed; call it after each action of a batch."""
+        if self._calls is not None:
+            self._calls.poll()
 
     def run(self, timeline: Timeline) -> None:
         """Run the deferred step, with the calls before and after it; do nothing if none is deferred.

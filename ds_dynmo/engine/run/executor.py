@@ -1,34 +1,56 @@
-"""The context of a batch's schedule: the functions of its instructions, and the random numbers of its layers."""
+"""Run a batch: the actions of a schedule, one after the other, and then the three instructions at its end.
+
+An action is a pass of one micro-batch through one chunk of layers. All that depends on the pass (random streams,
+deferred weight gradients, measurements, the trace, messages) is told the chunk and the micro-batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-from ds_dynmo.engine.deepspeed.buffers import sent_as_they_are
-from ds_dynmo.engine.deepspeed.instruction_map import Instructions, checked_instructions, instructions_in_force
-from ds_dynmo.engine.deepspeed.module import LayerWrapper, layers_through
+import torch
+from deepspeed.runtime.pipe import schedule as deepspeeds
+from torch.autograd.graph import get_gradient_edge
+
+from ds_dynmo.engine.comm.links import Lane, LinkPlan, Links, MessageKind, kept
+from ds_dynmo.engine.comm.message_forms import Content, MessageForm
+from ds_dynmo.engine.comm.slices import MessageSlices
+from ds_dynmo.engine.deepspeed import passes
+from ds_dynmo.engine.deepspeed.instruction_map import checked_instructions
+from ds_dynmo.engine.deepspeed.module import LayerWrapper
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
-from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.measure.trace import Tracer
-from ds_dynmo.engine.run import instructions
-from ds_dynmo.engine.run.frozen_prefix import has_backward_work
+from ds_dynmo.engine.run import messages
+from ds_dynmo.engine.run.chunks import Chunk, HeldPass
+from ds_dynmo.engine.run.link_plans import evaluation_plan, lane_of, link_plan
 from ds_dynmo.engine.run.random_streams import LayerStreams
 from ds_dynmo.engine.run.trainable import TrainableLayers
-from ds_dynmo.engine.split.scheduled import ScheduledBatches
+from ds_dynmo.engine.run.weight_gradients import Pass, WeightGradients
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.schedules import Action, Kind
+from ds_dynmo.schedules.forward_only import forward_orders
+
+_logger = logging.getLogger("DynMo")
+_NOTHING = nullcontext()
+REPLACED = (
+    "train_batch or _exec_schedule was replaced on the engine by a function that does not call the engine's own "
+    "_exec_schedule: no batch ran. Call it, or override it in a class given as engine_class"
+)
 
 
 class Executor:
-    """Installs a batch's instructions, layer wrappers and random streams around DeepSpeed's ``_exec_schedule``.
+    """Runs the batches of one stage.
 
     Attributes:
-        ran: whether a schedule has run in this batch; the code that starts a batch sets it to False.
+        ran: whether a batch has run; the code that starts one sets it to False.
 
     Args:
-        engine: DeepSpeed's engine, whose schedule runs.
+        engine: DeepSpeed's engine.
         tracer: None: batches are not traced.
         streams: random numbers per layer; None: layers use the rank's generators.
     """
@@ -44,76 +66,289 @@ class Executor:
     ) -> None:
         self._engine, self._stage, self._trainable = engine, stage, trainable
         self._profiler, self._tracer, self._streams = profiler, tracer, streams
-        self._composed_for: tuple[dict[type, Any], int, bool, bool] | None = None
-        self._composition: Instructions = {}
-        self._scheduled = ScheduledBatches(engine, stage)
-        stage.schedule.is_profiled = lambda: profiler.measures
+        self._slices = MessageSlices(stage.comm.grid) if engine.is_pipe_partitioned else None
+        as_sent = self._slices.content if self._slices is not None else None
+        self._links = Links(stage.forms, lambda: stage.comm.neighbour_links().post, engine.device, as_sent)
+        self._gradients = WeightGradients()
+        self._planned: tuple[Any, ...] = ()  # schedule, costs and stage of the latest plan
+        self._plan: LinkPlan = {}
+        self._logged = False
         self.ran = False
-        stage.around_schedule.add(self._around)
-        stage.layers_moved.subscribe("instructions depend on the stage's layers", self._recompose)
-        stage.optimizer.changed.subscribe("instructions depend on how it takes gradients", self._recompose)
+        stage.schedule.is_profiled = lambda: profiler.measures
+        # of the running batch:
+        self._training = True
+        self._owners: tuple[int, ...] = ()
+        self._split: frozenset[Pass] = frozenset()  # passes whose backward part is in two
+        self._held: dict[Pass, HeldPass] = {}
+        self._handed: dict[tuple[Lane, int], tuple[list[torch.Tensor], MessageForm | None]] = {}  # within this stage
+        self._labels: dict[int, Any] = {}  # by micro-batch
 
     def profiled(self) -> AbstractContextManager[None]:
         """Measure the layers of the batch inside."""
-        return self._profiler.batch(self._engine.module, self._stage.layers.indices, self._engine.is_last_stage())
+        return self._profiler.batch(self._engine.module, self._stage.chunks.holds_last)
 
-    def before_step(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` on this rank in every batch, between the reduction of gradients and the step."""
-        self._stage.before_step.append(callback)
-        self._recompose()
+    # -- a batch --------------------------------------------------------------------------------------
+
+    def train(self, micro_batches: int) -> None:
+        """Run a training batch, and the optimizer's step."""
+        schedule, costs = self._stage.schedule.next(self._stage.placement, micro_batches)
+        here = self._stage.comm.here.stage
+        if self._planned != (schedule, costs, here):
+            self._planned, self._plan = (schedule, costs, here), link_plan(schedule, here, costs)
+        with self._batch(schedule.owners, self._plan, training=True), self._splitting(schedule.orders[here]):
+            for action in schedule.orders[here]:
+                self._carry_out(action)
+                self._stage.deferred_step.poll()
+            self._end()
+        self._stage.deferred_step.run(self._stage.timeline)
+
+    def evaluate(self, micro_batches: int) -> None:
+        """Run the forward passes of an evaluation."""
+        owners, here = self._stage.placement.owners, self._stage.comm.here.stage
+        orders = forward_orders(owners, micro_batches)
+        with self._batch(owners, evaluation_plan(owners, orders, here), training=False):
+            for action in orders[here]:
+                self._carry_out(action)
 
     @contextmanager
-    def _around(self, training: bool) -> Iterator[None]:
-        steps = self._stage.schedule.running if training else None
-        with (
-            self._stage.compiled.batch(self._stage.layers.modules_that_run()),
-            layers_through(self._engine.module, self._wrappers(training)),
-            sent_as_they_are(self._engine),
-            self._scheduled.batch(steps) if steps is not None else nullcontext(),
-            instructions_in_force(self._engine, self._instructions(training, steps is not None)),
-        ):
-            yield
+    def _batch(self, owners: tuple[int, ...], plan: LinkPlan, *, training: bool) -> Iterator[None]:
+        stage, engine = self._stage, self._engine
+        self._training, self._owners = training, owners
+        passes.begin_batch(engine)
+        dynamic = engine.dynamic_shape
+        try:
+            with (
+                stage.compiled.batch(stage.layers.modules_that_run()),
+                stage.chunks.running(self._wrappers(training)) as self._chunks,
+                self._links.batch(plan, training=training, dynamic=dynamic),
+            ):
+                yield
+        finally:
+            self._held, self._handed, self._labels = {}, {}, {}
+            self._split, self._gradients.defers = frozenset(), False
         self.ran = True
 
     def _wrappers(self, training: bool) -> list[LayerWrapper]:
         """Return the wrappers of layers, the innermost first: the profiler, so that it does not time random streams."""
         wrappers: list[LayerWrapper] = [self._profiler.wrap] if training and self._profiler.measures else []
         if self._streams is not None:
-            numbers, step = self._stage.layers.random_streams(), self._stage.counters.steps
-            self._streams.begin(numbers, step=step, training=training)
+            streams, step = self._stage.layers.random_streams(), self._stage.counters.steps
+            self._streams.begin(streams, step=step, training=training)
             wrappers.append(self._streams.wrap)
         return wrappers
 
-    def _instructions(self, training: bool, scheduled: bool) -> Instructions:
-        """Return the instructions of a batch: the composed ones, within marks of the profiler and of the trace."""
-        composed = self._composed(scheduled)
-        self._scheduled.gradients.observe = self._profiler.deferred if self._profiler.measures else None
-        if training and self._profiler.measures:
-            backward = has_backward_work(self._stage.layers.indices, self._trainable.prefix)
-            composed = instructions.marked(composed, self._profiler, backward=backward)
-        if training and self._tracer is not None and self._tracer.records:
-            composed = self._tracer.recorded(composed)
-        return self._stage.deferred_step.polled(composed) if training else composed
+    @contextmanager
+    def _splitting(self, order: Sequence[Action]) -> Iterator[None]:
+        """Let layers defer the weight gradients of the passes that ``order`` splits."""
+        self._split = frozenset((chunk, batch) for kind, chunk, batch in order if kind == Kind.INPUT_GRADIENT)
+        if not self._split:
+            yield
+            return
+        self._gradients.observe = self._profiler.deferred if self._profiler.measures else None
+        modules = [module for layer in self._stage.layers.modules().values() for module in layer.modules()]
+        with self._gradients.splitting(modules):
+            yield
+            if not self._logged:
+                self._log_layers_without_deferred_gradients()
 
-    def _composed(self, scheduled: bool) -> Instructions:
-        """Compose the instructions of a batch; again only if something has changed."""
-        present, prefix = dict(checked_instructions(self._engine)), self._trainable.prefix
-        step = self._stage.deferred_step
-        if (present, prefix, scheduled, step.is_deferred) != self._composed_for:
-            self._composition = instructions.compose(
-                present,
-                self._stage.layers,
-                prefix,
-                accumulates=self._engine.using_bf16_optimizer,
-                around_step=step.around_step if step.is_deferred else None,
-                callbacks=self._stage.before_step,
-                streams=self._streams,
-                flags=self._stage.gradient_flags,
-                scheduled=self._scheduled if scheduled else None,
+    def _carry_out(self, action: Action) -> None:
+        kind, number, micro_batch = action
+        chunk = self._chunks[number]
+        self._stage.chunks.activate(chunk)
+        if kind == Kind.FORWARD:
+            self._forward(chunk, action)
+        elif kind == Kind.WEIGHT_GRADIENT:
+            self._weight_gradient(chunk, micro_batch)
+        else:
+            self._backward(chunk, action)
+
+    # -- passes ---------------------------------------------------------------------------------------
+
+    def _forward(self, chunk: Chunk, action: Action) -> None:
+        micro_batch, engine = action.micro_batch, self._engine
+        held = HeldPass()
+        if chunk.is_first or chunk.is_last:
+            inputs = self._load(chunk, micro_batch)
+        if not chunk.is_first:
+            tensors, form = self._receive(Lane(MessageKind.ACTIVATION, chunk.number - 1), micro_batch)
+            assert form is not None
+            held.inputs = messages.require_gradients(tensors, form)
+            inputs = messages.arranged(tensors, form)
+        split = (chunk.number, micro_batch) in self._split
+        with self._phase("forward", "forward", micro_batch), self._around(Kind.FORWARD, chunk, micro_batch):
+            self._gradients.defers = split
+            outputs = passes.forward(engine, messages.cloned(inputs))
+            if chunk.is_last:
+                held.loss = passes.loss_of(engine, outputs, self._labels.pop(micro_batch, None))
+            self._gradients.defers = False
+        if not chunk.is_last:
+            self._send_activations(chunk, micro_batch, outputs, held)
+        if self._goes_back(chunk):
+            self._held[chunk.number, micro_batch] = held
+
+    def _backward(self, chunk: Chunk, action: Action) -> None:
+        kind, number, micro_batch = action
+        held = self._held.pop((number, micro_batch), HeldPass())
+        gradients: list[torch.Tensor] = []
+        if not chunk.is_last:
+            gradients, _ = self._receive(Lane(MessageKind.GRADIENT, number), micro_batch, held.gradients)
+        if self._goes_back(chunk):
+            in_two = kind == Kind.INPUT_GRADIENT
+            what = "input gradient" if in_two else "backward"
+            with (
+                self._phase("backward", what, micro_batch),
+                self._around(kind, chunk, micro_batch),
+                self._gradients.first_part((number, micro_batch)) if in_two else _NOTHING,
+            ):
+                self._run_backward(held, gradients)
+        if not chunk.is_first:
+            back = messages.gradients_of(held.inputs, chunk.layers[-1])
+            self._send(lane_of(action), micro_batch, back)
+
+    def _run_backward(self, held: HeldPass, gradients: Sequence[torch.Tensor]) -> None:
+        engine, aliases = self._engine, self._stage.layers.tied_aliases
+        if held.loss is not None:
+            passes.backward_from_loss(engine, held.loss)
+        else:
+            pairs = [(edge, grad) for edge, grad in zip(held.outputs, gradients, strict=True) if edge is not None]
+            passes.backward_from(engine, [edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+        if aliases and engine.using_bf16_optimizer:
+            aliases.accumulate_gradients(passes.accumulation_dtype(engine))
+
+    def _weight_gradient(self, chunk: Chunk, micro_batch: int) -> None:
+        if not self._goes_back(chunk):
+            return
+        deferred = self._gradients.second_part((chunk.number, micro_batch))
+        with (
+            self._phase("weight gradient", "weight gradient", micro_batch),
+            self._measured(Kind.WEIGHT_GRADIENT, chunk),
+        ):
+            if deferred:
+                passes.backward_from_each(self._engine, deferred.roots())
+
+    def _goes_back(self, chunk: Chunk) -> bool:
+        """Return whether a backward pass has work in this chunk: it reaches behind the frozen prefix."""
+        return self._training and chunk.layers.stop > self._trainable.prefix
+
+    @contextmanager
+    def _around(self, kind: Kind, chunk: Chunk, micro_batch: int) -> Iterator[None]:
+        """Measure the pass inside, and let its layers draw from the random streams of its micro-batch."""
+        recomputes = kind != Kind.FORWARD
+        with (
+            self._measured(kind, chunk),
+            _NOTHING if self._streams is None else self._streams.running(micro_batch, recomputes=recomputes),
+        ):
+            yield
+
+    def _measured(self, kind: Kind, chunk: Chunk) -> AbstractContextManager[None]:
+        if not (self._training and self._profiler.measures):
+            return _NOTHING
+        return self._profiler.measure_pass(kind, chunk.layers, has_loss=chunk.is_last)
+
+    def _phase(self, category: str, what: str, micro_batch: int) -> AbstractContextManager[None]:
+        """Show a part of an action in a trace."""
+        if self._tracer is None or not self._tracer.records:
+            return _NOTHING
+        return self._tracer.phase(category, what, micro_batch)
+
+    # -- data and messages ----------------------------------------------------------------------------
+
+    def _load(self, chunk: Chunk, micro_batch: int) -> Any:
+        """Read a micro-batch; one stage may hold the first chunk and the last, and reads once."""
+        if micro_batch in self._labels:
+            return None
+        with self._phase("load", "load", micro_batch):
+            inputs, labels = passes.load_micro_batch(self._engine)
+        if self._stage.chunks.holds_last:
+            self._labels[micro_batch] = labels
+        return inputs
+
+    def _send_activations(self, chunk: Chunk, micro_batch: int, outputs: Any, held: HeldPass) -> None:
+        last_layer = chunk.layers[-1]
+        tensors = messages.sendable(outputs, last_layer)
+        goes_back = self._goes_back(chunk)
+        flags = [goes_back and tensor.requires_grad for tensor in tensors]
+        form = MessageForm.of(tensors, flags, in_tuple=isinstance(outputs, tuple))
+        if not self._engine.dynamic_shape:
+            form = messages.checked(form, self._stage.forms.get(self._training, chunk.number), last_layer)
+        held.gradients = form.gradients
+        held.outputs = [
+            get_gradient_edge(tensor) if tensor.requires_grad else None
+            for tensor, flag in zip(tensors, form.flags)
+            if flag
+        ]
+        self._send(Lane(MessageKind.ACTIVATION, chunk.number), micro_batch, tensors, form)
+
+    def _send(self, lane: Lane, micro_batch: int, tensors: list[torch.Tensor], form: MessageForm | None = None) -> None:
+        if self._owners[lane.boundary] == self._owners[lane.boundary + 1]:
+            self._handed[lane, micro_batch] = [kept(tensor, lane.kind) for tensor in tensors], form
+            return
+        with self._message("send", lane, micro_batch):
+            self._links.send(lane, self._slices.own(tensors) if self._slices else tensors, form)
+
+    def _receive(
+        self, lane: Lane, micro_batch: int, gradients: Content | None = None
+    ) -> tuple[list[torch.Tensor], MessageForm | None]:
+        """Take what another chunk sent.
+
+        Args:
+            gradients: shapes and dtypes of a gradient message.
+        """
+        if self._owners[lane.boundary] == self._owners[lane.boundary + 1]:
+            return self._handed.pop((lane, micro_batch))
+        with self._message("receive", lane, micro_batch):
+            tensors, form = self._links.receive(lane, gradients)
+            if self._slices is not None:
+                content = gradients if gradients is not None or form is None else form.content
+                tensors = self._slices.whole(tensors, content or ())
+        return tensors, form
+
+    @contextmanager
+    def _message(self, category: str, lane: Lane, micro_batch: int) -> Iterator[None]:
+        what = lane.kind.name.lower()
+        timer = passes.message_timer(self._engine, category, what)
+        with self._phase(category, what, micro_batch):
+            if timer is not None:
+                timer.start()
+            yield
+            if timer is not None:
+                timer.stop()
+
+    # -- the end of a batch ---------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Reduce the gradients, and step: by DeepSpeed's functions or the user's."""
+        stage, engine = self._stage, self._engine
+        instructions = checked_instructions(engine)
+        with stage.timeline.phase("reduce", "reduce tied gradients"):
+            stage.layers.add_uses(passes.gradient_attribute(engine), accumulated=engine.using_bf16_optimizer)
+            instructions[deepspeeds.ReduceTiedGrads](engine)
+        with stage.timeline.phase("reduce", "reduce gradients"):
+            instructions[deepspeeds.ReduceGrads](engine)
+        for callback in stage.before_step:
+            callback()
+        step: Callable[[], None] = partial(instructions[deepspeeds.OptimizerStep], engine)
+        if not stage.deferred_step.keep(step):
+            with stage.timeline.phase("optimizer step", "optimizer step"):
+                step()
+
+    def _log_layers_without_deferred_gradients(self) -> None:
+        """Log, once, the layers of this stage that have weight matrices but defer no gradient."""
+        self._logged = True
+        here = self._stage.comm.here
+        if not self._stage.config.log or here.replica or here.tp_rank:
+            return
+        without = [
+            f"{index} ({type(layer).__name__})"
+            for index, layer in self._stage.layers.modules().items()
+            if index > 0 and self._defers_nothing(layer)  # layer 0 sends no gradient back
+        ]
+        if without:
+            _logger.info(
+                f"schedule: backward passes of layer {', '.join(without)} always run in one: "
+                "see docs/schedules.md, split backward passes"
             )
-            self._composed_for = present, prefix, scheduled, step.is_deferred
-        return self._composition
 
-    def _recompose(self, _: LayersMoved | None = None) -> None:
-        self._composed_for = None
-        self._scheduled.forget_shapes()
+    def _defers_nothing(self, layer: Any) -> bool:
+        weights = [weight for weight in layer.parameters() if weight.requires_grad and weight.dim() > 1]
+        return bool(weights) and not any(weight in self._gradients.hidden for weight in weights)

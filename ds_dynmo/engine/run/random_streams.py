@@ -17,20 +17,18 @@ import ctypes
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe import schedule
 from numpy.random.mtrand import get_bit_generator
 
 from ds_dynmo.engine.run.rng_trackers import TrackedStates
-from ds_dynmo.engine.split.steps import InputGradientPass
 
 Layer = Callable[[Any], Any]
-Instruction = Callable[..., None]
 
 _KEY = struct.Struct("<Q4q?")
 _POSITION = struct.Struct("i")
@@ -43,7 +41,7 @@ def stream_seed(seed: int, *, step: int, micro_batch: int, layer: int, replica: 
 
 
 class LayerPass(NamedTuple):
-    """A pipeline instruction that may run layers; ``recomputes``: they repeat what they ran in the forward pass."""
+    """A pass that may run layers; ``recomputes``: they repeat what they ran in the forward pass."""
 
     micro_batch: int
     recomputes: bool
@@ -140,54 +138,34 @@ class LayerStreams:
         self._torch = TorchGenerators()
         self._trackers = TrackedStates(lambda mine: [mine]) if trackers is None else trackers
         self._python = PythonGenerators()
-        self._next = 0  # micro-batch of the next forward pass
-        self._in_buffer: dict[int, int] = {}  # micro-batches, by DeepSpeed's pipeline buffer
-        self._numbers: list[int] = []  # of the stage's layers
+        self._numbers: Mapping[int, int] = {}  # by layer of the stage
         self._now: dict[str, Any] = {}  # step and training, which identify streams together with the draws
         self._swapped: tuple[Any, ...] = (self._torch,)  # also restored by activation checkpointing
         self._pass: LayerPass | None = None
         self._outer: list[Any] | None = None
         self._outer_of_python: Any = None
 
-    def begin(self, numbers: Sequence[int], *, step: int, training: bool) -> None:
+    def begin(self, numbers: Mapping[int, int], *, step: int, training: bool) -> None:
         """Start a batch, whose layers run through :meth:`wrap`.
 
         Args:
-            numbers: per layer of the stage, the number that seeds its stream.
+            numbers: by layer of the stage, the number that seeds its stream.
             training: whether it is a training batch; evaluations have different streams.
         """
         self._trackers.find()
         self._swapped = (self._torch, self._trackers) if self._trackers.are_there else (self._torch,)
-        self._numbers = list(numbers)
-        self._now, self._next = {"step": step, "training": training}, 0
+        self._numbers, self._now = numbers, {"step": step, "training": training}
 
-    def instructions(self, present: Mapping[type, Instruction]) -> dict[type, Instruction]:
-        """Wrap the ``present`` instructions that may run layers, so that each sets its micro-batch."""
-        around: dict[type, Callable[[Instruction], Instruction]] = {
-            schedule.ForwardPass: self._forward_pass,
-            schedule.BackwardPass: self._backward_pass,
-            InputGradientPass: self._backward_pass,
-        }
-        return {kind: put_around(present[kind]) for kind, put_around in around.items() if kind in present}
+    @contextmanager
+    def running(self, micro_batch: int, *, recomputes: bool) -> Iterator[None]:
+        """Run the pass of a micro-batch inside, and restore the generators afterwards.
 
-    def _forward_pass(self, forward: Instruction) -> Instruction:
-        def forward_pass(engine: Any, buffer_id: int) -> None:
-            micro_batch = self._in_buffer[buffer_id] = self._next
-            self._next += 1
-            self._run(LayerPass(micro_batch, recomputes=False), forward, engine, buffer_id)
-
-        return forward_pass
-
-    def _backward_pass(self, backward: Instruction) -> Instruction:
-        def backward_pass(engine: Any, buffer_id: int) -> None:
-            self._run(LayerPass(self._in_buffer[buffer_id], recomputes=True), backward, engine, buffer_id)
-
-        return backward_pass
-
-    def _run(self, begun: LayerPass, instruction: Instruction, engine: Any, buffer_id: int) -> None:
-        self._pass = begun
+        Args:
+            recomputes: its layers repeat what they ran in the forward pass.
+        """
+        self._pass = LayerPass(micro_batch, recomputes)
         try:
-            instruction(engine, buffer_id=buffer_id)
+            yield
         finally:
             self._pass = None
             if self._outer_of_python is not None:
@@ -197,13 +175,13 @@ class LayerStreams:
                 self._restore(self._outer)
                 self._outer = None
 
-    def wrap(self, place: int, layer: Layer) -> Layer:
-        """Wrap the layer at a place in the stage, so that it draws from its own streams."""
-        number = self._numbers[place]
+    def wrap(self, index: int, layer: Layer) -> Layer:
+        """Wrap the layer of a number, so that it draws from its own streams."""
+        number = self._numbers[index]
 
         def drawing(inputs: Any) -> Any:
             begun = self._pass
-            if begun is None:  # a user's engine runs it outside instructions
+            if begun is None:  # a user's code runs it outside of passes
                 return layer(inputs)
             swapped = self._state() if begun.recomputes else None
             if self._outer_of_python is None:

@@ -1,9 +1,17 @@
-"""Agreement of the ranks on trainable layers, and refusal of changes without ``engine.model_changed``."""
+"""Agreement of the ranks on trainable layers, and refusal of changes without ``engine.model_changed``.
+
+The leading layers of the model without trainable parameters are its *frozen prefix*. A chunk inside it has no backward
+work, and no gradient is sent to it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import nn
+
+from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.measure import layer_sizes
-from ds_dynmo.engine.run import frozen_prefix
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError
 
@@ -31,14 +39,12 @@ class TrainableLayers:
         """
         stage, layers = self._stage, self._stage.layers
         stage.comm.enter(what)
-        flags = stage.comm.max_over_world(
-            layer_sizes.per_layer(layers, lambda module: float(frozen_prefix.trains(module)))
-        )
+        flags = stage.comm.max_over_world(layer_sizes.per_layer(layers, lambda module: float(trains(module))))
         trainable = flags.bool().tolist()
-        frozen_prefix.check_ties(layers, trainable)
-        prefix = frozen_prefix.frozen_prefix(trainable)
+        check_ties(layers, trainable)
+        prefix = frozen_prefix(trainable)
         stage.optimizer.match_layers(what)
-        stage.gradient_flags.forget_flags()
+        stage.forms.forget()
         self._layers, self.prefix = trainable, prefix
 
     def check(self) -> None:
@@ -52,4 +58,51 @@ class TrainableLayers:
                 "parameters were frozen or unfrozen: call engine.model_changed(reason) on every rank afterwards, so "
                 "that the optimizer stops or starts to update them"
             )
-        frozen_prefix.check_unchanged(self._stage.layers, self._layers)
+        check_unchanged(self._stage.layers, self._layers)
+
+
+def trains(module: nn.Module) -> bool:
+    """Return whether a layer has trainable parameters."""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def check_ties(layers: StageLayers, trainable: Sequence[bool]) -> None:
+    """Refuse a tie of which only some uses are frozen.
+
+    Args:
+        trainable: per layer of the model, whether it has trainable parameters; the same on every rank.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    for key in layers.tied_keys():
+        uses = layers.uses(key)
+        if len({trainable[use] for use in uses}) > 1:
+            raise ConfigError(
+                f"layers {uses} are tied by the key {key!r}, but only layers {[u for u in uses if trainable[u]]} have "
+                "something to train: freeze all of them, or untie them"
+            )
+
+
+def check_unchanged(layers: StageLayers, trainable: Sequence[bool]) -> None:
+    """Refuse to train after layers were frozen or unfrozen without ``engine.model_changed``.
+
+    Args:
+        trainable: per layer of the model, whether it was trainable at the last ``engine.model_changed``.
+    """
+    for index, module in layers.modules().items():
+        if trains(module) != trainable[index]:
+            change = "frozen" if trainable[index] else "unfrozen"
+            raise ConfigError(
+                f"layer {index} was {change}: call engine.model_changed(reason) on every rank after layers are "
+                "frozen or unfrozen"
+            )
+
+
+def frozen_prefix(trainable: Sequence[bool]) -> int:
+    """Count the leading layers without trainable parameters.
+
+    >>> frozen_prefix([False, False, True, False])
+    2
+    """
+    return next((index for index, trains in enumerate(trainable) if trains), len(trainable))

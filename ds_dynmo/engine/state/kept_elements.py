@@ -42,7 +42,7 @@ def keep_elements(stage: StageContext, kept: Kept, *, is_moving: bool) -> None:
         ConfigError: on every rank that calls; nothing has changed.
         MigrationError: on every rank that can still raise it; parameters had begun to change.
     """
-    if stage.around_schedule.running:
+    if stage.chunks.active is not None:
         raise ConfigError(f"{_CALL} was called inside a batch: call it between two batches, on every rank")
     if not is_moving:
         stage.optimizer.match_layers("keep_elements")

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from ds_dynmo.engine.comm.channels import Channels, LaneKey, MessageKind
+
 from ds_dynmo.errors import ConfigError
 
 PLAN = {1: [(LaneKey(MessageKind.ACTIVATION, is_sent=True),)]}

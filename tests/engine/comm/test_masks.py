@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe import p2p
+from ds_dynmo.engine.comm.channels import Channels
 
 import ds_dynmo
-from ds_dynmo.engine.comm.channels import Channels
 from tests.support.configs import Case, config
 from tests.support.harness import run, run_each
 from tests.support.models import VOCABULARY, WIDTH, Block, Embedding, Head, module_of

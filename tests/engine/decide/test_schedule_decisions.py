@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.pipe.schedule import TrainSchedule
+from ds_dynmo.engine.run.steps import with_some_split
 
 import ds_dynmo
 from ds_dynmo.cli.plotting.timelines import around
@@ -17,7 +18,6 @@ from ds_dynmo.cli.run_records import read_report
 from ds_dynmo.engine.decide import rebalancer
 from ds_dynmo.engine.decide.decision import Decision
 from ds_dynmo.engine.decide.decision_input import DecisionInput
-from ds_dynmo.engine.split.steps import with_some_split
 from ds_dynmo.plan import RebalanceReport
 from ds_dynmo.schedules import FoundSchedule, PassCosts, one_f_one_b, peak_bytes, schedule_for_equal_costs
 from tests.support import told_clock

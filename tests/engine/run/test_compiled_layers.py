@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_dynmo
+from ds_dynmo.engine.run import split_modules
 from ds_dynmo.engine.run.compiled_layers import CompiledLayers, backend_of_call, check_compiler
-from ds_dynmo.engine.split import split_modules
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.pruning.gradual import PrunableBlock, prunable_linears

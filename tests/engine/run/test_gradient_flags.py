@@ -11,11 +11,11 @@ import pytest
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe import p2p, schedule
+from ds_dynmo.engine.deepspeed.buffers import sent_as_they_are
+from ds_dynmo.engine.run.gradient_flags import GradientFlags
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ds_dynmo.engine.deepspeed.buffers import sent_as_they_are
 from ds_dynmo.engine.deepspeed.checkpointing import any_input
-from ds_dynmo.engine.run.gradient_flags import GradientFlags
 from ds_dynmo.errors import ConfigError
 
 

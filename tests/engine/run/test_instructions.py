@@ -11,13 +11,13 @@ import pytest
 import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from ds_dynmo.engine.run.gradient_flags import GradientFlags
+from ds_dynmo.engine.run.instructions import compose
 from torch import nn
 
 import ds_dynmo
 from ds_dynmo.engine.deepspeed.engine_class import engine_class
 from ds_dynmo.engine.deepspeed.instruction_map import AT_THE_END, checked_instructions
-from ds_dynmo.engine.run.gradient_flags import GradientFlags
-from ds_dynmo.engine.run.instructions import compose
 from ds_dynmo.errors import ConfigError
 
 STOCK = PipelineEngine._INSTRUCTION_MAP

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.split.weight_gradients import DeferredGradients, WeightGradients
+from ds_dynmo.engine.run.weight_gradients import DeferredGradients, WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.weight_gradients import defer_weight_gradient
 from tests.support.pages import code_blocks

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.pipe import schedule as deepspeeds
-
-from ds_dynmo.config.dynmo import ScheduleConfig
-from ds_dynmo.engine.split.steps import (
+from ds_dynmo.engine.run.steps import (
     InputGradientPass,
     ScheduleInForce,
     ScheduleSteps,
     WeightGradientPass,
     with_some_split,
 )
+
+from ds_dynmo.config.dynmo import ScheduleConfig
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import (
     Schedule,
@@ -117,7 +117,7 @@ def test_a_schedule_of_the_users_is_refused(kind: Any, monkeypatch: pytest.Monke
     force.begin(given())
     monkeypatch.setattr(deepspeeds.TrainSchedule, "steps", lambda self: iter(()))
     with pytest.raises(
-        ConfigError, match=r"schedule.TrainSchedule.steps = tests.engine.split.test_schedule_steps\..*lambda"
+        ConfigError, match=r"schedule.TrainSchedule.steps = tests.engine.run.test_schedule_steps\..*lambda"
     ):
         force.steps(given())
 

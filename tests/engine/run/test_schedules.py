@@ -20,7 +20,7 @@ ZERO_BUBBLE = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
 
 def train_in_two_parts(case: Case, moves: list[list[int]], steps: int, every: int) -> dict[str, Any]:
     """Under checkpointing too, the order for equal costs runs from the first batch on."""
-    with mock.patch("ds_dynmo.engine.split.steps.one_f_one_b", schedule_for_equal_costs):
+    with mock.patch("ds_dynmo.engine.run.steps.one_f_one_b", schedule_for_equal_costs):
         return train(case, moves, steps, every)
 
 

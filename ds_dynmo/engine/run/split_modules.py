@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ds_dynmo.engine.split.products import Conv1D, Linear, Operand, operand, split, split_grouped
+from ds_dynmo.engine.run.products import Conv1D, Linear, Operand, operand, split, split_grouped
 from ds_dynmo.torch_private import compiled_call_of, grouped_mm, saved_tensors_hooks
 from ds_dynmo.weight_gradients import is_split
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from ds_dynmo.engine.comm.channels import Channels, LaneKey, LinkPlan, MessageKind, Operation
-from ds_dynmo.engine.split.messages import link_plan, receives, sends
+
+from ds_dynmo.engine.run.messages import link_plan, receives, sends
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import (
     Action,

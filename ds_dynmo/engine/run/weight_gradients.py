@@ -2,7 +2,7 @@
 
 Another stage waits only for the gradient of a pass's input. Weight gradients can be computed later, when the stage
 would be idle (Qi et al. 2024, section 2). Gradients of weights in matrix products are deferred
-(:mod:`ds_dynmo.engine.split.split_modules`), and those of kernels that call :func:`ds_dynmo.defer_weight_gradient`.
+(:mod:`ds_dynmo.engine.run.split_modules`), and those of kernels that call :func:`ds_dynmo.defer_weight_gradient`.
 All other gradients are computed in the first part.
 
 In a forward pass whose backward pass is in two parts, these weights are hidden from autograd. The first part of the
@@ -12,7 +12,6 @@ so that hooks on their gradients (of DeepSpeed and of the user) see each gradien
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
@@ -23,11 +22,12 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ds_dynmo.engine.split import split_modules
+from ds_dynmo.engine.run import split_modules
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.torch_private import backward_pass_number, hooks_of, is_only_tensor_of_its_memory
 from ds_dynmo.weight_gradients import Compute, RowIndex, collected_by, whole
 
+Pass = tuple[int, int]  # chunk and micro-batch
 Terms = list[tuple[RowIndex, Compute]]  # of a sum, which is the gradient of a parameter
 
 
@@ -91,7 +91,7 @@ class WeightGradients:
     """The deferred weight gradients of a stage's passes.
 
     Attributes:
-        defers: whether the running pass defers weight gradients.
+        defers: whether the running pass defers weight gradients; set before a forward pass.
         observe: called with each deferred function and the bytes that it holds; returns the function to call instead.
             None: no measurement.
     """
@@ -100,18 +100,13 @@ class WeightGradients:
         self.defers = False
         self.observe: Callable[[Compute, int], Compute] | None = None
         self._collecting: DeferredGradients | None = None
-        self._waiting: deque[DeferredGradients] = deque()
+        self._waiting: dict[Pass, DeferredGradients] = {}
         self._never_deferred: set[int] = set()
         self._hidden: set[nn.Parameter] = set()
 
     @contextmanager
-    def splitting(self, modules: Iterable[nn.Module], *, splits: bool = True) -> Iterator[None]:
-        """Let ``modules`` defer their weight gradients while a batch runs, and restore them afterwards.
-
-        Args:
-            modules: all modules of a stage.
-            splits: whether the batch has backward passes in two parts.
-        """
+    def splitting(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Let ``modules``, all of a stage, defer their weight gradients while a batch runs; restore them afterwards."""
         modules = list(dict.fromkeys(modules))
         self._never_deferred = split_modules.shared_weights(modules)
         with ExitStack() as stack:
@@ -120,7 +115,7 @@ class WeightGradients:
             for parameter in {parameter for module in modules for parameter in module.parameters(recurse=False)}:
                 if parameter.requires_grad:
                     stack.callback(parameter.register_hook(partial(self._reached, parameter)).remove)
-            for module, forward in split_modules.forwards(modules if splits else []):
+            for module, forward in split_modules.forwards(modules):
                 stack.callback(_set_forward, module, vars(module).get("forward"))
                 _set_forward(module, forward)
             yield
@@ -130,27 +125,18 @@ class WeightGradients:
         self._waiting.clear()
 
     @contextmanager
-    def forward_pass(self, *, split: bool) -> Iterator[None]:
-        """Run a forward pass whose backward pass will be ``split`` or not."""
-        self.defers = split
-        try:
-            yield
-        finally:
-            self.defers = False
-
-    @contextmanager
-    def first_part(self) -> Iterator[None]:
+    def first_part(self, which: Pass) -> Iterator[None]:
         """Run a backward pass, with recomputation, whose weight gradients are deferred."""
         self.defers, self._collecting = True, DeferredGradients()
         try:
             yield
-            self._waiting.append(self._collecting)
+            self._waiting[which] = self._collecting
         finally:
             self.defers, self._collecting = False, None
 
-    def second_part(self) -> DeferredGradients:
-        """Return the oldest deferred gradients that have not been computed."""
-        return self._waiting.popleft()
+    def second_part(self, which: Pass) -> DeferredGradients:
+        """Return the gradients that this pass deferred."""
+        return self._waiting.pop(which)
 
     @property
     def hidden(self) -> Set[nn.Parameter]:

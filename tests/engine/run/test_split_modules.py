@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_dynmo.engine.split.weight_gradients import WeightGradients
+from ds_dynmo.engine.run.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
 from tests.support.split_models import (
     BOTH,

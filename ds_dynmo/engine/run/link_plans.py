@@ -1,0 +1,48 @@
+"""The sends and receives of a schedule's actions, in the order of posting between two stages."""
+
+from __future__ import annotations
+
+from ds_dynmo.engine.comm.links import Lane, LinkPlan, MessageKind, Transfer
+from ds_dynmo.schedules import Action, Kind, PassCosts, Schedule, link_orders
+from ds_dynmo.schedules.forward_only import forward_place
+
+_KINDS = {
+    Kind.FORWARD: MessageKind.ACTIVATION,
+    Kind.INPUT_GRADIENT: MessageKind.GRADIENT,
+    Kind.BACKWARD: MessageKind.GRADIENT,
+}
+
+
+def lane_of(made_by: Action) -> Lane:
+    """Return the lane of what an action sends on: the boundary behind its chunk, or of a gradient the one before."""
+    kind = _KINDS[made_by.kind]
+    return Lane(kind, made_by.chunk if kind is MessageKind.ACTIVATION else made_by.chunk - 1)
+
+
+def link_plan(schedule: Schedule, stage: int, costs: PassCosts | None) -> LinkPlan:
+    """List the sends and receives of ``stage`` with each neighbour, in their order.
+
+    Args:
+        costs: of the search for the schedule; None: nothing has been measured.
+    """
+    plan: dict[int, list[tuple[Transfer, ...]]] = {}
+    owners = schedule.owners
+    for pair, groups in link_orders(schedule, costs or PassCosts.equal(owners)).items():
+        if stage in pair:
+            plan[sum(pair) - stage] = [
+                tuple(Transfer(lane_of(made_by), owners[made_by.chunk] == stage) for made_by, _ in group)
+                for group in groups
+            ]
+    return plan
+
+
+def evaluation_plan(owners: tuple[int, ...], orders: list[list[Action]], stage: int) -> LinkPlan:
+    """List the sends and receives of ``stage`` in an evaluation, whose ``orders`` contain forward passes alone."""
+    last, plan = len(owners) - 1, dict[int, list[tuple[Transfer, ...]]]()
+    for _, chunk, _ in sorted((action for order in orders for action in order), key=forward_place(owners)):
+        if chunk == last or owners[chunk] == owners[chunk + 1] or stage not in (owners[chunk], owners[chunk + 1]):
+            continue
+        is_sent = owners[chunk] == stage
+        neighbour = owners[chunk + 1] if is_sent else owners[chunk]
+        plan.setdefault(neighbour, []).append((Transfer(Lane(MessageKind.ACTIVATION, chunk), is_sent),))
+    return plan
