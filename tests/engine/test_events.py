@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
-
-from ds_dynmo.engine.events import AroundSchedule, EngineEvent, Timeline
+from ds_dynmo.engine.events import EngineEvent, Timeline
 
 
 def test_subscribers_are_called_in_the_order_of_subscription() -> None:
@@ -19,25 +17,6 @@ def test_subscribers_are_called_in_the_order_of_subscription() -> None:
     event.publish(1)
     assert heard == [("profiler", 1), ("executor", 1)]
     assert event.reasons == ["profiler keeps numbers", "executor keeps numbers"]
-
-
-def test_a_schedule_runs_inside_all_added_contexts_even_if_it_fails() -> None:
-    around, seen = AroundSchedule(), []
-
-    @contextmanager
-    def entered(training: bool) -> Iterator[None]:
-        seen.append(training)
-        try:
-            yield
-        finally:
-            seen.append("left")
-
-    around.add(entered)
-    with pytest.raises(RuntimeError, match="stop"), around(True):
-        raise RuntimeError("stop")
-    with around(False):
-        pass
-    assert seen == [True, "left", False, "left"]
 
 
 def test_phases_are_recorded_only_while_somebody_records() -> None:

@@ -83,10 +83,10 @@ def test_an_emulated_backward_pass_in_two_parts(monkeypatch: pytest.MonkeyPatch)
     block.weight_share, block.split_price = 0.25, 2.0
     with gradients.splitting([]):
         hidden = block(torch.ones(2, requires_grad=True)).sum()
-        with gradients.first_part():
+        with gradients.first_part((0, 0)):
             hidden.backward()
         assert slept == [0.01, pytest.approx(0.03)] and block.parts[block.largest].grad is None
-        gradients.second_part().roots()[0].backward()
+        gradients.second_part((0, 0)).roots()[0].backward()
     assert slept[2:] == [pytest.approx(0.01)] and block.parts[block.largest].grad is not None
 
 

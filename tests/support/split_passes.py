@@ -46,18 +46,18 @@ def in_two(model: nn.Module, passes: Passes, lag: int = 1) -> tuple[list[Any], s
             entering = input.detach().requires_grad_()
             with gradients.forward_pass(split=True):
                 output = model(entering)
-            with gradients.first_part():
+            with gradients.first_part((0, number)):
                 output.backward(gradient)
             found.append((output.detach(), entering.grad))
             if number >= lag:
-                finish(gradients)
-        for _ in range(min(lag, len(passes))):
-            finish(gradients)
+                finish(gradients, number - lag)
+        for number in range(max(0, len(passes) - lag), len(passes)):
+            finish(gradients, number)
         return found, {name for name, parameter in model.named_parameters() if parameter in gradients.hidden}
 
 
-def finish(gradients: WeightGradients) -> None:
-    for root in gradients.second_part().roots():
+def finish(gradients: WeightGradients, micro_batch: int = 0) -> None:
+    for root in gradients.second_part((0, micro_batch)).roots():
         root.backward()
 
 

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ds_dynmo.engine.run.steps import ScheduleInForce
-
+from ds_dynmo.engine.run.schedule_in_force import NextSchedule, ScheduleInForce
+from ds_dynmo.placement import Placement
 from tests.support.configs import SECTION
 from tests.support.harness import run
 
 
 def under(kind: str, function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
     """Run a workload under a schedule, unless it names one. Return also how many batches ran our own schedule."""
-    ours, begin = [], ScheduleInForce.begin
+    ours, bare = [], ScheduleInForce.next
 
-    def watched(self: ScheduleInForce, steps: Any) -> None:
-        begin(self, steps)
-        ours.append(self.running is not None)
+    def watched(self: ScheduleInForce, placement: Placement, micro_batches: int) -> NextSchedule:
+        ours.append(self.schedule_for(placement.num_stages, micro_batches) is not None)
+        return bare(self, placement, micro_batches)
 
     SECTION["schedule"] = {"kind": kind}
-    ScheduleInForce.begin = watched  # type: ignore[method-assign]
+    ScheduleInForce.next = watched  # type: ignore[method-assign]
     try:
         return function(*args), sum(ours)
     finally:
         del SECTION["schedule"]
-        ScheduleInForce.begin = begin  # type: ignore[method-assign]
+        ScheduleInForce.next = bare  # type: ignore[method-assign]
 
 
 DIFFER = {"attributes", "reports", "summaries"}  # they hold seconds, or buffers

@@ -39,7 +39,8 @@ _logger = logging.getLogger("DynMo")
 _NOTHING = nullcontext()
 REPLACED = (
     "train_batch or _exec_schedule was replaced on the engine by a function that does not call the engine's own "
-    "_exec_schedule: no batch ran. Call it, or override it in a class given as engine_class"
+    "_exec_schedule: a batch ran without what moving layers needs. Call it, or override it in a class given as "
+    "engine_class"
 )
 
 
@@ -125,7 +126,7 @@ class Executor:
                 yield
         finally:
             self._held, self._handed, self._labels = {}, {}, {}
-            self._split, self._gradients.defers = frozenset(), False
+            self._split = frozenset()
         self.ran = True
 
     def _wrappers(self, training: bool) -> list[LayerWrapper]:
@@ -174,13 +175,15 @@ class Executor:
             assert form is not None
             held.inputs = messages.require_gradients(tensors, form)
             inputs = messages.arranged(tensors, form)
-        split = (chunk.number, micro_batch) in self._split
-        with self._phase("forward", "forward", micro_batch), self._around(Kind.FORWARD, chunk, micro_batch):
-            self._gradients.defers = split
+        is_split = (chunk.number, micro_batch) in self._split
+        with (
+            self._phase("forward", "forward", micro_batch),
+            self._around(Kind.FORWARD, chunk, micro_batch),
+            self._gradients.forward_pass(split=True) if is_split else _NOTHING,
+        ):
             outputs = passes.forward(engine, messages.cloned(inputs))
             if chunk.is_last:
                 held.loss = passes.loss_of(engine, outputs, self._labels.pop(micro_batch, None))
-            self._gradients.defers = False
         if not chunk.is_last:
             self._send_activations(chunk, micro_batch, outputs, held)
         if self._goes_back(chunk):

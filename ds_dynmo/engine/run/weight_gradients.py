@@ -91,7 +91,7 @@ class WeightGradients:
     """The deferred weight gradients of a stage's passes.
 
     Attributes:
-        defers: whether the running pass defers weight gradients; set before a forward pass.
+        defers: whether the running pass defers weight gradients.
         observe: called with each deferred function and the bytes that it holds; returns the function to call instead.
             None: no measurement.
     """
@@ -123,6 +123,15 @@ class WeightGradients:
     def _forget(self) -> None:
         self._hidden, self._never_deferred = set(), set()
         self._waiting.clear()
+
+    @contextmanager
+    def forward_pass(self, *, split: bool) -> Iterator[None]:
+        """Run a forward pass whose backward pass will be ``split`` or not."""
+        self.defers = split
+        try:
+            yield
+        finally:
+            self.defers = False
 
     @contextmanager
     def first_part(self, which: Pass) -> Iterator[None]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
-from deepspeed.runtime.pipe import p2p
-from ds_dynmo.engine.comm.channels import Channels
 
 import ds_dynmo
+from ds_dynmo.engine.comm.links import Lane, Links, MessageKind
+from ds_dynmo.engine.comm.message_forms import MessageForm
 from tests.support.configs import Case, config
 from tests.support.harness import run, run_each
 from tests.support.models import VOCABULARY, WIDTH, Block, Embedding, Head, module_of
@@ -255,22 +255,16 @@ def tensors_sent(case: Case) -> dict[str, list[tuple[torch.dtype, int]]]:
     batches = data()
     engine.train_batch(batches)
     sent: dict[str, list[tuple[torch.dtype, int]]] = {"forward": [], "back": []}
-    bare = p2p.send, Channels.send
+    bare = Links.send
 
-    def note(tensor: torch.Tensor, stage: int) -> None:
-        sent["forward" if stage > engine.stage_id else "back"].append((tensor.dtype, tensor.nbytes))
+    def send(self: Links, lane: Lane, tensors: Sequence[torch.Tensor], form: MessageForm | None = None) -> None:
+        way = sent["forward" if lane.kind is MessageKind.ACTIVATION else "back"]
+        way += [(tensor.dtype, tensor.nbytes) for tensor in tensors]
+        bare(self, lane, tensors, form)
 
-    def send(tensor: torch.Tensor, stage: int, async_op: bool = False) -> None:
-        note(tensor, stage)
-        bare[0](tensor, stage)
-
-    def send_on(self: Channels, tensor: torch.Tensor, stage: int, async_op: bool = False) -> None:
-        note(tensor, stage)
-        bare[1](self, tensor, stage)
-
-    p2p.send, Channels.send = send, send_on  # type: ignore[method-assign]
+    Links.send = send  # type: ignore[method-assign]
     engine.train_batch(batches)
-    p2p.send, Channels.send = bare  # type: ignore[method-assign]
+    Links.send = bare  # type: ignore[method-assign]
     return sent
 
 

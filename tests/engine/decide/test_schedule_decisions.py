@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.pipe.schedule import TrainSchedule
-from ds_dynmo.engine.run.steps import with_some_split
 
 import ds_dynmo
 from ds_dynmo.cli.plotting.timelines import around
@@ -18,6 +17,7 @@ from ds_dynmo.cli.run_records import read_report
 from ds_dynmo.engine.decide import rebalancer
 from ds_dynmo.engine.decide.decision import Decision
 from ds_dynmo.engine.decide.decision_input import DecisionInput
+from ds_dynmo.engine.run.schedule_in_force import with_some_split
 from ds_dynmo.plan import RebalanceReport
 from ds_dynmo.schedules import FoundSchedule, PassCosts, one_f_one_b, peak_bytes, schedule_for_equal_costs
 from tests.support import told_clock
@@ -78,7 +78,7 @@ def decided(block: dict[str, Any]) -> Any:
     given = engine.rebalancer.decision_input(engine.profile, None, assume_running_schedule=False)
     every = [(0, *inner, 7) for inner in itertools.combinations(range(1, 7), 2)]
     seconds = {partition: given.pipeline.iteration_seconds(partition) for partition in every}
-    return gather((reports, seconds, engine.partition, running and running.schedule.hash))
+    return gather((reports, seconds, engine.partition, running and running.hash))
 
 
 def test_decisions_choose_the_shortest_simulated_iteration(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def repacked(step: int, partition: list[int]) -> Any:
     seen, found = {}, None
     while engine.global_steps < 4:
         engine.train_batch(data)
-        seen[engine.global_steps] = engine.stage.schedule.running.schedule, found and found.schedule
+        seen[engine.global_steps] = engine.stage.schedule.running, found and found.schedule
         if engine.global_steps == step:
             engine.rebalance()
             engine.repack(partition=partition)
@@ -231,7 +231,7 @@ def sent_to(partitions: list[list[int]]) -> Any:
         given = engine.profile and engine.rebalancer.decision_input(engine.profile, None, assume_running_schedule=False)
         engine.train_batch(data)
         found = given and given.pipeline.shortest_schedule(partition)
-        seen.append((engine.stage.schedule.running.schedule, found))
+        seen.append((engine.stage.schedule.running, found))
         if engine.profile is None:
             engine.rebalance()
     return gather((reports, seen))

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynmo.engine.deepspeed.module import layers_through
+from ds_dynmo.engine.deepspeed.module import runs_shown
 from ds_dynmo.engine.measure.profiler import CpuClock, EventClock, Profiler, device_clock, typical
 from ds_dynmo.schedules import Kind
 from ds_dynmo.stage_work import work_of_the_stage
@@ -78,10 +78,16 @@ class Pair(nn.Module):
         return self.inner(both[0]), both[1]
 
 
+def module_like(layers: Sequence[Any]) -> Any:
+    return SimpleNamespace(forward_funcs=list(layers), _local_start=0, _local_stop=len(layers))
+
+
 @contextmanager
 def measuring(profiler: Profiler, module: Any, layers: Sequence[int], *, has_loss: bool) -> Iterator[None]:
     """Measure a batch, as the executor does."""
-    with profiler.batch(module, layers, has_loss), layers_through(module, [profiler.wrap]):
+    runs = [range(layers[0], layers[-1] + 1)]
+    with profiler.batch(module, has_loss), runs_shown(module, runs, [profiler.wrap]) as show:
+        show(0)
         yield
 
 
@@ -89,13 +95,13 @@ def measure(
     clock: Clock, layers: list[Callable[..., Any]], x: Any, run: Callable[[list[Any], Any], Any], start: int = 4
 ) -> Profiler:
     profiler = Profiler(clock)
-    module = SimpleNamespace(forward_funcs=list(layers))
+    module, numbers = module_like(layers), range(start, start + len(layers))
     for _ in range(2):
-        with measuring(profiler, module, range(start, start + len(layers)), has_loss=False):
-            with profiler.measure_pass(Kind.FORWARD):
+        with measuring(profiler, module, numbers, has_loss=False):
+            with profiler.measure_pass(Kind.FORWARD, numbers, has_loss=False):
                 outputs = run(module.forward_funcs, x)
             clock.time += 100.0  # time between passes belongs to no layer
-            with profiler.measure_pass(Kind.BACKWARD):
+            with profiler.measure_pass(Kind.BACKWARD, numbers, has_loss=False):
                 total = outputs if isinstance(outputs, torch.Tensor) else sum(t.sum() for t in outputs)
                 total.sum().backward()
         assert module.forward_funcs == list(layers)
@@ -238,8 +244,8 @@ def test_frozen_layers_spend_nothing_in_backward() -> None:
 def test_the_loss_counts_as_the_last_layers() -> None:
     clock = Clock()
     profiler = Profiler(clock)
-    module = SimpleNamespace(forward_funcs=[Layer(clock, 1.0, 3.0)])
-    with measuring(profiler, module, [0], has_loss=True), profiler.measure_pass(Kind.FORWARD):
+    module = module_like([Layer(clock, 1.0, 3.0)])
+    with measuring(profiler, module, [0], has_loss=True), profiler.measure_pass(Kind.FORWARD, [0], has_loss=True):
         module.forward_funcs[0](torch.ones(2, 3))
         clock.time += 10.0
     assert profiler.samples.forward_seconds(0) == 11.0
@@ -288,11 +294,12 @@ def test_what_is_freed_at_once_counts_all_the_same() -> None:
 @pytest.mark.parametrize("loss_fn", [lambda y, t: (y - t).square().mean(), nn.MSELoss()], ids=["function", "module"])
 def test_what_the_loss_saves_is_counted(loss_fn: Any) -> None:
     module = nn.Module()
-    module.forward_funcs, module.loss_fn = [nn.Linear(3, 5)], loss_fn
+    module.forward_funcs, module.loss_fn, module._local_start, module._local_stop = [nn.Linear(3, 5)], loss_fn, 0, 1
     x, target = torch.ones(2, 3, requires_grad=True), torch.ones(2, 5)
     profiler = Profiler(Clock())
     for has_loss in (False, True):
-        with measuring(profiler, module, [0], has_loss=has_loss), profiler.measure_pass(Kind.FORWARD):
+        pass_of_0 = profiler.measure_pass(Kind.FORWARD, [0], has_loss=has_loss)
+        with measuring(profiler, module, [0], has_loss=has_loss), pass_of_0:
             module.loss_fn(module.forward_funcs[0](x), target)
         assert module.loss_fn is loss_fn
         assert bool(profiler.samples.loss_bytes) == has_loss
@@ -306,11 +313,11 @@ def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most_or_of_the
     every: bool, rows_counted: int
 ) -> None:
     funcs = [lambda x: (x[: rows.pop(0)].clone() ** 2).sum()]
-    module, rows = SimpleNamespace(forward_funcs=list(funcs)), [1, 4, 2]
+    module, rows = module_like(funcs), [1, 4, 2]
     profiler = Profiler(Clock(), size_every_pass=every)
     with measuring(profiler, module, [0], has_loss=True):
         for _ in range(3):
-            with profiler.measure_pass(Kind.FORWARD):
+            with profiler.measure_pass(Kind.FORWARD, [0], has_loss=True):
                 module.forward_funcs[0](torch.ones(4, 2, requires_grad=True))
     assert profiler.samples.activation_bytes == {0: rows_counted * 2 * 4}
 
@@ -336,7 +343,7 @@ def test_a_stalled_batch_does_not_count_as_typical() -> None:
     for seconds in (0.5, 0.5, 0.5):
         with profiler.timed():
             clock.time += seconds
-    with measuring(profiler, module, [], has_loss=True):
+    with profiler.batch(module, has_loss=True):
         pass  # takes no time; other batches take half a second
     assert profiler.batches == 1 and profiler.batch_seconds == 0.5
     profiler.forget()
@@ -373,7 +380,7 @@ def test_the_seconds_of_a_batch_are_those_of_the_device(profiled: bool) -> None:
     device = QueueingDevice()
     profiler, module = Profiler(device), SimpleNamespace(forward_funcs=[])
     for seconds in (2.0, 4.0, 8.0):
-        with measuring(profiler, module, [], has_loss=False) if profiled else profiler.timed():
+        with profiler.batch(module, has_loss=False) if profiled else profiler.timed():
             device.queue.append(seconds)
     assert profiler.batch_seconds == 4.0
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_dynmo.engine.comm.clock import clock_offset
 from ds_dynmo.engine.measure import trace
@@ -197,27 +196,3 @@ def test_an_unwritable_file_is_refused_and_a_lost_one_ends_no_training(tmp_path:
     for message, steps in run(2, cannot_write, str(tmp_path)):
         assert message.startswith(f'dynmo.trace.path = "{tmp_path}/file/trace.json": cannot be written: ')
         assert steps == 3
-
-
-def instructions_when_not_traced(path: str) -> list[Any]:
-    """Tell, per batch, whether DeepSpeed's instructions run. The second is profiled, the fourth traced."""
-    maps: list[dict[type, Any]] = []
-    engine = build(Case(dynmo={"interval": 0, "trace": {"path": path, "steps": [4, 4]}}))
-    data, run = batches(engine), PipelineEngine._exec_schedule
-
-    def watch(self: Any, pipe_schedule: Any) -> None:
-        maps.append(dict(self._INSTRUCTION_MAP))
-        run(self, pipe_schedule)
-
-    PipelineEngine._exec_schedule = watch
-    try:
-        for _ in range(5):
-            engine.train_batch(data)
-    finally:
-        PipelineEngine._exec_schedule = run
-    return [found == maps[0] for found in maps]
-
-
-def test_an_untraced_batch_runs_deepspeeds_instructions(tmp_path: Path) -> None:
-    for found in run(2, instructions_when_not_traced, str(tmp_path / "trace.json")):
-        assert found == [True, False, True, False, True]

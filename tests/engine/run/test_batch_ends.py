@@ -143,7 +143,7 @@ def decided(case: Case) -> dict[str, Any]:
         losses.append(engine.train_batch(data))
         running = engine.stage.schedule.running
         if running is not None:
-            kinds = [action.kind for action in running.schedule.orders[0]]
+            kinds = [action.kind for action in running.orders[0]]
             ahead.append(next(place for place, kind in enumerate(kinds) if kind != Kind.FORWARD))
         if step == 1:
             engine.rebalance([0, 3, 5, 8])

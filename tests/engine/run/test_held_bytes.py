@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from deepspeed.accelerator import get_accelerator
-from ds_dynmo.engine.comm.channels import AHEAD
 
 from benchmarks.held_bytes import CHECKPOINTING, PRECISIONS, SCHEDULES, measure_one
+from ds_dynmo.engine.comm.links import AHEAD
 from tests.support.harness import run_each
 
 pytestmark = pytest.mark.ranks

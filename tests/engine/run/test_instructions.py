@@ -8,12 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from ds_dynmo.engine.run.gradient_flags import GradientFlags
-from ds_dynmo.engine.run.instructions import compose
-from torch import nn
 
 import ds_dynmo
 from ds_dynmo.engine.deepspeed.engine_class import engine_class
@@ -43,52 +39,6 @@ def test_only_instructions_at_the_end_of_a_batch_may_be_the_users() -> None:
             ):
                 checked_instructions(engine)
     assert checked_instructions(PipelineEngine) is STOCK
-
-
-def composed(present: dict[type, Any]) -> Any:
-    layers: Any = SimpleNamespace(run=range(4), indices=range(4), tied_aliases=[], untied_parameters=list)
-    return compose(present, layers, 0, accumulates=False, callbacks=(), streams=None, flags=GradientFlags())
-
-
-def test_only_instructions_that_need_it_are_wrapped() -> None:
-    found = composed(STOCK)
-    assert {kind for kind in found if found[kind] is STOCK[kind]} == {*AT_THE_END, schedule.ForwardPass}
-    with pytest.raises(TypeError):
-        found[schedule.BackwardPass] = print
-
-
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([2.0, 3.0]))
-        self.passes = 0
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        hidden = x * self.weight
-        hidden.register_hook(self.count)
-        return hidden.exp(), torch.arange(3), hidden.sin()
-
-    def count(self, gradient: torch.Tensor) -> None:
-        self.passes += 1
-
-
-def test_several_outputs_take_one_backward_pass() -> None:
-    """The instruction gets tensors as DeepSpeed passes them."""
-    layer, gradients = Shared(), (torch.tensor([0.5, 0.25]), torch.tensor([1.0, 2.0]))
-
-    def backward(engine: Any, buffer_id: int) -> None:
-        exponential, integers, sine = engine.pipe_buffers["outputs"][buffer_id]
-        assert type(integers) is torch.Tensor and not integers.is_floating_point()
-        assert isinstance(sine, torch.Tensor) and type(2 * sine) is torch.Tensor
-        exponential.backward(gradient=gradients[0], retain_graph=True)
-        sine.backward(gradient=gradients[1], retain_graph=False)
-
-    outputs = layer(torch.ones(2))
-    engine = SimpleNamespace(pipe_buffers={"outputs": [outputs]}, is_last_stage=bool, is_pipe_partitioned=False)
-    composed({**STOCK, schedule.BackwardPass: backward})[schedule.BackwardPass](engine, buffer_id=0)
-    expected = gradients[0] * layer.weight.exp() + gradients[1] * layer.weight.cos()
-    assert layer.passes == 1
-    assert torch.allclose(layer.weight.grad, expected)
 
 
 # -- engine classes -----------------------------------------------------------------------------------

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from deepspeed.runtime.pipe import schedule
 
-from ds_dynmo.engine.deepspeed.module import layers_through
+from ds_dynmo.engine.deepspeed.module import runs_shown
 from ds_dynmo.engine.run import generators
 from ds_dynmo.engine.run.random_streams import (
     LayerStreams,
@@ -31,6 +31,22 @@ def draw() -> tuple[float, ...]:
     return torch.rand(()).item(), random.random(), numpy.random.random_sample()
 
 
+def module_like(layers: Sequence[Any]) -> Any:
+    return SimpleNamespace(forward_funcs=list(layers), _local_start=0, _local_stop=len(layers))
+
+
+@contextmanager
+def drawing(
+    streams: LayerStreams, module: Any, *, start: int = 0, step: int = 0, training: bool = True
+) -> Iterator[None]:
+    """Run a batch inside, whose layers are numbered from ``start``."""
+    numbers = range(start, start + len(module.forward_funcs))
+    streams.begin({number: number for number in numbers}, step=step, training=training)
+    with runs_shown(module, [numbers], [streams.wrap]) as show:
+        show(0)
+        yield
+
+
 def run_batch(
     streams: LayerStreams,
     passes: Sequence[Pass] = (("F", 0),),
@@ -41,20 +57,14 @@ def run_batch(
     training: bool = True,
 ) -> list[list[Any]]:
     """Return the random numbers of a stage's layers in each pass; a backward pass recomputes them."""
-    module = SimpleNamespace(forward_funcs=list(layers))
-    found = []
-
-    def run_layers(engine: Any, buffer_id: int) -> None:
-        drawn: list[Any] = []
-        for layer in module.forward_funcs:
-            drawn = layer(drawn)
-        found.append(drawn)
-
-    instructions = streams.instructions({schedule.ForwardPass: run_layers, schedule.BackwardPass: run_layers})
-    streams.begin(range(start, start + len(layers)), step=step, training=training)
-    with layers_through(module, [streams.wrap]):
-        for what, buffer_id in passes:
-            instructions[schedule.ForwardPass if what == "F" else schedule.BackwardPass](None, buffer_id)
+    module, found = module_like(layers), []
+    with drawing(streams, module, start=start, step=step, training=training):
+        for what, micro_batch in passes:
+            with streams.running(micro_batch, recomputes=what == "B"):
+                drawn: list[Any] = []
+                for layer in module.forward_funcs:
+                    drawn = layer(drawn)
+                found.append(drawn)
     assert module.forward_funcs == list(layers)
     return found
 
@@ -110,7 +120,7 @@ def test_a_layers_random_numbers_depend_neither_on_its_stage_nor_on_its_neighbou
 
 
 def test_recomputation_repeats_the_random_numbers_of_its_micro_batch() -> None:
-    one_f_one_b = [("F", 0), ("F", 1), ("B", 0), ("F", 0), ("B", 1), ("F", 1), ("B", 0), ("B", 1)]
+    one_f_one_b = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("F", 3), ("B", 2), ("B", 3)]
     first, second, first_again, third, second_again, fourth, third_again, fourth_again = run_batch(
         LayerStreams(7, 0), one_f_one_b
     )
@@ -118,8 +128,8 @@ def test_recomputation_repeats_the_random_numbers_of_its_micro_batch() -> None:
     assert len({found[0] for found in (first, second, third, fourth)}) == 4
 
 
-def test_random_numbers_do_not_depend_on_the_number_of_buffers() -> None:
-    few = run_batch(LayerStreams(7, 0), [("F", 0), ("B", 0), ("F", 0), ("B", 0)])
+def test_random_numbers_do_not_depend_on_the_order_of_passes() -> None:
+    few = run_batch(LayerStreams(7, 0), [("F", 0), ("B", 0), ("F", 1), ("B", 1)])
     many = run_batch(LayerStreams(7, 0), [("F", 0), ("F", 1), ("B", 0), ("B", 1)])
     assert [few[0], few[2]] == many[:2]
 
@@ -128,7 +138,7 @@ def test_an_evaluation_between_two_batches_changes_neither() -> None:
     streams = LayerStreams(7, 0)
     passes = [("F", 0), ("F", 1), ("B", 0), ("B", 1)]
     before = run_batch(streams, passes)
-    run_batch(streams, [("F", 0), ("F", 1), ("F", 0)], training=False)
+    run_batch(streams, [("F", 0), ("F", 1), ("F", 2)], training=False)
     assert run_batch(streams, passes) == before
 
 
@@ -197,46 +207,30 @@ def test_numpys_state_is_what_numpy_returns() -> None:
 
 def test_the_ranks_generators_continue_around_the_layers_of_a_pass() -> None:
     """A hook runs before the layers of the module; a backward function runs between recomputed layers."""
-    module = SimpleNamespace(forward_funcs=[lambda inputs: draw()])
+    module, streams = module_like([lambda inputs: draw()]), LayerStreams(7, 0)
     forward_draws, backward_draws = [], []
-
-    def forward(engine: Any, buffer_id: int) -> None:
-        forward_draws.append(draw())
-        module.forward_funcs[0](None)
-
-    def backward(engine: Any, buffer_id: int) -> None:
-        for _ in range(2):
-            module.forward_funcs[0](None)
-            backward_draws.append(torch.rand(()).item())
-
-    streams = LayerStreams(7, 0)
-    instructions = streams.instructions({schedule.ForwardPass: forward, schedule.BackwardPass: backward})
-    streams.begin([0], step=0, training=True)
-    with layers_through(module, [streams.wrap]):
-        for _ in range(2):
-            instructions[schedule.ForwardPass](None, 0)
-            instructions[schedule.BackwardPass](None, 0)
+    with drawing(streams, module):
+        for micro_batch in range(2):
+            with streams.running(micro_batch, recomputes=False):
+                forward_draws.append(draw())
+                module.forward_funcs[0](None)
+            with streams.running(micro_batch, recomputes=True):
+                for _ in range(2):
+                    module.forward_funcs[0](None)
+                    backward_draws.append(torch.rand(()).item())
     assert len({*forward_draws}) == 2 and len({*backward_draws}) == 4
 
 
 def test_checkpointing_that_swaps_torchs_states_does_not_leak_them() -> None:
     """DeepSpeed sets the forward pass's state before it recomputes, and the backward pass's state afterwards."""
-    module = SimpleNamespace(forward_funcs=[lambda inputs: draw()])
+    module, streams = module_like([lambda inputs: draw()]), LayerStreams(7, 0)
     at_forward = torch.Generator().manual_seed(99).get_state()
-
-    def backward(engine: Any, buffer_id: int) -> None:
+    expected = set_global_generators()
+    with drawing(streams, module), streams.running(0, recomputes=True):
         at_backward = torch.get_rng_state()
         torch.set_rng_state(at_forward)
         module.forward_funcs[0](None)
         torch.set_rng_state(at_backward)
-
-    expected = set_global_generators()
-    streams = LayerStreams(7, 0)
-    instructions = streams.instructions({schedule.ForwardPass: lambda *_, **__: None, schedule.BackwardPass: backward})
-    streams.begin([0], step=0, training=True)
-    with layers_through(module, [streams.wrap]):
-        instructions[schedule.ForwardPass](None, 0)
-        instructions[schedule.BackwardPass](None, 0)
     assert next_draws() == expected
 
 

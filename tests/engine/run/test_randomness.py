@@ -170,7 +170,7 @@ def test_moves_and_recomputation_change_nothing(interval: int, reentrant: bool) 
 
 def train_in_two_parts(case: Case) -> dict[str, Any]:
     """Train, with backward passes in two parts from the first batch on, under checkpointing too."""
-    with mock.patch("ds_dynmo.engine.run.steps.one_f_one_b", schedule_for_equal_costs):
+    with mock.patch("ds_dynmo.engine.run.schedule_in_force.one_f_one_b", schedule_for_equal_costs):
         return train(case)
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from deepspeed.runtime.pipe import p2p
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -133,8 +132,6 @@ def decided() -> dict[str, Any]:
         losses.append(engine.train_batch(data).item())
         if step == 1:
             engine.rebalance()
-        steps = engine.stage.schedule.running
-        assert steps is None or (steps.costs is not None) == (step > 1)
     return {"losses": losses}
 
 
@@ -253,7 +250,7 @@ def failing_layers(case: Case) -> list[Any]:
 def originals() -> tuple[Any, ...]:
     """What a batch may replace, or leave behind, in torch and DeepSpeed."""
     modes = torch._C._len_torch_function_stack()
-    return p2p.send, p2p.recv, nn.Linear.forward, nn.Module.__call__, F.linear, torch.autograd.Function.apply, modes
+    return nn.Linear.forward, nn.Module.__call__, F.linear, torch.autograd.Function.apply, modes
 
 
 def after_a_failure() -> bool:
@@ -261,7 +258,7 @@ def after_a_failure() -> bool:
     block = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
     engine = build(Case(stages=3, micro_batches=5, dynmo=block), failing_layers)
     data, sends = batches(engine), originals()
-    before = engine._INSTRUCTION_MAP, list(engine.module.forward_funcs)
+    before = list(engine.module.forward_funcs)
     engine.train_batch(data)
     assert originals() == sends
     try:
@@ -271,7 +268,7 @@ def after_a_failure() -> bool:
         assert not any("forward" in vars(module) for module in modules)
         assert not any(parameter._backward_hooks for parameter in engine.module.parameters())
         assert originals() == sends
-        assert (engine._INSTRUCTION_MAP, list(engine.module.forward_funcs)) == before
+        assert list(engine.module.forward_funcs) == before and engine.stage.chunks.active is None
         raise
     return True
 

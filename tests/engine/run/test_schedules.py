@@ -20,7 +20,7 @@ ZERO_BUBBLE = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
 
 def train_in_two_parts(case: Case, moves: list[list[int]], steps: int, every: int) -> dict[str, Any]:
     """Under checkpointing too, the order for equal costs runs from the first batch on."""
-    with mock.patch("ds_dynmo.engine.run.steps.one_f_one_b", schedule_for_equal_costs):
+    with mock.patch("ds_dynmo.engine.run.schedule_in_force.one_f_one_b", schedule_for_equal_costs):
         return train(case, moves, steps, every)
 
 
@@ -86,7 +86,7 @@ def decided(case: Case) -> list[Any]:
     for step in range(4):
         losses.append(float(engine.train_batch(data)))
         running = engine.stage.schedule.running
-        seen.append(None if running is None else (running.schedule.hash, running.schedule.splits))
+        seen.append((running.hash, running.splits))
         if step == 1:
             engine.rebalance()
     layers = engine.profile.layers
@@ -98,22 +98,22 @@ def test_a_decision_finds_an_order_that_all_ranks_run() -> None:
     case = Case(stages=3, replicas=2, micro_batches=6, dynmo=ZERO_BUBBLE)
     results = run(6, decided, case)[0]
     assert all(seen == results[0][0] for seen, *_ in results)
-    assert all(schedule is not None for schedule in results[0][0])
+    assert results[0][0][-1] != results[0][0][0]
     parts = results[0][2]
     blocks = parts[1:-2]  # of two linear layers each
     assert all(first > 0 and second > 0 and held > 0 for first, second, held in blocks)
 
 
-def test_deepspeeds_code_runs_1f1b() -> None:
+def test_1f1b_runs_unless_another_schedule_is_asked_for() -> None:
     results = run(3, decided, Case(stages=3, micro_batches=6))[0]
-    assert results[0][0] == [None] * 4
+    assert results[0][0] == [(one_f_one_b(3, 6).hash, 0)] * 4
     assert all(part == (0.0, 0.0, 0) for part in results[0][2])
 
 
 def first_order(case: Case) -> Any:
     engine = build(case)
     engine.train_batch(batches(engine))
-    return gather(engine.stage.schedule.running.schedule)
+    return gather(engine.stage.schedule.running)
 
 
 def test_the_first_order_is_that_of_1f1b_where_memory_matters() -> None:
@@ -134,7 +134,7 @@ def decided_on_fewer_stages(case: Case) -> dict[str, Any]:
         loss = engine.train_batch(data).item()
         losses[engine.global_steps] = loss
         running = engine.stage.schedule.running
-        hashes[engine.global_steps] = None if running is None else running.schedule.hash
+        hashes[engine.global_steps] = running.hash
         if engine.global_steps in (1, 3):
             engine.rebalance()
         if engine.global_steps == 2:
@@ -147,5 +147,5 @@ def decided_on_fewer_stages(case: Case) -> dict[str, Any]:
 def test_ranks_that_stay_run_one_order() -> None:
     block = {"interval": 0, "schedule": {"kind": "zero_bubble"}, "profile": {"batches": 1, "warmup_batches": 0}}
     first, released, last = run(3, decided_on_fewer_stages, Case(stages=3, micro_batches=6, dynmo=block))
-    assert first == last and None not in first["hashes"].values() and len(first["hashes"]) == 5
+    assert first == last and len(first["hashes"]) == 5
     assert len(released["hashes"]) == 2

@@ -135,7 +135,7 @@ def backward_of(model: nn.Module, **options: Any) -> None:
         entering = torch.randn(2, WIDTH, requires_grad=True)
         with gradients.forward_pass(split=True):
             output = model(entering).sum()
-        with gradients.first_part():
+        with gradients.first_part((0, 0)):
             output.backward(inputs=[entering], **options)
         finish(gradients)
 
@@ -202,7 +202,7 @@ def test_afterwards_everything_is_as_it_was(fails: bool) -> None:
             assert "forward" in vars(model[0][0]) and "forward" in vars(model[1])
             with gradients.forward_pass(split=True):
                 output = model(torch.randn(2, WIDTH))
-            with gradients.first_part():
+            with gradients.first_part((0, 0)):
                 output.sum().backward()
     except ArithmeticError:
         assert fails

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ds_dynmo
+from ds_dynmo.engine.run.messages import gradients_of
 from ds_dynmo.engine.run.weight_gradients import DeferredGradients, WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.weight_gradients import defer_weight_gradient
@@ -30,9 +31,9 @@ def test_under_autocast_nothing_is_deferred() -> None:
     with gradients.splitting(model.modules()), torch.autocast("cpu", torch.bfloat16):
         with gradients.forward_pass(split=True):
             output = model(torch.randn(2, WIDTH))
-        with gradients.first_part():
+        with gradients.first_part((0, 0)):
             output.sum().backward()
-        assert not gradients.second_part()
+        assert not gradients.second_part((0, 0))
     assert model[0].weight.grad is not None  # type: ignore[index, union-attr]
 
 
@@ -41,15 +42,15 @@ def test_weight_gradients_come_in_the_second_part_and_hooks_run_once() -> None:
     model.weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
     gradients = WeightGradients()
     with gradients.splitting([model]):
-        for _ in range(2):
+        for micro_batch in range(2):
             with gradients.forward_pass(split=True):
                 output = model(torch.randn(3, WIDTH))
-            with gradients.first_part():
+            with gradients.first_part((0, micro_batch)):
                 output.sum().backward()
         assert model.weight.grad is None and not seen
         finish(gradients)
         assert len(seen) == 1
-        finish(gradients)
+        finish(gradients, 1)
     assert len(seen) == 2
 
 
@@ -61,7 +62,7 @@ def test_a_hook_that_would_see_a_gradient_twice_is_refused() -> None:
     with gradients.splitting([model]):
         with gradients.forward_pass(split=True):
             output = model(torch.randn(3, WIDTH)).sum() + model.weight.square().sum()
-        with gradients.first_part(), pytest.raises(ConfigError, match=r"shape \[16, 16\] has a hook of yours"):
+        with gradients.first_part((0, 0)), pytest.raises(ConfigError, match=r"shape \[16, 16\] has a hook of yours"):
             output.backward()
 
 
@@ -122,7 +123,7 @@ def test_a_users_kernel_defers_in_a_first_part_only() -> None:
     gradients = WeightGradients()
     with gradients.splitting([]):
         output = Scale.apply(torch.ones(2, 3), (weight,), anchor)
-        with gradients.first_part():
+        with gradients.first_part((0, 0)):
             output.sum().backward()
         assert torch.equal(weight.grad, torch.full((3,), 2.0))
         finish(gradients)
@@ -153,14 +154,12 @@ def test_later_micro_batches_do_not_add_to_a_gradient_that_waits(product_first: 
 
 def test_gradients_kept_by_autograd_are_nobody_elses() -> None:
     """With no pass in two parts either: messages are on their way while later passes run."""
-    places, gradients = nn.Module(), WeightGradients()
-    places.weight = nn.Parameter(torch.zeros(2, WIDTH))
-    with gradients.splitting([places], splits=False):
-        entering = torch.ones(2, WIDTH, requires_grad=True)
-        (entering.view(1, 2, WIDTH) + places.weight.view(1, 2, WIDTH)).tanh().sum().backward()
-        sent = entering.grad.clone()
-        (places.weight * 3).sum().backward()
-    assert torch.equal(entering.grad, sent)
+    weight, entering = nn.Parameter(torch.zeros(2, WIDTH)), torch.ones(2, WIDTH, requires_grad=True)
+    (entering.view(1, 2, WIDTH) + weight.view(1, 2, WIDTH)).tanh().sum().backward()
+    (sent,) = gradients_of([entering], last_layer=3)
+    before = sent.clone()
+    (weight * 3).sum().backward()
+    assert torch.equal(sent, before)
 
 
 class Reusing(nn.Module):

@@ -1,0 +1,109 @@
+"""The tensors that chunks pass on: what can be sent, which gradients go back, what is announced."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ds_dynmo.engine.comm.message_forms import MessageForm
+from ds_dynmo.engine.deepspeed.checkpointing import any_input
+from ds_dynmo.engine.run.messages import arranged, checked, gradients_of, require_gradients, sendable
+from ds_dynmo.errors import ConfigError
+
+
+def plain() -> torch.Tensor:
+    return torch.ones(3)
+
+
+def with_graph() -> torch.Tensor:
+    return torch.ones(3, requires_grad=True) * 2
+
+
+def form_of(*outputs: torch.Tensor) -> MessageForm:
+    return MessageForm.of(outputs, [tensor.requires_grad for tensor in outputs], in_tuple=True)
+
+
+def test_only_flagged_tensors_require_a_gradient() -> None:
+    form = form_of(plain(), with_graph(), torch.arange(3))
+    received = [plain(), plain(), torch.arange(3)]
+    assert [one is received[1] for one in require_gradients(received, form)] == [True]
+    assert [tensor.requires_grad for tensor in received] == [False, True, False]
+    assert form.gradients == ((torch.Size([3]), torch.float32),)
+    assert arranged(received, form) == tuple(received)
+    assert arranged([plain()], MessageForm.of([plain()], [False], in_tuple=False)).shape == (3,)
+
+
+def test_of_what_no_layer_used_zeros_go_back() -> None:
+    inputs = [torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)]
+    inputs[1].sum().backward()
+    assert [gradient.tolist() for gradient in gradients_of(inputs, 3)] == [[0.0] * 3, [1.0] * 3]
+    with pytest.raises(ConfigError, match="whose last is layer 3, gave no gradient to anything"):
+        gradients_of(inputs, 3)
+    assert gradients_of([], 3) == []
+
+
+def test_a_tensor_that_gets_a_graph_later_is_refused() -> None:
+    known = form_of(with_graph(), plain())
+    assert checked(known, None, 3) is known
+    with pytest.raises(ConfigError, match=r"layer 3, .* outputs \[1\] require a gradient .* dynamic_shape=True"):
+        checked(form_of(with_graph(), with_graph()), known, 3)
+    assert checked(form_of(plain(), plain()), known, 3) is known  # the gradient that comes is dropped
+
+
+def test_other_shapes_are_refused() -> None:
+    known = form_of(plain(), torch.ones(2, dtype=torch.bool))
+    for outputs in ((plain(), torch.ones(4, dtype=torch.bool)), (plain(), torch.ones(2)), (plain(),)):
+        with pytest.raises(ConfigError, match=r"layer 3, .* in the first .* dynamic_shape=True, or .*reset_activation"):
+            checked(form_of(*outputs), known, 3)
+
+
+def test_a_complex_tensor_is_sent_without_a_gradient_alone() -> None:
+    sendable((with_graph(), torch.ones(3, dtype=torch.complex64)), 3)
+    with pytest.raises(ConfigError, match=r"layer 3, .* outputs \[1\] are complex .*view_as_real"):
+        sendable((with_graph(), with_graph().to(torch.complex64)), 3)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "found"),
+    [((plain(), None), "tuple of Tensor, NoneType"), ([plain()], "list of Tensor"), (None, "NoneType")],
+)
+def test_what_cannot_be_sent_is_refused_with_its_layer(outputs: Any, found: str) -> None:
+    with pytest.raises(ConfigError, match=rf"layer 3, .* returned a {found}: .*keep_together = \[\[3, 4\]\]"):
+        sendable(outputs, 3)
+
+
+def test_tensors_are_made_contiguous() -> None:
+    assert all(tensor.is_contiguous() for tensor in sendable((with_graph().expand(2, 3), with_graph()), 3))
+
+
+def test_forms_are_announced_in_full() -> None:
+    tensors = [torch.ones(2, 0, 3), torch.tensor(5), torch.ones(4, dtype=torch.bfloat16), torch.ones(1).bool()]
+    form = MessageForm.of(tensors, [True, False, True, False], in_tuple=True)
+    assert MessageForm.announced(form.announcement(torch.device("cpu"))) == form
+    with pytest.raises(ConfigError, match=r"has 400 tensors, .* 1024 are possible"):
+        MessageForm.of([plain()] * 400, [False] * 400, in_tuple=True).announcement(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("checkpoint", [ds_checkpointing.checkpoint, partial(torch_checkpoint, use_reentrant=True)])
+def test_a_mask_that_a_checkpointed_segment_passes_on_stays_what_it_is(checkpoint: Any) -> None:
+    """Of a segment's outputs, a reentrant function other than DeepSpeed's lets all floating ones require a gradient."""
+    hidden, mask, bools = with_graph(), plain(), torch.ones(3).bool()
+    outputs = any_input(checkpoint)(lambda *inputs: (inputs[0] * inputs[1], *inputs[1:]), hidden, mask, bools)
+    assert outputs[0].requires_grad and outputs[1] is mask and not mask.requires_grad and outputs[2] is bools
+    hidden.retain_grad()
+    outputs[0].sum().backward()
+    assert hidden.grad is not None and hidden.grad.tolist() == [1.0] * 3
+
+
+def test_a_checkpointed_segment_returns_no_weight() -> None:
+    weight, checkpointed = torch.nn.Parameter(torch.ones(3)), any_input(partial(torch_checkpoint, use_reentrant=True))
+    with pytest.raises(ConfigError, match=r"output 1 of checkpointed layers is a weight of shape \[3\]"):
+        checkpointed(lambda hidden: (hidden * weight, weight), with_graph())
+    hidden, passed = checkpointed(lambda x: (x * weight, weight.view_as(weight)), with_graph())
+    (hidden + passed).sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [3.0] * 3  # 2 as a factor, 1 as passed on
