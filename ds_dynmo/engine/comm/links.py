@@ -251,7 +251,7 @@ class Links:
         """Post all operations that may be posted now.
 
         Args:
-            needed: the lane whose next message this stage needs now.
+            needed: the lane whose next message this stage needs now; receives before it do not wait.
         """
         while link.groups:
             group = link.groups[0]
@@ -274,7 +274,7 @@ class Links:
             return bool(state.ready)
         if self._is_alone(link, transfer) or self._forms.get(self._training, transfer.lane.boundary) is None:
             return False
-        if transfer.lane == needed or len(state.arriving) < AHEAD:
+        if len(state.arriving) < AHEAD or (needed is not None and not link.lanes[needed].arriving):
             return True
         return any(other.ready for other in link.lanes.values())
 
