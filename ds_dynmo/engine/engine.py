@@ -14,7 +14,7 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.components import Components, build_components
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.trigger import Reason, Request
-from ds_dynmo.engine.deepspeed.instruction_map import check_steps, checked_instructions
+from ds_dynmo.engine.deepspeed.instruction_map import checked_instructions
 from ds_dynmo.engine.deepspeed.module import modules_of
 from ds_dynmo.engine.deepspeed.patches import PatchedPipelineEngine
 from ds_dynmo.engine.guards import at_work, check_at_work, doing, where_layers_may_move
@@ -84,18 +84,9 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             self.stage.layers.tied_aliases.refresh(training=False)
             return evaluate()
 
-    def _exec_schedule(self, pipe_schedule: Any) -> None:
-        """Run a training batch, or the forward passes of an evaluation; the order of passes is not DeepSpeed's.
-
-        Raises:
-            ConfigError: the steps are the user's.
-        """
-        if self.dynmo is None:
-            super()._exec_schedule(pipe_schedule)
-            return
-        check_steps(pipe_schedule, training=torch.is_grad_enabled())
-        self._micro_batches_read = 0
-        executor, micro_batches = self._components.executor, pipe_schedule.num_micro_batches
+    def _run_batch(self, micro_batches: int) -> None:
+        """Run a training batch; without gradients, the forward passes of an evaluation."""
+        executor = self._components.executor
         (executor.train if torch.is_grad_enabled() else executor.evaluate)(micro_batches)
 
     # -- balancing ------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ MUTATIONS = [
     Mutation(
         "layers may freeze without a word",
         "TrainableLayers.check",
-        "frozen_prefix.check_unchanged(self._stage.layers, self._layers)",
+        "check_unchanged(self._stage.layers, self._layers)",
         "pass",
         "tests/engine/state/test_frozen.py::test_freezing_without_model_changed_is_an_error_that_names_it",
     ),

@@ -58,7 +58,8 @@ OPEN = {
     ),
     *("stage_id", "tied_modules", "tied_weight_attr", "typename", "world_size", "global_rank"),
     # of the engine
-    *("basic_optimizer", "client_lr_scheduler", "data_iterator", "device", "get_data_types", "is_pipe_partitioned"),
+    *("basic_optimizer", "client_lr_scheduler", "data_iterator", "device", "dynamic_shape", "get_data_types"),
+    "is_pipe_partitioned",
     *("mpu", "optimizer", "param_names", "skipped_steps", "state_dict", "training_data", "using_bf16_optimizer"),
     *("get_cuda_rng_tracker",),  # of Megatron, too
 }

@@ -61,23 +61,27 @@ NEEDED: tuple[PrivateName, ...] = (
     # The engine: what is overridden, called, or set anew when layers have moved.
     *_of(
         f"{_PIPE}.engine:PipelineEngine",
-        "_INSTRUCTION_MAP _config _global_grad_norm agg_additional_losses agg_train_loss checkpoint_mp_rank "
+        "_INSTRUCTION_MAP _compute_loss _config _global_grad_norm _running_engine_backward agg_additional_losses "
+        "agg_train_loss checkpoint_mp_rank "
         "basic_optimizer checkpoint_engine client_lr_scheduler data_iterator data_parallel_group dp_group_loss "
-        "first_gradient_send grad_layer has_attention_mask has_bool_tensors "
+        "dynamic_shape engine_timers eval_return_logits fwd_outputs "
         "is_pipe_parallel is_pipe_partitioned loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size "
-        "local_rank loss mp_world_size next_stage num_pipe_buffers param_names pipe_buffers prev_stage "
+        "local_rank loss mp_world_size outputs param_names pipe_buffers "
         "save_zero_checkpoint seq_data_parallel_group skipped_steps timers "
-        "total_additional_losses total_loss training_data training_dataloader using_bf16_optimizer",
+        "total_additional_losses total_loss tput_timer training_data training_dataloader using_bf16_optimizer",
         _aggregate_total_loss="",
-        _allocate_or_extend_buffers="idx shape dtype",
+        _backward_prologue_per_tensor="grad",
         _broadcast_model="",
         _configure_basic_optimizer="model_parameters",
         _configure_distributed_model="model",
         _configure_optimizer="client_optimizer model_parameters",
+        _exec_load_micro_batch="buffer_id",
         _exec_schedule="pipe_schedule",
         _get_gradients_for_reduction="",
         _get_zero_param_shapes="",
+        _loss_stage_global_rank="",
         _next_batch="",
+        _reserve_pipe_buffers="num_buffers",
         _save_checkpoint="save_dir tag client_state exclude_frozen_parameters",
         _save_zero_checkpoint="save_path tag",
         _start_timers="timer_names",

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extract_module_and_param_names
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.comm import replicas
 from ds_dynmo.engine.deepspeed.checkpointing import checkpoint_any_input
-from ds_dynmo.engine.deepspeed.instruction_map import is_deepspeeds
+from ds_dynmo.engine.deepspeed.instruction_map import check_steps, is_deepspeeds
 from ds_dynmo.engine.deepspeed.losses import share_loss
 from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.run.compiled_layers import backend_of_call
@@ -119,6 +120,23 @@ class PatchedPipelineEngine(PipelineEngine):
 
     # -- a batch --------------------------------------------------------------------------------------
 
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        """Run a training batch, or the forward passes of an evaluation, in ds_dynmo's order of passes.
+
+        Raises:
+            ConfigError: the steps are the user's.
+        """
+        if self.dynmo is None:
+            super()._exec_schedule(pipe_schedule)
+            return
+        check_steps(pipe_schedule, training=torch.is_grad_enabled())
+        self._micro_batches_read = 0
+        self._run_batch(pipe_schedule.num_micro_batches)
+
+    def _run_batch(self, micro_batches: int) -> None:
+        """Run it by the engine's components, which are built upon this class."""
+        raise NotImplementedError
+
     def is_last_stage(self) -> bool:
         """Return whether this stage holds the model's last chunk, and so the loss."""
         if self.dynmo is None or "stage" not in vars(self):
@@ -187,7 +205,7 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def _forget_layers(self, _: LayersMoved | None) -> None:
         """Free what DeepSpeed keeps of the layers that this stage had."""
-        self.reset_activation_shape()
+        self.stage.forms.forget()
         debug_clear_module_and_param_names()
         debug_extract_module_and_param_names(self.module)
 

@@ -86,13 +86,12 @@ class Shrinking:
             process_groups.refit(engine, topology, world_group=group, rank=world.rank)
 
         call_within_seconds(stage.config.timeout_seconds + world.group_timeout_seconds, begin)
-        engine.reset_activation_shape()
+        stage.forms.forget()
         stage.comm.connect("repack")
         stage.state.use_grid()
 
     def _release(self) -> None:
         """Free what the engine holds besides the layers, which have left; the rank leaves the training."""
-        self._engine.reset_activation_shape()
         gc.collect()  # attributes that DeepSpeed sets on parameters form reference cycles
         get_accelerator().empty_cache()
 
