@@ -9,9 +9,12 @@ shape  chunks of each stage    boundaries      stage ``s`` of ``p`` owns
 =====  ======================  ==============  =====================================================
 chain  one                     ``p + 1``       chunk ``s``
 V      two                     ``2 * p + 1``   chunks ``s`` and ``2 * p - 1 - s``
+loop   two                     ``2 * p + 1``   chunks ``s`` and ``p + s``
 =====  ======================  ==============  =====================================================
 
-``engine.partition`` is the list of boundaries: DeepSpeed's ``PipelineModule.parts``, or ``DualPipeVModule.parts``.
+``engine.partition`` is the list of boundaries: DeepSpeed's ``PipelineModule.parts``, or ``DualPipeVModule.parts``. A V
+brings hidden states back to the first stage, a loop takes them down all stages twice (Megatron's interleaving). With one
+stage a V and a loop are the same, and count as a V.
 
 Balancers are functions over costs and a chain's boundaries, and slice those (:mod:`ds_dynmo.partitioners`,
 :mod:`ds_dynmo.layer_groups`). No other module calculates with boundaries; tests/engine/test_placement.py checks that.
@@ -25,10 +28,14 @@ import operator
 from collections.abc import Container, Sequence
 from dataclasses import InitVar, dataclass
 from functools import cached_property
+from typing import Literal, get_args
 
-from ds_dynmo.errors import PartitionError
+from ds_dynmo.errors import PartitionError, counted
 
-__all__ = ["Placement", "check_partition", "stage_of"]
+__all__ = ["Placement", "Shape", "check_partition", "owners_of", "stage_of"]
+
+Shape = Literal["chain", "v", "loop"]
+_NAMES: dict[Shape, str] = {"chain": "a chain", "v": "a V", "loop": "a loop"}
 
 
 def check_partition(
@@ -51,6 +58,16 @@ def stage_of(layer: int, partition: Sequence[int]) -> int:
     return Placement.chain(partition).stage_of(layer)
 
 
+def owners_of(shape: Shape, num_stages: int) -> tuple[int, ...]:
+    """Return, per chunk, the stage that holds it.
+
+    >>> owners_of("chain", 3), owners_of("v", 2), owners_of("loop", 2)
+    ((0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1))
+    """
+    down = tuple(range(num_stages))
+    return {"chain": down, "v": down + down[::-1], "loop": down + down}[shape]
+
+
 @dataclass(frozen=True)
 class Placement:
     """Every layer of the model, once, on a stage.
@@ -63,12 +80,12 @@ class Placement:
         may_be_empty: stages whose chunks may have no layer.
 
     Raises:
-        PartitionError: boundaries that leave out a layer or make a chunk empty, or owners that are not the stages
-            0 .. num_stages - 1.
+        PartitionError: boundaries that leave out a layer or make a chunk empty, or owners that are not those of a
+            :attr:`shape`.
 
     >>> chain, v = Placement.chain([0, 3, 8]), Placement.v([0, 2, 4, 5, 8])
-    >>> chain.owners, v.owners
-    ((0, 1), (0, 1, 1, 0))
+    >>> chain.shape, v.shape
+    ('chain', 'v')
     >>> chain.stage_of(4), v.stage_of(4), v.stage_of(7)
     (1, 1, 0)
     >>> v.layers_of(0), v.layers_of(1)
@@ -85,8 +102,8 @@ class Placement:
             raise PartitionError(
                 f"partition {list(boundaries)} has {len(boundaries)} boundaries, {len(self.owners)} owners"
             )
-        if not self.owners or {*self.owners} != {*range(self.num_stages)}:
-            raise PartitionError(f"the owners {list(self.owners)} of chunks are not the stages 0, 1, ...")
+        if not self.owners or self.owners not in (owners_of(shape, len({*self.owners})) for shape in get_args(Shape)):
+            raise PartitionError(f"the owners {list(self.owners)} of chunks are those of no chain, V or loop of stages")
         if boundaries[0] != 0:
             raise PartitionError(f"partition {list(boundaries)} runs from {boundaries[0]}, the first layer is 0")
         for owner, start, stop in zip(self.owners, boundaries, boundaries[1:]):
@@ -97,6 +114,45 @@ class Placement:
                 )
 
     @classmethod
+    def of_shape(
+        cls,
+        shape: Shape,
+        boundaries: Sequence[int],
+        *,
+        num_layers: int | None = None,
+        num_stages: int | None = None,
+        empty: Container[int] = (),
+    ) -> Placement:
+        """Build a placement of a shape.
+
+        Args:
+            num_layers, num_stages: the required numbers; None: any.
+            empty: stages that may own no layer.
+
+        Raises:
+            PartitionError: other numbers than required, fewer layers than chunks, or invalid boundaries.
+
+        >>> Placement.of_shape("loop", [0, 2, 4, 5, 8]).owners
+        (0, 1, 0, 1)
+        """
+        boundaries, per_stage = _ints(boundaries), len(owners_of(shape, 1))
+        stages = max((len(boundaries) - 1) // per_stage, 1) if num_stages is None else num_stages
+        owners = owners_of(shape, stages)
+        what = f"{_NAMES[shape]} of {counted(stages, 'stage')} needs"
+        if num_layers is not None and num_layers < len(owners) and not empty:
+            raise PartitionError(f"{what} at least {counted(len(owners), 'layer')}, the model has {num_layers}")
+        if len(boundaries) != len(owners) + 1:
+            given = f"partition {list(boundaries)} has {len(boundaries)} boundaries"
+            raise PartitionError(f"{given}, {what} {len(owners) + 1}")
+        last = boundaries[-1] if num_layers is None else num_layers
+        if boundaries[0] != 0 or boundaries[-1] != last:
+            raise PartitionError(
+                f"partition {list(boundaries)} runs from {boundaries[0]} to {boundaries[-1]}, "
+                f"the model's {last} layers need 0 to {last}"
+            )
+        return cls(boundaries, owners, empty)
+
+    @classmethod
     def chain(
         cls,
         boundaries: Sequence[int],
@@ -105,22 +161,28 @@ class Placement:
         num_stages: int | None = None,
         empty: Container[int] = (),
     ) -> Placement:
-        """Build a chain: one chunk per stage, in the order of the stages.
-
-        Args:
-            num_layers, num_stages: the required numbers; None: any.
-            empty: stages that may own no layer.
-
-        Raises:
-            PartitionError: other numbers than required, or invalid boundaries.
+        """Build a chain: one chunk per stage, in the order of the stages. As :meth:`of_shape`.
 
         >>> Placement.chain([0, 3, 3, 8], empty=[1]).empty_stages
         (1,)
         """
-        boundaries = _ints(boundaries)
-        stages = max(len(boundaries) - 1, 1) if num_stages is None else num_stages
-        _check_extent(boundaries, num_layers, f"{stages} stages", stages)
-        return cls(boundaries, tuple(range(stages)), empty)
+        return cls.of_shape("chain", boundaries, num_layers=num_layers, num_stages=num_stages, empty=empty)
+
+    @classmethod
+    def v(cls, boundaries: Sequence[int], *, num_layers: int | None = None, num_stages: int | None = None) -> Placement:
+        """Build a V: down the stages and back up. Stage 0 has the first layers and the last. As :meth:`of_shape`."""
+        return cls.of_shape("v", boundaries, num_layers=num_layers, num_stages=num_stages)
+
+    @classmethod
+    def loop(
+        cls, boundaries: Sequence[int], *, num_layers: int | None = None, num_stages: int | None = None
+    ) -> Placement:
+        """Build a loop: twice down the stages. As :meth:`of_shape`.
+
+        >>> Placement.loop([0, 2, 4, 5, 8]).layers_of(0)
+        (0, 1, 4)
+        """
+        return cls.of_shape("loop", boundaries, num_layers=num_layers, num_stages=num_stages)
 
     @staticmethod
     def stages_of_chain(boundaries: Sequence[int]) -> int:
@@ -130,18 +192,6 @@ class Placement:
         (2, 0)
         """
         return max(len(boundaries) - 1, 0)
-
-    @classmethod
-    def v(cls, boundaries: Sequence[int], *, num_layers: int | None = None, num_stages: int | None = None) -> Placement:
-        """Build a V: two chunks per stage, down the stages and back up. Stage 0 has the first layers and the last ones.
-
-        Raises:
-            PartitionError: as for :meth:`chain`, or an odd number of chunks.
-        """
-        boundaries = _ints(boundaries)
-        stages = max((len(boundaries) - 1) // 2, 1) if num_stages is None else num_stages
-        _check_extent(boundaries, num_layers, f"a V of {stages} stages", 2 * stages)
-        return cls(boundaries, (*range(stages), *reversed(range(stages))))
 
     @classmethod
     def of(cls, boundaries: Sequence[int], owners: Sequence[int] | None = None) -> Placement:
@@ -154,12 +204,10 @@ class Placement:
         Raises:
             PartitionError: boundaries of other layers, or of another number of chunks.
         """
-        boundaries = _ints(boundaries)
-        _check_extent(boundaries, self.num_layers, f"{self.num_stages} stages", self.num_chunks)
-        return Placement(boundaries, self.owners)
+        return Placement.of_shape(self.shape, boundaries, num_layers=self.num_layers, num_stages=self.num_stages)
 
     def __repr__(self) -> str:
-        return f"{list(self.boundaries)}" + ("" if self.is_chain else f" on stages {list(self.owners)}")
+        return f"{list(self.boundaries)}" + ("" if self.shape == "chain" else f" on stages {list(self.owners)}")
 
     def as_record(self, name: str) -> dict[str, tuple[int, ...]]:
         """Return a dict for JSON: the boundaries under ``name``, and unless this is a chain the owners.
@@ -168,7 +216,7 @@ class Placement:
         {'old_partition': (0, 1, 2), 'old_partition_owners': (0, 0)}
         """
         record = {name: self.boundaries}
-        return record if self.is_chain else {**record, f"{name}_owners": self.owners}
+        return record if self.shape == "chain" else {**record, f"{name}_owners": self.owners}
 
     def among(self, places: Sequence[int], num_stages: int) -> Placement:
         """Return this chain on the stages ``places`` of ``num_stages``; other stages own no layer.
@@ -186,7 +234,7 @@ class Placement:
         >>> str(Placement.chain([0, 3, 3, 8], empty=[1]).without_empty_stages())
         '[0, 3, 8]'
         """
-        assert self.is_chain
+        assert self.shape == "chain"
         return Placement.chain(sorted({*self.boundaries}))
 
     # -- the whole pipeline ---------------------------------------------------------------------------
@@ -208,9 +256,9 @@ class Placement:
         return range(self.num_stages)
 
     @property
-    def is_chain(self) -> bool:
-        """Whether every stage owns one chunk, in the order of the stages."""
-        return self.owners == tuple(range(len(self.owners)))
+    def shape(self) -> Shape:
+        """The rule by which stages own chunks."""
+        return next(shape for shape in get_args(Shape) if self.owners == owners_of(shape, self.num_stages))
 
     @property
     def empty_stages(self) -> tuple[int, ...]:
@@ -279,16 +327,3 @@ def _ints(values: Sequence[int]) -> tuple[int, ...]:
         return tuple(operator.index(value) for value in values)
     except TypeError as error:
         raise PartitionError(f"a partition is a list of ints, got {values!r}") from error
-
-
-def _check_extent(boundaries: tuple[int, ...], num_layers: int | None, what: str, num_chunks: int) -> None:
-    if len(boundaries) != num_chunks + 1:
-        raise PartitionError(
-            f"partition {list(boundaries)} has {len(boundaries)} boundaries, {what} need {num_chunks + 1}"
-        )
-    last = boundaries[-1] if num_layers is None else num_layers
-    if boundaries[0] != 0 or boundaries[-1] != last:
-        raise PartitionError(
-            f"partition {list(boundaries)} runs from {boundaries[0]} to {boundaries[-1]}, "
-            f"the model's {last} layers need 0 to {last}"
-        )

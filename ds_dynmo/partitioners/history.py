@@ -238,15 +238,12 @@ class CostHistory:
         """Return the state as plain values, for a checkpoint."""
         values, placement = dict(vars(self)), self._placement
         del values["_placement"]
-        values["_partition"] = [] if placement is None else list(placement.boundaries)
-        if placement is not None and not placement.is_chain:
-            values["_owners"] = list(placement.owners)
-        return values
+        return {**values, **({"_partition": []} if placement is None else placement.as_record("_partition"))}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
         values = dict(state)
-        boundaries, owners = values.pop("_partition"), values.pop("_owners", None)
+        boundaries, owners = values.pop("_partition"), values.pop("_partition_owners", None)
         self._placement = Placement.of(boundaries, owners) if boundaries else None
         vars(self).update(values)
         self._doubts = {int(stage): variances for stage, variances in self._doubts.items()}  # JSON keys are strings

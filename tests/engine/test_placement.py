@@ -1,4 +1,4 @@
-"""Which stage owns which layers, in a chain and in a V, and that no other module calculates it."""
+"""Which stage owns which layers, in a chain, a V and a loop, and that no other module calculates it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import ast
 import doctest
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from ds_dynmo import placement
 from ds_dynmo.errors import PartitionError
-from ds_dynmo.placement import Placement, check_partition
+from ds_dynmo.placement import Placement, Shape, check_partition, owners_of
 
 CHAIN = Placement.chain([0, 2, 3, 8])
 V = Placement.v([0, 2, 3, 8, 9, 10, 12])
+LOOP = Placement.loop([0, 2, 3, 8, 9, 10, 12])
 
 
 def test_examples_in_docstrings() -> None:
     assert doctest.testmod(placement).failed == 0
 
 
-@pytest.mark.parametrize("where", [CHAIN, V], ids=["chain", "V"])
+@pytest.mark.parametrize("where", [CHAIN, V, LOOP], ids=lambda where: where.shape)
 def test_from_layers_to_stages_and_back(where: Placement) -> None:
     assert where.num_stages == 3
     assert sorted(layer for stage in where.stages for layer in where.layers_of(stage)) == [*range(where.num_layers)]
@@ -37,7 +38,22 @@ def test_from_layers_to_stages_and_back(where: Placement) -> None:
 def test_the_v_comes_back_to_the_first_stage() -> None:
     assert [V.stage_of(layer) for layer in range(12)] == [0, 0, 1, 2, 2, 2, 2, 2, 2, 1, 0, 0]
     assert V.chunks_of(0) == (range(0, 2), range(10, 12))
-    assert not V.is_chain and CHAIN.is_chain and Placement.v([0, 1, 2]).num_stages == 1
+
+
+def test_the_loop_goes_down_the_stages_twice() -> None:
+    assert [LOOP.stage_of(layer) for layer in range(12)] == [0, 0, 1, 2, 2, 2, 2, 2, 0, 1, 2, 2]
+    assert LOOP.chunks_of(0) == (range(0, 2), range(8, 9))
+
+
+def test_the_shape_is_known_from_the_owners() -> None:
+    for shape in get_args(Shape):
+        for stages in (2, 3, 4):
+            boundaries = range(len(owners_of(shape, stages)) + 1)
+            placement = Placement.of_shape(shape, boundaries)
+            assert placement.shape == shape and placement.num_stages == stages
+            assert Placement.of(boundaries, placement.owners) == placement
+    assert Placement.v([0, 1, 2]) == Placement.loop([0, 1, 2])  # one stage
+    assert Placement.loop([0, 1, 2]).shape == "v" and Placement.loop([0, 1, 2]).num_stages == 1
 
 
 def test_run_of_needs_a_stage_with_one_chunk() -> None:
@@ -46,7 +62,7 @@ def test_run_of_needs_a_stage_with_one_chunk() -> None:
         V.run_of(1)
 
 
-@pytest.mark.parametrize("where", [CHAIN, V], ids=["chain", "V"])
+@pytest.mark.parametrize("where", [CHAIN, V, LOOP], ids=lambda where: where.shape)
 @pytest.mark.parametrize("layer", [-1, 12])
 def test_a_layer_that_does_not_exist_is_refused(where: Placement, layer: int) -> None:
     with pytest.raises(PartitionError, match=f"layer {layer} is in no stage"):
@@ -61,7 +77,8 @@ def test_a_stage_without_layers() -> None:
 
 
 def test_other_boundaries_keep_the_owners() -> None:
-    assert V.at([0, 1, 2, 3, 4, 5, 12]) == Placement.v([0, 1, 2, 3, 4, 5, 12])
+    for where in (V, LOOP):
+        assert where.at([0, 1, 2, 3, 4, 5, 12]) == Placement((0, 1, 2, 3, 4, 5, 12), where.owners)
     for wrong in ([0, 6, 12], [0, 1, 2, 3, 4, 5, 13], [0, 1, 2, 3, 3, 5, 12]):
         with pytest.raises(PartitionError):
             V.at(wrong)
@@ -69,7 +86,9 @@ def test_other_boundaries_keep_the_owners() -> None:
 
 def test_a_placement_is_read_from_its_lists() -> None:
     assert Placement.of([0, 2, 3, 8]) == CHAIN
-    assert Placement.of(list(V.boundaries), list(V.owners)) == V
+    for where in (CHAIN, V, LOOP):
+        record = where.as_record("new")
+        assert Placement.of(record["new"], record.get("new_owners")) == where
 
 
 @pytest.mark.parametrize(
@@ -79,6 +98,8 @@ def test_a_placement_is_read_from_its_lists() -> None:
         ([0, 3, 8], [0, 2], "owners"),
         ([0, 3, 8], [0, -1], "owners"),
         ([0], [], "owners"),
+        ([0, 3, 8], [1, 0], r"owners \[1, 0\] of chunks are those of no chain, V or loop"),
+        ([0, 1, 2, 3, 4, 5], [0, 1, 1, 0, 0], "those of no chain, V or loop"),
         ([1, 3, 8], [0, 1], "runs from 1"),
         ([0, 3, 3], [0, 1], "stage 1 would own no layer"),
         ([0, 3, 2], [0, 1], "not strictly increasing"),
@@ -90,13 +111,29 @@ def test_an_invalid_placement_is_refused(boundaries: Any, owners: Any, message: 
         Placement.of(boundaries, owners)
 
 
+@pytest.mark.parametrize("shape", ["v", "loop"])
 @pytest.mark.parametrize(
     ("boundaries", "message"),
-    [([0, 3, 5, 8], "a V of 1 stages need 3"), ([0, 3, 3], "stage 0 would own no layer"), ([], "a V of 1 stages")],
+    [
+        ([0, 3, 5, 8], r"partition \[0, 3, 5, 8\] has 4 boundaries, a (V|loop) of 2 stages needs 5$"),
+        ([0, 3, 8], "has 3 boundaries, a (V|loop) of 2 stages needs 5$"),
+        ([0, 3, 3, 5, 8], "stage 1 would own no layer"),
+        ([0, 2, 4, 6, 7], "the model's 8 layers need 0 to 8"),
+        ([], "has 0 boundaries"),
+    ],
 )
-def test_an_invalid_v_is_refused(boundaries: Any, message: str) -> None:
+def test_boundaries_that_are_no_v_or_loop_are_refused_with_both_numbers(
+    shape: Shape, boundaries: Any, message: str
+) -> None:
     with pytest.raises(PartitionError, match=message):
-        Placement.v(boundaries)
+        Placement.of_shape(shape, boundaries, num_layers=8, num_stages=2)
+
+
+@pytest.mark.parametrize("shape", get_args(Shape))
+def test_fewer_layers_than_chunks_are_refused_with_both_numbers(shape: Shape) -> None:
+    needed = len(owners_of(shape, 3))
+    with pytest.raises(PartitionError, match=f"of 3 stages needs at least {needed} layers, the model has {needed - 1}"):
+        Placement.of_shape(shape, range(needed), num_layers=needed - 1, num_stages=3)
 
 
 def test_a_partition_becomes_plain_ints() -> None:
@@ -107,8 +144,8 @@ def test_a_partition_becomes_plain_ints() -> None:
 @pytest.mark.parametrize(
     ("partition", "message"),
     [
-        ([0, 8], "has 2 boundaries, 2 stages need 3"),
-        ([], "has 0 boundaries, 2 stages need 3"),
+        ([0, 8], "has 2 boundaries, a chain of 2 stages needs 3"),
+        ([], "has 0 boundaries, a chain of 2 stages needs 3"),
         ([0, 3, 7], "8 layers need 0 to 8"),
         ([1, 3, 8], "runs from 1"),
         ([0, 0, 8], "stage 0 would own no layer"),
