@@ -44,10 +44,11 @@ class RandomnessConfig(Section):
 class ScheduleConfig(Section):
     """In which order a stage runs its passes: the "schedule" object in the "dynmo" section."""
 
-    kind: Literal["auto", "1f1b", "zero_bubble"] = Field(
+    kind: Literal["auto", "1f1b", "zero_bubble", "v", "loop"] = Field(
         default="1f1b",
-        description='"1f1b": DeepSpeed\'s schedule, run by its code; "zero_bubble": backward passes in two parts, in '
-        'the order that is shortest by what was measured; "auto": that, where it is predicted to be shorter',
+        description='"1f1b": DeepSpeed\'s order; "zero_bubble": backward passes in two parts, in the order that is '
+        'shortest by what was measured; "auto": that, where it is predicted to be shorter; "v", "loop": the same with '
+        "two chunks of layers per stage, down the stages and back up, or down them twice",
     )
     memory: float = Field(
         default=1.0,

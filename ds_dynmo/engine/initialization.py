@@ -29,6 +29,7 @@ from ds_dynmo.engine.resize.release import check_policy
 from ds_dynmo.engine.run.compiled_layers import check_compiler
 from ds_dynmo.engine.run.rng_trackers import check_trackers
 from ds_dynmo.engine.versions import newer_than_tested
+from ds_dynmo.placement import Placement
 from ds_dynmo.torch_private import check_torch
 
 
@@ -145,7 +146,14 @@ def check_packages() -> None:
 def _go_to_first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> None:
     """Move layers to the initial partition. Collective."""
     here = engine.stage.placement
-    first = engine.rebalancer.nearest_allowed(here.at(_first_partition(engine, dynmo)))
+    shape = validation.shape_of(dynmo, here.num_stages)
+    first = Placement.of_shape(
+        shape,
+        _first_partition(engine, dynmo) if shape == "chain" else _first_chunks(engine, dynmo),
+        num_layers=here.num_layers,
+        num_stages=here.num_stages,
+    )
+    first = engine.rebalancer.nearest_allowed(first)
     if first != here:
         engine.rebalancer.move_to_partition(first.boundaries, Request(Reason.INITIAL), what="initialize")
 
@@ -166,6 +174,14 @@ def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequenc
         return partitioners.balanced_groups(weights, engine.num_stages, groups)
     assert first is not None
     return first
+
+
+def _first_chunks(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequence[int]:
+    """Return the boundaries of two chunks per stage: those given, or chunks of equally many layers."""
+    first = dynmo.initial_partition
+    if first is not None and not isinstance(first, str):
+        return first
+    return partitioners.uniform(engine.stage.layers.num_layers, 2 * engine.num_stages)
 
 
 @contextmanager

@@ -21,7 +21,13 @@ from ds_dynmo.engine.deepspeed.settings import check_removed
 from ds_dynmo.engine.deepspeed.ties import check_tied_weights
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
+from ds_dynmo.placement import Placement, Shape
 from ds_dynmo.plan import check_partition
+
+DYNAMIC_SHAPES = (
+    "two chunks of layers per stage need messages of one shape, and the PipelineModule has dynamic_shape=True: use one "
+    "chunk per stage, or pad to one shape"
+)
 
 
 def load_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
@@ -348,8 +354,19 @@ def layer_groups(dynmo: DynMoConfig, model: PipelineModule) -> LayerGroups:
 def check_initial_partition(dynmo: DynMoConfig, model: PipelineModule) -> None:
     """Refuse an initial partition that does not fit the model, or cuts what ``dynmo.keep_together`` keeps together."""
     groups, partition = layer_groups(dynmo, model), dynmo.initial_partition
+    shape = shape_of(dynmo, model.num_stages)
+    if shape != "chain" and model.dynamic_shape:
+        raise ConfigError(f'dynmo.schedule.kind = "{dynmo.schedule.kind}": {DYNAMIC_SHAPES}')
     if isinstance(partition, str):
         if partition.startswith("type:"):
             type_costs(layer_specs(model), partition)
     elif partition is not None:
-        groups.check(check_partition(partition, len(layer_specs(model)), model.num_stages))
+        layers = len(layer_specs(model))
+        placement = Placement.of_shape(shape, partition, num_layers=layers, num_stages=model.num_stages)
+        groups.check(placement.boundaries)
+
+
+def shape_of(dynmo: DynMoConfig, num_stages: int) -> Shape:
+    """Return the shape of the placements that ``dynmo.schedule.kind`` asks for."""
+    kind = dynmo.schedule.kind
+    return kind if kind in ("v", "loop") and num_stages > 1 else "chain"

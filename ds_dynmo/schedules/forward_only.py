@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ds_dynmo.schedules.actions import Action, Kind
+from ds_dynmo.schedules.schedule import Schedule
 
-__all__ = ["forward_orders", "forward_place"]
+__all__ = ["first_batch", "forward_orders", "forward_place"]
 
 
-def forward_place(owners: Sequence[int]) -> Callable[[Action], tuple[int, int]]:
+Place = Callable[[Action], tuple[int, int]]
+
+
+def forward_place(owners: Sequence[int], *, one_by_one: bool = False) -> Place:
     """Return a sort key by which every forward pass comes behind those that it depends on.
 
     With ``k`` chunks per stage, a stage begins a micro-batch every ``k`` passes.
+
+    Args:
+        one_by_one: a micro-batch begins when the one before has passed all chunks.
     """
+    if one_by_one:
+        return lambda action: (action.micro_batch, action.chunk)
     chunks_per_stage = len(owners) // (max(owners) + 1)
     return lambda action: (action.chunk + chunks_per_stage * action.micro_batch, action.chunk)
 
 
-def forward_orders(owners: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """List the forward passes of each stage, in an order in which stages work at the same time.
+def forward_orders(owners: Sequence[int], micro_batches: int, place: Place) -> list[list[Action]]:
+    """List the forward passes of each stage, sorted by ``place``.
 
-    >>> [[str(action) for action in order] for order in forward_orders([0, 1, 1, 0], 2)][0]
+    >>> v = [0, 1, 1, 0]
+    >>> [[str(action) for action in order] for order in forward_orders(v, 2, forward_place(v))][0]
     ['F0 of chunk 0', 'F1 of chunk 0', 'F0 of chunk 3', 'F1 of chunk 3']
     """
-    place = forward_place(owners)
     return [
         sorted(
             (
@@ -37,3 +47,14 @@ def forward_orders(owners: Sequence[int], micro_batches: int) -> list[list[Actio
         )
         for stage in range(max(owners) + 1)
     ]
+
+
+def first_batch(schedule: Schedule) -> Schedule:
+    """Run micro-batch 0 forward through all chunks before anything else.
+
+    Its messages are alone between the stages, so they can announce the form of all that follow.
+    """
+    orders = tuple(
+        tuple(sorted(order, key=lambda action: action[::2] != (Kind.FORWARD, 0))) for order in schedule.orders
+    )
+    return replace(schedule, orders=orders)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -19,10 +20,11 @@ from benchmarks.emulation import pipeline_engine
 from ds_dynmo.cli.command_line import check_at_least_1, print_table
 from ds_dynmo.engine.comm.links import AHEAD
 from ds_dynmo.engine.decide.decision_input import DecisionInput
+from ds_dynmo.engine.run.executor import Executor
 from ds_dynmo.models.gpt import gpt_layers, language_model_loss
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.layer_numbers import local_layers
-from ds_dynmo.schedules import one_f_one_b, peak_bytes, schedule_for_equal_costs
+from ds_dynmo.schedules import Action, one_f_one_b, peak_bytes, schedule_for_equal_costs
 
 OPTIONS = {"micro_batches": 8, "hidden_size": 64, "sequence_length": 64}
 BLOCKS_PER_STAGE = 2
@@ -91,41 +93,29 @@ def measured_peak(engine: Any, data: Iterator[Any]) -> int:
         for _, layer in local_layers(engine.module):
             # "always": DeepSpeed stops recomputing a segment by an exception, once it has what it needs
             stack.callback(layer.register_forward_hook(look, always_call=True).remove)
-        stack.enter_context(_before_each_step(engine, look))
+        stack.enter_context(_before_each_action(look))
         stack.enter_context(live)
         engine.train_batch(data)
     return peak
 
 
 @contextmanager
-def _before_each_step(engine: Any, call: Callable[[], None]) -> Iterator[None]:
-    """Call before each step of a batch."""
-    bare = engine._exec_schedule
+def _before_each_action(call: Callable[[], None]) -> Iterator[None]:
+    """Call before each action of a batch."""
+    bare = Executor._carry_out
 
-    def execute(schedule: Any) -> None:
-        steps = schedule.steps()
+    def carry_out(self: Executor, action: Action) -> None:
+        call()
+        bare(self, action)
 
-        def looking() -> Iterator[Any]:
-            for step in steps:
-                call()
-                yield step
-
-        schedule.steps = looking
-        bare(schedule)
-
-    engine._exec_schedule = execute
-    try:
+    with mock.patch.object(Executor, "_carry_out", carry_out):
         yield
-    finally:
-        del engine._exec_schedule
 
 
 def predicted_peaks(engine: Any) -> tuple[int, ...]:
     """Predict the most that each stage holds, from the latest profile and the order in force."""
     stages, micro_batches = engine.num_stages, engine.micro_batches
-    order = (
-        engine.stage.schedule.schedule_for(stages, micro_batches) if engine.stage.schedule.may_choose_schedule else None
-    )
+    order = engine.stage.schedule.schedule_for(engine.stage.placement, micro_batches)
     given = DecisionInput.of(
         engine.profile,
         config=engine.stage.config,

@@ -112,7 +112,7 @@ class Arm:
         if self.trace is None:
             return None
         found: Schedule | None = self.engine.stage.schedule.schedule_for(
-            self.engine.num_stages, self.engine.micro_batches
+            self.engine.stage.placement, self.engine.micro_batches
         )
         return found
 

@@ -16,7 +16,7 @@ def under(kind: str, function: Callable[..., Any], *args: Any) -> tuple[Any, int
     ours, bare = [], ScheduleInForce.next
 
     def watched(self: ScheduleInForce, placement: Placement, micro_batches: int) -> NextSchedule:
-        ours.append(self.schedule_for(placement.num_stages, micro_batches) is not None)
+        ours.append(self.schedule_for(placement, micro_batches) is not None)
         return bare(self, placement, micro_batches)
 
     SECTION["schedule"] = {"kind": kind}

@@ -119,6 +119,10 @@ class KnownForms:
         """Make the next messages announce their forms. Every stage has to call this between the same two batches."""
         self._known = {}
 
+    def are_known(self, *, training: bool) -> bool:
+        """Return whether anything was announced since :meth:`forget`, the same on every stage of several."""
+        return any(key[0] == training for key in self._known)
+
     def get(self, training: bool, boundary: int) -> MessageForm | None:
         """Return the form of the messages of a boundary; None: it is to be announced."""
         return self._known.get((training, boundary))

@@ -36,6 +36,7 @@ from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.move.background import BackgroundMove, TransferBudget
 from ds_dynmo.engine.move.migrator import MoveCheck, MoveResult
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.engine.validation import DYNAMIC_SHAPES
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.placement import Placement
@@ -340,7 +341,7 @@ class Rebalancer:
             smoothed: average the costs of ``profile`` over earlier profiles.
             assume_running_schedule: assume the schedule that runs now; False: assume DeepSpeed's 1F1B.
         """
-        schedule, num_stages = self._stage.schedule, self._stage.placement.num_stages
+        schedule, placement = self._stage.schedule, self._stage.placement
         counts = assume_running_schedule and self.chooses_schedule
         return DecisionInput(
             self.cost_model.history.smoothed(profile) if smoothed else profile,
@@ -352,7 +353,7 @@ class Rebalancer:
             checkpoint_interval=self.memory.checkpoint_interval,
             batches=self.trigger.batches_to_gain,
             searches=schedule.may_choose_schedule,
-            running_schedule=schedule.schedule_for(num_stages, profile.micro_batches) if counts else None,
+            running_schedule=schedule.schedule_for(placement, profile.micro_batches) if counts else None,
             running_over_bound=schedule.over_bound,
             back_to_back=schedule.back_to_back,
         )
@@ -445,8 +446,8 @@ class Rebalancer:
     def _report_schedule(self) -> None:
         """Record the order of passes in force; without a profile do nothing."""
         if self.profile is not None:
-            stages, micro_batches = self._stage.placement.num_stages, self.profile.micro_batches
-            chosen = self._stage.schedule.schedule_for(stages, micro_batches) if self.chooses_schedule else None
+            placement, micro_batches = self._stage.placement, self.profile.micro_batches
+            chosen = self._stage.schedule.schedule_for(placement, micro_batches) if self.chooses_schedule else None
             self._reporter.scheduled(self._stage.counters.steps, chosen)
 
     # -- while a batch trains -------------------------------------------------------------------------
@@ -594,7 +595,7 @@ class Rebalancer:
         """
 
         def placement() -> Placement:
-            new = self._stage.placement.at(partition)
+            new = self._placement_of(partition)
             self.groups.check(new.boundaries)
             return new
 
@@ -602,6 +603,19 @@ class Rebalancer:
         new = self._comm.everywhere("going to a given partition", placement, same=self._stage.placement_change_text)
         move = self._chosen(new, request, clears_pending_decision=request.reason is not Reason.INITIAL)
         return self._move_in_background(move) if background else self._move_now(move)
+
+    def _placement_of(self, partition: Sequence[int]) -> Placement:
+        """Return the placement with these boundaries: two per stage and one are those of a V, or of a loop."""
+        here, kind = self._stage.placement, self._config.schedule.kind
+        shape = here.shape
+        if len(partition) == here.num_stages + 1:
+            shape = "chain"
+        elif shape == "chain" and len(partition) == 2 * here.num_stages + 1:
+            shape = "loop" if kind == "loop" else "v"
+        new = Placement.of_shape(shape, partition, num_layers=here.num_layers, num_stages=here.num_stages)
+        if new.shape != "chain" and self._stage.layers.dynamic_shape:
+            raise PartitionError(f"partition {list(partition)}: {DYNAMIC_SHAPES}")
+        return new
 
     def _layers_moved(self, moved: LayersMoved) -> None:
         self.last_move_step = moved.step

@@ -23,7 +23,7 @@ def share_loss(
         aggregate: that method; the last stage sums by it.
         post: posts a broadcast of a tensor from a rank in a group.
     """
-    last, group = engine.grid.stage_to_global(engine.num_stages - 1), engine.grid.get_pipe_parallel_group()
+    last, group = engine._loss_stage_global_rank(), engine.grid.get_pipe_parallel_group()
     if engine.is_last_stage():
         with _without_broadcast(engine):
             loss: torch.Tensor = aggregate()

@@ -44,6 +44,12 @@ def load_micro_batch(engine: Any) -> tuple[Any, Any]:
     return inputs, labels
 
 
+def skip_micro_batch(engine: Any) -> None:
+    """Read a micro-batch, if this stage has data, and drop it."""
+    if engine.data_iterator is not None:
+        engine._next_batch()
+
+
 def begin_batch(engine: Any) -> None:
     """Forget the losses of the batch before: DeepSpeed would add those of an evaluation to them."""
     engine.fwd_outputs = []

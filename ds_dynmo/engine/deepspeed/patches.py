@@ -154,6 +154,15 @@ class PatchedPipelineEngine(PipelineEngine):
         active = None if self.dynmo is None else self.stage.chunks.active
         return grad if active is not None and not active.is_last else super()._backward_prologue_per_tensor(grad)
 
+    def set_dataiterator(self, iterator: Any) -> None:
+        """Store an iterator as DeepSpeed does; on the last stage also where the loss is on another one.
+
+        That stage reads its data all the same, so that they are right when the loss comes back to it.
+        """
+        super().set_dataiterator(iterator)
+        if self.dynmo is not None and self.stage_id == self.num_stages - 1:
+            self.training_dataloader, self.data_iterator = None, iterator
+
     def _next_batch(self) -> Any:
         """Read a micro-batch as DeepSpeed does.
 

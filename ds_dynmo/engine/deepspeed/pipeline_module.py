@@ -68,6 +68,11 @@ class StageLayers(LayerList):
         loss_fn: Callable[..., Any] | None = self._module.loss_fn
         return loss_fn
 
+    @property
+    def dynamic_shape(self) -> bool:
+        """Whether messages between stages may change their shapes."""
+        return bool(self._module.dynamic_shape)
+
     def file_name(self, index: int) -> str:
         """Return DeepSpeed's name of the file of a layer, whichever stage holds it."""
         return os.path.basename(str(self._module.ckpt_layer_path("", index - self._module._local_start)))
@@ -241,10 +246,10 @@ class StageLayers(LayerList):
         self._place_at(placement, stage)
 
     def _place_at(self, placement: Placement, stage: int) -> None:
-        here = placement.run_of(stage)  # DeepSpeed's module knows one range of layers
+        first = placement.chunks_of(stage)[0]  # of several chunks the module shows one at a time while a batch runs
         self._placement, self._stage = placement, stage
         self._module.parts = list(placement.boundaries)
-        self._module._set_bounds(start=here.start, stop=here.stop)
+        self._module._set_bounds(start=first.start, stop=first.stop)
 
     def _attach(self, index: int, layer: nn.Module | None) -> None:
         module, spec, key = self._module, self.spec(index), self.key(index)

@@ -33,7 +33,7 @@ from ds_dynmo.engine.run.trainable import TrainableLayers
 from ds_dynmo.engine.run.weight_gradients import Pass, WeightGradients
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.schedules import Action, Kind
-from ds_dynmo.schedules.forward_only import forward_orders
+from ds_dynmo.schedules.forward_only import first_batch, forward_orders, forward_place
 
 _logger = logging.getLogger("DynMo")
 _NOTHING = nullcontext()
@@ -94,6 +94,8 @@ class Executor:
         """Run a training batch, and the optimizer's step."""
         schedule, costs = self._stage.schedule.next(self._stage.placement, micro_batches)
         here = self._stage.comm.here.stage
+        if schedule.num_chunks > schedule.num_stages and not self._stage.forms.are_known(training=True):
+            schedule = first_batch(schedule)
         if self._planned != (schedule, costs, here):
             self._planned, self._plan = (schedule, costs, here), link_plan(schedule, here, costs)
         with self._batch(schedule.owners, self._plan, training=True), self._splitting(schedule.orders[here]):
@@ -106,8 +108,10 @@ class Executor:
     def evaluate(self, micro_batches: int) -> None:
         """Run the forward passes of an evaluation."""
         owners, here = self._stage.placement.owners, self._stage.comm.here.stage
-        orders = forward_orders(owners, micro_batches)
-        with self._batch(owners, evaluation_plan(owners, orders, here), training=False):
+        several = len(owners) > self._stage.placement.num_stages
+        place = forward_place(owners, one_by_one=several and not self._stage.forms.are_known(training=False))
+        orders = forward_orders(owners, micro_batches, place)
+        with self._batch(owners, evaluation_plan(owners, orders, here, place), training=False):
             for action in orders[here]:
                 self._carry_out(action)
 
@@ -169,7 +173,9 @@ class Executor:
         micro_batch, engine = action.micro_batch, self._engine
         held = HeldPass()
         if chunk.is_first or chunk.is_last:
-            inputs = self._load(chunk, micro_batch)
+            inputs = self._load(micro_batch)
+        elif chunk.number == self._engine.num_stages - 1 and not self._stage.chunks.holds_last:
+            passes.skip_micro_batch(engine)
         if not chunk.is_first:
             tensors, form = self._receive(Lane(MessageKind.ACTIVATION, chunk.number - 1), micro_batch)
             assert form is not None
@@ -256,7 +262,7 @@ class Executor:
 
     # -- data and messages ----------------------------------------------------------------------------
 
-    def _load(self, chunk: Chunk, micro_batch: int) -> Any:
+    def _load(self, micro_batch: int) -> Any:
         """Read a micro-batch; one stage may hold the first chunk and the last, and reads once."""
         if micro_batch in self._labels:
             return None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ds_dynmo.engine.comm.links import Lane, LinkPlan, MessageKind, Transfer
 from ds_dynmo.schedules import Action, Kind, PassCosts, Schedule, link_orders
-from ds_dynmo.schedules.forward_only import forward_place
+from ds_dynmo.schedules.forward_only import Place
 
 _KINDS = {
     Kind.FORWARD: MessageKind.ACTIVATION,
@@ -36,10 +38,15 @@ def link_plan(schedule: Schedule, stage: int, costs: PassCosts | None) -> LinkPl
     return plan
 
 
-def evaluation_plan(owners: tuple[int, ...], orders: list[list[Action]], stage: int) -> LinkPlan:
-    """List the sends and receives of ``stage`` in an evaluation, whose ``orders`` contain forward passes alone."""
+def evaluation_plan(owners: tuple[int, ...], orders: Sequence[Sequence[Action]], stage: int, place: Place) -> LinkPlan:
+    """List the sends and receives of ``stage`` in an evaluation.
+
+    Args:
+        orders: of forward passes alone.
+        place: the sort key of all actions by which ``orders`` are sorted.
+    """
     last, plan = len(owners) - 1, dict[int, list[tuple[Transfer, ...]]]()
-    for _, chunk, _ in sorted((action for order in orders for action in order), key=forward_place(owners)):
+    for _, chunk, _ in sorted((action for order in orders for action in order), key=place):
         if chunk == last or owners[chunk] == owners[chunk + 1] or stage not in (owners[chunk], owners[chunk + 1]):
             continue
         is_sent = owners[chunk] == stage

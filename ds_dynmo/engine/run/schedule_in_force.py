@@ -8,7 +8,16 @@ from typing import NamedTuple
 
 from ds_dynmo.config.dynmo import ScheduleConfig
 from ds_dynmo.placement import Placement
-from ds_dynmo.schedules import Action, Kind, PassCosts, Schedule, one_f_one_b, schedule_for_equal_costs
+from ds_dynmo.schedules import (
+    Action,
+    Kind,
+    PassBytes,
+    PassCosts,
+    Schedule,
+    best_schedule,
+    one_f_one_b,
+    schedule_for_equal_costs,
+)
 
 SPLIT_IN_PROFILES = 2  # backward passes per chunk that a profile splits if the schedule splits none
 
@@ -24,7 +33,7 @@ class ScheduleInForce:
     """Chooses the schedule of each batch.
 
     Attributes:
-        found: the schedule of the latest decision; None: there was no decision, or 1F1B is as short.
+        found: the schedule of the latest decision; None: there was no decision, or 1F1B of a chain is as short.
         over_bound: of ``found``, as in a :class:`FoundSchedule`; 0.0: there is none.
         running: the schedule of the latest batch; None: there was none.
         is_profiled: returns whether the batch that starts is measured. Then each chunk splits some backward passes.
@@ -73,30 +82,37 @@ class ScheduleInForce:
 
     def next(self, placement: Placement, micro_batches: int) -> NextSchedule:
         """Return the schedule of the batch that starts."""
-        shape = placement.num_stages, micro_batches
-        schedule = self.schedule_for(*shape)
+        schedule = self.schedule_for(placement, micro_batches)
         costs = self._found_for if schedule is not None and schedule is self.found else None
         if schedule is None:
-            schedule = one_f_one_b(*shape)
+            schedule = one_f_one_b(placement.num_stages, micro_batches)
         elif self.is_profiled():
             schedule = with_some_split(schedule)
         self.running = schedule
         return NextSchedule(schedule, costs)
 
-    def schedule_for(self, num_stages: int, micro_batches: int) -> Schedule | None:
-        """Return the schedule of the next batch of this shape; None: 1F1B."""
-        shape = num_stages, micro_batches
-        if self._config.kind == "1f1b" or num_stages == 1:
+    def schedule_for(self, placement: Placement, micro_batches: int) -> Schedule | None:
+        """Return the schedule of the next batch of a placement; None: 1F1B of a chain."""
+        owners, is_chain = placement.owners, placement.shape == "chain"
+        if is_chain and (self._config.kind == "1f1b" or placement.num_stages == 1):
             return None
-        if self._decided and (self.found is None or _shape(self.found) == shape):
-            return self.found
-        if self._before_decision is None or _shape(self._before_decision) != shape:
-            self._before_decision = (
-                one_f_one_b(*shape)
-                if self._use_1f1b_until_decided
-                else schedule_for_equal_costs(*shape, self._config.memory, back_to_back=self.back_to_back)
-            )
+        if self._decided and self.found is None and is_chain:
+            return None
+        for known in (self.found, self._before_decision):
+            if known is not None and (known.owners, known.micro_batches) == (owners, micro_batches):
+                return known
+        self._before_decision = self._for_equal_costs(placement, micro_batches)
         return self._before_decision
+
+    def _for_equal_costs(self, placement: Placement, micro_batches: int) -> Schedule:
+        stages, memory = placement.num_stages, self._config.memory
+        if placement.shape == "chain":
+            if self._use_1f1b_until_decided:
+                return one_f_one_b(stages, micro_batches)
+            return schedule_for_equal_costs(stages, micro_batches, memory, back_to_back=self.back_to_back)
+        costs, sizes = PassCosts.equal(placement.owners), PassBytes.equal(placement.num_chunks)
+        limit = int(memory * 2 * min(stages, micro_batches))  # a stage of a chain holds two such chunks
+        return best_schedule(costs, micro_batches, sizes, [limit] * stages).schedule
 
 
 def with_some_split(schedule: Schedule, count: int = SPLIT_IN_PROFILES) -> Schedule:
@@ -121,7 +137,3 @@ def _parts(action: Action) -> tuple[Action, ...]:
     if action.kind != Kind.BACKWARD:
         return (action,)
     return action._replace(kind=Kind.INPUT_GRADIENT), action._replace(kind=Kind.WEIGHT_GRADIENT)
-
-
-def _shape(schedule: Schedule) -> tuple[int, int]:
-    return schedule.num_stages, schedule.micro_batches

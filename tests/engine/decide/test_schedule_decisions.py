@@ -118,7 +118,7 @@ def under_a_limit(report: str) -> Any:
         engine.rebalancer.memory.limit = limit and int(limit * max(needed[0]))
         engine.rebalance(engine.partition)
         engine.train_batch(data)
-        order, layers = engine.stage.schedule.schedule_for(3, 4), engine.profile.layers
+        order, layers = engine.stage.schedule.schedule_for(engine.stage.placement, 4), engine.profile.layers
         orders.append(order)
         passes = engine.rebalancer.decision_input(engine.profile, None, assume_running_schedule=False).pipeline.passes
         held = peak_bytes(order, passes.sizes(engine.partition))
@@ -155,7 +155,7 @@ def one_differs() -> Any:
     ) as error:
         engine.rebalance()
     assert error.value.harmless and engine.partition == before
-    ran = engine.stage.schedule.schedule_for(3, 4).hash
+    ran = engine.stage.schedule.schedule_for(engine.stage.placement, 4).hash
     engine.train_batch(data)
     rebalancer.decide = decide
     engine.rebalance()
