@@ -254,19 +254,18 @@ class PassModel:
     def sizes_with_messages(self, partition: Sequence[int], standing: int) -> PassBytes:
         """Sum the bytes of passes per stage and of messages between stages, which ``memory`` and limits do not count.
 
-        From the forward to the backward pass DeepSpeed keeps the received activations, besides the copy for the first
-        layer, and the sent ones.
+        From the forward to the backward pass a stage keeps the received activations, besides the copy for its first
+        layer.
 
         Args:
             standing: number of messages per boundary and direction with buffers all the time.
         """
         stages = self._runs(partition)
-        kept = (self.input_bytes[start] + self.output_bytes[stop - 1] for start, stop in stages)
         arriving = [0, *(self.input_bytes[start] for start, _ in stages[1:]), 0]
         bare = self.sizes(partition)
         return replace(
             bare,
-            activation_bytes=tuple(map(sum, zip(bare.activation_bytes, kept))),
+            activation_bytes=tuple(map(sum, zip(bare.activation_bytes, arriving))),
             standing_bytes=tuple(standing * (before + after) for before, after in itertools.pairwise(arriving)),
         )
 

@@ -193,9 +193,9 @@ def schedule_reported(theirs: type[PipelineEngine], kind: str) -> str:
     return str(engine.rebalance().schedule)
 
 
-def test_reports_say_what_their_batch_runs() -> None:
-    theirs, ours = run_each(2, schedule_reported, (WithTheirBatch, "zero_bubble"), (PipelineEngine, "zero_bubble"))
-    assert theirs[0].startswith("1f1b, predicted ") and ours[0].startswith("zero_bubble, ")
+def test_their_batch_runs_the_schedule_in_force() -> None:
+    for reported in run(2, schedule_reported, WithTheirBatch, "zero_bubble"):
+        assert reported.startswith("zero_bubble, ")
 
 
 class TheirSchedule(schedule.TrainSchedule):

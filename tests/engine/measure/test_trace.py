@@ -150,7 +150,7 @@ def test_a_frozen_stage_shows_no_backward_pass(tmp_path: Path) -> None:
     run(2, train_half_frozen, str(path))
     assert all(e["args"]["clock_error_microseconds"] >= 10_000 for e in read(path) if e["ph"] == "i")
     found = named(read(path), 2)
-    assert all(found[0, 0, "backward", micro_batch]["dur"] < 4000 for micro_batch in range(4))
+    assert not any((0, 0, "backward", micro_batch) in found for micro_batch in range(4))
     assert all(found[0, 1, "backward", micro_batch]["dur"] > 8000 for micro_batch in range(4))
 
 

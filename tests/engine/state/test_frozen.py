@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 
+from ds_dynmo.engine.comm.links import Lane, Links, MessageKind
 from tests.support.configs import Case, config
 from tests.support.harness import RankError, run, run_each
 from tests.support.models import FrozenBlock, layers, module_of
@@ -213,8 +214,6 @@ def test_layers_frozen_from_the_start_train_once_they_thaw(precision: str) -> No
 
 
 def count_backward_work(prefix: int) -> dict[str, int]:
-    from deepspeed.runtime.pipe import p2p
-
     engine = build(Case(stages=3, micro_batches=2, dynmo={"interval": 0, "profile": {"warmup_batches": 99}}))
     data = batches(engine)
     engine.train_batch(data)
@@ -222,18 +221,18 @@ def count_backward_work(prefix: int) -> dict[str, int]:
     engine.model_changed("frozen")
     drop_decision(engine)
     counts = {"backward": 0, "gradients sent": 0, "gradients": 0, "reduced": 0}
-    send, sum_gradients = p2p.send, engine._get_gradients_for_reduction
+    send, sum_gradients = Links.send, engine._get_gradients_for_reduction
 
-    def counting_send(tensor: torch.Tensor, stage: int, **kwargs: Any) -> Any:
-        counts["gradients sent"] |= int(stage < engine.stage_id)
-        return send(tensor, stage, **kwargs)
+    def counting_send(self: Links, lane: Lane, tensors: Sequence[torch.Tensor], *form: Any) -> None:
+        counts["gradients sent"] |= int(lane.kind is MessageKind.GRADIENT and len(tensors) > 0)
+        send(self, lane, tensors, *form)
 
     def counting_reduce() -> Any:
         found = sum_gradients()
         counts["reduced"] = len(found[0])
         return found
 
-    p2p.send, engine._get_gradients_for_reduction = counting_send, counting_reduce
+    Links.send, engine._get_gradients_for_reduction = counting_send, counting_reduce  # type: ignore[method-assign]
     original = torch.autograd.backward
 
     def counting_backward(*args: Any, **kwargs: Any) -> Any:
@@ -243,7 +242,7 @@ def count_backward_work(prefix: int) -> dict[str, int]:
     torch.autograd.backward = counting_backward  # type: ignore[assignment]
     engine.before_step(lambda: counts.update(gradients=sum(p.grad is not None for p in engine.module.parameters())))
     engine.train_batch(data)
-    p2p.send, torch.autograd.backward = send, original  # type: ignore[assignment]
+    Links.send, torch.autograd.backward = send, original  # type: ignore[method-assign, assignment]
     return counts
 
 
