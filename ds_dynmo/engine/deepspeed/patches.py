@@ -138,16 +138,14 @@ class PatchedPipelineEngine(PipelineEngine):
         raise NotImplementedError
 
     def is_last_stage(self) -> bool:
-        """Return whether this stage holds the model's last chunk, and so the loss."""
-        if self.dynmo is None or "stage" not in vars(self):
-            return bool(super().is_last_stage())
-        return self.stage.chunks.holds_last
+        """Return whether this stage holds the model's last chunk, or held it in the latest batch, and so the loss."""
+        loss_stage = self.stage.chunks.loss_stage if "stage" in vars(self) else None
+        return bool(super().is_last_stage()) if loss_stage is None else loss_stage == self.stage_id
 
     def _loss_stage_global_rank(self) -> int:
-        """Return the rank that computes the loss."""
-        if self.dynmo is None:
-            return int(super()._loss_stage_global_rank())
-        return self.stage.comm.rank_of(self.stage.placement.owners[-1])
+        """Return the rank that computes the loss, or did so in the latest batch."""
+        loss_stage = self.stage.chunks.loss_stage if "stage" in vars(self) else None
+        return int(super()._loss_stage_global_rank()) if loss_stage is None else self.stage.comm.rank_of(loss_stage)
 
     def _backward_prologue_per_tensor(self, grad: Any) -> Any:
         """Scale gradients as DeepSpeed does where the loss is, but not those that another chunk of its stage gets."""

@@ -87,6 +87,7 @@ class Shrinking:
 
         call_within_seconds(stage.config.timeout_seconds + world.group_timeout_seconds, begin)
         stage.forms.forget()
+        stage.chunks.loss_stage = None
         stage.comm.connect("repack")
         stage.state.use_grid()
 

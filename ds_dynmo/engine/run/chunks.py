@@ -53,6 +53,7 @@ class StageChunks:
 
     Attributes:
         active: the chunk whose pass runs; None: no batch does.
+        loss_stage: of the latest batch: layers may have moved since; None: there was none.
     """
 
     def __init__(self, module: Any, layers: StageLayers) -> None:
@@ -60,6 +61,7 @@ class StageChunks:
         self._show: Callable[[int], None] = lambda place: None
         self._places: dict[int, int] = {}
         self.active: Chunk | None = None
+        self.loss_stage: int | None = None
 
     @contextmanager
     def running(self, wrappers: Sequence[LayerWrapper]) -> Iterator[dict[int, Chunk]]:
@@ -69,6 +71,7 @@ class StageChunks:
             wrappers: the innermost first.
         """
         placement, stage = self._layers.placement, self._layers.stage
+        self.loss_stage = placement.owners[-1]
         numbers = [number for number, owner in enumerate(placement.owners) if owner == stage]
         chunks = {n: Chunk(n, placement.chunk(n), n == 0, n == placement.num_chunks - 1) for n in numbers}
         self._places = {number: place for place, number in enumerate(numbers)}

@@ -3,25 +3,79 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.support.configs import Case
+from tests.support.configs import PRECISIONS, Case
 from tests.support.harness import run_each
-from tests.support.training import train, whole
+from tests.support.training import train, train_frozen, whole
 
 pytestmark = pytest.mark.ranks
 
 
-def check_same(case: Case, kind: str) -> None:
-    """Compare with a chain under 1F1B."""
-    ours = replace(case, dynmo={"interval": 0, "schedule": {"kind": kind}})
-    still, moved = run_each(case.ranks, train, (case, [], 4, 1), (ours, [], 4, 1))
+def under(kind: str, case: Case) -> Case:
+    return replace(case, dynmo={"interval": 0, "schedule": {"kind": kind}, **(case.dynmo or {})})
+
+
+def check_equal(still: list[Any], moved: list[Any]) -> None:
     assert [r["losses"] for r in moved] == [r["losses"] for r in still]
-    assert [r["evaluations"] for r in moved] == [r["evaluations"] for r in still]
+    assert [r.get("evaluations") for r in moved] == [r.get("evaluations") for r in still]
     assert whole(moved) == whole(still)
 
 
-@pytest.mark.parametrize("kind", ["v", "loop"])
-def test_training_equals_a_chain(kind: str) -> None:
-    check_same(Case(stages=2, micro_batches=5), kind)
+def check_same(case: Case, *kinds: str, moves: list[list[int]] | None = None, background: bool = False) -> None:
+    """Compare with a chain under 1F1B."""
+    ours = [(under(kind, case), moves or [], 5, 1, background) for kind in kinds]
+    still, *moved = run_each(case.ranks, train, (case, [], 5, 1), *ours)
+    for each in moved:
+        check_equal(still, each)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "2 stages": {"stages": 2},
+    "3 stages, tied": {"stages": 3, "tied": True},
+    "3 stages, 2 replicas, reentrant checkpointing, dropout": {
+        "stages": 3,
+        "replicas": 2,
+        "checkpoint_interval": 1,
+        "dropout": True,
+    },
+    "4 stages, checkpointing": {"stages": 4, "checkpoint_interval": 2, "reentrant": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "shape"),
+    [
+        pytest.param(precision, shape, marks=() if (number + turn) % 4 == 0 else pytest.mark.nightly)
+        for number, precision in enumerate(PRECISIONS)
+        for turn, shape in enumerate(SHAPES)
+    ],
+)
+def test_training_equals_a_chain(precision: str, shape: str) -> None:
+    check_same(Case(precision=precision, micro_batches=5, **SHAPES[shape]), "v", "loop")
+
+
+V_TO_CHAIN = [[0, 2, 3, 4, 8], [0, 5, 8], [0, 1, 3, 6, 8], [0, 1, 5, 7, 8]]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1", "bf16", "fp32 zero1"])
+def test_moves_also_to_a_chain_and_back_change_nothing(precision: str) -> None:
+    check_same(Case(precision=precision, micro_batches=4, groups="two"), "v", "loop", moves=V_TO_CHAIN)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+def test_moves_in_the_background_change_nothing(precision: str) -> None:
+    check_same(Case(precision=precision, micro_batches=4, tied=True), "v", moves=V_TO_CHAIN, background=True)
+
+
+def test_one_micro_batch() -> None:
+    check_same(Case(stages=3, micro_batches=1), "v", "loop")
+
+
+def test_a_prefix_that_freezes_and_thaws() -> None:
+    case, frozen = Case(stages=3, micro_batches=4), {1: 3, 3: 5, 5: 0}
+    still, *moved = run_each(3, train_frozen, (case, frozen, {}), *((under(k, case), frozen, {}) for k in ("v", "loop")))
+    for each in moved:
+        check_equal(still, each)
