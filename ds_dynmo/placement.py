@@ -26,7 +26,7 @@ from collections.abc import Container, Sequence
 from dataclasses import InitVar, dataclass
 from functools import cached_property
 
-from ds_dynmo.errors import PartitionError
+from ds_dynmo.errors import PartitionError, counted
 
 __all__ = ["Placement", "check_partition", "stage_of"]
 
@@ -83,12 +83,13 @@ class Placement:
         boundaries = self.boundaries
         if len(boundaries) != len(self.owners) + 1:
             raise PartitionError(
-                f"partition {list(boundaries)} has {len(boundaries)} boundaries, {len(self.owners)} owners"
+                f"partition {list(boundaries)}: should be {len(self.owners) + 1} boundaries for its "
+                f"{counted(len(self.owners), 'owner')}"
             )
         if not self.owners or {*self.owners} != {*range(self.num_stages)}:
-            raise PartitionError(f"the owners {list(self.owners)} of chunks are not the stages 0, 1, ...")
+            raise PartitionError(f"owners {list(self.owners)} of chunks: should be all of the stages 0, 1, ...")
         if boundaries[0] != 0:
-            raise PartitionError(f"partition {list(boundaries)} runs from {boundaries[0]}, the first layer is 0")
+            raise PartitionError(f"partition {list(boundaries)}: should begin at 0, the first layer")
         for owner, start, stop in zip(self.owners, boundaries, boundaries[1:]):
             if stop < start or (stop == start and owner not in may_be_empty):
                 raise PartitionError(
@@ -119,7 +120,7 @@ class Placement:
         """
         boundaries = _ints(boundaries)
         stages = max(len(boundaries) - 1, 1) if num_stages is None else num_stages
-        _check_extent(boundaries, num_layers, f"{stages} stages", stages)
+        _check_extent(boundaries, num_layers, counted(stages, "stage"), stages)
         return cls(boundaries, tuple(range(stages)), empty)
 
     @staticmethod
@@ -140,7 +141,7 @@ class Placement:
         """
         boundaries = _ints(boundaries)
         stages = max((len(boundaries) - 1) // 2, 1) if num_stages is None else num_stages
-        _check_extent(boundaries, num_layers, f"a V of {stages} stages", 2 * stages)
+        _check_extent(boundaries, num_layers, f"a V of {counted(stages, 'stage')}", 2 * stages)
         return cls(boundaries, (*range(stages), *reversed(range(stages))))
 
     @classmethod
@@ -155,7 +156,7 @@ class Placement:
             PartitionError: boundaries of other layers, or of another number of chunks.
         """
         boundaries = _ints(boundaries)
-        _check_extent(boundaries, self.num_layers, f"{self.num_stages} stages", self.num_chunks)
+        _check_extent(boundaries, self.num_layers, counted(self.num_stages, "stage"), self.num_chunks)
         return Placement(boundaries, self.owners)
 
     def __repr__(self) -> str:
@@ -278,17 +279,12 @@ def _ints(values: Sequence[int]) -> tuple[int, ...]:
     try:
         return tuple(operator.index(value) for value in values)
     except TypeError as error:
-        raise PartitionError(f"a partition is a list of ints, got {values!r}") from error
+        raise PartitionError(f"partition {values!r}: should be a list of ints, such as [0, 3, 8]") from error
 
 
 def _check_extent(boundaries: tuple[int, ...], num_layers: int | None, what: str, num_chunks: int) -> None:
-    if len(boundaries) != num_chunks + 1:
+    if len(boundaries) != num_chunks + 1 or boundaries[0] != 0 or num_layers not in (None, boundaries[-1]):
+        last, layers = ("", "") if num_layers is None else (f" to {num_layers}", f" and {counted(num_layers, 'layer')}")
         raise PartitionError(
-            f"partition {list(boundaries)} has {len(boundaries)} boundaries, {what} need {num_chunks + 1}"
-        )
-    last = boundaries[-1] if num_layers is None else num_layers
-    if boundaries[0] != 0 or boundaries[-1] != last:
-        raise PartitionError(
-            f"partition {list(boundaries)} runs from {boundaries[0]} to {boundaries[-1]}, "
-            f"the model's {last} layers need 0 to {last}"
+            f"partition {list(boundaries)}: should be {num_chunks + 1} boundaries, from 0{last}, for {what}{layers}"
         )

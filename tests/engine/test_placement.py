@@ -75,11 +75,11 @@ def test_a_placement_is_read_from_its_lists() -> None:
 @pytest.mark.parametrize(
     ("boundaries", "owners", "message"),
     [
-        ([0, 3, 8], [0], "3 boundaries, 1 owners"),
+        ([0, 3, 8], [0], "should be 2 boundaries for its 1 owner"),
         ([0, 3, 8], [0, 2], "owners"),
         ([0, 3, 8], [0, -1], "owners"),
         ([0], [], "owners"),
-        ([1, 3, 8], [0, 1], "runs from 1"),
+        ([1, 3, 8], [0, 1], "should begin at 0"),
         ([0, 3, 3], [0, 1], "stage 1 would own no layer"),
         ([0, 3, 2], [0, 1], "not strictly increasing"),
         ([0, 2.5, 8], [0, 1], "list of ints"),
@@ -92,7 +92,11 @@ def test_an_invalid_placement_is_refused(boundaries: Any, owners: Any, message: 
 
 @pytest.mark.parametrize(
     ("boundaries", "message"),
-    [([0, 3, 5, 8], "a V of 1 stages need 3"), ([0, 3, 3], "stage 0 would own no layer"), ([], "a V of 1 stages")],
+    [
+        ([0, 3, 5, 8], "should be 3 boundaries, from 0, for a V of 1 stage"),
+        ([0, 3, 3], "stage 0 would own no layer"),
+        ([], "a V of 1 stage"),
+    ],
 )
 def test_an_invalid_v_is_refused(boundaries: Any, message: str) -> None:
     with pytest.raises(PartitionError, match=message):
@@ -107,10 +111,10 @@ def test_a_partition_becomes_plain_ints() -> None:
 @pytest.mark.parametrize(
     ("partition", "message"),
     [
-        ([0, 8], "has 2 boundaries, 2 stages need 3"),
-        ([], "has 0 boundaries, 2 stages need 3"),
-        ([0, 3, 7], "8 layers need 0 to 8"),
-        ([1, 3, 8], "runs from 1"),
+        ([0, 8], "should be 3 boundaries, from 0 to 8, for 2 stages and 8 layers"),
+        ([], "should be 3 boundaries, from 0 to 8"),
+        ([0, 3, 7], "for 2 stages and 8 layers"),
+        ([1, 3, 8], "from 0 to 8"),
         ([0, 0, 8], "stage 0 would own no layer"),
         ([0, 8, 8], "stage 1 would own no layer"),
         ([0, 9, 8], "not strictly increasing"),

@@ -19,6 +19,8 @@ from ds_dynmo.cli.training.resuming import has_saved, read_resumed, total_steps
 from ds_dynmo.config import DynMoConfig, check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
 from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.engine.deepspeed.settings import check_settings
+from ds_dynmo.engine.initialization import check_configuration
+from ds_dynmo.engine.validation import check_initial_partition
 from ds_dynmo.errors import ConfigError, PackingError
 from ds_dynmo.models import (
     ByteText,
@@ -153,7 +155,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
         settings: the configuration; None: read from the file that ``--deepspeed_config`` names.
 
     Raises:
-        ConfigError: naming the option, key or path, its value and what is allowed.
+        ConfigError, PartitionError: naming the option, key or path, its value and what is allowed.
     """
     args = parse_arguments(arguments)
     settings = load_settings(Path(args.deepspeed_config) if settings is None else settings, args.changes)
@@ -164,10 +166,15 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
     check_batch_sizes(settings, world_size // stages)
     model = read_model_config(settings)
     check_flags(args, model, dynmo)
+    if dynmo is None:
+        check_settings(settings)
+    else:
+        check_configuration(dynmo, settings)
     layers, packed = build_layers(model, read_data_config(settings).documents)
     if stages > len(layers):
         raise ConfigError(f"--stages {stages}: the model has {len(layers)} layers, at most one stage each")
-    check_settings(settings)
+    if dynmo is not None:
+        check_initial_partition(dynmo, layers, stages)
     resume = folder_to_resume(args)
     resumed = None if resume is None else read_resumed(resume, args.tag, model)
     text = load_data(args.data, settings, model, packed=packed)
