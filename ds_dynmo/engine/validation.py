@@ -14,10 +14,11 @@ from torch import nn
 from ds_dynmo.config import DynMoConfig, load_settings, parse_type_partition
 from ds_dynmo.config.withdrawn import LOAD_UNIVERSAL, refusal
 from ds_dynmo.engine.comm.replicas import has_per_replica
-from ds_dynmo.engine.deepspeed.module import has_deepspeeds_experts, layer_specs
+from ds_dynmo.engine.deepspeed.module import has_deepspeeds_experts, layer_specs, layers_of_stage, modules_of
 from ds_dynmo.engine.deepspeed.pipeline_module import is_dual_pipe_v
 from ds_dynmo.engine.deepspeed.settings import optimizer_class
 from ds_dynmo.engine.deepspeed.ties import check_tied_weights
+from ds_dynmo.engine.run.compiled_layers import check_not_compiled
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.plan import check_partition
@@ -130,6 +131,11 @@ def check_layers(model: PipelineModule, *, flat: bool, sums_whole: str | None) -
             f"zero_optimization.{sums_whole} = false with layers of which every data-parallel replica holds others "
             "(moe.expert_parallel): their gradients would be summed with one another; allowed is true, the default"
         )
+    for number, layer in modules_of(model, layers_of_stage(model)):
+        try:
+            check_not_compiled(layer)
+        except TypeError as error:
+            raise ConfigError(f"layer {number} ({type(layer).__name__}): {error}") from error
     sparse = {id(module) for module in model.modules() if _has_sparse_gradients(module)}
     if sparse and flat:
         raise ConfigError("nn.Embedding(sparse=True) with bf16 or ZeRO: DeepSpeed takes no sparse gradients there")

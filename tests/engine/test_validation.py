@@ -245,3 +245,11 @@ def test_an_initial_partition_that_does_not_fit_the_model_is_refused() -> None:
         named = f"dynmo.initial_partition: partition {partition}: "
         with pytest.raises(PartitionError, match=re.escape(named + needed)):
             validation.check_initial_partition(DynMoConfig(initial_partition=partition), SPECS, 2)
+
+
+@pytest.mark.parametrize("compiles", [torch.jit.script, lambda layer: layer.compile() or layer])
+def test_layers_that_can_never_move_are_refused(compiles: Any) -> None:
+    stage: Any = nn.Sequential(nn.Linear(1, 1), nn.Sequential(compiles(nn.Linear(1, 1))))
+    stage._layer_specs, stage._local_start, stage._local_stop = SPECS[1:3], 0, 2
+    with pytest.raises(ConfigError, match=r'^layer 1 \(Sequential\): 0 .*was compiled by .*"compile": true'):
+        validation.check_layers(stage, flat=False, sums_whole=None)
