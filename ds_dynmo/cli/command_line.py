@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import ConfigError, reason_of
 from ds_dynmo.files import write_text
 
 FIRST_RANK_SECONDS = 10.0
@@ -153,4 +153,4 @@ def write_json(path: Path | None, figures: Any) -> None:
         try:
             write_text(path, json.dumps(figures, indent=2, default=str) + "\n")
         except OSError as error:
-            raise ConfigError(f"--json {path}: cannot be written: {error}") from error
+            raise ConfigError(f"--json {path}: cannot be written: {reason_of(error)}") from error

@@ -408,8 +408,9 @@ def test_a_change_that_cannot_be_made_is_refused(change: str, message: str) -> N
 def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for path in (tmp_path, tmp_path / "missing", tmp_path / "binary"):
-        with pytest.raises(ConfigError, match="cannot be read"):
+        with pytest.raises(ConfigError, match="cannot be read") as error:
             load_json(path)
+        assert str(error.value).count(str(path)) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.engine.deepspeed.settings import check_settings
 from ds_dynmo.engine.initialization import check_configuration
 from ds_dynmo.engine.validation import check_initial_partition
-from ds_dynmo.errors import ConfigError, PackingError
+from ds_dynmo.errors import ConfigError, PackingError, reason_of
 from ds_dynmo.models import (
     ByteText,
     FreezingConfig,
@@ -385,4 +385,4 @@ def refusing(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{option} {path}: cannot be written: {reason_of(error)}") from error
