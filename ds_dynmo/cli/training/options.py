@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ds_dynmo.cli.command_line import add_changes, check_at_least_1, path_of
+from ds_dynmo.cli.command_line import OneLineParser, add_changes, check_at_least_1, path_of
 from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data, say
 from ds_dynmo.cli.training.resuming import has_saved, read_resumed, total_steps
 from ds_dynmo.config import DynMoConfig, check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
@@ -116,14 +116,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(OneLineParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     description = "Train a GPT or a Hugging Face causal language model in a pipeline that re-balances itself."
-    parser = _Parser(description=description, epilog=START, allow_abbrev=False)
+    parser = _Parser(description, epilog=START, allow_abbrev=False)
     parser.add_argument("--deepspeed_config", required=True, metavar="JSON", help='with "model" and "dynmo" sections')
     add_changes(parser)
     parser.add_argument(
@@ -357,8 +357,13 @@ def check_stages(stages: int | None, world_size: int) -> int:
     """Return the number of pipeline stages: the requested number, or one per process."""
     if stages is None:
         stages = world_size
-    if stages < 1 or world_size % stages:
-        raise ConfigError(f"--stages {stages}: should divide the number of processes, {world_size}")
+    if stages < 1:
+        raise ConfigError(f"--stages {stages}: should be at least 1")
+    if world_size % stages:
+        raise ConfigError(
+            f"--stages {stages}: should divide the number of processes, {world_size}: start {stages} or a multiple, by "
+            f"deepspeed --num_gpus {stages} or torchrun --nproc_per_node {stages}"
+        )
     return stages
 
 
