@@ -20,7 +20,7 @@ FIRST_RANK_SECONDS = 10.0
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Shows a docstring as it is. Says what is wrong in one line, and which flag was meant; ``--help`` shows the flags."""
+    """Shows a docstring as it is. Says what is wrong in one line, and which flag was meant; ``--help`` shows all."""
 
     def __init__(self, description: str | None, **settings: Any) -> None:
         settings["formatter_class"] = argparse.RawDescriptionHelpFormatter

@@ -163,7 +163,7 @@ TABLE = (
     flags(r".*empty.*", "--data", "empty", empty=""),
     flags(r".*short.*", "--data", "short", short="a few words"),
     flags(r"ids\.bin: files of token ids: withdrawn; .*", "--data", "ids.bin", ids_dot_bin=bytes(400)),
-    flags(r"t\.zip: is compressed \(zip\): decompress it.*", "--data", "t.zip", t_dot_zip=b"PK\x03\x04" * 200),
+    flags(r"t\.zip: is compressed \(zip\): decompress it.*", "--data", "t.zip", t_dot_zip=b"PK\x03\x04" + bytes(400)),
     flags(r"t\.pdf: is no UTF-8 text: .*JSON lines.*", "--data", "t.pdf", t_dot_pdf=b"PDF\x15\xc0" * 200),
     flags(r"--resume /does/not/exist: no such folder", "--resume", "/does/not/exist"),
     flags(r"--resume here: holds no checkpoint of ds-dynmo-train", "--resume", "here", here__file="text"),
