@@ -155,6 +155,7 @@ def scheduler(kind: str, **params: Any) -> dict[str, Any]:
         ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage = 2: cannot be combined with pipeline .*"),
         ({"zero_optimization": {"stge": 1}}, 'zero_optimization.stge = 1: unknown key; did you mean "stage"?'),
         ({"bf16": {"enable": True}}, 'bf16.enable = true: unknown key; did you mean "enabled"?'),
+        ({"bfloat16": {"enable": True}}, "DeepSpeed refuses the configuration: .*DeepSpeedBF16Config enable .*"),
         ({"csv_monitor": {"jobname": "a"}}, 'csv_monitor.jobname = "a": unknown key; did you mean "job_name"?'),
         ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage = 7: should be 0, 1, 2, .*"),
     ],

@@ -130,8 +130,8 @@ def _tried(settings: Mapping[str, Any], what: str, make: Callable[[], Any]) -> A
     except ValidationError as error:
         name = _SECTIONS.get(error.title)
         kind = next((kind for kind in DeepSpeedConfigModel.__subclasses__() if kind.__name__ == error.title), None)
-        if name is None or kind is None:
-            raise ConfigError(f"DeepSpeed refuses the configuration: {error}") from error
+        if name is None or kind is None or (name and name not in settings):  # bf16 by its old name
+            raise ConfigError(f"DeepSpeed refuses the configuration: {' '.join(str(error).split())}") from error
         lines = explain(error, kind, settings[name] if name else settings, name)
         raise ConfigError("\n".join(line.removeprefix(".") for line in lines)) from error
     except Exception as error:  # whatever DeepSpeed or torch checks by
