@@ -1,8 +1,8 @@
-"""The errors of ds_dynmo, and the plural of nouns in messages."""
+"""The errors of ds_dynmo, and words of messages."""
 
 __all__ = [
     *("CheckpointError", "ConfigError", "MigrationError", "PackingError", "PartitionError", "ReleasedError"),
-    *("ScheduleError", "counted"),
+    *("ScheduleError", "counted", "reason_of"),
 ]
 
 
@@ -68,3 +68,12 @@ def counted(number: int, noun: str) -> str:
     ('1 stage', '0 stages')
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def reason_of(error: Exception) -> str:
+    """Return why something failed. The text of an OSError repeats the path, which a message begins with.
+
+    >>> reason_of(FileNotFoundError(2, "No such file or directory", "a.json"))
+    'No such file or directory'
+    """
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -35,7 +35,7 @@ from ds_dynmo.errors import PartitionError, counted
 __all__ = ["Placement", "Shape", "check_partition", "owners_of", "stage_of"]
 
 Shape = Literal["chain", "v", "loop"]
-_NAMES: dict[Shape, str] = {"chain": "a chain", "v": "a V", "loop": "a loop"}
+_NAMES: dict[Shape, str] = {"chain": "", "v": "a V of ", "loop": "a loop of "}
 
 
 def check_partition(
@@ -100,12 +100,13 @@ class Placement:
         boundaries = self.boundaries
         if len(boundaries) != len(self.owners) + 1:
             raise PartitionError(
-                f"partition {list(boundaries)} has {len(boundaries)} boundaries, {len(self.owners)} owners"
+                f"partition {list(boundaries)}: should be {len(self.owners) + 1} boundaries for its "
+                f"{counted(len(self.owners), 'owner')}"
             )
         if not self.owners or self.owners not in (owners_of(shape, len({*self.owners})) for shape in get_args(Shape)):
             raise PartitionError(f"the owners {list(self.owners)} of chunks are those of no chain, V or loop of stages")
         if boundaries[0] != 0:
-            raise PartitionError(f"partition {list(boundaries)} runs from {boundaries[0]}, the first layer is 0")
+            raise PartitionError(f"partition {list(boundaries)}: should begin at 0, the first layer")
         for owner, start, stop in zip(self.owners, boundaries, boundaries[1:]):
             if stop < start or (stop == start and owner not in may_be_empty):
                 raise PartitionError(
@@ -138,17 +139,15 @@ class Placement:
         boundaries, per_stage = _ints(boundaries), len(owners_of(shape, 1))
         stages = max((len(boundaries) - 1) // per_stage, 1) if num_stages is None else num_stages
         owners = owners_of(shape, stages)
-        what = f"{_NAMES[shape]} of {counted(stages, 'stage')} needs"
+        what = f"{_NAMES[shape]}{counted(stages, 'stage')}"
         if num_layers is not None and num_layers < len(owners) and not empty:
-            raise PartitionError(f"{what} at least {counted(len(owners), 'layer')}, the model has {num_layers}")
-        if len(boundaries) != len(owners) + 1:
-            given = f"partition {list(boundaries)} has {len(boundaries)} boundaries"
-            raise PartitionError(f"{given}, {what} {len(owners) + 1}")
-        last = boundaries[-1] if num_layers is None else num_layers
-        if boundaries[0] != 0 or boundaries[-1] != last:
+            raise PartitionError(f"{what} need at least {counted(len(owners), 'layer')}, the model has {num_layers}")
+        if len(boundaries) != len(owners) + 1 or boundaries[0] != 0 or num_layers not in (None, boundaries[-1]):
+            last = layers = ""
+            if num_layers is not None:
+                last, layers = f" to {num_layers}", f" and {counted(num_layers, 'layer')}"
             raise PartitionError(
-                f"partition {list(boundaries)} runs from {boundaries[0]} to {boundaries[-1]}, "
-                f"the model's {last} layers need 0 to {last}"
+                f"partition {list(boundaries)}: should be {len(owners) + 1} boundaries, from 0{last}, for {what}{layers}"
             )
         return cls(boundaries, owners, empty)
 

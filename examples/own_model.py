@@ -116,7 +116,8 @@ def train(args: argparse.Namespace) -> list[float]:
     """Train up to ``args.steps``, and return the loss of each step that this rank was part of. Every rank calls it."""
     stages = args.stages or torch.distributed.get_world_size()
     torch.manual_seed(0)
-    module = PipelineModule(layers=layers(), num_stages=stages, loss_fn=loss_fn)
+    with torch.no_grad():  # DeepSpeed broadcasts tied weights, and torch would warn of a gradient through that
+        module = PipelineModule(layers=layers(), num_stages=stages, loss_fn=loss_fn)
     engine, *_ = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=CONFIG)
     if args.resume:
         path, _ = engine.load_checkpoint(args.resume)

@@ -12,18 +12,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.config.explain import suggest
+from ds_dynmo.errors import ConfigError, reason_of
 from ds_dynmo.files import write_text
 
 FIRST_RANK_SECONDS = 10.0
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Shows a docstring as it is. Says what is wrong in one line; ``--help`` shows the flags."""
+    """Shows a docstring as it is. Says what is wrong in one line, and which flag was meant; ``--help`` shows all."""
 
     def __init__(self, description: str | None, **settings: Any) -> None:
         settings["formatter_class"] = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, **settings)
+
+    def parse_known_args(self, *args: Any, **settings: Any) -> Any:
+        """Parse arguments, and refuse those that no flag takes."""
+        known, unknown = super().parse_known_args(*args, **settings)
+        if unknown:
+            flags = [
+                flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings
+            ]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}; {suggest(unknown[0].partition('=')[0], flags)}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         """Print the message, and end the command with exit code 2."""
@@ -153,4 +164,4 @@ def write_json(path: Path | None, figures: Any) -> None:
         try:
             write_text(path, json.dumps(figures, indent=2, default=str) + "\n")
         except OSError as error:
-            raise ConfigError(f"--json {path}: cannot be written: {error}") from error
+            raise ConfigError(f"--json {path}: cannot be written: {reason_of(error)}") from error

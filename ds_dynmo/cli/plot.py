@@ -18,7 +18,7 @@ from ds_dynmo.cli.command_line import OneLineParser, refuse
 from ds_dynmo.cli.plotting.timelines import TimelineRows, around, read_trace, traced, traced_steps
 from ds_dynmo.cli.run_records import read_report
 from ds_dynmo.config.withdrawn import check_withdrawn
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import ConfigError, reason_of
 from ds_dynmo.files import atomic_write
 
 
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         written = write(args.out, args.format, figures)
     except OSError as error:
-        return refuse("ds-dynmo-plot", f"--out {args.out}: cannot be written: {error}")
+        return refuse("ds-dynmo-plot", f"--out {args.out}: cannot be written: {reason_of(error)}")
     print(f"{args.out}: {', '.join(written)}")
     return 0
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_dynmo.errors import ConfigError, ScheduleError
+from ds_dynmo.errors import ConfigError, ScheduleError, reason_of
 from ds_dynmo.plan import Profile
 from ds_dynmo.schedules import Schedule
 
@@ -81,7 +81,7 @@ def read_report(path: Path) -> RunRecords:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from error
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)

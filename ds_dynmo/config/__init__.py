@@ -4,7 +4,12 @@ Nothing here imports torch or DeepSpeed, so a configuration can be checked befor
 parses an object into such a model; its errors name the full key path.
 """
 
-from ds_dynmo.config.deepspeed_keys import BATCH_KEYS, check_batch_sizes, check_deepspeed_keys
+from ds_dynmo.config.deepspeed_keys import (
+    BATCH_KEYS,
+    check_batch_sizes,
+    check_deepspeed_keys,
+    check_types_and_params,
+)
 from ds_dynmo.config.dynmo import DynMoConfig, ProfileConfig, RandomnessConfig, TraceConfig
 from ds_dynmo.config.reading import load_json, load_settings, parse_section, read_dynmo_config
 from ds_dynmo.config.repack import KubernetesConfig, RepackConfig
@@ -20,6 +25,7 @@ __all__ = [
     "TraceConfig",
     "check_batch_sizes",
     "check_deepspeed_keys",
+    "check_types_and_params",
     "load_json",
     "load_settings",
     "parse_section",

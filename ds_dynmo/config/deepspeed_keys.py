@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ds_dynmo.config.explain import show
+from ds_dynmo.config.explain import show, suggest
 from ds_dynmo.errors import ConfigError
 
 BATCH, MICRO_BATCH, ACCUMULATION = BATCH_KEYS = (
@@ -17,7 +17,11 @@ _OBJECTS = (
     *("optimizer", "scheduler", "fp16", "bf16", "pipeline", "activation_checkpointing", "checkpoint", "data_types"),
     *("compile", "tensorboard", "csv_monitor", "wandb", "comet", "data_efficiency", "torch_autocast", "timers"),
 )
-_EXAMPLE = 'such as {"type": "AdamW", "params": {"lr": 3e-4}}'
+_BUILT = {"optimizer": ("type", "params", "legacy_fusion"), "scheduler": ("type", "params")}
+_EXAMPLES = {
+    "optimizer": 'such as {"type": "AdamW", "params": {"lr": 3e-4}}',
+    "scheduler": 'such as {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}',
+}
 
 
 def check_deepspeed_keys(settings: Mapping[str, Any]) -> None:
@@ -27,8 +31,7 @@ def check_deepspeed_keys(settings: Mapping[str, Any]) -> None:
         ConfigError: naming the key, its value and what is allowed.
     """
     for key in _OBJECTS:
-        if settings.get(key) is not None and not isinstance(settings[key], dict):
-            raise ConfigError(f"{key} = {show(settings[key])}: should be an object")
+        _check_object(key, settings.get(key, {}))
     for key in BATCH_KEYS:
         if settings.get(key) is not None and (type(settings[key]) is not int or settings[key] < 1):
             raise ConfigError(f"{key} = {show(settings[key])}: should be an int of at least 1")
@@ -37,15 +40,33 @@ def check_deepspeed_keys(settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"gradient_clipping = {show(clipping)}: should be a number of at least 0")
     if all((settings.get(key) or {}).get("enabled") for key in ("fp16", "bf16")):
         raise ConfigError("fp16.enabled and bf16.enabled are true: only one of them can be")
-    optimizer = settings.get("optimizer")
-    if optimizer is None:
-        raise ConfigError(f"optimizer: is missing; it is an object, {_EXAMPLE}")
-    if not isinstance(optimizer.get("type"), str):
-        raise ConfigError(f"optimizer.type = {show(optimizer.get('type'))}: should be a name, {_EXAMPLE}")
-    for key in ("optimizer", "scheduler"):
-        params = (settings.get(key) or {}).get("params", {})
-        if not isinstance(params, dict):
-            raise ConfigError(f"{key}.params = {show(params)}: should be an object")
+    if "optimizer" not in settings:
+        raise ConfigError(f"optimizer: is missing; it is an object, {_EXAMPLES['optimizer']}")
+    check_types_and_params(settings)
+
+
+def check_types_and_params(settings: Mapping[str, Any]) -> None:
+    """Refuse an optimizer or an LR scheduler without a name, and what DeepSpeed would ignore beside it.
+
+    Raises:
+        ConfigError: naming the key, its value and what is allowed.
+    """
+    for section, known in _BUILT.items():
+        if section not in settings:
+            continue
+        _check_object(section, settings[section])
+        for key, value in settings[section].items():
+            if key not in known:
+                raise ConfigError(f"{section}.{key} = {show(value)}: unknown key; {suggest(key, known)}")
+        name = settings[section].get("type")
+        if not isinstance(name, str):
+            raise ConfigError(f"{section}.type = {show(name)}: should be a name, {_EXAMPLES[section]}")
+        _check_object(f"{section}.params", settings[section].get("params", {}))
+
+
+def _check_object(key: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key} = {show(value)}: should be an object")
 
 
 def check_batch_sizes(settings: Mapping[str, Any], replicas: int) -> None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from ds_dynmo.config.dynmo import DynMoConfig
 from ds_dynmo.config.explain import explain, show
 from ds_dynmo.config.top_level import SECTION, check_section_name, check_top_level
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import ConfigError, reason_of
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -164,7 +164,7 @@ def _text_of(path: str | os.PathLike[str]) -> str:
         with open(path, encoding="utf-8-sig") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{os.fspath(path)}: cannot be read: {error}") from error
+        raise ConfigError(f"{os.fspath(path)}: cannot be read: {reason_of(error)}") from error
 
 
 def _parse_object(text: str, source: str, loads: Callable[..., Any]) -> dict[str, Any]:

@@ -57,12 +57,12 @@ def check_section_name(settings: Mapping[str, Any]) -> None:
 
 
 def check_top_level(settings: Mapping[str, Any]) -> None:
-    """Refuse a key that is nearly one of DeepSpeed's which is not there, or one of the section's.
+    """Refuse a key that is nearly one of DeepSpeed's, beside it too, or one of the section's.
 
     Raises:
         ConfigError: naming the key, and the one that was meant.
     """
-    missing = sorted(DEEPSPEED_KEYS - settings.keys())
+    keys = sorted(DEEPSPEED_KEYS)
     for key, value in settings.items():
         if key in DEEPSPEED_KEYS or not isinstance(key, str):
             continue
@@ -72,7 +72,7 @@ def check_top_level(settings: Mapping[str, Any]) -> None:
                     f'{key} = {show(value)}: is a key of the "{SECTION}" section, and is ignored outside of it: '
                     f'"{SECTION}": {{"{key}": {show(value)}}}. Give a setting of your own another name'
                 )
-        elif (near := next((known for known in missing if _is_near(_letters(key), _letters(known))), None)) is not None:
+        elif (near := next((known for known in keys if _is_near(_letters(key), _letters(known))), None)) is not None:
             raise ConfigError(
                 f"{key} = {show(value)}: DeepSpeed has no such top-level key, and would ignore it; did you mean "
                 f'"{near}"? Give a setting of your own another name'

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ds_dynmo.data.config import DataConfig
 from ds_dynmo.data.encoding import Encoder
 from ds_dynmo.data.sources import datasets, has_split, read_rows, source_files
 from ds_dynmo.data.tokens import Tokens, tokens_of
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import ConfigError, reason_of
 from ds_dynmo.files.texts import read_errors_as_config_error
 
 __all__ = ["open_data"]
@@ -74,18 +75,31 @@ def _tokens(path: Path, split: str, encoder: Encoder, cache: str | None) -> Toke
         if empty:
             raise ConfigError(f"{path}: there is not one token in it")
 
+    fingerprint = hashlib.sha256(json.dumps([VERSION, encoder.fingerprint, split, found]).encode()).hexdigest()
     ids = library.List(library.Value("uint16" if encoder.vocabulary <= 2**16 else "uint32"))
     try:
         dataset = library.Dataset.from_generator(
             examples,
             features=library.Features({"input_ids": ids, "trained": library.List(library.Value("bool"))}),
             cache_dir=cache,
-            fingerprint=hashlib.sha256(json.dumps([VERSION, encoder.fingerprint, split, found]).encode()).hexdigest(),
+            fingerprint=fingerprint,
         )
     except library.exceptions.DatasetGenerationError as error:
         if isinstance(error.__cause__, ConfigError):
+            _forget(fingerprint, Path(cache or library.config.HF_DATASETS_CACHE))
             raise error.__cause__ from None
         raise ConfigError(f"{path}: cannot be tokenized: {error.__cause__ or error}") from error
     except OSError as error:
-        raise ConfigError(f"{error.filename or cache}: cannot keep what was tokenized: {error}") from error
+        raise ConfigError(f"{error.filename or cache}: cannot keep what was tokenized: {reason_of(error)}") from error
     return tokens_of(dataset.with_format("arrow")[:], str(path))
+
+
+def _forget(fingerprint: str, cache: Path) -> None:
+    """Remove what datasets leaves of rows that were refused: locks, and folders in which there is nothing."""
+    folders = list(cache.glob(f"generator/*{fingerprint}*"))
+    for lock in (lock for folder in (cache, *folders) for lock in folder.glob("*.lock")):
+        if fingerprint in str(lock):
+            lock.unlink(missing_ok=True)
+    for folder in (*folders, cache / "generator", cache):
+        with suppress(OSError):  # something is in it
+            folder.rmdir()

@@ -20,7 +20,14 @@ PARQUET = ".parquet"
 OTHER_TABLES = (".json", ".csv", ".tsv")
 TOKEN_FILES = (".bin", ".idx")
 BEGINNING = 2**16  # bytes of a file by which it is known
-REMEDY = "decompress it, write another table as JSON lines or Parquet, write another encoding as UTF-8, or leave it out"
+COMPRESSED = {  # by the first bytes
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"\x28\xb5\x2f\xfd": "Zstandard",
+}
+REMEDY = "write another table as JSON lines or Parquet, write another encoding as UTF-8, or leave it out"
 TOGETHER = 1000  # rows
 SEVERAL = "dataset_dict.json"  # in a folder with a dataset for each split
 
@@ -78,7 +85,10 @@ def source_files(path: Path) -> list[Path]:
         if file.suffix.lower() != PARQUET:
             _check_is_text(file, "")
     if files == [path] and path.suffix.lower() in OTHER_TABLES:
-        raise ConfigError(f"{path}: would be trained as it is written; write its rows as JSON lines or Parquet")
+        raise ConfigError(
+            f"{path}: is a table, and would be trained as one text with all its punctuation: write its rows as JSON "
+            "lines or Parquet"
+        )
     rows = [file for file in files if _has_rows(file)]
     if rows and len(rows) < len(files):
         text = next(file for file in files if file not in rows)
@@ -189,12 +199,16 @@ def _check_is_text(file: Path, hint: str) -> None:
         raise ConfigError(f"{file}: {refusal('files of token ids')}{hint}")
     with read_errors_as_config_error(file), file.open("rb") as content:
         beginning = content.read(BEGINNING)
+    problem = f"byte {beginning.index(0)} is 0" if 0 in beginning else None
     try:
         codecs.getincrementaldecoder("utf-8")().decode(beginning, final=len(beginning) < BEGINNING)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: is no UTF-8 text: {error}: {REMEDY}{hint}") from error
-    if 0 in beginning:
-        raise ConfigError(f"{file}: is no UTF-8 text: byte {beginning.index(0)} is 0: {REMEDY}{hint}")
+        problem = str(error)
+    if problem is not None:
+        compressed = next((name for magic, name in COMPRESSED.items() if beginning.startswith(magic)), None)
+        if compressed is not None:
+            raise ConfigError(f"{file}: is compressed ({compressed}): decompress it, or leave it out{hint}")
+        raise ConfigError(f"{file}: is no UTF-8 text: {problem}: {REMEDY}{hint}")
 
 
 def _decoded(content: bytes, where: str) -> str:

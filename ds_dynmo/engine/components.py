@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.reporter import Reporter
+from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.engine.measure.profiler import Profiler, device_clock
 from ds_dynmo.engine.measure.trace import Tracer
 from ds_dynmo.engine.move.background import BackgroundMove
@@ -65,7 +66,7 @@ def build_components(engine: Any, config: DynMoConfig) -> Components:
         ConfigError: on every rank; a file cannot be written, or a tie is frozen in part.
     """
     stage = engine.stage
-    groups = layer_groups(config, engine.module)
+    groups = layer_groups(config, layer_specs(engine.module), engine.num_stages)
     reporter = Reporter(config, stage.comm, is_first_rank=stage.comm.here.rank == 0, monitor=engine.monitor)
     references = _prepare_layers(engine, config)
     world, clock = World(stage.comm, engine.module.topology(), config.timeout_seconds), device_clock()

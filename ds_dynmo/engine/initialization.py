@@ -21,6 +21,7 @@ from ds_dynmo.engine.deepspeed.instruction_map import checked_instructions
 from ds_dynmo.engine.deepspeed.logs import warning_once
 from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.engine.deepspeed.probe import check_deepspeed
+from ds_dynmo.engine.deepspeed.settings import check_settings
 from ds_dynmo.engine.deepspeed.shm_operator import warn_of_shm_operator
 from ds_dynmo.engine.deepspeed.ties import check_uses
 from ds_dynmo.engine.engine import DynMoPipelineEngine
@@ -69,7 +70,7 @@ def initialize(
             section that differs between ranks, on every rank; the optimizer is untouched.
         PartitionError: more stages than layers, an empty stage, or an invalid initial partition.
     """
-    dynmo = _checked_block(validation.load_config(args, config, config_params), model, optimizer)
+    dynmo = _checked_block(validation.load_config(args, config, config_params), model, optimizer, lr_scheduler)
     of_user = built_upon(engine_class or deepspeed.PipelineEngine)
     if dynmo is not None:
         checked_instructions(of_user.func)
@@ -99,7 +100,7 @@ def initialize(
     return engine, used_optimizer, loader, scheduler
 
 
-def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynMoConfig | None:
+def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any, lr_scheduler: Any) -> DynMoConfig | None:
     """Read the "dynmo" section, and refuse incompatible settings before anything is created.
 
     Args:
@@ -115,21 +116,40 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynM
     if dynmo is None:
         validation.check_module(model)
         return None
-    check_packages()
     validation.check_module(model)
-    validation.check_training(settings, optimizer)
-    validation.check_features(settings)
+    check_configuration(dynmo, settings, optimizer, lr_scheduler)
     validation.check_partitioned_activations(settings, model)
     check_uses(layer_specs(model))
-    validation.check_initial_partition(dynmo, model)
-    partitioners.check_signature(dynmo.balancer)
-    check_policy(dynmo.repack)
-    if dynmo.randomness.per_layer:
-        check_trackers()
+    validation.check_initial_partition(dynmo, layer_specs(model), model.num_stages)
+    validation.check_shapes(dynmo, model)
     check_hosts(dynmo.timeout_seconds)
     if dynmo.compile:
         check_compiler(get_accelerator().get_compile_backend(), "dynmo.compile = true")
     return dynmo
+
+
+def check_configuration(
+    dynmo: DynMoConfig, settings: dict[str, Any], optimizer: Any = None, lr_scheduler: Any = None
+) -> None:
+    """Refuse settings that are incompatible with any model and any number of ranks.
+
+    Args:
+        settings: the whole DeepSpeed configuration, of which DeepSpeed does not read what ``optimizer`` and
+            ``lr_scheduler`` take the place of.
+
+    Raises:
+        ConfigError: see :func:`initialize`.
+    """
+    check_packages()
+    given = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    settings = {key: value for key, value in settings.items() if given.get(key) is None}
+    check_settings(settings)
+    validation.check_training(settings, optimizer)
+    validation.check_features(settings)
+    partitioners.check_signature(dynmo.balancer)
+    check_policy(dynmo.repack)
+    if dynmo.randomness.per_layer:
+        check_trackers()
 
 
 @cache

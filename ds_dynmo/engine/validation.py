@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
@@ -15,10 +14,11 @@ from torch import nn
 from ds_dynmo.config import DynMoConfig, load_settings, parse_type_partition
 from ds_dynmo.config.withdrawn import LOAD_UNIVERSAL, refusal
 from ds_dynmo.engine.comm.replicas import has_per_replica
-from ds_dynmo.engine.deepspeed.module import has_deepspeeds_experts, layer_specs
+from ds_dynmo.engine.deepspeed.module import has_deepspeeds_experts, layer_specs, layers_of_stage, modules_of
 from ds_dynmo.engine.deepspeed.pipeline_module import is_dual_pipe_v
-from ds_dynmo.engine.deepspeed.settings import check_removed
+from ds_dynmo.engine.deepspeed.settings import optimizer_class
 from ds_dynmo.engine.deepspeed.ties import check_tied_weights
+from ds_dynmo.engine.run.compiled_layers import check_not_compiled
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.placement import Placement, Shape
@@ -78,8 +78,7 @@ _REFUSED_DATA_EFFICIENCY = {
 
 
 def check_features(config: Mapping[str, Any]) -> None:
-    """Refuse what DeepSpeed has removed, and features that do not work in a pipeline whose layers move."""
-    check_removed(config)
+    """Refuse features that do not work in a pipeline whose layers move."""
     for key, why in _REFUSED.items():
         if _enabled(config.get(key)):
             raise ConfigError(f"{key}.enabled = true: {why}; switch it off")
@@ -138,6 +137,11 @@ def check_layers(model: PipelineModule, *, flat: bool, sums_whole: str | None) -
             f"zero_optimization.{sums_whole} = false with layers of which every data-parallel replica holds others "
             "(moe.expert_parallel): their gradients would be summed with one another; allowed is true, the default"
         )
+    for number, layer in modules_of(model, layers_of_stage(model)):
+        try:
+            check_not_compiled(layer)
+        except TypeError as error:
+            raise ConfigError(f"layer {number} ({type(layer).__name__}): {error}") from error
     sparse = {id(module) for module in model.modules() if _has_sparse_gradients(module)}
     if sparse and flat:
         raise ConfigError("nn.Embedding(sparse=True) with bf16 or ZeRO: DeepSpeed takes no sparse gradients there")
@@ -180,7 +184,7 @@ _BF16_NAMES = ("bfloat16", "bf16", "torch.bfloat16")
 
 
 def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
-    """Refuse precisions, ZeRO stages and optimizers whose state cannot be moved."""
+    """Refuse precisions, forms of ZeRO and optimizers whose state cannot be moved."""
     autocast = config.get("torch_autocast")
     if isinstance(autocast, Mapping) and _enabled(autocast) and autocast.get("dtype") not in _BF16_NAMES:
         raise ConfigError(
@@ -190,10 +194,6 @@ def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
     zero = config.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
     stage = zero.get("stage", 0)
-    if stage not in (0, 1):
-        raise ConfigError(
-            f"zero_optimization.stage = {stage}: cannot be combined with pipeline parallelism; allowed are 0 and 1"
-        )
     if _enabled(config.get("fp16")):
         _check_fp16(config["fp16"], stage)
     for key in ("offload_optimizer", "offload_param"):
@@ -222,13 +222,7 @@ def _enabled(section: Any) -> bool:
 
 
 def _check_fp16(section: Mapping[str, Any], zero_stage: int) -> None:
-    """Refuse fp16 where the accelerator has none, and forms of it whose state cannot be moved."""
-    accelerator = get_accelerator()
-    if not accelerator.is_fp16_supported():
-        raise ConfigError(
-            f"fp16.enabled = true: DeepSpeed's accelerator {accelerator.device_name()!r} does not support fp16; use "
-            "bf16 or fp32"
-        )
+    """Refuse forms of fp16 whose state cannot be moved."""
     if section.get("fp16_master_weights_and_grads"):
         raise ConfigError(
             "fp16.fp16_master_weights_and_grads = true: only fp32 master weights and state can be moved; remove it"
@@ -241,7 +235,7 @@ def _check_fp16(section: Mapping[str, Any], zero_stage: int) -> None:
         )
 
 
-_JSON_OPTIMIZERS = ("adam", "adamw")
+_OF_DEEPSPEED = "whose state cannot be moved; use FusedAdam, DeepSpeedCPUAdam or one of torch.optim"
 _ELEMENTWISE = (  # treat every element alike and begin with a state of zeros (Rprop begins with the learning rate)
     torch.optim.Adadelta,
     torch.optim.Adam,
@@ -257,14 +251,11 @@ _ELEMENTWISE = (  # treat every element alike and begin with a state of zeros (R
 
 def _check_optimizer(section: Any, optimizer: Any, *, flat: bool) -> None:
     """Refuse, before anything is built, an optimizer that :func:`check_optimizer` would refuse later."""
-    if optimizer is None and isinstance(section, Mapping):
-        name = str(section.get("type", ""))
-        if name.lower() in _JSON_OPTIMIZERS:
-            return
-        kind = getattr(torch.optim, name, None)
+    if section is not None:
+        named, kind = f'optimizer.type = "{section["type"]}"', optimizer_class(section)
         if kind is None:
-            raise ConfigError(f'optimizer.type = "{name}" is not one of torch.optim: its state cannot be moved')
-        _check_kind(kind, f'optimizer.type = "{name}"', flat)
+            raise ConfigError(f"{named}, {_OF_DEEPSPEED}")
+        _check_kind(kind, named, flat)
     elif isinstance(optimizer, torch.optim.Optimizer):
         check_optimizer(optimizer, flat=flat)
 
@@ -302,9 +293,7 @@ def _check_kind(kind: type, named: str, flat: bool) -> None:
     if issubclass(kind, FusedAdam | DeepSpeedCPUAdam):
         return
     if kind.__module__.startswith("deepspeed."):
-        raise ConfigError(
-            f"{named}, whose state cannot be moved; use FusedAdam, DeepSpeedCPUAdam or one of torch.optim"
-        )
+        raise ConfigError(f"{named}, {_OF_DEEPSPEED}")
     if flat and not issubclass(kind, _ELEMENTWISE):
         allowed = ", ".join(sorted(entry.__name__ for entry in _ELEMENTWISE))
         raise ConfigError(
@@ -339,34 +328,40 @@ def type_costs(specs: list[Any], text: str) -> list[float]:
     ]
 
 
-def layer_groups(dynmo: DynMoConfig, model: PipelineModule) -> LayerGroups:
-    """Group the layers of ``model`` that ``dynmo.keep_together`` keeps on one stage.
+def layer_groups(dynmo: DynMoConfig, specs: list[Any], num_stages: int) -> LayerGroups:
+    """Group the layers that ``dynmo.keep_together`` keeps on one stage.
 
     Raises:
         ConfigError: a rule that does not fit the model, or fewer groups than stages.
     """
-    groups = LayerGroups.of(dynmo.keep_together, [layer_name(spec) for spec in layer_specs(model)])
-    if (problem := groups.shortage(model.num_stages)) is not None:
+    groups = LayerGroups.of(dynmo.keep_together, [layer_name(spec) for spec in specs])
+    if (problem := groups.shortage(num_stages)) is not None:
         raise ConfigError(problem)
     return groups
 
 
-def check_initial_partition(dynmo: DynMoConfig, model: PipelineModule) -> None:
+def check_initial_partition(dynmo: DynMoConfig, specs: list[Any], num_stages: int) -> None:
     """Refuse an initial partition that does not fit the model, or cuts what ``dynmo.keep_together`` keeps together."""
-    groups, partition = layer_groups(dynmo, model), dynmo.initial_partition
-    shape = shape_of(dynmo, model.num_stages)
-    if shape != "chain" and model.dynamic_shape:
-        raise ConfigError(f'dynmo.schedule.kind = "{dynmo.schedule.kind}": {DYNAMIC_SHAPES}')
+    groups, partition = layer_groups(dynmo, specs, num_stages), dynmo.initial_partition
     if isinstance(partition, str):
         if partition.startswith("type:"):
-            type_costs(layer_specs(model), partition)
+            type_costs(specs, partition)
     elif partition is not None:
-        layers = len(layer_specs(model))
-        placement = Placement.of_shape(shape, partition, num_layers=layers, num_stages=model.num_stages)
-        groups.check(placement.boundaries)
+        shape = shape_of(dynmo, num_stages)
+        try:
+            placement = Placement.of_shape(shape, partition, num_layers=len(specs), num_stages=num_stages)
+            groups.check(placement.boundaries)
+        except PartitionError as error:
+            raise PartitionError(f"dynmo.initial_partition: {error}") from error
 
 
 def shape_of(dynmo: DynMoConfig, num_stages: int) -> Shape:
     """Return the shape of the placements that ``dynmo.schedule.kind`` asks for."""
     kind = dynmo.schedule.kind
     return kind if kind in ("v", "loop") and num_stages > 1 else "chain"
+
+
+def check_shapes(dynmo: DynMoConfig, model: PipelineModule) -> None:
+    """Refuse two chunks per stage where messages between them may change their shapes."""
+    if shape_of(dynmo, model.num_stages) != "chain" and model.dynamic_shape:
+        raise ConfigError(f'dynmo.schedule.kind = "{dynmo.schedule.kind}": {DYNAMIC_SHAPES}')

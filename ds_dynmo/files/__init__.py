@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ds_dynmo.errors import reason_of
+
 __all__ = ["append_line", "atomic_write", "overwrite", "path_in_errors", "why_unreadable", "write_text"]
 
 _PROBE_BYTES = 2**20
@@ -90,7 +92,7 @@ def overwrite(path: Path, begin: int, text: str) -> None:
 
 def why_unreadable(error: Exception) -> str:
     """Say in one line why a file could not be read. Python's text for one that ends too early is "Ran out of input"."""
-    text = "it is empty, or ends too early" if isinstance(error, EOFError) else " ".join(str(error).split())
+    text = "it is empty, or ends too early" if isinstance(error, EOFError) else " ".join(reason_of(error).split())
     return f"{type(error).__name__}: {text}"
 
 

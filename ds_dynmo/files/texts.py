@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import ConfigError, reason_of
 
 __all__ = ["read_errors_as_config_error", "text_files"]
 
@@ -45,7 +45,7 @@ def read_errors_as_config_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{error.filename or path}: cannot be read: {reason_of(error)}") from error
 
 
 def _raise(error: OSError) -> NoReturn:

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import ConfigError, reason_of
 from simulation.load_models import LOAD_MODELS, LoadModel
 from simulation.phases import Phase
 
@@ -185,7 +185,7 @@ def _objects(path: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from error
     objects: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:

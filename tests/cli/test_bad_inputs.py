@@ -73,7 +73,7 @@ def checkpoint(file: str | bytes) -> dict[str, str | bytes]:
 SAVED = r"--resume here/a/mp_rank_00_model_states\.pt"
 TABLE = (
     # the file
-    Row(None, (), r"config\.json: cannot be read: .*"),
+    Row(None, (), r"config\.json: cannot be read: No such file or directory"),
     Row("", (), r"config\.json: .*"),
     Row("{", (), r"config\.json: .*"),
     Row("[]", (), r"config\.json: .*"),
@@ -145,7 +145,8 @@ TABLE = (
     model(r"model = .*layers.*cannot be given beside huggingface.*", huggingface="nowhere"),
     deepspeed(r".*nowhere.*", model={"huggingface": "nowhere"}),
     # options
-    flags(r".*--unknown.*", "--unknown"),
+    flags(r"unrecognized arguments: --zzz; should be one of .*--data.*", "--zzz"),
+    flags(r'unrecognized arguments: --report-file r; did you mean "--report"\?', "--report-file", "r"),
     flags(r"--steps 0: should be at least 1", "--steps", "0"),
     flags(r".*--steps.*x.*", "--steps", "x"),
     flags(r"--stop-at 9: should be in 1 to 8.*", "--steps", "8", "--stop-at", "9"),
@@ -156,13 +157,14 @@ TABLE = (
     flags(r"--save file: cannot be written: File exists", "--save", "file", file="text"),
     flags(r".*--save.*", "--save", ""),
     Row({"optimizer": {"type": "Adamm"}}, ("--save", "saved"), r".*optimizer.*"),
-    flags(r"--stages 3: should divide the number of processes, 1", "--stages", "3"),
-    flags(r"--stages 0: should divide the number of processes, 1", "--stages", "0"),
+    flags(r"--stages 3: should divide the number of processes, 1: start 3 or .*--num_gpus 3.*", "--stages", "3"),
+    flags(r"--stages 0: should be at least 1", "--stages", "0"),
     flags(r"/does/not/exist: no such file or folder", "--data", "/does/not/exist"),
     flags(r".*empty.*", "--data", "empty", empty=""),
     flags(r".*short.*", "--data", "short", short="a few words"),
     flags(r"ids\.bin: files of token ids: withdrawn; .*", "--data", "ids.bin", ids_dot_bin=bytes(400)),
-    flags(r"t\.zip: is no UTF-8 text: .*JSON lines.*", "--data", "t.zip", t_dot_zip=b"PK\x15\xc0" * 200),
+    flags(r"t\.zip: is compressed \(zip\): decompress it.*", "--data", "t.zip", t_dot_zip=b"PK\x03\x04" + bytes(400)),
+    flags(r"t\.pdf: is no UTF-8 text: .*JSON lines.*", "--data", "t.pdf", t_dot_pdf=b"PDF\x15\xc0" * 200),
     flags(r"--resume /does/not/exist: no such folder", "--resume", "/does/not/exist"),
     flags(r"--resume here: holds no checkpoint of ds-dynmo-train", "--resume", "here", here__file="text"),
     flags(rf"{SAVED}: cannot be read.*", "--resume", "here", **checkpoint("{")),

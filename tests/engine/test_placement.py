@@ -94,13 +94,13 @@ def test_a_placement_is_read_from_its_lists() -> None:
 @pytest.mark.parametrize(
     ("boundaries", "owners", "message"),
     [
-        ([0, 3, 8], [0], "3 boundaries, 1 owners"),
+        ([0, 3, 8], [0], "should be 2 boundaries for its 1 owner"),
         ([0, 3, 8], [0, 2], "owners"),
         ([0, 3, 8], [0, -1], "owners"),
         ([0], [], "owners"),
         ([0, 3, 8], [1, 0], r"owners \[1, 0\] of chunks are those of no chain, V or loop"),
         ([0, 1, 2, 3, 4, 5], [0, 1, 1, 0, 0], "those of no chain, V or loop"),
-        ([1, 3, 8], [0, 1], "runs from 1"),
+        ([1, 3, 8], [0, 1], "should begin at 0"),
         ([0, 3, 3], [0, 1], "stage 1 would own no layer"),
         ([0, 3, 2], [0, 1], "not strictly increasing"),
         ([0, 2.5, 8], [0, 1], "list of ints"),
@@ -115,11 +115,11 @@ def test_an_invalid_placement_is_refused(boundaries: Any, owners: Any, message: 
 @pytest.mark.parametrize(
     ("boundaries", "message"),
     [
-        ([0, 3, 5, 8], r"partition \[0, 3, 5, 8\] has 4 boundaries, a (V|loop) of 2 stages needs 5$"),
-        ([0, 3, 8], "has 3 boundaries, a (V|loop) of 2 stages needs 5$"),
+        ([0, 3, 5, 8], "should be 5 boundaries, from 0 to 8, for a (V|loop) of 2 stages and 8 layers"),
+        ([0, 3, 8], "should be 5 boundaries, from 0 to 8, for a (V|loop) of 2 stages"),
         ([0, 3, 3, 5, 8], "stage 1 would own no layer"),
-        ([0, 2, 4, 6, 7], "the model's 8 layers need 0 to 8"),
-        ([], "has 0 boundaries"),
+        ([0, 2, 4, 6, 7], "from 0 to 8, for a (V|loop)"),
+        ([], "should be 5 boundaries"),
     ],
 )
 def test_boundaries_that_are_no_v_or_loop_are_refused_with_both_numbers(
@@ -132,7 +132,7 @@ def test_boundaries_that_are_no_v_or_loop_are_refused_with_both_numbers(
 @pytest.mark.parametrize("shape", get_args(Shape))
 def test_fewer_layers_than_chunks_are_refused_with_both_numbers(shape: Shape) -> None:
     needed = len(owners_of(shape, 3))
-    with pytest.raises(PartitionError, match=f"of 3 stages needs at least {needed} layers, the model has {needed - 1}"):
+    with pytest.raises(PartitionError, match=f"3 stages need at least {needed} layers, the model has {needed - 1}"):
         Placement.of_shape(shape, range(needed), num_layers=needed - 1, num_stages=3)
 
 
@@ -144,10 +144,10 @@ def test_a_partition_becomes_plain_ints() -> None:
 @pytest.mark.parametrize(
     ("partition", "message"),
     [
-        ([0, 8], "has 2 boundaries, a chain of 2 stages needs 3"),
-        ([], "has 0 boundaries, a chain of 2 stages needs 3"),
-        ([0, 3, 7], "8 layers need 0 to 8"),
-        ([1, 3, 8], "runs from 1"),
+        ([0, 8], "should be 3 boundaries, from 0 to 8, for 2 stages and 8 layers"),
+        ([], "should be 3 boundaries, from 0 to 8"),
+        ([0, 3, 7], "for 2 stages and 8 layers"),
+        ([1, 3, 8], "from 0 to 8"),
         ([0, 0, 8], "stage 0 would own no layer"),
         ([0, 8, 8], "stage 1 would own no layer"),
         ([0, 9, 8], "not strictly increasing"),

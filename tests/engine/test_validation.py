@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.config import DynMoConfig, parse_section
+from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import validation
+from ds_dynmo.engine.deepspeed.settings import check_settings
+from ds_dynmo.engine.initialization import check_configuration
 from ds_dynmo.errors import ConfigError, PartitionError
 
 FP16, ZERO_1 = {"fp16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}
@@ -25,10 +27,8 @@ ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"fp16": {"enabled": True}}, "fp16.enabled = true.*accelerator 'cpu'.*bf16"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype = 'float16'.*bfloat16"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype = None"),
-        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3.*pipeline"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
         ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "round_robin_gradients"),
         ({"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}, "elastic_checkpoint.*files"),
@@ -54,10 +54,7 @@ def test_unsupported_training_is_refused(config: dict[str, Any], message: str) -
         ({**FP16, **ZERO_1, "optimizer": {"type": "Adafactor"}}, "Adafactor.*alike"),
     ],
 )
-def test_fp16_where_the_accelerator_has_it(
-    config: dict[str, Any], message: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+def test_forms_of_fp16(config: dict[str, Any], message: str | None) -> None:
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
         validation.check_training(config, None)
 
@@ -116,7 +113,82 @@ def test_supported_features_are_accepted(config: dict[str, Any]) -> None:
 def test_features_that_deepspeed_removed_are_refused(key: str) -> None:
     """Enabled or not."""
     with pytest.raises(ConfigError, match=r"^DeepSpeed refuses the configuration: .* has been removed"):
-        validation.check_features({key: {"enabled": False}})
+        check_settings({key: {"enabled": False}})
+
+
+def optimizer(kind: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": params}}
+
+
+def scheduler(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (optimizer("Adamm"), 'optimizer.type = "Adamm": neither .*; did you mean "Adam"?'),
+        (optimizer("sgd"), 'optimizer.type = "sgd": neither .*; did you mean "SGD"?'),
+        (optimizer("zzz"), 'optimizer.type = "zzz": neither .*; should be one of .*AdamW.*'),
+        ({"optimizer": {"typ": "Adam"}}, 'optimizer.typ = "Adam": unknown key; did you mean "type"?'),
+        ({"optimizer": {"type": "Adam", "parms": {}}}, 'optimizer.parms = {}: unknown key; did you mean "params"?'),
+        ({"optimizer": {"type": "Adam", "lr": 0.1}}, "optimizer.lr = 0.1: unknown key; should be one of type, .*"),
+        ({"optimizer": {"params": {}}}, "optimizer.type = null: should be a name.*"),
+        (optimizer("Adam", beta=[0.9, 0.99]), 'optimizer.params.beta = .*: FusedAdam has no .*did you mean "betas"?'),
+        (optimizer("Adam", torch_adm=True), 'optimizer.params.torch_adm = true: .*; did you mean "torch_adam"?'),
+        (optimizer("AdamW", torch_adam=True, weight_decy=0), '.*weight_decy = 0: AdamW has .* "weight_decay"?'),
+        (optimizer("SGD", momentun=0.9), 'optimizer.params.momentun = 0.9: SGD has no .* did you mean "momentum"?'),
+        (optimizer("adagrad", lr_deca=0.9), 'optimizer.params.lr_deca = 0.9: Adagrad .* did you mean "lr_decay"?'),
+        (optimizer("SGD", max_grad_norm=1.0), '.*max_grad_norm = 1.0: SGD .*by the top-level key "gradient_clipping"'),
+        (optimizer("SGD", lr=-1.0), "DeepSpeed refuses .* optimizer.params: Invalid learning rate: -1.0"),
+        (scheduler("WarmupLr"), 'scheduler.type = "WarmupLr": neither .*; did you mean "WarmupLR"?'),
+        (scheduler("StepLr", step_size=3), 'scheduler.type = "StepLr": neither .*; did you mean "StepLR"?'),
+        (scheduler("logger"), 'scheduler.type = "logger": neither .*; should be one of .*'),
+        ({"scheduler": {"type": "WarmupLR", "parms": {}}}, '.*parms = {}: unknown key; did you mean "params"?'),
+        ({"scheduler": None}, "scheduler = null: should be an object"),
+        ({"scheduler": {"params": {}}}, "scheduler.type = null: should be a name.*"),
+        (scheduler("WarmupLR", warmup_num_step=3), '.*warmup_num_step = 3: WarmupLR .*mean "warmup_num_steps"?'),
+        (scheduler("StepLR", stepsize=3), '.*stepsize = 3: StepLR has no .*; did you mean "step_size"?'),
+        (scheduler("WarmupDecayLR"), "scheduler.params.total_num_steps: is required by WarmupDecayLR"),
+        (scheduler("WarmupLR", warmup_num_steps=-1), "DeepSpeed refuses .* scheduler.params: warmup_num_steps must .*"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled = true: DeepSpeed's accelerator 'cpu' .*; use bf16 or fp32"),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage = 2: cannot be combined with pipeline .*"),
+        ({"zero_optimization": {"stge": 1}}, 'zero_optimization.stge = 1: unknown key; did you mean "stage"?'),
+        ({"bf16": {"enable": True}}, 'bf16.enable = true: unknown key; did you mean "enabled"?'),
+        ({"bfloat16": {"enable": True}}, "DeepSpeed refuses the configuration: .*DeepSpeedBF16Config enable .*"),
+        ({"csv_monitor": {"jobname": "a"}}, 'csv_monitor.jobname = "a": unknown key; did you mean "job_name"?'),
+        ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage = 7: should be 0, 1, 2, .*"),
+    ],
+)
+def test_names_that_deepspeed_does_not_know_get_a_suggestion(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message.replace('?', '[?]')}$"):
+        check_settings(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        optimizer("Lamb", max_coeff=10.0),
+        optimizer("adam", lr=0.1, adam_w_mode=False, fp32_optimizer_states=True, bias_correction=False),
+        optimizer("AdamW", torch_adam=True, foreach=False),
+        {**optimizer("Adam"), **scheduler("WarmupLR", warmup_min_lr=[0.0, 0.0], warmup_max_lr=[0.1, 0.2])},
+        scheduler("MultiStepLR", milestones=[2, 3]),
+        {"optimizer": {"type": "SGD", "legacy_fusion": True}},
+    ],
+)
+def test_what_deepspeed_knows_is_accepted(config: dict[str, Any]) -> None:
+    check_settings(config)
+
+
+def test_an_optimizer_and_a_scheduler_of_your_own_take_the_place_of_the_configurations() -> None:
+    mine = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    config = {**optimizer("Adamm"), **scheduler("StepLr")}
+    check_configuration(DynMoConfig(), config, mine, torch.optim.lr_scheduler.StepLR(mine, 3))
+    with pytest.raises(ConfigError, match=r"scheduler\.type"):
+        check_configuration(DynMoConfig(), config, mine)
+    with pytest.raises(ConfigError, match=r"optimizer\.type"):
+        check_configuration(DynMoConfig(), config)
 
 
 def test_activations_partitioned_in_one_direction_only_are_refused() -> None:
@@ -167,8 +239,18 @@ def test_type_costs_count_layers_by_name() -> None:
 
 
 def test_an_initial_partition_that_does_not_fit_the_model_is_refused() -> None:
-    model: Any = SimpleNamespace(_layer_specs=SPECS, num_stages=2)
     for partition in ([0, 2, 4], "uniform", "type:linear"):
-        validation.check_initial_partition(parse_section(DynMoConfig, {"initial_partition": partition}, "dynmo"), model)
-    with pytest.raises(PartitionError, match="4 layers"):
-        validation.check_initial_partition(parse_section(DynMoConfig, {"initial_partition": [0, 2, 5]}, "dynmo"), model)
+        validation.check_initial_partition(DynMoConfig(initial_partition=partition), SPECS, 2)
+    needed = r"should be 3 boundaries, from 0 to 4, for 2 stages and 4 layers"
+    for partition in ([0, 2, 5], [0, 4], [0, 1, 2, 9]):
+        named = f"dynmo.initial_partition: partition {partition}: "
+        with pytest.raises(PartitionError, match=re.escape(named + needed)):
+            validation.check_initial_partition(DynMoConfig(initial_partition=partition), SPECS, 2)
+
+
+@pytest.mark.parametrize("compiles", [torch.jit.script, lambda layer: layer.compile() or layer])
+def test_layers_that_can_never_move_are_refused(compiles: Any) -> None:
+    stage: Any = nn.Sequential(nn.Linear(1, 1), nn.Sequential(compiles(nn.Linear(1, 1))))
+    stage._layer_specs, stage._local_start, stage._local_stop = SPECS[1:3], 0, 2
+    with pytest.raises(ConfigError, match=r'^layer 1 \(Sequential\): 0 .*was compiled by .*"compile": true'):
+        validation.check_layers(stage, flat=False, sums_whole=None)

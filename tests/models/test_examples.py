@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ STEPS = ["--freeze-at", "2", "--steps"]
 
 def trained(*calls: list[str]) -> list[list[float]]:
     """Run own_model.py several times in one world, with batches of two micro-batches."""
+    warnings.filterwarnings("error", message="c10d::broadcast_")
     own_model.CONFIG["gradient_accumulation_steps"] = 2
     return [own_model.train(own_model.parse(call)) for call in calls]
 

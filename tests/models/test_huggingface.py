@@ -492,7 +492,7 @@ def test_wrong_configs_are_named(tmp_path: Path) -> None:
     refused(write_config(tmp_path), r"has no file model\.safetensors; .*config\.json instead")
     refused(write_config(tmp_path, hidden_size="wide"), r"config\.json: is not a config of a llama model")
     refused(
-        {**MODELS["llama"], "hiden_size": 8}, "hiden_size: a llama config has no such key; did you mean hidden_size"
+        {**MODELS["llama"], "hiden_size": 8}, 'hiden_size = 8: a llama config has no .*; did you mean "hidden_size"'
     )
     refused({**MODELS["llama"], "hidden_act": "none"}, "cannot build the model")
     refused({**MODELS["llama"], "num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads 3: .* 4")

@@ -284,7 +284,9 @@ NAMES = "embed_tokens, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_
 @pytest.mark.parametrize(
     ("values", "lora", "said"),
     [
-        (LLAMA, {"lora_apha": 3}, "peft.lora_apha: a LoraConfig has no such key; did you mean lora_alpha"),
+        (LLAMA, {"lora_apha": 3}, 'peft.lora_apha = 3: a LoraConfig has no such key; did you mean "lora_alpha"?'),
+        (LLAMA, {"rank": 8}, 'peft.rank = 8: a LoraConfig has no such key; did you mean "r"?'),
+        (LLAMA, {"zzz": 8}, "peft.zzz = 8: a LoraConfig has no such key; should be one of .*lora_dropout"),
         (LLAMA, {"r": 0}, "peft.r = 0: should be an integer above 0"),
         (LLAMA, {"r": "8"}, "peft.r = '8': should be an integer above 0"),
         (LLAMA, {"lora_dropout": 1.5}, "peft.lora_dropout = 1.5: should be a number from 0 to below 1"),

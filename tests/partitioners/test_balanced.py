@@ -181,7 +181,7 @@ def test_ties_are_decided_as_among_all_partitions_fuzz(seed: int) -> None:
 
 
 def test_an_invalid_start_is_refused() -> None:
-    with pytest.raises(PartitionError, match="runs from 0 to 4"):
+    with pytest.raises(PartitionError, match="from 0 to 3, for 2 stages and 3 layers"):
         balanced([1, 1, 1], 2, start=[0, 1, 4])
 
 

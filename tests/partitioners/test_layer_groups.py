@@ -273,9 +273,9 @@ def test_a_registered_balancer_sees_groups_as_layers(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ([0, 3, 6], "runs from 0 to 6"),
+        ([0, 3, 6], "from 0 to 4, for 2 stages"),
         ([0, 0, 4], "not strictly increasing"),
-        ([0, 4], "2 boundaries"),
+        ([0, 4], "should be 3 boundaries"),
         (None, "list of ints"),
     ],
 )

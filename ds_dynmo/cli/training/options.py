@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ds_dynmo.cli.command_line import add_changes, check_at_least_1, path_of
+from ds_dynmo.cli.command_line import OneLineParser, add_changes, check_at_least_1, path_of
 from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data, say
 from ds_dynmo.cli.training.resuming import has_saved, read_resumed, total_steps
 from ds_dynmo.config import DynMoConfig, check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
 from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.engine.deepspeed.settings import check_settings
-from ds_dynmo.errors import ConfigError, PackingError
+from ds_dynmo.engine.initialization import check_configuration
+from ds_dynmo.engine.validation import check_initial_partition
+from ds_dynmo.errors import ConfigError, PackingError, reason_of
 from ds_dynmo.models import (
     ByteText,
     FreezingConfig,
@@ -114,14 +116,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(OneLineParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     description = "Train a GPT or a Hugging Face causal language model in a pipeline that re-balances itself."
-    parser = _Parser(description=description, epilog=START, allow_abbrev=False)
+    parser = _Parser(description, epilog=START, allow_abbrev=False)
     parser.add_argument("--deepspeed_config", required=True, metavar="JSON", help='with "model" and "dynmo" sections')
     add_changes(parser)
     parser.add_argument(
@@ -153,7 +155,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
         settings: the configuration; None: read from the file that ``--deepspeed_config`` names.
 
     Raises:
-        ConfigError: naming the option, key or path, its value and what is allowed.
+        ConfigError, PartitionError: naming the option, key or path, its value and what is allowed.
     """
     args = parse_arguments(arguments)
     settings = load_settings(Path(args.deepspeed_config) if settings is None else settings, args.changes)
@@ -164,10 +166,15 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
     check_batch_sizes(settings, world_size // stages)
     model = read_model_config(settings)
     check_flags(args, model, dynmo)
+    if dynmo is None:
+        check_settings(settings)
+    else:
+        check_configuration(dynmo, settings)
     layers, packed = build_layers(model, read_data_config(settings).documents)
     if stages > len(layers):
         raise ConfigError(f"--stages {stages}: the model has {len(layers)} layers, at most one stage each")
-    check_settings(settings)
+    if dynmo is not None:
+        check_initial_partition(dynmo, layers, stages)
     resume = folder_to_resume(args)
     resumed = None if resume is None else read_resumed(resume, args.tag, model)
     text = load_data(args.data, settings, model, packed=packed)
@@ -350,8 +357,13 @@ def check_stages(stages: int | None, world_size: int) -> int:
     """Return the number of pipeline stages: the requested number, or one per process."""
     if stages is None:
         stages = world_size
-    if stages < 1 or world_size % stages:
-        raise ConfigError(f"--stages {stages}: should divide the number of processes, {world_size}")
+    if stages < 1:
+        raise ConfigError(f"--stages {stages}: should be at least 1")
+    if world_size % stages:
+        raise ConfigError(
+            f"--stages {stages}: should divide the number of processes, {world_size}: start {stages} or a multiple, by "
+            f"deepspeed --num_gpus {stages} or torchrun --nproc_per_node {stages}"
+        )
     return stages
 
 
@@ -378,4 +390,4 @@ def refusing(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{option} {path}: cannot be written: {reason_of(error)}") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import ConfigError, reason_of
 from ds_dynmo.files import append_line
 
 Warn = Callable[[str], None]
@@ -34,7 +34,7 @@ def check_writable(path: str | None, key: str, comm: Communicator, *, writes: bo
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).open("a").close()
         except OSError as error:
-            failure = f'{key} = "{path}": cannot be written: {error}'
+            failure = f'{key} = "{path}": cannot be written: {reason_of(error)}'
     comm.enter("initialize")
     failure = comm.broadcast_object(failure)
     if failure is not None:

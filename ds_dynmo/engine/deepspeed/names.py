@@ -93,11 +93,7 @@ NEEDED: tuple[PrivateName, ...] = (
         reset_activation_shape="",
         use_node_local_storage="",
     ),
-    *_of("deepspeed.runtime.config", "", _reject_removed_config_keys="param_dict"),
-    *_of(
-        "deepspeed.runtime.config:DeepSpeedConfig",
-        "optimizer_name optimizer_params scheduler_name scheduler_params",
-    ),
+    *_of("deepspeed.runtime.config:DeepSpeedConfig", "float16_config zero_optimization_stage"),
     *_of(
         "deepspeed.utils.debug", "", debug_clear_module_and_param_names="", debug_extract_module_and_param_names="model"
     ),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.utils import logger
 from pydantic import ValidationError
 
-from ds_dynmo.config import BATCH_KEYS
+from ds_dynmo.config import BATCH_KEYS, check_types_and_params
+from ds_dynmo.config.explain import explain, show, suggest
 from ds_dynmo.errors import ConfigError
 
 _SECTIONS = {  # of DeepSpeed's pydantic models; the last one reads several
@@ -22,56 +27,113 @@ _SECTIONS = {  # of DeepSpeed's pydantic models; the last one reads several
     "CompileConfig": "compile",
     "DeepSpeedMonitorConfig": "",
 }
+_ADAM = (deepspeed_config.ADAM_OPTIMIZER, deepspeed_config.ADAMW_OPTIMIZER)
+_OF_ADAM = (deepspeed_config.TORCH_ADAM_PARAM, deepspeed_config.ADAM_W_MODE, "fp32_optimizer_states")
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse, by the checks of DeepSpeed and torch, what would be refused while an engine is built.
+    """Refuse, by the names and the checks of DeepSpeed and torch, what they would refuse while an engine is built.
 
-    Batch sizes are not checked: they depend on the number of replicas. Nor are parameters of DeepSpeed's optimizers,
-    which have to be compiled.
+    Batch sizes are not checked: they depend on the number of replicas. Nor are values of DeepSpeed's own optimizers,
+    which have to be compiled, and of an LR scheduler with a list, which may depend on the number of parameter groups.
 
     Raises:
-        ConfigError: one line.
+        ConfigError: naming the key, its value and what is allowed or meant.
     """
+    check_types_and_params(settings)
     others = {key: value for key, value in settings.items() if key not in BATCH_KEYS}
-    read = _tried("", lambda: DeepSpeedConfig({**others, "train_micro_batch_size_per_gpu": 1}))
+    read = _tried(settings, "", lambda: DeepSpeedConfig({**others, "train_micro_batch_size_per_gpu": 1}))
+    if (stage := int(read.zero_optimization_stage)) > 1:
+        raise ConfigError(
+            f"zero_optimization.stage = {stage}: cannot be combined with pipeline parallelism; allowed are 0 and 1"
+        )
+    accelerator = get_accelerator()
+    if read.float16_config.enabled and not accelerator.is_fp16_supported():
+        raise ConfigError(
+            f"fp16.enabled = true: DeepSpeed's accelerator {accelerator.device_name()!r} does not support fp16; use "
+            "bf16 or fp32"
+        )
     weight = [torch.nn.Parameter(torch.zeros(1, device="cpu"))]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(weight)
-    name, params = str(read.optimizer_name), dict(read.optimizer_params or {})
-    if params.pop("torch_adam", False):
-        name = "AdamW"
-        params = {key: value for key, value in params.items() if key not in ("adam_w_mode", "fp32_optimizer_states")}
-    kind = getattr(torch.optim, name, None)
-    if isinstance(kind, type):
-        optimizer = _tried("optimizer.params: ", lambda: kind(weight, **params))
-    elif name not in DEEPSPEED_OPTIMIZERS:
-        raise ConfigError(f"optimizer.type = \"{name}\": is neither one of DeepSpeed's nor of torch's")
-    name = read.scheduler_name
-    if name is not None:
-        scheduler = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
-        if scheduler is None:
-            raise ConfigError(f"scheduler.type = \"{name}\": is neither one of DeepSpeed's nor of torch's")
-        _tried("scheduler.params: ", lambda: scheduler(optimizer, **(read.scheduler_params or {})))
+    section = settings.get("optimizer")
+    if section is not None and (kind := optimizer_class(section)) is not None:
+        own = _OF_ADAM if section["type"].lower() in _ADAM else ()
+        params = _params("optimizer", section, kind, own)
+        if kind is not FusedAdam:
+            params = {name: value for name, value in params.items() if name not in own}
+            optimizer = _tried(settings, "optimizer.params: ", lambda: kind(weight, **params))
+    section = settings.get("scheduler")
+    if section is not None:
+        scheduler = _scheduler_class(section)
+        params = _params("scheduler", section, scheduler)
+        if not any(isinstance(value, list) for value in params.values()):
+            _tried(settings, "scheduler.params: ", lambda: scheduler(optimizer, **params))
 
 
-def check_removed(settings: Mapping[str, Any]) -> None:
-    """Refuse what DeepSpeed has removed, by its own check, before it creates anything.
+def optimizer_class(section: Mapping[str, Any]) -> type[Any] | None:
+    """Find the class that DeepSpeed builds by its section "optimizer"; None: one of its own other than Adam.
 
     Raises:
-        ConfigError: one line.
+        ConfigError: neither DeepSpeed nor torch has it.
     """
-    _tried("", lambda: deepspeed_config._reject_removed_config_keys(settings))
+    name, params = section["type"], section.get("params") or {}
+    if name.lower() in _ADAM:
+        decoupled = name.lower() == deepspeed_config.ADAMW_OPTIMIZER or params.get(deepspeed_config.ADAM_W_MODE, True)
+        of_torch = torch.optim.AdamW if decoupled else torch.optim.Adam
+        return of_torch if params.get(deepspeed_config.TORCH_ADAM_PARAM) else FusedAdam
+    if name.lower() == deepspeed_config.ADAGRAD_OPTIMIZER:
+        return torch.optim.Adagrad
+    if name.lower() in DEEPSPEED_OPTIMIZERS:
+        return None
+    return _named("optimizer", name, _classes(torch.optim, torch.optim.Optimizer), DEEPSPEED_OPTIMIZERS)
 
 
-def _tried(what: str, make: Callable[[], Any]) -> Any:
+def _scheduler_class(section: Mapping[str, Any]) -> type[Any]:
+    of_deepspeed = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
+    of_torch = _classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+    return _named("scheduler", section["type"], {**of_torch, **of_deepspeed})
+
+
+def _classes(module: Any, base: type[Any]) -> dict[str, type[Any]]:
+    """Return the public classes of a module that derive from ``base``, by name."""
+    kinds = {name: kind for name, kind in vars(module).items() if isinstance(kind, type) and not name.startswith("_")}
+    return {name: kind for name, kind in kinds.items() if issubclass(kind, base) and kind is not base}
+
+
+def _named(key: str, name: str, kinds: Mapping[str, type[Any]], others: Iterable[str] = ()) -> type[Any]:
+    if name not in kinds:
+        raise ConfigError(
+            f'{key}.type = "{name}": neither DeepSpeed nor torch has it; {suggest(name, [*others, *kinds])}'
+        )
+    return kinds[name]
+
+
+def _params(key: str, section: Mapping[str, Any], kind: type[Any], more: Iterable[str] = ()) -> dict[str, Any]:
+    """Check the names in ``section["params"]`` by the arguments of ``kind``, the first of which DeepSpeed gives."""
+    given, arguments = dict(section.get("params") or {}), list(inspect.signature(kind).parameters.values())[1:]
+    names = dict.fromkeys([*(argument.name for argument in arguments), *more])
+    for name, value in given.items():
+        if name not in names:
+            clips = name == deepspeed_config.MAX_GRAD_NORM
+            meant = 'DeepSpeed clips by the top-level key "gradient_clipping"' if clips else suggest(name, names)
+            raise ConfigError(f"{key}.params.{name} = {show(value)}: {kind.__name__} has no such parameter; {meant}")
+    for argument in arguments:
+        if argument.default is argument.empty and argument.name not in given:
+            raise ConfigError(f"{key}.params.{argument.name}: is required by {kind.__name__}")
+    return given
+
+
+def _tried(settings: Mapping[str, Any], what: str, make: Callable[[], Any]) -> Any:
     disabled, logger.disabled = logger.disabled, True  # what it logs is logged once more when the engine is built
     try:
         return make()
     except ValidationError as error:
-        found = error.errors()[0]
-        section = _SECTIONS.get(error.title, error.title)
-        key = ".".join([section, *map(str, found["loc"])] if section else map(str, found["loc"]))
-        raise ConfigError(f"DeepSpeed refuses {key} = {found['input']!r}: {found['msg']}") from error
+        name = _SECTIONS.get(error.title)
+        kind = next((kind for kind in DeepSpeedConfigModel.__subclasses__() if kind.__name__ == error.title), None)
+        if name is None or kind is None or (name and name not in settings):  # bf16 by its old name
+            raise ConfigError(f"DeepSpeed refuses the configuration: {' '.join(str(error).split())}") from error
+        lines = explain(error, kind, settings[name] if name else settings, name)
+        raise ConfigError("\n".join(line.removeprefix(".") for line in lines)) from error
     except Exception as error:  # whatever DeepSpeed or torch checks by
         raise ConfigError(f"DeepSpeed refuses the configuration: {what}{' '.join(str(error).split())}") from error
     finally:

@@ -27,8 +27,9 @@ from ds_dynmo.engine.move.pickling import dump
 from ds_dynmo.engine.move.references import Outside, References
 from ds_dynmo.engine.move.shell import Shell
 from ds_dynmo.engine.move.tensors import TensorMeta, bytes_of, describe, find_bases, meta_of
+from ds_dynmo.engine.run.compiled_layers import check_not_compiled
 from ds_dynmo.engine.state.layer_record import LayerRecord, without_gradients
-from ds_dynmo.torch_private import compiled_call_of, version_of
+from ds_dynmo.torch_private import version_of
 
 GradientDtype = Callable[[nn.Parameter], torch.dtype | None]
 
@@ -110,7 +111,7 @@ class PackedLayer:
         ):
             return None
         try:
-            _check_not_compiled(layer.module)
+            check_not_compiled(layer.module)
             if _outside(layer, references) != outside:
                 return None
             dumped = dump(without_gradients(layer), {key: number for number, key in enumerate(outside.references)})
@@ -208,7 +209,7 @@ def pack(
         TypeError: a part of the layer can neither be sent nor be built by the receiver, the layer refers to an object
             of another layer that has no name, or the user has compiled a part in place.
     """
-    _check_not_compiled(layer.module)
+    check_not_compiled(layer.module)
     outside = _outside(layer, references)
     shell, tensors = Shell.of(layer, outside, completed)
     known = sent_ahead.listed.constants if sent_ahead is not None else ()
@@ -220,28 +221,6 @@ def pack(
 
 def _outside(layer: LayerRecord, references: References | None) -> Outside:
     return references.outside(layer.module, _extra_roots(layer)) if references is not None else Outside()
-
-
-def _check_not_compiled(layer: nn.Module | None) -> None:
-    """Refuse a layer compiled in place: it would arrive uncompiled, as torch does not record the arguments.
-
-    So is one compiled by ``torch.jit``, which keeps its parameters and code where no pickle finds them.
-
-    Raises:
-        TypeError: naming the module.
-    """
-    for path, part in layer.named_modules() if layer is not None else ():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise TypeError(
-                f"{path or 'the layer itself'} was compiled by torch.jit ({type(part).__name__}), which cannot be sent "
-                'to another rank: use the module that it was made of, with "compile": true in the "dynmo" section'
-            )
-        if compiled_call_of(part) is not None:
-            raise TypeError(
-                f"{path or 'the layer itself'} ({type(part).__name__}) was compiled by its method compile(), and would "
-                'run uncompiled where it arrives: set "compile": true in the "dynmo" section in place of that call, or '
-                "use torch.compile(module) as the module"
-            )
 
 
 def _constant_tensors(layer: LayerRecord) -> set[int]:

@@ -79,6 +79,28 @@ def _parts(layers: Mapping[int, nn.Module]) -> Iterator[nn.Module]:
                 raise AttributeError(f"layer {index} ({type(layer).__name__}): compiled_parts: {error}") from error
 
 
+def check_not_compiled(layer: nn.Module | None) -> None:
+    """Refuse a layer that the user compiled in place: it would arrive uncompiled, as torch records no arguments.
+
+    So is one compiled by ``torch.jit``, which keeps its parameters and code where no pickle finds them.
+
+    Raises:
+        TypeError: naming the module.
+    """
+    for path, part in layer.named_modules() if layer is not None else ():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{path or 'the layer itself'} was compiled by torch.jit ({type(part).__name__}), which cannot be sent "
+                'to another rank: use the module that it was made of, with "compile": true in the "dynmo" section'
+            )
+        if compiled_call_of(part) is not None:
+            raise TypeError(
+                f"{path or 'the layer itself'} ({type(part).__name__}) was compiled by its method compile(), and would "
+                'run uncompiled where it arrives: set "compile": true in the "dynmo" section in place of that call, or '
+                "use torch.compile(module) as the module"
+            )
+
+
 def check_compiler(backend: Any, asked_by: str) -> None:
     """Compile one small function: what ``"inductor"`` needs differs between devices (a C++ compiler, Triton).
 

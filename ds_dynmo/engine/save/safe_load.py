@@ -18,7 +18,7 @@ from torch.serialization import get_safe_globals, safe_globals
 
 from ds_dynmo.engine.deepspeed.files import PICKLED, ZeroStageEnum
 from ds_dynmo.engine.save.manifest import SavedFile
-from ds_dynmo.errors import CheckpointError
+from ds_dynmo.errors import CheckpointError, reason_of
 from ds_dynmo.files import why_unreadable
 
 # Beyond what torch allows (tensors, OrderedDict, Counter, set, torch.Size, ...): plain containers of values that
@@ -186,7 +186,7 @@ def check_file(path: str, saved: SavedFile | None) -> str:
     try:
         found = describe(path)
     except (OSError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read: {reason_of(error)}") from error
     if found != saved:
         raise CheckpointError(f"{path}: is not the file that was written with this checkpoint (its checksums differ)")
     return path

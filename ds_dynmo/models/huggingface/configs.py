@@ -6,7 +6,6 @@ This is the one module that imports transformers, when one of its functions is c
 from __future__ import annotations
 
 import copy
-import difflib
 import importlib
 import json
 import math
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynmo.config import load_json
+from ds_dynmo.config.explain import show, suggest
 from ds_dynmo.errors import ConfigError
 
 __all__ = [
@@ -160,11 +160,10 @@ def _check_keys(config: Any, values: dict[str, Any]) -> None:
         "rope_scaling",
         "experts_implementation",
     }
-    for key in values:
+    for key, value in values.items():
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise ConfigError(f"{key}: a {config.model_type} config has no such key{hint}")
+            meant = suggest(key, sorted(known))
+            raise ConfigError(f"{key} = {show(value)}: a {config.model_type} config has no such key; {meant}")
 
 
 def _check_family(config: Any, label: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_dynmo.config.explain import show, suggest
 from ds_dynmo.errors import ConfigError
 
 __all__ = ["COPIES", "Lora", "check_config", "peft_package", "split_off"]
@@ -111,12 +111,14 @@ def _config(settings: Any) -> Any:
     return config
 
 
+_OTHER_NAMES = {"rank": "r", "lora_rank": "r", "lora_r": "r"}  # of other libraries
+
+
 def _check_keys(settings: Mapping[str, Any], known: list[str]) -> None:
-    for key in settings:
+    for key, value in settings.items():
         if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise ConfigError(f"peft.{key}: a LoraConfig has no such key{hint}")
+            meant = suggest(_OTHER_NAMES.get(key, str(key)), known)
+            raise ConfigError(f"peft.{key} = {show(value)}: a LoraConfig has no such key; {meant}")
 
 
 def _check_type(kind: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ds_dynmo.config import load_json
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import ConfigError, reason_of
 
 __all__ = ["INDEX", "Folder", "InMemory", "Stored", "Tensors", "check_tensors"]
 
@@ -146,7 +146,7 @@ class Folder:
                         if self._found[name] == path:
                             tensors[name] = file.get_tensor(name)
             except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{path}: cannot be read: {error}") from error
+                raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from error
         return tensors
 
     def are_equal(self, one: str, other: str) -> bool:
@@ -187,7 +187,7 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="pt") as file:
             return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118, no dict
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from error
 
 
 def check_tensors(

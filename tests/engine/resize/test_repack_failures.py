@@ -55,7 +55,7 @@ def test_impossible_repackings_are_refused() -> None:
     for found in run(2, refusals, Case(stages=2)):
         remedy = "there are 1 to 2 to go on with; a job that resumes the last checkpoint may have more"
         assert found[:3] == [f"repack: {count}, {remedy}" for count in ("0 stages", "3 stages", "-1 stages")]
-        assert "not strictly increasing" in found[3] and "runs from 0 to 9" in found[4]
+        assert "not strictly increasing" in found[3] and "from 0 to 8, for 1 stage" in found[4]
         assert all("there are 1 to 2 to go on with" in text for text in found[5:7])
         assert (
             "ranks differ: [0, 4, 8] -> [0, 8] on ranks [0], [0, 4, 8] -> [0, 4, 8] on ranks [1]. No layer has moved"

@@ -97,10 +97,11 @@ class Unusual(Block):
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.inner.weight.data.copy_(seeded((WIDTH, WIDTH), index + 1))
         self.inner.bias.data.zero_()
-        self.inner.compile(backend="eager")
         self.passes = 0
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self.passes:  # one that initialize has not seen, and that does not move
+            self.inner.compile(backend="eager")
         self.down.requires_grad_(self.passes // 5 % 2 == 0)
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_()

@@ -76,6 +76,8 @@ def test_one_micro_batch() -> None:
 
 def test_a_prefix_that_freezes_and_thaws() -> None:
     case, frozen = Case(stages=3, micro_batches=4), {1: 3, 3: 5, 5: 0}
-    still, *moved = run_each(3, train_frozen, (case, frozen, {}), *((under(k, case), frozen, {}) for k in ("v", "loop")))
+    still, *moved = run_each(
+        3, train_frozen, (case, frozen, {}), *((under(k, case), frozen, {}) for k in ("v", "loop"))
+    )
     for each in moved:
         check_equal(still, each)
