@@ -187,6 +187,18 @@ def test_a_traced_batch_begins_at_0(tmp_path: Path) -> None:
     assert [name for name, _ in several.rows][1:3] == ["pipeline 0, stage 1", "pipeline 1, stage 0"]
 
 
+def test_only_a_batch_in_which_layers_travelled_has_a_row_of_transfers() -> None:
+    forward, transfer = (TraceEvent(category, category, 0, 0.0, 1.0) for category in ("forward", "transfer"))
+    still, moving = (
+        [Track(**{"rank": 0, "replica": 0, "stage": 0, "slice": 0}, clock_error_seconds=0.0, events=events)]
+        for events in ((forward,), (forward, transfer))
+    )
+    batches = [batch_events(step, Placement.chain([0, 2]), tracks, 0.0) for step, tracks in ((3, still), (4, moving))]
+    events = [*track_names(still), *batches[0], *batches[1]]
+    assert [name for name, _ in traced(events, 3).rows] == ["stage 0"]
+    assert [name for name, _ in traced(events, 4).rows] == ["stage 0", "stage 0, transfers"]
+
+
 def test_which_batches_are_drawn(tmp_path: Path) -> None:
     events = read_trace(write_trace(tmp_path))
     assert [rows.title[:6] for rows in plot.measured(events, None)] == ["step 3", "step 5"]

@@ -16,9 +16,11 @@ from ds_dynmo.schedules import (
     one_f_one_b,
     peak_bytes,
     replay,
+    schedule_for_equal_costs,
     zb_h1,
 )
 from tests.schedules.instances import drawn
+from tests.support.pages import ROOT
 
 TABLES: dict[Any, str] = {
     one_f_one_b: """
@@ -49,9 +51,20 @@ def test_the_docstring_shows_the_table(generate: Callable[[int, int], Schedule])
     assert textwrap.indent(table, "    ") in inspect.cleandoc(generate.__doc__ or "")
 
 
+@pytest.mark.parametrize("generate", [one_f_one_b, schedule_for_equal_costs])
+def test_the_page_shows_the_table(generate: Callable[[int, int], Schedule]) -> None:
+    table = drawn(replay(generate(4, 5), PassCosts.equal(range(4))))
+    assert textwrap.indent(table, "    ") in (ROOT / "docs" / "schedules.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("generate", "seconds"),
-    [(one_f_one_b, (57, 69, 117)), (gradient_first_1f1b, (50, 62, 110)), (zb_h1, (43, 55, 103))],
+    [
+        (one_f_one_b, (57, 69, 117)),
+        (gradient_first_1f1b, (50, 62, 110)),
+        (zb_h1, (43, 55, 103)),
+        (schedule_for_equal_costs, (43, 55, 103)),
+    ],
 )
 def test_equal_passes_on_8_stages(generate: Callable[[int, int], Schedule], seconds: tuple[int, ...]) -> None:
     taken = [replay(generate(8, count), PassCosts.equal(range(8))).iteration_seconds for count in (12, 16, 32)]

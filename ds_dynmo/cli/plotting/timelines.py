@@ -135,7 +135,11 @@ def traced(events: Sequence[Record], step: int) -> TimelineRows:
             bar = Bar(_category(event), event["args"].get("micro_batch"), begin, event["dur"] / 1e6)
             rows[event["pid"], event["tid"]].append(bar)
     several = len(pipelines) > 1
-    named = tuple((f"{pipelines[place[0]]}, " * several + stages[place], tuple(bars)) for place, bars in rows.items())
+    named = tuple(
+        (f"{pipelines[place[0]]}, " * several + stages[place], tuple(bars))
+        for place, bars in rows.items()
+        if bars  # nothing may have travelled in this batch
+    )
     return TimelineRows(f"step {step}, measured: {marker['args']['partition']}", named)
 
 
