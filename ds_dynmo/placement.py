@@ -13,8 +13,8 @@ loop   two                     ``2 * p + 1``   chunks ``s`` and ``p + s``
 =====  ======================  ==============  =====================================================
 
 ``engine.partition`` is the list of boundaries: DeepSpeed's ``PipelineModule.parts``, or ``DualPipeVModule.parts``. A V
-brings hidden states back to the first stage, a loop takes them down all stages twice (Megatron's interleaving). With one
-stage a V and a loop are the same, and count as a V.
+brings hidden states back to the first stage, a loop takes them down all stages twice (Megatron's interleaving). With
+one stage a V and a loop are the same, and count as a V.
 
 Balancers are functions over costs and a chain's boundaries, and slice those (:mod:`ds_dynmo.partitioners`,
 :mod:`ds_dynmo.layer_groups`). No other module calculates with boundaries; tests/engine/test_placement.py checks that.

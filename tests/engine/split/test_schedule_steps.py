@@ -19,11 +19,10 @@ from ds_dynmo.engine.split.steps import (
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import (
     Schedule,
-    gradient_first_1f1b,
     one_f_one_b,
     schedule_for_equal_costs,
-    zb_h1,
 )
+from tests.support.split_orders import gradient_first_1f1b, zb_h1
 
 
 def names(schedule: Schedule, stage: int) -> list[str]:
