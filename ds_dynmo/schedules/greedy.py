@@ -5,6 +5,9 @@ pass it prefers a forward pass, as in 1F1B, because later stages would run out o
 prevents that, it runs a weight gradient to free some. With several chunks, a backward pass is that of the oldest
 micro-batch, a forward pass that of the last chunk, and memory for the way back is kept free.
 
+With little memory the first chunk of a stage would leave too little of it to the others. Where memory is shared, each
+chunk has its own part of it, in proportion to the time until its gradients come back.
+
 A patient stage begins no weight gradient if the input of another pass arrives while it would be little more than half
 done. That shortens some iterations and lengthens others.
 
@@ -29,12 +32,19 @@ from ds_dynmo.schedules.costs import PassBytes, PassCosts
 __all__ = ["greedy"]
 
 _NEVER = 1 << 62  # ticks
+_SHARED = 0.8  # of a stage's memory
 _PATIENCE = 0.6  # of a weight gradient's seconds
 _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _BACKWARD = map(int, Kind)
 
 
 def greedy(
-    costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int], *, patient: bool = False
+    costs: PassCosts,
+    micro_batches: int,
+    sizes: PassBytes,
+    limits: Sequence[int],
+    *,
+    patient: bool = False,
+    shares_memory: bool = False,
 ) -> list[list[Action]] | None:
     """Simulate the pipeline and return the order of each stage; None if out of memory.
 
@@ -44,6 +54,7 @@ def greedy(
         sizes: bytes per chunk.
         limits: per stage, bytes that passes in flight may hold.
         patient: whether stages wait for inputs that arrive soon.
+        shares_memory: whether the chunks of a stage share its memory.
     """
     longest = max(max(seconds) for seconds in (*costs.by_kind, costs.link_seconds or (0.0,)))
     scale = math.ldexp(1.0, 30 - math.frexp(longest)[1])
@@ -73,6 +84,10 @@ def greedy(
         for chunk, owner in enumerate(owners)
     ]
     num_chunks = len(owners)
+    most = [micro_batches] * num_chunks  # in flight
+    if shares_memory:
+        first_parts = [one if split else whole for one, whole, split in zip(input_ticks, backward_ticks, splits)]
+        most = _shares(chunks, room, activations, [f + b for f, b in zip(forward_ticks, first_parts)], links)
     forward, input_, weight, backward = (all_passes(kind, num_chunks, micro_batches) for kind in Kind)
     last = num_chunks - 1
     orders: list[list[Action]] = [[] for _ in chunks]
@@ -109,6 +124,8 @@ def greedy(
             elif ready_back < 0 or back <= backwards[ready_back]:
                 ready_back = chunk
             at, fits = inputs[chunk][forwards[chunk]], needed[chunk] <= room[stage]
+            if forwards[chunk] - back >= most[chunk]:
+                at = _NEVER  # for now
             if at <= now:
                 arrived = chunk
                 if fits:
@@ -186,3 +203,27 @@ def greedy(
             if not now < at <= free_at[woken]:  # else it chooses again at the end of its pass
                 push(events, at << bits | woken)
     return orders if min(weights) == micro_batches else None
+
+
+def _shares(
+    chunks: Sequence[Sequence[int]],
+    room: Sequence[int],
+    activations: Sequence[int],
+    ticks: Sequence[int],
+    links: Sequence[int],
+) -> list[int]:
+    """Return, per chunk, the micro-batches in flight that its share of its stage's memory holds, at least 1.
+
+    Args:
+        chunks: per stage.
+        room: bytes per stage.
+        activations: bytes per chunk.
+        ticks: of the passes of one micro-batch through each chunk, until the gradient of its input.
+    """
+    returns = [sum(ticks[chunk:]) + 2 * sum(links[chunk:]) for chunk in range(len(ticks))]
+    most = [1] * len(ticks)
+    for mine, free in zip(chunks, room):
+        whole = sum(activations[chunk] * returns[chunk] for chunk in mine)
+        for chunk in mine:
+            most[chunk] = max(1, math.ceil(_SHARED * free * returns[chunk] / whole)) if whole else _NEVER
+    return most

@@ -2,7 +2,7 @@
 
 Candidates are 1F1B, interleaved on a loop, and greedy orders, each also with the splits fused that fill no gap:
 
-- for these costs, once of patient stages;
+- for these costs, also of patient stages, and of such whose chunks share the memory;
 - for equal costs, which lead to a steady rhythm;
 - without splits on the busiest stages, which have no time for them, and without any splits.
 
@@ -141,14 +141,16 @@ def _fitting(costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Seq
             orders: Orders = generate(costs.num_stages, micro_batches).orders
             if all(peak <= limit for peak, limit in zip(orders_peak_bytes(orders, sizes), limits)):
                 yield orders
-    for supposed, patient in (
-        (costs, False),
-        (costs, True),
-        (PassCosts.equal(costs.owners), False),
-        (_without_splits(costs, _BUSY), True),
-        (_without_splits(costs, 0.0), False),
-    ):
-        made = greedy(supposed, micro_batches, sizes, limits, patient=patient)
+    generated = [
+        greedy(costs, micro_batches, sizes, limits),
+        greedy(costs, micro_batches, sizes, limits, patient=True),
+        greedy(PassCosts.equal(costs.owners), micro_batches, sizes, limits),
+        greedy(_without_splits(costs, _BUSY), micro_batches, sizes, limits, patient=True),
+        greedy(_without_splits(costs, 0.0), micro_batches, sizes, limits),
+    ]
+    if costs.num_chunks > costs.num_stages:
+        generated.append(greedy(costs, micro_batches, sizes, limits, patient=True, shares_memory=True))
+    for made in generated:
         if made is not None:
             yield _unsplit_without_weight_gradients(made, costs)
 

@@ -112,6 +112,17 @@ def test_equal_layers_on_any_shape_with_the_memory_of_1f1b(shape: Shape) -> None
         assert max(found.peak_bytes) <= limits[0] == stages * layers // stages
 
 
+@pytest.mark.parametrize(("memory", "chain", "v"), [(0.5, 1.90, 1.58), (0.75, 1.45, 1.28), (1.25, 1.21, 1.125)])
+def test_with_less_memory_the_v_loses_less(memory: float, chain: float, v: float) -> None:
+    shapes: dict[Shape, float] = {"chain": chain, "v": v}
+    for shape, expected in shapes.items():
+        owners = owners_of(shape, 8)
+        seconds = [(own * 32 / len(owners),) * len(owners) for own in (1.0, 2 * 1.05 * 0.6, 2 * 1.05 * 0.4, 2.0)]
+        sizes = PassBytes.equal(len(owners), 32 // len(owners))
+        limits = one_f_one_b_limit(sizes, 16, memory, owners=owners)
+        assert best_schedule(PassCosts(owners, *seconds), 16, sizes, limits).iteration_seconds <= expected * 16 * 12
+
+
 @pytest.mark.parametrize("shape", ["v", "loop"])
 def test_orders_of_two_chunks_are_valid_and_fit(shape: Shape) -> None:
     rng = random.Random(13)
