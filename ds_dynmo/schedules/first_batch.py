@@ -1,8 +1,8 @@
 """The batch in which stages do not know yet how large messages are.
 
 A receive can be posted early only if the size of its message is known. So sizes are announced in front of a batch: the
-first micro-batch passes forward through all chunks before a stage does anything else. Its messages are alone on the
-links, and each is received when it is needed; a gradient is as large as the activations that it belongs to.
+first micro-batch passes forward through all chunks of a stage before the stage does anything else. Its messages are the
+first between any two stages, and each is received when it is needed. A gradient is as large as its activations.
 
 **Why nothing hangs.** In front, a stage waits only for the forward pass of the chunk before, which is in front of its
 stage too, behind forward passes of earlier chunks alone. So the chunks pass one after the other. All messages of the

@@ -12,8 +12,9 @@ A search does not depend on the clock, on hashes or on random numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from ds_dynmo.errors import ScheduleError
@@ -24,7 +25,7 @@ from ds_dynmo.schedules.bound import lower_bound
 from ds_dynmo.schedules.costs import PassBytes, PassCosts
 from ds_dynmo.schedules.fusing import fuse
 from ds_dynmo.schedules.greedy import greedy
-from ds_dynmo.schedules.memory import orders_peak_bytes, peak_bytes
+from ds_dynmo.schedules.memory import peak_bytes
 from ds_dynmo.schedules.one_f_one_b import in_flight, interleaved_1f1b, one_f_one_b
 from ds_dynmo.schedules.order import Orders, run
 from ds_dynmo.schedules.schedule import Schedule
@@ -135,24 +136,23 @@ def schedule_for_equal_costs(
 
 def _fitting(costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int]) -> Iterable[Orders]:
     """Generate the orders that fit."""
-    fixed: dict[Shape, Callable[[int, int], Schedule]] = {"chain": one_f_one_b, "loop": interleaved_1f1b}
-    for shape, generate in fixed.items():
-        if costs.owners == owners_of(shape, costs.num_stages):
-            orders: Orders = generate(costs.num_stages, micro_batches).orders
-            if all(peak <= limit for peak, limit in zip(orders_peak_bytes(orders, sizes), limits)):
-                yield orders
+    stages = costs.num_stages
+    fixed = {owners_of("chain", stages): one_f_one_b, owners_of("loop", stages): interleaved_1f1b}
+    if costs.owners in fixed:
+        schedule = fixed[costs.owners](stages, micro_batches)
+        if all(peak <= limit for peak, limit in zip(peak_bytes(schedule, sizes), limits)):
+            yield schedule.orders
+    generate = partial(greedy, micro_batches=micro_batches, sizes=sizes, limits=limits)
     generated = [
-        greedy(costs, micro_batches, sizes, limits),
-        greedy(costs, micro_batches, sizes, limits, patient=True),
-        greedy(PassCosts.equal(costs.owners), micro_batches, sizes, limits),
-        greedy(_without_splits(costs, _BUSY), micro_batches, sizes, limits, patient=True),
-        greedy(_without_splits(costs, 0.0), micro_batches, sizes, limits),
+        generate(costs),
+        generate(costs, patient=True),
+        generate(PassCosts.equal(costs.owners)),
+        generate(_without_splits(costs, _BUSY), patient=True),
+        generate(_without_splits(costs, 0.0)),
     ]
-    if costs.num_chunks > costs.num_stages:
-        generated.append(greedy(costs, micro_batches, sizes, limits, patient=True, shares_memory=True))
-    for made in generated:
-        if made is not None:
-            yield _unsplit_without_weight_gradients(made, costs)
+    if costs.num_chunks > stages:
+        generated.append(generate(costs, patient=True, shares_memory=True))
+    yield from (_unsplit_without_weight_gradients(orders, costs) for orders in generated if orders is not None)
 
 
 def _without_splits(costs: PassCosts, busy: float) -> PassCosts:
