@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ds_dynmo.errors import ScheduleError
 from ds_dynmo.schedules.costs import PassCosts
 from ds_dynmo.schedules.one_f_one_b import one_f_one_b
 from ds_dynmo.schedules.replay import ScheduleTimeline, replay
@@ -56,20 +57,24 @@ def iteration_seconds(
 
     Returns:
         Seconds, in the shape of the further axes.
+
+    Raises:
+        ScheduleError: a wrong number of links.
     """
     ahead, back = np.asarray(forward, dtype=np.float64), np.asarray(backward, dtype=np.float64)
     stages, span = len(ahead), 2 * (micro_batches - 1)
-    links = np.broadcast_to(np.asarray(link_seconds, dtype=np.float64), stages - 1)
-    links = np.concatenate([[0.0], links, [0.0]]).reshape(-1, *(1,) * (ahead.ndim - 1))  # before stage s, and after all
+    if np.shape(link_seconds) not in ((), (stages - 1,)):
+        raise ScheduleError(f"{stages} stages have {stages - 1} links between them, got {np.size(link_seconds)}")
+    links = np.zeros((stages + 1, *(1,) * (ahead.ndim - 1)))  # before each stage, and after the last one
+    links[1:-1].T[...] = link_seconds
     ends = np.zeros((stages + 2, *ahead.shape[1:]))  # of the latest pass of stage s, at s + 1; nothing runs around them
+    before, own, after = ends[:-2], ends[1:-1], ends[2:]
     for step in range(2 * (micro_batches + stages - 1)):
-        arrivals = ends[:-1] + links, ends[1:] + links  # from the stage before, and from the one after
-        for seconds, first, last, arrived in (
-            (ahead, step - span, step, arrivals[0]),
-            (back, 2 * stages - 1 - step, 2 * stages - 1 - step + span, arrivals[1][1:]),
-        ):
-            low = max(first, first % 2)
-            here = slice(low, min(last, stages - 1) + 1, 2)
-            ends[1:-1][here] = np.maximum(ends[1:-1][here], arrived[here]) + seconds[here]
+        reach = 2 * stages - 1 - step
+        low, high = max(step - span, step % 2), max(reach, reach % 2)
+        forwards, backwards = slice(low, step + 1, 2), slice(high, max(reach + span + 1, 0), 2)
+        inputs, gradients = before[forwards] + links[:-1][forwards], after[backwards] + links[1:][backwards]
+        own[forwards] = np.maximum(own[forwards], inputs) + ahead[forwards]
+        own[backwards] = np.maximum(own[backwards], gradients) + back[backwards]
     done: Floats = ends.max(axis=0)
     return done

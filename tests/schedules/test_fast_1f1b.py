@@ -104,6 +104,8 @@ def test_links_may_differ() -> None:
     assert simulate([1.0] * 3, [2.0] * 3, 1, [0.25, 0.5]).iteration_seconds == 9.0 + 2 * 0.75
     with pytest.raises(ScheduleError, match="3 chunks need 2 link_seconds, got 3"):
         simulate([1.0] * 3, [1.0] * 3, 1, [0.1, 0.1, 0.1])
+    with pytest.raises(ScheduleError, match="3 stages have 2 links between them, got 1"):
+        iteration_seconds([1.0] * 3, [1.0] * 3, 1, [0.1])
 
 
 def test_the_bubble_of_each_stage() -> None:
