@@ -6,7 +6,7 @@ simulated. Else a local search starts from several seeds: in a step one boundary
 by a layer. Partitions that a lower bound excludes are not simulated.
 
 Under a split schedule (``pipeline.passes``) each partition needs a search for its order, which takes long. Candidates
-are all partitions, or the neighbours of the best one under 1F1B with overlapped sends. The search runs
+are all partitions, or the neighbours of the best one under 1F1B. The search runs
 
 1. for the partition with the least bound and for the current one;
 2. while the work limit of a decision allows it: for the one with the smallest bottleneck and for the best under 1F1B;
@@ -118,7 +118,7 @@ def _under_schedules(
     if _are_few(len(costs), num_stages):
         candidates = _all_that_fit(costs, num_stages, furthest, memory)
     else:
-        best = _search(costs, replace(pipeline, sends="overlapped", passes=None), furthest, memory, current)
+        best = _search(costs, replace(pipeline, passes=None), furthest, memory, current)
         others.append(best)
         near = np.array(best)[:, None] + _shifts(num_stages)
         candidates = _fitted(np.column_stack([np.array(best), near]), furthest)

@@ -21,7 +21,6 @@ from ds_dynmo.partitioners.metrics import loads, prefix_sums, sums_of_many
 from ds_dynmo.partitioners.passes import PassModel
 from ds_dynmo.placement import check_partition
 from ds_dynmo.schedules import FoundSchedule, iteration_seconds
-from ds_dynmo.schedules.fast_1f1b import Sends
 
 __all__ = ["PipelineModel"]
 
@@ -39,7 +38,6 @@ class PipelineModel:
         speeds: per stage; a layer takes its seconds over the stage's speed.
         layer_bytes: per layer, the bytes that move with it; (): unknown.
         link_seconds: of a message between neighbours; one number, or one per boundary.
-        sends: as in :func:`simulate`; DeepSpeed's sends over gloo are "rendezvous".
         passes: the model of passes under split schedules; None: DeepSpeed's 1F1B is the only schedule.
 
     Raises:
@@ -52,7 +50,6 @@ class PipelineModel:
     speeds: tuple[float, ...]
     layer_bytes: tuple[int, ...] = ()
     link_seconds: float | tuple[float, ...] = 0.0
-    sends: Sends = "rendezvous"
     passes: PassModel | None = None
 
     def __post_init__(self) -> None:
@@ -170,7 +167,7 @@ class PipelineModel:
         """
         self._check_columns(partitions)
         forward, backward = self.stages_seconds(partitions)
-        return iteration_seconds(forward, backward, self.micro_batches, self.link_seconds, sends=self.sends)
+        return iteration_seconds(forward, backward, self.micro_batches, self.link_seconds)
 
     def stages_seconds(self, partitions: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Compute the forward and backward seconds of each stage, ``[num_stages, how many]``."""

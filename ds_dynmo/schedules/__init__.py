@@ -9,11 +9,11 @@ a schedule                 ``actions``; ``schedule`` refuses an order that canno
 its costs                  ``costs``: seconds and bytes
 its simulation             ``order`` simulates, ``replay`` returns the timeline; ``fast_1f1b``: many 1F1Bs at once
 its memory                 ``memory``; micro-batches in flight under 1F1B: ``one_f_one_b``
-fixed orders               ``one_f_one_b``, ``zero_bubble``
-orders for given costs     ``search`` chooses among fixed ones and that of ``greedy``, with and without ``fusing``
+fixed orders               ``one_f_one_b``: 1F1B on a chain, interleaved on a loop
+orders for given costs     ``search`` chooses among fixed ones and those of ``greedy``, with and without ``fusing``
 batches without a pause    ``back_to_back``
 lower bounds               ``bound``
-messages between stages    ``link_order``
+messages between stages    ``link_order``; ``first_batch`` announces their sizes
 =========================  ===========================================================================================
 """
 
@@ -22,13 +22,13 @@ from ds_dynmo.schedules.back_to_back import period_seconds, shortest_period
 from ds_dynmo.schedules.bound import lower_bound, lower_bounds
 from ds_dynmo.schedules.costs import PassBytes, PassCosts
 from ds_dynmo.schedules.fast_1f1b import iteration_seconds, simulate
+from ds_dynmo.schedules.first_batch import first_batch
 from ds_dynmo.schedules.link_order import Message, link_orders
 from ds_dynmo.schedules.memory import peak_bytes
-from ds_dynmo.schedules.one_f_one_b import gradient_first_1f1b, in_flight, one_f_one_b
+from ds_dynmo.schedules.one_f_one_b import in_flight, interleaved_1f1b, one_f_one_b
 from ds_dynmo.schedules.replay import ScheduleTimeline, idle_share, replay
 from ds_dynmo.schedules.schedule import Schedule
 from ds_dynmo.schedules.search import FoundSchedule, best_schedule, one_f_one_b_limit, schedule_for_equal_costs
-from ds_dynmo.schedules.zero_bubble import zb_h1
 
 __all__ = [
     "Action",
@@ -40,9 +40,10 @@ __all__ = [
     "Schedule",
     "ScheduleTimeline",
     "best_schedule",
-    "gradient_first_1f1b",
+    "first_batch",
     "idle_share",
     "in_flight",
+    "interleaved_1f1b",
     "iteration_seconds",
     "link_orders",
     "lower_bound",
@@ -55,5 +56,4 @@ __all__ = [
     "schedule_for_equal_costs",
     "shortest_period",
     "simulate",
-    "zb_h1",
 ]

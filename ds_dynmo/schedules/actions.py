@@ -53,6 +53,16 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind.letter}{self.micro_batch} of chunk {self.chunk}"
 
+    @classmethod
+    def of_text(cls, text: str, chunk: int) -> Action:
+        """Read ``F5@2``: micro-batch 5, chunk 2; or ``F5``: of ``chunk``.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        name, _, other = text.partition("@")
+        return cls(Kind.of_letter(name[:1]), int(other or chunk), int(name[1:]))
+
 
 @lru_cache(maxsize=16)
 def all_passes(kind: Kind, num_chunks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:

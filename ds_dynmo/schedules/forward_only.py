@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from ds_dynmo.schedules.actions import Action, Kind
-from ds_dynmo.schedules.schedule import Schedule
 
-__all__ = ["first_batch", "forward_orders", "forward_place"]
+__all__ = ["forward_orders", "forward_place"]
 
 
 Place = Callable[[Action], tuple[int, int]]
@@ -47,14 +45,3 @@ def forward_orders(owners: Sequence[int], micro_batches: int, place: Place) -> l
         )
         for stage in range(max(owners) + 1)
     ]
-
-
-def first_batch(schedule: Schedule) -> Schedule:
-    """Run micro-batch 0 forward through all chunks before anything else.
-
-    Its messages are alone between the stages, so they can announce the form of all that follow.
-    """
-    orders = tuple(
-        tuple(sorted(order, key=lambda action: action[::2] != (Kind.FORWARD, 0))) for order in schedule.orders
-    )
-    return replace(schedule, orders=orders)

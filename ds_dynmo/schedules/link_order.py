@@ -29,7 +29,7 @@ stuck. Each waits for a neighbour, so two neighbours somewhere in the chain wait
 unfinished message in their order. Its receiver needs no later message of this neighbour yet, so it waits for this one
 and would receive it. Its sender waits for a message that comes later in the order, so it has already produced this one.
 Hence this message is produced, and started on both sides: neither waits. With several chunks per stage, sizes have to
-be known.
+be known: :mod:`ds_dynmo.schedules.first_batch` announces them.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@ from __future__ import annotations
 from ds_dynmo.errors import ScheduleError
 from ds_dynmo.schedules.actions import Kind
 from ds_dynmo.schedules.costs import PassBytes
-from ds_dynmo.schedules.order import Orders
 from ds_dynmo.schedules.schedule import Schedule
 
-__all__ = ["orders_peak_bytes", "peak_bytes"]
+__all__ = ["peak_bytes"]
 
 
 def peak_bytes(schedule: Schedule, sizes: PassBytes) -> tuple[int, ...]:
@@ -21,15 +20,10 @@ def peak_bytes(schedule: Schedule, sizes: PassBytes) -> tuple[int, ...]:
     """
     if len(sizes.activation_bytes) != schedule.num_chunks:
         raise ScheduleError(f"{schedule.num_chunks} chunks need bytes each, got {len(sizes.activation_bytes)}")
-    return orders_peak_bytes(schedule.orders, sizes)
-
-
-def orders_peak_bytes(orders: Orders, sizes: PassBytes) -> tuple[int, ...]:
-    """Compute :func:`peak_bytes` of orders that have not been checked yet."""
     activations, held = sizes.activation_bytes, sizes.held_bytes
     recomputed = {Kind.BACKWARD: sizes.recomputed_bytes, Kind.INPUT_GRADIENT: sizes.split_recomputed_bytes}
     peaks = []
-    for order in orders:
+    for order in schedule.orders:
         used = peak = sum(sizes.standing_bytes[chunk] for chunk in {action.chunk for action in order})
         for kind, chunk, _ in order:
             if kind == Kind.FORWARD:

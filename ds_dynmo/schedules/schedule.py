@@ -67,20 +67,20 @@ class Schedule:
 
     @classmethod
     def of_lines(cls, lines: Sequence[str]) -> Schedule:
-        """Read the :attr:`lines` of a schedule with one chunk per stage.
+        """Read the :attr:`lines` of a schedule.
 
         Raises:
             ScheduleError, ValueError: they are not those of a schedule.
 
         >>> Schedule.of_lines(["F0 I0 W0", "F0 B0"]).lines
         ('F0 I0 W0', 'F0 B0')
+        >>> Schedule.of_lines(["F0@0 F0@3 B0@3 B0@0", "F0@1 F0@2 B0@2 B0@1"]).owners
+        (0, 1, 1, 0)
         """
-        orders = tuple(
-            tuple(Action(Kind.of_letter(word[:1]), stage, int(word[1:])) for word in line.split())
-            for stage, line in enumerate(lines)
-        )
+        orders = tuple(tuple(Action.of_text(word, stage) for word in line.split()) for stage, line in enumerate(lines))
         micro_batches = 1 + max((action.micro_batch for order in orders for action in order), default=0)
-        return cls(tuple(range(len(orders))), micro_batches, orders)
+        owners = {action.chunk: stage for stage, order in enumerate(orders) for action in order}
+        return cls(tuple(owner for _, owner in sorted(owners.items())), micro_batches, orders)
 
     @property
     def num_chunks(self) -> int:

@@ -1,32 +1,39 @@
-"""Search a short order for given costs: the shortest of a few candidates.
+"""Search a short order for given costs, on a chain, a V or a loop: the shortest of a few candidates.
 
-Candidates are fixed orders (1F1B, gradient-first 1F1B, ZB-H1) and greedy orders for these costs and for equal ones,
-each also with the splits fused that fill no gap. A search does not depend on the clock, on hashes or on random numbers.
+Candidates are 1F1B, interleaved on a loop, and greedy orders, each also with the splits fused that fill no gap:
+
+- for these costs, also of patient stages, and of such whose chunks share the memory;
+- for equal costs, which lead to a steady rhythm;
+- without splits on the busiest stages, which have no time for them, and without any splits.
+
+A search does not depend on the clock, on hashes or on random numbers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from ds_dynmo.errors import ScheduleError
+from ds_dynmo.placement import Shape, owners_of
 from ds_dynmo.schedules.actions import Action, Kind
 from ds_dynmo.schedules.back_to_back import period_seconds
 from ds_dynmo.schedules.bound import lower_bound
 from ds_dynmo.schedules.costs import PassBytes, PassCosts
 from ds_dynmo.schedules.fusing import fuse
 from ds_dynmo.schedules.greedy import greedy
-from ds_dynmo.schedules.memory import orders_peak_bytes, peak_bytes
-from ds_dynmo.schedules.one_f_one_b import gradient_first_1f1b, in_flight, one_f_one_b
+from ds_dynmo.schedules.memory import peak_bytes
+from ds_dynmo.schedules.one_f_one_b import in_flight, interleaved_1f1b, one_f_one_b
 from ds_dynmo.schedules.order import Orders, run
 from ds_dynmo.schedules.schedule import Schedule
-from ds_dynmo.schedules.zero_bubble import zb_h1
 
 __all__ = ["FoundSchedule", "best_schedule", "one_f_one_b_limit", "schedule_for_equal_costs"]
 
 _TIE = 1e-9  # relative difference below which two iterations take the same time
+_BUSY = 0.95  # of the seconds of the busiest stage: a stage that is as busy
 _LONGEST_ALONE = 1.01  # of an order with a short period: seconds of a single batch, over the shortest found
 
 
@@ -56,15 +63,24 @@ class _Candidate(NamedTuple):
     orders: Orders
 
 
-def one_f_one_b_limit(sizes: PassBytes, micro_batches: int, memory: float = 1.0) -> tuple[int, ...]:
-    """Return, per stage of a chain, ``memory`` times the peak bytes of the neediest stage under 1F1B."""
-    stages = len(sizes.activation_bytes)
-    most = max(
-        standing + in_flight(stage, stages, micro_batches) * activations + recomputed
-        for stage, (standing, activations, recomputed) in enumerate(
-            zip(sizes.standing_bytes, sizes.activation_bytes, sizes.recomputed_bytes)
-        )
-    )
+def one_f_one_b_limit(
+    sizes: PassBytes, micro_batches: int, memory: float = 1.0, *, owners: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Return, per stage, ``memory`` times the peak bytes of the neediest stage under 1F1B.
+
+    With several chunks per stage, every stage counts with as many micro-batches in flight as the first one of a chain.
+
+    Args:
+        owners: per chunk, the stage that holds it; (): a chain.
+    """
+    owners = tuple(owners) or tuple(range(len(sizes.activation_bytes)))
+    stages = max(owners) + 1
+    most = 0
+    for stage in range(stages):
+        mine = [chunk for chunk, owner in enumerate(owners) if owner == stage]
+        ahead = in_flight(stage if len(mine) == 1 else 0, stages, micro_batches)
+        held = sum(sizes.standing_bytes[chunk] + ahead * sizes.activation_bytes[chunk] for chunk in mine)
+        most = max(most, held + max(sizes.recomputed_bytes[chunk] for chunk in mine))
     return (math.floor(memory * most),) * stages
 
 
@@ -105,29 +121,47 @@ def best_schedule(
 
 
 def schedule_for_equal_costs(
-    num_stages: int, micro_batches: int, memory: float = 1.0, *, back_to_back: bool = False
+    num_stages: int, micro_batches: int, memory: float = 1.0, *, shape: Shape = "chain", back_to_back: bool = False
 ) -> Schedule:
-    """Return the order that :func:`best_schedule` finds for a chain that has not been measured yet.
+    """Return the order that :func:`best_schedule` finds for a pipeline that has not been measured yet.
 
     Args:
         memory: as in :func:`one_f_one_b_limit`.
     """
-    costs, sizes = PassCosts.equal(range(num_stages)), PassBytes.equal(num_stages)
-    limits = one_f_one_b_limit(sizes, micro_batches, memory)
+    costs = PassCosts.equal(owners_of(shape, num_stages))
+    sizes = PassBytes.equal(costs.num_chunks)
+    limits = one_f_one_b_limit(sizes, micro_batches, memory, owners=costs.owners)
     return best_schedule(costs, micro_batches, sizes, limits, back_to_back=back_to_back).schedule
 
 
 def _fitting(costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int]) -> Iterable[Orders]:
     """Generate the orders that fit."""
-    if costs.owners == tuple(range(costs.num_stages)):
-        for generate in (one_f_one_b, gradient_first_1f1b, zb_h1):
-            orders = _unsplit_without_weight_gradients(generate(costs.num_stages, micro_batches).orders, costs)
-            if all(peak <= limit for peak, limit in zip(orders_peak_bytes(orders, sizes), limits)):
-                yield orders
-    for supposed in (costs, PassCosts.equal(costs.owners)):
-        made = greedy(supposed, micro_batches, sizes, limits)
-        if made is not None:
-            yield _unsplit_without_weight_gradients(made, costs)
+    stages = costs.num_stages
+    fixed = {owners_of("chain", stages): one_f_one_b, owners_of("loop", stages): interleaved_1f1b}
+    if costs.owners in fixed:
+        schedule = fixed[costs.owners](stages, micro_batches)
+        if all(peak <= limit for peak, limit in zip(peak_bytes(schedule, sizes), limits)):
+            yield schedule.orders
+    generate = partial(greedy, micro_batches=micro_batches, sizes=sizes, limits=limits)
+    generated = [
+        generate(costs),
+        generate(costs, patient=True),
+        generate(PassCosts.equal(costs.owners)),
+        generate(_without_splits(costs, _BUSY), patient=True),
+        generate(_without_splits(costs, 0.0)),
+    ]
+    if costs.num_chunks > stages:
+        generated.append(generate(costs, patient=True, shares_memory=True))
+    yield from (_unsplit_without_weight_gradients(orders, costs) for orders in generated if orders is not None)
+
+
+def _without_splits(costs: PassCosts, busy: float) -> PassCosts:
+    """Leave out weight gradients, and so splits, on stages that work at least ``busy`` times as long as the busiest."""
+    seconds = [f + b for f, b in zip(costs.forward_seconds, costs.backward_seconds)]
+    work = [sum(seconds[chunk] for chunk in costs.chunks_of(stage)) for stage in range(costs.num_stages)]
+    stages = {stage for stage, own in enumerate(work) if own >= busy * max(work)}
+    weights = (0.0 if owner in stages else own for owner, own in zip(costs.owners, costs.weight_gradient_seconds))
+    return replace(costs, weight_gradient_seconds=tuple(weights))
 
 
 def _with_fused(

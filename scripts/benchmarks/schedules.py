@@ -28,7 +28,6 @@ from ds_dynmo.schedules import (
     PassCosts,
     Schedule,
     best_schedule,
-    gradient_first_1f1b,
     one_f_one_b,
     one_f_one_b_limit,
     period_seconds,
@@ -42,7 +41,6 @@ TRACED = 3  # batches, after those that are timed
 WARM_UP = 3  # batches; from the second on, those whose order is decided have a profile
 ORDERS: dict[str, Callable[[PassCosts, int, float], Schedule]] = {  # of our engines: costs, micro-batches, memory
     "1f1b": lambda costs, micro_batches, _: one_f_one_b(costs.num_stages, micro_batches),
-    "gradient_first": lambda costs, micro_batches, _: gradient_first_1f1b(costs.num_stages, micro_batches),
     ZERO_BUBBLE: lambda costs, micro_batches, memory: shortest(costs, micro_batches, memory),
     WAITING: lambda costs, micro_batches, memory: shortest(costs, micro_batches, memory),
 }
@@ -50,7 +48,6 @@ ARMS = {
     STOCK: "DeepSpeed's 1F1B",
     "dualpipev": "DeepSpeed's DualPipeV",
     "1f1b": "1F1B's order",
-    "gradient_first": "1F1B's order, gradient first",
     ZERO_BUBBLE: "zero bubble",
     WAITING: "zero bubble, waits for the loss",
     AUTO: "auto",
@@ -283,8 +280,7 @@ def simulated_seconds(arm: Arm, costs: PassCosts) -> float | None:
     if arm.name != STOCK:
         return None
     micro_batches = arm.engine.micro_batches
-    stock = simulate(costs.forward_seconds, costs.backward_seconds, micro_batches, sends="rendezvous")
-    return float(stock.iteration_seconds)
+    return simulate(costs.forward_seconds, costs.backward_seconds, micro_batches).iteration_seconds
 
 
 def replayed_batches(arm: Arm, num_stages: int) -> list[dict[str, float]]:

@@ -174,7 +174,7 @@ def iteration(phase: PhaseCosts, partition: Partition, setting: Setting) -> tupl
     backward = np.add.reduceat(phase.backward, starts, axis=1).T
     loads = forward + backward  # [stages, replicas]
     slowest = loads[:, int(loads.max(axis=0).argmax())]
-    seconds = iteration_seconds(forward, backward, setting.micro_batches, setting.link_seconds, sends="overlapped")
+    seconds = iteration_seconds(forward, backward, setting.micro_batches, setting.link_seconds)
     imbalance = float((slowest.max() - slowest.min()) / slowest.mean()) if slowest.any() else 0.0
     return (
         setting.micro_batches * float(loads.max()),

@@ -19,8 +19,8 @@ from ds_dynmo.engine.measure.trace_events import TraceEvent, TraceFile, Track, b
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
-from ds_dynmo.schedules import zb_h1
 from tests.support.full_disk import files_of_at_most
+from tests.support.split_orders import zb_h1
 
 SECONDS = [(1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (3.0, 6.0)]
 

@@ -58,6 +58,20 @@ MUTATIONS = [
         "tests/schedules/test_schedule.py",
     ),
     Mutation(
+        "the batch that announces sizes begins like any other",
+        "first_batch._in_front",
+        "action.kind == Kind.FORWARD and action.micro_batch == 0",
+        "False",
+        "tests/schedules/test_link_order.py",
+    ),
+    Mutation(
+        "a V keeps no memory free for the way back",
+        "greedy.greedy",
+        "max((activations[other] for other in chunks[owner] if other > chunk), default=0)",
+        "0",
+        "tests/schedules/test_greedy.py",
+    ),
+    Mutation(
         "a mask between stages gets a gradient",
         "Executor._send_activations",
         "goes_back and tensor.requires_grad",

@@ -35,7 +35,6 @@ def random_instance(rng: random.Random, num_layers: int, num_stages: int) -> Ins
         tuple(speeds * (num_stages // len(speeds))),
         layer_bytes=tuple(rng.randrange(1, 9) for _ in range(num_layers)),
         link_seconds=rng.choice([0.0, 0.0, 0.1]),
-        sends=rng.choice(["rendezvous", "rendezvous", "overlapped"]),
     )
     start = random_start(rng, num_layers, num_stages)
     memory = replace(random_memory(rng, num_layers, num_stages), micro_batches=micro_batches)
@@ -52,8 +51,7 @@ def plain_seconds(pipeline: PipelineModel, partition: list[int]) -> float:
         [math.fsum(seconds[a:b]) / s for a, b, s in zip(partition, partition[1:], pipeline.speeds)]
         for seconds in (pipeline.forward_seconds, pipeline.backward_seconds)
     )
-    simulated = simulate(ahead, back, pipeline.micro_batches, pipeline.link_seconds, sends=pipeline.sends)
-    return simulated.iteration_seconds
+    return simulate(ahead, back, pipeline.micro_batches, pipeline.link_seconds).iteration_seconds
 
 
 def best_by_trying(instance: Instance) -> float | None:

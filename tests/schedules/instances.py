@@ -2,6 +2,7 @@
 
 import random
 
+from ds_dynmo.placement import Shape, owners_of
 from ds_dynmo.schedules import Action, Kind, PassBytes, PassCosts, Schedule, ScheduleTimeline, one_f_one_b_limit
 
 LETTERS = {kind.letter: kind for kind in Kind}
@@ -63,3 +64,30 @@ def order(text: str, chunk: int) -> tuple[Action, ...]:
 
 def chain(*texts: str, micro_batches: int = 2) -> Schedule:
     return Schedule(tuple(range(len(texts))), micro_batches, tuple(order(text, at) for at, text in enumerate(texts)))
+
+
+def two_chunk_instance(
+    rng: random.Random, shape: Shape, memory: float = 1.0
+) -> tuple[PassCosts, int, PassBytes, tuple[int, ...]]:
+    """Return costs of a V or a loop, micro-batches, bytes, and ``memory`` times 1F1B's peak as every stage's limit."""
+    owners = owners_of(shape, rng.randint(2, 5))
+    stages, chunks = max(owners) + 1, range(len(owners))
+    micro_batches = rng.choice([stages, stages + 1, 2 * stages, 3 * stages - 1])
+    frozen = rng.choice([0, 0, 0, stages // 2])
+    backward = [0.0 if chunk < frozen else rng.uniform(1.0, 3.0) for chunk in chunks]
+    share, price = rng.choice([0.4, 0.5]), rng.choice([1.0, 1.05, 1.2])
+    shares = [rng.choice([share, share, 0.0]) for _ in chunks]
+    costs = PassCosts(
+        owners,
+        tuple(rng.uniform(0.5, 1.5) for _ in chunks),
+        tuple(price * (1 - own) * seconds if own else seconds for own, seconds in zip(shares, backward)),
+        tuple(price * own * seconds for own, seconds in zip(shares, backward)),
+        tuple(backward),
+        (rng.choice([0.0, 0.1, 0.4]),) * (len(owners) - 1),
+        frozen,
+    )
+    activations = tuple(0 if chunk < frozen else rng.randint(50, 150) for chunk in chunks)
+    held = tuple(round(rng.uniform(0.5, 1.03) * size) for size in activations)
+    recomputed = tuple(rng.choice([0, size]) for size in activations)
+    sizes = PassBytes(activations, held, recomputed, standing_bytes=(5,) * len(owners))
+    return costs, micro_batches, sizes, one_f_one_b_limit(sizes, micro_batches, memory, owners=owners)

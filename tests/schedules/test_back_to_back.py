@@ -6,11 +6,12 @@ import random
 
 import pytest
 
+from ds_dynmo.errors import ScheduleError
+from ds_dynmo.placement import Shape
 from ds_dynmo.schedules import (
     PassBytes,
     PassCosts,
     best_schedule,
-    gradient_first_1f1b,
     one_f_one_b,
     one_f_one_b_limit,
     peak_bytes,
@@ -18,9 +19,9 @@ from ds_dynmo.schedules import (
     replay,
     schedule_for_equal_costs,
     shortest_period,
-    zb_h1,
 )
-from tests.schedules.instances import random_instance
+from tests.schedules.instances import random_instance, two_chunk_instance
+from tests.support.split_orders import gradient_first_1f1b, zb_h1
 
 
 def test_under_equal_costs_the_memory_of_1f1b_lets_no_batch_begin_earlier() -> None:
@@ -66,3 +67,31 @@ def test_random_pipelines(seed: int) -> None:
         assert found.iteration_seconds <= alone.iteration_seconds * 1.01
         assert found.iteration_seconds == pytest.approx(replay(found.schedule, costs).iteration_seconds)
         assert all(peak <= limit for peak, limit in zip(found.peak_bytes, limits))
+
+
+@pytest.mark.parametrize(("memory", "period"), [(1.0, 49.5), (1.25, 48.0)])
+def test_a_v_needs_less_memory_to_work_without_a_pause(memory: float, period: float) -> None:
+    schedule = schedule_for_equal_costs(8, 16, memory, shape="v", back_to_back=True)
+    assert period_seconds(schedule.orders, 16, PassCosts.equal(schedule.owners, 0.5)) == period
+
+
+@pytest.mark.parametrize("shape", ["v", "loop"])
+def test_no_order_of_two_chunks_has_a_shorter_period(shape: Shape) -> None:
+    rng, waits = random.Random(5), 0
+    for _ in range(30):
+        costs, micro_batches, sizes, limits = two_chunk_instance(rng, shape, rng.choice([0.5, 1.0, 2.0]))
+        try:
+            found = best_schedule(costs, micro_batches, sizes, limits, back_to_back=True)
+        except ScheduleError:  # half the memory may hold no micro-batch
+            continue
+        bound = shortest_period(costs, micro_batches, sizes, limits)
+        assert bound <= period_seconds(found.schedule.orders, micro_batches, costs) * (1 + 1e-9)
+        waits += bound > shortest_period(costs, micro_batches, sizes, [10**9] * costs.num_stages)
+    assert waits
+
+
+def test_the_bound_of_a_chain_by_hand() -> None:
+    """Stage 0 has room for 2 forward passes of 1 second, and its first gradient arrives after 1 + 2 + 4."""
+    costs = PassCosts.chain([1.0, 2.0], [2.0, 4.0], [2.0, 4.0], link_seconds=0.5)
+    assert shortest_period(costs, 4, PassBytes.equal(2), [2, 4]) == max(4 * 5.0 + (1 + 2 + 4 + 2 * 0.5) - 2, 4 * 10.0)
+    assert shortest_period(costs, 2, PassBytes.equal(2), [1, 4]) == max(2 * 5.0 + (1 + 2 + 4 + 2 * 0.5) - 1, 2 * 10.0)

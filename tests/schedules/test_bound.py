@@ -5,30 +5,27 @@ import random
 import numpy as np
 import pytest
 
+from ds_dynmo.placement import Shape, owners_of
 from ds_dynmo.schedules import (
     PassBytes,
     PassCosts,
-    gradient_first_1f1b,
+    interleaved_1f1b,
     lower_bound,
     lower_bounds,
     one_f_one_b,
     peak_bytes,
     replay,
-    zb_h1,
 )
 from ds_dynmo.schedules.greedy import greedy
 from ds_dynmo.schedules.order import run
-from tests.schedules.instances import random_instance
-
-
-def v(stages: int) -> list[int]:
-    return [*range(stages), *reversed(range(stages))]
+from tests.schedules.instances import random_instance, two_chunk_instance
+from tests.support.split_orders import gradient_first_1f1b, zb_h1
 
 
 @pytest.mark.parametrize(("micro_batches", "chain", "of_v"), [(12, 43, 39.5), (16, 55, 51.5), (32, 103, 99.5)])
 def test_equal_passes_on_8_stages(micro_batches: int, chain: float, of_v: float) -> None:
     assert lower_bound(PassCosts.equal(range(8)), micro_batches, PassBytes.equal(8), [8] * 8) == chain
-    half = PassCosts.equal(v(8), 0.5)
+    half = PassCosts.equal(owners_of("v", 8), 0.5)
     assert lower_bound(half, micro_batches, PassBytes.equal(16), [16] * 8) == of_v
 
 
@@ -59,16 +56,21 @@ def test_no_order_is_shorter() -> None:
         assert orders and max(run(orders, micro_batches, costs).done) >= tight * (1 - 1e-9)
 
 
-def test_no_order_of_a_v_is_shorter() -> None:
+@pytest.mark.parametrize("shape", ["v", "loop"])
+def test_no_order_of_two_chunks_is_shorter(shape: Shape) -> None:
     rng = random.Random(3)
-    for _ in range(30):
-        owners = v(rng.choice([2, 3, 4]))
-        parts = [tuple(rng.uniform(0.5, 1.5) for _ in owners) for _ in range(3)]
-        whole = tuple(0.9 * (i + w) for i, w in zip(*parts[1:], strict=True))
-        costs = PassCosts(tuple(owners), *parts, whole, (0.1,) * (len(owners) - 1))
-        sizes, limits = PassBytes.equal(len(owners)), [len(owners)] * (len(owners) // 2)
-        orders = greedy(costs, 8, sizes, limits)
-        assert orders and max(run(orders, 8, costs).done) >= lower_bound(costs, 8, sizes, limits) * (1 - 1e-9)
+    for _ in range(60):
+        costs, micro_batches, sizes, limits = two_chunk_instance(rng, shape, rng.choice([0.75, 1.0, 2.0]))
+        bound = lower_bound(costs, micro_batches, sizes, limits)
+        assert lower_bound(costs, micro_batches) <= bound
+        for supposed in (costs, PassCosts.equal(costs.owners)):
+            orders = greedy(supposed, micro_batches, sizes, limits)
+            if orders:
+                assert max(run(orders, micro_batches, costs).done) >= bound * (1 - 1e-9)
+    for stages in range(2, 6):
+        costs = PassCosts.equal(owners_of("loop", stages), 0.5)
+        seconds = replay(interleaved_1f1b(stages, 2 * stages), costs).iteration_seconds
+        assert seconds >= lower_bound(costs, 2 * stages)
 
 
 def test_bounds_of_many_pipelines_equal_those_of_each() -> None:

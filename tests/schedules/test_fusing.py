@@ -2,10 +2,11 @@
 
 import random
 
-from ds_dynmo.schedules import PassCosts, Schedule, gradient_first_1f1b, peak_bytes, replay, zb_h1
+from ds_dynmo.schedules import PassCosts, Schedule, peak_bytes, replay
 from ds_dynmo.schedules.fusing import fuse
 from ds_dynmo.schedules.order import run
 from tests.schedules.instances import chain, random_instance
+from tests.support.split_orders import gradient_first_1f1b, zb_h1
 
 
 def fused(made: Schedule, costs: PassCosts) -> Schedule:

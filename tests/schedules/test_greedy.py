@@ -1,10 +1,12 @@
 """Orders made by simulation."""
 
+import itertools
 import random
 from dataclasses import replace
 
 import pytest
 
+from ds_dynmo.placement import Shape, owners_of
 from ds_dynmo.schedules import Action, Kind, PassBytes, PassCosts, Schedule, lower_bound, peak_bytes, replay
 from ds_dynmo.schedules.greedy import greedy
 from tests.schedules.instances import drawn, random_instance
@@ -96,3 +98,27 @@ def test_orders_do_not_depend_on_what_is_frozen() -> None:
     thawed = replace(frozen, frozen_chunks=0)
     args = (6, PassBytes((0, 1, 1), (0, 1, 1), (0, 0, 0)), [3, 3, 3])
     assert greedy(frozen, *args) == greedy(thawed, *args)
+
+
+@pytest.mark.parametrize("shape", ["v", "loop"])
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_memory_for_one_micro_batch_is_enough_for_two_chunks(shape: Shape, shares_memory: bool) -> None:
+    """A stage that filled its memory with inputs of its first chunk could never run its second one."""
+    for stages in (1, 2, 3, 5):
+        costs, sizes = PassCosts.equal(owners_of(shape, stages)), PassBytes.equal(2 * stages)
+        for room in (2, 3, 5):
+            orders = greedy(costs, 6, sizes, [room] * stages, patient=shares_memory, shares_memory=shares_memory)
+            assert orders is not None
+            found = Schedule(costs.owners, 6, tuple(map(tuple, orders)))
+            assert max(peak_bytes(found, sizes)) <= room
+
+
+def test_a_gradient_leaves_first_where_there_is_memory_to_recompute_it_but_not_to_defer() -> None:
+    sizes = PassBytes((1, 1, 1), (6, 6, 6), (6, 6, 6))
+    found = made(PassCosts.equal(range(3)), 4, sizes, [9] * 3)
+    assert max(peak_bytes(found, sizes)) <= 9
+    assert found.splits
+    for order in found.orders:
+        for action, following in itertools.pairwise(order):
+            if action.kind == Kind.INPUT_GRADIENT:
+                assert following == action._replace(kind=Kind.WEIGHT_GRADIENT)

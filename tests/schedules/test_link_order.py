@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import pytest
 
+from ds_dynmo.placement import owners_of
 from ds_dynmo.schedules import (
     Action,
     Kind,
@@ -14,14 +15,17 @@ from ds_dynmo.schedules import (
     PassCosts,
     Schedule,
     best_schedule,
-    gradient_first_1f1b,
+    first_batch,
+    interleaved_1f1b,
     link_orders,
     one_f_one_b,
+    peak_bytes,
     replay,
-    zb_h1,
+    schedule_for_equal_costs,
 )
 from ds_dynmo.schedules.link_order import Message
-from tests.schedules.instances import random_instance
+from tests.schedules.instances import random_instance, two_chunk_instance
+from tests.support.split_orders import gradient_first_1f1b, zb_h1
 
 Pair = tuple[int, int]
 Group = tuple[Message, ...]
@@ -78,10 +82,9 @@ class StrictLinks:
                 for made, sent, needed in zip(made, sends, needs, strict=True)
             ]
             places = list(accumulate(reversed(least), min))[::-1]
-        else:  # on demand: when it is needed, and what comes behind it waits
-            places = list(
-                accumulate((max([made, *(self.places[a][1] for a in n)]) for made, n in zip(made, needs)), max)
-            )
+        else:  # on demand: when it is needed, and what comes behind it waits; or only what announces sizes
+            late = [[a for a in n if how == "on demand" or announces(a)] for n in needs]
+            places = list(accumulate((max([m, *(self.places[a][1] for a in n)]) for m, n in zip(made, late)), max))
         assert all(place >= made for place, made in zip(places, made, strict=True))
         return iter(zip(places, sends, needs, strict=True))
 
@@ -114,6 +117,10 @@ class StrictLinks:
             raise Stuck("stages wait for each other")
 
 
+def announces(action: Action) -> bool:
+    return action.kind == Kind.FORWARD and action.micro_batch == 0
+
+
 def expected(schedule: Schedule) -> dict[Action, Action]:
     """Which action's message each action needs."""
     owners, back = schedule.owners, {}
@@ -129,7 +136,7 @@ def expected(schedule: Schedule) -> dict[Action, Action]:
 
 @cache
 def schedules() -> list[tuple[Schedule, PassCosts]]:
-    """Fixed, greedy and V-shaped ones of 2 to 12 stages, with the costs that they were made for."""
+    """Fixed and greedy ones of 2 to 12 stages, of every shape, with the costs that they were made for."""
     return list(_schedules())
 
 
@@ -142,14 +149,14 @@ def _schedules() -> Iterator[tuple[Schedule, PassCosts]]:
     for _ in range(15):
         costs, micro_batches, sizes, limits = random_instance(rng)
         yield best_schedule(costs, micro_batches, sizes, limits).schedule, costs
-    for stages in (2, 3, 4, 6):
-        owners = (*range(stages), *reversed(range(stages)))
-        for seconds in (lambda: 1.0, lambda: rng.uniform(0.5, 1.5)):
-            parts = [tuple(seconds() for _ in owners) for _ in range(3)]
-            whole = tuple(map(sum, zip(*parts[1:])))
-            costs = PassCosts(owners, *parts, backward_seconds=whole)
-            found = best_schedule(costs, 2 * stages, PassBytes.equal(len(owners)), [2 * stages] * stages)
-            yield found.schedule, costs
+    for stages in (1, 2, 3, 4, 6):
+        yield interleaved_1f1b(stages, 2 * stages + 1), PassCosts.equal(owners_of("loop", stages), 0.5)
+        for shape in ("v", "loop"):
+            yield schedule_for_equal_costs(stages, 2 * stages, shape=shape), PassCosts.equal(owners_of(shape, stages))
+    for shape in ("v", "loop"):
+        for _ in range(15):
+            costs, micro_batches, sizes, limits = two_chunk_instance(rng, shape)
+            yield best_schedule(costs, micro_batches, sizes, limits).schedule, costs
 
 
 def other_costs(costs: PassCosts, rng: random.Random) -> PassCosts:
@@ -162,7 +169,15 @@ def test_the_instances_are_of_all_kinds() -> None:
     assert any(costs.frozen_chunks for _, costs in schedules())
     pairs = [(schedule, orders) for schedule, costs in schedules() for orders in link_orders(schedule, costs).values()]
     assert any(len(group) == 2 for _, groups in pairs for group in groups)
-    assert any(schedule.num_chunks > schedule.num_stages for schedule, _ in pairs)
+    for shape in ("v", "loop"):
+        assert any(schedule.owners == owners_of(shape, 2) for schedule, _ in pairs)
+        assert any(schedule.owners == owners_of(shape, 4) for schedule, _ in pairs)
+    crossed = {
+        (schedule.num_stages, len({frozenset((m.made_by.chunk, m.needed_by.chunk)) for group in groups for m in group}))
+        for schedule, groups in pairs
+        if schedule.owners == owners_of("loop", schedule.num_stages)
+    }
+    assert {(2, 3), (3, 1), (3, 2)} <= crossed  # boundaries between the same two stages
 
 
 @pytest.mark.parametrize("how", ["early", "late", "on demand"])
@@ -198,7 +213,7 @@ def shown(groups: Sequence[Group]) -> str:
 
 
 def test_messages_that_meet_travel_together() -> None:
-    """As drawn at ``gradient_first_1f1b``: F3 of stage 0 ends with I1 of stage 1, F2 of stage 1 with I1 of stage 2."""
+    """Where all passes take as long, F3 of stage 0 ends with I1 of stage 1, F2 of stage 1 with I1 of stage 2."""
     orders = link_orders(gradient_first_1f1b(3, 4), PassCosts.equal(range(3)))
     assert shown(orders[0, 1]) == "F0 F1 F2 I0 I1+F3 I2 I3"
     assert shown(orders[1, 2]) == "F0 F1 I0 I1+F2 I2+F3 I3"
@@ -239,3 +254,59 @@ def test_sides_that_disagree_are_found() -> None:
                 ).got == expected(schedule)
             found += 1
     assert found > 20
+
+
+# -- the batch that announces sizes ----------------------------------------------------------------------
+
+
+def test_the_first_micro_batch_goes_ahead_of_all_else() -> None:
+    v = Schedule.of_lines(["F0@0 F1@0 F0@3 B0@3 F1@3 B1@3 B0@0 B1@0", "F0@1 F0@2 F1@1 F1@2 B0@2 B1@2 B0@1 B1@1"])
+    assert first_batch(v).lines == (
+        "F0@0 F0@3 F1@0 B0@3 F1@3 B1@3 B0@0 B1@0",
+        "F0@1 F0@2 F1@1 F1@2 B0@2 B1@2 B0@1 B1@1",
+    )
+    for schedule, _ in schedules():
+        first = first_batch(schedule)  # checks itself
+        for before, after in zip(schedule.orders, first.orders, strict=True):
+            front = [action for action in before if announces(action)]
+            assert list(after[: len(front)]) == sorted(front)
+            assert [a for a in after if a not in front] == [a for a in before if a not in front]
+        assert first_batch(first) == first
+
+
+def test_receives_that_wait_until_they_are_needed_hold_up_no_first_batch() -> None:
+    """Sizes are not known yet: what announces them is received on demand. What comes after can be posted early."""
+    rng = random.Random(6)
+    for schedule, costs in schedules():
+        first = first_batch(schedule)
+        for supposed in (costs, other_costs(costs, rng)):
+            orders = link_orders(first, supposed)
+            for groups in orders.values():
+                in_order = [announces(message.made_by) for group in groups for message in group]
+                assert in_order == sorted(in_order, reverse=True)
+                assert all(len(group) == 1 for group in groups if announces(group[0].made_by))
+            links = StrictLinks(first, (orders, orders), other_costs(costs, rng), link=0.3, how="announced")
+            assert links.got == expected(first)
+
+
+def test_the_first_batch_holds_no_more() -> None:
+    for schedule, costs in schedules():
+        sizes = PassBytes(
+            tuple(0 if chunk < costs.frozen_chunks else 7 + chunk for chunk in range(schedule.num_chunks)),
+            tuple(0 if chunk < costs.frozen_chunks else 5 for chunk in range(schedule.num_chunks)),
+            (3,) * schedule.num_chunks,
+        )
+        peaks = zip(peak_bytes(first_batch(schedule), sizes), peak_bytes(schedule, sizes), strict=True)
+        assert all(first <= other for first, other in peaks)
+
+
+def test_with_two_chunks_sizes_have_to_be_known() -> None:
+    stuck = 0
+    for stages in (2, 3, 4):
+        schedule = schedule_for_equal_costs(stages, 2 * stages, shape="v")
+        orders = link_orders(schedule, PassCosts.equal(schedule.owners))
+        try:
+            StrictLinks(schedule, (orders, orders), PassCosts.equal(schedule.owners), how="on demand")
+        except Stuck:
+            stuck += 1
+    assert stuck

@@ -3,8 +3,9 @@
 import pytest
 
 from ds_dynmo.errors import ScheduleError
-from ds_dynmo.schedules import PassBytes, Schedule, one_f_one_b, one_f_one_b_limit, peak_bytes, zb_h1
+from ds_dynmo.schedules import PassBytes, Schedule, one_f_one_b, one_f_one_b_limit, peak_bytes
 from tests.schedules.instances import chain, order
+from tests.support.split_orders import zb_h1
 
 
 def test_activations_are_held_until_the_input_gradient_and_the_rest_until_the_weight_gradient() -> None:
@@ -39,6 +40,9 @@ def test_chunks_of_a_stage_add_up() -> None:
 def test_the_limit_is_what_1f1bs_fullest_stage_holds() -> None:
     assert one_f_one_b_limit(PassBytes((3, 5, 1), (9, 9, 9), (0, 0, 0)), 8) == (10, 10, 10)
     assert one_f_one_b_limit(PassBytes((3, 5, 1), (9, 9, 9), (0, 0, 2)), 1, memory=1.5) == (7, 7, 7)
+    v = PassBytes((3, 5, 1, 4), (9,) * 4, (0, 0, 2, 1), standing_bytes=(0, 0, 0, 1))
+    assert one_f_one_b_limit(v, 8, owners=(0, 1, 1, 0)) == (2 * (3 + 4) + 1 + 1,) * 2
+    assert one_f_one_b_limit(v, 8, owners=(0, 1, 0, 1)) == (2 * (5 + 4) + 1 + 1,) * 2
     assert peak_bytes(one_f_one_b(3, 8), PassBytes((3, 5, 1), (9, 9, 9), (0, 0, 0))) == (9, 10, 1)
 
 

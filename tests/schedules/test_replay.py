@@ -14,9 +14,9 @@ from ds_dynmo.schedules import (
     best_schedule,
     one_f_one_b,
     replay,
-    zb_h1,
 )
 from tests.schedules.instances import random_instance
+from tests.support.split_orders import zb_h1
 
 
 def starts_of(timeline: ScheduleTimeline) -> dict[Action, float]:

@@ -4,12 +4,15 @@ import os
 import pickle
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
 from ds_dynmo.errors import ScheduleError
-from ds_dynmo.schedules import Schedule, zb_h1
+from ds_dynmo.placement import Shape
+from ds_dynmo.schedules import Schedule, interleaved_1f1b, schedule_for_equal_costs
 from tests.schedules.instances import chain, order
+from tests.support.split_orders import zb_h1
 
 
 def test_a_valid_schedule_is_accepted() -> None:
@@ -75,10 +78,19 @@ def test_the_hash_is_of_the_content() -> None:
 
 
 def test_the_hash_is_the_same_in_every_process() -> None:
-    code = "from ds_dynmo.schedules import zb_h1; print(zb_h1(3, 4).hash)"
+    code = "from ds_dynmo.schedules import interleaved_1f1b; print(interleaved_1f1b(3, 4).hash)"
     seeds = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("1", "2")]
     printed = {
         subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
         for env in seeds
     }
-    assert printed == {zb_h1(3, 4).hash + "\n"}
+    assert printed == {interleaved_1f1b(3, 4).hash + "\n"}
+
+
+@pytest.mark.parametrize("shape", get_args(Shape))
+def test_lines_are_read_back(shape: Shape) -> None:
+    schedule = schedule_for_equal_costs(3, 7, shape=shape)
+    assert Schedule.of_lines(schedule.lines) == schedule
+    for wrong in ("X0", "F", "F@1", "@"):
+        with pytest.raises((ScheduleError, ValueError)):
+            Schedule.of_lines([f"{wrong} B0", "F0 B0"])

@@ -3,20 +3,24 @@
 import random
 import statistics
 import time
+from typing import get_args
 
 import pytest
 
 from ds_dynmo.errors import ScheduleError
+from ds_dynmo.placement import Shape, owners_of
 from ds_dynmo.schedules import (
     PassBytes,
     PassCosts,
     best_schedule,
+    interleaved_1f1b,
     one_f_one_b,
     one_f_one_b_limit,
     peak_bytes,
     replay,
+    schedule_for_equal_costs,
 )
-from tests.schedules.instances import random_instance
+from tests.schedules.instances import random_instance, two_chunk_instance
 
 
 def spread(rng: random.Random, stages: int, price: float) -> PassCosts:
@@ -86,11 +90,68 @@ def test_seconds_to_find_an_order(stages: int, micro_batches: int, seconds: floa
     assert time.process_time() - began <= seconds
 
 
-def test_a_v_is_scheduled_too() -> None:
-    costs, sizes = PassCosts.equal([*range(4), *reversed(range(4))], 0.5), PassBytes.equal(8)
-    found = best_schedule(costs, 8, sizes, [8] * 4)
-    assert found.iteration_seconds <= 1.02 * found.lower_bound_seconds
-    assert max(found.peak_bytes) <= 8
+# Seconds over the work of a stage: equal layers, weights take 0.4 of a backward pass, both parts 1.05 of it in one.
+SIZES = [(4, 8, 16), (8, 16, 32), (8, 32, 32), (16, 32, 64)]  # stages, micro-batches, layers
+OVER_WORK: dict[Shape, list[float]] = {
+    "chain": [1.207, 1.239, 1.136, 1.255],
+    "v": [1.111, 1.128, 1.086, 1.139],
+    "loop": [1.145, 1.155, 1.104, 1.198],
+}
+
+
+@pytest.mark.parametrize("shape", get_args(Shape))
+def test_equal_layers_on_any_shape_with_the_memory_of_1f1b(shape: Shape) -> None:
+    for (stages, micro_batches, layers), expected in zip(SIZES, OVER_WORK[shape], strict=True):
+        owners = owners_of(shape, stages)
+        size = layers // len(owners)
+        seconds = [(own * size,) * len(owners) for own in (1.0, 2 * 1.05 * 0.6, 2 * 1.05 * 0.4, 2.0)]
+        sizes = PassBytes.equal(len(owners), size)
+        limits = one_f_one_b_limit(sizes, micro_batches, owners=owners)
+        found = best_schedule(PassCosts(owners, *seconds), micro_batches, sizes, limits)
+        assert found.iteration_seconds <= expected * micro_batches * 3 * layers / stages
+        assert max(found.peak_bytes) <= limits[0] == stages * layers // stages
+
+
+@pytest.mark.parametrize(("memory", "chain", "v"), [(0.5, 1.90, 1.58), (0.75, 1.45, 1.28), (1.25, 1.21, 1.125)])
+def test_with_less_memory_the_v_loses_less(memory: float, chain: float, v: float) -> None:
+    shapes: dict[Shape, float] = {"chain": chain, "v": v}
+    for shape, expected in shapes.items():
+        owners = owners_of(shape, 8)
+        seconds = [(own * 32 / len(owners),) * len(owners) for own in (1.0, 2 * 1.05 * 0.6, 2 * 1.05 * 0.4, 2.0)]
+        sizes = PassBytes.equal(len(owners), 32 // len(owners))
+        limits = one_f_one_b_limit(sizes, 16, memory, owners=owners)
+        assert best_schedule(PassCosts(owners, *seconds), 16, sizes, limits).iteration_seconds <= expected * 16 * 12
+
+
+@pytest.mark.parametrize("shape", ["v", "loop"])
+def test_orders_of_two_chunks_are_valid_and_fit(shape: Shape) -> None:
+    rng = random.Random(13)
+    for _ in range(40):
+        costs, micro_batches, sizes, limits = two_chunk_instance(rng, shape, rng.choice([0.75, 1.0, 1.5]))
+        found = best_schedule(costs, micro_batches, sizes, limits)  # the schedule checks itself
+        assert found.iteration_seconds == replay(found.schedule, costs).iteration_seconds
+        assert found.iteration_seconds >= found.lower_bound_seconds * (1 - 1e-9)
+        assert all(peak <= limit for peak, limit in zip(found.peak_bytes, limits, strict=True))
+
+
+@pytest.mark.parametrize("shape", get_args(Shape))
+def test_if_splits_cost_too_much_nothing_is_split_on_any_shape(shape: Shape) -> None:
+    owners = owners_of(shape, 4)
+    seconds = [(own,) * len(owners) for own in (1.0, 2.0, 2.0, 2.0)]
+    costs, sizes = PassCosts(owners, *seconds), PassBytes.equal(len(owners))
+    found = best_schedule(costs, 8, sizes, one_f_one_b_limit(sizes, 8, 1.5, owners=owners))
+    assert found.schedule.splits == 0
+    if shape != "v":
+        fixed = one_f_one_b(4, 8) if shape == "chain" else interleaved_1f1b(4, 8)
+        assert found.iteration_seconds <= replay(fixed, costs).iteration_seconds
+
+
+def test_the_order_before_the_first_profile_is_of_the_shape() -> None:
+    for shape in get_args(Shape):
+        schedule = schedule_for_equal_costs(4, 8, shape=shape)
+        sizes = PassBytes.equal(schedule.num_chunks)
+        assert schedule.owners == owners_of(shape, 4)
+        assert max(peak_bytes(schedule, sizes)) <= one_f_one_b_limit(sizes, 8, owners=schedule.owners)[0]
 
 
 def test_less_than_one_micro_batch_is_refused_with_the_numbers() -> None:

@@ -32,8 +32,8 @@ from ds_dynmo.engine.run.random_streams import LayerStreams
 from ds_dynmo.engine.run.trainable import TrainableLayers
 from ds_dynmo.engine.run.weight_gradients import Pass, WeightGradients
 from ds_dynmo.engine.stage import StageContext
-from ds_dynmo.schedules import Action, Kind
-from ds_dynmo.schedules.forward_only import first_batch, forward_orders, forward_place
+from ds_dynmo.schedules import Action, Kind, first_batch
+from ds_dynmo.schedules.forward_only import forward_orders, forward_place
 
 _logger = logging.getLogger("DynMo")
 _NOTHING = nullcontext()

@@ -24,12 +24,11 @@ from ds_dynmo.schedules import (
     PassCosts,
     Schedule,
     best_schedule,
-    gradient_first_1f1b,
     one_f_one_b,
     one_f_one_b_limit,
     schedule_for_equal_costs,
-    zb_h1,
 )
+from tests.support.split_orders import gradient_first_1f1b, zb_h1
 
 Sizes = Callable[[MessageKind, int], list[int]]  # of the tensors of a message, by kind and micro-batch
 

@@ -12,7 +12,8 @@ from ds_dynmo.engine.deepspeed.instruction_map import check_steps
 from ds_dynmo.engine.run.schedule_in_force import ScheduleInForce, with_some_split
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
-from ds_dynmo.schedules import Schedule, one_f_one_b, schedule_for_equal_costs, zb_h1
+from ds_dynmo.schedules import Schedule, one_f_one_b, schedule_for_equal_costs
+from tests.support.split_orders import zb_h1
 
 
 def test_a_profile_splits_the_last_passes_of_stages_that_split_none() -> None:
