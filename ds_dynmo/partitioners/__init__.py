@@ -10,6 +10,7 @@ Each concept has one module:
 concept                                module
 =====================================  ===============================================================================
 least bottleneck, exact                ``balanced``; ``limited`` with memory limits or different speeds; ``ties``
+                                       ``pairs`` for two chunks per stage
 least bottleneck, between neighbours   ``diffusion``, and for each stage ``diffusion_node``, which uses ``overload``,
                                        ``diffusion_step``, ``diffusion_messages`` and ``stretch``
 shortest iteration                     ``makespan``

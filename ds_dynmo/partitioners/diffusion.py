@@ -15,7 +15,7 @@ from ds_dynmo.partitioners.diffusion_node import DiffusionNode
 from ds_dynmo.partitioners.memory import MemoryModel, check_fits
 from ds_dynmo.partitioners.metrics import loads, potential
 from ds_dynmo.partitioners.registry import register
-from ds_dynmo.plan import check_partition
+from ds_dynmo.placement import Placement, check_partition
 
 __all__ = ["DiffusionTrace", "diffusion", "diffusion_trace"]
 
@@ -140,6 +140,6 @@ def _check_fit(node: DiffusionNode, start: tuple[int, ...], memory: MemoryModel 
     if not node.fits:
         assert memory is not None
         try:
-            check_fits(start, memory)
+            check_fits(Placement.chain(start), memory)
         except PartitionError as error:
             raise PartitionError(f"neighbours passing layers on found no partition that fits: {error}") from error

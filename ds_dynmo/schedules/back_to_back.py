@@ -8,6 +8,7 @@ first gradient arrives, a stage can only run forward passes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ds_dynmo.schedules.actions import Action
@@ -44,21 +45,30 @@ def period_seconds(orders: Orders, micro_batches: int, costs: PassCosts) -> floa
 
 
 def shortest_period(costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int]) -> float:
-    """Return a lower bound of the period of any order, in seconds, for a chain.
+    """Return a lower bound of the period of any order, in seconds.
 
-    In each period a stage runs all its passes. It also waits for its first gradient if its memory is full before.
+    In each period a stage runs all its passes. It also waits for its first gradient, which comes to its last chunk, if
+    its memory is full before.
     """
-    ahead = [
-        (limit - standing) // size if size else micro_batches
-        for limit, standing, size in zip(limits, sizes.standing_bytes, sizes.activation_bytes)
-    ]
-    turn, longest = 0.0, 0.0  # turn: from the start of a chunk's first forward pass to its first gradient
-    for chunk in reversed(range(costs.num_chunks)):
-        forward, first = costs.forward_seconds[chunk], costs.input_gradient_seconds[chunk]
-        turn += forward
-        work = forward + min(costs.backward_seconds[chunk], first + costs.weight_gradient_seconds[chunk])
-        waits = turn - min(ahead[chunk], micro_batches) * forward if chunk >= costs.frozen_chunks else 0.0
-        longest = max(longest, micro_batches * work + max(0.0, waits))
-        if chunk:
-            turn += min(first, costs.backward_seconds[chunk]) + 2 * costs.link_seconds[chunk - 1]
+    forward, frozen = costs.forward_seconds, costs.frozen_chunks
+    whole = [min(b, i + w) for b, i, w in zip(costs.backward_seconds, *costs.by_kind[1:3])]
+    until = [min(first, both) for first, both in zip(costs.input_gradient_seconds, whole)]
+    links = (*costs.link_seconds, 0.0)
+    longest = 0.0
+    for stage, limit in enumerate(limits):
+        mine = costs.chunks_of(stage)
+        trained = [chunk for chunk in mine if chunk >= frozen]
+        turn = sum(forward[mine[0] :]) + sum(links[mine[0] :]) + sum(until[mine[-1] + 1 :]) + sum(links[mine[-1] :])
+        room = limit - sum(sizes.standing_bytes[chunk] for chunk in mine)
+        per_byte = max((_over(forward[chunk], sizes.activation_bytes[chunk]) for chunk in trained), default=0.0)
+        ahead = sum(forward[chunk] for chunk in mine) * micro_batches
+        if trained and per_byte < math.inf:
+            in_memory = room * per_byte + sum(forward[chunk] for chunk in mine if chunk < frozen) * micro_batches
+            ahead = min(ahead, in_memory)
+        waits = max(0.0, turn - ahead) if trained else 0.0
+        longest = max(longest, waits + micro_batches * sum(forward[chunk] + whole[chunk] for chunk in mine))
     return longest
+
+
+def _over(seconds: float, size: int) -> float:
+    return seconds / size if size else math.inf

@@ -56,15 +56,24 @@ class _Candidate(NamedTuple):
     orders: Orders
 
 
-def one_f_one_b_limit(sizes: PassBytes, micro_batches: int, memory: float = 1.0) -> tuple[int, ...]:
-    """Return, per stage of a chain, ``memory`` times the peak bytes of the neediest stage under 1F1B."""
-    stages = len(sizes.activation_bytes)
-    most = max(
-        standing + in_flight(stage, stages, micro_batches) * activations + recomputed
-        for stage, (standing, activations, recomputed) in enumerate(
-            zip(sizes.standing_bytes, sizes.activation_bytes, sizes.recomputed_bytes)
-        )
-    )
+def one_f_one_b_limit(
+    sizes: PassBytes, micro_batches: int, memory: float = 1.0, *, owners: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Return, per stage, ``memory`` times the peak bytes of the neediest stage under 1F1B.
+
+    With several chunks per stage, every stage counts with as many micro-batches in flight as the first one of a chain.
+
+    Args:
+        owners: per chunk, the stage that holds it; (): a chain.
+    """
+    owners = tuple(owners) or tuple(range(len(sizes.activation_bytes)))
+    stages = max(owners) + 1
+    most = 0
+    for stage in range(stages):
+        mine = [chunk for chunk, owner in enumerate(owners) if owner == stage]
+        ahead = in_flight(stage if len(mine) == 1 else 0, stages, micro_batches)
+        held = sum(sizes.standing_bytes[chunk] + ahead * sizes.activation_bytes[chunk] for chunk in mine)
+        most = max(most, held + max(sizes.recomputed_bytes[chunk] for chunk in mine))
     return (math.floor(memory * most),) * stages
 
 

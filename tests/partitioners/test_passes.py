@@ -14,6 +14,7 @@ import pytest
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, PassModel, PipelineModel, balanced, makespan
+from ds_dynmo.placement import Placement
 from ds_dynmo.schedules import (
     FoundSchedule,
     PassCosts,
@@ -111,7 +112,7 @@ def test_where_1f1b_fits_a_limit_an_order_does_and_stays_below_it(interval: int)
             passes.static_bytes, passes.activation_bytes, passes.input_bytes, (0,) * 3, passes.micro_batches, interval
         )
         for partition in rng.sample(partitions(7, 3), 4):
-            limit = max(model.bytes_per_stage(partition))
+            limit = max(model.bytes_per_stage(Placement.chain(partition)))
             found = replace(passes, limit_bytes=limit).shortest(partition)
             assert found is not None
             for (start, stop), peak in zip(itertools.pairwise(partition), found.peak_bytes):

@@ -253,7 +253,7 @@ def fits(memory: MemoryModel | None, placement: Placement) -> bool:
     """Return whether every stage has enough memory to train at ``placement``; ``memory`` None: there is no limit."""
     if memory is None:
         return True
-    return all(needed <= limit for needed, limit in zip(memory.bytes_per_stage(placement.boundaries), memory.limits))
+    return all(needed <= limit for needed, limit in zip(memory.bytes_per_stage(placement), memory.limits))
 
 
 def _overflow(given: DecisionInput, proposed: Placement) -> Overflow | None:
@@ -267,5 +267,5 @@ def _overflow(given: DecisionInput, proposed: Placement) -> Overflow | None:
         [layer.held for layer in layers],
         [layer.first_use for layer in layers],
         min(memory.limits),
-        memory.bytes_per_stage(given.partition),
+        memory.bytes_per_stage(given.placement),
     )
