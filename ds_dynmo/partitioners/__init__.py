@@ -16,7 +16,8 @@ least bottleneck, between neighbours   ``diffusion``, and for each stage ``diffu
 shortest iteration                     ``makespan``
 fewer stages                           ``repack``
 load of a stage, and its measures      ``metrics``
-seconds of layers and of an iteration  ``pipeline``; ``passes`` under split schedules; the simulator is in
+seconds of layers and of an iteration  ``pipeline``; ``passes`` under split schedules, with sums over chunks by
+                                       ``layer_passes``; the simulator is in
                                        :mod:`ds_dynmo.schedules`
 memory                                 ``memory`` in training, ``move_memory`` during a migration
 estimates from earlier profiles        ``history``; ``speeds`` of stages; ``portable`` arithmetic
@@ -30,6 +31,7 @@ from ds_dynmo.partitioners.diffusion_messages import message_capacity
 from ds_dynmo.partitioners.diffusion_node import DiffusionNode
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
 from ds_dynmo.partitioners.history import CostHistory, MoveCosts
+from ds_dynmo.partitioners.layer_passes import LayerPasses
 from ds_dynmo.partitioners.makespan import makespan
 from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
 from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, potential
@@ -46,6 +48,7 @@ __all__ = [
     "CostHistory",
     "DiffusionNode",
     "DiffusionTrace",
+    "LayerPasses",
     "MemoryModel",
     "MoveCosts",
     "Overflow",

@@ -249,13 +249,23 @@ class MemoryModel:
             PartitionError: the placement is of other layers or stages.
         """
         self.check_shape(placement.num_layers, placement.num_stages)
-        held = micro_batches_held(placement.owners, self.micro_batches)
-        boundaries, needed = np.array(placement.boundaries), []
-        for stage in placement.stages:
-            mine = [chunk for chunk, owner in enumerate(placement.owners) if owner == stage]
-            ends = [(boundaries[chunk : chunk + 1], boundaries[chunk + 1 : chunk + 2]) for chunk in mine]
-            needed.append(int(self.bytes_of_chunks(ends, [held[chunk] for chunk in mine])[0]))
+        columns = np.array(placement.boundaries)[:, None]
+        return [int(needed[0]) for needed in self.bytes_of_many(columns, placement.owners)]
+
+    def bytes_of_many(self, partitions: Ints, owners: Sequence[int]) -> list[Ints]:
+        """Compute the bytes that each stage needs under many partitions, ``[num_chunks + 1, how many]``."""
+        held, needed = micro_batches_held(owners, self.micro_batches), []
+        for stage in range(len(self.limits)):
+            mine = [chunk for chunk, owner in enumerate(owners) if owner == stage]
+            ends = [(partitions[chunk], partitions[chunk + 1]) for chunk in mine]
+            needed.append(self.bytes_of_chunks(ends, [held[chunk] for chunk in mine]))
         return needed
+
+    def fits_of_many(self, partitions: Ints, owners: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Mark which of many partitions are within all limits."""
+        within = np.array(self.bytes_of_many(partitions, owners)) <= np.array(self.limits)[:, None]
+        fits: npt.NDArray[np.bool_] = np.logical_and.reduce(within, axis=0)
+        return fits
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
         """Return whether layers ``[start, stop)`` fit on ``stage`` of a chain."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners import MemoryModel, MoveCosts, PassModel, PipelineModel
+from ds_dynmo.partitioners import LayerPasses, MemoryModel, MoveCosts, PassModel, PipelineModel
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile, limit_minus_workspace
 from ds_dynmo.schedules import Schedule
@@ -115,7 +115,7 @@ class DecisionInput:
     def _passes(self, under_1f1b: PipelineModel) -> PassModel:
         layers, schedule = self.profile.layers, self.config.schedule
         limit = None if self.limit_bytes is None else limit_minus_workspace(self.limit_bytes, layers)
-        return PassModel(
+        passes = LayerPasses(
             under_1f1b.forward_seconds,
             self._scaled(_first_part(cost) for cost in layers),
             self._scaled(cost.weight_gradient_seconds for cost in layers),
@@ -124,14 +124,17 @@ class DecisionInput:
             tuple(cost.activation_bytes for cost in layers),
             tuple(cost.input_bytes for cost in layers),
             tuple(cost.deferred_bytes for cost in layers),
-            self.profile.micro_batches,
-            under_1f1b.speeds,
+            tuple(cost.output_bytes for cost in layers),
             frozen_layers=next((index for index, cost in enumerate(layers) if cost.trainable_parameters), 0),
             checkpoint_interval=self.checkpoint_interval,
+        )
+        return PassModel(
+            passes,
+            self.profile.micro_batches,
+            under_1f1b.speeds,
             memory=schedule.memory,
             limit_bytes=limit,
             may_stay=schedule.kind == "auto",
-            output_bytes=tuple(cost.output_bytes for cost in layers),
             in_force=self.running_schedule,
             in_force_over_bound=self.running_over_bound,
             back_to_back=self.back_to_back,
