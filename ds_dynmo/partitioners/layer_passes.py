@@ -95,6 +95,13 @@ class LayerPasses:
         forward, *backward = (sums_of_many(seconds, partitions) / divisor for seconds in self.by_kind)
         return [forward, *(seconds * (partitions[1:] > self.frozen_layers) for seconds in backward)]
 
+    def links_of_many(self, partitions: Partitions, owners: Sequence[int], link_seconds: float) -> list[Numbers]:
+        """Return, per boundary of chunks, the seconds of a message under many partitions; none from frozen chunks."""
+        trained = self._in_layers(partitions)[1:] > self.frozen_layers
+        return [
+            (link_seconds if here != there else 0.0) * back for here, there, back in zip(owners, owners[1:], trained)
+        ]
+
     def bytes_of_many(self, partitions: Partitions) -> tuple[Numbers, Numbers]:
         """Sum the activation bytes and the static bytes per chunk under many partitions, ``[num_chunks, how many]``."""
         partitions = self._in_layers(partitions)

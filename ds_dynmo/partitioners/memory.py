@@ -263,8 +263,12 @@ class MemoryModel:
 
     def fits_of_many(self, partitions: Ints, owners: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Mark which of many partitions are within all limits."""
+        fits: npt.NDArray[np.bool_]
+        if len(owners) == len(self.limits):
+            fits = (partitions[1:] <= self._furthest[np.arange(len(owners))[:, None], partitions[:-1]]).all(axis=0)
+            return fits
         within = np.array(self.bytes_of_many(partitions, owners)) <= np.array(self.limits)[:, None]
-        fits: npt.NDArray[np.bool_] = np.logical_and.reduce(within, axis=0)
+        fits = np.logical_and.reduce(within, axis=0)
         return fits
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
@@ -299,6 +303,11 @@ class MemoryModel:
             needed = self._static + held * self._kept[0][0]
             furthest = np.searchsorted(needed, needed + limit, "right") - 1
         return list(map(int, furthest))
+
+    @cached_property
+    def _furthest(self) -> Ints:
+        """The furthest stops of every stage of a chain."""
+        return np.array([self.furthest_stops(stage) for stage in range(len(self.limits))])
 
     @cached_property
     def _first_layers(self) -> list[int]:

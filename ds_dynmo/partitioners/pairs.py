@@ -23,7 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ds_dynmo.errors import PartitionError, counted
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.partitioners.checks import check_num_chunks
 from ds_dynmo.partitioners.memory import MemoryModel, micro_batches_held
 from ds_dynmo.placement import Placement
 
@@ -65,11 +66,7 @@ def balanced_pairs(
         PartitionError: fewer layers than chunks, or no partition fits.
     """
     stages, num_layers = len(speeds), len(costs)
-    if num_layers < 2 * stages:
-        raise PartitionError(
-            f"{counted(num_layers, 'layer')} cannot fill {counted(stages, 'stage')} of two chunks: every chunk has at "
-            "least one layer"
-        )
+    check_num_chunks(num_layers, len(owners))
     if memory is not None:
         memory.check_shape(num_layers, stages)
     search = _Search(costs, owners, speeds, memory)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -195,7 +195,7 @@ class PassModel:
             owners: per chunk, the stage that holds it.
         """
         forward, first, second, whole = self.layers.seconds_of_many(partitions, owners, self.speeds)
-        links = [self.link_seconds if here != there else 0.0 for here, there in zip(owners, owners[1:])]
+        links: list[Any] = self.layers.links_of_many(partitions, owners, self.link_seconds)
         in_flight = self._in_flight(partitions, owners)
         return lower_bounds(owners, forward, first, second, whole, self.micro_batches, links, in_flight)
 

@@ -187,7 +187,7 @@ def test_equal_layers_make_equal_chunks(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fewer_layers_than_chunks_are_refused(shape: str) -> None:
-    with pytest.raises(PartitionError, match=r"5 layers cannot fill 3 stages of two chunks"):
+    with pytest.raises(PartitionError, match="5 layers cannot fill 6 chunks, two of each stage"):
         balanced([1.0] * 5, 3, owners=owners_of(shape, 3))
     with pytest.raises(PartitionError, match="layer 1 costs"):
         balanced([1.0, -1.0, 1.0, 1.0], 2, owners=owners_of(shape, 2))

@@ -98,6 +98,7 @@ def proposed_placement(given: DecisionInput) -> Placement:
         speeds=speeds,
         layer_bytes=[layer.static_bytes for layer in given.profile.layers],
         groups=given.groups,
+        owners=given.placement.owners,
     )
     return given.placement.at(proposed)
 
