@@ -34,7 +34,7 @@ from ds_dynmo.partitioners.history import CostHistory, MoveCosts
 from ds_dynmo.partitioners.layer_passes import LayerPasses
 from ds_dynmo.partitioners.makespan import makespan
 from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
-from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, potential
+from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, loads_of, potential
 from ds_dynmo.partitioners.move_memory import Overflow, between, migration_peaks, overflow
 from ds_dynmo.partitioners.passes import PassModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
@@ -77,6 +77,7 @@ __all__ = [
     "iteration_seconds",
     "lemma2_bound",
     "loads",
+    "loads_of",
     "makespan",
     "message_capacity",
     "migration_peaks",

@@ -101,24 +101,32 @@ def balanced(
 
 
 def balanced_groups(
-    costs: Sequence[float], num_stages: int, groups: LayerGroups, *, start: Sequence[int] | None = None
+    costs: Sequence[float],
+    num_stages: int,
+    groups: LayerGroups,
+    *,
+    start: Sequence[int] | None = None,
+    owners: Sequence[int] | None = None,
 ) -> list[int]:
     """Find what :func:`balanced` finds, among the partitions that cut no group.
 
     Args:
         costs: per layer.
         start: the partition to keep if it is as good; if it cuts a group, the nearest one that does not.
+        owners: as in :func:`balanced`.
 
     >>> balanced_groups([4, 9, 7, 5], 3, LayerGroups((0, 1, 3, 4)))
     [0, 1, 3, 4]
 
     Raises:
-        PartitionError: as :func:`balanced`; more stages than groups.
+        PartitionError: as :func:`balanced`; more stages or chunks than groups.
     """
-    if (problem := groups.shortage(num_stages)) is not None:
+    chunks, name = (num_stages, "stage") if owners is None or len(owners) == num_stages else (len(owners), "chunk")
+    if (problem := groups.shortage(chunks, name)) is not None:
         raise PartitionError(problem)
     present = None if start is None else groups.fold_partition(groups.nearest(start))
-    return list(groups.unfold_partition(balanced(groups.fold(check_costs(costs)), num_stages, start=present)))
+    folded = groups.fold(check_costs(costs))
+    return list(groups.unfold_partition(balanced(folded, num_stages, start=present, owners=owners)))
 
 
 def to_integers(costs: Sequence[float]) -> list[int]:

@@ -20,7 +20,7 @@ import numpy as np
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners.diffusion_step import lemma2_bound
 from ds_dynmo.partitioners.memory import MemoryModel, check_fits
-from ds_dynmo.partitioners.metrics import Partitions, prefix_sums
+from ds_dynmo.partitioners.metrics import Partitions, prefix_sums, sums_of_stages
 from ds_dynmo.placement import Placement
 
 __all__ = ["diffusion_of_pairs"]
@@ -77,7 +77,6 @@ class _Trades:
         self.owners, self.memory = owners, memory
         self._prefix = prefix_sums([float(cost) for cost in costs])
         self._speeds = np.array(speeds)[:, None]
-        self._of_stages = np.array(owners) == np.arange(len(speeds))[:, None]
         shared: dict[tuple[int, int], list[int]] = {}
         for boundary, pair in enumerate(zip(owners, owners[1:]), start=1):
             shared.setdefault((min(pair), max(pair)) if pair != (len(speeds) - 1, 0) else pair, []).append(boundary)
@@ -89,14 +88,15 @@ class _Trades:
         choices = np.stack(np.meshgrid(*ranges, indexing="ij")).reshape(len(shared), -1)
         candidates = np.repeat(boundaries[:, None], choices.shape[1], axis=1)
         candidates[list(shared)] = choices
-        loads = self._of_stages @ np.diff(self._prefix[candidates], axis=0) / self._speeds
+        chunks = np.diff(self._prefix[candidates], axis=0)
+        loads = sums_of_stages(chunks, self.owners) / self._speeds
         stages = sorted({self.owners[chunk] for place in shared for chunk in (place - 1, place)})
         heavier = loads[stages].max(axis=0)
         moved = np.abs(choices - boundaries[list(shared)][:, None]).sum(axis=0)
         here = int(moved.argmin())
         above = self._above_limits(candidates)
         if len(stages) == 1:  # the two chunks of one stage: no load changes
-            heavier = np.abs(np.diff(np.diff(self._prefix[candidates], axis=0)[[shared[0] - 1, shared[0]]], axis=0))[0]
+            heavier = np.maximum(chunks[shared[0] - 1], chunks[shared[0]])
         best = np.lexsort((moved, heavier, above))[0]
         less = above[best] < above[here] or heavier[best] < heavier[here] * (1 - _GAIN)
         return candidates[:, best] if less else boundaries

@@ -329,8 +329,7 @@ def _seeds(pipeline: PipelineModel, memory: MemoryModel | None) -> Partitions:
     by_speed = {speed: loads / speed + passes for speed in set(pipeline.speeds)}
     costs = [by_speed[speed] for speed in pipeline.speeds]
     if memory is not None:
-        furthest = [np.array(memory.furthest_stops(stage)) for stage in range(len(costs))]
-        costs = [np.where(places[:, None] > stops, np.inf, stage) for stops, stage in zip(furthest, costs)]
+        costs = [np.where(places[:, None] > stops, np.inf, stage) for stops, stage in zip(memory.furthest, costs)]
     seeds, least = _chain(costs, np.maximum)
     if not seeds.shape[1] or len(by_speed) == 1:
         return seeds

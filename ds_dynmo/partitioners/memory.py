@@ -239,8 +239,12 @@ class MemoryModel:
 
     def stage_bytes(self, stage: int, start: int, stop: int) -> int:
         """Compute the bytes that ``stage`` of a chain needs for layers ``[start, stop)``."""
-        chunk = np.array([start]), np.array([stop])
-        return int(self.bytes_of_chunks([chunk], [self.in_flight(stage)])[0])
+        return resident_bytes(
+            self.static_bytes[start:stop],
+            *self.layer_bytes(start, stop),
+            self.in_flight(stage),
+            self.checkpoint_interval,
+        )
 
     def bytes_per_stage(self, placement: Placement) -> list[int]:
         """Compute the bytes that each stage needs under ``placement``.
@@ -263,12 +267,11 @@ class MemoryModel:
 
     def fits_of_many(self, partitions: Ints, owners: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Mark which of many partitions are within all limits."""
-        fits: npt.NDArray[np.bool_]
         if len(owners) == len(self.limits):
-            fits = (partitions[1:] <= self._furthest[np.arange(len(owners))[:, None], partitions[:-1]]).all(axis=0)
-            return fits
-        within = np.array(self.bytes_of_many(partitions, owners)) <= np.array(self.limits)[:, None]
-        fits = np.logical_and.reduce(within, axis=0)
+            within = partitions[1:] <= self.furthest[np.arange(len(owners))[:, None], partitions[:-1]]
+        else:
+            within = np.array(self.bytes_of_many(partitions, owners)) <= np.array(self.limits)[:, None]
+        fits: npt.NDArray[np.bool_] = np.logical_and.reduce(within, axis=0)
         return fits
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
@@ -305,8 +308,8 @@ class MemoryModel:
         return list(map(int, furthest))
 
     @cached_property
-    def _furthest(self) -> Ints:
-        """The furthest stops of every stage of a chain."""
+    def furthest(self) -> Ints:
+        """Per stage of a chain and first layer, the furthest stop that fits."""
         return np.array([self.furthest_stops(stage) for stage in range(len(self.limits))])
 
     @cached_property

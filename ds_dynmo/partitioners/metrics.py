@@ -17,7 +17,17 @@ from ds_dynmo.partitioners.checks import check_costs, check_speeds
 from ds_dynmo.placement import Placement
 from ds_dynmo.schedules import simulate
 
-__all__ = ["bottleneck", "bubble_ratio", "imbalance", "loads", "loads_of", "potential", "prefix_sums", "sums_of_many"]
+__all__ = [
+    "bottleneck",
+    "bubble_ratio",
+    "imbalance",
+    "loads",
+    "loads_of",
+    "potential",
+    "prefix_sums",
+    "sums_of_many",
+    "sums_of_stages",
+]
 
 Numbers = npt.NDArray[Any]
 Partitions = npt.NDArray[np.int64]  # [num_stages + 1, how many]: a column each
@@ -35,6 +45,13 @@ def sums_of_many(values: Sequence[float], partitions: Partitions) -> Numbers:
         ``[num_stages, how many]``.
     """
     return np.diff(prefix_sums(values)[partitions], axis=0)
+
+
+def sums_of_stages(values: Numbers, owners: Sequence[int]) -> Numbers:
+    """Sum values of chunks, ``[num_chunks, how many]``, per stage that holds them, ``[num_stages, how many]``."""
+    sums = np.zeros((max(owners) + 1, *values.shape[1:]), dtype=values.dtype)
+    np.add.at(sums, list(owners), values)
+    return sums
 
 
 def loads(costs: Sequence[float], partition: Sequence[int], speeds: Sequence[float] | None = None) -> list[float]:

@@ -32,7 +32,7 @@ __all__ = ["balanced_pairs"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-_CLOSE = 2.0**-12  # relative gap at which the bisection ends; what is left is found by the search of all pairs
+_CLOSE = 1 / 4096  # relative gap at which the bisection ends; what is left is found by the search of all pairs
 _ROUNDING = 1e-12  # relative, of sums of squares
 _MIDDLES = 3_000_000  # most middles of a loop times pairs of positions; beyond it the most even middles alone are tried
 _PAIRS = 20_000  # most pairs of positions after a stage; beyond it the search goes on along the front
@@ -89,7 +89,7 @@ def balanced_pairs(
     return best
 
 
-class _Reached(NamedTuple):
+class _Positions(NamedTuple):
     """Positions that the stages so far can reach, and how.
 
     Attributes:
@@ -131,7 +131,7 @@ class _Search:
             return np.zeros(1, dtype=np.int64)
         middles = np.arange(self.stages, self.num_layers - self.stages + 1)
         nearest = np.argsort(np.abs(2 * self.prefix[middles] - self.total), kind="stable")
-        return middles[nearest[: max(1, _MIDDLES // (self.num_layers + 1) ** 2)]]
+        return middles[nearest[: max(1, _MIDDLES // (self.num_layers + 1) * (self.num_layers + 1))]]
 
     def loads(self, boundaries: Sequence[int]) -> list[float]:
         """Compute the load of each stage in units of cost over speed."""
@@ -177,7 +177,7 @@ class _Search:
         """
         capacities = [_capacity(bound, self.total, speed) for speed in self.speeds]
         none = np.zeros(len(self.middles), dtype=np.int64)
-        reached = [_Reached(np.arange(len(none)), none, none, none.astype(np.float64), none)]
+        reached = [_Positions(np.arange(len(none)), none, none, none.astype(np.float64), none)]
         for stage, capacity in enumerate(capacities):
             front = front or len(reached[-1].first) > _PAIRS
             rest = sum(capacities[stage + 1 :])
@@ -186,7 +186,9 @@ class _Search:
                 return None
         return self._trace_back(reached)
 
-    def _step(self, here: _Reached, stage: int, capacity: int, rest: int, most_squares: float, front: bool) -> _Reached:
+    def _step(
+        self, here: _Positions, stage: int, capacity: int, rest: int, most_squares: float, front: bool
+    ) -> _Positions:
         """Let a stage take its two chunks from every reached position.
 
         Args:
@@ -224,7 +226,7 @@ class _Search:
             best = self._least_of_each(key, -taken.astype(np.float64))
         else:
             best = self._least_of_each(key * (size + 1) + taken, squares)
-        return _Reached(here.middle[source[best]], first[best], taken[best], squares[best], source[best])
+        return _Positions(here.middle[source[best]], first[best], taken[best], squares[best], source[best])
 
     def _least_of_each(self, keys: Ints, values: Floats) -> Ints:
         """Return where the least value of each key is; of equal ones the last."""
@@ -239,7 +241,7 @@ class _Search:
     @cached_property
     def _by_key(self) -> tuple[Floats, Ints]:
         """Memory of :meth:`_least_of_each`, which is left as it was."""
-        keys = len(self.middles) * (self.num_layers + 1) ** 2
+        keys = len(self.middles) * (self.num_layers + 1) * (self.num_layers + 1)
         return np.full(keys, np.inf), np.zeros(keys, dtype=np.int64)
 
     def _second_chunk(self, middle: Ints, second: Ints, taken: Ints) -> tuple[Ints, Ints]:
@@ -257,7 +259,7 @@ class _Search:
         fits: npt.NDArray[np.bool_] = needed <= self.memory.limits[stage]
         return fits
 
-    def _trace_back(self, reached: list[_Reached]) -> list[int]:
+    def _trace_back(self, reached: list[_Positions]) -> list[int]:
         """Return the boundaries of the partition whose last position has the least squares."""
         place = int(reached[-1].squares.argmin())
         middle = self.middles[reached[-1].middle[place]]
@@ -280,7 +282,8 @@ def _capacity(bound: float, total: int, speed: float) -> int:
 
 
 def _square(units: Ints) -> Floats:
-    return units.astype(np.float64) ** 2
+    exact = units.astype(np.float64)
+    return exact * exact
 
 
 def _ranges(least: Ints, most: Ints) -> tuple[Ints, Ints]:

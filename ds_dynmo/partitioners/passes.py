@@ -19,7 +19,7 @@ from ds_dynmo.errors import ScheduleError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners.layer_passes import LayerPasses
 from ds_dynmo.partitioners.memory import micro_batches_held
-from ds_dynmo.partitioners.metrics import Partitions
+from ds_dynmo.partitioners.metrics import Partitions, sums_of_stages
 from ds_dynmo.placement import Placement
 from ds_dynmo.schedules import (
     FoundSchedule,
@@ -218,10 +218,9 @@ class PassModel:
             return None
         activations, static = self.layers.bytes_of_many(partitions)
         held = np.array(micro_batches_held(owners, self.micro_batches))[:, None] * activations
-        of_stages = np.array(owners) == np.arange(len(self.speeds))[:, None]  # which chunks are of each stage
-        limits = np.broadcast_to(np.floor(self.memory * (of_stages @ held).max(axis=0)), held.shape)
+        limits = np.broadcast_to(np.floor(self.memory * sums_of_stages(held, owners).max(axis=0)), held.shape)
         if self.limit_bytes is not None:
-            limits = np.minimum(limits, (self.limit_bytes - of_stages @ static)[list(owners)])
+            limits = np.minimum(limits, (self.limit_bytes - sums_of_stages(static, owners))[list(owners)])
         fitting = np.where(activations > 0, limits // np.maximum(activations, 1), self.micro_batches)
         return np.clip(fitting, 1, self.micro_batches).astype(np.int64)
 

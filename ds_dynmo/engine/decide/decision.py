@@ -214,7 +214,7 @@ def _objective(given: DecisionInput, placement: Placement) -> float:
     """Compute what the balancer minimises."""
     config = given.config
     if config.balance_by != "time":
-        return partitioners.bottleneck(given.profile.costs(config.balance_by), placement.boundaries)
+        return max(partitioners.loads_of(given.profile.costs(config.balance_by), placement))
     if partitioners.accepts(config.balancer, "pipeline"):
         return _iteration_seconds(given, placement)
     return max(given.pipeline.stage_loads(placement))

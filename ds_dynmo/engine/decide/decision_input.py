@@ -96,7 +96,8 @@ class DecisionInput:
             self.speeds or (1.0,) * self.placement.num_stages,
             tuple(cost.static_bytes for cost in layers),
         )
-        return replace(under_1f1b, passes=self._passes(under_1f1b)) if self.searches else under_1f1b
+        has_pairs = self.placement.num_chunks > self.placement.num_stages  # which DeepSpeed's 1F1B cannot run
+        return replace(under_1f1b, passes=self._passes(under_1f1b)) if self.searches or has_pairs else under_1f1b
 
     def costs(self, balance_by: Literal["time", "parameters"]) -> list[float]:
         """Return costs per layer for a balancer without stage speeds: seconds are those on the present stage."""
