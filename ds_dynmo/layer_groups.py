@@ -96,16 +96,21 @@ class LayerGroups:
             if cut in forbidden:
                 raise PartitionError(f"partition {list(partition)} cuts before layer {cut}: {forbidden[cut]}")
 
-    def shortage(self, num_stages: int) -> str | None:
-        """Return why there are too few groups for ``num_stages`` stages; None if there are enough."""
-        if num_stages <= self.num_groups:
+    def shortage(self, num_chunks: int, name: str = "stage") -> str | None:
+        """Return why there are too few groups for ``num_chunks`` stages or chunks; None if there are enough.
+
+        Args:
+            name: "chunk" where stages own several.
+        """
+        if num_chunks <= self.num_groups:
             return None
+        chunks = counted(num_chunks, name)
         if self.single_layers:
-            layers, stages = counted(self.num_layers, "layer"), counted(num_stages, "stage")
-            return f"{layers} cannot fill {stages}: every stage owns at least one layer"
+            layers = counted(self.num_layers, "layer")
+            return f"{layers} cannot fill {chunks}: every {name} owns at least one layer"
         return (
             f"dynmo.keep_together makes {self.num_groups} groups of the model's {self.num_layers} layers, which cannot "
-            f"fill {num_stages} stages: every stage owns at least one group"
+            f"fill {chunks}: every {name} owns at least one group"
         )
 
     def fold(self, numbers: Sequence[float], start: int = 0) -> list[float]:

@@ -146,9 +146,8 @@ class Placement:
             last = layers = ""
             if num_layers is not None:
                 last, layers = f" to {num_layers}", f" and {counted(num_layers, 'layer')}"
-            raise PartitionError(
-                f"partition {list(boundaries)}: should be {len(owners) + 1} boundaries, from 0{last}, for {what}{layers}"
-            )
+            should_be = f"{len(owners) + 1} boundaries, from 0{last}, for {what}{layers}"
+            raise PartitionError(f"partition {list(boundaries)}: should be {should_be}")
         return cls(boundaries, owners, empty)
 
     @classmethod

@@ -158,7 +158,7 @@ def stage_bytes(profile: Profile, decision: Decision, checkpoint_interval: int) 
     if decision.found is None:
         memory = memory_model(profile, sys.maxsize, checkpoint_interval)
         assert memory is not None
-        return tuple(workspace + held for held in memory.bytes_per_stage(placement.boundaries))
+        return tuple(workspace + held for held in memory.bytes_per_stage(placement))
     static = (sum(layers[index].static_bytes for index in placement.layers_of(stage)) for stage in placement.stages)
     return tuple(workspace + own + passes for own, passes in zip(static, decision.found.peak_bytes))
 

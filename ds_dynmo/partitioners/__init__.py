@@ -10,12 +10,14 @@ Each concept has one module:
 concept                                module
 =====================================  ===============================================================================
 least bottleneck, exact                ``balanced``; ``limited`` with memory limits or different speeds; ``ties``
+                                       ``pairs`` for two chunks per stage
 least bottleneck, between neighbours   ``diffusion``, and for each stage ``diffusion_node``, which uses ``overload``,
                                        ``diffusion_step``, ``diffusion_messages`` and ``stretch``
 shortest iteration                     ``makespan``
 fewer stages                           ``repack``
 load of a stage, and its measures      ``metrics``
-seconds of layers and of an iteration  ``pipeline``; ``passes`` under split schedules; the simulator is in
+seconds of layers and of an iteration  ``pipeline``; ``passes`` under split schedules, with sums over chunks by
+                                       ``layer_passes``; the simulator is in
                                        :mod:`ds_dynmo.schedules`
 memory                                 ``memory`` in training, ``move_memory`` during a migration
 estimates from earlier profiles        ``history``; ``speeds`` of stages; ``portable`` arithmetic
@@ -29,9 +31,10 @@ from ds_dynmo.partitioners.diffusion_messages import message_capacity
 from ds_dynmo.partitioners.diffusion_node import DiffusionNode
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
 from ds_dynmo.partitioners.history import CostHistory, MoveCosts
+from ds_dynmo.partitioners.layer_passes import LayerPasses
 from ds_dynmo.partitioners.makespan import makespan
 from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
-from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, potential
+from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, loads_of, potential
 from ds_dynmo.partitioners.move_memory import Overflow, between, migration_peaks, overflow
 from ds_dynmo.partitioners.passes import PassModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
@@ -45,6 +48,7 @@ __all__ = [
     "CostHistory",
     "DiffusionNode",
     "DiffusionTrace",
+    "LayerPasses",
     "MemoryModel",
     "MoveCosts",
     "Overflow",
@@ -73,6 +77,7 @@ __all__ = [
     "iteration_seconds",
     "lemma2_bound",
     "loads",
+    "loads_of",
     "makespan",
     "message_capacity",
     "migration_peaks",

@@ -15,6 +15,7 @@ from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners.checks import check_costs, check_num_stages, check_speeds
 from ds_dynmo.partitioners.limited import balanced_within
 from ds_dynmo.partitioners.memory import MemoryModel
+from ds_dynmo.partitioners.pairs import balanced_pairs
 from ds_dynmo.partitioners.registry import register
 from ds_dynmo.partitioners.ties import Limits, check_layer_bytes, even_out, evenest, fewest_moved, lightest_loads
 from ds_dynmo.plan import check_partition
@@ -45,6 +46,7 @@ def balanced(
     start: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
     layer_bytes: Sequence[int] | None = None,
+    owners: Sequence[int] | None = None,
 ) -> list[int]:
     """Find a partition of the smallest possible bottleneck (Lemma 1), among those that fit if ``memory`` is given.
 
@@ -57,6 +59,8 @@ def balanced(
         start: the current partition.
         speeds: per stage; the time of a stage is the costs of its layers over its speed; None: all are equal.
         layer_bytes: per layer, the bytes that move with it; None: the same for all.
+        owners: per chunk, the stage that holds it; None: a chain. With two chunks per stage ties are broken as in
+            :func:`balanced_pairs`.
 
     >>> balanced([4, 9, 7, 5], 3)
     [0, 1, 2, 4]
@@ -69,7 +73,11 @@ def balanced(
         PartitionError: negative or non-finite costs, more stages than layers, or no partition fits (names the stage,
             the bytes and the limit of the one that exceeds its limits least).
     """
-    weights = to_integers(check_costs(costs))
+    checked = check_costs(costs)
+    if owners is not None and len(owners) > num_stages:
+        same = check_speeds((1.0,) * num_stages if speeds is None else speeds, num_stages)
+        return balanced_pairs(checked, owners, same, memory=memory, start=start)
+    weights = to_integers(checked)
     check_num_stages(len(weights), num_stages)
     prefix = [0, *accumulate(weights)]
     present = None if start is None else list(check_partition(start, len(weights), num_stages))
@@ -93,24 +101,32 @@ def balanced(
 
 
 def balanced_groups(
-    costs: Sequence[float], num_stages: int, groups: LayerGroups, *, start: Sequence[int] | None = None
+    costs: Sequence[float],
+    num_stages: int,
+    groups: LayerGroups,
+    *,
+    start: Sequence[int] | None = None,
+    owners: Sequence[int] | None = None,
 ) -> list[int]:
     """Find what :func:`balanced` finds, among the partitions that cut no group.
 
     Args:
         costs: per layer.
         start: the partition to keep if it is as good; if it cuts a group, the nearest one that does not.
+        owners: as in :func:`balanced`.
 
     >>> balanced_groups([4, 9, 7, 5], 3, LayerGroups((0, 1, 3, 4)))
     [0, 1, 3, 4]
 
     Raises:
-        PartitionError: as :func:`balanced`; more stages than groups.
+        PartitionError: as :func:`balanced`; more stages or chunks than groups.
     """
-    if (problem := groups.shortage(num_stages)) is not None:
+    chunks, name = (num_stages, "stage") if owners is None or len(owners) == num_stages else (len(owners), "chunk")
+    if (problem := groups.shortage(chunks, name)) is not None:
         raise PartitionError(problem)
     present = None if start is None else groups.fold_partition(groups.nearest(start))
-    return list(groups.unfold_partition(balanced(groups.fold(check_costs(costs)), num_stages, start=present)))
+    folded = groups.fold(check_costs(costs))
+    return list(groups.unfold_partition(balanced(folded, num_stages, start=present, owners=owners)))
 
 
 def to_integers(costs: Sequence[float]) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ds_dynmo.errors import PartitionError, counted
 
-__all__ = ["check_costs", "check_num_stages", "check_speeds"]
+__all__ = ["check_costs", "check_num_chunks", "check_num_stages", "check_speeds"]
 
 
 def check_costs(costs: Sequence[float]) -> list[float]:
@@ -60,6 +60,19 @@ def check_num_stages(num_layers: int, num_stages: int) -> None:
         raise PartitionError(
             f"{counted(num_layers, 'layer')} cannot fill {counted(num_stages, 'stage')}: every stage owns at least one "
             "layer"
+        )
+
+
+def check_num_chunks(num_layers: int, num_chunks: int) -> None:
+    """Refuse more chunks than layers, where stages own two chunks each.
+
+    Raises:
+        PartitionError: with both numbers.
+    """
+    if num_chunks > num_layers:
+        raise PartitionError(
+            f"{counted(num_layers, 'layer')} cannot fill {counted(num_chunks, 'chunk')}, two of each stage: every "
+            "chunk has at least one layer"
         )
 
 

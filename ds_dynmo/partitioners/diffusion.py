@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners.balanced import uniform
-from ds_dynmo.partitioners.checks import check_costs, check_num_stages, check_speeds
+from ds_dynmo.partitioners.checks import check_costs, check_num_chunks, check_num_stages, check_speeds
 from ds_dynmo.partitioners.diffusion_node import DiffusionNode
+from ds_dynmo.partitioners.diffusion_pairs import diffusion_of_pairs
 from ds_dynmo.partitioners.memory import MemoryModel, check_fits
 from ds_dynmo.partitioners.metrics import loads, potential
 from ds_dynmo.partitioners.registry import register
-from ds_dynmo.plan import check_partition
+from ds_dynmo.placement import Placement, check_partition
 
 __all__ = ["DiffusionTrace", "diffusion", "diffusion_trace"]
 
@@ -54,6 +55,7 @@ def diffusion(
     *,
     memory: MemoryModel | None = None,
     speeds: Sequence[float] | None = None,
+    owners: Sequence[int] | None = None,
 ) -> list[int]:
     """Balance by messages between neighbouring stages only (Lemma 2).
 
@@ -65,6 +67,8 @@ def diffusion(
         costs: per layer, finite and >= 0.
         start: the current partition; None: uniform.
         speeds: per stage; the load of a stage is the costs of its layers over its speed; None: all are equal.
+        owners: per chunk, the stage that holds it; None: a chain. With two chunks per stage see
+            :func:`diffusion_of_pairs`.
 
     >>> diffusion([4, 9, 7, 5], 3)
     [0, 1, 2, 4]
@@ -73,7 +77,15 @@ def diffusion(
         PartitionError: invalid costs or speeds, more stages than layers, or a start that does not fit and from which no
             partition that fits is found.
     """
-    return diffusion_trace(costs, num_stages, start, memory=memory, speeds=speeds).partition
+    if owners is None or len(owners) == num_stages:
+        return diffusion_trace(costs, num_stages, start, memory=memory, speeds=speeds).partition
+    checked = check_costs(costs)
+    check_num_chunks(len(checked), len(owners))
+    if memory is not None:
+        memory.check_shape(len(checked), num_stages)
+    boundaries = check_partition(start or uniform(len(checked), len(owners)), len(checked), len(owners))
+    same = check_speeds((1.0,) * num_stages if speeds is None else speeds, num_stages)
+    return diffusion_of_pairs(checked, Placement.of(boundaries, owners), same, memory)
 
 
 def diffusion_trace(
@@ -140,6 +152,6 @@ def _check_fit(node: DiffusionNode, start: tuple[int, ...], memory: MemoryModel 
     if not node.fits:
         assert memory is not None
         try:
-            check_fits(start, memory)
+            check_fits(Placement.chain(start), memory)
         except PartitionError as error:
             raise PartitionError(f"neighbours passing layers on found no partition that fits: {error}") from error

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners.memory import MemoryModel, check_fits
 from ds_dynmo.partitioners.ties import Limits, even_out, evenest, fewest_moved, lightest_loads
+from ds_dynmo.placement import Placement
 
 __all__ = ["balanced_within"]
 
@@ -145,7 +146,7 @@ def _none_fits(prefix: list[int], memory: MemoryModel) -> PartitionError:
     nearest, _ = _probe(prefix, equal, _room(memory, high), prefix[-1])
     assert nearest is not None
     try:
-        check_fits(nearest, memory)
+        check_fits(Placement.chain(nearest), memory)
     except PartitionError as error:
         return PartitionError(f"no partition fits in memory; the nearest one: {error}")
     raise AssertionError("a partition fits after all")

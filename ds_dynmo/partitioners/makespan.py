@@ -6,7 +6,8 @@ simulated. Else a local search starts from several seeds: in a step one boundary
 by a layer. Partitions that a lower bound excludes are not simulated.
 
 Under a split schedule (``pipeline.passes``) each partition needs a search for its order, which takes long. Candidates
-are all partitions, or the neighbours of the best one under 1F1B. The search runs
+are all partitions, or the neighbours of the best one under 1F1B; with two chunks per stage, those met by a local search
+with the lower bound alone. The search runs
 
 1. for the partition with the least bound and for the current one;
 2. while the work limit of a decision allows it: for the one with the smallest bottleneck and for the best under 1F1B;
@@ -31,9 +32,10 @@ from ds_dynmo.partitioners.balanced import balanced
 from ds_dynmo.partitioners.checks import check_costs, check_num_stages
 from ds_dynmo.partitioners.memory import MemoryModel
 from ds_dynmo.partitioners.metrics import Partitions, prefix_sums
+from ds_dynmo.partitioners.passes import PassModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.partitioners.registry import register
-from ds_dynmo.plan import check_partition
+from ds_dynmo.placement import Placement, check_partition
 
 __all__ = ["makespan"]
 
@@ -57,6 +59,7 @@ def makespan(
     start: Sequence[int] | None = None,
     memory: MemoryModel | None = None,
     pipeline: PipelineModel | None = None,
+    owners: Sequence[int] | None = None,
 ) -> list[int]:
     """Find a partition with the shortest iteration among those that fit; among equals, the one that moves fewest bytes.
 
@@ -64,6 +67,7 @@ def makespan(
         costs: per layer; used if ``pipeline`` is None, as in :func:`balanced`.
         start: the current partition, from which layers move; None: moves do not count.
         pipeline: the model of an iteration's time.
+        owners: per chunk, the stage that holds it; None: a chain. Two chunks per stage need ``pipeline.passes``.
 
     >>> model = PipelineModel((1.0,) * 4, (2.0,) * 4, micro_batches=1, speeds=(1.0, 1.0))
     >>> makespan([3.0] * 4, 2, start=[0, 1, 4], pipeline=model)  # one micro-batch passes all layers in turn
@@ -72,35 +76,38 @@ def makespan(
     Raises:
         PartitionError: as :func:`balanced`; or the pipeline model is of other layers or stages.
     """
-    if pipeline is None:
-        return balanced(costs, num_stages, memory=memory, start=start)
+    owners = tuple(range(num_stages)) if owners is None else tuple(owners)
+    of_pairs = len(owners) > num_stages
+    if pipeline is None or (of_pairs and pipeline.passes is None):
+        speeds = None if pipeline is None else pipeline.speeds
+        return balanced(costs, num_stages, memory=memory, start=start, speeds=speeds, owners=owners)
     check_num_stages(len(check_costs(costs)), num_stages)
     pipeline.check_shape(len(costs), num_stages)
-    current = None if start is None else list(check_partition(start, len(costs), num_stages))
-    fits = _fitting(memory, len(costs), num_stages)
-    if pipeline.passes is not None and num_stages > 1:
-        return _under_schedules(costs, pipeline, fits, memory, current)
+    if memory is not None:
+        memory.check_shape(len(costs), num_stages)
+    current = None if start is None else Placement.of(check_partition(start, len(costs), len(owners)), owners)
+    if pipeline.passes is not None and (num_stages > 1 or of_pairs):
+        return _under_schedules(costs, pipeline, memory, current, owners)
     if _are_few(len(costs), num_stages):
-        candidates = _all_that_fit(costs, num_stages, fits, memory)
+        candidates = _all_that_fit(costs, memory, owners)
         seconds = pipeline.iterations_seconds(candidates)
         return _preferred(candidates, seconds, pipeline, current, float(seconds.min()))
-    return _search(costs, pipeline, fits, memory, current)
+    return _search(costs, pipeline, memory, current)
 
 
 def _under_schedules(
     costs: Sequence[float],
     pipeline: PipelineModel,
-    furthest: Integers | None,
     memory: MemoryModel | None,
-    current: list[int] | None,
+    current: Placement | None,
+    owners: tuple[int, ...],
 ) -> list[int]:
     """Find the partition with the shortest iteration, each under the order found for it."""
     passes = pipeline.passes
     assert passes is not None
-    num_stages = len(pipeline.speeds)
-    seconds: dict[tuple[int, ...], float] = {}
+    seconds: dict[Placement, float] = {}
 
-    fits = current is not None and _fitted(np.array(current)[:, None], furthest).shape[1] > 0
+    fits = current is not None and _fitted(_columns([current.boundaries]), memory, owners).shape[1] > 0
     current_seconds = passes.known_seconds(current) if current is not None and fits else math.inf
 
     def may_be_shorter(bound: float) -> bool:
@@ -109,88 +116,112 @@ def _under_schedules(
         longest = [(1 - _GAIN) * min(seconds.values(), default=math.inf), (1 - passes.min_gain) * current_seconds]
         return expected < min(longest)
 
-    def search(partitions: Sequence[Sequence[int]]) -> None:
-        for partition, bound in zip(partitions, passes.lower_bounds(np.array(partitions).T)):
-            if (partition == current or may_be_shorter(bound)) and tuple(partition) not in seconds:
-                seconds[tuple(partition)] = pipeline.iteration_seconds(partition)
+    def search(placements: Sequence[Placement]) -> None:
+        bounds = passes.lower_bounds(_columns([placement.boundaries for placement in placements]), owners)
+        for placement, bound in zip(placements, bounds):
+            if (placement == current or may_be_shorter(bound)) and placement not in seconds:
+                seconds[placement] = pipeline.iteration_seconds(placement)
 
-    others = [balanced(costs, num_stages, memory=memory, speeds=pipeline.speeds)]
-    if _are_few(len(costs), num_stages):
-        candidates = _all_that_fit(costs, num_stages, furthest, memory)
+    def placement_of(partition: npt.ArrayLike) -> Placement:
+        return Placement.of(np.asarray(partition).tolist(), owners)
+
+    others = [balanced(costs, len(pipeline.speeds), memory=memory, speeds=pipeline.speeds, owners=owners)]
+    if _are_few(len(costs), len(owners)):
+        candidates = _all_that_fit(costs, memory, owners)
+    elif len(owners) > len(pipeline.speeds):
+        seeds = [*others, *([current.boundaries] if current is not None and fits else [])]
+        candidates = _near_the_least_bound(passes, _columns(seeds), memory, owners)
     else:
-        best = _search(costs, replace(pipeline, passes=None), furthest, memory, current)
+        best = _search(costs, replace(pipeline, passes=None), memory, current)
         others.append(best)
-        near = np.array(best)[:, None] + _shifts(num_stages)
-        candidates = _fitted(np.column_stack([np.array(best), near]), furthest)
-    bounds = passes.lower_bounds(candidates)
-    first = [candidates[:, bounds.argmin()].tolist()]
+        near = _columns([best]) + _shifts(len(owners))
+        candidates = _fitted(np.column_stack([_columns([best]), near]), memory, owners)
+    bounds = passes.lower_bounds(candidates, owners)
+    first = [placement_of(candidates[:, bounds.argmin()])]
     if current is not None and fits:
-        surely_longer = passes.lower_bounds(np.array(current)[:, None])[0] > _SURELY * bounds.min()
+        surely_longer = passes.lower_bounds(_columns([current.boundaries]), owners)[0] > _SURELY * bounds.min()
         first.insert(1 if surely_longer else 0, current)
     search(first)
     for partition in others:
-        if passes.can_search:
-            search([partition])
+        if passes.can_search(owners):
+            search([placement_of(partition)])
+    least = [placement_of(candidates[:, place]) for place in np.argsort(bounds, kind="stable")[:_SIMULATED]]
     promising = [
-        candidates[:, place].tolist()
-        for place in np.argsort(bounds, kind="stable")[:_SIMULATED]
-        if may_be_shorter(bounds[place]) and tuple(candidates[:, place]) not in seconds
-    ][: passes.affordable_replays]
+        placement
+        for placement, bound in zip(least, np.sort(bounds, kind="stable"))
+        if may_be_shorter(bound) and placement not in seconds
+    ][: passes.affordable_replays(owners)]
     if promising:
-        by_replay = np.argsort([passes.known_seconds(partition) for partition in promising], kind="stable")
-        for place in by_replay[: max(1, _ACTIONS // passes.num_passes)]:
-            if passes.can_search:
+        by_replay = np.argsort([passes.known_seconds(placement) for placement in promising], kind="stable")
+        for place in by_replay[: max(1, _ACTIONS // passes.num_passes(owners))]:
+            if passes.can_search(owners):
                 search([promising[place]])
     iterations = np.array(list(seconds.values()))
-    return _preferred(np.array(list(seconds)).T, iterations, pipeline, current, float(iterations.min()))
+    searched = _columns([placement.boundaries for placement in seconds])
+    return _preferred(searched, iterations, pipeline, current, float(iterations.min()))
 
 
-def _are_few(num_layers: int, num_stages: int) -> bool:
-    """Return whether there are so few partitions that all are simulated."""
-    return math.comb(num_layers - 1, num_stages - 1) <= _ALL
-
-
-def _all_that_fit(
-    costs: Sequence[float], num_stages: int, furthest: Integers | None, memory: MemoryModel | None
+def _near_the_least_bound(
+    passes: PassModel, seeds: Partitions, memory: MemoryModel | None, owners: tuple[int, ...]
 ) -> Partitions:
+    """Return partitions met on the way to the least bound of an iteration, neighbour by neighbour, with the seeds."""
+    met, best = seeds, seeds
+    least = passes.lower_bounds(seeds, owners).min()
+    while True:
+        near = _fitted(_moved(best, _shifts(len(owners))), memory, owners)
+        if not near.shape[1]:
+            return met
+        bounds = passes.lower_bounds(near, owners)
+        best = near[:, np.argsort(bounds, kind="stable")[:_SIMULATED]]
+        met = np.unique(np.column_stack([met, best]), axis=1)
+        if bounds.min() >= least * (1 - _TIE):
+            return met
+        least = bounds.min()
+
+
+def _are_few(num_layers: int, num_chunks: int) -> bool:
+    """Return whether there are so few partitions that all are simulated."""
+    return math.comb(num_layers - 1, num_chunks - 1) <= _ALL
+
+
+def _columns(partitions: Sequence[Sequence[int]]) -> Partitions:
+    return np.array(partitions, dtype=np.int64).T
+
+
+def _moved(partitions: Partitions, shifts: Integers) -> Partitions:
+    """Return every partition with every shift."""
+    return (partitions[:, :, None] + shifts[:, None, :]).reshape(len(partitions), -1)
+
+
+def _all_that_fit(costs: Sequence[float], memory: MemoryModel | None, owners: tuple[int, ...]) -> Partitions:
     """Return every partition that fits, as columns.
 
     Raises:
         PartitionError: no partition fits; says why.
     """
-    candidates = _fitted(_every_partition(len(costs), num_stages), furthest)
+    candidates = _fitted(_every_partition(len(costs), len(owners)), memory, owners)
     if not candidates.shape[1]:
-        balanced(costs, num_stages, memory=memory)
+        balanced(costs, max(owners) + 1, memory=memory, owners=owners)
     return candidates
 
 
 @lru_cache(maxsize=8)
-def _every_partition(num_layers: int, num_stages: int) -> Partitions:
-    inner = list(itertools.combinations(range(1, num_layers), num_stages - 1))
+def _every_partition(num_layers: int, num_chunks: int) -> Partitions:
+    inner = list(itertools.combinations(range(1, num_layers), num_chunks - 1))
     ends = np.zeros((len(inner), 1), dtype=np.int64)
     return np.hstack([ends, np.array(inner, dtype=np.int64).reshape(len(inner), -1), ends + num_layers]).T
 
 
-def _fitting(memory: MemoryModel | None, num_layers: int, num_stages: int) -> Integers | None:
-    """Compute, per stage and first layer, the furthest stop that fits; None: no limit."""
-    if memory is None:
-        return None
-    memory.check_shape(num_layers, num_stages)
-    return np.array([memory.furthest_stops(stage) for stage in range(num_stages)])
-
-
-def _fitted(candidates: Partitions, furthest: Integers | None) -> Partitions:
+def _fitted(candidates: Partitions, memory: MemoryModel | None, owners: tuple[int, ...]) -> Partitions:
     """Keep the candidates that are partitions and fit."""
-    legal = (candidates[:-1] < candidates[1:]).all(axis=0)
-    candidates = candidates[:, legal]
-    if furthest is not None:
-        stages = np.arange(len(furthest))[:, None]
-        candidates = candidates[:, (candidates[1:] <= furthest[stages, candidates[:-1]]).all(axis=0)]
-    return candidates
+    candidates = candidates[:, (candidates[:-1] < candidates[1:]).all(axis=0)]
+    if memory is None:
+        return candidates
+    return candidates[:, memory.fits_of_many(candidates, owners)]
 
 
 def _preferred(
-    candidates: Partitions, seconds: Floats, pipeline: PipelineModel, current: list[int] | None, best_seconds: float
+    candidates: Partitions, seconds: Floats, pipeline: PipelineModel, current: Placement | None, best_seconds: float
 ) -> list[int]:
     """Choose, among those as short as the best, the one that moves fewest bytes, then fewest layers."""
     equal = candidates[:, seconds <= best_seconds * (1 + _TIE)]
@@ -202,19 +233,16 @@ def _preferred(
 
 
 def _search(
-    costs: Sequence[float],
-    pipeline: PipelineModel,
-    furthest: Integers | None,
-    memory: MemoryModel | None,
-    current: list[int] | None,
+    costs: Sequence[float], pipeline: PipelineModel, memory: MemoryModel | None, current: Placement | None
 ) -> list[int]:
-    """Simulate neighbours of the best partitions until none is shorter."""
+    """Simulate neighbours of the best partitions of a chain until none is shorter."""
     num_stages = len(pipeline.speeds)
-    beam = _seeds(pipeline, furthest)
+    owners = tuple(range(num_stages))
+    beam = _seeds(pipeline, memory)
     if not beam.shape[1]:
         balanced(costs, num_stages, memory=memory)  # raises, and says why none fits
-    known = [balanced(costs, num_stages), *([current] if current is not None else [])]
-    beam = np.column_stack([beam, _fitted(np.array(known).T, furthest)])
+    known = [balanced(costs, num_stages), *([current.boundaries] if current is not None else [])]
+    beam = np.column_stack([beam, _fitted(_columns(known), memory, owners)])
     seconds = pipeline.iterations_seconds(beam)
     shifts = _shifts(num_stages)
     width = max(2, min(8, _NEIGHBOURS // shifts.shape[1]))
@@ -223,7 +251,7 @@ def _search(
     while improved:
         order = np.argsort(seconds, kind="stable")[:width]
         beam, seconds = beam[:, order], seconds[order]
-        near = _fitted((beam[:, :, None] + shifts[:, None, :]).reshape(num_stages + 1, -1), furthest)
+        near = _fitted(_moved(beam, shifts), memory, owners)
         near = _fresh(near, _lower_bounds(near, pipeline), float(seconds[0]), seen)
         if not near.shape[1]:
             break
@@ -231,15 +259,16 @@ def _search(
         improved = near_seconds.min() < seconds[0] * (1 - _TIE)
         beam, seconds = np.column_stack([beam, near]), np.concatenate([seconds, near_seconds])
     best = beam[:, seconds.argmin()].tolist()
-    return best if current is None else _with_fewer_moves(best, float(seconds.min()), pipeline, furthest, current)
+    return best if current is None else _with_fewer_moves(best, float(seconds.min()), pipeline, memory, current)
 
 
 def _with_fewer_moves(
-    best: list[int], best_seconds: float, pipeline: PipelineModel, furthest: Integers | None, current: list[int]
+    best: list[int], best_seconds: float, pipeline: PipelineModel, memory: MemoryModel | None, current: Placement
 ) -> list[int]:
     """Move boundaries of ``best`` back to the current partition if the iteration gets no longer."""
     runs = _shifts(len(best) - 1)[:, ::2].astype(bool)
-    near = _fitted(np.where(runs, np.array(current)[:, None], np.array(best)[:, None]), furthest)
+    near = np.where(runs, _columns([current.boundaries]), _columns([best]))
+    near = _fitted(near, memory, current.owners)
     near = near[:, _lower_bounds(near, pipeline) <= best_seconds * (1 + _TIE)]
     if not near.shape[1]:
         return best
@@ -263,12 +292,12 @@ def _fresh(near: Partitions, bounds: Floats, best_seconds: float, seen: set[byte
 
 
 @lru_cache(maxsize=8)
-def _shifts(num_stages: int) -> Integers:
+def _shifts(num_chunks: int) -> Integers:
     """List the moves of every run of neighbouring boundaries by one layer to the left or right."""
     runs = []
-    for first in range(1, num_stages):
-        for end in range(first + 1, num_stages + 1):
-            run = np.zeros(num_stages + 1, dtype=np.int64)
+    for first in range(1, num_chunks):
+        for end in range(first + 1, num_chunks + 1):
+            run = np.zeros(num_chunks + 1, dtype=np.int64)
             run[first:end] = 1
             runs += [run, -run]
     return np.array(runs).T
@@ -283,7 +312,7 @@ def _lower_bounds(partitions: Partitions, pipeline: PipelineModel) -> Floats:
     return lowest
 
 
-def _seeds(pipeline: PipelineModel, furthest: Integers | None) -> Partitions:
+def _seeds(pipeline: PipelineModel, memory: MemoryModel | None) -> Partitions:
     """Find start partitions that minimise parts of an iteration's time: the largest load, and the sum of loads.
 
     Loads weigh forward and backward seconds in several ways, with or without the passes through earlier stages. With
@@ -299,8 +328,8 @@ def _seeds(pipeline: PipelineModel, furthest: Integers | None) -> Partitions:
     passes = heads * prefix[:, None, :]
     by_speed = {speed: loads / speed + passes for speed in set(pipeline.speeds)}
     costs = [by_speed[speed] for speed in pipeline.speeds]
-    if furthest is not None:
-        costs = [np.where(places[:, None] > stops, np.inf, stage) for stops, stage in zip(furthest, costs)]
+    if memory is not None:
+        costs = [np.where(places[:, None] > stops, np.inf, stage) for stops, stage in zip(memory.furthest, costs)]
     seeds, least = _chain(costs, np.maximum)
     if not seeds.shape[1] or len(by_speed) == 1:
         return seeds

@@ -1,29 +1,58 @@
 """Memory in training: the bytes that a stage needs on its device, and whether a partition fits.
 
 A stage holds the static bytes of its layers (weights, gradients, optimizer state, buffers) and, for every micro-batch
-in flight under 1F1B (:func:`ds_dynmo.schedules.in_flight`), the activations of its layers. Early stages have more
-micro-batches in flight, so they need more memory for the same layers. With activation checkpointing every ``k`` layers,
-counted from the stage's first, a micro-batch in flight holds only the input of each segment, and the activations of one
-segment exist while it is recomputed. :mod:`ds_dynmo.partitioners.move_memory` adds the memory of a migration.
+in flight (:func:`micro_batches_held`), the activations of its layers. Early stages of a chain have more micro-batches
+in flight, so they need more memory for the same layers. With activation checkpointing every ``k`` layers, counted from
+the first of a chunk, a micro-batch in flight holds only the input of each segment, and the activations of one segment
+exist while it is recomputed. :mod:`ds_dynmo.partitioners.move_memory` adds the memory of a migration.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.plan import check_partition
+from ds_dynmo.placement import Placement
 from ds_dynmo.schedules import in_flight
 
-__all__ = ["LayerBytes", "MemoryModel", "StageMemory", "check_fits", "kept_bytes", "resident_bytes"]
+__all__ = [
+    "LayerBytes",
+    "MemoryModel",
+    "StageMemory",
+    "check_fits",
+    "kept_bytes",
+    "micro_batches_held",
+    "resident_bytes",
+]
 
+Ints = npt.NDArray[np.int64]
 LayerBytes = tuple[int, int]  # a layer's activations, and its input
+
+
+def micro_batches_held(owners: Sequence[int], micro_batches: int) -> tuple[int, ...]:
+    """Count, per chunk, the micro-batches whose activations it holds at the peak of its stage, whatever the order.
+
+    On a chain these are those of 1F1B. Of two chunks per stage, each counts as many as the first stage of a chain.
+    Orders are searched within these bytes (:func:`ds_dynmo.schedules.one_f_one_b_limit`), so this is a safe bound.
+
+    Args:
+        owners: per chunk, the stage that holds it.
+
+    >>> micro_batches_held((0, 1, 2), 8), micro_batches_held((0, 1, 1, 0), 8)
+    ((3, 2, 1), (2, 2, 2, 2))
+    """
+    stages = max(owners) + 1
+    if len(owners) == stages:
+        return tuple(in_flight(stage, stages, micro_batches) for stage in owners)
+    return (in_flight(0, stages, micro_batches),) * len(owners)
 
 
 class KeptBytes(NamedTuple):
@@ -192,11 +221,24 @@ class MemoryModel:
         return [activation for activation, _ in layers], [inputs for _, inputs in layers]
 
     def in_flight(self, stage: int) -> int:
-        """Return the number of micro-batches whose activations ``stage`` holds at its peak."""
+        """Return the number of micro-batches whose activations ``stage`` of a chain holds at its peak."""
         return in_flight(stage, len(self.limits), self.micro_batches)
 
+    def bytes_of_chunks(self, chunks: Sequence[tuple[Ints, Ints]], held: Sequence[int]) -> Ints:
+        """Compute the bytes that a stage needs for these chunks, in many cases at once.
+
+        Args:
+            chunks: first layers, and the layers after the last ones, ``[how many]`` each.
+            held: micro-batches that each chunk holds.
+        """
+        kept, recomputed = self._kept
+        needed: Ints = np.maximum.reduce([recomputed[chunk] for chunk in chunks])
+        for (starts, stops), count in zip(chunks, held):
+            needed = needed + self._static[stops] - self._static[starts] + count * kept[starts, stops]
+        return needed
+
     def stage_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Compute the bytes that ``stage`` needs for layers ``[start, stop)``."""
+        """Compute the bytes that ``stage`` of a chain needs for layers ``[start, stop)``."""
         return resident_bytes(
             self.static_bytes[start:stop],
             *self.layer_bytes(start, stop),
@@ -204,17 +246,36 @@ class MemoryModel:
             self.checkpoint_interval,
         )
 
-    def bytes_per_stage(self, partition: Sequence[int]) -> list[int]:
-        """Compute the bytes that each stage needs under ``partition``.
+    def bytes_per_stage(self, placement: Placement) -> list[int]:
+        """Compute the bytes that each stage needs under ``placement``.
 
         Raises:
-            PartitionError: ``partition`` is invalid for the model's layers and stages.
+            PartitionError: the placement is of other layers or stages.
         """
-        partition = check_partition(partition, len(self.static_bytes), len(self.limits))
-        return [self.stage_bytes(stage, *partition[stage : stage + 2]) for stage in range(len(self.limits))]
+        self.check_shape(placement.num_layers, placement.num_stages)
+        columns = np.array(placement.boundaries)[:, None]
+        return [int(needed[0]) for needed in self.bytes_of_many(columns, placement.owners)]
+
+    def bytes_of_many(self, partitions: Ints, owners: Sequence[int]) -> list[Ints]:
+        """Compute the bytes that each stage needs under many partitions, ``[num_chunks + 1, how many]``."""
+        held, needed = micro_batches_held(owners, self.micro_batches), []
+        for stage in range(len(self.limits)):
+            mine = [chunk for chunk, owner in enumerate(owners) if owner == stage]
+            ends = [(partitions[chunk], partitions[chunk + 1]) for chunk in mine]
+            needed.append(self.bytes_of_chunks(ends, [held[chunk] for chunk in mine]))
+        return needed
+
+    def fits_of_many(self, partitions: Ints, owners: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Mark which of many partitions are within all limits."""
+        if len(owners) == len(self.limits):
+            within = partitions[1:] <= self.furthest[np.arange(len(owners))[:, None], partitions[:-1]]
+        else:
+            within = np.array(self.bytes_of_many(partitions, owners)) <= np.array(self.limits)[:, None]
+        fits: npt.NDArray[np.bool_] = np.logical_and.reduce(within, axis=0)
+        return fits
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
-        """Return whether layers ``[start, stop)`` fit on ``stage``."""
+        """Return whether layers ``[start, stop)`` fit on ``stage`` of a chain."""
         return self.stage_bytes(stage, start, stop) <= self.limits[stage]
 
     def of_stage(self, stage: int, start: int, stop: int) -> StageMemory:
@@ -236,18 +297,20 @@ class MemoryModel:
         Args:
             extra_bytes: added to the limit.
         """
-        limit = self.limits[stage] + extra_bytes
+        limit, held = self.limits[stage] + extra_bytes, self.in_flight(stage)
         if self.checkpoint_interval:
-            return self._furthest_checkpointed(stage, limit)
-        prefix = self._prefixes[self.in_flight(stage)]
-        return [bisect.bisect_right(prefix, held + limit, lo=start) - 1 for start, held in enumerate(prefix)]
+            places = np.arange(len(self._static))
+            needed = self.bytes_of_chunks([(places[:, None], places)], [held])
+            furthest: Ints = places + ((places[:, None] < places) & (needed <= limit)).sum(axis=1)
+        else:
+            needed = self._static + held * self._kept[0][0]
+            furthest = np.searchsorted(needed, needed + limit, "right") - 1
+        return list(map(int, furthest))
 
     @cached_property
-    def _by_layer(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-        """The static, activation and input bytes of each layer; a group's static bytes count for its first layer."""
-        statics = zip(self.static_bytes, self.group_sizes)
-        spread = [value for static, size in statics for value in (static, *[0] * (size - 1))]
-        return spread or self.static_bytes, *self.layer_bytes(0, len(self.static_bytes))
+    def furthest(self) -> Ints:
+        """Per stage of a chain and first layer, the furthest stop that fits."""
+        return np.array([self.furthest_stops(stage) for stage in range(len(self.limits))])
 
     @cached_property
     def _first_layers(self) -> list[int]:
@@ -255,46 +318,40 @@ class MemoryModel:
         return list(itertools.accumulate(self.group_sizes or (1,) * len(self.static_bytes), initial=0))
 
     @cached_property
-    def _prefixes(self) -> dict[int, list[int]]:
-        layers = list(zip(self.static_bytes, self.activation_bytes))
-        return {
-            count: [0, *itertools.accumulate(static + count * activation for static, activation in layers)]
-            for count in {self.in_flight(stage) for stage in range(len(self.limits))}
-        }
+    def _static(self) -> Ints:
+        """The sums of the first 0, 1, 2, ... static bytes."""
+        return np.concatenate([[0], np.cumsum(self.static_bytes)])
 
-    def _furthest_checkpointed(self, stage: int, limit: int) -> list[int]:
-        count, interval, first_layers = self.in_flight(stage), self.checkpoint_interval, self._first_layers
-        static_bytes, activation_bytes, input_bytes = self._by_layer
-        furthest = []
-        for first in first_layers:
-            held, segment, recomputed, stop = 0, 0, 0, len(static_bytes)
-            for layer in range(first, stop):
-                if (layer - first) % interval == 0:
-                    held += count * input_bytes[layer]
-                    segment = 0
-                held += static_bytes[layer]
-                segment += activation_bytes[layer]
-                recomputed = max(recomputed, segment)
-                if held + recomputed > limit:
-                    stop = layer
-                    break
-            furthest.append(stop)
-        if self.inner_bytes:  # a group fits if its last layer does
-            return [bisect.bisect_right(first_layers, stop) - 1 for stop in furthest]
-        return furthest
+    @cached_property
+    def _kept(self) -> tuple[Ints, Ints]:
+        """What :func:`kept_bytes` returns for every chunk ``[start, stop]``: bytes per micro-batch, and recomputed."""
+        size, interval = len(self.static_bytes) + 1, self.checkpoint_interval
+        activations, inputs = map(np.array, self.layer_bytes(0, size))
+        sums = np.concatenate([[0], np.cumsum(activations)])[self._first_layers]
+        if not interval:
+            return sums - sums[:, None], np.zeros((size, size), dtype=np.int64)
+        kept, recomputed = np.zeros((2, size, size), dtype=np.int64)
+        for start, first in enumerate(self._first_layers[:-1]):
+            in_segment = np.arange(len(inputs) - first) % interval
+            ends = np.array(self._first_layers[start + 1 :]) - first - 1
+            kept[start, start + 1 :] = np.cumsum(np.where(in_segment == 0, inputs[first:], 0))[ends]
+            through = np.cumsum(activations[first:])
+            before = np.concatenate([[0], through])[np.arange(len(through)) - in_segment]
+            recomputed[start, start + 1 :] = np.maximum.accumulate(through - before)[ends]
+        return kept, recomputed
 
 
-def check_fits(partition: Sequence[int], memory: MemoryModel) -> None:
-    """Refuse a partition that does not fit.
+def check_fits(placement: Placement, memory: MemoryModel) -> None:
+    """Refuse a placement that does not fit.
 
     Raises:
-        PartitionError: ``partition`` is invalid or does not fit; names the stage that is furthest above its limit, the
-            bytes that it needs and the limit.
+        PartitionError: it is of other layers or stages, or does not fit; names the stage that is furthest above its
+            limit, the bytes that it needs and the limit.
     """
-    needed = memory.bytes_per_stage(partition)
+    needed = memory.bytes_per_stage(placement)
     over = max(range(len(needed)), key=lambda stage: needed[stage] - memory.limits[stage])
     if needed[over] > memory.limits[over]:
         raise PartitionError(
-            f"partition {memory.in_layers(partition)} does not fit: stage {over} needs {needed[over]} bytes, "
-            f"its limit is {memory.limits[over]}"
+            f"partition {memory.in_layers(placement.boundaries)} does not fit: stage {over} needs {needed[over]} "
+            f"bytes, its limit is {memory.limits[over]}"
         )

@@ -14,10 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_dynmo.partitioners.checks import check_costs, check_speeds
-from ds_dynmo.plan import check_partition
+from ds_dynmo.placement import Placement
 from ds_dynmo.schedules import simulate
 
-__all__ = ["bottleneck", "bubble_ratio", "imbalance", "loads", "potential", "prefix_sums", "sums_of_many"]
+__all__ = [
+    "bottleneck",
+    "bubble_ratio",
+    "imbalance",
+    "loads",
+    "loads_of",
+    "potential",
+    "prefix_sums",
+    "sums_of_many",
+    "sums_of_stages",
+]
 
 Numbers = npt.NDArray[Any]
 Partitions = npt.NDArray[np.int64]  # [num_stages + 1, how many]: a column each
@@ -37,6 +47,13 @@ def sums_of_many(values: Sequence[float], partitions: Partitions) -> Numbers:
     return np.diff(prefix_sums(values)[partitions], axis=0)
 
 
+def sums_of_stages(values: Numbers, owners: Sequence[int]) -> Numbers:
+    """Sum values of chunks, ``[num_chunks, how many]``, per stage that holds them, ``[num_stages, how many]``."""
+    sums = np.zeros((max(owners) + 1, *values.shape[1:]), dtype=values.dtype)
+    np.add.at(sums, list(owners), values)
+    return sums
+
+
 def loads(costs: Sequence[float], partition: Sequence[int], speeds: Sequence[float] | None = None) -> list[float]:
     """Compute the load of each stage.
 
@@ -49,9 +66,17 @@ def loads(costs: Sequence[float], partition: Sequence[int], speeds: Sequence[flo
     Raises:
         PartitionError: invalid costs or speeds, or an invalid partition of these layers.
     """
+    return loads_of(costs, Placement.chain(partition, num_layers=len(costs)), speeds)
+
+
+def loads_of(costs: Sequence[float], placement: Placement, speeds: Sequence[float] | None = None) -> list[float]:
+    """Compute the load of each stage under a placement: :func:`loads` where stages may own several chunks.
+
+    >>> loads_of([4, 9, 7, 5], Placement.v([0, 1, 2, 3, 4]))
+    [9.0, 16.0]
+    """
     checked = check_costs(costs)
-    partition = check_partition(partition, len(checked), len(partition) - 1)
-    sums = [math.fsum(checked[start:stop]) for start, stop in zip(partition, partition[1:])]
+    sums = [math.fsum(checked[layer] for layer in placement.layers_of(stage)) for stage in placement.stages]
     return sums if speeds is None else [load / speed for load, speed in zip(sums, check_speeds(speeds, len(sums)))]
 
 

@@ -17,14 +17,15 @@ import numpy.typing as npt
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners.checks import check_costs, check_speeds
-from ds_dynmo.partitioners.metrics import loads, prefix_sums, sums_of_many
+from ds_dynmo.partitioners.metrics import loads_of, prefix_sums, sums_of_many
 from ds_dynmo.partitioners.passes import PassModel
-from ds_dynmo.placement import check_partition
+from ds_dynmo.placement import Placement
 from ds_dynmo.schedules import FoundSchedule, iteration_seconds
 
 __all__ = ["PipelineModel"]
 
 Floats = npt.NDArray[np.float64]
+AnyPlacement = Placement | Sequence[int]  # boundaries alone are those of a chain
 _TIE = 1e-9  # relative difference below which two iterations take the same time
 
 
@@ -102,7 +103,7 @@ class PipelineModel:
             forward_seconds=tuple(groups.fold(self.forward_seconds)),
             backward_seconds=tuple(groups.fold(self.backward_seconds)),
             layer_bytes=groups.fold_ints(self.layer_bytes or (1,) * groups.num_layers),
-            passes=replace(self.passes, first_layers=tuple(groups.boundaries)) if self.passes is not None else None,
+            passes=self.passes.folded(groups) if self.passes is not None else None,
         )
 
     @cached_property
@@ -110,51 +111,57 @@ class PipelineModel:
         """Forward and backward seconds together, per layer and micro-batch, on a stage of speed 1."""
         return tuple(f + b for f, b in zip(self.forward_seconds, self.backward_seconds))
 
-    def stage_loads(self, partition: Sequence[int]) -> list[float]:
+    def stage_loads(self, placement: AnyPlacement) -> list[float]:
         """Compute the seconds per micro-batch of each stage."""
-        return loads(self.layer_seconds, partition, self.speeds)
+        return loads_of(self.layer_seconds, self._placed(placement), self.speeds)
 
-    def iteration_seconds(self, partition: Sequence[int]) -> float:
-        """Simulate the iteration under one partition and its shortest schedule.
+    def iteration_seconds(self, placement: AnyPlacement) -> float:
+        """Simulate the iteration under one placement and its shortest schedule; ``inf`` if no order fits a V or loop.
 
         Raises:
-            PartitionError: ``partition`` is none of these layers and stages.
+            PartitionError: ``placement`` is none of these layers and stages, or no chain and there are no ``passes``.
         """
-        found = self.shortest_schedule(partition)
-        return self.seconds_under_1f1b(partition) if found is None else found.iteration_seconds
+        placement = self._placed(placement)
+        found = self.shortest_schedule(placement)
+        if found is not None:
+            return found.iteration_seconds
+        return math.inf if _has_pairs(placement) else self.seconds_under_1f1b(placement)
 
-    def shortest_schedule(self, partition: Sequence[int]) -> FoundSchedule | None:
-        """Find the shortest split schedule under one partition.
+    def shortest_schedule(self, placement: AnyPlacement) -> FoundSchedule | None:
+        """Find the shortest split schedule under one placement.
 
         Returns:
-            None for DeepSpeed's 1F1B: there is no other schedule, there is one stage, no order fits, or 1F1B is as
-            short and may be chosen.
+            None for DeepSpeed's 1F1B, which only a chain runs: there is no other schedule, there is one stage, no order
+            fits, or 1F1B is as short and may be chosen.
 
         Raises:
-            PartitionError: ``partition`` is none of these layers and stages.
+            PartitionError: as :meth:`iteration_seconds`.
         """
-        check_partition(partition, len(self.forward_seconds), len(self.speeds))
+        placement = self._placed(placement)
+        if _has_pairs(placement):
+            if self.passes is None:
+                raise PartitionError(f"placement {placement} has no order without a model of passes")
+            return self.passes.shortest(placement)
         if self.passes is None or len(self.speeds) == 1:
             return None
-        found = self.passes.shortest(partition)
+        found = self.passes.shortest(placement)
         if found is None or not self.passes.may_stay:
             return found
-        return found if found.iteration_seconds < self.seconds_under_1f1b(partition) * (1 - _TIE) else None
+        return found if found.iteration_seconds < self.seconds_under_1f1b(placement) * (1 - _TIE) else None
 
     @property
     def work_seconds(self) -> float:
         """A lower bound of the iteration in seconds, under any partition and schedule: no stage ever waits."""
-        layers = self.layer_seconds if self.passes is None else self.passes.least_seconds
+        layers = self.layer_seconds if self.passes is None else self.passes.layers.least_seconds
         return self.micro_batches * math.fsum(layers) / math.fsum(self.speeds)
 
-    def seconds_under_1f1b(self, partition: Sequence[int]) -> float:
-        """Simulate the iteration under one partition and DeepSpeed's 1F1B.
+    def seconds_under_1f1b(self, placement: AnyPlacement) -> float:
+        """Simulate the iteration under a chain and DeepSpeed's 1F1B.
 
         Raises:
-            PartitionError: ``partition`` is none of these layers and stages.
+            PartitionError: ``placement`` is no chain of these layers and stages.
         """
-        checked = check_partition(partition, len(self.forward_seconds), len(self.speeds))
-        return float(self.iterations_seconds(np.asarray(checked)[:, None])[0])
+        return float(self.iterations_seconds(np.asarray(self._placed(placement).boundaries)[:, None])[0])
 
     def iterations_seconds(self, partitions: npt.NDArray[np.int64]) -> Floats:
         """Simulate the iterations under many partitions and DeepSpeed's 1F1B, ``[how many]``.
@@ -174,6 +181,13 @@ class PipelineModel:
         speeds = np.asarray(self.speeds)[:, None]
         forward = sums_of_many(self.forward_seconds, partitions) / speeds
         return forward, sums_of_many(self.backward_seconds, partitions) / speeds
+
+    def _placed(self, placement: AnyPlacement) -> Placement:
+        """Return a placement of these layers and stages; boundaries alone are those of a chain."""
+        if not isinstance(placement, Placement):
+            placement = Placement.chain(placement, num_layers=len(self.forward_seconds), num_stages=len(self.speeds))
+        self.check_shape(placement.num_layers, placement.num_stages)
+        return placement
 
     def _check_columns(self, partitions: npt.NDArray[np.int64]) -> None:
         num_layers, num_stages = len(self.forward_seconds), len(self.speeds)
@@ -198,12 +212,18 @@ class PipelineModel:
     def _on(self) -> dict[int, PipelineModel]:
         return {}
 
-    def moved(self, old: Sequence[int], partitions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
-        """Count the bytes and the layers that change stage from ``old`` to each of many partitions."""
-        num_layers, num_stages = len(self.forward_seconds), len(old) - 1
-        before = np.asarray(old)[:, None]
-        low, high = np.maximum(before[:-1], partitions[:-1]), np.minimum(before[1:], partitions[1:])
-        high = np.maximum(low, high)
-        sizes = prefix_sums(self.layer_bytes or (1,) * num_layers)
-        assert len(partitions) == num_stages + 1
-        return sizes[-1] - (sizes[high] - sizes[low]).sum(axis=0), num_layers - (high - low).sum(axis=0)
+    def moved(self, old: Placement, partitions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
+        """Count the bytes and the layers that change stage from ``old`` to each of many partitions of its owners."""
+        sizes, before = prefix_sums(self.layer_bytes or (1,) * old.num_layers), np.asarray(old.boundaries)
+        kept_bytes = kept_layers = np.zeros(partitions.shape[1], dtype=np.int64)
+        for chunk, owner in enumerate(old.owners):
+            for other in (place for place, stage in enumerate(old.owners) if stage == owner):
+                low = np.maximum(before[other], partitions[chunk])
+                high = np.maximum(low, np.minimum(before[other + 1], partitions[chunk + 1]))
+                kept_bytes, kept_layers = kept_bytes + sizes[high] - sizes[low], kept_layers + high - low
+        return sizes[-1] - kept_bytes, old.num_layers - kept_layers
+
+
+def _has_pairs(placement: Placement) -> bool:
+    """Return whether stages own two chunks: no chain."""
+    return placement.num_chunks > placement.num_stages

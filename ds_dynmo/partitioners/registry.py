@@ -22,7 +22,7 @@ from ds_dynmo.plan import check_partition
 
 __all__ = ["Balancer", "accepts", "check_signature", "get", "names", "propose", "register"]
 
-OPTIONAL_ARGUMENTS = ("pipeline", "speeds", "layer_bytes")  # passed to balancers that have a parameter of that name
+OPTIONAL_ARGUMENTS = ("pipeline", "speeds", "layer_bytes", "owners")  # passed to balancers with such a parameter
 
 
 class Balancer(Protocol):
@@ -34,6 +34,8 @@ class Balancer(Protocol):
     - ``speeds``: the relative speeds of the stages; None: all are equal. With this parameter, costs are those on a
       stage of speed 1; without it, they are those measured.
     - ``layer_bytes``: per layer, the bytes that move with it; None: unknown.
+    - ``owners``: per chunk, the stage that holds it; None: a chain. Without this parameter the balancer is for chains
+      only.
 
     If layers are kept together, each group of them is one layer to a balancer, in its arguments and its result.
     """
@@ -41,7 +43,7 @@ class Balancer(Protocol):
     def __call__(
         self, costs: Sequence[float], num_stages: int, *, start: Sequence[int], memory: MemoryModel | None
     ) -> Sequence[int]:
-        """Choose boundaries, ``num_stages + 1`` ints.
+        """Choose boundaries: one more int than there are chunks, of which a chain has one per stage.
 
         Args:
             costs: per layer, finite and >= 0.
@@ -97,6 +99,7 @@ def propose(
     speeds: Sequence[float] | None,
     layer_bytes: Sequence[int] | None = None,
     groups: LayerGroups | None = None,
+    owners: Sequence[int] | None = None,
 ) -> Sequence[int]:
     """Call the balancer registered as ``name`` with the arguments that it accepts.
 
@@ -104,15 +107,23 @@ def propose(
         layer_bytes: per layer, the bytes that move with it; None: unknown.
         groups: groups of layers that no partition may cut; they are layers to the balancer. None: it may cut anywhere.
             If ``start`` cuts a group, the balancer gets the nearest partition that does not.
+        owners: per chunk, the stage that holds it; None: a chain.
 
     Raises:
-        PartitionError: from the balancer; or more stages than groups; or the balancer returns an invalid partition of
-            groups.
+        PartitionError: from the balancer; or more chunks than groups; or the balancer returns an invalid partition of
+            groups, or gives boundaries of a chain where stages own two chunks.
     """
+    num_chunks = num_stages if owners is None else len(owners)
+    if num_chunks > num_stages and not accepts(name, "owners"):
+        raise PartitionError(
+            f'balancer "{name}" gives boundaries of a chain, and every stage owns {num_chunks // num_stages} chunks: '
+            f"give it a parameter owners and let it return {num_chunks + 1} boundaries, or train a chain"
+        )
+    owners = owners if num_chunks > num_stages else None
     if groups is None or groups.single_layers:
-        optional = {"pipeline": pipeline, "speeds": speeds, "layer_bytes": layer_bytes}
+        optional = {"pipeline": pipeline, "speeds": speeds, "layer_bytes": layer_bytes, "owners": owners}
         return _choose(name, costs, num_stages, start=start, memory=memory, optional=optional)
-    if (problem := groups.shortage(num_stages)) is not None:
+    if (problem := groups.shortage(num_chunks, "stage" if owners is None else "chunk")) is not None:
         raise PartitionError(problem)
     chosen = _choose(
         name,
@@ -124,10 +135,11 @@ def propose(
             "pipeline": pipeline.folded(groups) if pipeline is not None else None,
             "speeds": speeds,
             "layer_bytes": groups.fold_ints(layer_bytes) if layer_bytes is not None else None,
+            "owners": owners,
         },
     )
     try:
-        partition = check_partition(chosen, groups.num_groups, num_stages)
+        partition = check_partition(chosen, groups.num_groups, num_chunks)
     except PartitionError as error:
         raise PartitionError(f'balancer "{name}", given {groups.num_groups} groups of layers: {error}') from error
     return list(groups.unfold_partition(partition))

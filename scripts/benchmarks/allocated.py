@@ -68,7 +68,7 @@ def predicted_bytes(engine: Any) -> list[int]:
         return [int(held) + peak + workspace for held, peak in zip(static, predicted_peaks(engine))]
     model = memory_model(engine.profile, get_accelerator().total_memory(), engine.rebalancer.memory.checkpoint_interval)
     assert model is not None
-    return [needed + workspace for needed in model.bytes_per_stage(engine.partition)]
+    return [needed + workspace for needed in model.bytes_per_stage(engine.stage.placement)]
 
 
 def show(found: dict[str, Any], arguments: argparse.Namespace) -> None:

@@ -126,7 +126,7 @@ def predicted_peaks(engine: Any) -> tuple[int, ...]:
     assert passes is not None
     standing = 0 if order is None else AHEAD  # DeepSpeed's buffers are there before the batch
     return peak_bytes(
-        order or one_f_one_b(stages, micro_batches), passes.sizes_with_messages(engine.partition, standing)
+        order or one_f_one_b(stages, micro_batches), passes.layers.sizes_with_messages(engine.stage.placement, standing)
     )
 
 

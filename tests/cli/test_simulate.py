@@ -87,8 +87,12 @@ def test_bytes_are_of_layers_and_of_passes_in_flight(tmp_path: Path) -> None:
         plain, split = rows_of(tmp_path, path, *flags)
         sizes = [tuple(size * MIB for _ in SECONDS) for size in (40, 4, 1)]
         memory = MemoryModel(*sizes, (10**12,) * 2, 8, interval)
-        assert plain["stage_bytes"] == [MIB + held for held in memory.bytes_per_stage(plain["partition"])]
-        assert max(split["stage_bytes"]) <= max(memory.bytes_per_stage(split["partition"])) + MIB  # that of 1F1B
+        assert plain["stage_bytes"] == [
+            MIB + held for held in memory.bytes_per_stage(Placement.chain(plain["partition"]))
+        ]
+        assert (
+            max(split["stage_bytes"]) <= max(memory.bytes_per_stage(Placement.chain(split["partition"]))) + MIB
+        )  # that of 1F1B
 
 
 def test_a_memory_limit_is_met_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from ds_dynmo.partitioners import (
     registry,
     uniform,
 )
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import check_partition
 from tests.partitioners.instances import (
     KINDS,
@@ -144,7 +145,7 @@ def test_a_partition_that_does_not_fit_is_named_in_layers() -> None:
     memory = MemoryModel((1, 2, 3, 4), (0,) * 4, (0,) * 4, limits=(9, 3), micro_batches=1)
     groups = LayerGroups.of([(1, 2)], ["A", "B", "C", "D"])
     with pytest.raises(PartitionError, match=r"partition \[0, 3, 4\] does not fit: stage 1 needs 4 bytes"):
-        check_fits([0, 2, 3], memory.folded(groups))
+        check_fits(Placement.chain([0, 2, 3]), memory.folded(groups))
 
 
 # -- balancers, against every allowed partition -------------------------------------------------------

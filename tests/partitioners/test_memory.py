@@ -6,6 +6,7 @@ import pytest
 
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners import MemoryModel, check_fits
+from ds_dynmo.placement import Placement
 from tests.partitioners.instances import random_memory
 
 MODEL = MemoryModel((10, 20, 30, 40), (1, 2, 3, 4), (5, 6, 7, 8), limits=(50, 50, 100), micro_batches=2)
@@ -31,9 +32,9 @@ def test_fits_up_to_the_limit() -> None:
 
 
 def test_the_worst_stage_is_named() -> None:
-    check_fits([0, 1, 2, 4], MODEL)
+    check_fits(Placement.chain([0, 1, 2, 4]), MODEL)
     with pytest.raises(PartitionError, match=r"stage 1 needs 60 bytes, its limit is 50"):
-        check_fits([0, 1, 3, 4], MODEL)
+        check_fits(Placement.chain([0, 1, 3, 4]), MODEL)
 
 
 def test_a_stage_knows_its_own_layers_only() -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners import MemoryModel, PassModel, PipelineModel, balanced, makespan
+from ds_dynmo.partitioners import LayerPasses, MemoryModel, PassModel, PipelineModel, balanced, makespan
+from ds_dynmo.placement import Placement
 from ds_dynmo.schedules import (
     FoundSchedule,
     PassCosts,
@@ -37,7 +38,7 @@ def pipeline(
     weights = [0.0 if number % 3 == 2 else 0.4 * one for number, one in enumerate(backward)]
     inputs = [1.05 * one - weight for one, weight in zip(backward, weights)]
     activations = tuple(round(1000 * one) for one in forward)
-    passes = PassModel(
+    of_layers = LayerPasses(
         tuple(forward),
         tuple(inputs),
         tuple(weights),
@@ -46,23 +47,31 @@ def pipeline(
         activations,
         tuple(size // 10 for size in activations),
         tuple(round(rng.uniform(0.5, 1.1) * size) for size in activations),
-        micro_batches,
-        tuple(rng.choice([1.0, 0.8]) for _ in range(stages)),
         frozen_layers=frozen,
         checkpoint_interval=interval,
     )
+    speeds = tuple(rng.choice([1.0, 0.8]) for _ in range(stages))
+    return pipeline_of(PassModel(of_layers, micro_batches, speeds))
+
+
+def pipeline_of(passes: PassModel) -> PipelineModel:
+    layers = passes.layers
     return PipelineModel(
-        passes.forward_seconds,
-        passes.backward_seconds,
-        micro_batches,
+        layers.forward_seconds,
+        layers.backward_seconds,
+        passes.micro_batches,
         passes.speeds,
-        passes.static_bytes,
+        layers.static_bytes,
         passes=passes,
     )
 
 
+def with_layers(passes: PassModel, **values: Any) -> PassModel:
+    return replace(passes, layers=replace(passes.layers, **values))
+
+
 def seconds_of(passes: PassModel, schedule: Schedule, partition: list[int]) -> float:
-    return replay(schedule, passes.costs(partition)).iteration_seconds
+    return replay(schedule, passes.costs(Placement.chain(partition))).iteration_seconds
 
 
 def partitions(layers: int, stages: int) -> list[list[int]]:
@@ -76,9 +85,9 @@ def test_bounds_of_many_partitions_are_those_of_each_and_no_order_is_shorter(int
         passes = pipeline(rng, interval=interval).passes
         assert passes is not None
         every = partitions(7, 3)
-        bounds = passes.lower_bounds(np.array(every).T)
+        bounds = passes.lower_bounds(np.array(every).T, range(3))
         for partition, bound in zip(every, bounds):
-            found = passes.shortest(partition)
+            found = passes.shortest(Placement.chain(partition))
             assert found is not None and bound <= found.iteration_seconds * (1 + 1e-9)
             if not interval:
                 assert bound == pytest.approx(found.lower_bound_seconds)
@@ -94,7 +103,7 @@ def test_no_stage_holds_more_than_its_share_of_the_largest_1f1b_peak(interval: i
         assert passes is not None
         passes = replace(passes, memory=memory)
         for partition in rng.sample(partitions(7, 3), 4):
-            found, sizes = passes.shortest(partition), passes.sizes(partition)
+            found, sizes = passes.shortest(Placement.chain(partition)), passes.layers.sizes(Placement.chain(partition))
             most = max(peak_bytes(one_f_one_b(3, passes.micro_batches), sizes))
             assert found is not None
             assert found.peak_bytes == peak_bytes(found.schedule, sizes)
@@ -108,14 +117,19 @@ def test_where_1f1b_fits_a_limit_an_order_does_and_stays_below_it(interval: int)
         passes = pipeline(rng, interval=interval).passes
         assert passes is not None
         model = MemoryModel(
-            passes.static_bytes, passes.activation_bytes, passes.input_bytes, (0,) * 3, passes.micro_batches, interval
+            passes.layers.static_bytes,
+            passes.layers.activation_bytes,
+            passes.layers.input_bytes,
+            (0,) * 3,
+            passes.micro_batches,
+            interval,
         )
         for partition in rng.sample(partitions(7, 3), 4):
-            limit = max(model.bytes_per_stage(partition))
-            found = replace(passes, limit_bytes=limit).shortest(partition)
+            limit = max(model.bytes_per_stage(Placement.chain(partition)))
+            found = replace(passes, limit_bytes=limit).shortest(Placement.chain(partition))
             assert found is not None
             for (start, stop), peak in zip(itertools.pairwise(partition), found.peak_bytes):
-                assert sum(passes.static_bytes[start:stop]) + peak <= limit
+                assert sum(passes.layers.static_bytes[start:stop]) + peak <= limit
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -146,8 +160,11 @@ def test_no_iteration_is_shorter_than_its_work() -> None:
 def test_messages_are_held_beside_what_passes_hold() -> None:
     passes = pipeline(random.Random(4)).passes
     assert passes is not None
-    passes = replace(passes, input_bytes=(1, 2, 4, 8, 16, 32, 64), output_bytes=(2, 4, 8, 16, 32, 64, 1000))
-    bare, whole = passes.sizes([0, 2, 4, 7]), passes.sizes_with_messages([0, 2, 4, 7], standing=3)
+    passes = with_layers(passes, input_bytes=(1, 2, 4, 8, 16, 32, 64), output_bytes=(2, 4, 8, 16, 32, 64, 1000))
+    bare, whole = (
+        passes.layers.sizes(Placement.chain([0, 2, 4, 7])),
+        passes.layers.sizes_with_messages(Placement.chain([0, 2, 4, 7]), standing=3),
+    )
     kept = [more - less for more, less in zip(whole.activation_bytes, bare.activation_bytes)]
     assert kept == [1 + 4, 4 + 16, 16 + 1000]
     assert whole.standing_bytes == (3 * 4, 3 * (4 + 16), 3 * 16)
@@ -157,8 +174,8 @@ def test_messages_are_held_beside_what_passes_hold() -> None:
 def test_a_segment_is_recomputed_beside_what_those_after_it_hold() -> None:
     passes = pipeline(random.Random(4), interval=2).passes
     assert passes is not None
-    passes = replace(passes, activation_bytes=(5,) * 7, deferred_bytes=(1, 2, 4, 8, 16, 32, 64))
-    sizes = passes.sizes([0, 1, 2, 7])
+    passes = with_layers(passes, activation_bytes=(5,) * 7, deferred_bytes=(1, 2, 4, 8, 16, 32, 64))
+    sizes = passes.layers.sizes(Placement.chain([0, 1, 2, 7]))
     assert sizes.recomputed_bytes == (5, 5, 10)
     assert sizes.split_recomputed_bytes == (5, 5, 10 + 16 + 32 + 64)
 
@@ -166,7 +183,7 @@ def test_a_segment_is_recomputed_beside_what_those_after_it_hold() -> None:
 def test_no_order_where_one_micro_batch_does_not_fit() -> None:
     given = pipeline(random.Random(2))
     assert given.passes is not None
-    tight = replace(given, passes=replace(given.passes, limit_bytes=max(given.passes.static_bytes)))
+    tight = replace(given, passes=replace(given.passes, limit_bytes=max(given.passes.layers.static_bytes)))
     assert tight.shortest_schedule([0, 2, 4, 7]) is None
     assert tight.iteration_seconds([0, 2, 4, 7]) == given.seconds_under_1f1b([0, 2, 4, 7])
 
@@ -174,13 +191,12 @@ def test_no_order_where_one_micro_batch_does_not_fit() -> None:
 def test_auto_keeps_1f1b_where_nothing_is_shorter() -> None:
     given = pipeline(random.Random(3), micro_batches=1)
     assert given.passes is not None
-    without_weights = replace(
+    without_weights = with_layers(
         given.passes,
-        input_gradient_seconds=given.passes.backward_seconds,
+        input_gradient_seconds=given.passes.layers.backward_seconds,
         weight_gradient_seconds=(0.0,) * 7,
-        may_stay=True,
     )
-    auto = replace(given, passes=without_weights)
+    auto = replace(given, passes=replace(without_weights, may_stay=True))
     assert auto.shortest_schedule([0, 2, 4, 7]) is None
     assert auto.iteration_seconds([0, 2, 4, 7]) == given.seconds_under_1f1b([0, 2, 4, 7])
     assert given.shortest_schedule([0, 2, 4, 7]) is not None
@@ -238,25 +254,30 @@ EVEN = [0, 2, 4, 6, 8]
 def equal_layers() -> PassModel:
     """Of which an order is found that can hardly be beaten, where they are spread evenly."""
     layers = (1.0,) * 8
-    return PassModel(layers, layers, layers, (2.0,) * 8, (1,) * 8, (9,) * 8, (1,) * 8, (9,) * 8, 12, (1.0,) * 4)
+    of_layers = LayerPasses(layers, layers, layers, (2.0,) * 8, (1,) * 8, (9,) * 8, (1,) * 8, (9,) * 8)
+    return PassModel(of_layers, 12, (1.0,) * 4)
 
 
 def test_no_order_is_searched_where_that_in_force_can_hardly_be_beaten(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = equal_layers().shortest(EVEN)
+    found = equal_layers().shortest(Placement.chain(EVEN))
     assert found is not None and found.schedule.splits
     running = replace(equal_layers(), in_force=found.schedule)
     searched = counting(monkeypatch)
-    assert running.shortest(EVEN) == found and not searched
-    assert running.shortest([0, 1, 3, 6, 8]) is not None and len(searched) == 1, "that order is not as good there"
+    assert running.shortest(Placement.chain(EVEN)) == found and not searched
+    assert running.shortest(Placement.chain([0, 1, 3, 6, 8])) is not None and len(searched) == 1, (
+        "that order is not as good there"
+    )
 
 
 def running(seed: int) -> tuple[PassModel, float]:
     """Layers under the order for equal ones, and what that takes on an even partition, over the bound."""
     passes = pipeline(random.Random(seed), layers=8, stages=4, micro_batches=12).passes
-    order = equal_layers().shortest(EVEN)
+    order = equal_layers().shortest(Placement.chain(EVEN))
     assert passes is not None and order is not None
     passes = replace(passes, in_force=order.schedule, memory=4.0)
-    return passes, seconds_of(passes, order.schedule, EVEN) / float(passes.lower_bounds(np.array([EVEN]).T)[0])
+    return passes, seconds_of(passes, order.schedule, EVEN) / float(
+        passes.lower_bounds(np.array([EVEN]).T, range(4))[0]
+    )
 
 
 def test_an_order_is_searched_again_once_it_has_become_worse_by_one_percent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +287,7 @@ def test_an_order_is_searched_again_once_it_has_become_worse_by_one_percent(monk
     for passes, over in worse:
         for known, times in ((0.0, 1), (over / 1.02, 1), (over / 1.005, 0)):
             searched.clear()
-            found = replace(passes, in_force_over_bound=known).shortest(EVEN)
+            found = replace(passes, in_force_over_bound=known).shortest(Placement.chain(EVEN))
             assert found is not None and len(searched) == times
             now = found.iteration_seconds / found.lower_bound_seconds
             assert found.over_bound == (pytest.approx(now) if times else known)
@@ -282,7 +303,7 @@ def test_searches_keep_to_the_actions_that_they_may_simulate(monkeypatch: pytest
         for seed in range(20):
             bounded = replace(running(seed)[0], search_actions=most)
             for partition in partitions:
-                assert bounded.shortest(partition) is not None
+                assert bounded.shortest(Placement.chain(partition)) is not None
         counts.append(len(searched))
     assert counts[0] < counts[1] < counts[2]
 
@@ -292,11 +313,11 @@ def test_an_order_far_above_its_bound_is_replaced_whatever_that_takes(monkeypatc
     for seed in range(20):
         passes, over = running(seed)
         searched.clear()
-        found = replace(passes, search_actions=0).shortest(EVEN)
+        found = replace(passes, search_actions=0).shortest(Placement.chain(EVEN))
         assert found is not None and len(searched) == (over > 1.1)
         far += over > 1.1
     assert 0 < far < 20
-    assert replace(equal_layers(), search_actions=0).shortest(EVEN) is not None, "there was none"
+    assert replace(equal_layers(), search_actions=0).shortest(Placement.chain(EVEN)) is not None, "there was none"
 
 
 def test_the_order_in_force_stays_where_none_is_found_that_is_shorter() -> None:
@@ -305,13 +326,16 @@ def test_the_order_in_force_stays_where_none_is_found_that_is_shorter() -> None:
     for _ in range(40):
         passes = pipeline(rng, layers=12, stages=4, micro_batches=9).passes
         assert passes is not None
-        forward = tuple(one * rng.uniform(0.7, 1.3) for one in passes.forward_seconds)
-        before, fresh = replace(passes, forward_seconds=forward).shortest(partition), passes.shortest(partition)
+        forward = tuple(one * rng.uniform(0.7, 1.3) for one in passes.layers.forward_seconds)
+        before, fresh = (
+            with_layers(passes, forward_seconds=forward).shortest(Placement.chain(partition)),
+            passes.shortest(Placement.chain(partition)),
+        )
         assert before is not None and fresh is not None
-        kept = replace(passes, in_force=before.schedule).shortest(partition)
+        kept = replace(passes, in_force=before.schedule).shortest(Placement.chain(partition))
         assert kept is not None and kept.iteration_seconds <= fresh.iteration_seconds
         assert kept.iteration_seconds == pytest.approx(seconds_of(passes, kept.schedule, partition))
-        assert kept.peak_bytes == peak_bytes(kept.schedule, passes.sizes(partition))
+        assert kept.peak_bytes == peak_bytes(kept.schedule, passes.layers.sizes(Placement.chain(partition)))
         assert kept.lower_bound_seconds == fresh.lower_bound_seconds
         better += kept.iteration_seconds < fresh.iteration_seconds
         assert kept.iteration_seconds <= seconds_of(passes, before.schedule, partition)
@@ -321,23 +345,25 @@ def test_the_order_in_force_stays_where_none_is_found_that_is_shorter() -> None:
 def test_an_order_in_force_that_does_not_suit_is_not_kept() -> None:
     """One of other stages or micro-batches, that needs more memory than there is, or that splits passes in vain."""
     passes = equal_layers()
-    found = passes.shortest(EVEN)
+    found = passes.shortest(Placement.chain(EVEN))
     assert found is not None
     for order in (one_f_one_b(3, 12), one_f_one_b(4, 11)):
-        assert replace(passes, in_force=order).shortest(EVEN) == found
+        assert replace(passes, in_force=order).shortest(Placement.chain(EVEN)) == found
     tight = replace(passes, memory=0.8)
-    small = tight.shortest(EVEN)
+    small = tight.shortest(Placement.chain(EVEN))
     assert small is not None and max(small.peak_bytes) < max(found.peak_bytes)
-    assert replace(tight, in_force=found.schedule).shortest(EVEN) == small
-    whole = replace(passes, input_gradient_seconds=passes.backward_seconds, weight_gradient_seconds=(0.0,) * 8)
-    kept = replace(whole, in_force=found.schedule).shortest(EVEN)
+    assert replace(tight, in_force=found.schedule).shortest(Placement.chain(EVEN)) == small
+    whole = with_layers(
+        passes, input_gradient_seconds=passes.layers.backward_seconds, weight_gradient_seconds=(0.0,) * 8
+    )
+    kept = replace(whole, in_force=found.schedule).shortest(Placement.chain(EVEN))
     assert kept is not None and kept.schedule.splits == 0
 
 
 def test_partitions_that_can_hardly_be_better_get_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal layers, evenly spread: no other partition has a bound below what the first one takes."""
     passes = equal_layers()
-    given = PipelineModel(passes.forward_seconds, passes.backward_seconds, 12, passes.speeds, passes=passes)
+    given = pipeline_of(passes)
     searched = counting(monkeypatch)
     assert makespan([3.0] * 8, 4, start=EVEN, pipeline=given) == EVEN
     assert len(searched) == 1
@@ -345,14 +371,14 @@ def test_partitions_that_can_hardly_be_better_get_no_order(monkeypatch: pytest.M
 
 def test_partitions_that_are_not_worth_a_move_get_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last layers take four times as long, so that other partitions are much shorter."""
-    passes = replace(equal_layers(), forward_seconds=(1.0,) * 5 + (4.0,) * 3, memory=4.0)
-    order = equal_layers().shortest(EVEN)
+    passes = replace(with_layers(equal_layers(), forward_seconds=(1.0,) * 5 + (4.0,) * 3), memory=4.0)
+    order = equal_layers().shortest(Placement.chain(EVEN))
     assert order is not None
     for min_gain, moves in ((0.0, True), (0.9, False)):
         running = replace(passes, in_force=order.schedule, min_gain=min_gain)
-        given = PipelineModel(passes.forward_seconds, passes.backward_seconds, 12, passes.speeds, passes=running)
+        given = pipeline_of(running)
         searched = counting(monkeypatch)
-        costs = [forward + 2.0 for forward in passes.forward_seconds]
+        costs = [forward + 2.0 for forward in passes.layers.forward_seconds]
         assert (makespan(costs, 4, start=EVEN, pipeline=given) != EVEN) == moves
         assert moves or len(searched) <= 1
 
@@ -362,22 +388,22 @@ def test_groups_of_layers_count_as_layers() -> None:
     folded = given.folded(groups)
     assert folded.iteration_seconds([0, 2, 3, 5]) == given.iteration_seconds([0, 3, 4, 7])
     assert folded.passes is not None and given.passes is not None
-    bound = folded.passes.lower_bounds(np.array([[0], [2], [3], [5]]))
-    assert bound == given.passes.lower_bounds(np.array([[0], [3], [4], [7]]))
+    bound = folded.passes.lower_bounds(np.array([[0], [2], [3], [5]]), range(3))
+    assert bound == given.passes.lower_bounds(np.array([[0], [3], [4], [7]]), range(3))
 
 
 def test_where_batches_follow_each_other_that_counts() -> None:
     """With twice the memory the order in force is kept if nothing waits under it, not if a batch alone is short."""
     alone = replace(equal_layers(), memory=2.0)
     following = replace(alone, back_to_back=True)
-    first, second = alone.shortest(EVEN), following.shortest(EVEN)
+    first, second = alone.shortest(Placement.chain(EVEN)), following.shortest(Placement.chain(EVEN))
     assert first is not None and second is not None
     assert first.iteration_seconds == second.iteration_seconds
-    costs = alone.costs(EVEN)
+    costs = alone.costs(Placement.chain(EVEN))
     periods = [period_seconds(one.schedule.orders, 12, costs) for one in (first, second)]
     assert periods[1] == 12 * 6.0 < periods[0]
     for present, passes in ((first, following), (second, following), (second, alone)):
-        kept = replace(passes, in_force=present.schedule).shortest(EVEN)
+        kept = replace(passes, in_force=present.schedule).shortest(Placement.chain(EVEN))
         assert kept is not None and period_seconds(kept.schedule.orders, 12, costs) == periods[1]
         assert kept.iteration_seconds == second.iteration_seconds
         assert present is first or kept == second

@@ -17,6 +17,7 @@ from ds_dynmo.schedules import (
     one_f_one_b,
     peak_bytes,
     replay,
+    schedule_for_equal_costs,
 )
 from tests.schedules.instances import drawn
 from tests.support.pages import ROOT

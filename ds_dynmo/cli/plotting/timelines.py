@@ -12,6 +12,7 @@ from ds_dynmo.config import DynMoConfig, load_json
 from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import loads, simulate
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import Profile
 from ds_dynmo.schedules import Kind, Schedule, ScheduleTimeline, replay
 
@@ -91,7 +92,7 @@ def simulated(profile: Profile, partition: Sequence[int], order: Schedule | None
     else:
         passes = DecisionInput.of(profile, config=DynMoConfig(), searches=True).pipeline.passes
         assert passes is not None
-        timeline = replay(order, passes.on(order.num_stages).costs(partition))
+        timeline = replay(order, passes.on(order.num_stages).costs(Placement.of(partition, order.owners)))
         name = f"zero bubble, {order.splits} split passes"
     return rows_of(timeline, f"{when}, simulated: {list(partition)}, {name}")
 

@@ -48,8 +48,9 @@ class CostModel:
         """
         profile = given.profile
         groups = given.groups or LayerGroups.single(len(profile.layers))
-        balanced = partitioners.balanced_groups(profile.costs("time"), profile.placement.num_stages, groups)
-        self.first_seconds = min(map(given.pipeline.iteration_seconds, (profile.partition, balanced)))
+        here = profile.placement
+        balanced = partitioners.balanced_groups(profile.costs("time"), here.num_stages, groups, owners=here.owners)
+        self.first_seconds = min(map(given.pipeline.iteration_seconds, (here, here.at(balanced))))
 
     def model_changed(self) -> None:
         """Discard the costs so far: those of layers have changed."""

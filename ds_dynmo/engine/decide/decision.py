@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -99,6 +98,7 @@ def proposed_placement(given: DecisionInput) -> Placement:
         speeds=speeds,
         layer_bytes=[layer.static_bytes for layer in given.profile.layers],
         groups=given.groups,
+        owners=given.placement.owners,
     )
     return given.placement.at(proposed)
 
@@ -159,20 +159,20 @@ def accept_move(given: DecisionInput, proposed: Placement) -> Decision:
 
 def predict(given: DecisionInput, placement: Placement, verdict: str = "") -> Decision:
     """Predict ``placement`` under its shortest schedule, in seconds even if parameters are balanced."""
-    found, passes = given.pipeline.shortest_schedule(placement.boundaries), given.pipeline.passes
-    before = _simulated(given.pipeline, given.partition, given.running_schedule)
-    after = _simulated(given.pipeline, placement.boundaries, found.schedule if found is not None else None)
+    found, passes = given.pipeline.shortest_schedule(placement), given.pipeline.passes
+    before = _simulated(given.pipeline, given.placement, given.running_schedule)
+    after = _simulated(given.pipeline, placement, found.schedule if found is not None else None)
     return Decision(
         placement,
-        tuple(given.pipeline.stage_loads(given.partition)),
-        tuple(given.pipeline.stage_loads(placement.boundaries)),
+        tuple(given.pipeline.stage_loads(given.placement)),
+        tuple(given.pipeline.stage_loads(placement)),
         before.seconds,
         after.seconds,
         verdict,
         bubble_ratio_before=before.bubble_ratio,
         bubble_ratio_after=after.bubble_ratio,
         found=found,
-        pass_costs=passes.costs(placement.boundaries) if found is not None and passes is not None else None,
+        pass_costs=passes.costs(placement) if found is not None and passes is not None else None,
     )
 
 
@@ -183,13 +183,13 @@ class _Simulated(NamedTuple):
     bubble_ratio: float
 
 
-def _simulated(pipeline: PipelineModel, partition: Sequence[int], schedule: Schedule | None) -> _Simulated:
+def _simulated(pipeline: PipelineModel, placement: Placement, schedule: Schedule | None) -> _Simulated:
     """Simulate an iteration under ``schedule``; None: under DeepSpeed's 1F1B."""
     if schedule is not None and pipeline.passes is not None:
-        timeline = replay(schedule, pipeline.passes.costs(partition))
+        timeline = replay(schedule, pipeline.passes.costs(placement))
         return _Simulated(timeline.iteration_seconds, timeline.bubble_ratio)
-    seconds = pipeline.seconds_under_1f1b(partition)
-    busy = sum(pipeline.stage_loads(partition))
+    seconds = pipeline.seconds_under_1f1b(placement)
+    busy = sum(pipeline.stage_loads(placement))
     return _Simulated(seconds, idle_share(pipeline.micro_batches * busy, len(pipeline.speeds) * seconds))
 
 
@@ -214,15 +214,15 @@ def _objective(given: DecisionInput, placement: Placement) -> float:
     """Compute what the balancer minimises."""
     config = given.config
     if config.balance_by != "time":
-        return partitioners.bottleneck(given.profile.costs(config.balance_by), placement.boundaries)
+        return max(partitioners.loads_of(given.profile.costs(config.balance_by), placement))
     if partitioners.accepts(config.balancer, "pipeline"):
         return _iteration_seconds(given, placement)
-    return max(given.pipeline.stage_loads(placement.boundaries))
+    return max(given.pipeline.stage_loads(placement))
 
 
 def _iteration_seconds(given: DecisionInput, placement: Placement) -> float:
     """Simulate an iteration under the shortest schedule, and return its seconds."""
-    return given.pipeline.iteration_seconds(placement.boundaries)
+    return given.pipeline.iteration_seconds(placement)
 
 
 def _exceeds_noise(saved: float, given: DecisionInput, proposed: Placement, tradeoff: MoveTradeoff) -> bool:
@@ -234,10 +234,10 @@ def _exceeds_noise(saved: float, given: DecisionInput, proposed: Placement, trad
     pipeline, here = given.pipeline, given.placement
     seconds = pipeline.micro_batches * np.array(pipeline.layer_seconds)
     measured_on = np.array([here.stage_of(layer) for layer in range(len(seconds))])
-    slowest = int(np.argmax(pipeline.stage_loads(here.boundaries)))
+    slowest = int(np.argmax(pipeline.stage_loads(here)))
     share = np.zeros(len(seconds))
     share[list(here.layers_of(slowest))] = 1.0 / pipeline.speeds[slowest]
-    loads = pipeline.stage_loads(proposed.boundaries)
+    loads = pipeline.stage_loads(proposed)
     for stage, load in enumerate(loads):
         only_one = share.copy()
         only_one[list(proposed.layers_of(stage))] -= 1.0 / pipeline.speeds[stage]
@@ -253,7 +253,7 @@ def fits(memory: MemoryModel | None, placement: Placement) -> bool:
     """Return whether every stage has enough memory to train at ``placement``; ``memory`` None: there is no limit."""
     if memory is None:
         return True
-    return all(needed <= limit for needed, limit in zip(memory.bytes_per_stage(placement.boundaries), memory.limits))
+    return all(needed <= limit for needed, limit in zip(memory.bytes_per_stage(placement), memory.limits))
 
 
 def _overflow(given: DecisionInput, proposed: Placement) -> Overflow | None:
@@ -267,5 +267,5 @@ def _overflow(given: DecisionInput, proposed: Placement) -> Overflow | None:
         [layer.held for layer in layers],
         [layer.first_use for layer in layers],
         min(memory.limits),
-        memory.bytes_per_stage(given.partition),
+        memory.bytes_per_stage(given.placement),
     )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners import MemoryModel, MoveCosts, PassModel, PipelineModel
+from ds_dynmo.partitioners import LayerPasses, MemoryModel, MoveCosts, PassModel, PipelineModel
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile, limit_minus_workspace
 from ds_dynmo.schedules import Schedule
@@ -96,7 +96,8 @@ class DecisionInput:
             self.speeds or (1.0,) * self.placement.num_stages,
             tuple(cost.static_bytes for cost in layers),
         )
-        return replace(under_1f1b, passes=self._passes(under_1f1b)) if self.searches else under_1f1b
+        has_pairs = self.placement.num_chunks > self.placement.num_stages  # which DeepSpeed's 1F1B cannot run
+        return replace(under_1f1b, passes=self._passes(under_1f1b)) if self.searches or has_pairs else under_1f1b
 
     def costs(self, balance_by: Literal["time", "parameters"]) -> list[float]:
         """Return costs per layer for a balancer without stage speeds: seconds are those on the present stage."""
@@ -115,7 +116,7 @@ class DecisionInput:
     def _passes(self, under_1f1b: PipelineModel) -> PassModel:
         layers, schedule = self.profile.layers, self.config.schedule
         limit = None if self.limit_bytes is None else limit_minus_workspace(self.limit_bytes, layers)
-        return PassModel(
+        passes = LayerPasses(
             under_1f1b.forward_seconds,
             self._scaled(_first_part(cost) for cost in layers),
             self._scaled(cost.weight_gradient_seconds for cost in layers),
@@ -124,14 +125,17 @@ class DecisionInput:
             tuple(cost.activation_bytes for cost in layers),
             tuple(cost.input_bytes for cost in layers),
             tuple(cost.deferred_bytes for cost in layers),
-            self.profile.micro_batches,
-            under_1f1b.speeds,
+            tuple(cost.output_bytes for cost in layers),
             frozen_layers=next((index for index, cost in enumerate(layers) if cost.trainable_parameters), 0),
             checkpoint_interval=self.checkpoint_interval,
+        )
+        return PassModel(
+            passes,
+            self.profile.micro_batches,
+            under_1f1b.speeds,
             memory=schedule.memory,
             limit_bytes=limit,
             may_stay=schedule.kind == "auto",
-            output_bytes=tuple(cost.output_bytes for cost in layers),
             in_force=self.running_schedule,
             in_force_over_bound=self.running_over_bound,
             back_to_back=self.back_to_back,

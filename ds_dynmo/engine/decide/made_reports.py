@@ -14,14 +14,13 @@ def measured_report(profile: Profile, rebalance_step: int | None) -> MeasuredRep
     Args:
         rebalance_step: step of the move to this placement; None: the first placement.
     """
-    seconds = profile.costs("time")
-    loads = partitioners.loads(seconds, profile.partition)
+    loads = partitioners.loads_of(profile.costs("time"), profile.placement)
     return MeasuredReport(
         step=profile.step,
         rebalance_step=rebalance_step,
         placement=profile.placement,
         bottleneck_seconds=max(loads),
-        imbalance=partitioners.imbalance(seconds, profile.partition),
+        imbalance=partitioners.imbalance(loads, range(len(loads) + 1)),
         batch_seconds=profile.batch_seconds,
         bubble_ratio=profile.bubble_ratio,
     )

@@ -47,7 +47,7 @@ class HeldMemory:
         if present is None:
             present_bytes = [sum(self.static_bytes[index] for index in old.layers_of(stage)) for stage in old.stages]
         else:
-            present_bytes = present.bytes_per_stage(old.boundaries)
+            present_bytes = present.bytes_per_stage(old)
         training_bytes = self.static_bytes if overlapped else None
         return partitioners.overflow(
             plan, self.layers, self.first_uses, self.limit, present_bytes, training_bytes=training_bytes

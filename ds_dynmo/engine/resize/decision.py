@@ -69,7 +69,7 @@ class StageDecision:
         if profile is None:
             return None
         given = self._rebalancer.decision_input(profile, self._limit_bytes, assume_running_schedule=False)
-        return given.pipeline.on(placement.num_stages).iteration_seconds(placement.boundaries)
+        return given.pipeline.on(placement.num_stages).iteration_seconds(placement)
 
     def _gather_facts(self) -> RankFacts:
         """Gather the facts for a decision. Collective."""

@@ -65,7 +65,7 @@ class Planner:
         )
 
     def _present(self) -> Packing:
-        return Packing(self.given.partition, self.given.pipeline.iteration_seconds(self.given.partition))
+        return Packing(self.given.partition, self.given.pipeline.iteration_seconds(self.given.placement))
 
     def _fits(self, count: int) -> bool:
         try:

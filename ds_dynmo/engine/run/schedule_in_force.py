@@ -8,16 +8,7 @@ from typing import NamedTuple
 
 from ds_dynmo.config.dynmo import ScheduleConfig
 from ds_dynmo.placement import Placement
-from ds_dynmo.schedules import (
-    Action,
-    Kind,
-    PassBytes,
-    PassCosts,
-    Schedule,
-    best_schedule,
-    one_f_one_b,
-    schedule_for_equal_costs,
-)
+from ds_dynmo.schedules import Action, Kind, PassCosts, Schedule, one_f_one_b, schedule_for_equal_costs
 
 SPLIT_IN_PROFILES = 2  # backward passes per chunk that a profile splits if the schedule splits none
 
@@ -105,14 +96,12 @@ class ScheduleInForce:
         return self._before_decision
 
     def _for_equal_costs(self, placement: Placement, micro_batches: int) -> Schedule:
-        stages, memory = placement.num_stages, self._config.memory
-        if placement.shape == "chain":
-            if self._use_1f1b_until_decided:
-                return one_f_one_b(stages, micro_batches)
-            return schedule_for_equal_costs(stages, micro_batches, memory, back_to_back=self.back_to_back)
-        costs, sizes = PassCosts.equal(placement.owners), PassBytes.equal(placement.num_chunks)
-        limit = int(memory * 2 * min(stages, micro_batches))  # a stage of a chain holds two such chunks
-        return best_schedule(costs, micro_batches, sizes, [limit] * stages).schedule
+        stages, shape = placement.num_stages, placement.shape
+        if shape == "chain" and self._use_1f1b_until_decided:
+            return one_f_one_b(stages, micro_batches)
+        return schedule_for_equal_costs(
+            stages, micro_batches, self._config.memory, shape=shape, back_to_back=self.back_to_back
+        )
 
 
 def with_some_split(schedule: Schedule, count: int = SPLIT_IN_PROFILES) -> Schedule:

@@ -121,7 +121,7 @@ def under_a_limit(report: str) -> Any:
         order, layers = engine.stage.schedule.schedule_for(engine.stage.placement, 4), engine.profile.layers
         orders.append(order)
         passes = engine.rebalancer.decision_input(engine.profile, None, assume_running_schedule=False).pipeline.passes
-        held = peak_bytes(order, passes.sizes(engine.partition))
+        held = peak_bytes(order, passes.layers.sizes(engine.stage.placement))
         owned = map(engine.stage.placement.layers_of, range(3))
         needed.append([sum(layers[i].static_bytes for i in own) + more for own, more in zip(owned, held)])
     return gather((needed, engine.rebalancer.memory.limit, orders))

@@ -42,7 +42,7 @@ def needed_bytes(engine: Any) -> list[int]:
     model = memory_model(engine.profile, 0, engine.rebalancer.memory.checkpoint_interval)
     assert model is not None
     workspace = max(layer.workspace_bytes for layer in engine.profile.layers)
-    return [needed + workspace for needed in model.on(engine.num_stages).bytes_per_stage(engine.partition)]
+    return [needed + workspace for needed in model.on(engine.num_stages).bytes_per_stage(engine.stage.placement)]
 
 
 def refusal_to_keep_elements() -> AbstractContextManager[Any]:

@@ -1,0 +1,193 @@
+"""The least bottleneck of a V and of a loop, against every partition of small instances."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.layer_groups import LayerGroups
+from ds_dynmo.partitioners import MemoryModel, balanced, pairs
+from tests.partitioners.instances import KINDS, every_partition, random_costs, random_memory
+
+SHAPES = ("v", "loop")
+
+
+def owners_of(shape: str, stages: int) -> tuple[int, ...]:
+    down = tuple(range(stages))
+    return down + (down[::-1] if shape == "v" else down)
+
+
+def stage_loads(costs: Sequence[float], boundaries: Sequence[int], owners: Sequence[int]) -> list[float]:
+    layers: list[list[float]] = [[] for _ in {*owners}]
+    for owner, (start, stop) in zip(owners, itertools.pairwise(boundaries)):
+        layers[owner] += costs[start:stop]
+    return [math.fsum(mine) for mine in layers]
+
+
+def plain_bottleneck(
+    costs: Sequence[float], boundaries: Sequence[int], owners: Sequence[int], speeds: Sequence[float]
+) -> float:
+    return max(load / speed for load, speed in zip(stage_loads(costs, boundaries, owners), speeds))
+
+
+def squares(costs: Sequence[float], boundaries: Sequence[int]) -> float:
+    return math.fsum(math.fsum(costs[start:stop]) ** 2 for start, stop in itertools.pairwise(boundaries))
+
+
+def segments(memory: MemoryModel, start: int, stop: int) -> tuple[int, int]:
+    """Return what layers keep per micro-batch, and what one segment recomputes."""
+    if not memory.checkpoint_interval:
+        return sum(memory.activation_bytes[start:stop]), 0
+    heads = range(start, stop, memory.checkpoint_interval)
+    ends = (min(head + memory.checkpoint_interval, stop) for head in heads)
+    return sum(memory.input_bytes[head] for head in heads), max(
+        sum(memory.activation_bytes[head:end]) for head, end in zip(heads, ends)
+    )
+
+
+def plain_fits(memory: MemoryModel | None, boundaries: Sequence[int], owners: Sequence[int]) -> bool:
+    """Both chunks hold as many micro-batches as the first stage of a chain under 1F1B."""
+    if memory is None:
+        return True
+    stages = len(memory.limits)
+    held = min(stages, memory.micro_batches)
+    for stage in range(stages):
+        runs = [run for owner, run in zip(owners, itertools.pairwise(boundaries)) if owner == stage]
+        kept = [segments(memory, *run) for run in runs]
+        needed = sum(sum(memory.static_bytes[start:stop]) for start, stop in runs)
+        needed += held * sum(size for size, _ in kept) + max(size for _, size in kept)
+        if needed > memory.limits[stage]:
+            return False
+    return True
+
+
+def instances(shape: str, seed: int, count: int) -> Iterator[tuple[list[float], tuple[int, ...], random.Random]]:
+    rng = random.Random(f"{shape} {seed}")
+    for case in range(count):
+        stages = rng.choice([1, 2, 2, 3, 3, 4])
+        layers = rng.randint(2 * stages, 2 * stages + {1: 8, 2: 7, 3: 5, 4: 3}[stages])
+        yield random_costs(rng, layers, KINDS[case % len(KINDS)]), owners_of(shape, stages), rng
+
+
+def check(
+    costs: list[float],
+    owners: tuple[int, ...],
+    speeds: Sequence[float] | None = None,
+    memory: MemoryModel | None = None,
+    start: list[int] | None = None,
+) -> bool:
+    """Compare with all partitions; return whether one fits."""
+    stages = len(owners) // 2
+    same = speeds or [1.0] * stages
+    fitting = [every for every in every_partition(len(costs), 2 * stages) if plain_fits(memory, every, owners)]
+    if not fitting:
+        with pytest.raises(PartitionError, match="no partition fits in memory"):
+            balanced(costs, stages, owners=owners, speeds=speeds, memory=memory, start=start)
+        return False
+    found = balanced(costs, stages, owners=owners, speeds=speeds, memory=memory, start=start)
+    assert found in fitting
+    close = 1 + 1e-12
+    least = min(plain_bottleneck(costs, every, owners, same) for every in fitting)
+    tolerance = 1e-14 * math.fsum(costs) / min(same)
+    assert plain_bottleneck(costs, found, owners, same) <= least * close + tolerance
+    equal = [every for every in fitting if plain_bottleneck(costs, every, owners, same) <= least]
+    evenest = min(squares(costs, every) for every in equal)
+    assert squares(costs, found) <= evenest * (1 + 1e-9) + tolerance * math.fsum(costs)
+    return True
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_partition_has_a_smaller_bottleneck_nor_is_more_even(shape: str) -> None:
+    for costs, owners, rng in instances(shape, 1, 160):
+        stages = len(owners) // 2
+        check(costs, owners)
+        check(costs, owners, speeds=[rng.choice([1.0, 0.5, 0.75, 1.3]) for _ in range(stages)])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_best_partition_that_fits_is_found(shape: str) -> None:
+    fitting = 0
+    for costs, owners, rng in instances(shape, 2, 160):
+        stages = len(owners) // 2
+        speeds = rng.choice([None, [rng.choice([1.0, 0.5]) for _ in range(stages)]])
+        fitting += check(costs, owners, speeds, random_memory(rng, len(costs), stages))
+    assert 40 < fitting < 150
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_start_stays_if_it_is_as_good(shape: str) -> None:
+    stayed = 0
+    for costs, owners, rng in instances(shape, 3, 60):
+        start = [0, *sorted(rng.sample(range(1, len(costs)), len(owners) - 1)), len(costs)]
+        check(costs, owners, start=start)
+        best = balanced(costs, len(owners) // 2, owners=owners)
+        assert balanced(costs, len(owners) // 2, owners=owners, start=best) == best
+        for equal in every_partition(len(costs), len(owners)):
+            if all(isinstance(cost, int) for cost in costs) and equal != best:
+                same = stage_loads(costs, equal, owners), squares(costs, equal)
+                if (max(same[0]), same[1]) == (max(stage_loads(costs, best, owners)), squares(costs, best)):
+                    assert balanced(costs, len(owners) // 2, owners=owners, start=equal) == equal
+                    stayed += 1
+    assert stayed > 5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_groups_of_layers_are_not_cut(shape: str) -> None:
+    rng = random.Random(4)
+    for case in range(60):
+        layers, stages = rng.randint(6, 10), rng.choice([1, 2])
+        costs, memory = random_costs(rng, layers, KINDS[case % len(KINDS)]), random_memory(rng, layers, stages)
+        cuts = sorted(rng.sample(range(1, layers), rng.randint(2 * stages - 1, layers - 1)))
+        groups, owners = LayerGroups((0, *cuts, layers)), owners_of(shape, stages)
+        allowed = [
+            every
+            for every in every_partition(layers, 2 * stages)
+            if groups.allows(every) and plain_fits(memory, every, owners)
+        ]
+        if allowed:
+            found = groups.unfold_partition(
+                balanced(groups.fold(costs), stages, owners=owners, memory=memory.folded(groups))
+            )
+            assert list(found) in allowed
+            least = min(max(stage_loads(costs, every, owners)) for every in allowed)
+            assert max(stage_loads(costs, found, owners)) <= least * (1 + 1e-12) + 1e-14 * math.fsum(costs)
+
+
+def test_a_chunk_takes_a_layer_even_where_a_later_stage_would_hold_it_better() -> None:
+    """The search that keeps the furthest position on the way back alone misses the best partition of some of these."""
+    missed = 0
+    for costs, owners, _ in instances("v", 5, 300):
+        search = pairs._Search(costs, owners, (1.0,) * (len(owners) // 2), None)
+        best = search.bottleneck(balanced(costs, len(owners) // 2, owners=owners))
+        missed += search.within(best, front=True) is None
+    assert missed > 3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_large_instances_are_balanced(shape: str) -> None:
+    rng = random.Random(6)
+    costs = [rng.uniform(0.5, 1.5) for _ in range(120)]
+    owners = owners_of(shape, 12)
+    found = balanced(costs, 12, owners=owners)
+    loads = stage_loads(costs, found, owners)
+    assert max(loads) < 1.03 * math.fsum(costs) / 12 and found == balanced(costs, 12, owners=owners)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equal_layers_make_equal_chunks(shape: str) -> None:
+    assert balanced([0.1] * 48, 8, owners=owners_of(shape, 8)) == [*range(0, 49, 3)]
+    assert balanced([0.1] * 48, 24, owners=owners_of(shape, 24)) == [*range(49)]
+    assert balanced([0.0] * 6, 2, owners=owners_of(shape, 2))[-1] == 6
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fewer_layers_than_chunks_are_refused(shape: str) -> None:
+    with pytest.raises(PartitionError, match="5 layers cannot fill 6 chunks, two of each stage"):
+        balanced([1.0] * 5, 3, owners=owners_of(shape, 3))
+    with pytest.raises(PartitionError, match="layer 1 costs"):
+        balanced([1.0, -1.0, 1.0, 1.0], 2, owners=owners_of(shape, 2))
