@@ -18,6 +18,20 @@ MUTATIONS = [
         "tests/partitioners/test_balanced.py::test_it_finds_the_smallest_bottleneck",
     ),
     Mutation(
+        "Partition misses the least bottleneck of two chunks per stage",
+        "pairs.balanced_pairs",
+        "search.bottleneck(best) > search.least",
+        "False",
+        "tests/partitioners/test_pairs.py::test_no_partition_has_a_smaller_bottleneck_nor_is_more_even",
+    ),
+    Mutation(
+        "the bytes of a stage's second chunk are not counted",
+        "MemoryModel.bytes_of_many",
+        "if owner == stage]",
+        "if owner == stage][:1]",
+        "tests/partitioners/test_pairs.py::test_the_best_partition_that_fits_is_found",
+    ),
+    Mutation(
         "makespan takes a longer iteration",
         "makespan._preferred",
         "seconds <= best_seconds",
