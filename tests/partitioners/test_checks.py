@@ -23,7 +23,7 @@ def test_metrics_refuse_what_balancers_refuse(function: Callable[..., Any]) -> N
         function([1.0, math.nan], [0, 1, 2])
     with pytest.raises(PartitionError, match="stage 1 would own no layer"):
         function([1.0, 1.0, 1.0], [0, 1, 1, 3])
-    with pytest.raises(PartitionError, match="runs from 0 to 3"):
+    with pytest.raises(PartitionError, match="from 0 to 2, for 2 stages and 2 layers"):
         function([1.0, 1.0], [0, 1, 3])
 
 
