@@ -10,8 +10,9 @@ import numpy as np
 
 from ds_dynmo import partitioners
 from ds_dynmo.engine.decide.decision_input import DecisionInput, MoveTradeoff
+from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners import MemoryModel, Overflow, PipelineModel
-from ds_dynmo.placement import Placement
+from ds_dynmo.placement import Placement, Shape, owners_of
 from ds_dynmo.plan import MigrationPlan, Profile
 from ds_dynmo.schedules import FoundSchedule, PassCosts, Schedule, idle_share, replay
 
@@ -82,25 +83,42 @@ def decide(given: DecisionInput) -> Decision:
 
 
 def proposed_placement(given: DecisionInput) -> Placement:
-    """Ask the balancer for a partition.
+    """Ask the balancer for a partition; of several shapes, take the one with the shortest iteration.
 
     Raises:
         PartitionError: no partition meets the memory limit, or a cost is negative or not finite.
     """
+    here = given.placement.shape
+    found: dict[Shape, Placement] = {}
+    for shape in given.shapes or (here,):
+        try:
+            found[shape] = _proposed(given, shape)
+        except PartitionError:
+            if shape == here and len(given.shapes) < 2:
+                raise
+    if len(found) > 1:
+        return min(found.values(), key=lambda placement: _iteration_seconds(given, placement))
+    return found[here] if here in found else next(iter(found.values()), _proposed(given, here))
+
+
+def _proposed(given: DecisionInput, shape: Shape) -> Placement:
+    """Ask the balancer for a partition of a shape, near the present one if that is of the same shape."""
     costs, speeds = costs_and_speeds(given)
+    here, owners = given.placement, owners_of(shape, given.placement.num_stages)
+    is_present = shape == here.shape
     proposed = partitioners.propose(
         given.config.balancer,
         costs,
-        given.placement.num_stages,
-        start=list(given.partition),
+        here.num_stages,
+        start=list(given.partition) if is_present else partitioners.uniform(here.num_layers, len(owners)),
         memory=given.memory,
         pipeline=given.pipeline if given.config.balance_by == "time" else None,
         speeds=speeds,
         layer_bytes=[layer.static_bytes for layer in given.profile.layers],
         groups=given.groups,
-        owners=given.placement.owners,
+        owners=owners,
     )
-    return given.placement.at(proposed)
+    return Placement.of_shape(shape, proposed, num_layers=here.num_layers, num_stages=here.num_stages)
 
 
 def costs_and_speeds(given: DecisionInput) -> tuple[list[float], tuple[float, ...] | None]:
@@ -120,7 +138,7 @@ def accept_move(given: DecisionInput, proposed: Placement) -> Decision:
 
     - it lowers the bottleneck (for a balancer that takes the pipeline: the seconds of an iteration) by
       ``min_improvement``, or does not raise it and lowers the seconds of an iteration by as much, each placement under
-      its shortest schedule;
+      its shortest schedule; of another shape: it lowers these seconds;
     - with a ``tradeoff``, if time is balanced: it saves more than noise explains, and its savings until the next
       decision, plus the missed ones of earlier decisions, exceed its cost. So a small gain that lasts is taken in the
       end, at no more than twice the least possible cost, however short the interval.
@@ -131,6 +149,8 @@ def accept_move(given: DecisionInput, proposed: Placement) -> Decision:
     if proposed == here:
         return predict(given, here, "nothing better was found")
     too_much = _overflow(given, proposed)
+    if too_much is not None and proposed.shape != here.shape:
+        return predict(given, here, f"going to {proposed}, {too_much}")
     if too_much is not None:
         way = partitioners.between(here.boundaries, proposed.boundaries)
         allowed = (here.at(partition) for partition in way if groups is None or groups.allows(partition))
@@ -205,7 +225,7 @@ def _improves(given: DecisionInput, proposed: Placement) -> bool:
         return after < before and before - after >= given.config.min_improvement * before
 
     before, after = (_objective(given, placement) for placement in (given.placement, proposed))
-    if lower(before, after) or after > before * (1 + _TIE):
+    if proposed.shape == given.placement.shape and (lower(before, after) or after > before * (1 + _TIE)):
         return lower(before, after)
     return lower(*(_iteration_seconds(given, placement) for placement in (given.placement, proposed)))
 

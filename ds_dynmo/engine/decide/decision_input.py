@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import LayerPasses, MemoryModel, MoveCosts, PassModel, PipelineModel
-from ds_dynmo.placement import Placement
+from ds_dynmo.placement import Placement, Shape
 from ds_dynmo.plan import LayerCost, Profile, limit_minus_workspace
 from ds_dynmo.schedules import Schedule
 
@@ -50,6 +50,7 @@ class DecisionInput:
         checkpoint_interval: layers per checkpointed segment; 0: no checkpointing.
         batches: until the next decision; None: unknown, and searches are not limited.
         tradeoff: costs that a gain has to exceed; None: the move's cost and the noise do not count.
+        shapes: of placements that may be proposed; (): the present one's.
         searches: whether schedules of ds_dynmo may be chosen.
         running_schedule: the schedule of ds_dynmo that runs now; None: DeepSpeed's 1F1B runs.
         running_over_bound: its iteration over the bound when it was searched; 0.0 if costs were not measured.
@@ -65,6 +66,7 @@ class DecisionInput:
     checkpoint_interval: int = 0
     batches: int | None = None
     tradeoff: MoveTradeoff | None = None
+    shapes: tuple[Shape, ...] = ()
     searches: bool = False
     running_schedule: Schedule | None = None
     running_over_bound: float = 0.0

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -39,7 +39,7 @@ from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.validation import DYNAMIC_SHAPES
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.placement import Placement
+from ds_dynmo.placement import Placement, Shape
 from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport
 from ds_dynmo.schedules import FoundSchedule, PassCosts
 
@@ -352,11 +352,18 @@ class Rebalancer:
             limit_bytes=limit_bytes,
             checkpoint_interval=self.memory.checkpoint_interval,
             batches=self.trigger.batches_to_gain,
+            shapes=self._shapes(),
             searches=schedule.may_choose_schedule,
             running_schedule=schedule.schedule_for(placement, profile.micro_batches) if counts else None,
             running_over_bound=schedule.over_bound,
             back_to_back=schedule.back_to_back,
         )
+
+    def _shapes(self) -> tuple[Shape, ...]:
+        """Return the shapes of placements that a decision may propose; (): the present one's."""
+        here, layers = self._stage.placement, self._stage.layers
+        fits = self.groups.num_groups >= 2 * here.num_stages > 2 and not layers.dynamic_shape
+        return get_args(Shape) if self._config.schedule.kind == "auto" and fits else ()
 
     @property
     def chooses_schedule(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -69,7 +69,9 @@ class TransferBudget:
         Returns:
             If none is within the budget, the one nearest to ``here``: each boundary moves by a layer at most.
         """
-        way = (here.at(partition) for partition in between(here.boundaries, target.boundaries))
+        way: Iterable[Placement] = ()
+        if target.shape == here.shape:
+            way = (here.at(partition) for partition in between(here.boundaries, target.boundaries))
         steps = [target, *filter(allows, way)]
         return next((step for step in steps if bytes_to(step) <= self.num_bytes), steps[-1])
 
