@@ -28,7 +28,6 @@ class LayerPasses:
         static_bytes: per layer: weights, gradients, optimizer state, buffers.
         activation_bytes, input_bytes: per layer and micro-batch, as in a :class:`MemoryModel`.
         deferred_bytes: per layer and micro-batch, held from the first part of a backward pass to the second.
-        output_bytes: per layer and micro-batch; (): unknown.
         frozen_layers: number of leading layers without trainable parameters.
         checkpoint_interval: layers per checkpointed segment, 0 without checkpointing.
         first_layers: if groups of layers count as layers, the first layer of each, then the number of layers; ():
@@ -43,7 +42,6 @@ class LayerPasses:
     activation_bytes: tuple[int, ...]
     input_bytes: tuple[int, ...]
     deferred_bytes: tuple[int, ...]
-    output_bytes: tuple[int, ...] = ()
     frozen_layers: int = 0
     checkpoint_interval: int = 0
     first_layers: tuple[int, ...] = ()

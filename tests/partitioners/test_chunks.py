@@ -82,9 +82,7 @@ def test_a_chunk_has_the_sums_of_its_layers_and_is_held_by_its_owner() -> None:
 
 
 def test_no_message_stands_where_a_chunk_follows_on_its_own_stage() -> None:
-    layers = replace(
-        pipeline(random.Random(1), 4, 2, 4).passes.layers, input_bytes=(1, 2, 4, 8), output_bytes=(2, 4, 8, 1)
-    )  # type: ignore[union-attr]
+    layers = replace(pipeline(random.Random(1), 4, 2, 4).passes.layers, input_bytes=(1, 2, 4, 8))  # type: ignore[union-attr]
     sizes = layers.sizes_with_messages(Placement.v([0, 1, 2, 3, 4]), standing=3)
     assert sizes.standing_bytes == (3 * 2, 3 * 2, 3 * 8, 3 * 8)
 

@@ -127,7 +127,6 @@ class DecisionInput:
             tuple(cost.activation_bytes for cost in layers),
             tuple(cost.input_bytes for cost in layers),
             tuple(cost.deferred_bytes for cost in layers),
-            tuple(cost.output_bytes for cost in layers),
             frozen_layers=next((index for index, cost in enumerate(layers) if cost.trainable_parameters), 0),
             checkpoint_interval=self.checkpoint_interval,
         )

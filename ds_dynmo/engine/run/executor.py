@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class Executor:
         stage.schedule.is_profiled = lambda: profiler.measures
         # of the running batch:
         self._training = True
-        self._owners: tuple[int, ...] = ()
+        self._inside: frozenset[int] = frozenset()  # boundaries between two chunks of one stage
         self._split: frozenset[Pass] = frozenset()  # passes whose backward part is in two
         self._held: dict[Pass, HeldPass] = {}
         self._handed: dict[tuple[Lane, int], tuple[list[torch.Tensor], MessageForm | None]] = {}  # within this stage
@@ -118,7 +119,8 @@ class Executor:
     @contextmanager
     def _batch(self, owners: tuple[int, ...], plan: LinkPlan, *, training: bool) -> Iterator[None]:
         stage, engine = self._stage, self._engine
-        self._training, self._owners = training, owners
+        self._training = training
+        self._inside = frozenset(n for n, (one, next_one) in enumerate(pairwise(owners)) if one == next_one)
         passes.begin_batch(engine)
         dynamic = engine.dynamic_shape
         try:
@@ -289,7 +291,7 @@ class Executor:
         self._send(Lane(MessageKind.ACTIVATION, chunk.number), micro_batch, tensors, form)
 
     def _send(self, lane: Lane, micro_batch: int, tensors: list[torch.Tensor], form: MessageForm | None = None) -> None:
-        if self._owners[lane.boundary] == self._owners[lane.boundary + 1]:
+        if lane.boundary in self._inside:
             self._handed[lane, micro_batch] = [kept(tensor, lane.kind) for tensor in tensors], form
             return
         with self._message("send", lane, micro_batch):
@@ -303,7 +305,7 @@ class Executor:
         Args:
             gradients: shapes and dtypes of a gradient message.
         """
-        if self._owners[lane.boundary] == self._owners[lane.boundary + 1]:
+        if lane.boundary in self._inside:
             return self._handed.pop((lane, micro_batch))
         with self._message("receive", lane, micro_batch):
             tensors, form = self._links.receive(lane, gradients)

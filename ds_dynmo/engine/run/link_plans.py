@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ds_dynmo.engine.comm.links import Lane, LinkPlan, MessageKind, Transfer
 from ds_dynmo.schedules import Action, Kind, PassCosts, Schedule, link_orders
@@ -45,11 +46,11 @@ def evaluation_plan(owners: tuple[int, ...], orders: Sequence[Sequence[Action]],
         orders: of forward passes alone.
         place: the sort key of all actions by which ``orders`` are sorted.
     """
-    last, plan = len(owners) - 1, dict[int, list[tuple[Transfer, ...]]]()
+    plan: dict[int, list[tuple[Transfer, ...]]] = {}
+    ways = dict(enumerate(pairwise(owners)))  # of the messages behind each chunk
     for _, chunk, _ in sorted((action for order in orders for action in order), key=place):
-        if chunk == last or owners[chunk] == owners[chunk + 1] or stage not in (owners[chunk], owners[chunk + 1]):
-            continue
-        is_sent = owners[chunk] == stage
-        neighbour = owners[chunk + 1] if is_sent else owners[chunk]
-        plan.setdefault(neighbour, []).append((Transfer(Lane(MessageKind.ACTIVATION, chunk), is_sent),))
+        source, target = ways.get(chunk, (stage, stage))
+        if source != target and stage in (source, target):
+            transfer = Transfer(Lane(MessageKind.ACTIVATION, chunk), source == stage)
+            plan.setdefault(target if source == stage else source, []).append((transfer,))
     return plan

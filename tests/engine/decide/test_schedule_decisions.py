@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 import ds_dynmo
 from ds_dynmo.cli.plotting.timelines import around
@@ -174,8 +173,9 @@ def agreed() -> PassCosts:
     engine = build(Case(dynmo={"interval": 0, "schedule": "zero_bubble"}))
     costs = PassCosts.equal((0, 1), 1.0 + torch.distributed.get_rank())
     engine.rebalancer._train_by(FoundSchedule(one_f_one_b(2, engine.micro_batches), 1.0, 1.0, (1, 1)), costs)
-    steps = engine.stage.schedule.steps(TrainSchedule(engine.micro_batches, 2, engine.stage_id))
-    return steps.costs
+    found = engine.stage.schedule.next(engine.stage.placement, engine.micro_batches)
+    assert found.costs is not None
+    return found.costs
 
 
 def test_all_ranks_order_messages_by_the_same_costs() -> None:

@@ -85,5 +85,5 @@ def test_orders_count_on_the_next_batch_where_that_can_begin(memory: float, sync
     config = ScheduleConfig(kind="zero_bubble", memory=memory)
     ours = ScheduleInForce(config, stages_synchronise_per_batch=synchronise)
     assert ours.back_to_back is expected
-    assert ours.schedule_for(3, 8) == schedule_for_equal_costs(3, 8, memory, back_to_back=expected)
+    assert next_of(ours, 3, 8) == schedule_for_equal_costs(3, 8, memory, back_to_back=expected)
     assert schedule_for_equal_costs(3, 8, 2.0, back_to_back=True) != schedule_for_equal_costs(3, 8, 2.0)
