@@ -204,7 +204,10 @@ class _Simulated(NamedTuple):
 
 
 def _simulated(pipeline: PipelineModel, placement: Placement, schedule: Schedule | None) -> _Simulated:
-    """Simulate an iteration under ``schedule``; None: under DeepSpeed's 1F1B."""
+    """Simulate an iteration under ``schedule``; None: under 1F1B, or with two chunks per stage the shortest."""
+    if schedule is None and placement.shape != "chain":
+        found = pipeline.shortest_schedule(placement)
+        schedule = found.schedule if found is not None else None
     if schedule is not None and pipeline.passes is not None:
         timeline = replay(schedule, pipeline.passes.costs(placement))
         return _Simulated(timeline.iteration_seconds, timeline.bubble_ratio)

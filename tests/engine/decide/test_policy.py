@@ -7,7 +7,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -20,7 +20,7 @@ from ds_dynmo.engine.measure.profiler import Samples
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MoveCosts, balanced, registry
-from ds_dynmo.placement import Placement
+from ds_dynmo.placement import Placement, Shape
 from ds_dynmo.plan import HeldBytes, LayerCost, MigrationPlan, Profile
 from tests.support.pages import code_blocks
 
@@ -116,6 +116,24 @@ def test_a_shorter_iteration_at_the_same_bottleneck_is_accepted() -> None:
     # A more even partition whose iterations take as long is no reason to move.
     lopsided = profile([10.0, 1.0, 1.0, 1.0, 1.0], (0, 1, 2, 5))
     assert decide(lopsided, config(balancer="partition")).partition == (0, 1, 2, 5)
+
+
+def test_a_v_is_proposed_if_its_iteration_is_shorter_and_shapes_may_change() -> None:
+    parts: dict[str, Any] = {"input_gradient_seconds": 1 / 3, "weight_gradient_seconds": 1 / 3}
+    equal = replace(profile([1.0] * 16, (0, 4, 8, 12, 16), **parts), micro_batches=8)
+    settings = config(schedule={"kind": "auto"})
+    stays, moves = (decide(equal, settings, shapes=shapes, searches=True) for shapes in ((), get_args(Shape)))
+    assert stays.placement == equal.placement and moves.placement.shape == "v"
+    assert moves.found is not None and moves.found.schedule.owners == moves.placement.owners
+    assert moves.iteration_seconds_after < 0.95 * stays.iteration_seconds_after
+    again = replace(equal, placement=moves.placement)
+    assert decide(again, settings, shapes=get_args(Shape), searches=True).placement == moves.placement
+    few = profile([1.0] * 5, (0, 1, 2, 3, 5))  # two chunks per stage need eight layers
+    assert decide(few, settings, shapes=get_args(Shape), searches=True).placement == few.placement
+    costly = MoveTradeoff(MoveCosts([(100, 1000.0)]), (0.0,) * 16, (0.0,) * 16)
+    assert decide(equal, settings, shapes=get_args(Shape), searches=True, tradeoff=costly, batches=1).placement == (
+        equal.placement
+    )
 
 
 def tradeoff(costs: MoveCosts, error: float = 0.0) -> MoveTradeoff:
