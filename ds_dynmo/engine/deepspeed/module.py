@@ -73,9 +73,19 @@ def layer_specs(module: Any) -> list[Any]:
     return specs
 
 
-def layers_of_stage(module: Any) -> range:
-    """Return the numbers of the layers that this stage holds: one range, in a ``PipelineModule``."""
-    return range(module._local_start, module._local_stop)
+_RUNS = "_ds_dynmo_runs"  # our attribute of a PipelineModule
+
+
+def set_runs(module: Any, runs: Sequence[range]) -> None:
+    """Record the runs of layers that this stage holds; DeepSpeed's bounds are those of the first, or the shown one."""
+    setattr(module, _RUNS, tuple(runs))
+    module._set_bounds(start=runs[0].start, stop=runs[0].stop)
+
+
+def layers_of_stage(module: Any) -> list[int]:
+    """Return the numbers of the layers that this stage holds."""
+    bounds = range(module._local_start, module._local_stop)
+    return [number for run in vars(module).get(_RUNS, (bounds,)) for number in run]
 
 
 def modules_of(module: Any, layers: Iterable[int]) -> Iterator[tuple[int, nn.Module]]:

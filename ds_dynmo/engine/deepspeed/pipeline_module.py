@@ -16,6 +16,7 @@ from deepspeed.pipe import DualPipeVModule, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.engine.deepspeed.layer_list import LayerList
+from ds_dynmo.engine.deepspeed.module import set_runs
 from ds_dynmo.engine.deepspeed.tied_aliases import TiedAliases
 from ds_dynmo.engine.deepspeed.ties import tied_comms, tied_ranks, untied_parameters
 from ds_dynmo.engine.move.object_graph import copy_of_modules
@@ -246,10 +247,9 @@ class StageLayers(LayerList):
         self._place_at(placement, stage)
 
     def _place_at(self, placement: Placement, stage: int) -> None:
-        first = placement.chunks_of(stage)[0]  # of several chunks the module shows one at a time while a batch runs
         self._placement, self._stage = placement, stage
         self._module.parts = list(placement.boundaries)
-        self._module._set_bounds(start=first.start, stop=first.stop)
+        set_runs(self._module, placement.chunks_of(stage))
 
     def _attach(self, index: int, layer: nn.Module | None) -> None:
         module, spec, key = self._module, self.spec(index), self.key(index)
