@@ -35,7 +35,7 @@ Floats = npt.NDArray[np.float64]
 _CLOSE = 1 / 4096  # relative gap at which the bisection ends; what is left is found by the search of all pairs
 _ROUNDING = 1e-12  # relative, of sums of squares
 _MIDDLES = 3_000_000  # most middles of a loop times pairs of positions; beyond it the most even middles alone are tried
-_STEPS = 4_000_000  # most ways to go on that are tried for a stage; beyond it some pairs are left out
+_STEPS = 2_000_000  # most ways to go on that are tried for a stage; beyond it some pairs are left out
 
 
 def balanced_pairs(
