@@ -8,7 +8,7 @@ For a bottleneck the search keeps every pair that the stages so far can reach an
 not enough to keep the furthest second position for each first one: a chunk cannot be empty, so a stage has to take the
 next layer even if that is too heavy for it beside its other chunk and suits a later stage better. But that *front* is
 cheap, and nearly always reaches the least bottleneck. So bisection runs on the front, and all pairs are searched just
-below its result. This is exact up to :data:`_PAIRS` pairs after a stage.
+below its result. This is exact as long as no stage has more than :data:`_STEPS` ways to go on from all pairs.
 
 Costs are counted in whole units of 2**-52 of their sum or less, so that equal loads are equal and no sum is rounded.
 """
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners.checks import check_num_chunks
 from ds_dynmo.partitioners.memory import MemoryModel, micro_batches_held
-from ds_dynmo.placement import Placement
+from ds_dynmo.placement import Placement, check_partition
 
 __all__ = ["balanced_pairs"]
 
@@ -35,7 +35,7 @@ Floats = npt.NDArray[np.float64]
 _CLOSE = 1 / 4096  # relative gap at which the bisection ends; what is left is found by the search of all pairs
 _ROUNDING = 1e-12  # relative, of sums of squares
 _MIDDLES = 3_000_000  # most middles of a loop times pairs of positions; beyond it the most even middles alone are tried
-_PAIRS = 20_000  # most pairs of positions after a stage; beyond it the search goes on along the front
+_STEPS = 2_000_000  # most ways to go on that are tried for a stage; beyond it some pairs are left out
 
 
 def balanced_pairs(
@@ -71,10 +71,9 @@ def balanced_pairs(
         memory.check_shape(num_layers, stages)
     search = _Search(costs, owners, speeds, memory)
     even = [chunk * num_layers // (2 * stages) for chunk in range(2 * stages + 1)]
-    known = [list(boundaries) for boundaries in (start, even) if boundaries is not None and search.fits(boundaries)]
-    best = min(known, key=search.bottleneck, default=None) or search.within(math.inf)
-    if best is None:
-        raise PartitionError("no partition fits in memory")
+    present = None if start is None else list(check_partition(start, num_layers, len(owners)))
+    known = [boundaries for boundaries in (present, even) if boundaries is not None and search.fits(boundaries)]
+    best = min(known, key=search.bottleneck, default=None) or search.first_that_fits()
     if num_layers == len(owners):
         return best
     best = search.bisected(best)
@@ -84,9 +83,7 @@ def balanced_pairs(
             break
         best = better
     best = search.within(*search.rank(best)) or best
-    if start is not None and known and known[0] == list(start) and search.rank(start) <= search.rank(best):
-        return list(start)
-    return best
+    return present if present in known and search.rank(present) <= search.rank(best) else best
 
 
 class _Positions(NamedTuple):
@@ -156,6 +153,18 @@ class _Search:
         needed = self.memory.bytes_per_stage(Placement.of(boundaries, self.owners))
         return all(size <= limit for size, limit in zip(needed, self.memory.limits))
 
+    def first_that_fits(self) -> list[int]:
+        """Find a partition that fits, with the bottleneck raised step by step, because few are within a small one.
+
+        Raises:
+            PartitionError: there is none.
+        """
+        for share in (1.05, 1.25, 2.0, 4.0, math.inf):
+            found = self.within(share * max(self.least, 1.0))
+            if found is not None:
+                return found
+        raise PartitionError("no partition fits in memory")
+
     def bisected(self, best: list[int]) -> list[int]:
         """Lower the bottleneck as far as the search along the front does."""
         low, high = self.least, self.bottleneck(best)
@@ -179,7 +188,6 @@ class _Search:
         none = np.zeros(len(self.middles), dtype=np.int64)
         reached = [_Positions(np.arange(len(none)), none, none, none.astype(np.float64), none)]
         for stage, capacity in enumerate(capacities):
-            front = front or len(reached[-1].first) > _PAIRS
             rest = sum(capacities[stage + 1 :])
             reached.append(self._step(reached[-1], stage, capacity, rest, most_squares * (1 + _ROUNDING), front))
             if not len(reached[-1].first):
@@ -202,6 +210,8 @@ class _Search:
         beside = run[offset + here.second + 1] - run[offset + here.second]
         most = np.searchsorted(prefix, prefix[here.first] + capacity - beside, "right") - 1
         least = here.first + 1 if behind or self.returns else middle  # the last stage of a loop ends at the middle
+        if _are_many(least, np.minimum(most, room), here.first):
+            return self._step_from_fewer(here, stage, capacity, rest, most_squares, front)
         source, first = _ranges(least, np.minimum(most, room))
         before, second, middle = here.first[source], here.second[source], middle[source]
         offset = 0 if self.returns else middle
@@ -211,7 +221,10 @@ class _Search:
         most = np.searchsorted(run, begin + capacity - load, "right") - 1 - offset
         goal = self.total - prefix[first] + (0 if self.returns else prefix[middle])
         least = np.searchsorted(run, goal - rest, "left") - offset if behind else room
-        place, taken = _ranges(np.maximum(least, second + 1), np.minimum(most, room))
+        least, most = np.maximum(least, second + 1), np.minimum(most, room)
+        if _are_many(least, most, here.first):
+            return self._step_from_fewer(here, stage, capacity, rest, most_squares, front)
+        place, taken = _ranges(least, most)
         end = run[(0 if self.returns else middle[place]) + taken]
         squares = here.squares[source[place]] + _square(load[place]) + _square(end - begin[place])
         # Later stages have at least the squares of equal chunks.
@@ -227,6 +240,17 @@ class _Search:
         else:
             best = self._least_of_each(key * (size + 1) + taken, squares)
         return _Positions(here.middle[source[best]], first[best], taken[best], squares[best], source[best])
+
+    def _step_from_fewer(
+        self, here: _Positions, stage: int, capacity: int, rest: int, most_squares: float, front: bool
+    ) -> _Positions:
+        """Step from the furthest second position of each first one alone; if these are all, from every other one."""
+        kept = self._least_of_each(here.middle * (self.num_layers + 1) + here.first, -here.second.astype(np.float64))
+        kept = kept[::2] if len(kept) == len(here.first) else kept
+        middle, first, second, squares, before = here
+        fewer = _Positions(middle[kept], first[kept], second[kept], squares[kept], before[kept])
+        after = self._step(fewer, stage, capacity, rest, most_squares, front)
+        return after._replace(before=kept[after.before])
 
     def _least_of_each(self, keys: Ints, values: Floats) -> Ints:
         """Return where the least value of each key is; of equal ones the last."""
@@ -284,6 +308,11 @@ def _capacity(bound: float, total: int, speed: float) -> int:
 def _square(units: Ints) -> Floats:
     exact = units.astype(np.float64)
     return exact * exact
+
+
+def _are_many(least: Ints, most: Ints, positions: Ints) -> bool:
+    """Return whether the values from ``least`` to ``most`` are too many to be tried, of more than one position."""
+    return len(positions) > 1 and int(np.maximum(most - least + 1, 0).sum()) > _STEPS
 
 
 def _ranges(least: Ints, most: Ints) -> tuple[Ints, Ints]:

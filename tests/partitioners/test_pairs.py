@@ -12,6 +12,7 @@ import pytest
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, balanced, pairs
+from ds_dynmo.placement import Placement
 from tests.partitioners.instances import KINDS, every_partition, random_costs, random_memory
 
 SHAPES = ("v", "loop")
@@ -191,3 +192,18 @@ def test_fewer_layers_than_chunks_are_refused(shape: str) -> None:
         balanced([1.0] * 5, 3, owners=owners_of(shape, 3))
     with pytest.raises(PartitionError, match="layer 1 costs"):
         balanced([1.0, -1.0, 1.0, 1.0], 2, owners=owners_of(shape, 2))
+    with pytest.raises(PartitionError, match="the model's 6 layers need 0 to 6"):
+        balanced([1.0] * 6, 2, owners=owners_of(shape, 2), start=[0, 1, 2, 3, 7])
+
+
+def test_a_search_of_bounded_work_still_finds_a_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With too many ways to go on some are left out: the result is valid, and rarely far from the best."""
+    for shape in SHAPES:
+        for costs, owners, _ in instances(shape, 6, 40):
+            stages = len(owners) // 2
+            best = max(stage_loads(costs, balanced(costs, stages, owners=owners), owners))
+            with monkeypatch.context() as patched:
+                patched.setattr(pairs, "_STEPS", 3)
+                found = balanced(costs, stages, owners=owners)
+            assert Placement.of(found, owners).num_layers == len(costs)
+            assert max(stage_loads(costs, found, owners)) <= 2 * best + 1e-12
