@@ -222,7 +222,8 @@ class Executor:
             passes.backward_from_loss(engine, held.loss)
         else:
             pairs = [(edge, grad) for edge, grad in zip(held.outputs, gradients, strict=True) if edge is not None]
-            passes.backward_from(engine, [edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+            if pairs:
+                passes.backward_from(engine, [edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         if aliases and engine.using_bf16_optimizer:
             aliases.accumulate_gradients(passes.accumulation_dtype(engine))
 
