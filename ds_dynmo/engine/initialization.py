@@ -20,6 +20,7 @@ from ds_dynmo.engine.deepspeed.engine_class import engine_class as built_upon
 from ds_dynmo.engine.deepspeed.instruction_map import checked_instructions
 from ds_dynmo.engine.deepspeed.logs import warning_once
 from ds_dynmo.engine.deepspeed.module import layer_specs
+from ds_dynmo.engine.deepspeed.pipeline_module import is_dual_pipe_v, num_stages_of, use_as_v
 from ds_dynmo.engine.deepspeed.probe import check_deepspeed
 from ds_dynmo.engine.deepspeed.settings import check_settings
 from ds_dynmo.engine.deepspeed.shm_operator import warn_of_shm_operator
@@ -71,6 +72,8 @@ def initialize(
         PartitionError: more stages than layers, an empty stage, or an invalid initial partition.
     """
     dynmo = _checked_block(validation.load_config(args, config, config_params), model, optimizer, lr_scheduler)
+    if dynmo is not None and is_dual_pipe_v(model):
+        use_as_v(model)
     of_user = built_upon(engine_class or deepspeed.PipelineEngine)
     if dynmo is not None:
         checked_instructions(of_user.func)
@@ -120,7 +123,7 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any, lr_sche
     check_configuration(dynmo, settings, optimizer, lr_scheduler)
     validation.check_partitioned_activations(settings, model)
     check_uses(layer_specs(model))
-    validation.check_initial_partition(dynmo, layer_specs(model), model.num_stages)
+    validation.check_initial_partition(dynmo, layer_specs(model), num_stages_of(model))
     validation.check_shapes(dynmo, model)
     check_hosts(dynmo.timeout_seconds)
     if dynmo.compile:
@@ -167,6 +170,8 @@ def _go_to_first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> N
     """Move layers to the initial partition. Collective."""
     here = engine.stage.placement
     shape = validation.shape_of(dynmo, here.num_stages)
+    if here.shape != "chain" and dynmo.initial_partition is None:  # a DualPipeVModule
+        return
     first = Placement.of_shape(
         shape,
         _first_partition(engine, dynmo) if shape == "chain" else _first_chunks(engine, dynmo),

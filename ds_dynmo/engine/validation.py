@@ -8,21 +8,20 @@ from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.config import DynMoConfig, load_settings, parse_type_partition
 from ds_dynmo.config.withdrawn import LOAD_UNIVERSAL, refusal
 from ds_dynmo.engine.comm.replicas import has_per_replica
 from ds_dynmo.engine.deepspeed.module import has_deepspeeds_experts, layer_specs, layers_of_stage, modules_of
-from ds_dynmo.engine.deepspeed.pipeline_module import is_dual_pipe_v
+from ds_dynmo.engine.deepspeed.pipeline_module import is_dual_pipe_v, num_stages_of, placement_of
 from ds_dynmo.engine.deepspeed.settings import optimizer_class
 from ds_dynmo.engine.deepspeed.ties import check_tied_weights
 from ds_dynmo.engine.run.compiled_layers import check_not_compiled
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.placement import Placement, Shape
-from ds_dynmo.plan import check_partition
 
 DYNAMIC_SHAPES = (
     "two chunks of layers per stage need messages of one shape, and the PipelineModule has dynamic_shape=True: use one "
@@ -42,14 +41,9 @@ def load_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
 
 def check_module(model: Any) -> None:
     """Refuse a model that is not DeepSpeed's ``PipelineModule``, or cannot be re-partitioned."""
-    if is_dual_pipe_v(model):
-        raise ConfigError("model is a DualPipeVModule, whose stages hold two ranges of layers: use PipelineModule")
     if not isinstance(model, PipelineModule):
         raise ConfigError(f"model has to be a deepspeed.pipe.PipelineModule, got {type(model).__name__}")
-    num_layers, num_stages = len(layer_specs(model)), model.num_stages
-    if num_stages > num_layers:
-        raise PartitionError(f"{num_stages} stages need at least as many layers, the model has {num_layers}")
-    check_partition([int(boundary) for boundary in model.parts], num_layers, num_stages)
+    placement_of(model)
     for axis in model.topology().get_axis_names():
         if axis not in ("pipe", "data", "model") and model.topology().get_dim(axis) > 1:
             raise ConfigError(
@@ -362,6 +356,21 @@ def shape_of(dynmo: DynMoConfig, num_stages: int) -> Shape:
 
 
 def check_shapes(dynmo: DynMoConfig, model: PipelineModule) -> None:
-    """Refuse two chunks per stage where messages between them may change their shapes."""
-    if shape_of(dynmo, model.num_stages) != "chain" and model.dynamic_shape:
+    """Refuse two chunks per stage where messages between them may change their shapes, or the section has one.
+
+    Raises:
+        ConfigError: saying what to set.
+    """
+    if is_dual_pipe_v(model):
+        if type(model) is not DualPipeVModule:
+            raise ConfigError(
+                f"model is a {type(model).__name__}, a subclass of DualPipeVModule: use a PipelineModule with "
+                'dynmo.schedule.kind = "v"'
+            )
+        if dynmo.schedule.kind not in ("v", "auto"):
+            raise ConfigError(
+                f'dynmo.schedule.kind = "{dynmo.schedule.kind}": the model is a DualPipeVModule, with two chunks of '
+                'layers per stage: set it to "v" or "auto", or use PipelineModule'
+            )
+    if shape_of(dynmo, num_stages_of(model)) != "chain" and model.dynamic_shape:
         raise ConfigError(f'dynmo.schedule.kind = "{dynmo.schedule.kind}": {DYNAMIC_SHAPES}')

@@ -23,7 +23,7 @@ from ds_dynmo.engine.move.object_graph import copy_of_modules
 from ds_dynmo.engine.move.pickling import stand_in
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.placement import Placement
+from ds_dynmo.placement import Placement, Shape
 from ds_dynmo.torch_private import children_of
 
 
@@ -40,7 +40,7 @@ class StageLayers(LayerList):
     def __init__(self, module: PipelineModule) -> None:
         super().__init__(module._layer_specs)
         self._module = module
-        self._placement = Placement.chain(module.parts)
+        self._placement = placement_of(module)
         self._stage = int(module.stage_id)
         given = {index: spec for index, spec in enumerate(module._layer_specs) if isinstance(spec, nn.Module)}
         self._given = {index: _without_values(layer) for index, layer in given.items()}
@@ -297,6 +297,36 @@ class StageLayers(LayerList):
 def is_dual_pipe_v(model: Any) -> bool:
     """Return whether it is a ``DualPipeVModule``, a PipelineModule with two ranges of layers per stage."""
     return isinstance(model, DualPipeVModule)
+
+
+def num_stages_of(model: PipelineModule) -> int:
+    """Count the stages of the pipeline; a ``DualPipeVModule`` counts each of its ranges of layers as one."""
+    return int(model.topology().get_dim("pipe"))
+
+
+def placement_of(model: PipelineModule) -> Placement:
+    """Return where DeepSpeed has placed the layers of a model.
+
+    Raises:
+        PartitionError: there are more stages than layers, or a stage without a layer.
+    """
+    shape: Shape = "v" if is_dual_pipe_v(model) or len(model.parts) > num_stages_of(model) + 1 else "chain"
+    boundaries = [int(boundary) for boundary in model.parts]
+    return Placement.of_shape(shape, boundaries, num_layers=len(model._layer_specs), num_stages=num_stages_of(model))
+
+
+def use_as_v(model: DualPipeVModule) -> None:
+    """Make a ``DualPipeVModule`` a plain PipelineModule whose stages hold both of their ranges of layers at once."""
+    placement = placement_of(model)
+    (down, up), second = model.phase_funcs, range(*model.phase_bounds[1])
+    model.activate_phase(0)
+    model.forward_funcs = [*down, *up]
+    model.fwd_map = {n: place + len(down) * (int(n) in second) for n, place in model.fwd_map.items()}
+    model.num_stages = num_stages_of(model)
+    for name in ("active_phase", "phase_bounds", "phase_checkpointable", "phase_funcs"):
+        delattr(model, name)
+    model.__class__ = PipelineModule
+    set_runs(model, placement.chunks_of(int(model.stage_id)))
 
 
 def _without_values(layer: nn.Module) -> nn.Module:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
+from deepspeed.pipe import DualPipeVModule
 
+from ds_dynmo.errors import ConfigError
 from tests.support.configs import PRECISIONS, Case
-from tests.support.harness import run_each
+from tests.support.harness import run, run_each
 from tests.support.training import train, train_frozen, whole
 
 pytestmark = pytest.mark.ranks
@@ -68,6 +71,30 @@ def test_moves_also_to_a_chain_and_back_change_nothing(precision: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
 def test_moves_in_the_background_change_nothing(precision: str) -> None:
     check_same(Case(precision=precision, micro_batches=4, tied=True), "v", moves=V_TO_CHAIN, background=True)
+
+
+def train_a_dual_pipe_v_module(case: Case) -> dict[str, Any]:
+    with mock.patch("tests.support.models.PipelineModule", DualPipeVModule):
+        return train(case, [[0, 1, 4, 6, 8], [0, 3, 8]], 4, 1)
+
+
+def test_a_dual_pipe_v_module_is_a_v() -> None:
+    case = Case(stages=2, micro_batches=4, tied=True)
+    (still,), moved = run_each(2, train, (case, [], 4, 1)), run(2, train_a_dual_pipe_v_module, under("v", case))
+    check_equal(still, moved)
+
+
+def refusal_of_a_dual_pipe_v_module(case: Case) -> str:
+    try:
+        train_a_dual_pipe_v_module(case)
+    except ConfigError as error:
+        return str(error)
+    return "it was not refused"
+
+
+def test_a_dual_pipe_v_module_needs_a_schedule_of_two_chunks() -> None:
+    for message in run(2, refusal_of_a_dual_pipe_v_module, Case(stages=2)):
+        assert message.startswith('dynmo.schedule.kind = "1f1b": the model is a DualPipeVModule') and '"v"' in message
 
 
 def test_one_micro_batch() -> None:
