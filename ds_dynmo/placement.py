@@ -182,14 +182,19 @@ class Placement:
         """
         return cls.of_shape("loop", boundaries, num_layers=num_layers, num_stages=num_stages)
 
-    @staticmethod
-    def stages_of_chain(boundaries: Sequence[int]) -> int:
-        """Count the stages of a chain with ``boundaries``, which need not be valid.
+    def shape_on(self, num_stages: int) -> Shape:
+        """Return the shape for another number of stages: the same, on one stage a chain."""
+        return self.shape if num_stages > 1 else "chain"
 
-        >>> Placement.stages_of_chain([0, 3, 8]), Placement.stages_of_chain([])
-        (2, 0)
+    def stages_for(self, boundaries: Sequence[int]) -> int:
+        """Count the stages that ``boundaries``, which need not be valid, are for: in this shape, or else in a chain.
+
+        >>> v = Placement.v([0, 1, 2, 3, 4, 5, 6])
+        >>> v.stages_for([0, 1, 2, 4, 6]), v.stages_for([0, 2, 6]), v.stages_for([0, 6]), v.stages_for([])
+        (2, 2, 1, 0)
         """
-        return max(len(boundaries) - 1, 0)
+        stages, left = divmod(max(len(boundaries) - 1, 0), self.num_chunks // self.num_stages)
+        return max(len(boundaries) - 1, 0) if left or stages < 2 else stages
 
     @classmethod
     def of(cls, boundaries: Sequence[int], owners: Sequence[int] | None = None) -> Placement:
@@ -217,23 +222,24 @@ class Placement:
         return record if self.shape == "chain" else {**record, f"{name}_owners": self.owners}
 
     def among(self, places: Sequence[int], num_stages: int) -> Placement:
-        """Return this chain on the stages ``places`` of ``num_stages``; other stages own no layer.
+        """Return this placement on the stages ``places``, ascending, of ``num_stages``; other stages own no layer.
 
-        >>> str(Placement.chain([0, 3, 8]).among([0, 3], 4))
-        '[0, 3, 3, 3, 8]'
+        >>> Placement.chain([0, 3, 8]).among([0, 3], 4).boundaries, Placement.v([0, 2, 4, 5, 8]).among([0, 2], 3)
+        ((0, 3, 3, 3, 8), [0, 2, 2, 4, 5, 5, 8] on stages [0, 1, 2, 2, 1, 0])
         """
-        sizes = dict(zip(places, (len(self.run_of(stage)) for stage in self.stages), strict=True))
-        counts = [sizes.get(stage, 0) for stage in range(num_stages)]
-        return Placement.chain([0, *itertools.accumulate(counts)], empty={*range(num_stages)} - {*places})
+        chunks = {place: iter(self.chunks_of(stage)) for stage, place in zip(self.stages, places, strict=True)}
+        sizes = [len(next(chunks[owner])) if owner in chunks else 0 for owner in owners_of(self.shape, num_stages)]
+        empty = {*range(num_stages)} - chunks.keys()
+        return Placement.of_shape(self.shape, [0, *itertools.accumulate(sizes)], empty=empty)
 
     def without_empty_stages(self) -> Placement:
-        """Return this chain without the stages that own no layer.
+        """Return this placement without the stages that own no layer.
 
         >>> str(Placement.chain([0, 3, 3, 8], empty=[1]).without_empty_stages())
         '[0, 3, 8]'
         """
-        assert self.shape == "chain"
-        return Placement.chain(sorted({*self.boundaries}))
+        ends = [stop for owner, stop in zip(self.owners, self.boundaries[1:]) if owner not in self.empty_stages]
+        return Placement.of_shape(self.shape, [0, *ends])
 
     # -- the whole pipeline ---------------------------------------------------------------------------
 

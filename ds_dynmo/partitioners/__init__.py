@@ -39,7 +39,7 @@ from ds_dynmo.partitioners.move_memory import Overflow, between, migration_peaks
 from ds_dynmo.partitioners.passes import PassModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.partitioners.registry import Balancer, accepts, check_signature, get, names, propose, register
-from ds_dynmo.partitioners.repack import Packing, fewest_stages, first_fit, fits_on, hosts, pack_onto
+from ds_dynmo.partitioners.repack import Packing, fewest_stages, first_fit, hosts, pack_onto
 from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
 from ds_dynmo.schedules import iteration_seconds, simulate
 
@@ -70,7 +70,6 @@ __all__ = [
     "diffusion_trace",
     "fewest_stages",
     "first_fit",
-    "fits_on",
     "get",
     "hosts",
     "imbalance",

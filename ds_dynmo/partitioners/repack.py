@@ -1,33 +1,32 @@
 """Re-packing: the number of stages for a model whose work has shrunk, and the choice of stages to keep.
 
 :func:`first_fit` is the paper's algorithm 2, which packs by memory alone. :func:`fewest_stages` keeps throughput too.
-Both return boundaries for fewer stages; :func:`hosts` then chooses the stages to keep.
+Both return a placement on fewer stages; :func:`hosts` then chooses the stages to keep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cache
 
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners.memory import MemoryModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.placement import Placement
-from ds_dynmo.plan import check_partition
 
-__all__ = ["Packing", "fewest_stages", "first_fit", "fits_on", "hosts", "pack_onto"]
+__all__ = ["Packing", "fewest_stages", "first_fit", "hosts", "pack_onto"]
 
 _ROUNDING = 1e-9  # relative, of sums in another order
 
-Balance = Callable[[int], Sequence[int]]  # returns the best partition of a number of stages, or raises PartitionError
+Balance = Callable[[int], Placement]  # returns the best placement on a number of stages, or raises PartitionError
 
 
 @dataclass(frozen=True)
 class Packing:
-    """A partition of a number of stages, and the seconds of its iteration."""
+    """A placement, and the seconds of its iteration."""
 
-    partition: tuple[int, ...]
+    placement: Placement
     iteration_seconds: float
 
     @property
@@ -35,48 +34,51 @@ class Packing:
         """The number of stages."""
         return self.placement.num_stages
 
-    @property
-    def placement(self) -> Placement:
-        """The partition as a chain."""
-        return Placement.chain(self.partition)
 
-
-def first_fit(
-    partition: Sequence[int], fits: Callable[[int, int, int, int], bool], *, target: int = 1
-) -> tuple[int, ...]:
+def first_fit(placement: Placement, memory: MemoryModel, *, target: int = 1) -> Placement:
     """Run the paper's algorithm 2 for contiguous stages: merge a stage with the next one if both fit.
 
     The printed algorithm counts a source's memory again after its layers have left, considers workers that are already
     idle, and compares workers that are not neighbours. Here a merged stage is not considered again, and only the next
-    stage in the pipeline can take layers, so that stages stay contiguous.
+    stage in the pipeline can take layers, so that chunks stay contiguous. One stage has one chunk.
 
     Args:
-        partition: the current one.
-        fits: ``fits(num_stages, stage, start, stop)`` is True if layers ``[start, stop)`` fit on ``stage`` of
-            ``num_stages``, with fewer micro-batches in flight than now.
+        placement: the current one.
+        memory: of any number of stages; the smallest of its limits counts on each.
         target: the number of stages at which to stop.
 
     Returns:
-        Boundaries of ``target`` stages or more; ``partition`` if no two neighbours fit merged.
+        A placement on ``target`` stages or more; ``placement`` if no two neighbours fit merged.
 
-    >>> first_fit([0, 2, 4, 6, 8], lambda num_stages, stage, start, stop: stop - start <= 4)
-    (0, 4, 8)
+    >>> memory = MemoryModel((10,) * 8, (0,) * 8, (0,) * 8, limits=(45,) * 4, micro_batches=4)
+    >>> first_fit(Placement.chain([0, 2, 4, 6, 8]), memory)
+    [0, 4, 8]
 
     Raises:
-        PartitionError: ``partition`` is invalid, or the target is below 1.
+        PartitionError: the target is below 1, or ``memory`` is of other layers.
     """
-    packed = list(check_partition(partition, partition[-1], len(partition) - 1))
     if target < 1:
         raise PartitionError(f"a pipeline needs at least 1 stage, the target is {target}")
-    stage = 0
-    while stage < len(packed) - 2:
-        merged = packed[: stage + 1] + packed[stage + 2 :]
-        count = len(merged) - 1
-        if count >= target and all(fits(count, s, *merged[s : s + 2]) for s in range(count)):
-            packed = merged
+    limit, on, stage = min(memory.limits), cache(memory.on), 0
+    while stage < placement.num_stages - 1 and placement.num_stages > target:
+        merged = _merged(placement, stage)
+        if max(on(merged.num_stages).bytes_per_stage(merged)) <= limit:
+            placement = merged
         else:
             stage += 1
-    return tuple(packed)
+    return placement
+
+
+def _merged(placement: Placement, stage: int) -> Placement:
+    """Merge ``stage`` with the next one, chunk by chunk."""
+    if placement.num_stages == 2:
+        return Placement.chain([0, placement.num_layers])
+    first, second = (
+        [chunk for chunk, owner in enumerate(placement.owners) if owner == one] for one in (stage, stage + 1)
+    )
+    between = {max(pair) for pair in zip(first, second)}
+    cuts = [cut for number, cut in enumerate(placement.boundaries) if number not in between]
+    return Placement.of_shape(placement.shape, cuts)
 
 
 def fewest_stages(
@@ -85,7 +87,7 @@ def fewest_stages(
     """Find the fewest stages, from ``least`` to ``most``, whose iteration takes no longer than ``within_seconds``.
 
     Args:
-        balance: returns a partition of a number of stages that fits in memory.
+        balance: returns a placement on a number of stages that fits in memory.
         pipeline: of any number of stages, which are assumed to be equally fast.
 
     Returns:
@@ -104,54 +106,40 @@ def fewest_stages(
 
 
 def pack_onto(balance: Balance, pipeline: PipelineModel, num_stages: int) -> Packing:
-    """Return the best partition of exactly ``num_stages`` stages, and the seconds of its iteration.
+    """Return the best placement on exactly ``num_stages`` stages, and the seconds of its iteration.
 
     Raises:
-        PartitionError: more stages than layers, fewer than 1, or no partition fits.
+        PartitionError: more stages than layers, fewer than 1, or no placement fits.
     """
     num_layers = len(pipeline.forward_seconds)
     if not 1 <= num_stages <= num_layers:
         raise PartitionError(f"{num_layers} layers can be on 1 to {num_layers} stages, not on {num_stages}")
-    partition = check_partition(balance(num_stages), num_layers, num_stages)
-    return Packing(partition, pipeline.on(num_stages).iteration_seconds(partition))
+    placement = balance(num_stages)
+    return Packing(placement, pipeline.on(num_stages).iteration_seconds(placement))
 
 
-def fits_on(memory: MemoryModel) -> Callable[[int, int, int, int], bool]:
-    """Build the ``fits`` of :func:`first_fit`, with the smallest of the limits on every stage."""
-    models: dict[int, MemoryModel] = {}
-
-    def fits(num_stages: int, stage: int, start: int, stop: int) -> bool:
-        if num_stages not in models:
-            models[num_stages] = memory.on(num_stages)
-        return models[num_stages].fits(stage, start, stop)
-
-    return fits
-
-
-def hosts(old: Sequence[int], new: Sequence[int], layer_bytes: Sequence[int]) -> tuple[int, ...]:
+def hosts(old: Placement, new: Placement, layer_bytes: Sequence[int]) -> tuple[int, ...]:
     """Choose the present stages that become the stages of a smaller pipeline, in order, so that fewest bytes move.
 
     The first stage stays the first and, with two stages or more, the last stays the last: they read the data.
 
     Args:
-        old: the present boundaries.
-        new: boundaries of as many stages or fewer.
+        old: the present placement.
+        new: on as many stages or fewer.
         layer_bytes: per layer, the bytes that move with it.
 
-    >>> hosts([0, 2, 4, 6, 8], [0, 3, 6, 8], [1] * 8)
+    >>> hosts(Placement.chain([0, 2, 4, 6, 8]), Placement.chain([0, 3, 6, 8]), [1] * 8)
     (0, 2, 3)
 
     Raises:
         PartitionError: ``new`` has more stages than ``old``.
     """
-    present, wanted = len(old) - 1, len(new) - 1
+    present, wanted = old.num_stages, new.num_stages
     if wanted > present:
         raise PartitionError(f"{wanted} stages cannot be chosen from {present}")
-    sums = [0, *accumulate(layer_bytes)]
 
     def kept(stage: int, place: int) -> int:
-        low, high = max(old[stage], new[place]), min(old[stage + 1], new[place + 1])
-        return sums[high] - sums[low] if low < high else 0
+        return sum(layer_bytes[layer] for layer in {*old.layers_of(stage)}.intersection(new.layers_of(place)))
 
     # best[stage]: the most bytes that stay, and the chosen stages, the last of which is `stage`
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (kept(0, 0), (0,))}

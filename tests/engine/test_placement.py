@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -74,6 +75,25 @@ def test_a_stage_without_layers() -> None:
     assert released.empty_stages == (1,) and released.layers_of(1) == () and released.run_of(1) == range(2, 2)
     assert [released.stage_of(layer) for layer in (1, 2)] == [0, 2]
     assert CHAIN.empty_stages == () and released == Placement.chain([0, 2, 2, 8], empty=[0, 1])
+
+
+@pytest.mark.parametrize("shape", get_args(Shape))
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_on_some_of_more_stages_the_others_are_empty(shape: Shape, stages: int) -> None:
+    few = Placement.of_shape(shape, range(len(owners_of(shape, stages)) + 1))
+    for more in range(stages, 6):
+        for places in itertools.combinations(range(more), stages):
+            embedded = few.among(places, more)
+            assert embedded.num_stages == more and embedded.shape == few.shape
+            assert [embedded.layers_of(place) for place in places] == [few.layers_of(stage) for stage in few.stages]
+            assert set(embedded.empty_stages) == {*range(more)} - {*places}
+            assert embedded.without_empty_stages() == few
+
+
+def test_boundaries_are_for_stages_of_the_same_shape_or_else_of_a_chain() -> None:
+    assert [CHAIN.stages_for(range(count)) for count in range(8)] == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert [V.stages_for(range(count)) for count in range(8)] == [0, 0, 1, 2, 3, 2, 5, 3]
+    assert (V.shape_on(2), V.shape_on(1), CHAIN.shape_on(2)) == ("v", "chain", "chain")
 
 
 def test_other_boundaries_keep_the_owners() -> None:

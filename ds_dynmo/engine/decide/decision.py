@@ -179,9 +179,10 @@ def accept_move(given: DecisionInput, proposed: Placement) -> Decision:
 
 def predict(given: DecisionInput, placement: Placement, verdict: str = "") -> Decision:
     """Predict ``placement`` under its shortest schedule, in seconds even if parameters are balanced."""
-    found, passes = given.pipeline.shortest_schedule(placement), given.pipeline.passes
+    pipeline = given.pipeline_at(placement)
+    found, passes = pipeline.shortest_schedule(placement), pipeline.passes
     before = _simulated(given.pipeline, given.placement, given.running_schedule)
-    after = _simulated(given.pipeline, placement, found.schedule if found is not None else None)
+    after = _simulated(pipeline, placement, found.schedule if found is not None else None)
     return Decision(
         placement,
         tuple(given.pipeline.stage_loads(given.placement)),
@@ -211,7 +212,8 @@ def _simulated(pipeline: PipelineModel, placement: Placement, schedule: Schedule
     if schedule is not None and pipeline.passes is not None:
         timeline = replay(schedule, pipeline.passes.costs(placement))
         return _Simulated(timeline.iteration_seconds, timeline.bubble_ratio)
-    seconds = pipeline.seconds_under_1f1b(placement)
+    is_chain = placement.shape == "chain"
+    seconds = pipeline.seconds_under_1f1b(placement) if is_chain else pipeline.iteration_seconds(placement)
     busy = sum(pipeline.stage_loads(placement))
     return _Simulated(seconds, idle_share(pipeline.micro_batches * busy, len(pipeline.speeds) * seconds))
 

@@ -89,7 +89,16 @@ class DecisionInput:
 
     @cached_property
     def pipeline(self) -> PipelineModel:
-        """The model of an iteration, with the layers' seconds on a stage of speed 1."""
+        """The model of an iteration at the present placement, with the layers' seconds on a stage of speed 1."""
+        return self._pipeline(has_pairs=self.placement.shape != "chain")
+
+    def pipeline_at(self, placement: Placement) -> PipelineModel:
+        """Return :attr:`pipeline`, or that of the other orders of passes where ``placement`` is of another shape."""
+        has_pairs = placement.shape != "chain"
+        return self.pipeline if has_pairs == (self.placement.shape != "chain") else self._pipeline(has_pairs=has_pairs)
+
+    def _pipeline(self, *, has_pairs: bool) -> PipelineModel:
+        """Build the model; only if stages have pairs of chunks, which 1F1B cannot run, are orders always searched."""
         layers = self.profile.layers
         under_1f1b = PipelineModel(
             self._scaled(cost.forward_seconds for cost in layers),
@@ -98,7 +107,6 @@ class DecisionInput:
             self.speeds or (1.0,) * self.placement.num_stages,
             tuple(cost.static_bytes for cost in layers),
         )
-        has_pairs = self.placement.num_chunks > self.placement.num_stages  # which DeepSpeed's 1F1B cannot run
         return replace(under_1f1b, passes=self._passes(under_1f1b)) if self.searches or has_pairs else under_1f1b
 
     def costs(self, balance_by: Literal["time", "parameters"]) -> list[float]:

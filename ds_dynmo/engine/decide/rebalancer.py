@@ -601,27 +601,34 @@ class Rebalancer:
             MigrationError: see its message.
         """
 
-        def placement() -> Placement:
-            new = self._placement_of(partition)
-            self.groups.check(new.boundaries)
-            return new
-
         self._comm.enter(what)
-        new = self._comm.everywhere("going to a given partition", placement, same=self._stage.placement_change_text)
+        new = self._comm.everywhere(
+            "going to a given partition",
+            lambda: self.placement_of(partition, self._stage.placement.num_stages),
+            same=self._stage.placement_change_text,
+        )
         move = self._chosen(new, request, clears_pending_decision=request.reason is not Reason.INITIAL)
         return self._move_in_background(move) if background else self._move_now(move)
 
-    def _placement_of(self, partition: Sequence[int]) -> Placement:
-        """Return the placement with these boundaries: two per stage and one are those of a V, or of a loop."""
-        here, kind = self._stage.placement, self._config.schedule.kind
-        shape = here.shape
-        if len(partition) == here.num_stages + 1:
+    def placement_of(self, partition: Sequence[int], num_stages: int) -> Placement:
+        """Return the placement with these boundaries on ``num_stages`` stages.
+
+        One more than there are stages are those of a chain. Two per stage and one, on two stages or more, are those of
+        the present shape, from a chain of a V, or of a loop if ``schedule.kind`` is "loop".
+
+        Raises:
+            PartitionError: other boundaries, or they cut a group of ``keep_together``, or the model sends shapes that
+                change.
+        """
+        here, shape = self._stage.placement, self._stage.placement.shape_on(num_stages)
+        if len(partition) == num_stages + 1:
             shape = "chain"
-        elif shape == "chain" and len(partition) == 2 * here.num_stages + 1:
-            shape = "loop" if kind == "loop" else "v"
-        new = Placement.of_shape(shape, partition, num_layers=here.num_layers, num_stages=here.num_stages)
+        elif shape == "chain" and len(partition) == 2 * num_stages + 1 and num_stages > 1:
+            shape = "loop" if self._config.schedule.kind == "loop" else "v"
+        new = Placement.of_shape(shape, partition, num_layers=here.num_layers, num_stages=num_stages)
         if new.shape != "chain" and self._stage.layers.dynamic_shape:
             raise PartitionError(f"partition {list(partition)}: {DYNAMIC_SHAPES}")
+        self.groups.check(new.boundaries)
         return new
 
     def _layers_moved(self, moved: LayersMoved) -> None:

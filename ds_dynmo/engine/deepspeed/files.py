@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,17 +91,25 @@ def cannot_write(engine: Any, *, later: bool) -> str | None:
 
 
 def write(
-    engine: Any, folder: str, tag: str, client_state: Mapping[str, Any], take: Take, *, exclude_frozen: bool
+    engine: Any,
+    folder: str,
+    tag: str,
+    client_state: Mapping[str, Any],
+    take: Take,
+    *,
+    layers: Sequence[int],
+    exclude_frozen: bool,
 ) -> None:
     """Write DeepSpeed's files of this rank.
 
     Args:
+        layers: of this stage.
         take: is given the content of each file, its path, and DeepSpeed's function that writes it.
     """
     shards, state = writes_optimizer_shards(engine), dict(client_state)
     if shards and not engine.zero_optimization():  # DeepSpeed leaves them out, and its converter needs them
         state[PARAM_SHAPES] = engine._get_zero_param_shapes()
-    with _files_to(take, engine.checkpoint_engine):
+    with _files_to(take, engine.checkpoint_engine), _files_named(engine.module, layers):
         engine._save_checkpoint(folder, tag, client_state=state, exclude_frozen_parameters=exclude_frozen)
         if shards:
             engine._save_zero_checkpoint(folder, tag)
@@ -121,6 +129,19 @@ def _files_to(take: Take, checkpoint_engine: Any) -> Iterator[None]:
         yield
     finally:
         checkpoint_engine.save = write_file
+
+
+@contextmanager
+def _files_named(module: Any, layers: Sequence[int]) -> Iterator[None]:
+    """Let a PipelineModule name the file of each of its layers by the layer's number: it counts on from its first."""
+    path, is_own = module.ckpt_layer_path, "ckpt_layer_path" in vars(module)
+    module.ckpt_layer_path = lambda folder, place: path(folder, layers[place] - module._local_start)
+    try:
+        yield
+    finally:
+        del module.ckpt_layer_path
+        if is_own:
+            module.ckpt_layer_path = path
 
 
 def restore_data_efficiency(engine: Any, common: Mapping[str, Any]) -> None:

@@ -50,14 +50,26 @@ def skip_micro_batch(engine: Any) -> None:
         engine._next_batch()
 
 
-def begin_batch(engine: Any) -> None:
-    """Forget the losses of the batch before: DeepSpeed would add those of an evaluation to them."""
+def begin_batch(engine: Any) -> int:
+    """Forget the losses of the batch before: DeepSpeed would add those of an evaluation to them.
+
+    Returns:
+        The number of its first micro-batch since the start of the run.
+    """
     engine.fwd_outputs = []
     engine.total_loss = engine.total_additional_losses = None
+    number: int = engine.module.micro_offset
+    return number
 
 
-def forward(engine: Any, inputs: Any) -> Any:
-    """Run the layers of a chunk."""
+def forward(engine: Any, inputs: Any, micro_batch: int) -> Any:
+    """Run the layers of a chunk.
+
+    Args:
+        micro_batch: its number since the start of the run, which seeds layers. DeepSpeed counts passes, and a stage
+            with two chunks has two of each micro-batch.
+    """
+    engine.module.micro_offset = micro_batch
     engine.tput_timer.start()
     outputs = DeepSpeedEngine.forward(engine, inputs)
     if not engine.module.training:

@@ -14,7 +14,7 @@ from ds_dynmo.engine.resize.repack_plan import RepackPlan, plan_repack
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import PartitionError, counted
 from ds_dynmo.partitioners import Overflow
-from ds_dynmo.placement import Placement
+from ds_dynmo.placement import Placement, owners_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class StageDecision:
 
     def __init__(self, stage: StageContext, rebalancer: Rebalancer) -> None:
         self._stage, self._config, self._rebalancer = stage, stage.config, rebalancer
-        self._groups = rebalancer.groups
         self._limit_bytes: int | None = None  # of a rank, as of the latest decision
 
     def by_hand(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[Placement, str]:
@@ -69,7 +68,7 @@ class StageDecision:
         if profile is None:
             return None
         given = self._rebalancer.decision_input(profile, self._limit_bytes, assume_running_schedule=False)
-        return given.pipeline.on(placement.num_stages).iteration_seconds(placement)
+        return given.pipeline_at(placement).on(placement.num_stages).iteration_seconds(placement)
 
     def _gather_facts(self) -> RankFacts:
         """Gather the facts for a decision. Collective."""
@@ -87,22 +86,23 @@ class StageDecision:
     def _new_placement(
         self, num_stages: int | None, partition: Sequence[int] | None, facts: RankFacts
     ) -> tuple[Placement, str]:
-        count, most = num_stages, self._stage.placement.num_stages
-        if count is None and partition is not None:
-            count = Placement.stages_of_chain(partition)
+        present = self._stage.placement
+        most = present.num_stages
+        count = present.stages_for(partition) if num_stages is None and partition is not None else num_stages
         if count is not None and not 1 <= count <= most:
             raise PartitionError(
                 f"repack: {counted(count, 'stage')}, there are 1 to {most} to go on with; a job that resumes the last "
                 "checkpoint may have more"
             )
         if partition is not None:
-            explicit = Placement.chain(partition, num_layers=self._stage.layers.num_layers, num_stages=count)
-            self._groups.check(explicit.boundaries)
-            return explicit, "explicit"
+            assert count is not None
+            return self._rebalancer.placement_of(partition, count), "explicit"
         if facts.parameters:
             assert count is not None
-            spread = partitioners.balanced_groups(facts.parameters, count, self._groups)
-            return Placement.chain(spread), "by parameters: there is no profile yet"
+            shape = present.shape_on(count)
+            groups, owners = self._rebalancer.groups, owners_of(shape, count)
+            spread = partitioners.balanced_groups(facts.parameters, count, groups, owners=owners)
+            return Placement.of_shape(shape, spread), "by parameters: there is no profile yet"
         planner = self._planner(facts.held, smoothed=False)
         if count is not None:
             return planner.onto(count).placement, "explicit"
@@ -112,8 +112,8 @@ class StageDecision:
         rebalancer, profile = self._rebalancer, self._rebalancer.profile
         assert profile is not None
 
-        def find_overflow(partition: Sequence[int]) -> Overflow | None:
-            return held.overflow(self.plan(Placement.chain(partition)).migration) if held is not None else None
+        def find_overflow(placement: Placement) -> Overflow | None:
+            return held.overflow(self.plan(placement).migration) if held is not None else None
 
         given = rebalancer.decision_input(profile, self._limit_bytes, smoothed=smoothed, assume_running_schedule=False)
         return Planner(given, rebalancer.cost_model.first_seconds, find_overflow)

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ds_dynmo import partitioners
 from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.errors import PartitionError, counted
 from ds_dynmo.partitioners import Overflow, Packing
-from ds_dynmo.placement import Placement
+from ds_dynmo.placement import Placement, owners_of
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Chooses a number of stages and a partition.
+    """Chooses a number of stages and a placement: of the present shape, on one stage a chain.
 
     Attributes:
         given: the input of decisions: present placement, profile and others.
         first_seconds: of the iteration that ``max_slowdown`` refers to; None before the first profile.
-        find_overflow: returns the stage that lacks memory for the move to a partition; None if no stage does.
+        find_overflow: returns the stage that lacks memory for the move to a placement; None if no stage does.
     """
 
     given: DecisionInput
     first_seconds: float | None
-    find_overflow: Callable[[Sequence[int]], Overflow | None] = lambda _: None
+    find_overflow: Callable[[Placement], Overflow | None] = lambda _: None
 
     def onto(self, num_stages: int) -> Packing:
         """Partition the layers over exactly ``num_stages`` stages, no more than there are.
@@ -49,8 +49,8 @@ class Planner:
         if repack.planner == "first_fit":
             if self.given.memory is None:
                 raise PartitionError('repack: planner "first_fit" packs by memory, and there is no memory_limit')
-            packed = partitioners.first_fit(present.partition, partitioners.fits_on(self.given.memory), target=least)
-            num_stages, within = Placement.chain(packed).num_stages, math.inf
+            packed = partitioners.first_fit(present.placement, self.given.memory, target=least)
+            num_stages, within = packed.num_stages, math.inf
         elif self.first_seconds is None:
             return present
         else:
@@ -65,7 +65,7 @@ class Planner:
         )
 
     def _present(self) -> Packing:
-        return Packing(self.given.partition, self.given.pipeline.iteration_seconds(self.given.placement))
+        return Packing(self.given.placement, self.given.pipeline.iteration_seconds(self.given.placement))
 
     def _fits(self, count: int) -> bool:
         try:
@@ -74,21 +74,24 @@ class Planner:
             return False
         return True
 
-    def _balance(self, count: int) -> Sequence[int]:
+    def _balance(self, count: int) -> Placement:
         config, profile = self.given.config, self.given.profile
         by_time = config.balance_by == "time"
-        pipeline = self.given.pipeline.on(count)
+        shape, pipeline = self.given.placement.shape_on(count), self.given.pipeline.on(count)
+        owners = owners_of(shape, count)
         partition = partitioners.propose(
             config.balancer,
             list(pipeline.layer_seconds) if by_time else profile.costs("parameters"),
             count,
-            start=partitioners.uniform(len(profile.layers), count),
+            start=partitioners.uniform(len(profile.layers), len(owners)),
             memory=self.given.memory.on(count) if self.given.memory is not None else None,
             pipeline=pipeline if by_time else None,
             speeds=None,
             groups=self.given.groups,
+            owners=owners,
         )
-        overflow = self.find_overflow(partition)
+        placement = Placement.of_shape(shape, partition, num_layers=len(profile.layers), num_stages=count)
+        overflow = self.find_overflow(placement)
         if overflow is not None:
-            raise PartitionError(f"going to {list(partition)}, {overflow}")
-        return partition
+            raise PartitionError(f"going to {placement}, {overflow}")
+        return placement

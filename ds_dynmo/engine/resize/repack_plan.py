@@ -34,5 +34,5 @@ def plan_repack(old: Placement, new: Placement, layer_bytes: Sequence[int] | Non
     Args:
         layer_bytes: per layer, the bytes that move with it; None: the same for all.
     """
-    staying = hosts(old.boundaries, new.boundaries, layer_bytes or [1] * old.num_layers)
+    staying = hosts(old, new, layer_bytes or [1] * old.num_layers)
     return RepackPlan(staying, MigrationPlan.between(old, new.among(staying, old.num_stages)))

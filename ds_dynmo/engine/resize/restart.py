@@ -22,7 +22,7 @@ class Launch:
     Attributes:
         num_stages, ranks: of the new job.
         tag: of the checkpoint to resume from.
-        partition: to begin at.
+        partition: to begin at. The file has the owners of its chunks too, unless it is a chain.
         step: the last that was trained; the script did not get to what it does after it.
     """
 
@@ -50,7 +50,8 @@ def save_for_restart(stage: StageContext, save: Callable[[str, str], Any], place
 
     def write() -> None:
         if here.rank == 0:
-            write_text(Path(folder) / FILE, json.dumps(asdict(launch), indent=2) + "\n")
+            record = {**asdict(launch), **placement.as_record("partition")}
+            write_text(Path(folder) / FILE, json.dumps(record, indent=2) + "\n")
 
     stage.comm.everywhere("writing how to go on", write)
     return launch

@@ -79,6 +79,7 @@ class Executor:
         stage.schedule.is_profiled = lambda: profiler.measures
         # of the running batch:
         self._training = True
+        self._first_number = 0  # of its first micro-batch, counted from the start of the run
         self._inside: frozenset[int] = frozenset()  # boundaries between two chunks of one stage
         self._split: frozenset[Pass] = frozenset()  # passes whose backward part is in two
         self._held: dict[Pass, HeldPass] = {}
@@ -121,7 +122,7 @@ class Executor:
         stage, engine = self._stage, self._engine
         self._training = training
         self._inside = frozenset(n for n, (one, next_one) in enumerate(pairwise(owners)) if one == next_one)
-        passes.begin_batch(engine)
+        self._first_number = passes.begin_batch(engine)
         dynamic = engine.dynamic_shape
         try:
             with (
@@ -189,7 +190,7 @@ class Executor:
             self._around(Kind.FORWARD, chunk, micro_batch),
             self._gradients.forward_pass(split=True) if is_split else _NOTHING,
         ):
-            outputs = passes.forward(engine, messages.cloned(inputs))
+            outputs = passes.forward(engine, messages.cloned(inputs), self._first_number + micro_batch)
             if chunk.is_last:
                 held.loss = passes.loss_of(engine, outputs, self._labels.pop(micro_batch, None))
         if not chunk.is_last:

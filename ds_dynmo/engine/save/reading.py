@@ -174,13 +174,26 @@ def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions
 
     It is the saved placement, if all of these hold, else the present one:
 
-    - it has as many stages as this job;
+    - it has as many stages as this job, and their present shape, or with ``schedule.kind`` "auto" any that trains here;
     - rebalancing is on, or this run continues one whose profile at the start placed the layers for good.
     """
-    adopts = manifest.num_stages == context.here.num_stages and (
-        context.stage.config.enabled or _was_placed(context, manifest, options)
-    )
-    return manifest.placement if adopts else context.stage.placement
+    present, saved = context.stage.placement, manifest.placement
+    if saved.num_stages != present.num_stages:
+        return present
+    if not _may_have_shape(context, saved):
+        if context.here.rank == 0:
+            logger.info(f"layers stay at {present}, where the checkpoint is loaded: {saved} is another shape")
+        return present
+    return saved if context.stage.config.enabled or _was_placed(context, manifest, options) else present
+
+
+def _may_have_shape(context: CheckpointContext, saved: Placement) -> bool:
+    """Return whether layers may go to a placement of the shape of ``saved``, on as many stages as this job has."""
+    stage = context.stage
+    if saved.shape == stage.placement.shape or stage.config.schedule.kind != "auto":
+        return saved.shape == stage.placement.shape
+    is_chain, groups = saved.shape == "chain", context.rebalancer.groups
+    return is_chain or not (stage.layers.dynamic_shape or groups.shortage(saved.num_chunks))
 
 
 def _within_memory(context: CheckpointContext, target: Placement) -> Placement:

@@ -125,7 +125,11 @@ def _take_files(
     def take(content: Any, name: str) -> None:
         destination.take(content, os.path.join(folder, name), torch.save)
 
-    files.write(engine, parent, name, client_state, destination.take, exclude_frozen=left_out is not None)
+    files.write(
+        *(engine, parent, name, client_state, destination.take),
+        layers=layers.indices,
+        exclude_frozen=left_out is not None,
+    )
     replica, slice_index = context.here.replica, context.here.tp_rank
     shared_writing = engine.module.checkpoint_parallel_write_pipeline  # another replica may write a layer's weights
     for index, module in layers.counted_modules().items():

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ds_dynmo.config import DynMoConfig, parse_section
+from ds_dynmo.engine.decide.decision import predict
 from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.engine.resize.planning import Planner
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import Overflow, uniform
-from ds_dynmo.placement import Placement
+from ds_dynmo.placement import Placement, Shape
 from ds_dynmo.plan import LayerCost, Profile
 
 BALANCERS = ["partition", "diffusion", "makespan"]
@@ -32,7 +32,7 @@ def planner(share: float, limit: int | None = None, **section: Any) -> Planner:
 @pytest.mark.parametrize("balancer", BALANCERS)
 @pytest.mark.parametrize("num_stages", range(1, STAGES + 1))
 def test_equal_layers_are_spread_evenly_over_any_number_of_stages(balancer: str, num_stages: int) -> None:
-    partition = planner(1.0, balancer=balancer).onto(num_stages).partition
+    partition = planner(1.0, balancer=balancer).onto(num_stages).placement.boundaries
     sizes = [stop - start for start, stop in zip(partition, partition[1:])]
     assert len(sizes) == num_stages and sum(sizes) == LAYERS
     assert max(sizes) == -(-LAYERS // num_stages)
@@ -45,6 +45,36 @@ def test_it_chooses_the_fewest_stages_that_are_as_fast_as_at_first(balancer: str
     assert planner(0.5, balancer=balancer).best().num_stages == 3  # 10 x 6 x 0.5 = 30; on 2 it is 36
     assert planner(0.2, balancer=balancer).best().num_stages == 1  # 8 x 16 x 0.2 = 25.6
     assert planner(0.2, balancer=balancer, repack={"min_stages": 2}).best().num_stages == 2
+
+
+@pytest.mark.parametrize("balancer", BALANCERS)
+@pytest.mark.parametrize("shape", ["v", "loop"])
+def test_two_chunks_per_stage_stay_two_and_one_stage_is_a_chain(shape: Shape, balancer: str) -> None:
+    given = planner(0.5, balancer=balancer).given
+    here = Placement.of_shape(shape, uniform(LAYERS, 8))  # 4 stages
+    plan = Planner(DecisionInput.of(replace(given.profile, placement=here), config=given.config), first_seconds=40.0)
+    for count in (3, 2):
+        packing = plan.onto(count)
+        assert (packing.placement.shape, packing.num_stages) == (shape, count)
+        assert max(len(packing.placement.layers_of(stage)) for stage in range(count)) == -(-LAYERS // count)
+        order = plan.given.pipeline.on(count).shortest_schedule(packing.placement)
+        assert order is not None and packing.iteration_seconds == order.iteration_seconds
+    assert plan.onto(1).placement == Placement.chain([0, LAYERS])
+    assert (plan.best().placement.shape, plan.best().num_stages) == (shape, 2)  # 32 s of work and little waiting
+
+
+@pytest.mark.parametrize("shape", ["v", "loop"])
+def test_a_change_of_shape_is_predicted_by_the_orders_of_either(shape: Shape) -> None:
+    """Without searches: a chain runs 1F1B, two chunks per stage their shortest order."""
+    chain = Placement.chain(uniform(LAYERS, 4))
+    profile = replace(planner(1.0).given.profile, placement=chain)
+    pairs = Placement.of_shape(shape, uniform(LAYERS, 8))
+    there = predict(DecisionInput.of(profile), pairs)
+    back = predict(DecisionInput.of(replace(profile, placement=pairs)), chain)
+    assert there.found is not None and there.found.schedule.owners == pairs.owners and back.found is None
+    under_1f1b = DecisionInput.of(profile).pipeline.seconds_under_1f1b(chain)
+    assert (there.iteration_seconds_before, back.iteration_seconds_after) == (under_1f1b, under_1f1b)
+    assert there.iteration_seconds_after == back.iteration_seconds_before < under_1f1b
 
 
 def splitting(planner: Planner) -> Planner:
@@ -69,11 +99,11 @@ def test_stages_are_counted_with_the_schedule_that_will_run(balancer: str) -> No
     half = replace(splitting(planner(0.5, balancer=balancer)), first_seconds=first)
     best = half.best()
     assert best.num_stages == 4
-    order = half.given.pipeline.on(4).shortest_schedule(best.partition)
+    order = half.given.pipeline.on(4).shortest_schedule(best.placement)
     assert order is not None and order.schedule.splits and best.iteration_seconds == order.iteration_seconds
     three = half.onto(3)
     assert best.iteration_seconds <= first / 0.95 < three.iteration_seconds
-    assert half.given.pipeline.on(3).seconds_under_1f1b(three.partition) < planner(0.5).first_seconds
+    assert half.given.pipeline.on(3).seconds_under_1f1b(three.placement) < planner(0.5).first_seconds
 
 
 @pytest.mark.parametrize("balancer", BALANCERS)
@@ -86,8 +116,8 @@ def test_memory_limits_keep_stages_that_throughput_would_give_up(balancer: str) 
 
 def test_a_partition_that_no_move_can_reach_is_skipped() -> None:
 
-    def find_overflow(partition: Sequence[int]) -> Overflow | None:
-        return Overflow(stage=1, peak_bytes=12, limit=10) if len(partition) == 4 else None
+    def find_overflow(placement: Placement) -> Overflow | None:
+        return Overflow(stage=1, peak_bytes=12, limit=10) if placement.num_stages == 3 else None
 
     assert planner(0.5).best().num_stages == 3
     blocked = replace(planner(0.5), find_overflow=find_overflow)
@@ -113,7 +143,7 @@ def test_layers_that_stay_together_are_planned_together(balancer: str) -> None:
     plan = with_given(planner(1.0, balancer=balancer), groups=groups)
     sizes = {1: 16, 2: 9, 3: 6, 4: 6, 5: 4}  # layers of the largest stage
     for count, largest in sizes.items():
-        partition = plan.onto(count).partition
+        partition = plan.onto(count).placement.boundaries
         assert groups.allows(partition)
         assert max(stop - start for start, stop in zip(partition, partition[1:])) == largest
     with pytest.raises(
@@ -123,4 +153,4 @@ def test_layers_that_stay_together_are_planned_together(balancer: str) -> None:
     light = with_given(planner(0.2, balancer=balancer), groups=groups)
     five = Placement.chain((0, 4, 7, 10, 13, 16))
     light = with_given(light, placement=five, profile=replace(light.given.profile, placement=five))
-    assert groups.allows(light.best().partition) and light.best().num_stages < 5
+    assert groups.allows(light.best().placement.boundaries) and light.best().num_stages < 5

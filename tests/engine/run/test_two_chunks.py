@@ -11,8 +11,9 @@ from deepspeed.pipe import DualPipeVModule
 
 from ds_dynmo.errors import ConfigError
 from tests.support.configs import PRECISIONS, Case
+from tests.support.elastic import losses, merged, train_alone, train_and_repack
 from tests.support.harness import run, run_each
-from tests.support.training import train, train_frozen, whole
+from tests.support.training import PROFILED, train, train_frozen, whole
 
 pytestmark = pytest.mark.ranks
 
@@ -95,6 +96,34 @@ def refusal_of_a_dual_pipe_v_module(case: Case) -> str:
 def test_a_dual_pipe_v_module_needs_a_schedule_of_two_chunks() -> None:
     for message in run(2, refusal_of_a_dual_pipe_v_module, Case(stages=2)):
         assert message.startswith('dynmo.schedule.kind = "1f1b": the model is a DualPipeVModule') and '"v"' in message
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("v", "fp32"), ("loop", "bf16 zero1")])
+def test_repackings_change_nothing(kind: str, precision: str) -> None:
+    """From three stages to two, where layers stay in a V or a loop, and to one, which is a chain."""
+    case = Case(stages=3, precision=precision, tied=True, groups="two", dropout=True, clip=0.0, micro_batches=4)
+    case = replace(case, dynmo=PROFILED)
+    stayed = run(3, train_alone, case, 6)
+    fewer = run(3, train_and_repack, under(kind, case), {2: 2, 3: [0, 1, 3, 6, 8], 4: 1}, 6)
+    assert losses(fewer) == losses(stayed)
+    assert merged(fewer) == merged(stayed)
+    assert fewer[0]["evaluation"] == stayed[0]["evaluation"] and fewer[0]["partition"] == [0, 8]
+    reports = fewer[0]["reports"]
+    assert [report.new_placement.shape for report in reports] == [kind, kind, "chain"]
+    assert [report.released_ranks for report in reports] == [(1,), (), (2,)]
+    assert all(report.iteration_seconds_after is not None for report in reports)
+
+
+def test_repackings_without_a_profile_and_to_a_chain_change_nothing() -> None:
+    """The number of boundaries tells a chain from the present shape; without a profile parameters are spread."""
+    case = Case(stages=3, micro_batches=4)
+    late = {"interval": 0, "profile": {"batches": 1, "warmup_batches": 9}}
+    stayed = run(3, train_alone, case, 4)
+    fewer = run(3, train_and_repack, under("v", replace(case, dynmo=late)), {1: 2, 2: [0, 5, 8]}, 4)
+    assert losses(fewer) == losses(stayed) and merged(fewer) == merged(stayed)
+    reports = fewer[0]["reports"]
+    assert [report.new_placement.shape for report in reports] == ["v", "chain"]
+    assert reports[0].verdict == "by parameters: there is no profile yet"
 
 
 def test_one_micro_batch() -> None:

@@ -14,7 +14,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 from tests.support.checkpoints import STEPS, check_same, load_and_continue, save_and_continue, skewed, train_on
 from tests.support.configs import Case, config
-from tests.support.harness import run
+from tests.support.harness import run, run_each
 from tests.support.models import Block, Embedding, layers_tied_in_the_middle, module_of, project
 from tests.support.pages import code_blocks
 from tests.support.training import build, micro_batch, state, whole
@@ -170,3 +170,38 @@ def test_shards_load_with_another_number_of_replicas(tmp_path: Path, precision: 
     saved = run(case.ranks, state_after_loading, case, str(tmp_path), True)
     case = replace(case, replicas=after, stages=1 if after == 3 else 2)
     assert whole(run(case.ranks, state_after_loading, case, str(tmp_path), False)) == whole(saved)
+
+
+SHAPES = {"chain": [0, 3, 8], "v": [0, 1, 3, 7, 8], "loop": [0, 2, 3, 5, 8]}  # of two stages
+
+
+def of_shape(shape: str, case: Case) -> Case:
+    return replace(case, dynmo={"interval": 0, "schedule": "1f1b" if shape == "chain" else shape})
+
+
+def save_and_load_everywhere(case: Case, folder: str) -> list[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+    """Save in every shape, and load in every shape. Return both names, and both outcomes."""
+    found = []
+    for first, partition in SHAPES.items():
+        saved = save_and_continue(of_shape(first, case), f"{folder}/{first}", partition)
+        loaded = {shape: load_and_continue(of_shape(shape, case), f"{folder}/{first}") for shape in SHAPES}
+        found += [(first, shape, saved, outcome) for shape, outcome in loaded.items()]
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+def test_a_run_resumes_in_every_shape(tmp_path: Path, precision: str) -> None:
+    case = Case(precision=precision, tied=precision != "fp32", groups="two", clip=0.0, micro_batches=4)
+    ranks = run(2, save_and_load_everywhere, case, str(tmp_path))
+    for number, (first, shape, *_) in enumerate(ranks[0]):
+        saved, loaded = ([rank[number][which] for rank in ranks] for which in (2, 3))
+        check_same(saved, loaded)
+        built = [0, 4, 8] if shape == "chain" else [0, 2, 4, 6, 8]
+        assert loaded[0]["partition"] == (SHAPES[first] if shape == first else built)
+    calls = [
+        (of_shape(shape, replace(case, stages=3)), f"{tmp_path}/{first}")
+        for first, shape in zip(SHAPES, ("v", "loop", "chain"))
+    ]
+    for loaded in run_each(3, load_and_continue, *calls):
+        check_same(saved, loaded)
+    check_same(saved, run(1, load_and_continue, of_shape("v", replace(case, stages=1)), f"{tmp_path}/v"))
