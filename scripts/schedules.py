@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Pipeline schedules side by side: DeepSpeed's 1F1B and DualPipeV, and orders of ours.
+"""Pipeline schedules side by side: DeepSpeed's 1F1B and DualPipeV, and ours on a chain, a V and a loop.
 
     deepspeed --num_gpus 8 scripts/schedules.py --micro-batches 12 --pass-ms 8
-    deepspeed --num_gpus 8 scripts/schedules.py --micro-batches 16 --pass-ms 24 --arm dualpipev --arm zero_bubble
+    deepspeed --num_gpus 8 scripts/schedules.py --micro-batches 16 --pass-ms 24 --arm dualpipev --arm v
     deepspeed --num_gpus 8 scripts/schedules.py --split realistic          # weights: 0.4 of backward; a split costs 5%
     deepspeed --num_gpus 8 scripts/schedules.py --loads random             # or frozen, weightless
     deepspeed --num_gpus 8 scripts/schedules.py --back-to-back 6 --memory 2 --arm zero_bubble --arm zero_bubble_waiting
     deepspeed --num_gpus 2 scripts/schedules.py --compute real --layers 12 --micro-batches 16 --arm auto --batches 30
 
 Set OMP_NUM_THREADS=1: one thread per stage. Layers sleep; those of "--compute real" are transformer blocks, over which
-"auto" and "zero_bubble" find their orders from a profile. Engines take turns, batch by batch. "of work bound": of a
-batch in which all stages work as long and never wait. "simulated": from the seconds that layers are told. "replayed":
-the order of passes from the seconds that passes took in further batches. With --back-to-back a turn is several
-batches in a row; figures are of one after the first. It fails where an engine trained other weights than DeepSpeed's
-1F1B: with --deterministic also on a device whose kernels may add in any order.
+"auto", "zero_bubble", "v" and "loop" find their orders from a profile. Engines take turns, batch by batch. "of work
+bound": of a batch in which all stages work as long and never wait. "simulated": from the seconds that layers are told.
+"replayed": the order of passes from the seconds that passes took in further batches. With --back-to-back a turn is
+several batches in a row; figures are of one after the first. It fails where an engine trained other weights than
+DeepSpeed's 1F1B: with --deterministic also on a device whose kernels may add in any order.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ def parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--pass-ms", type=float, default=8.0, help="of a layer's forward pass, default %(default)s")
     parser.add_argument("--batches", type=int, default=9, help="timed of each, default %(default)s")
     parser.add_argument("--back-to-back", type=int, default=1, help="batches in a row of each, default %(default)s")
-    parser.add_argument(
-        "--memory", type=float, default=1.0, help="of zero bubble's passes, over 1F1B's, default %(default)s"
-    )
+    parser.add_argument("--memory", type=float, default=1.0, help="of our passes, over 1F1B's, default %(default)s")
     parser.add_argument("--split", choices=list(SPLITS), default="even", help="of backward, default %(default)s")
     parser.add_argument("--loads", choices=LOADS, default="equal", help="of the layers, default %(default)s")
     parser.add_argument("--hidden-size", type=int, default=256, help="of real blocks, default %(default)s")

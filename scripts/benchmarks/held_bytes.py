@@ -24,13 +24,21 @@ from ds_dynmo.engine.run.executor import Executor
 from ds_dynmo.models.gpt import gpt_layers, language_model_loss
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.layer_numbers import local_layers
+from ds_dynmo.placement import Shape, owners_of
 from ds_dynmo.schedules import Action, one_f_one_b, peak_bytes, schedule_for_equal_costs
 
 OPTIONS = {"micro_batches": 8, "hidden_size": 64, "sequence_length": 64}
 BLOCKS_PER_STAGE = 2
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 CHECKPOINTING = ("none", "reentrant", "non-reentrant")
-SCHEDULES = {"stock": "DeepSpeed's 1F1B", "1f1b": "1F1B's order, ours", "zero_bubble": "zero bubble"}
+SCHEDULES = {
+    "stock": "DeepSpeed's 1F1B",
+    "1f1b": "1F1B's order, ours",
+    "zero_bubble": "zero bubble",
+    "v": "V",
+    "loop": "loop",
+}
+SHAPES: dict[str, Shape] = {"v": "v", "loop": "loop"}  # where layers are; of others a chain
 
 
 class LiveStorages(TorchDispatchMode):
@@ -140,7 +148,8 @@ def make_engine(arguments: argparse.Namespace, kind: str, precision: str, checkp
         sequence_length=arguments.sequence_length,
         tied_embedding=False,
     )
-    partition = [0, *(1 + BLOCKS_PER_STAGE * stage for stage in range(1, stages)), config.layers + 3]
+    chunks = len(owners_of(SHAPES.get(kind, "chain"), stages))
+    partition = [0, *(1 + config.layers * chunk // chunks for chunk in range(1, chunks)), config.layers + 3]
     return pipeline_engine(
         gpt_layers(config),
         micro_batches=arguments.micro_batches,
@@ -150,7 +159,7 @@ def make_engine(arguments: argparse.Namespace, kind: str, precision: str, checkp
             "log": False,
             "monitor": False,
             "initial_partition": partition,
-            "schedule": {"kind": "1f1b" if kind == "stock" else "zero_bubble"},
+            "schedule": {"kind": "1f1b" if kind == "stock" else SHAPES.get(kind, "zero_bubble")},
         },
         checkpoint_interval=0 if checkpointing == "none" else 1,
         loss_fn=language_model_loss,
@@ -180,14 +189,16 @@ def measure_one(arguments: argparse.Namespace, kind: str, precision: str, checkp
 def profiled_engine(arguments: argparse.Namespace, kind: str, precision: str, checkpointing: str) -> Any:
     """Make an engine and train it until its profile and messages are known. Collective.
 
-    Zero bubble has the order for equal costs.
+    All but 1F1B have the order for equal costs.
     """
     engine, data = make_engine(arguments, kind, precision, checkpointing), tokens(arguments)
     engine.train_batch(data)
     engine.rebalance()
-    if kind != "stock":
-        order = one_f_one_b if kind == "1f1b" else schedule_for_equal_costs
-        engine.stage.schedule.decide(order(engine.num_stages, engine.micro_batches))
+    sizes = engine.num_stages, engine.micro_batches
+    if kind == "1f1b":
+        engine.stage.schedule.decide(one_f_one_b(*sizes))
+    elif kind != "stock":
+        engine.stage.schedule.decide(schedule_for_equal_costs(*sizes, shape=SHAPES.get(kind, "chain")))
     engine.train_batch(data)  # what messages look like is known from here on
     return engine
 
@@ -202,7 +213,7 @@ def of_all_ranks(mine: int) -> list[int]:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compare what stages hold of a GPT's passes, at their peak, with what is predicted.
 
-    Two blocks a stage. The zero-bubble order is that for equal costs, which takes no account of checkpointing.
+    Two blocks a stage. Orders are those for equal costs, which take no account of checkpointing.
     """
     check_at_least_1(arguments, "micro_batches", "hidden_size", "sequence_length")
     rows = []

@@ -57,9 +57,10 @@ def layer_seconds(kind: str, split: str, layers: int, pass_seconds: float, seed:
     return found
 
 
-def stage_costs(seconds: Sequence[LayerSeconds], num_stages: int) -> PassCosts:
-    """Add up what the passes of each stage take, where layers are split uniformly."""
-    return PassCosts.chain(*(loads(of_kind, uniform(len(seconds), num_stages)) for of_kind in zip(*seconds)))
+def chunk_costs(seconds: Sequence[LayerSeconds], owners: Sequence[int]) -> PassCosts:
+    """Add up what the passes of each chunk take, where layers are split uniformly over chunks with these ``owners``."""
+    of_chunks = (loads(of_kind, uniform(len(seconds), len(owners))) for of_kind in zip(*seconds))
+    return PassCosts(tuple(owners), *map(tuple, of_chunks))
 
 
 class _EvenSleep:

@@ -6,7 +6,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -17,12 +17,13 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 
 from benchmarks.arms import most_over_ranks, say, timed, turns
 from benchmarks.emulation import pipeline_engine
-from benchmarks.scaling import WIDTH, ScalingBlock, layer_seconds, stage_costs
+from benchmarks.scaling import WIDTH, LayerSeconds, ScalingBlock, chunk_costs, layer_seconds
 from benchmarks.traced_passes import traced_batches
 from ds_dynmo.cli.command_line import print_table
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.partitioners import simulate
+from ds_dynmo.placement import Shape, owners_of
 from ds_dynmo.schedules import (
     PassBytes,
     PassCosts,
@@ -36,20 +37,19 @@ from ds_dynmo.schedules import (
 
 STOCK = "stock"
 ZERO_BUBBLE, WAITING = "zero_bubble", "zero_bubble_waiting"
-AUTO = "auto"
+DUALPIPEV, AUTO = "dualpipev", "auto"
+SHAPES: dict[str, Shape] = {"v": "v", "loop": "loop"}  # where layers are; of other arms a chain
 TRACED = 3  # batches, after those that are timed
 WARM_UP = 3  # batches; from the second on, those whose order is decided have a profile
-ORDERS: dict[str, Callable[[PassCosts, int, float], Schedule]] = {  # of our engines: costs, micro-batches, memory
-    "1f1b": lambda costs, micro_batches, _: one_f_one_b(costs.num_stages, micro_batches),
-    ZERO_BUBBLE: lambda costs, micro_batches, memory: shortest(costs, micro_batches, memory),
-    WAITING: lambda costs, micro_batches, memory: shortest(costs, micro_batches, memory),
-}
+SEARCHED = (ZERO_BUBBLE, WAITING, *SHAPES)  # arms whose order is the shortest that is found
 ARMS = {
     STOCK: "DeepSpeed's 1F1B",
-    "dualpipev": "DeepSpeed's DualPipeV",
+    DUALPIPEV: "DeepSpeed's DualPipeV",
     "1f1b": "1F1B's order",
     ZERO_BUBBLE: "zero bubble",
     WAITING: "zero bubble, waits for the loss",
+    "v": "V",
+    "loop": "loop",
     AUTO: "auto",
 }
 
@@ -60,6 +60,7 @@ class Arm:
 
     Attributes:
         trace: where our engine writes what the last batches did.
+        costs: of its chunks, as sleeping layers are told; None: not known, or DualPipeV's, which is not simulated.
         decides: its order is found from a profile.
         in_a_row: batches in each of its turns.
     """
@@ -68,6 +69,7 @@ class Arm:
     engine: Any
     data: Iterator[tuple[torch.Tensor, torch.Tensor]]
     trace: Path | None
+    costs: PassCosts | None = None
     decides: bool = False
     in_a_row: int = 1
     seconds: list[float] = field(default_factory=list)
@@ -119,13 +121,13 @@ class Layers:
 
     Attributes:
         specs: of its layers.
-        costs: of stages, which sleeping layers are told; None: not known.
+        seconds: which sleeping layers are told; None: they compute.
         work_seconds: of a batch in which every stage works as long, and never waits; None: not known.
         shape: of a micro-batch.
     """
 
     def __init__(self, arguments: argparse.Namespace, stages: int) -> None:
-        self.costs: PassCosts | None = None
+        self.seconds: list[LayerSeconds] | None = None
         self.work_seconds: float | None = None
         if arguments.compute == "real":
             sequence, hidden = arguments.sequence_length, arguments.hidden_size
@@ -137,29 +139,42 @@ class Layers:
             arguments.loads, arguments.split, arguments.layers, arguments.pass_ms / 1e3, seed=arguments.seed
         )
         self.specs = [LayerSpec(ScalingBlock, layer, one) for layer, one in enumerate(seconds)]
-        self.costs = stage_costs(seconds, stages)
+        self.seconds = seconds
         self.work_seconds = arguments.micro_batches * sum(one.forward + one.backward for one in seconds) / stages
         self.shape = (1, WIDTH)
+
+    def costs(self, name: str, stages: int) -> PassCosts | None:
+        """Return what the chunks of an arm are told."""
+        if self.seconds is None or name == DUALPIPEV:
+            return None
+        return chunk_costs(self.seconds, owners_of(SHAPES.get(name, "chain"), stages))
 
 
 def shortest(costs: PassCosts, micro_batches: int, memory: float) -> Schedule:
     """Find the shortest order that holds no more than ``memory`` times 1F1B, where every micro-batch holds as much."""
-    sizes = PassBytes.equal(costs.num_stages)
-    limits = one_f_one_b_limit(sizes, micro_batches, memory)
+    sizes = PassBytes.equal(costs.num_chunks)
+    limits = one_f_one_b_limit(sizes, micro_batches, memory, owners=costs.owners)
     return best_schedule(costs, micro_batches, sizes, limits, back_to_back=memory > 1).schedule
 
 
 def arms_for(
     asked: list[str] | None, compute: str, stages: int, layers: int, micro_batches: int, in_a_row: int = 1
 ) -> list[str]:
-    """Choose the arms that are run: DualPipeV needs two micro-batches and two layers per stage, "auto" a profile.
+    """Choose the arms that are run: two chunks need two layers per stage, "auto" a profile.
+
+    DualPipeV needs two micro-batches per stage as well.
 
     Args:
         in_a_row: batches of each turn; it makes no difference to one alone whether the loss is waited for.
     """
-    fits = micro_batches >= 2 * stages and layers >= 2 * stages
-    needs = (("dualpipev", fits), (AUTO, compute == "real"), (WAITING, in_a_row > 1))
-    left_out = {name for name, runs in needs if not runs}
+    in_two = layers >= 2 * stages
+    needs = {
+        DUALPIPEV: in_two and micro_batches >= 2 * stages,
+        **dict.fromkeys(SHAPES, in_two),
+        AUTO: compute == "real",
+        WAITING: in_a_row > 1,
+    }
+    left_out = {name for name, runs in needs.items() if not runs}
     return [arm for arm in ARMS if (not asked or arm in (*asked, STOCK)) and arm not in left_out]
 
 
@@ -188,7 +203,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for number in range(TRACED):
             for arm in turns([arm for arm in arms if arm.trace is not None], number):
                 arm.batch()
-        rows = [row(arm, arms[0], layers, stages) for arm in arms] if is_first() else []
+        rows = [row(arm, arms[0], layers) for arm in arms] if is_first() else []
         torch.distributed.barrier()
     return {"stages": stages, "work_seconds": layers.work_seconds, "differing_weights": differing, "arms": rows}
 
@@ -199,29 +214,31 @@ def is_first() -> bool:
 
 def make_arm(name: str, layers: Layers, arguments: argparse.Namespace, folder: Path) -> Arm:
     """Make an arm's engine. Ours trace the batches after the last one that is timed, and never move layers."""
-    stages, micro_batches = torch.distributed.get_world_size(), arguments.micro_batches
-    decides = name == AUTO or (name in (ZERO_BUBBLE, WAITING) and layers.costs is None)
+    micro_batches, costs = arguments.micro_batches, layers.costs(name, torch.distributed.get_world_size())
+    decides = name == AUTO or (name in SEARCHED and costs is None)
     dynmo, trace = None, None
-    if decides or name in ORDERS:
+    if name not in (STOCK, DUALPIPEV):
         step, trace = WARM_UP + arguments.batches * arguments.back_to_back + 1, folder / f"{name}.json"
+        kind = name if name == AUTO else SHAPES.get(name, "zero_bubble")
         dynmo = {
             **({"interval": 0, "min_improvement": 0.99} if decides else {"enabled": False}),
             "log": False,
             "monitor": False,
             "randomness": {"per_layer": False},
-            "schedule": {"kind": AUTO if name == AUTO else "zero_bubble", "memory": arguments.memory},
+            "schedule": {"kind": kind, "memory": arguments.memory},
             "trace": {"path": str(trace), "steps": [step, step + TRACED - 1]},
         }
     engine = pipeline_engine(
         layers.specs,
         micro_batches=micro_batches,
         dynmo=dynmo,
-        module_class=DualPipeVModule if name == "dualpipev" else PipelineModule,
+        module_class=DualPipeVModule if name == DUALPIPEV else PipelineModule,
     )
-    if trace is not None and not decides:
-        costs = layers.costs or PassCosts.equal(range(stages))
-        engine.stage.schedule.decide(ORDERS[name](costs, micro_batches, arguments.memory))
-    return Arm(name, engine, data(layers.shape), trace, decides, arguments.back_to_back)
+    if name in SEARCHED and costs is not None:
+        engine.stage.schedule.decide(shortest(costs, micro_batches, arguments.memory))
+    elif name == "1f1b":
+        engine.stage.schedule.decide(one_f_one_b(engine.num_stages, micro_batches))
+    return Arm(name, engine, data(layers.shape), trace, costs, decides, arguments.back_to_back)
 
 
 def data(shape: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -248,12 +265,11 @@ def weights(engine: Any) -> dict[str, bytes]:
 # -- what it comes to --------------------------------------------------------------------------------------
 
 
-def row(arm: Arm, stock: Arm, layers: Layers, stages: int) -> dict[str, Any]:
+def row(arm: Arm, stock: Arm, layers: Layers) -> dict[str, Any]:
     """Make an arm's figures; "over stock" is the median of the rounds, so that drift cancels."""
     seconds, ratios = median(arm.seconds), [other / own for other, own in zip(stock.seconds, arm.seconds)]
     quarters = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [*ratios] * 3
-    simulated = simulated_seconds(arm, layers.costs) if layers.costs is not None else None
-    traced = replayed_batches(arm, stages)
+    simulated, traced = simulated_seconds(arm), replayed_batches(arm)
     replayed = median(one["replayed_seconds"] for one in traced) if traced else None
     return {
         "arm": arm.name,
@@ -273,22 +289,21 @@ def row(arm: Arm, stock: Arm, layers: Layers, stages: int) -> dict[str, Any]:
     }
 
 
-def simulated_seconds(arm: Arm, costs: PassCosts) -> float | None:
-    """Simulate a batch with the seconds that layers are told; None: of DualPipeV there is no simulation."""
-    if arm.schedule is not None:
-        return arm.predicted_seconds(arm.schedule, costs)
-    if arm.name != STOCK:
+def simulated_seconds(arm: Arm) -> float | None:
+    """Simulate a batch with the seconds that layers are told; None: they are not told."""
+    if arm.costs is None:
         return None
-    micro_batches = arm.engine.micro_batches
-    return simulate(costs.forward_seconds, costs.backward_seconds, micro_batches).iteration_seconds
+    if arm.schedule is not None:
+        return arm.predicted_seconds(arm.schedule, arm.costs)
+    return simulate(arm.costs.forward_seconds, arm.costs.backward_seconds, arm.engine.micro_batches).iteration_seconds
 
 
-def replayed_batches(arm: Arm, num_stages: int) -> list[dict[str, float]]:
+def replayed_batches(arm: Arm) -> list[dict[str, float]]:
     """Replay the order of each traced batch with the seconds that its passes took, beside how long they all took."""
     schedule = arm.schedule
     if schedule is None or arm.trace is None:
         return []
-    batches = traced_batches(json.loads(arm.trace.read_text())["traceEvents"], num_stages)
+    batches = traced_batches(json.loads(arm.trace.read_text())["traceEvents"], schedule.owners, schedule.orders)
     return [
         {"seconds": batch.seconds, "replayed_seconds": arm.predicted_seconds(schedule, batch.costs)}
         for batch in batches

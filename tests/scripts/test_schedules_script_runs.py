@@ -35,7 +35,7 @@ def figures(folder: Path, *flags: str) -> Any:
 def test_every_schedule_trains_the_same_weights(split: str, loads: str, tmp_path: Path) -> None:
     found = figures(tmp_path, "--split", split, "--loads", loads)
     rows = {row["arm"]: row for row in found["arms"]}
-    assert list(rows) == ["stock", "dualpipev", "1f1b", "zero_bubble"]
+    assert list(rows) == ["stock", "dualpipev", "1f1b", "zero_bubble", "v", "loop"]
     assert found["differing_weights"] == []
     assert found["settings"]["split"] == split
     for row in rows.values():
@@ -43,7 +43,7 @@ def test_every_schedule_trains_the_same_weights(split: str, loads: str, tmp_path
         assert 0 < low <= row["seconds"] <= high and len(row["batches"]) == 2
         assert 0 < row["share_of_work_bound"] < 1
         assert row["speedup_over_stock"] > 0
-    for name in ("1f1b", "zero_bubble"):
+    for name in ("1f1b", "zero_bubble", "v", "loop"):
         row = rows[name]
         assert len(row["traced"]) == TRACED
         for batch in row["traced"]:

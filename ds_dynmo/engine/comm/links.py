@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ from ds_dynmo.torch_private import version_of
 AHEAD = 2  # receives of a lane that are posted before they are needed
 
 
-class MessageKind(Enum):
+class MessageKind(IntEnum):
     """The kind of a message between chunks."""
 
     ACTIVATION = 1

@@ -33,38 +33,34 @@ def runs_shown(module: Any, runs: Sequence[range], wrappers: Sequence[LayerWrapp
     Yields:
         A function that shows the run at a place.
     """
-    bare, bounds = module.forward_funcs, (module._local_start, module._local_stop)
-    functions = list(bare)
+    attributes = vars(module)  # torch's own way to set one looks for parameters, and costs more than a small layer
+    names = ["forward_funcs"]
+    if len(runs) > 1:
+        names += ["_local_start", "_local_stop", "is_checkpointable_results", "is_checkpointable_results_interval"]
+    before = {name: attributes[name] for name in names}
+    functions = list(module.forward_funcs)
     numbers = [number for run in runs for number in run]
     for wrap in wrappers:
         functions = [wrap(number, function) for number, function in zip(numbers, functions, strict=True)]
-    shown, begin = [], 0
-    for run in runs:
-        shown.append((functions[begin : begin + len(run)], run))
-        begin += len(run)
-    checkpointable: list[Any] = []
-
-    def show(place: int) -> None:
-        module.forward_funcs, run = shown[place]
-        if len(shown) > 1:
-            module._local_start, module._local_stop = run.start, run.stop
-            module.is_checkpointable_results = checkpointable[place]
-
+    shown: list[dict[str, Any]] = []
     try:
-        if len(shown) > 1:
-            begin = 0
-            for run in runs:
-                module.forward_funcs = bare[begin : begin + len(run)]
+        begin = 0
+        for run in runs:
+            own = slice(begin, begin + len(run))
+            shown.append({"forward_funcs": functions[own]})
+            if len(runs) > 1:
+                module.forward_funcs = before["forward_funcs"][own]
                 module.is_checkpointable_results_interval = None  # or those of the other run would count
                 module._precompute_checkpointable_values()
-                checkpointable.append(module.is_checkpointable_results)
-                begin += len(run)
-        yield show
+                shown[-1] |= {
+                    "_local_start": run.start,
+                    "_local_stop": run.stop,
+                    "is_checkpointable_results": module.is_checkpointable_results,
+                }
+            begin += len(run)
+        yield lambda place: attributes.update(shown[place])
     finally:
-        module.forward_funcs = bare
-        if len(shown) > 1:
-            module._local_start, module._local_stop = bounds
-            module.is_checkpointable_results_interval = None
+        attributes.update(before)
 
 
 def layer_specs(module: Any) -> list[Any]:

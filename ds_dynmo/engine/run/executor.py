@@ -187,7 +187,8 @@ class Executor:
         is_split = (chunk.number, micro_batch) in self._split
         with (
             self._phase("forward", "forward", micro_batch),
-            self._around(Kind.FORWARD, chunk, micro_batch),
+            self._measured(Kind.FORWARD, chunk),
+            self._drawing(micro_batch, recomputes=False),
             self._gradients.forward_pass(split=True) if is_split else _NOTHING,
         ):
             outputs = passes.forward(engine, messages.cloned(inputs), self._first_number + micro_batch)
@@ -209,7 +210,8 @@ class Executor:
             what = "input gradient" if in_two else "backward"
             with (
                 self._phase("backward", what, micro_batch),
-                self._around(kind, chunk, micro_batch),
+                self._measured(kind, chunk),
+                self._drawing(micro_batch, recomputes=True),
                 self._gradients.first_part((number, micro_batch)) if in_two else _NOTHING,
             ):
                 self._run_backward(held, gradients)
@@ -243,20 +245,14 @@ class Executor:
         """Return whether a backward pass has work in this chunk: it reaches behind the frozen prefix."""
         return self._training and chunk.layers.stop > self._trainable.prefix
 
-    @contextmanager
-    def _around(self, kind: Kind, chunk: Chunk, micro_batch: int) -> Iterator[None]:
-        """Measure the pass inside, and let its layers draw from the random streams of its micro-batch."""
-        recomputes = kind != Kind.FORWARD
-        with (
-            self._measured(kind, chunk),
-            _NOTHING if self._streams is None else self._streams.running(micro_batch, recomputes=recomputes),
-        ):
-            yield
-
     def _measured(self, kind: Kind, chunk: Chunk) -> AbstractContextManager[None]:
         if not (self._training and self._profiler.measures):
             return _NOTHING
         return self._profiler.measure_pass(kind, chunk.layers, has_loss=chunk.is_last)
+
+    def _drawing(self, micro_batch: int, *, recomputes: bool) -> AbstractContextManager[None]:
+        """Let the layers of the pass inside draw from the random streams of its micro-batch."""
+        return _NOTHING if self._streams is None else self._streams.running(micro_batch, recomputes=recomputes)
 
     def _phase(self, category: str, what: str, micro_batch: int) -> AbstractContextManager[None]:
         """Show a part of an action in a trace."""
@@ -316,16 +312,11 @@ class Executor:
                 tensors = self._slices.whole(tensors, content or ())
         return tensors, form
 
-    @contextmanager
-    def _message(self, category: str, lane: Lane, micro_batch: int) -> Iterator[None]:
+    def _message(self, category: str, lane: Lane, micro_batch: int) -> AbstractContextManager[None]:
+        """Show a message in a trace and in DeepSpeed's timers."""
         what = lane.kind.name.lower()
-        timer = passes.message_timer(self._engine, category, what)
-        with self._phase(category, what, micro_batch):
-            if timer is not None:
-                timer.start()
-            yield
-            if timer is not None:
-                timer.stop()
+        phase, timer = self._phase(category, what, micro_batch), passes.message_timer(self._engine, category, what)
+        return phase if timer is None else _timed(phase, timer)
 
     # -- the end of a batch ---------------------------------------------------------------------------
 
@@ -365,3 +356,11 @@ class Executor:
     def _defers_nothing(self, layer: Any) -> bool:
         weights = [weight for weight in layer.parameters() if weight.requires_grad and weight.dim() > 1]
         return bool(weights) and not any(weight in self._gradients.hidden for weight in weights)
+
+
+@contextmanager
+def _timed(phase: AbstractContextManager[None], timer: Any) -> Iterator[None]:
+    with phase:
+        timer.start()
+        yield
+        timer.stop()
