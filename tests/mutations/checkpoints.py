@@ -32,6 +32,13 @@ MUTATIONS = [
         f"{DAMAGE}::test_a_malicious_pickle_and_an_empty_file_are_refused",
     ),
     Mutation(
+        "the layers of a second chunk are saved under the numbers of others",
+        "files._files_named",
+        "layers[place] - module._local_start",
+        "place",
+        "tests/engine/save/test_checkpoint.py::test_a_run_resumes_in_any_shape -k fp32",
+    ),
+    Mutation(
         "a resumed run does not continue its ranks' random numbers",
         "applying._put_progress",
         "loaded.random is not None",

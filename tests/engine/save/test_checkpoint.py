@@ -180,17 +180,18 @@ def of_shape(shape: str, case: Case) -> Case:
 
 
 def save_and_load_everywhere(case: Case, folder: str) -> list[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-    """Save in every shape, and load in every shape. Return both names, and both outcomes."""
+    """Save in every shape, and load in the others and a V in a V. Return both names, and both outcomes."""
     found = []
     for first, partition in SHAPES.items():
         saved = save_and_continue(of_shape(first, case), f"{folder}/{first}", partition)
-        loaded = {shape: load_and_continue(of_shape(shape, case), f"{folder}/{first}") for shape in SHAPES}
+        others = [shape for shape in SHAPES if shape != first or shape == "v"]
+        loaded = {shape: load_and_continue(of_shape(shape, case), f"{folder}/{first}") for shape in others}
         found += [(first, shape, saved, outcome) for shape, outcome in loaded.items()]
     return found
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
-def test_a_run_resumes_in_every_shape(tmp_path: Path, precision: str) -> None:
+def test_a_run_resumes_in_any_shape(tmp_path: Path, precision: str) -> None:
     case = Case(precision=precision, tied=precision != "fp32", groups="two", clip=0.0, micro_batches=4)
     ranks = run(2, save_and_load_everywhere, case, str(tmp_path))
     for number, (first, shape, *_) in enumerate(ranks[0]):
