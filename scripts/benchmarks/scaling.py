@@ -60,8 +60,8 @@ def layer_seconds(kind: str, split: str, layers: int, pass_seconds: float, seed:
 def chunk_costs(seconds: Sequence[LayerSeconds], owners: Sequence[int]) -> PassCosts:
     """Add up what the passes of each chunk take, where layers are split uniformly over chunks with these ``owners``."""
     chunks = uniform(len(seconds), len(owners))
-    forward, first, second, whole = (tuple(loads(of_kind, chunks)) for of_kind in zip(*seconds))
-    return PassCosts(tuple(owners), forward, first, second, whole)
+    forward, first, second, backward = (tuple(loads(of_kind, chunks)) for of_kind in zip(*seconds))
+    return PassCosts(tuple(owners), forward, first, second, backward)
 
 
 class _EvenSleep:
