@@ -73,9 +73,15 @@ def layer_specs(module: Any) -> list[Any]:
     return specs
 
 
-def layers_of_stage(module: Any) -> range:
-    """Return the numbers of the layers that this stage holds: one range, in a ``PipelineModule``."""
-    return range(module._local_start, module._local_stop)
+def layers_of_stage(module: Any) -> Sequence[int]:
+    """Return the numbers of the layers that this stage holds: those placed here, else those it was built with."""
+    layers: Sequence[int] = vars(module).get("dynmo_layers", range(module._local_start, module._local_stop))
+    return layers
+
+
+def place_layers(module: Any, layers: Sequence[int]) -> None:
+    """Note which layers a stage holds now: of two chunks ``PipelineModule`` has the bounds of one at a time."""
+    module.dynmo_layers = tuple(layers)
 
 
 def modules_of(module: Any, layers: Iterable[int]) -> Iterator[tuple[int, nn.Module]]:

@@ -16,6 +16,7 @@ from deepspeed.pipe import DualPipeVModule, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.engine.deepspeed.layer_list import LayerList
+from ds_dynmo.engine.deepspeed.module import place_layers
 from ds_dynmo.engine.deepspeed.tied_aliases import TiedAliases
 from ds_dynmo.engine.deepspeed.ties import tied_comms, tied_ranks, untied_parameters
 from ds_dynmo.engine.move.object_graph import copy_of_modules
@@ -250,6 +251,7 @@ class StageLayers(LayerList):
         self._placement, self._stage = placement, stage
         self._module.parts = list(placement.boundaries)
         self._module._set_bounds(start=first.start, stop=first.stop)
+        place_layers(self._module, self.indices)
 
     def _attach(self, index: int, layer: nn.Module | None) -> None:
         module, spec, key = self._module, self.spec(index), self.key(index)

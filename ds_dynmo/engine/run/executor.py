@@ -16,7 +16,7 @@ import torch
 from deepspeed.runtime.pipe import schedule as deepspeeds
 from torch.autograd.graph import get_gradient_edge
 
-from ds_dynmo.engine.comm.links import Lane, LinkPlan, Links, MessageKind, kept
+from ds_dynmo.engine.comm.links import Lane, LinkPlan, Links, MessageKind, Post, kept
 from ds_dynmo.engine.comm.message_forms import Content, MessageForm
 from ds_dynmo.engine.comm.slices import MessageSlices
 from ds_dynmo.engine.deepspeed import passes
@@ -69,7 +69,7 @@ class Executor:
         self._profiler, self._tracer, self._streams = profiler, tracer, streams
         self._slices = MessageSlices(stage.comm.grid) if engine.is_pipe_partitioned else None
         as_sent = self._slices.content if self._slices is not None else None
-        self._links = Links(stage.forms, lambda: stage.comm.neighbour_links().post, engine.device, as_sent)
+        self._links = Links(stage.forms, self._connect, engine.device, as_sent)
         self._gradients = WeightGradients()
         self._planned: tuple[Any, ...] = ()  # schedule, costs and stage of the latest plan
         self._plan: LinkPlan = {}
@@ -132,6 +132,9 @@ class Executor:
             self._held, self._handed, self._labels = {}, {}, {}
             self._split = frozenset()
         self.ran = True
+
+    def _connect(self) -> Post:
+        return self._stage.comm.neighbour_links(loop=self._stage.placement.shape == "loop").post
 
     def _wrappers(self, training: bool) -> list[LayerWrapper]:
         """Return the wrappers of layers, the innermost first: the profiler, so that it does not time random streams."""

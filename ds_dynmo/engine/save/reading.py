@@ -174,11 +174,13 @@ def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions
 
     It is the saved placement, if all of these hold, else the present one:
 
-    - it has as many stages as this job;
+    - it has as many stages as this job, and no more chunks per stage than this job can train;
     - rebalancing is on, or this run continues one whose profile at the start placed the layers for good.
     """
-    adopts = manifest.num_stages == context.here.num_stages and (
-        context.stage.config.enabled or _was_placed(context, manifest, options)
+    adopts = (
+        manifest.num_stages == context.here.num_stages
+        and context.rebalancer.why_not(manifest.placement) is None
+        and (context.stage.config.enabled or _was_placed(context, manifest, options))
     )
     return manifest.placement if adopts else context.stage.placement
 
