@@ -186,7 +186,7 @@ class Executor:
             inputs = messages.arranged(tensors, form)
         is_split = (chunk.number, micro_batch) in self._split
         with (
-            self._phase("forward", "forward", micro_batch),
+            self._phase("forward", "forward", micro_batch, chunk.number),
             self._around(Kind.FORWARD, chunk, micro_batch),
             self._gradients.forward_pass(split=True) if is_split else _NOTHING,
         ):
@@ -208,7 +208,7 @@ class Executor:
             in_two = kind == Kind.INPUT_GRADIENT
             what = "input gradient" if in_two else "backward"
             with (
-                self._phase("backward", what, micro_batch),
+                self._phase("backward", what, micro_batch, number),
                 self._around(kind, chunk, micro_batch),
                 self._gradients.first_part((number, micro_batch)) if in_two else _NOTHING,
             ):
@@ -232,7 +232,7 @@ class Executor:
             return
         deferred = self._gradients.second_part((chunk.number, micro_batch))
         with (
-            self._phase("weight gradient", "weight gradient", micro_batch),
+            self._phase("weight gradient", "weight gradient", micro_batch, chunk.number),
             self._measured(Kind.WEIGHT_GRADIENT, chunk),
         ):
             if deferred:
@@ -257,11 +257,13 @@ class Executor:
             return _NOTHING
         return self._profiler.measure_pass(kind, chunk.layers, has_loss=chunk.is_last)
 
-    def _phase(self, category: str, what: str, micro_batch: int) -> AbstractContextManager[None]:
+    def _phase(
+        self, category: str, what: str, micro_batch: int, chunk: int | None = None
+    ) -> AbstractContextManager[None]:
         """Show a part of an action in a trace."""
         if self._tracer is None or not self._tracer.records:
             return _NOTHING
-        return self._tracer.phase(category, what, micro_batch)
+        return self._tracer.phase(category, what, micro_batch, chunk)
 
     # -- data and messages ----------------------------------------------------------------------------
 
@@ -319,7 +321,7 @@ class Executor:
     def _message(self, category: str, lane: Lane, micro_batch: int) -> Iterator[None]:
         what = lane.kind.name.lower()
         timer = passes.message_timer(self._engine, category, what)
-        with self._phase(category, what, micro_batch):
+        with self._phase(category, what, micro_batch, lane.boundary):
             if timer is not None:
                 timer.start()
             yield
