@@ -104,15 +104,15 @@ def test_a_run_begins_at_its_initial_partition() -> None:
     cases = [
         (asked("v"), [0, 2, 4, 6, 8]),
         (asked("loop", "uniform"), [0, 2, 4, 6, 8]),
-        (asked("v", "type:Embedding|Head"), [0, 2, 4, 6, 8]),
-        (asked("v", "parameters"), [0, 2, 4, 6, 8]),
-        (asked("v", "profile", keep_together=[[1, 2, 3]]), [0, 1, 4, 6, 8]),
+        (asked("v", "type:Embedding|Head"), [0, 1, 2, 3, 8]),
+        (asked("v", "parameters"), [0, 3, 4, 5, 8]),
+        (asked("v", "profile", keep_together=[[1, 2, 3]]), [0, 1, 4, 5, 8]),
         (asked("loop", keep_together=[[0, 1, 2, 3, 4, 5]]), "cannot fill 4 chunks"),
         (asked("v", balancer="diffusion", decentralized=True), "dynmo.decentralized"),
     ]
     (found, *_) = run(2, began, [case for case, _ in cases])
-    for text, (_, expected) in zip(found, cases, strict=True):
-        assert expected in text if isinstance(expected, str) else text == expected
+    for begins, (_, expected) in zip(found, cases, strict=True):
+        assert begins == expected or (isinstance(expected, str) and expected in begins), found
 
 
 def test_two_chunks_need_another_order_than_1f1b() -> None:
