@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynmo.errors import ConfigError, ScheduleError, reason_of
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import Profile
 from ds_dynmo.schedules import Schedule
 
@@ -51,19 +52,20 @@ class RunRecords:
     repacks: tuple[Record, ...] = ()
     order: Schedule | None = None
 
-    def partitions(self) -> list[tuple[int, list[int]]]:
-        """List the partitions of the run, each with the step after which it came into force; the first one with 0.
+    def placements(self) -> list[tuple[int, Placement]]:
+        """List the placements of the run, each with the step after which it came into force; the first one with 0.
 
         A run that was resumed at another partition has that from the step on at which something says so.
         """
-        seen = [(profile.step, [profile.partition]) for profile in self.profiles]
+        seen = [(profile.step, [profile.placement]) for profile in self.profiles]
         for record in [*(decision.record for decision in self.decisions), *self.repacks]:
-            seen.append((record["step"], [record["old_partition"], record["new_partition"]]))
-        found: list[tuple[int, list[int]]] = []
-        for step, partitions in sorted(seen, key=lambda entry: entry[0]):
-            for partition in map(list, partitions):
-                if not found or found[-1][1] != partition:
-                    found.append((step if found else 0, partition))
+            names = ("old_partition", "new_partition")
+            seen.append((record["step"], [Placement.of(record[n], record.get(f"{n}_owners")) for n in names]))
+        found: list[tuple[int, Placement]] = []
+        for step, placements in sorted(seen, key=lambda entry: entry[0]):
+            for placement in placements:
+                if not found or found[-1][1] != placement:
+                    found.append((step if found else 0, placement))
         return found
 
 

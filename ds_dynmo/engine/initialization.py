@@ -31,7 +31,7 @@ from ds_dynmo.engine.resize.release import check_policy
 from ds_dynmo.engine.run.compiled_layers import check_compiler
 from ds_dynmo.engine.run.rng_trackers import check_trackers
 from ds_dynmo.engine.versions import newer_than_tested
-from ds_dynmo.placement import Placement
+from ds_dynmo.placement import Placement, owners_of
 from ds_dynmo.torch_private import check_torch
 
 
@@ -172,41 +172,33 @@ def _go_to_first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> N
     shape = validation.shape_of(dynmo, here.num_stages)
     if here.shape != "chain" and dynmo.initial_partition is None:  # a DualPipeVModule
         return
-    first = Placement.of_shape(
-        shape,
-        _first_partition(engine, dynmo) if shape == "chain" else _first_chunks(engine, dynmo),
-        num_layers=here.num_layers,
-        num_stages=here.num_stages,
-    )
+    boundaries = _first_partition(engine, dynmo, owners_of(shape, here.num_stages))
+    first = Placement.of_shape(shape, boundaries, num_layers=here.num_layers, num_stages=here.num_stages)
     first = engine.rebalancer.nearest_allowed(first)
     if first != here:
         engine.rebalancer.move_to_partition(first.boundaries, Request(Reason.INITIAL), what="initialize")
 
 
-def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequence[int]:
-    """Return the boundaries of ``dynmo.initial_partition``. Collective."""
-    first, layers, groups = dynmo.initial_partition, engine.stage.layers, engine.rebalancer.groups
-    if first in (None, "profile"):
+def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig, owners: tuple[int, ...]) -> Sequence[int]:
+    """Return the boundaries of ``dynmo.initial_partition``. Collective.
+
+    Without one, layers stay where DeepSpeed has built them; where a stage holds two chunks, these have equally many.
+    """
+    first, layers, stages = dynmo.initial_partition, engine.stage.layers, engine.num_stages
+    groups = engine.rebalancer.groups
+    if first in (None, "profile") and len(owners) == stages:
         return engine.partition
-    if first == "uniform":
-        even = partitioners.uniform(layers.num_layers, engine.num_stages)
-        return partitioners.balanced_groups([1] * layers.num_layers, engine.num_stages, groups, start=even)
+    if first in (None, "profile", "uniform"):
+        even = partitioners.uniform(layers.num_layers, len(owners))
+        return partitioners.balanced_groups([1] * layers.num_layers, stages, groups, start=even, owners=owners)
     if first == "parameters":
         counts = engine.stage.comm.max_over_world(layer_sizes.per_layer(layers, layer_sizes.trainable_parameters))
-        return partitioners.balanced_groups(counts.tolist(), engine.num_stages, groups)
+        return partitioners.balanced_groups(counts.tolist(), stages, groups, owners=owners)
     if isinstance(first, str):
         weights = validation.type_costs(layer_specs(engine.module), first)
-        return partitioners.balanced_groups(weights, engine.num_stages, groups)
+        return partitioners.balanced_groups(weights, stages, groups, owners=owners)
     assert first is not None
     return first
-
-
-def _first_chunks(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequence[int]:
-    """Return the boundaries of two chunks per stage: those given, or chunks of equally many layers."""
-    first = dynmo.initial_partition
-    if first is not None and not isinstance(first, str):
-        return first
-    return partitioners.uniform(engine.stage.layers.num_layers, 2 * engine.num_stages)
 
 
 @contextmanager

@@ -21,12 +21,7 @@ from ds_dynmo.engine.deepspeed.ties import check_tied_weights
 from ds_dynmo.engine.run.compiled_layers import check_not_compiled
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.placement import Placement, Shape
-
-DYNAMIC_SHAPES = (
-    "two chunks of layers per stage need messages of one shape, and the PipelineModule has dynamic_shape=True: use one "
-    "chunk per stage, or pad to one shape"
-)
+from ds_dynmo.placement import Placement, Shape, owners_of
 
 
 def load_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
@@ -326,10 +321,12 @@ def layer_groups(dynmo: DynMoConfig, specs: list[Any], num_stages: int) -> Layer
     """Group the layers that ``dynmo.keep_together`` keeps on one stage.
 
     Raises:
-        ConfigError: a rule that does not fit the model, or fewer groups than stages.
+        ConfigError: a rule that does not fit the model, or fewer groups than stages, or than chunks of layers.
     """
     groups = LayerGroups.of(dynmo.keep_together, [layer_name(spec) for spec in specs])
-    if (problem := groups.shortage(num_stages)) is not None:
+    shape = shape_of(dynmo, num_stages)
+    chunks, name = len(owners_of(shape, num_stages)), "stage" if shape == "chain" else "chunk"
+    if (problem := groups.shortage(chunks, name)) is not None:
         raise ConfigError(problem)
     return groups
 
@@ -372,5 +369,29 @@ def check_shapes(dynmo: DynMoConfig, model: PipelineModule) -> None:
                 f'dynmo.schedule.kind = "{dynmo.schedule.kind}": the model is a DualPipeVModule, with two chunks of '
                 'layers per stage: set it to "v" or "auto", or use PipelineModule'
             )
-    if shape_of(dynmo, num_stages_of(model)) != "chain" and model.dynamic_shape:
-        raise ConfigError(f'dynmo.schedule.kind = "{dynmo.schedule.kind}": {DYNAMIC_SHAPES}')
+    if shape_of(dynmo, num_stages_of(model)) != "chain" and (why := why_one_chunk(dynmo, model.dynamic_shape)):
+        raise ConfigError(f'dynmo.schedule.kind = "{dynmo.schedule.kind}": {why}')
+
+
+def why_one_chunk(dynmo: DynMoConfig, dynamic_shape: bool) -> str | None:
+    """Return why a stage cannot hold two chunks of layers; None: it can.
+
+    Args:
+        dynamic_shape: of the PipelineModule.
+    """
+    if dynamic_shape:
+        return (
+            "two chunks of layers per stage need messages of one shape, and the PipelineModule has dynamic_shape=True: "
+            "use one chunk per stage, or pad to one shape"
+        )
+    if dynmo.decentralized:
+        return (
+            "two chunks of layers per stage need decisions of all stages together: set dynmo.decentralized to false, "
+            "or use one chunk per stage"
+        )
+    if dynmo.schedule.kind == "1f1b":
+        return (
+            'two chunks of layers per stage have no order of passes under dynmo.schedule.kind = "1f1b": set it to "v" '
+            'or "loop", or use one chunk per stage'
+        )
+    return None

@@ -7,12 +7,14 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_dynmo.cli import plot
+from ds_dynmo.cli.plotting.pictures import over_time
 from ds_dynmo.cli.plotting.timelines import Bar, TimelineRows, around, read_trace, traced
 from ds_dynmo.cli.run_records import DecisionRecord, RunRecords, read_report
 from ds_dynmo.engine.measure.trace_events import TraceEvent, TraceFile, Track, batch_events, track_names
@@ -160,14 +162,29 @@ def test_a_run_without_decisions_has_the_batch_of_its_last_profile() -> None:
     assert around(RunRecords(({"step": 1, "tokens_per_second": 1.0},), ()), None) == []
 
 
+def placements_of(report: RunRecords) -> list[tuple[int, str]]:
+    return [(step, str(placement)) for step, placement in report.placements()]
+
+
 def test_partitions_of_a_run_that_was_repacked() -> None:
     repacked = {"kind": "repack", "step": 5, "old_partition": [0, 3, 4], "new_partition": [0, 4]}
     moved = read_decisions(decision(2, (0, 2, 4), (0, 3, 4)), decision(4, (0, 3, 4), (0, 3, 4)))
     report = RunRecords((), (profile(2, (0, 2, 4)),), moved, (repacked,))
-    assert report.partitions() == [(0, [0, 2, 4]), (2, [0, 3, 4]), (5, [0, 4])]
-    assert RunRecords((), (profile(2, (0, 2, 4)),)).partitions() == [(0, [0, 2, 4])]
+    assert placements_of(report) == [(0, "[0, 2, 4]"), (2, "[0, 3, 4]"), (5, "[0, 4]")]
+    assert placements_of(RunRecords((), (profile(2, (0, 2, 4)),))) == [(0, "[0, 2, 4]")]
     resumed = RunRecords((), (profile(2, (0, 2, 4)), profile(9, (0, 1, 2, 4))))
-    assert resumed.partitions() == [(0, [0, 2, 4]), (9, [0, 1, 2, 4])], "with other stages, and nothing moved"
+    assert placements_of(resumed) == [(0, "[0, 2, 4]"), (9, "[0, 1, 2, 4]")], "with other stages, and nothing moved"
+
+
+def test_a_run_on_a_v_is_drawn_by_its_chunks() -> None:
+    of_v = replace(profile(2, (0, 2, 4)), placement=Placement.v([0, 1, 2, 3, 4]))
+    to_chain = decision(2, (0, 1, 2, 3, 4), (0, 2, 4), old_partition_owners=(0, 1, 1, 0))
+    report = RunRecords((), (of_v,), read_decisions(to_chain))
+    assert placements_of(report) == [(0, "[0, 1, 2, 3, 4] on stages [0, 1, 1, 0]"), (2, "[0, 2, 4]")]
+    _, ratios, layers = over_time(report).axes
+    assert [text.get_text() for text in layers.texts][:4] == ["0", "1", "1", "0"]
+    (imbalance, *_) = ratios.lines[0].get_ydata()
+    assert imbalance == pytest.approx((12 - 6) / 9)  # of the stages: layers 0 and 3, layers 1 and 2
 
 
 def read_decisions(*records: dict[str, Any]) -> tuple[DecisionRecord, ...]:

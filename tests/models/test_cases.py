@@ -115,6 +115,28 @@ def test_split_backward_passes_change_nothing(name: str) -> None:
     assert plain[0]["losses"] == ours[0]["losses"] and whole(plain) == whole(ours) and signals(plain) == signals(ours)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("moe bias and freezing", "v"),
+        ("egeria", "loop"),
+        ("mod threshold", "v"),
+        ("qk-sparse attention", "loop"),
+        ("exits, calm tied", "v"),
+        ("pruning in CSR", "v"),
+        ("freezing and pruning", "loop"),
+    ],
+)
+def test_two_chunks_per_stage_change_nothing(name: str, kind: str) -> None:
+    """Layers move, too, also to a chain and back."""
+    case = CaseRun(CASES[name], dynmo={"interval": 0, "schedule": {"kind": kind}})
+    last = case_runs.num_layers(case)
+    moves = {2: [0, 2, 3, last - 1, last], 3: [0, 2, last], 4: [0, 1, 2, 4, last]}
+    plain, ours = plain_run(name), run(2, case_runs.train, replace(case, moves=moves))
+    assert plain[0]["losses"] == ours[0]["losses"] and plain[0]["evaluated"] == ours[0]["evaluated"]
+    assert whole(plain) == whole(ours) and signals(plain) == signals(ours)
+
+
 def gradient_magnitudes(run: CaseRun) -> dict[str, Any]:
     """Return, per step, the model's gradient magnitudes by layer, and how many layers are frozen afterwards."""
     engine, model = case_runs.build(run)

@@ -14,8 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ds_dynmo.cli.plotting.timelines import PASSES, TimelineRows
 from ds_dynmo.cli.run_records import RunRecords
-from ds_dynmo.partitioners import imbalance
-from ds_dynmo.placement import Placement
+from ds_dynmo.partitioners import imbalance, loads_of
 
 MOST_TALL_ROWS = 8
 MOST_NAMED_STAGES = 16
@@ -53,7 +52,7 @@ def save(figure: Figure, path: Path, kind: str) -> None:
 
 def over_time(report: RunRecords) -> Figure:
     """Draw a run: its speed, imbalance and bubble ratio, partition and decisions."""
-    ratios, partitions = report.profiles, report.partitions()
+    ratios, partitions = report.profiles, report.placements()
     heights = [1.0, *([0.8] if ratios else []), *([1.4] if partitions else [])]
     figure = Figure(figsize=(9, 2.6 * sum(heights)), layout="constrained")
     panels = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
@@ -91,7 +90,8 @@ def _speed(axes: Any, report: RunRecords) -> None:
 
 def _ratios(axes: Any, report: RunRecords) -> None:
     steps = [profile.step for profile in report.profiles]
-    imbalances = [imbalance(profile.costs("time"), profile.partition) for profile in report.profiles]
+    loads = [loads_of(profile.costs("time"), profile.placement) for profile in report.profiles]
+    imbalances = [imbalance(of_stages, range(len(of_stages) + 1)) for of_stages in loads]
     bubbles = [profile.bubble_ratio for profile in report.profiles]
     axes.plot(steps, imbalances, "o-", color=COLORS["receive"], markersize=4, label="imbalance")
     axes.plot(steps, bubbles, "s-", color=COLORS["load"], markersize=4, label="bubble ratio")
@@ -100,15 +100,14 @@ def _ratios(axes: Any, report: RunRecords) -> None:
 
 
 def _partitions(axes: Any, report: RunRecords) -> None:
-    """Draw the layers of each stage, from the bottom up."""
-    partitions = report.partitions()
-    ends = [step for step, _ in partitions[1:]] + [max(_last_step(report), partitions[-1][0] + 1)]
-    for (begin, boundaries), end in zip(partitions, ends):
-        placement = Placement.chain(boundaries)
-        for stage in placement.stages:
-            layers = placement.run_of(stage)
-            axes.fill_between([begin, end], layers.start, layers.stop, color=STAGES[stage % 2], linewidth=0)
-            if placement.num_stages < MOST_NAMED_STAGES and end - begin > 0.05 * ends[-1]:
+    """Draw the layers of each stage, from the bottom up; of a V or a loop each chunk's."""
+    placements = report.placements()
+    ends = [step for step, _ in placements[1:]] + [max(_last_step(report), placements[-1][0] + 1)]
+    for (begin, placement), end in zip(placements, ends):
+        for chunk, stage in enumerate(placement.owners):
+            layers = placement.chunk(chunk)
+            axes.fill_between([begin, end], layers.start, layers.stop, color=STAGES[chunk % 2], linewidth=0)
+            if placement.num_chunks < MOST_NAMED_STAGES and end - begin > 0.05 * ends[-1]:
                 axes.text(
                     (begin + end) / 2,
                     (layers.start + layers.stop) / 2,
@@ -117,7 +116,7 @@ def _partitions(axes: Any, report: RunRecords) -> None:
                     va="center",
                     fontsize=8,
                 )
-    axes.set_ylim(0, partitions[0][1][-1])
+    axes.set_ylim(0, placements[0][1].num_layers)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("layers of stages")
 

@@ -521,10 +521,14 @@ class Communicator:
             self._rank_alone = dist.new_group(ranks=[dist.get_rank()], use_local_synchronization=True)
         return self._rank_alone
 
-    def neighbour_links(self) -> NeighbourLinks:
-        """Return the links between neighbouring stages, created once per world: that call is collective over it."""
+    def neighbour_links(self, *, loop: bool) -> NeighbourLinks:
+        """Return the links between neighbouring stages, also around a ``loop``. Collective: groups are made once."""
         if self._neighbour_links is None:
-            self._neighbour_links = NeighbourLinks(self.here.stage, self.rank_of, self.device, self._timeout_seconds)
+            here = self.here
+            self._neighbour_links = NeighbourLinks(
+                here.stage, here.num_stages, self.rank_of, self.device, self._timeout_seconds
+            )
+        self._neighbour_links.connect(loop=loop)
         return self._neighbour_links
 
 

@@ -13,24 +13,35 @@ from ds_dynmo.engine.comm.device_group import device_group
 
 
 class NeighbourLinks:
-    """Operations with the neighbouring stages, in the order of posting. Construction is collective.
+    """Operations with the neighbouring stages, in the order of posting.
 
     NCCL runs all operations that a rank posts on a process group on one stream, in order, whatever their peer: batches
     always, and single operations if the default group is bound to a device, as DeepSpeed binds it. But messages with
     one neighbour must not wait for those with the other. So there are two groups, for alternate boundaries of the
-    pipeline: in each of them a rank has one neighbour. All replicas and slices share them.
+    pipeline: in each of them a rank has one neighbour. In a loop the last stage and the first are neighbours too, and
+    if the number of stages is odd, these two need a third group. All replicas and slices share them.
 
     Args:
         stage: of this rank.
+        num_stages: of the pipeline.
         rank_of: returns the rank that holds a stage.
         device: the engine's device.
         store_seconds: as for :func:`device_group`.
     """
 
-    def __init__(self, stage: int, rank_of: Callable[[int], int], device: torch.device, store_seconds: float) -> None:
-        self._stage, self._rank_of = stage, rank_of
-        timeout = default_timeout()  # as for DeepSpeed's messages: a receive may wait for a whole pass
-        self._groups = [device_group(device, timeout, store_seconds) for _ in range(2)]
+    def __init__(
+        self, stage: int, num_stages: int, rank_of: Callable[[int], int], device: torch.device, store_seconds: float
+    ) -> None:
+        self._stage, self._num_stages, self._rank_of = stage, num_stages, rank_of
+        self._device, self._store_seconds = device, store_seconds
+        self._groups: list[Any] = []
+
+    def connect(self, *, loop: bool) -> None:
+        """Make the groups that are not there yet; ``loop``: the last stage and the first are neighbours. Collective."""
+        needed = 3 if loop and self._num_stages % 2 else 2
+        while len(self._groups) < needed:
+            timeout = default_timeout()  # as for DeepSpeed's messages: a receive may wait for a whole pass
+            self._groups.append(device_group(self._device, timeout, self._store_seconds))
 
     def post(self, stage: int, operations: Sequence[tuple[bool, torch.Tensor]]) -> list[Any]:
         """Start these operations with ``stage`` together, after all that were posted before.
@@ -38,10 +49,17 @@ class NeighbourLinks:
         Args:
             operations: pairs of whether it is a send, and the tensor.
         """
-        group, rank = self._groups[min(stage, self._stage) % 2], self._rank_of(stage)
+        group, rank = self._groups[self._group_with(stage)], self._rank_of(stage)
         return dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, rank, group=group)
                 for is_sent, tensor in operations
             ]
         )
+
+    def _group_with(self, stage: int) -> int:
+        """Return which group the messages with a neighbour use."""
+        first, last = sorted((stage, self._stage))
+        if last - first == 1:
+            return first % 2
+        return 2 if self._num_stages % 2 else 1  # around a loop

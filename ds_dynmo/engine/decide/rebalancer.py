@@ -36,7 +36,7 @@ from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.move.background import BackgroundMove, TransferBudget
 from ds_dynmo.engine.move.migrator import MoveCheck, MoveResult
 from ds_dynmo.engine.stage import StageContext
-from ds_dynmo.engine.validation import DYNAMIC_SHAPES
+from ds_dynmo.engine.validation import why_one_chunk
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.placement import Placement, Shape
@@ -626,10 +626,14 @@ class Rebalancer:
         elif shape == "chain" and len(partition) == 2 * num_stages + 1 and num_stages > 1:
             shape = "loop" if self._config.schedule.kind == "loop" else "v"
         new = Placement.of_shape(shape, partition, num_layers=here.num_layers, num_stages=num_stages)
-        if new.shape != "chain" and self._stage.layers.dynamic_shape:
-            raise PartitionError(f"partition {list(partition)}: {DYNAMIC_SHAPES}")
+        if (why := self.why_not(new)) is not None:
+            raise PartitionError(f"partition {list(partition)}: {why}")
         self.groups.check(new.boundaries)
         return new
+
+    def why_not(self, placement: Placement) -> str | None:
+        """Return why this engine cannot train at a placement; None: it can."""
+        return None if placement.shape == "chain" else why_one_chunk(self._config, self._stage.layers.dynamic_shape)
 
     def _layers_moved(self, moved: LayersMoved) -> None:
         self.last_move_step = moved.step

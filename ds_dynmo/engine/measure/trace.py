@@ -49,7 +49,7 @@ class Tracer:
         self._comm = stage.comm
         self.records = False
         self._place: dict[str, int] = {}
-        self._marks: list[tuple[str, str, int | None]] = []
+        self._marks: list[tuple[str, str, int | None, int | None]] = []
         self._times: list[Any] = []
         self._origin: float | None = None
         self._base_error_seconds = 0.0
@@ -89,13 +89,15 @@ class Tracer:
         self._write(step, placement, [base_seconds + seconds for seconds in elapsed[1:]])
 
     @contextmanager
-    def phase(self, category: str, what: str, micro_batch: int | None = None) -> Iterator[None]:
+    def phase(
+        self, category: str, what: str, micro_batch: int | None = None, chunk: int | None = None
+    ) -> Iterator[None]:
         """Record the start and end of what runs inside."""
         begin = self._clock.now()
         try:
             yield
         finally:
-            self._marks.append((category, what, micro_batch))
+            self._marks.append((category, what, micro_batch, chunk))
             self._times += begin, self._clock.now()
 
     def _write(self, step: int, placement: Placement, seconds: list[float]) -> None:
@@ -103,8 +105,10 @@ class Tracer:
         offset_seconds, error_seconds = self._comm.clock_offset(time.perf_counter)
         shared = [time - offset_seconds for time in seconds]
         events = tuple(
-            TraceEvent(*mark, begin, end)
-            for mark, begin, end in zip(self._marks, shared[::2], shared[1::2], strict=True)
+            TraceEvent(category, what, micro_batch, begin, end, chunk)
+            for (category, what, micro_batch, chunk), begin, end in zip(
+                self._marks, shared[::2], shared[1::2], strict=True
+            )
         )
         error_seconds += self._base_error_seconds
         tracks = self._comm.gather_on_first(Track(**self._place, clock_error_seconds=error_seconds, events=events))

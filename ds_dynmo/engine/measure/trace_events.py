@@ -26,13 +26,18 @@ _END = "\n]}\n"
 
 
 class TraceEvent(NamedTuple):
-    """An instruction or phase of a rank, in seconds of a clock that all ranks share."""
+    """A pass, message or phase of a rank, in seconds of a clock that all ranks share.
+
+    Attributes:
+        chunk: of layers; of a message, the one before the boundary that it crosses.
+    """
 
     category: str
     what: str
     micro_batch: int | None
     begin_seconds: float
     end_seconds: float
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Track:
 def with_waits(tracks: Sequence[Track]) -> list[Track]:
     """Split each receive at the start of the neighbour's send; the first part is a wait."""
     sends = {
-        (track.replica, track.slice, track.stage, event.what, event.micro_batch): event.begin_seconds
+        (track.replica, track.slice, event.what, event.chunk, event.micro_batch): event.begin_seconds
         for track in tracks
         for event in track.events
         if event.category == "send"
@@ -63,8 +68,7 @@ def with_waits(tracks: Sequence[Track]) -> list[Track]:
     for track in tracks:
         events: list[TraceEvent] = []
         for event in track.events:
-            source = track.stage + (-1 if event.what == "activation" else 1)
-            sent = sends.get((track.replica, track.slice, source, event.what, event.micro_batch))
+            sent = sends.get((track.replica, track.slice, event.what, event.chunk, event.micro_batch))
             if event.category != "receive" or sent is None or sent <= event.begin_seconds:
                 events.append(event)
                 continue
@@ -104,7 +108,7 @@ def _transfer_name(track: Track) -> dict[str, Any]:
 
 
 def _complete(step: int, track: Track, event: TraceEvent, origin: float) -> dict[str, Any]:
-    number = {} if event.micro_batch is None else {"micro_batch": event.micro_batch}
+    numbers = {"micro_batch": event.micro_batch, "chunk": event.chunk}
     return {
         "name": " ".join(str(part) for part in (_verb(event), event.micro_batch) if part is not None),
         "cat": event.category,
@@ -113,7 +117,7 @@ def _complete(step: int, track: Track, event: TraceEvent, origin: float) -> dict
         "dur": _microseconds(event.end_seconds - event.begin_seconds),
         "pid": track.replica,
         "tid": track.rank + (TRANSFERS if event.category == "transfer" else 0),
-        "args": {"step": step, "stage": track.stage, **number},
+        "args": {"step": step, "stage": track.stage, **{k: n for k, n in numbers.items() if n is not None}},
     }
 
 

@@ -17,7 +17,7 @@ import torch
 from deepspeed.runtime.pipe import schedule as deepspeeds
 from torch.autograd.graph import get_gradient_edge
 
-from ds_dynmo.engine.comm.links import Lane, LinkPlan, Links, MessageKind, kept
+from ds_dynmo.engine.comm.links import Lane, LinkPlan, Links, MessageKind, Post, kept
 from ds_dynmo.engine.comm.message_forms import Content, MessageForm
 from ds_dynmo.engine.comm.slices import MessageSlices
 from ds_dynmo.engine.deepspeed import passes
@@ -70,7 +70,7 @@ class Executor:
         self._profiler, self._tracer, self._streams = profiler, tracer, streams
         self._slices = MessageSlices(stage.comm.grid) if engine.is_pipe_partitioned else None
         as_sent = self._slices.content if self._slices is not None else None
-        self._links = Links(stage.forms, lambda: stage.comm.neighbour_links().post, engine.device, as_sent)
+        self._links = Links(stage.forms, self._connect, engine.device, as_sent)
         self._gradients = WeightGradients()
         self._planned: tuple[Any, ...] = ()  # schedule, costs and stage of the latest plan
         self._plan: LinkPlan = {}
@@ -136,6 +136,9 @@ class Executor:
             self._split = frozenset()
         self.ran = True
 
+    def _connect(self) -> Post:
+        return self._stage.comm.neighbour_links(loop=self._stage.placement.shape == "loop").post
+
     def _wrappers(self, training: bool) -> list[LayerWrapper]:
         """Return the wrappers of layers, the innermost first: the profiler, so that it does not time random streams."""
         wrappers: list[LayerWrapper] = [self._profiler.wrap] if training and self._profiler.measures else []
@@ -186,7 +189,7 @@ class Executor:
             inputs = messages.arranged(tensors, form)
         is_split = (chunk.number, micro_batch) in self._split
         with (
-            self._phase("forward", "forward", micro_batch),
+            self._phase("forward", "forward", micro_batch, chunk.number),
             self._measured(Kind.FORWARD, chunk),
             self._drawing(micro_batch, recomputes=False),
             self._gradients.forward_pass(split=True) if is_split else _NOTHING,
@@ -209,7 +212,7 @@ class Executor:
             in_two = kind == Kind.INPUT_GRADIENT
             what = "input gradient" if in_two else "backward"
             with (
-                self._phase("backward", what, micro_batch),
+                self._phase("backward", what, micro_batch, number),
                 self._measured(kind, chunk),
                 self._drawing(micro_batch, recomputes=True),
                 self._gradients.first_part((number, micro_batch)) if in_two else _NOTHING,
@@ -235,7 +238,7 @@ class Executor:
             return
         deferred = self._gradients.second_part((chunk.number, micro_batch))
         with (
-            self._phase("weight gradient", "weight gradient", micro_batch),
+            self._phase("weight gradient", "weight gradient", micro_batch, chunk.number),
             self._measured(Kind.WEIGHT_GRADIENT, chunk),
         ):
             if deferred:
@@ -254,11 +257,13 @@ class Executor:
         """Let the layers of the pass inside draw from the random streams of its micro-batch."""
         return _NOTHING if self._streams is None else self._streams.running(micro_batch, recomputes=recomputes)
 
-    def _phase(self, category: str, what: str, micro_batch: int) -> AbstractContextManager[None]:
+    def _phase(
+        self, category: str, what: str, micro_batch: int, chunk: int | None = None
+    ) -> AbstractContextManager[None]:
         """Show a part of an action in a trace."""
         if self._tracer is None or not self._tracer.records:
             return _NOTHING
-        return self._tracer.phase(category, what, micro_batch)
+        return self._tracer.phase(category, what, micro_batch, chunk)
 
     # -- data and messages ----------------------------------------------------------------------------
 
@@ -315,7 +320,8 @@ class Executor:
     def _message(self, category: str, lane: Lane, micro_batch: int) -> AbstractContextManager[None]:
         """Show a message in a trace and in DeepSpeed's timers."""
         what = lane.kind.name.lower()
-        phase, timer = self._phase(category, what, micro_batch), passes.message_timer(self._engine, category, what)
+        phase = self._phase(category, what, micro_batch, lane.boundary)
+        timer = passes.message_timer(self._engine, category, what)
         return phase if timer is None else _timed(phase, timer)
 
     # -- the end of a batch ---------------------------------------------------------------------------

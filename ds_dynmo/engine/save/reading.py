@@ -192,8 +192,8 @@ def _may_have_shape(context: CheckpointContext, saved: Placement) -> bool:
     stage = context.stage
     if saved.shape == stage.placement.shape or stage.config.schedule.kind != "auto":
         return saved.shape == stage.placement.shape
-    is_chain, groups = saved.shape == "chain", context.rebalancer.groups
-    return is_chain or not (stage.layers.dynamic_shape or groups.shortage(saved.num_chunks))
+    rebalancer = context.rebalancer
+    return saved.shape == "chain" or not (rebalancer.why_not(saved) or rebalancer.groups.shortage(saved.num_chunks))
 
 
 def _within_memory(context: CheckpointContext, target: Placement) -> Placement:

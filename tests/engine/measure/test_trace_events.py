@@ -25,35 +25,35 @@ def test_a_receive_is_split_where_the_neighbour_began_to_send() -> None:
     }
     for sent, expected in cases.items():
         for what, sender, receiver in (("activation", 0, 1), ("gradient", 1, 0)):
-            send = track(sender, TraceEvent("send", what, 4, sent, sent + 1))
-            receive = track(receiver, TraceEvent("receive", what, 4, 1.0, 3.0))
+            send = track(sender, TraceEvent("send", what, 4, sent, sent + 1, chunk=2))
+            receive = track(receiver, TraceEvent("receive", what, 4, 1.0, 3.0, chunk=2))
             cut = with_waits([send, receive])
             assert cut[0] == send
             assert [(e.category, e.begin_seconds, e.end_seconds) for e in cut[1].events] == expected
 
 
 def test_only_the_send_of_the_received_message_counts() -> None:
-    receive = track(1, TraceEvent("receive", "activation", 4, 1.0, 3.0), replica=1, part=1)
+    receive = track(1, TraceEvent("receive", "activation", 4, 1.0, 3.0, chunk=0), replica=1, part=1)
     for other in (
-        track(0, TraceEvent("send", "activation", 3, 2.0, 2.0), replica=1, part=1),
-        track(0, TraceEvent("send", "gradient", 4, 2.0, 2.0), replica=1, part=1),
-        track(0, TraceEvent("send", "activation", 4, 2.0, 2.0), replica=0, part=1),
-        track(0, TraceEvent("send", "activation", 4, 2.0, 2.0), replica=1, part=0),
-        track(2, TraceEvent("send", "activation", 4, 2.0, 2.0), replica=1, part=1),
+        track(0, TraceEvent("send", "activation", 3, 2.0, 2.0, chunk=0), replica=1, part=1),
+        track(0, TraceEvent("send", "gradient", 4, 2.0, 2.0, chunk=0), replica=1, part=1),
+        track(0, TraceEvent("send", "activation", 4, 2.0, 2.0, chunk=0), replica=0, part=1),
+        track(0, TraceEvent("send", "activation", 4, 2.0, 2.0, chunk=0), replica=1, part=0),
+        track(0, TraceEvent("send", "activation", 4, 2.0, 2.0, chunk=2), replica=1, part=1),  # its other chunk, in a V
     ):
         assert with_waits([other, receive])[1] == receive
 
 
 def test_events_are_microseconds_since_the_origin() -> None:
     tracks = [
-        track(0, TraceEvent("forward", "forward", 2, 10.0, 10.5)),
+        track(0, TraceEvent("forward", "forward", 2, 10.0, 10.5, chunk=0)),
         track(1, TraceEvent("reduce", "reduce", None, 11.0, 12)),
     ]
     marker, forward, reduce = batch_events(7, Placement.chain([0, 1, 2]), tracks, origin=10.0)
     assert (marker["name"], marker["ts"]) == ("step 7", 0.0)
     assert marker["args"] == {"step": 7, "partition": (0, 1, 2), "clock_error_microseconds": 10.0}
     assert (forward["name"], forward["ts"], forward["dur"]) == ("forward 2", 0.0, 5e5)
-    assert forward["args"] == {"step": 7, "stage": 0, "micro_batch": 2}
+    assert forward["args"] == {"step": 7, "stage": 0, "micro_batch": 2, "chunk": 0}
     assert (reduce["name"], reduce["ts"], reduce["dur"], reduce["tid"]) == ("reduce", 1e6, 1e6, 1)
 
 

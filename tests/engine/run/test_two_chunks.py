@@ -7,13 +7,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from deepspeed.pipe import DualPipeVModule
 
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
+from ds_dynmo.errors import ConfigError, PartitionError
 from tests.support.configs import PRECISIONS, Case
 from tests.support.elastic import losses, merged, train_alone, train_and_repack
 from tests.support.harness import run, run_each
-from tests.support.training import PROFILED, train, train_frozen, whole
+from tests.support.training import PROFILED, build, train, train_frozen, whole
 
 pytestmark = pytest.mark.ranks
 
@@ -137,3 +139,52 @@ def test_a_prefix_that_freezes_and_thaws() -> None:
     )
     for each in moved:
         check_equal(still, each)
+
+
+def began(cases: list[Case]) -> list[Any]:
+    """Return where each run begins, or why it does not."""
+    found: list[Any] = []
+    for case in cases:
+        try:
+            found.append(build(case).partition)
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_run_begins_at_its_initial_partition() -> None:
+    def asked(kind: str, first: Any = None, **more: Any) -> Case:
+        return under(kind, Case(dynmo={"interval": 0, "initial_partition": first, **more}))
+
+    cases = [
+        (asked("v"), [0, 2, 4, 6, 8]),
+        (asked("loop", "uniform"), [0, 2, 4, 6, 8]),
+        (asked("v", "type:Embedding|Head"), [0, 1, 2, 3, 8]),
+        (asked("v", "parameters"), [0, 3, 4, 5, 8]),
+        (asked("v", "profile", keep_together=[[1, 2, 3]]), [0, 1, 4, 5, 8]),
+        (asked("loop", keep_together=[[0, 1, 2, 3, 4, 5]]), "cannot fill 4 chunks"),
+        (asked("v", balancer="diffusion", decentralized=True), "dynmo.decentralized"),
+    ]
+    (found, *_) = run(2, began, [case for case, _ in cases])
+    for begins, (_, expected) in zip(found, cases, strict=True):
+        assert begins == expected or (isinstance(expected, str) and expected in begins), found
+
+
+def test_two_chunks_need_another_order_than_1f1b() -> None:
+    assert all("v" in each and "1f1b" in each for each in run(2, refused, Case()))
+
+
+def refused(case: Case) -> str:
+    engine = build(case)
+    with pytest.raises(PartitionError) as error:
+        engine.rebalance([0, 2, 4, 6, 8])
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_a_stage_of_a_loop_meets_each_neighbour_in_a_group_of_its_own(stages: int) -> None:
+    links = [NeighbourLinks(stage, stages, int, torch.device("cpu"), 1.0) for stage in range(stages)]
+    pairs = {tuple(sorted((stage, (stage + 1) % stages))) for stage in range(stages)}
+    groups = [(stage, links[stage]._group_with(sum(pair) - stage)) for pair in pairs for stage in pair]
+    assert len({*groups}) == len(groups)
+    assert all(links[one]._group_with(other) == links[other]._group_with(one) for one, other in pairs)
