@@ -47,8 +47,8 @@ class ScheduleConfig(Section):
     kind: Literal["auto", "1f1b", "zero_bubble", "v", "loop"] = Field(
         default="1f1b",
         description='"1f1b": DeepSpeed\'s order; "zero_bubble": backward passes in two parts, in the order that is '
-        'shortest by what was measured; "auto": that, where it is predicted to be shorter; "v", "loop": the same with '
-        "two chunks of layers per stage, down the stages and back up, or down them twice",
+        'shortest by what was measured; "v", "loop": the same with two chunks of layers per stage, down the stages and '
+        'back up, or down them twice; "auto": which of these is predicted to be the shortest',
     )
     memory: float = Field(
         default=1.0,
