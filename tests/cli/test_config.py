@@ -98,7 +98,7 @@ def test_a_block_cannot_be_changed() -> None:
         ("memory_limit", 2**20 - 1, "is 1048575 bytes, and should be at least 1048576, 1 MiB; did you mean"),
         ("memory_limit", "30 parsecs", 'a string such as "30GiB", "30GB" or "80%"'),
         ("memory_limit", "120%", 'a string such as "30GiB", "30GB" or "80%"'),
-        ("schedule", "zerobubble", "should be 'auto', '1f1b' or 'zero_bubble'"),
+        ("schedule", "zerobubble", "should be 'auto', '1f1b', 'zero_bubble', 'v' or 'loop'"),
         ("memory_limit", "0.9", "an int of bytes, a float in (0, 1], or a string such as"),
         ("initial_partition", {}, "a string or a list of ints"),
         ("initial_partition", [0, 3.0], "a string or a list of ints"),

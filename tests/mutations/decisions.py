@@ -40,7 +40,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a decision knows no memory limit",
-        "decision.proposed_placement",
+        "decision._proposed",
         "memory=given.memory",
         "memory=None",
         "tests/engine/test_engine.py::test_a_rebalance_that_does_not_fit_is_refused",

@@ -38,6 +38,8 @@ class NeighbourLinks:
 
     def connect(self, *, loop: bool) -> None:
         """Make the groups that are not there yet; ``loop``: the last stage and the first are neighbours. Collective."""
+        if dist.get_backend() == "gloo":
+            self._groups = [None] * 3  # the default group: operations of gloo do not wait for each other
         needed = 3 if loop and self._num_stages % 2 else 2
         while len(self._groups) < needed:
             timeout = default_timeout()  # as for DeepSpeed's messages: a receive may wait for a whole pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -88,17 +89,13 @@ def proposed_placement(given: DecisionInput) -> Placement:
     Raises:
         PartitionError: no partition meets the memory limit, or a cost is negative or not finite.
     """
-    here = given.placement.shape
-    found: dict[Shape, Placement] = {}
-    for shape in given.shapes or (here,):
-        try:
-            found[shape] = _proposed(given, shape)
-        except PartitionError:
-            if shape == here and len(given.shapes) < 2:
-                raise
-    if len(found) > 1:
-        return min(found.values(), key=lambda placement: _iteration_seconds(given, placement))
-    return found[here] if here in found else next(iter(found.values()), _proposed(given, here))
+    found = []
+    for shape in given.shapes:
+        with suppress(PartitionError):  # of this shape none fits
+            found.append(_proposed(given, shape))
+    if not found:
+        return _proposed(given, given.placement.shape)
+    return min(found, key=lambda placement: _iteration_seconds(given, placement))
 
 
 def _proposed(given: DecisionInput, shape: Shape) -> Placement:
