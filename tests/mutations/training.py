@@ -44,6 +44,20 @@ MUTATIONS = [
         f"{SCHEDULES}_with_tied_layers_on_one_stage",
     ),
     Mutation(
+        "a backward pass recomputes the chunk that ran forward last",
+        "Executor._carry_out",
+        "self._stage.chunks.activate(chunk)",
+        "kind == Kind.FORWARD and self._stage.chunks.activate(chunk)",
+        "tests/engine/run/test_two_chunks.py::test_training_equals_a_chain -k reentrant",
+    ),
+    Mutation(
+        "a dynamic case sees one of the chunks of its stage",
+        "module.layers_of_stage",
+        "vars(module).get(_RUNS, (bounds,))",
+        "(bounds,)",
+        "tests/models/test_cases.py::test_two_chunks_per_stage_change_nothing",
+    ),
+    Mutation(
         "1F1B runs one forward pass more ahead",
         "one_f_one_b.in_flight",
         "num_stages - stage,",
