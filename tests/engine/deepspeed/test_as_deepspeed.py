@@ -150,13 +150,13 @@ def layers_that_run(case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {"bare layers": True, "profiled": []}
     bare = passes.forward
 
-    def watch(engine: Any, inputs: Any) -> Any:
+    def watch(engine: Any, *inputs: Any) -> Any:
         if engine.profiler.measures:
             found["profiled"].append(engine.global_steps + 1)
         else:
             here = [*engine.module._modules.values(), scale]
             found["bare layers"] &= all(function in here for function in engine.module.forward_funcs)
-        return bare(engine, inputs)
+        return bare(engine, *inputs)
 
     with mock.patch("ds_dynmo.engine.deepspeed.passes.forward", watch):
         data = batches(engine)

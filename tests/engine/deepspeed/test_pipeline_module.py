@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import nn
 
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
@@ -14,6 +15,9 @@ class Pipeline(nn.Module):
         super().__init__()
         self._layer_specs = [layer]
         self.parts, self.stage_id = [0, 1], 0
+
+    def topology(self) -> PipeDataParallelTopology:
+        return PipeDataParallelTopology(num_pp=1, num_dp=1)
 
 
 def test_a_layer_given_as_a_module_is_built_without_values_when_it_returns() -> None:
