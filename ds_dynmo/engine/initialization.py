@@ -170,7 +170,7 @@ def _go_to_first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> N
     """Move layers to the initial partition. Collective."""
     here = engine.stage.placement
     shape = validation.shape_of(dynmo, here.num_stages)
-    if here.shape != "chain" and dynmo.initial_partition is None:  # a DualPipeVModule
+    if here.shape != "chain" and dynmo.initial_partition in (None, "profile"):  # a DualPipeVModule stays
         return
     boundaries = _first_partition(engine, dynmo, owners_of(shape, here.num_stages))
     first = Placement.of_shape(shape, boundaries, num_layers=here.num_layers, num_stages=here.num_stages)

@@ -369,7 +369,8 @@ def check_shapes(dynmo: DynMoConfig, model: PipelineModule) -> None:
                 f'dynmo.schedule.kind = "{dynmo.schedule.kind}": the model is a DualPipeVModule, with two chunks of '
                 'layers per stage: set it to "v" or "auto", or use PipelineModule'
             )
-    if shape_of(dynmo, num_stages_of(model)) != "chain" and (why := why_one_chunk(dynmo, model.dynamic_shape)):
+    has_pairs = is_dual_pipe_v(model) or shape_of(dynmo, num_stages_of(model)) != "chain"
+    if has_pairs and (why := why_one_chunk(dynmo, model.dynamic_shape)):
         raise ConfigError(f'dynmo.schedule.kind = "{dynmo.schedule.kind}": {why}')
 
 

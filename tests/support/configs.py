@@ -34,6 +34,17 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16 zero1": {"fp16": OVERFLOWING, "zero_optimization": {"stage": 1}},
 }
 STOCK_ALONE = {"fp16": {"fp16": OVERFLOWING}}  # no layer moves
+SHAPES: dict[str, dict[str, Any]] = {
+    "2 stages": {"stages": 2},
+    "3 stages, tied": {"stages": 3, "tied": True},
+    "3 stages, 2 replicas, reentrant checkpointing, dropout": {
+        "stages": 3,
+        "replicas": 2,
+        "checkpoint_interval": 1,
+        "dropout": True,
+    },
+    "4 stages, checkpointing": {"stages": 4, "checkpoint_interval": 2, "reentrant": False},
+}
 SECTION: dict[str, Any] = {}  # defaults for every "dynmo" section on this rank; a case may override them
 
 

@@ -209,8 +209,7 @@ def _simulated(pipeline: PipelineModel, placement: Placement, schedule: Schedule
     if schedule is not None and pipeline.passes is not None:
         timeline = replay(schedule, pipeline.passes.costs(placement))
         return _Simulated(timeline.iteration_seconds, timeline.bubble_ratio)
-    is_chain = placement.shape == "chain"
-    seconds = pipeline.seconds_under_1f1b(placement) if is_chain else pipeline.iteration_seconds(placement)
+    seconds = pipeline.seconds_under_1f1b(placement)
     busy = sum(pipeline.stage_loads(placement))
     return _Simulated(seconds, idle_share(pipeline.micro_batches * busy, len(pipeline.speeds) * seconds))
 

@@ -362,8 +362,9 @@ class Rebalancer:
     def _shapes(self) -> tuple[Shape, ...]:
         """Return the shapes of placements that a decision may propose; (): the present one's."""
         here, layers = self._stage.placement, self._stage.layers
-        fits = self.groups.num_groups >= 2 * here.num_stages > 2 and not layers.dynamic_shape
-        return get_args(Shape) if self._config.schedule.kind == "auto" and fits else ()
+        fits = self.groups.num_groups >= 2 * here.num_stages > 2
+        may = self._config.schedule.kind == "auto" and why_one_chunk(self._config, layers.dynamic_shape) is None
+        return get_args(Shape) if may and fits else ()
 
     @property
     def chooses_schedule(self) -> bool:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from ds_dynmo.schedules import one_f_one_b, schedule_for_equal_costs
-from tests.support.configs import PRECISIONS, Case
+from tests.support.configs import PRECISIONS, SHAPES, Case
 from tests.support.harness import run, run_each
 from tests.support.training import batches, build, gather, partitions, train, train_frozen, whole
 
@@ -32,19 +32,6 @@ def check_same(case: Case, moves: list[list[int]] | None = None, steps: int = 5,
     assert [r["losses"] for r in moved] == [r["losses"] for r in still]
     assert [r["evaluations"] for r in moved] == [r["evaluations"] for r in still]
     assert whole(moved) == whole(still)
-
-
-SHAPES = {
-    "2 stages": {"stages": 2},
-    "3 stages, tied": {"stages": 3, "tied": True},
-    "3 stages, 2 replicas, reentrant checkpointing, dropout": {
-        "stages": 3,
-        "replicas": 2,
-        "checkpoint_interval": 1,
-        "dropout": True,
-    },
-    "4 stages, checkpointing": {"stages": 4, "checkpoint_interval": 2, "reentrant": False},
-}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from deepspeed.pipe import DualPipeVModule
 
 from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
 from ds_dynmo.errors import ConfigError, PartitionError
-from tests.support.configs import PRECISIONS, Case
+from tests.support.configs import PRECISIONS, SHAPES, Case
 from tests.support.elastic import losses, merged, train_alone, train_and_repack
 from tests.support.harness import run, run_each
 from tests.support.training import PROFILED, build, train, train_frozen, whole
@@ -36,19 +36,6 @@ def check_same(case: Case, *kinds: str, moves: list[list[int]] | None = None, ba
     still, *moved = run_each(case.ranks, train, (case, [], 5, 1), *ours)
     for each in moved:
         check_equal(still, each)
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "2 stages": {"stages": 2},
-    "3 stages, tied": {"stages": 3, "tied": True},
-    "3 stages, 2 replicas, reentrant checkpointing, dropout": {
-        "stages": 3,
-        "replicas": 2,
-        "checkpoint_interval": 1,
-        "dropout": True,
-    },
-    "4 stages, checkpointing": {"stages": 4, "checkpoint_interval": 2, "reentrant": False},
-}
 
 
 @pytest.mark.parametrize(
