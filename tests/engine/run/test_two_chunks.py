@@ -15,7 +15,7 @@ from ds_dynmo.errors import ConfigError, PartitionError
 from tests.support.configs import PRECISIONS, SHAPES, Case
 from tests.support.elastic import losses, merged, train_alone, train_and_repack
 from tests.support.harness import run, run_each
-from tests.support.training import PROFILED, build, train, train_frozen, whole
+from tests.support.training import PROFILED, batches, build, train, train_frozen, whole
 
 pytestmark = pytest.mark.ranks
 
@@ -61,6 +61,24 @@ def test_moves_also_to_a_chain_and_back_change_nothing(precision: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
 def test_moves_in_the_background_change_nothing(precision: str) -> None:
     check_same(Case(precision=precision, micro_batches=4, tied=True), "v", moves=V_TO_CHAIN, background=True)
+
+
+def train_on_an_iterator_per_batch(case: Case, moves: dict[int, list[int]]) -> list[float]:
+    engine, losses = build(case), []
+    data = batches(engine)
+    for step in range(4):
+        losses.append(engine.train_batch(iter([next(data) for _ in range(case.micro_batches)])).item())
+        if step in moves:
+            engine.rebalance(moves[step])
+    return losses
+
+
+def test_the_last_stage_has_its_data_when_the_loss_comes_back() -> None:
+    case = Case(micro_batches=3)
+    still, moved = run_each(
+        2, train_on_an_iterator_per_batch, (case, {}), (under("v", case), {1: [0, 3, 8], 2: [0, 1, 3, 6, 8]})
+    )
+    assert moved == still
 
 
 def train_a_dual_pipe_v_module(case: Case) -> dict[str, Any]:
