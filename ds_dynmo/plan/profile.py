@@ -118,6 +118,7 @@ class Profile(PrintsPartitions):
         layers: one :class:`LayerCost` per layer of the model.
         micro_batches: micro-batches per batch.
         batch_seconds: wall-clock seconds of a batch, median of the latest since layers moved or changed, slowest rank.
+        link_seconds: of a message between stages, measured alone, the slowest; 0.0 if no order depends on it.
     """
 
     step: int
@@ -125,6 +126,7 @@ class Profile(PrintsPartitions):
     layers: tuple[LayerCost, ...]
     micro_batches: int
     batch_seconds: float
+    link_seconds: float = 0.0
 
     @property
     def partition(self) -> tuple[int, ...]:
@@ -151,6 +153,7 @@ class Profile(PrintsPartitions):
             **self.placement.as_record("partition"),
             "micro_batches": self.micro_batches,
             "batch_seconds": self.batch_seconds,
+            "link_seconds": self.link_seconds,
             **{name: [getattr(layer, name) for layer in self.layers] for name in (*_SECONDS, *_COUNTS)},
         }
 
@@ -172,4 +175,5 @@ class Profile(PrintsPartitions):
         if len(layers) != placement.num_layers:
             raise ValueError(f"{len(layers)} layers were measured, the partition {placement} has another number")
         micro_batches, batch_seconds = int(record["micro_batches"]), float(record["batch_seconds"])
-        return cls(int(record["step"]), placement, layers, micro_batches, batch_seconds)
+        link_seconds = float(record.get("link_seconds", 0.0))
+        return cls(int(record["step"]), placement, layers, micro_batches, batch_seconds, link_seconds)

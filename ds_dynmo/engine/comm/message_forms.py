@@ -59,6 +59,11 @@ class MessageForm:
         return cls(tuple((tensor.shape, tensor.dtype) for tensor in tensors), tuple(flags), in_tuple)
 
     @property
+    def num_bytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in self.content)
+
+    @property
     def gradients(self) -> Content:
         """Shape and dtype of each gradient that comes back."""
         return tuple(each for each, flag in zip(self.content, self.flags) if flag)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.engine.comm.bounded import default_timeout
 from ds_dynmo.engine.comm.device_group import device_group
+
+_ROUND_TRIPS = 6  # of a measurement, of which the shortest counts; the first may connect
 
 
 class NeighbourLinks:
@@ -35,6 +39,7 @@ class NeighbourLinks:
         self._stage, self._num_stages, self._rank_of = stage, num_stages, rank_of
         self._device, self._store_seconds = device, store_seconds
         self._groups: list[Any] = []
+        self._seconds: float | None = None  # of a message, measured
 
     def connect(self, *, loop: bool) -> None:
         """Make the groups that are not there yet; ``loop``: the last stage and the first are neighbours. Collective."""
@@ -58,6 +63,35 @@ class NeighbourLinks:
                 for is_sent, tensor in operations
             ]
         )
+
+    def message_seconds(self, num_bytes: Sequence[int]) -> float:
+        """Measure the seconds of messages, once: half the shortest of some round trips. Collective over a pipeline.
+
+        All pipelines measure at once, so they share what they share while they train.
+
+        Args:
+            num_bytes: per boundary between neighbouring stages, of a message.
+
+        Returns:
+            Of the boundary after this stage; 0.0 on the last stage.
+        """
+        if self._seconds is None:
+            firsts = range(max(0, self._stage - 1), min(self._stage + 1, self._num_stages - 1))
+            in_turns = sorted(firsts, key=lambda first: first % 2)  # a stage has one neighbour at a time
+            self._seconds = max(self._message_seconds(first, num_bytes[first]) for first in in_turns)
+        return self._seconds
+
+    def _message_seconds(self, first: int, num_bytes: int) -> float:
+        begins = first == self._stage
+        message, seconds = torch.empty(num_bytes, dtype=torch.uint8, device=self._device), []
+        for _ in range(_ROUND_TRIPS):
+            began = time.perf_counter()
+            for is_sent in (begins, not begins):
+                for work in self.post(first + 1 if begins else first, [(is_sent, message)]):
+                    work.wait()
+                get_accelerator().synchronize()
+            seconds.append(time.perf_counter() - began)
+        return min(seconds) / 2 if begins else 0.0
 
     def _group_with(self, stage: int) -> int:
         """Return which group the messages with a neighbour use."""

@@ -106,6 +106,7 @@ class DecisionInput:
             self.profile.micro_batches,
             self.speeds or (1.0,) * self.placement.num_stages,
             tuple(cost.static_bytes for cost in layers),
+            self.profile.link_seconds,
         )
         return replace(under_1f1b, passes=self._passes(under_1f1b)) if self.searches or has_pairs else under_1f1b
 
@@ -142,6 +143,7 @@ class DecisionInput:
             passes,
             self.profile.micro_batches,
             under_1f1b.speeds,
+            self.profile.link_seconds,
             memory=schedule.memory,
             limit_bytes=limit,
             may_stay=schedule.kind == "auto",

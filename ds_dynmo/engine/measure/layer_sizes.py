@@ -27,6 +27,7 @@ class SummaryColumn(IntEnum):
     BATCH = 0
     FAILED = auto()
     MOVES = auto()
+    LINK = auto()
 
 
 def failed(table: torch.Tensor) -> bool:

@@ -59,7 +59,9 @@ class PostedProfile:
         self._comm, self._placement = stage.comm, stage.placement
         self._step, self._micro_batches = stage.counters.steps, stage.counters.micro_batches
         self._first_uses = stage.layers.first_uses()
-        self._posted = stage.comm.post_max(measurement_table(stage.layers, profiler, stage.state, move_seconds))
+        table = measurement_table(stage.layers, profiler, stage.state, move_seconds)
+        table[-1, SummaryColumn.LINK] = _link_seconds(stage)
+        self._posted = stage.comm.post_max(table)
 
     def drop(self) -> None:
         """Wait until no rank sends its part any more, and forget the profile. Collective."""
@@ -77,6 +79,16 @@ class PostedProfile:
             raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
         profile = profile_from(table, self._placement, self._step, self._micro_batches, self._first_uses)
         return profile, float(table[-1, SummaryColumn.MOVES])
+
+
+def _link_seconds(stage: StageContext) -> float:
+    """Measure a message between stages, once in a world; 0.0 if no order depends on it. Collective over a pipeline."""
+    here, forms = stage.comm.here, stage.forms
+    if not stage.schedule.may_choose_schedule or here.num_stages == 1 or not forms.are_known(training=True):
+        return 0.0
+    known = [forms.get(True, boundary) for boundary in range(here.num_stages - 1)]  # those of this stage's neighbours
+    links = stage.comm.neighbour_links(loop=stage.placement.shape == "loop")
+    return links.message_seconds([form.num_bytes if form is not None else 0 for form in known])
 
 
 def measurement_table(
@@ -173,4 +185,12 @@ def profile_from(
                 workspace_bytes=int(row[LayerColumn.WORKSPACE]),
             )
         )
-    return Profile(step, placement, tuple(costs), micro_batches, float(table[-1, SummaryColumn.BATCH]))
+    summary = table[-1].tolist()
+    return Profile(
+        step,
+        placement,
+        tuple(costs),
+        micro_batches,
+        summary[SummaryColumn.BATCH],
+        link_seconds=summary[SummaryColumn.LINK],
+    )

@@ -128,6 +128,8 @@ def test_a_v_is_proposed_if_its_iteration_is_shorter_and_shapes_may_change() -> 
     assert moves.iteration_seconds_after < 0.95 * stays.iteration_seconds_after
     again = replace(equal, placement=moves.placement)
     assert decide(again, settings, shapes=get_args(Shape), searches=True).placement == moves.placement
+    far = replace(equal, link_seconds=1.0)  # each micro-batch crosses twice as many boundaries
+    assert decide(far, settings, shapes=get_args(Shape), searches=True).placement == equal.placement
     few = profile([1.0] * 5, (0, 1, 2, 3, 5))  # two chunks per stage need eight layers
     assert decide(few, settings, shapes=get_args(Shape), searches=True).placement == few.placement
     costly = MoveTradeoff(MoveCosts([(100, 1000.0)]), (0.0,) * 16, (0.0,) * 16)
