@@ -25,7 +25,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     check_at_least_1(arguments, "micro_batches", "hidden_size", "sequence_length")
     rows = []
-    for case in itertools.product(("stock", "zero_bubble"), PRECISIONS, ("none", "non-reentrant")):
+    for case in itertools.product(("1f1b", "zero_bubble"), PRECISIONS, ("none", "non-reentrant")):
         with engines_end_here():
             rows.append(measure_one(arguments, *case))
         say(", ".join(case))

@@ -32,8 +32,7 @@ BLOCKS_PER_STAGE = 2
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 CHECKPOINTING = ("none", "reentrant", "non-reentrant")
 SCHEDULES = {
-    "stock": "DeepSpeed's 1F1B",
-    "1f1b": "1F1B's order, ours",
+    "1f1b": "1F1B",
     "zero_bubble": "zero bubble",
     "v": "V",
     "loop": "loop",
@@ -132,9 +131,8 @@ def predicted_peaks(engine: Any) -> tuple[int, ...]:
     )
     passes = given.pipeline.passes
     assert passes is not None
-    standing = 0 if order is None else AHEAD  # DeepSpeed's buffers are there before the batch
     return peak_bytes(
-        order or one_f_one_b(stages, micro_batches), passes.layers.sizes_with_messages(engine.stage.placement, standing)
+        order or one_f_one_b(stages, micro_batches), passes.layers.sizes_with_messages(engine.stage.placement, AHEAD)
     )
 
 
@@ -159,7 +157,7 @@ def make_engine(arguments: argparse.Namespace, kind: str, precision: str, checkp
             "log": False,
             "monitor": False,
             "initial_partition": partition,
-            "schedule": {"kind": "1f1b" if kind == "stock" else SHAPES.get(kind, "zero_bubble")},
+            "schedule": {"kind": kind},
         },
         checkpoint_interval=0 if checkpointing == "none" else 1,
         loss_fn=language_model_loss,
@@ -187,17 +185,12 @@ def measure_one(arguments: argparse.Namespace, kind: str, precision: str, checkp
 
 
 def profiled_engine(arguments: argparse.Namespace, kind: str, precision: str, checkpointing: str) -> Any:
-    """Make an engine and train it until its profile and messages are known. Collective.
-
-    All but 1F1B have the order for equal costs.
-    """
+    """Make an engine with the order for equal costs, trained until profile and messages are known. Collective."""
     engine, data = make_engine(arguments, kind, precision, checkpointing), tokens(arguments)
     engine.train_batch(data)
     engine.rebalance()
     sizes = engine.num_stages, engine.micro_batches
-    if kind == "1f1b":
-        engine.stage.schedule.decide(one_f_one_b(*sizes))
-    elif kind != "stock":
+    if kind != "1f1b":
         engine.stage.schedule.decide(schedule_for_equal_costs(*sizes, shape=SHAPES.get(kind, "chain")))
     engine.train_batch(data)  # what messages look like is known from here on
     return engine

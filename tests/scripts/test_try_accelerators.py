@@ -29,7 +29,7 @@ OVERHEAD = {
     "share of a run at interval 100": 0.01,
 }
 ARMS = [{"arm": name, "speedup_over_stock": 1.0, "seconds": 0.1} for name in ("stock", "zero_bubble", "auto")]
-ROW = {"schedule": "stock", "precision": "bf16", "checkpointing": "none", "predicted_bytes": [100, 100]}
+ROW = {"schedule": "1f1b", "precision": "bf16", "checkpointing": "none", "predicted_bytes": [100, 100]}
 END = {"kind": "end", "first_train_loss": 5.0, "train_loss": 3.0, "tokens_per_second": 1e4}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -63,7 +64,7 @@ class MessageForm:
         """The bytes of all tensors."""
         return sum(shape.numel() * dtype.itemsize for shape, dtype in self.content)
 
-    @property
+    @cached_property
     def gradients(self) -> Content:
         """Shape and dtype of each gradient that comes back."""
         return tuple(each for each, flag in zip(self.content, self.flags) if flag)
