@@ -58,13 +58,6 @@ MUTATIONS = [
         "tests/engine/deepspeed/test_as_deepspeed.py::test_after_data_that_end_no_batch_is_trained",
     ),
     Mutation(
-        "a slice without data of its own does not take part where the last stage's are dropped",
-        "passes.load_micro_batch",
-        "(engine.batch_fn is None)",
-        "True",
-        "tests/engine/run/test_two_chunks.py::test_tensor_parallel_slices_of_messages",
-    ),
-    Mutation(
         "a dynamic case sees one of the chunks of its stage",
         "module.layers_of_stage",
         "vars(module).get(_RUNS, (bounds,))",
