@@ -61,8 +61,9 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
         Raises:
             ReleasedError: this rank was released: it has no layers any more.
-            ConfigError: there is no optimizer, layers were frozen without :meth:`model_changed`, or an instruction is
-                the user's; nothing was trained. Or ``train_batch`` did not run the engine's batch.
+            ConfigError: there is no optimizer, layers were frozen without :meth:`model_changed`, an instruction is the
+                user's, or an error ended the batch before; nothing was trained. Or ``train_batch`` did not run the
+                engine's batch.
         """
         positional = args if data_iter is None and not args else (data_iter, *args)  # a user's may take no argument
         train = partial(super().train_batch, *positional, **kwargs)
@@ -75,12 +76,17 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         return self._components.step.run(train)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a batch by DeepSpeed's ``eval_batch``."""
+        """Evaluate a batch by DeepSpeed's ``eval_batch``.
+
+        Raises:
+            ConfigError: an error ended the batch before.
+        """
         evaluate = partial(super().eval_batch, *args, **kwargs)
         if self.dynmo is None:
             return evaluate()
         with doing(self, "eval_batch"):
             checked_instructions(self)
+            self._components.executor.check()
             self.stage.layers.tied_aliases.refresh(training=False)
             return evaluate()
 

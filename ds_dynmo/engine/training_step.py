@@ -43,9 +43,10 @@ class TrainingStep:
         """Train a batch by ``train``; then re-pack or rebalance, if a decision is due. Collective.
 
         Raises:
-            ConfigError: layers were frozen without ``engine.model_changed``; nothing was trained. Or ``train`` did not
-                run the engine's batch.
+            ConfigError: layers were frozen without ``engine.model_changed``, or an error ended the batch before;
+                nothing was trained. Or ``train`` did not run the engine's batch.
         """
+        self._executor.check()
         with self._tracer.batch() if self._tracer is not None else nullcontext():
             self._trainable.check()
             self._rebalancer.begin_move()

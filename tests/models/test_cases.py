@@ -128,13 +128,7 @@ def test_split_backward_passes_change_nothing(name: str) -> None:
     ],
 )
 def test_two_chunks_per_stage_change_nothing(name: str, kind: str) -> None:
-    """Layers move, too, also to a chain and back."""
-    case = CaseRun(CASES[name], dynmo={"interval": 0, "schedule": {"kind": kind}})
-    last = case_runs.num_layers(case)
-    moves = {2: [0, 2, 3, last - 1, last], 3: [0, 2, last], 4: [0, 1, 2, 4, last]}
-    plain, ours = plain_run(name), run(2, case_runs.train, replace(case, moves=moves))
-    assert plain[0]["losses"] == ours[0]["losses"] and plain[0]["evaluated"] == ours[0]["evaluated"]
-    assert whole(plain) == whole(ours) and signals(plain) == signals(ours)
+    case_runs.check_two_chunks_change_nothing(CaseRun(CASES[name]), kind, plain_run(name))
 
 
 def gradient_magnitudes(run: CaseRun) -> dict[str, Any]:

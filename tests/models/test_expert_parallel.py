@@ -24,6 +24,7 @@ from tests.support.case_runs import (
     SIZES,
     CaseRun,
     check_moves_change_nothing,
+    check_two_chunks_change_nothing,
     experts,
     moved,
     train_and_decide,
@@ -167,6 +168,12 @@ def test_switched_off_it_trains_the_same() -> None:
 @pytest.mark.nightly
 def test_they_train_under_our_schedules() -> None:
     check_as_under_1f1b(4, case_runs.train_moved, CaseRun(MODELS["auxiliary loss"], replicas=2))
+
+
+@first
+@pytest.mark.parametrize("kind", ["v", pytest.param("loop", marks=pytest.mark.nightly)])
+def test_two_chunks_per_stage_change_nothing(name: str, kind: str) -> None:
+    check_two_chunks_change_nothing(CaseRun(MODELS[name], replicas=2), kind, plain_run(name))
 
 
 def test_decisions_with_moves_during_batches_change_nothing() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import ds_dynmo
 from tests.support import case_runs, configs
-from tests.support.case_runs import CaseRun, check_moves_change_nothing, moved
+from tests.support.case_runs import CaseRun, check_moves_change_nothing, check_two_chunks_change_nothing, moved
 from tests.support.configs import Case
 from tests.support.expert_parallel import MODELS, load, save, unsharded
 from tests.support.harness import run, run_each
@@ -44,6 +44,12 @@ def test_moves_and_a_restart_under_zero_bubble_change_nothing(precision: str, tm
     case = case_in(precision)
     elsewhere = moved(replace(case, dynmo=ZERO_BUBBLE))
     check_moves_change_nothing(case, *run_each(4, case_runs.train, (case,), (elsewhere, str(tmp_path), 3)))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", CASES)
+def test_two_chunks_per_stage_change_nothing(precision: str) -> None:
+    check_two_chunks_change_nothing(case_in(precision, steps=5), "v")
 
 
 def gradients(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:

@@ -21,7 +21,7 @@ from ds_dynmo.models import huggingface, language_model_loss, local_layers
 from ds_dynmo.models.huggingface.experts import MoEDecoderLayer
 from ds_dynmo.models.huggingface.weights import Folder
 from tests.support import case_runs
-from tests.support.case_runs import CaseRun, check_moves_change_nothing, moved
+from tests.support.case_runs import CaseRun, check_moves_change_nothing, check_two_chunks_change_nothing, moved
 from tests.support.configs import Case, config
 from tests.support.harness import run, run_each
 from tests.support.huggingface_runs import LENGTH, MICRO_BATCHES, MIXTRAL, SIZES, train_at
@@ -66,6 +66,12 @@ def test_recomputation_and_split_passes_change_nothing() -> None:
     for found in run_each(4, case_runs.train, *((moved(one),) for one in again)):
         assert plain_run()[0]["losses"] == found[0]["losses"] and whole(plain_run()) == whole(found)
         assert case_runs.signals(plain_run()) == case_runs.signals(found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["v", "loop"])
+def test_two_chunks_per_stage_change_nothing(kind: str) -> None:
+    check_two_chunks_change_nothing(case(), kind, plain_run())
 
 
 @pytest.mark.nightly

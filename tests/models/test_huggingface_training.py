@@ -13,7 +13,13 @@ import torch.nn.functional as F
 
 from ds_dynmo.models import huggingface
 from tests.support import case_runs
-from tests.support.case_runs import EGERIA, CaseRun, check_moves_change_nothing, moved
+from tests.support.case_runs import (
+    EGERIA,
+    CaseRun,
+    check_moves_change_nothing,
+    check_two_chunks_change_nothing,
+    moved,
+)
 from tests.support.harness import run, run_each
 from tests.support.huggingface_runs import GPT2, LENGTH, MICRO_BATCHES, MIXTRAL, MODELS, case, engine_of, train_at
 from tests.support.training import whole
@@ -44,6 +50,19 @@ def test_they_train_under_our_schedules(name: str, settings: dict[str, Any]) -> 
     check_as_under_1f1b(2, case_runs.train_moved, case(name, **settings))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "settings"),
+    [
+        ("mixtral tied", "v", {}),
+        *(pytest.param(name, "v", {}, marks=pytest.mark.nightly) for name in MODELS if name != "mixtral tied"),
+        *(pytest.param(name, "loop", {"interval": 1}, marks=pytest.mark.nightly) for name in MODELS),
+        pytest.param("mixtral", "v", {"precision": "bf16 zero1", "replicas": 2}, marks=pytest.mark.nightly),
+    ],
+)
+def test_two_chunks_per_stage_change_nothing(name: str, kind: str, settings: dict[str, Any]) -> None:
+    check_two_chunks_change_nothing(case(name, **settings), kind)
+
+
 FREEZING: dict[str, dict[str, Any]] = {
     "gpt2": {
         "huggingface": UNTIED_GPT2,
@@ -66,6 +85,12 @@ def test_moves_change_nothing_while_layers_freeze(name: str) -> None:
     state = whole(still).items()
     steps = {int(key.split(".")[0]): np.frombuffer(raw, "f4").item() for key, raw in state if key.endswith("/step")}
     assert 0 < steps[0] == steps[1] < steps[5] == 6  # gpt2: embedding and positions; else embedding and a block
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FREEZING)
+def test_two_chunks_per_stage_change_nothing_while_layers_freeze(name: str) -> None:
+    check_two_chunks_change_nothing(CaseRun({**FREEZING[name], "sequence_length": LENGTH}), "v")
 
 
 def test_random_moves_change_nothing() -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models import huggingface
 from tests.support import case_runs, elastic
-from tests.support.case_runs import CaseRun, check_moves_change_nothing, moved
+from tests.support.case_runs import CaseRun, check_moves_change_nothing, check_two_chunks_change_nothing, moved
 from tests.support.harness import RankError, run
 from tests.support.huggingface_runs import GPT2, LENGTH, MICRO_BATCHES, SIZES, engine_of, train_at
 from tests.support.training import state, whole
@@ -72,6 +72,19 @@ def case(
 )
 def test_moves_change_nothing(name: str, precision: str, stages: int, replicas: int) -> None:
     check_moves_change_nothing(case(name, stages=stages, replicas=replicas, precision=precision))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "settings"),
+    [
+        ("mistral", "v", {"precision": "bf16 zero1"}),
+        *(pytest.param(name, "v", {}, marks=pytest.mark.nightly) for name in MODELS if name != "mixtral shared"),
+        pytest.param("mixtral shared", "loop", {"replicas": 2}, marks=pytest.mark.nightly),
+        pytest.param("llama tied, two layers", "loop", {"interval": 1}, marks=pytest.mark.nightly),
+    ],
+)
+def test_two_chunks_per_stage_change_nothing(name: str, kind: str, settings: dict[str, Any]) -> None:
+    check_two_chunks_change_nothing(case(name, **settings), kind)
 
 
 @pytest.mark.nightly

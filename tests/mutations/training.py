@@ -51,6 +51,13 @@ MUTATIONS = [
         "tests/engine/run/test_two_chunks.py::test_training_equals_a_chain -k reentrant",
     ),
     Mutation(
+        "another batch follows one that an error ended",
+        "Executor.check",
+        "self._unfinished",
+        "False",
+        "tests/engine/deepspeed/test_as_deepspeed.py::test_after_data_that_end_no_batch_is_trained",
+    ),
+    Mutation(
         "a dynamic case sees one of the chunks of its stage",
         "module.layers_of_stage",
         "vars(module).get(_RUNS, (bounds,))",

@@ -297,6 +297,23 @@ def moved(case: CaseRun) -> CaseRun:
     return replace(case, moves={1: there, 2: back, 4: there, 5: back})
 
 
+def check_two_chunks_change_nothing(case: CaseRun, kind: str, still: list[dict[str, Any]] | None = None) -> None:
+    """Check that a run of ``kind``, with moves to a chain and back too, equals a chain without moves.
+
+    Args:
+        still: results of the chain, if they are known.
+    """
+    last = num_layers(case)
+    moves = {2: [0, 2, 3, last - 1, last], 3: [0, 2, last], 4: [0, 1, 2, 4, last]}
+    ours = replace(case, dynmo={**case.dynmo, "schedule": {"kind": kind}}, moves=moves)
+    if still is None:
+        still, found = run_each(case.ranks, train, (case,), (ours,))
+    else:
+        found = run(case.ranks, train, ours)
+    assert still[0]["losses"] == found[0]["losses"] and still[0]["evaluated"] == found[0]["evaluated"]
+    assert whole(still) == whole(found) and signals(still) == signals(found)
+
+
 def train_moved(case: CaseRun) -> dict[str, Any]:
     return train(moved(case))
 

@@ -62,7 +62,7 @@ NEEDED: tuple[PrivateName, ...] = (
     *_of(
         f"{_PIPE}.engine:PipelineEngine",
         "_INSTRUCTION_MAP _compute_loss _config _global_grad_norm _running_engine_backward agg_additional_losses "
-        "agg_train_loss checkpoint_mp_rank "
+        "agg_train_loss batch_fn checkpoint_mp_rank "
         "basic_optimizer checkpoint_engine client_lr_scheduler data_iterator data_parallel_group dp_group_loss "
         "dynamic_shape engine_timers eval_return_logits fwd_outputs "
         "is_pipe_parallel is_pipe_partitioned loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size "

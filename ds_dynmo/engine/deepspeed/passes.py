@@ -29,10 +29,16 @@ _MESSAGE_TIMERS = {
 def load_micro_batch(engine: Any) -> tuple[Any, Any]:
     """Read a micro-batch on the first or the last stage, by DeepSpeed's function.
 
+    Where the loss is on another stage, the last one reads its data all the same, if it was given any, so that they are
+    right when the loss comes back to it.
+
     Returns:
-        The inputs, on the first stage, and the labels, on the last one; None elsewhere. No input requires a gradient:
+        The inputs, on the first stage, and the labels, where the loss is; None elsewhere. No input requires a gradient:
         DeepSpeed lets them require one for reentrant checkpointing, which needs none here (``checkpoint_any_input``).
     """
+    reads_for_order = not (engine.is_first_stage() or engine.is_last_stage())
+    if reads_for_order and engine.data_iterator is None and engine.batch_fn is None:
+        return None, None
     engine._reserve_pipe_buffers(1)
     PipelineEngine._exec_load_micro_batch(engine, 0)
     buffers = engine.pipe_buffers
@@ -42,12 +48,6 @@ def load_micro_batch(engine: Any) -> tuple[Any, Any]:
         if isinstance(tensor, torch.Tensor):
             tensor.requires_grad_(False)
     return inputs, labels
-
-
-def skip_micro_batch(engine: Any) -> None:
-    """Read a micro-batch, if this stage has data, and drop it."""
-    if engine.data_iterator is not None:
-        engine._next_batch()
 
 
 def begin_batch(engine: Any) -> int:

@@ -33,6 +33,7 @@ from ds_dynmo.engine.run.random_streams import LayerStreams
 from ds_dynmo.engine.run.trainable import TrainableLayers
 from ds_dynmo.engine.run.weight_gradients import Pass, WeightGradients
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import Action, Kind, first_batch
 from ds_dynmo.schedules.forward_only import forward_orders, forward_place
 
@@ -42,6 +43,11 @@ REPLACED = (
     "train_batch or _exec_schedule was replaced on the engine by a function that does not call the engine's own "
     "_exec_schedule: a batch ran without what moving layers needs. Call it, or override it in a class given as "
     "engine_class"
+)
+UNFINISHED = (
+    "a batch ended in an error on this rank: gradients and messages of its passes may still be there, so another one "
+    "would be wrong. Resume the job from its last checkpoint; if the data ended, give an iterator that goes on, such "
+    "as deepspeed.utils.RepeatingLoader(loader)"
 )
 
 
@@ -76,6 +82,7 @@ class Executor:
         self._plan: LinkPlan = {}
         self._logged = False
         self.ran = False
+        self._unfinished = False  # whether a batch may have left gradients or messages
         stage.schedule.is_profiled = lambda: profiler.measures
         # of the running batch:
         self._training = True
@@ -91,6 +98,15 @@ class Executor:
         return self._profiler.batch(self._engine.module, self._stage.chunks.holds_last)
 
     # -- a batch --------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuse another batch after one that an error ended.
+
+        Raises:
+            ConfigError: it may have left gradients or messages.
+        """
+        if self._unfinished:
+            raise ConfigError(UNFINISHED)
 
     def train(self, micro_batches: int) -> None:
         """Run a training batch, and the optimizer's step."""
@@ -119,6 +135,7 @@ class Executor:
 
     @contextmanager
     def _batch(self, owners: tuple[int, ...], plan: LinkPlan, *, training: bool) -> Iterator[None]:
+        self._unfinished = training
         stage, engine = self._stage, self._engine
         self._training = training
         self._inside = frozenset(n for n, (one, next_one) in enumerate(pairwise(owners)) if one == next_one)
@@ -134,7 +151,7 @@ class Executor:
         finally:
             self._held, self._handed, self._labels = {}, {}, {}
             self._split = frozenset()
-        self.ran = True
+        self.ran, self._unfinished = True, False
 
     def _connect(self) -> Post:
         return self._stage.comm.neighbour_links(loop=self._stage.placement.shape == "loop").post
@@ -178,10 +195,9 @@ class Executor:
     def _forward(self, chunk: Chunk, action: Action) -> None:
         micro_batch, engine = action.micro_batch, self._engine
         held = HeldPass()
-        if chunk.is_first or chunk.is_last:
+        if chunk.is_first or chunk.number == engine.num_stages - 1:
             inputs = self._load(micro_batch)
-        elif chunk.number == self._engine.num_stages - 1 and not self._stage.chunks.holds_last:
-            passes.skip_micro_batch(engine)
+        self._unfinished = self._training or engine.num_stages > 1
         if not chunk.is_first:
             tensors, form = self._receive(Lane(MessageKind.ACTIVATION, chunk.number - 1), micro_batch)
             assert form is not None
@@ -268,9 +284,10 @@ class Executor:
     # -- data and messages ----------------------------------------------------------------------------
 
     def _load(self, micro_batch: int) -> Any:
-        """Read a micro-batch; one stage may hold the first chunk and the last, and reads once."""
-        if micro_batch in self._labels:
-            return None
+        """Read a micro-batch, on the first stage and the last, for the first of their chunks.
+
+        So where there are no more data, both know before they have run a pass. Labels are kept for the last chunk.
+        """
         with self._phase("load", "load", micro_batch):
             inputs, labels = passes.load_micro_batch(self._engine)
         if self._stage.chunks.holds_last:

@@ -222,6 +222,22 @@ def test_what_travels_beside_hidden_states_trains_as_on_one_stage(ways: list[str
     check_as_on_one_stage({name: (replace(STAGES, **WAYS[name][0]), WAYS[name][1]) for name in ways}, MOVES)
 
 
+@pytest.mark.parametrize(
+    ("kind", "ways"),
+    [
+        ("v", ["frozen for a time", "shapes announced anew"]),
+        *(pytest.param(kind, [*WAYS], marks=pytest.mark.nightly) for kind in ("v", "loop")),
+    ],
+)
+def test_so_it_does_in_two_chunks_per_stage(kind: str, ways: list[str]) -> None:
+    """Also on the way to a chain and back."""
+    block = {"dynmo": block_of(schedule={"kind": kind})}
+    check_as_on_one_stage(
+        {name: (replace(STAGES, **{**WAYS[name][0], **block}), WAYS[name][1]) for name in ways},
+        [[0, 1, 2, 3, 4, 5, 7], [0, 1, 4, 7], [0, 2, 3, 4, 5, 6, 7]],
+    )
+
+
 def drawn(seed: int) -> tuple[dict[str, tuple[Case, tuple[Any, ...]]], list[list[int]]]:
     """Draw 4 ways of 2 or 3 stages and of 1 or 2 replicas."""
     chooser = random.Random(seed)
@@ -308,6 +324,9 @@ def masked_slices(case: Case) -> list[Any]:
     return [LayerSpec(MaskingEmbedding, 1), *blocks, LayerSpec(Dropping, 2)]
 
 
+CHAINS_OF_TWO = [[0, 2, 6], [0, 5, 6]]
+
+
 def train_sliced(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
     engine = engine_of(case, masked_slices)
     return outcome_of(engine, train_and_move(engine, data(replica=engine.grid.get_data_parallel_id()), moves, 3))
@@ -315,18 +334,22 @@ def train_sliced(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "moves"),
     [
-        {},
-        {"checkpoint_interval": 1, "dynmo": ZERO_BUBBLE},
-        {"replicas": 2, "precision": "bf16 zero1"},
+        ({}, CHAINS_OF_TWO),
+        ({"checkpoint_interval": 1, "dynmo": ZERO_BUBBLE}, CHAINS_OF_TWO),
+        ({"replicas": 2, "precision": "bf16 zero1"}, CHAINS_OF_TWO),
+        ({"dynmo": block_of(schedule={"kind": "v"})}, [[0, 1, 3, 4, 6], [0, 2, 3, 5, 6]]),
+        ({"dynmo": block_of(schedule={"kind": "loop"})}, [[0, 5, 6], [0, 1, 2, 5, 6]]),
     ],
 )
-def test_tables_cross_stages_whose_messages_are_split_over_slices(settings: dict[str, Any]) -> None:
+def test_tables_cross_stages_whose_messages_are_split_over_slices(
+    settings: dict[str, Any], moves: list[list[int]]
+) -> None:
     """DeepSpeed waits for a gradient of each, which nobody sends."""
     case = replace(Case(slices=2, blocks=4, dynmo=block_of()), **settings)
     alone = run(case.ranks // 2, train_sliced, replace(case, stages=1), [])
-    result = run(case.ranks, train_sliced, case, [[0, 2, 6], [0, 5, 6]])
+    result = run(case.ranks, train_sliced, case, moves)
     assert [one["losses"] for one in result] == case.ranks * [alone[0]["losses"]]
     assert whole(result) == whole(alone)
 

@@ -218,9 +218,11 @@ def train_without_data(case: Case) -> list[str]:
     engine.train_batch(first)
     with pytest.raises(StopIteration) as in_batch:
         engine.train_batch(first)
-    with pytest.raises(StopIteration) as in_evaluation:
-        engine.eval_batch(itertools.islice(batches(engine), 1))
     assert engine.global_steps == 1
+    engine = build(case)
+    for _ in range(2):  # on one stage an evaluation leaves nothing
+        with pytest.raises(StopIteration) as in_evaluation:
+            engine.eval_batch(itertools.islice(batches(engine), 1))
     return [str(raised.value) for raised in (missing, in_batch, in_evaluation)]
 
 
@@ -230,6 +232,70 @@ def test_data_that_are_missing_or_end_in_a_batch_are_named() -> None:
     assert in_batch.startswith("batch 2: the data ended after 2 of its 4 micro-batches, so no step was taken: ")
     assert "RepeatingLoader" in in_batch
     assert in_evaluation.startswith("an evaluation: the data ended, micro-batch 2 is missing: ")
+
+
+def train_over_an_end(case: Case, read: int) -> list[str]:
+    """Train a batch, one for which there are ``read`` micro-batches, and another; return what the last two raised."""
+    engine = build(case)
+    said = []
+    engine.train_batch(batches(engine))
+    for data in (itertools.islice(batches(engine), read), batches(engine)):
+        try:
+            engine.train_batch(data)
+            said.append("nothing")
+        except (StopIteration, RuntimeError, ConfigError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def under(kind: str, **case: Any) -> Case:
+    return Case(micro_batches=4, dynmo={"interval": 0, "schedule": {"kind": kind}}, **case)
+
+
+@pytest.mark.parametrize(
+    ("case", "read", "ends_on"),
+    [
+        (Case(stages=1, micro_batches=4), 2, [0]),
+        (Case(stages=3, micro_batches=4), 2, [0, 2]),
+        (under("v"), 2, [0]),
+        (under("loop"), 0, [0, 1]),
+        pytest.param(under("v"), 0, [0, 1], marks=pytest.mark.nightly),
+        pytest.param(under("loop"), 3, [0], marks=pytest.mark.nightly),
+        pytest.param(under("v", stages=3), 0, [0, 2], marks=pytest.mark.nightly),
+    ],
+)
+def test_after_data_that_end_no_batch_is_trained(case: Case, read: int, ends_on: list[int]) -> None:
+    """A stage that waits for messages is told by its neighbour's end."""
+    found = run(case.ranks, train_over_an_end, case, read, complete=False, backend="gloo")
+    ends = f"StopIteration: batch 2: the data ended after {read} of its 4"
+    for rank, (ended, after) in enumerate(found):
+        assert ended.startswith(ends if rank in ends_on else (ends, "RuntimeError")), (rank, ended)
+        assert after.startswith("ConfigError: a batch ended in an error on this rank") and "Resume" in after
+
+
+def evaluate_over_ends() -> tuple[list[str], float, float]:
+    """Return how evaluations of four micro-batches end that find none and one, and the losses before and after."""
+    engine = build(Case(micro_batches=4))
+    before = engine.eval_batch(batches(engine)).item()
+    said = []
+    for read in (0, 1):
+        with pytest.raises(StopIteration) as ended:
+            engine.eval_batch(itertools.islice(batches(engine), read))
+        said.append(str(ended.value))
+        if read == 0:
+            after = engine.eval_batch(batches(engine)).item()
+    for another in (engine.eval_batch, engine.train_batch):
+        with pytest.raises(ConfigError) as refused:
+            another(batches(engine))
+        said.append(str(refused.value))
+    return said, before, after
+
+
+def test_an_evaluation_whose_data_end_after_a_pass_is_the_last() -> None:
+    """Stages have posted receives for the next passes, which would take messages of another batch."""
+    for (none, one, *refused), before, after in run(2, evaluate_over_ends, complete=False):
+        assert "micro-batch 1 is missing" in none and "micro-batch 2 is missing" in one and after == before
+        assert all(said.startswith("a batch ended in an error on this rank") for said in refused)
 
 
 def train_with_data_on_the_first_stage(case: Case) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import DualPipeVModule
 
 from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
@@ -15,7 +17,19 @@ from ds_dynmo.errors import ConfigError, PartitionError
 from tests.support.configs import PRECISIONS, SHAPES, Case
 from tests.support.elastic import losses, merged, train_alone, train_and_repack
 from tests.support.harness import run, run_each
-from tests.support.training import PROFILED, batches, build, train, train_frozen, whole
+from tests.support.models import layers
+from tests.support.sliced_layers import sliced_layers
+from tests.support.training import (
+    PROFILED,
+    batches,
+    build,
+    outcome_of,
+    train,
+    train_and_move,
+    train_feature,
+    train_frozen,
+    whole,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -144,6 +158,52 @@ def test_a_prefix_that_freezes_and_thaws() -> None:
     )
     for each in moved:
         check_equal(still, each)
+
+
+def train_with_features(kind: str, moves: list[list[int]], folder: str | None = None) -> dict[str, Any]:
+    """Train with DeepSpeed's seeds of layers, timers and monitor; ``folder``: of the monitor."""
+    dynmo = {**PROFILED, "randomness": {"per_layer": False}, "schedule": {"kind": kind}}
+    monitor = {"enabled": folder is not None, "output_path": folder or "", "job_name": "job"}
+    settings = {"dynmo": dynmo, "wall_clock_breakdown": True, "steps_per_print": 1, "csv_monitor": monitor}
+    return train_feature(settings, {"seed_layers": True, "layers": layers(Case(dropout=True))}, moves)
+
+
+def test_seeds_of_layers_timers_and_a_monitor(tmp_path: Path) -> None:
+    ours = [(kind, [[0, 1, 3, 5, 8], [0, 3, 8], [0, 2, 3, 4, 8]], str(tmp_path)) for kind in ("v", "loop")]
+    still, *moved = run_each(2, train_with_features, ("1f1b", []), *ours)
+    for each in moved:
+        check_equal(still, each)
+    assert {"Train_Samples_train_loss.csv", "Train_Samples_lr.csv"} <= {file.name for file in tmp_path.glob("job/*")}
+
+
+def train_slices(case: Case, moves: list[list[int]]) -> dict[str, Any]:
+    """Train with data on one of the tensor-parallel slices, which tells the others, as Megatron's does."""
+    engine = build(case, sliced_layers)
+    group = engine.grid.get_slice_parallel_group()
+    first = engine.grid.get_slice_parallel_rank() == 0
+
+    def shared(batch: Any) -> Any:
+        box = [batch]
+        dist.broadcast_object_list(box, group=group, group_src=0)
+        return box[0]
+
+    engine.set_batch_fn(shared)
+    has_data = first and (engine.is_first_stage() or engine.stage_id == case.stages - 1)
+    losses = train_and_move(engine, batches(engine) if has_data else None, moves, 5)
+    return {**outcome_of(engine, losses), "norm": float(engine.get_global_grad_norm() or 0.0)}
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16 zero1", *(pytest.param(other, marks=pytest.mark.nightly) for other in ("fp32", "bf16", "fp16 zero1"))],
+)
+def test_tensor_parallel_slices_of_messages(precision: str) -> None:
+    case = Case(slices=2, blocks=4, tied=True, clip=0.05, groups="two", precision=precision)
+    moves = [[0, 1, 3, 4, 6], [0, 4, 6], [0, 1, 2, 5, 6]]
+    still, *moved = run_each(4, train_slices, (case, []), *((under(kind, case), moves) for kind in ("v", "loop")))
+    for each in moved:
+        check_equal(still, each)
+        assert [r["norm"] for r in each] == [r["norm"] for r in still]
 
 
 def began(cases: list[Case]) -> list[Any]:

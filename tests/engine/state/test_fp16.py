@@ -85,9 +85,12 @@ def train_through_overflows(case: Case, moves: Sequence[Sequence[int]]) -> dict[
 def test_overflows_at_given_steps_change_nothing_under_moves() -> None:
     case = replace(CASE, stages=3, tied=True, clip=0.5)
     moves = [[0, *sorted(inner), 9] for inner in ([1, 2], [3, 4], [2, 8], [1, 4], [4, 8], [5, 6], [2, 3], [3, 6])]
-    still, moved = run_each(3, train_through_overflows, (case, []), (case, moves))
-    check_moves_changed_nothing(still, moved)
-    assert moved[0]["scales"] == still[0]["scales"]
+    in_a_v = replace(case, dynmo={"interval": 0, "schedule": {"kind": "v"}})
+    two_chunks = [moves[0], [0, 1, 3, 4, 5, 7, 9], *moves[2:4], [0, 2, 3, 4, 6, 8, 9], [0, 1, 2, 3, 4, 5, 9]]
+    still, moved, v = run_each(3, train_through_overflows, (case, []), (case, moves), (in_a_v, two_chunks))
+    for each in (moved, v):
+        check_moves_changed_nothing(still, each)
+        assert each[0]["scales"] == still[0]["scales"]
     scales, skipped, norms, sums = zip(*still[0]["scales"])
     assert skipped == (0, 0, 0, 1, 1, 1, 2, 2, 2)
     assert scales[2] == 1024.0 and scales[3] == 512.0  # halved on every stage; growth is DeepSpeed's
