@@ -175,9 +175,9 @@ def test_decisions_change_nothing_keep_a_memory_limit_and_say_that_one_is_out_of
         check_same(still, each)
         assert kind == "auto" or {*each[0]["shapes"]} == {kind}
         assert len(each[0]["held"]) == 3 and all(max(held) <= limit for limit, held in each[0]["held"])
-        assert each[0]["warnings"]
-        for text in each[0]["warnings"]:
-            assert "no layer was moved: " in text and " does not fit: stage " in text and "its limit is " in text
+        *others, last = each[0]["warnings"]  # one may be of a move that was decided before the limit
+        assert all("no layer was moved: " in text and "its limit is " in text for text in (*others, last))
+        assert " does not fit: stage " in last
 
 
 def test_saves_and_moves_in_the_background_change_nothing_and_resume_under_any_schedule(tmp_path: Path) -> None:
