@@ -141,7 +141,8 @@ class Placement:
         owners = owners_of(shape, stages)
         what = f"{_NAMES[shape]}{counted(stages, 'stage')}"
         if num_layers is not None and num_layers < len(owners) and not empty:
-            raise PartitionError(f"{what} need at least {counted(len(owners), 'layer')}, the model has {num_layers}")
+            needs = "need" if shape == "chain" else "needs"
+            raise PartitionError(f"{what} {needs} at least {counted(len(owners), 'layer')}, the model has {num_layers}")
         if len(boundaries) != len(owners) + 1 or boundaries[0] != 0 or num_layers not in (None, boundaries[-1]):
             last = layers = ""
             if num_layers is not None:

@@ -10,7 +10,9 @@ latest one up to ``--step``. ``--costs`` are forward and backward together, of a
 A row is the partition that a decision would choose, and its iteration without messages, the optimizer's step and
 loading data; "over uniform": the iteration of the uniform partition over it, under the same schedule. "largest stage":
 weights, gradients, optimizer state and activations, where a run measured them. Where no backward pass was measured in
-two parts, zero bubble counts with 40% of it for weights, and 5% more for two parts than for one.
+two parts, all schedules but 1F1B count with 40% of it for weights, and 5% more for two parts than for one.
+
+"v" and "loop" give each stage two chunks of layers, and "auto" takes the shortest of a chain, a V and a loop.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from ds_dynmo.engine.decide.decision import Decision, predict, proposed_placemen
 from ds_dynmo.engine.decide.decision_input import DecisionInput, memory_model
 from ds_dynmo.errors import ConfigError, PartitionError, counted
 from ds_dynmo.partitioners import names, uniform
-from ds_dynmo.placement import Placement
+from ds_dynmo.placement import Placement, Shape
 from ds_dynmo.plan import LayerCost, Profile
 
-Kind = Literal["1f1b", "zero_bubble"]
+Kind = Literal["1f1b", "zero_bubble", "v", "loop", "auto"]
 WEIGHT_SHARE, SPLIT_PRICE = 0.4, 1.05  # of transformer blocks: weights in a backward pass; both parts over one pass
+BY_DEFAULT: tuple[Kind, ...] = ("1f1b", "zero_bubble", "v", "loop")  # "auto" takes the best of these
 MICRO_BATCHES_PER_STAGE = 4  # of --costs
 
 
@@ -45,7 +48,7 @@ class SimulatedPipeline:
     """A simulated pipeline.
 
     Attributes:
-        schedule: the one that runs: 1F1B where no other order fits in memory.
+        schedule: the one that runs: 1F1B where no other order fits in memory; with the placement that "auto" chose.
         over_uniform: the iteration of the uniform partition over this one's, under the same kind of schedule.
         stage_bytes: of each stage; (): no bytes were measured.
     """
@@ -125,18 +128,22 @@ def simulate(
     Raises:
         PartitionError: no partition meets the limit.
     """
+    stages, num_layers = profile.placement.num_stages, len(profile.layers)
     given = DecisionInput.of(
-        profile,
+        replace(profile, placement=uniform_placement(kind, num_layers, stages)),
         config=DynMoConfig(balancer=balancer, schedule=ScheduleConfig(kind=kind)),
         limit_bytes=limit_bytes,
         checkpoint_interval=checkpoint_interval,
+        shapes=get_args(Shape) if kind == "auto" and num_layers >= 2 * stages > 2 else (),
         searches=kind != "1f1b",
     )
     decision = predict(given, proposed_placement(given))
-    without_limit = replace(given, limit_bytes=None)
-    at_uniform = predict(without_limit, given.placement).iteration_seconds_after
-    stages = profile.placement.num_stages
-    runs = kind if decision.found is not None or kind == "1f1b" or stages == 1 else "1f1b (no other fits)"
+    shape = decision.placement.shape
+    same_shape = uniform_placement(shape, num_layers, stages)
+    at_uniform = predict(replace(given, limit_bytes=None), same_shape).iteration_seconds_after
+    runs: str = kind if decision.found is not None or kind == "1f1b" or stages == 1 else "1f1b (no other fits)"
+    if kind == "auto" and stages > 1:
+        runs = f"auto: {shape if shape != 'chain' else '1f1b' if decision.found is None else 'zero_bubble'}"
     return SimulatedPipeline(
         stages,
         profile.micro_batches,
@@ -147,6 +154,19 @@ def simulate(
         at_uniform / decision.iteration_seconds_after if decision.iteration_seconds_after else 1.0,
         stage_bytes(profile, decision, checkpoint_interval),
     )
+
+
+def uniform_placement(shape: Kind | Shape, num_layers: int, stages: int) -> Placement:
+    """Return equally many layers in each chunk: of a V or a loop if ``shape`` is one, on two stages or more.
+
+    Raises:
+        PartitionError: fewer layers than chunks.
+    """
+    if shape not in ("v", "loop") or stages == 1:
+        return Placement.chain(uniform(num_layers, stages))
+    chunks = 2 * stages
+    even = uniform(num_layers, chunks) if num_layers >= chunks else ()
+    return Placement.of_shape(shape, even, num_layers=num_layers, num_stages=stages)  # refuses fewer layers
 
 
 def stage_bytes(profile: Profile, decision: Decision, checkpoint_interval: int) -> tuple[int, ...]:
@@ -169,11 +189,11 @@ def simulated(profile: Profile, arguments: argparse.Namespace) -> Iterator[Simul
     for stages in arguments.stages or [profile.placement.num_stages]:
         if num_layers < stages:
             raise ConfigError(f"--stages {stages}: the model has {counted(num_layers, 'layer')}")
-        here = Placement.chain(uniform(num_layers, stages))
+        chain = uniform_placement("1f1b", num_layers, stages)
         from_report = [profile.micro_batches] if arguments.costs is None else [MICRO_BATCHES_PER_STAGE * stages]
         for micro_batches in arguments.micro_batches or from_report:
-            for kind in arguments.schedule or get_args(Kind):
-                pipeline = replace(profile, placement=here, micro_batches=micro_batches)
+            for kind in arguments.schedule or BY_DEFAULT:
+                pipeline = replace(profile, placement=chain, micro_batches=micro_batches)
                 try:
                     yield simulate(
                         pipeline,
@@ -215,7 +235,7 @@ def parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--micro-batches", type=int, nargs="+", help="of a batch, default: the run's; with --costs 4 for each stage"
     )
-    parser.add_argument("--schedule", nargs="+", choices=get_args(Kind), help="default: each")
+    parser.add_argument("--schedule", nargs="+", choices=get_args(Kind), help="default: all but auto")
     parser.add_argument("--balancer", choices=names(), default="makespan", help="default: %(default)s")
     parser.add_argument("--memory-limit", metavar="BYTES", help='of a rank, such as "30GiB" (default: none)')
     parser.add_argument(

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners.checks import check_num_chunks
-from ds_dynmo.partitioners.memory import MemoryModel, micro_batches_held
+from ds_dynmo.partitioners.memory import MemoryModel, check_fits, micro_batches_held
 from ds_dynmo.placement import Placement, check_partition
 
 __all__ = ["balanced_pairs"]
@@ -63,7 +63,8 @@ def balanced_pairs(
     [0, 1, 3, 4, 6]
 
     Raises:
-        PartitionError: fewer layers than chunks, or no partition fits.
+        PartitionError: fewer layers than chunks, or no partition fits (names the stage, the bytes and the limit of one
+            that balances bytes).
     """
     stages, num_layers = len(speeds), len(costs)
     check_num_chunks(num_layers, len(owners))
@@ -157,13 +158,23 @@ class _Search:
         """Find a partition that fits, with the bottleneck raised step by step, because few are within a small one.
 
         Raises:
-            PartitionError: there is none.
+            PartitionError: none was found; names the stage, the bytes and the limit of the one that balances bytes.
         """
         for share in (1.05, 1.25, 2.0, 4.0, math.inf):
             found = self.within(share * max(self.least, 1.0))
             if found is not None:
                 return found
-        raise PartitionError("no partition fits in memory")
+        memory = self.memory
+        assert memory is not None
+        kept = memory.input_bytes if memory.checkpoint_interval else memory.activation_bytes
+        held, *_ = micro_batches_held(self.owners, memory.micro_batches)  # the same of all chunks
+        needed = [static + held * size for static, size in zip(memory.static_bytes, kept)]
+        nearest = balanced_pairs(needed, self.owners, (1.0,) * self.stages)
+        try:
+            check_fits(Placement.of(nearest, self.owners), memory)
+        except PartitionError as error:
+            raise PartitionError(f"no partition fits in memory; the nearest one: {error}") from error
+        return nearest
 
     def bisected(self, best: list[int]) -> list[int]:
         """Lower the bottleneck as far as the search along the front does."""

@@ -32,6 +32,7 @@ from ds_dynmo.schedules import (
     one_f_one_b_limit,
     peak_bytes,
     period_seconds,
+    schedule_for_equal_costs,
     shortest_period,
 )
 from ds_dynmo.schedules.order import run
@@ -131,6 +132,16 @@ class PassModel:
         found = replace(found, over_bound=seconds / here.least_seconds)
         self._orders.append((found.schedule, found.over_bound))
         return found
+
+    def for_equal_costs(self, placement: Placement) -> Schedule:
+        """Return the order that a V or loop runs where no order fits: :func:`schedule_for_equal_costs`."""
+        return schedule_for_equal_costs(
+            placement.num_stages,
+            self.micro_batches,
+            self.memory,
+            shape=placement.shape,
+            back_to_back=self.back_to_back,
+        )
 
     def can_search(self, owners: Sequence[int]) -> bool:
         """Return whether enough is left of ``search_actions`` for a search with chunks of these owners."""

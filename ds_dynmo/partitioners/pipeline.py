@@ -20,7 +20,7 @@ from ds_dynmo.partitioners.checks import check_costs, check_speeds
 from ds_dynmo.partitioners.metrics import loads_of, prefix_sums, sums_of_many
 from ds_dynmo.partitioners.passes import PassModel
 from ds_dynmo.placement import Placement
-from ds_dynmo.schedules import FoundSchedule, iteration_seconds
+from ds_dynmo.schedules import FoundSchedule, iteration_seconds, replay
 
 __all__ = ["PipelineModel"]
 
@@ -126,6 +126,17 @@ class PipelineModel:
         if found is not None:
             return found.iteration_seconds
         return math.inf if _has_pairs(placement) else self.seconds_under_1f1b(placement)
+
+    def expected_seconds(self, placement: AnyPlacement) -> float:
+        """Simulate the iteration as :meth:`iteration_seconds`, but where no order fits a V or loop, that which runs.
+
+        Raises:
+            PartitionError: as :meth:`iteration_seconds`.
+        """
+        placement, seconds = self._placed(placement), self.iteration_seconds(placement)
+        if seconds < math.inf or self.passes is None:
+            return seconds
+        return replay(self.passes.for_equal_costs(placement), self.passes.costs(placement)).iteration_seconds
 
     def shortest_schedule(self, placement: AnyPlacement) -> FoundSchedule | None:
         """Find the shortest split schedule under one placement.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ds_dynmo.cli import simulate
+from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.partitioners import MemoryModel, PipelineModel
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
@@ -72,19 +73,49 @@ def test_costs_are_those_of_a_run_without_bytes(tmp_path: Path, capsys: pytest.C
 def test_zero_bubble_is_shorter_and_as_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a measurement, 40% of a backward pass are for weights; with one, what was measured."""
     path = report_of(tmp_path, profile())
-    plain, split = rows_of(tmp_path, path, "--stages", "3")
+    both = ("--stages", "3", "--schedule", "1f1b", "zero_bubble")
+    plain, split = rows_of(tmp_path, path, *both)
     assert "step 7: 6 layers in 2 stages, [0, 3, 6], 8 micro-batches, a batch took 400.0 ms" in capsys.readouterr().out
     assert [row["schedule"] for row in (plain, split)] == ["1f1b", "zero_bubble"]
     assert split["iteration_seconds"] < plain["iteration_seconds"] and split["bubble_ratio"] < plain["bubble_ratio"]
     shares = [{"input_gradient_seconds": first, "weight_gradient_seconds": 0.008 - first} for first in (0.002, 0.006)]
-    measured = [rows_of(tmp_path, report_of(tmp_path, profile(**share)), "--stages", "3")[1] for share in shares]
+    measured = [rows_of(tmp_path, report_of(tmp_path, profile(**share)), *both)[1] for share in shares]
     assert measured[0]["iteration_seconds"] < measured[1]["iteration_seconds"]
+
+
+def test_two_chunks_per_stage_are_the_shortest_of_all_and_auto_takes_the_best(tmp_path: Path) -> None:
+    path = report_of(tmp_path, profile())
+    rows = rows_of(tmp_path, path, "--schedule", "1f1b", "zero_bubble", "v", "loop", "auto")
+    one_f_one_b, zero_bubble, v, loop, auto = (row["iteration_seconds"] for row in rows)
+    given = DecisionInput.of(simulate.with_assumed_splits(profile()), searches=True)
+    for shape, row in (("v", rows[2]), ("loop", rows[3])):
+        every = [Placement.of_shape(shape, partition) for partition in partitions(4)]  # type: ignore[arg-type]
+        seconds = {placement.boundaries: given.pipeline.iteration_seconds(placement) for placement in every}
+        assert row["iteration_seconds"] == pytest.approx(seconds[tuple(row["partition"])], rel=0.01)
+        assert row["iteration_seconds"] == pytest.approx(min(seconds.values()), rel=0.01)
+        assert row["over_uniform"] == pytest.approx(seconds[(0, 2, 4, 5, 6)] / row["iteration_seconds"], rel=0.015)
+    assert v < zero_bubble < one_f_one_b and auto == min(v, loop, zero_bubble)
+    assert [row["schedule"] for row in rows] == ["1f1b", "zero_bubble", "v", "loop", "auto: v"]
+    assert rows[4]["partition"] == rows[2]["partition"] and rows[4]["stage_bytes"] == rows[2]["stage_bytes"]
+
+
+def test_two_chunks_per_stage_need_layers_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(tmp_path, "--costs", *"12345", "--stages", "1", "3", "--schedule", "v", "auto", "loop")
+    assert [(row["stages"], row["schedule"]) for row in rows] == [
+        (1, "v"),
+        (1, "auto"),
+        (1, "loop"),
+        (3, "auto: zero_bubble"),
+    ]
+    shown = capsys.readouterr().out
+    for what in ("v: a V", "loop: a loop"):
+        assert f"3 stages, 12 micro-batches, {what} of 3 stages needs at least 6 layers, the model has 5\n" in shown
 
 
 def test_bytes_are_of_layers_and_of_passes_in_flight(tmp_path: Path) -> None:
     path = report_of(tmp_path, profile(workspace_bytes=MIB))
     for flags, interval in (([], 0), (["--checkpoint-interval", "2"], 2)):
-        plain, split = rows_of(tmp_path, path, *flags)
+        plain, split = rows_of(tmp_path, path, *flags, "--schedule", "1f1b", "zero_bubble")
         sizes = [tuple(size * MIB for _ in SECONDS) for size in (40, 4, 1)]
         memory = MemoryModel(*sizes, (10**12,) * 2, 8, interval)
         assert plain["stage_bytes"] == [
@@ -103,8 +134,12 @@ def test_a_memory_limit_is_met_or_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert max(limited["stage_bytes"]) <= limit and limited["iteration_seconds"] > free["iteration_seconds"]
     capsys.readouterr()
     rows = rows_of(tmp_path, path, "--stages", "1", "3", "--memory-limit", "150MiB")
-    assert {row["stages"] for row in rows} == {3}
+    assert {(row["stages"], row["schedule"]) for row in rows} == {(3, kind) for kind in simulate.BY_DEFAULT}
+    assert all(max(row["stage_bytes"]) <= 150 * MIB for row in rows)
     assert "1 stage, 8 micro-batches, 1f1b: " in capsys.readouterr().out
+    assert rows_of(tmp_path, path, "--memory-limit", "100MiB") == []
+    for line in capsys.readouterr().out.splitlines()[2:]:
+        assert "2 stages, 8 micro-batches, " in line and " bytes, its limit is 104857600" in line
 
 
 def test_the_latest_profile_counts_or_that_of_a_step(tmp_path: Path) -> None:

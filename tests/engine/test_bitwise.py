@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.configs import PRECISIONS, Case
 from tests.support.harness import run, run_each
-from tests.support.training import partitions, train, train_frozen, whole
+from tests.support.training import partitions, train, train_frozen, under_a_random_schedule, whole
 
 pytestmark = pytest.mark.ranks
 
@@ -134,7 +134,7 @@ def test_tied_uses_on_one_stage_equal_two_stages() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(int(os.environ.get("DS_DYNMO_FUZZ_CASES", "10"))))
 def test_random_cases_change_nothing(seed: int) -> None:
-    """Compare four random sequences of rebalances of a random case with a run without moves."""
+    """Compare four random sequences of rebalances of a random case, also between shapes, with a chain under 1F1B."""
     chooser = random.Random(seed)
     stages = chooser.choice([2, 3, 4])
     precision = chooser.choice(sorted(PRECISIONS))
@@ -153,10 +153,10 @@ def test_random_cases_change_nothing(seed: int) -> None:
         precision=precision,
         dropout=chooser.random() < 0.5,
     )
-    sequences = [partitions(case, 10 * seed + number, count=5) for number in range(4)]
     every = chooser.choice([1, 2])
-    calls = [(case, moves, 10, every) for moves in ([], *sequences)]
-    still, *moved = run_each(case.ranks, train, *calls)
+    moving = [under_a_random_schedule(case, chooser) for _ in range(4)]
+    calls = [(each, partitions(each, 10 * seed + number, count=5), 10, every) for number, each in enumerate(moving)]
+    still, *moved = run_each(case.ranks, train, (case, [], 10, every), *calls)
     for each in moved:
         assert each[0]["moved"] > 0
         assert [r["losses"] for r in each] == [r["losses"] for r in still]

@@ -152,7 +152,7 @@ def test_boundaries_that_are_no_v_or_loop_are_refused_with_both_numbers(
 @pytest.mark.parametrize("shape", get_args(Shape))
 def test_fewer_layers_than_chunks_are_refused_with_both_numbers(shape: Shape) -> None:
     needed = len(owners_of(shape, 3))
-    with pytest.raises(PartitionError, match=f"3 stages need at least {needed} layers, the model has {needed - 1}"):
+    with pytest.raises(PartitionError, match=f"3 stages needs? at least {needed} layers, the model has {needed - 1}"):
         Placement.of_shape(shape, range(needed), num_layers=needed - 1, num_stages=3)
 
 

@@ -11,6 +11,7 @@ from ds_dynmo.errors import ReleasedError
 from ds_dynmo.models import dynamic_cases
 from tests.support import case_runs
 from tests.support.case_runs import CaseRun
+from tests.support.checkpoints import data_after
 from tests.support.configs import Case
 from tests.support.training import batches, build, drop_decision, state
 
@@ -36,14 +37,23 @@ def attributes(engine: Any) -> dict[str, Any]:
     }
 
 
-def train_and_repack(case: Case, sizes: Sizes, steps: int) -> dict[str, Any]:
-    """Train ``steps`` batches, and re-pack between them."""
+def train_and_repack(case: Case, sizes: Sizes, steps: int, *, folder: str = "", first: int = 0) -> dict[str, Any]:
+    """Train ``steps`` batches, and re-pack between them.
+
+    Args:
+        folder: to save in after each batch; "": nowhere.
+        first: of the checkpoint there to begin with; 0: none.
+    """
     engine = build(case)
-    data = batches(engine)
+    if first:
+        engine.load_checkpoint(folder, tag=f"global_step{first}")
+    data = data_after(engine, first)
     found: dict[str, Any] = {"losses": {}, "state": {}, "attributes": {}}
     while engine.global_steps < steps:
         loss = engine.train_batch(data).item()
         found["losses"][engine.global_steps] = loss
+        if folder and not first:
+            engine.save_checkpoint(folder)
         wanted = sizes.get(engine.global_steps)
         if wanted is not None:
             engine.repack(partition=wanted) if isinstance(wanted, list) else engine.repack(wanted)
@@ -55,6 +65,7 @@ def train_and_repack(case: Case, sizes: Sizes, steps: int) -> dict[str, Any]:
             with pytest.raises(ReleasedError, match=r"engine\.layers: this rank was released"):
                 engine.layers()
             return {**found, "released": engine.global_steps, "refused": str(refused.value)}
+    engine.wait_for_save()
     found["state"] = state(engine)
     found["evaluation"] = engine.eval_batch(batches(engine, seed=7)).item()
     found["attributes"] = attributes(engine)

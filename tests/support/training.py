@@ -130,10 +130,19 @@ def gather(value: Any) -> list[Any]:
 
 
 def partitions(case: Case, seed: int, count: int) -> list[list[int]]:
-    """Return a random sequence of partitions."""
+    """Return a random sequence of partitions: of chains, and under a schedule of two chunks per stage of these too."""
     chooser = random.Random(seed)
-    inner = range(1, case.num_layers)
-    return [[0, *sorted(chooser.sample(inner, case.stages - 1)), case.num_layers] for _ in range(count)]
+    inner, stages = range(1, case.num_layers), case.stages
+    has_pairs = (case.dynmo or {}).get("schedule") in ("v", "loop", "auto") and case.num_layers >= 2 * stages
+    chunks = [chooser.choice((stages, 2 * stages, 2 * stages)) if has_pairs else stages for _ in range(count)]
+    return [[0, *sorted(chooser.sample(inner, number - 1)), case.num_layers] for number in chunks]
+
+
+def under_a_random_schedule(case: Case, chooser: random.Random) -> Case:
+    """Return ``case`` under one of the schedules that its layers are enough for."""
+    kinds = ["1f1b", "zero_bubble", "v", "v", "loop", "loop", "auto"]
+    kind = chooser.choice(kinds if case.num_layers >= 2 * case.stages else kinds[:2])
+    return replace(case, dynmo={"interval": 0, "schedule": kind})
 
 
 def raw(tensor: torch.Tensor) -> bytes:

@@ -50,7 +50,7 @@ class CostModel:
         groups = given.groups or LayerGroups.single(len(profile.layers))
         here = profile.placement
         balanced = partitioners.balanced_groups(profile.costs("time"), here.num_stages, groups, owners=here.owners)
-        self.first_seconds = min(map(given.pipeline.iteration_seconds, (here, here.at(balanced))))
+        self.first_seconds = min(map(given.pipeline.expected_seconds, (here, here.at(balanced))))
 
     def model_changed(self) -> None:
         """Discard the costs so far: those of layers have changed."""

@@ -202,10 +202,10 @@ class _Simulated(NamedTuple):
 
 
 def _simulated(pipeline: PipelineModel, placement: Placement, schedule: Schedule | None) -> _Simulated:
-    """Simulate an iteration under ``schedule``; None: under 1F1B, or with two chunks per stage the shortest."""
-    if schedule is None and placement.shape != "chain":
+    """Simulate an iteration under ``schedule``; None: 1F1B, or with two chunks per stage the order that would run."""
+    if schedule is None and placement.shape != "chain" and pipeline.passes is not None:
         found = pipeline.shortest_schedule(placement)
-        schedule = found.schedule if found is not None else None
+        schedule = found.schedule if found is not None else pipeline.passes.for_equal_costs(placement)
     if schedule is not None and pipeline.passes is not None:
         timeline = replay(schedule, pipeline.passes.costs(placement))
         return _Simulated(timeline.iteration_seconds, timeline.bubble_ratio)

@@ -68,7 +68,7 @@ class StageDecision:
         if profile is None:
             return None
         given = self._rebalancer.decision_input(profile, self._limit_bytes, assume_running_schedule=False)
-        return given.pipeline_at(placement).on(placement.num_stages).iteration_seconds(placement)
+        return given.pipeline_at(placement).on(placement.num_stages).expected_seconds(placement)
 
     def _gather_facts(self) -> RankFacts:
         """Gather the facts for a decision. Collective."""

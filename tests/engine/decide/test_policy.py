@@ -22,6 +22,7 @@ from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MoveCosts, balanced, registry
 from ds_dynmo.placement import Placement, Shape
 from ds_dynmo.plan import HeldBytes, LayerCost, MigrationPlan, Profile
+from ds_dynmo.schedules import PassCosts, replay, schedule_for_equal_costs
 from tests.support.pages import code_blocks
 
 
@@ -136,6 +137,45 @@ def test_a_v_is_proposed_if_its_iteration_is_shorter_and_shapes_may_change() -> 
     assert decide(equal, settings, shapes=get_args(Shape), searches=True, tradeoff=costly, batches=1).placement == (
         equal.placement
     )
+
+
+@pytest.mark.parametrize("balancer", ["partition", "diffusion", "makespan"])
+@pytest.mark.parametrize("shape", get_args(Shape))
+def test_two_chunks_stay_within_the_memory_limit_and_one_out_of_reach_is_named(shape: Shape, balancer: str) -> None:
+    """Layers of 100 bytes with 10 for each of two micro-batches: four on a stage need 480. Chains weigh all shapes."""
+    costs = profile([1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 2.0, 1.0], (0, 8), activation_bytes=10, static_bytes=100)
+    here = Placement.of_shape(shape, (0, 3, 8) if shape == "chain" else (0, 1, 3, 5, 8))
+    given = DecisionInput.of(
+        replace(costs, placement=here),
+        config=config(schedule={"kind": "auto"}, balancer=balancer),
+        shapes=get_args(Shape) if shape == "chain" else (),
+        searches=True,
+        running_schedule=schedule_for_equal_costs(2, 4, shape=shape),
+    )
+    within = decision.decide(replace(given, limit_bytes=480))
+    assert [len(within.placement.layers_of(stage)) for stage in (0, 1)] == [4, 4]
+    assert within.found is not None and max(within.found.peak_bytes) <= 480 - 400
+    with pytest.raises(PartitionError, match=r"\] does not fit: stage . needs \d+ bytes, its limit is 470"):
+        decision.decide(replace(given, limit_bytes=470))
+
+
+@pytest.mark.parametrize("shape", ["v", "loop"])
+def test_where_no_order_fits_the_one_that_runs_is_predicted(shape: Shape) -> None:
+    """As for a chain, which then runs 1F1B: at the start of a run, and where the user gives the partition."""
+    here = Placement.of_shape(shape, (0, 2, 4, 6, 8))
+    costs = replace(profile([3.0] * 8, (0, 8), activation_bytes=10, static_bytes=100), placement=here)
+    costs = replace(
+        costs, layers=(replace(costs.layers[0], weight_gradient_seconds=1.0, input_gradient_seconds=1.0),) * 8
+    )
+    given = DecisionInput.of(costs, config=config(schedule={"kind": shape}), limit_bytes=300, searches=True)
+    assert given.pipeline.iteration_seconds(here) == math.inf
+    seconds = 2 * replay(schedule_for_equal_costs(2, 4, shape=shape), PassCosts.equal(here.owners)).iteration_seconds
+    for start in (here, Placement.chain((0, 4, 8))):
+        predicted = decision.predict(replace(given, placement=start), here)
+        assert predicted.found is None and predicted.iteration_seconds_after == pytest.approx(seconds)
+    cost_model = CostModel()
+    cost_model.begin(given)
+    assert cost_model.first_seconds == pytest.approx(seconds)
 
 
 def tradeoff(costs: MoveCosts, error: float = 0.0) -> MoveTradeoff:

@@ -36,6 +36,7 @@ from tests.support.training import (
     sleeping_engine,
     state,
     train,
+    under_a_random_schedule,
     use_virtual_clock,
 )
 
@@ -78,7 +79,7 @@ def test_moves_change_nothing_with_split_backward_passes(precision: str) -> None
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(int(os.environ.get("DS_DYNMO_FUZZ_CASES", "10"))))
 def test_random_cases_change_nothing(seed: int) -> None:
-    """Compare four random sequences of moves of a random case with a run without moves."""
+    """Compare four random sequences of moves of a random case, also between shapes, with a chain under 1F1B."""
     chooser = random.Random(seed)
     precision = chooser.choice(sorted(PRECISIONS))
     case = Case(
@@ -94,12 +95,13 @@ def test_random_cases_change_nothing(seed: int) -> None:
         scheduler=chooser.random() < 0.5,
         precision=precision,
         dropout=chooser.random() < 0.5,
-        dynmo={"interval": 0, "schedule": chooser.choice(["1f1b", "zero_bubble"])},
     )
-    sequences = [partitions(case, 10 * seed + number, count=5) for number in range(4)]
     every = chooser.choice([1, 2])
-    calls = [(case, moves, 11, every, bool(moves)) for moves in ([], *sequences)]
-    still, *moved = run_each(case.ranks, train, *calls)
+    moving = [under_a_random_schedule(case, chooser) for _ in range(4)]
+    calls = [
+        (each, partitions(each, 10 * seed + number, count=5), 11, every, True) for number, each in enumerate(moving)
+    ]
+    still, *moved = run_each(case.ranks, train, (case, [], 11, every), *calls)
     for each in moved:
         check_moves_changed_nothing(still, each)
 

@@ -135,6 +135,30 @@ def test_repackings_change_nothing(kind: str, precision: str) -> None:
     assert all(report.iteration_seconds_after is not None for report in reports)
 
 
+@pytest.mark.nightly
+def test_repackings_between_saves_change_nothing_and_resume_on_any_number_of_stages(tmp_path: Path) -> None:
+    """Saves are under way in the background while ranks part."""
+    case = Case(stages=3, tied=True, groups="two", precision="bf16 zero1", clip=0.0, micro_batches=4)
+    saving = replace(case, dynmo={**PROFILED, "checkpoint": "background"})
+    folder = str(tmp_path)
+    stayed = run(3, train_alone, case, 6)
+    fewer = run(3, train_saving, under("v", saving), folder)
+    assert losses(fewer) == losses(stayed) and merged(fewer) == merged(stayed)
+    for stages, kind, steps in ((3, "v", (2, 5)), (2, "auto", (3,)), (1, "loop", (4,))):
+        smaller = under(kind, replace(case, stages=stages, dynmo=PROFILED))
+        for step, resumed in zip(steps, run_each(stages, resume, *((smaller, folder, step) for step in steps))):
+            assert losses(resumed) == {number: loss for number, loss in losses(stayed).items() if number > step}
+            assert merged(resumed) == merged(stayed)
+
+
+def train_saving(case: Case, folder: str) -> dict[str, Any]:
+    return train_and_repack(case, {2: 2, 4: 1}, 6, folder=folder)
+
+
+def resume(case: Case, folder: str, step: int) -> dict[str, Any]:
+    return train_and_repack(case, {}, 6, folder=folder, first=step)
+
+
 def test_repackings_without_a_profile_and_to_a_chain_change_nothing() -> None:
     """The number of boundaries tells a chain from the present shape; without a profile parameters are spread."""
     case = Case(stages=3, micro_batches=4)

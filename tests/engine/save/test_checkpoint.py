@@ -180,11 +180,14 @@ def of_shape(shape: str, case: Case) -> Case:
 
 
 def save_and_load_everywhere(case: Case, folder: str) -> list[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-    """Save in every shape, and load in the others and a V in a V. Return both names, and both outcomes."""
+    """Save in every shape, and load in the others, a V in a V, and a loop in a run that may go to any."""
     found = []
     for first, partition in SHAPES.items():
         saved = save_and_continue(of_shape(first, case), f"{folder}/{first}", partition)
-        others = [shape for shape in SHAPES if shape != first or shape == "v"]
+        others = [
+            *(shape for shape in SHAPES if shape != first or shape == "v"),
+            *(["auto"] if first == "loop" else []),
+        ]
         loaded = {shape: load_and_continue(of_shape(shape, case), f"{folder}/{first}") for shape in others}
         found += [(first, shape, saved, outcome) for shape, outcome in loaded.items()]
     return found
@@ -198,7 +201,7 @@ def test_a_run_resumes_in_any_shape(tmp_path: Path, precision: str) -> None:
         saved, loaded = ([rank[number][which] for rank in ranks] for which in (2, 3))
         check_same(saved, loaded)
         built = [0, 4, 8] if shape == "chain" else [0, 2, 4, 6, 8]
-        assert loaded[0]["partition"] == (SHAPES[first] if shape == first else built)
+        assert loaded[0]["partition"] == (SHAPES[first] if shape in (first, "auto") else built)
     calls = [
         (of_shape(shape, replace(case, stages=3)), f"{tmp_path}/{first}")
         for first, shape in zip(SHAPES, ("v", "loop", "chain"))

@@ -1,0 +1,195 @@
+"""Decisions where stages own two chunks, interval after interval: training equals that of a chain, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+import ds_dynmo
+from ds_dynmo.engine.decide.decision_input import memory_model
+from ds_dynmo.schedules import peak_bytes
+from tests.support.checkpoints import data_after
+from tests.support.configs import Case
+from tests.support.harness import run_each
+from tests.support.models import WIDTH, Block, layers
+from tests.support.told_clock import clock
+from tests.support.training import Warnings, build, layers_of, outcome_of, whole
+
+pytestmark = pytest.mark.ranks
+
+LASTS = 3  # batches for which layers cost the same
+
+
+class Timed(torch.autograd.Function):
+    """Scales by a weight whose gradient waits, and takes the layer's seconds."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, gains: tuple[TimedBlock]) -> torch.Tensor:
+        (ctx.layer,) = gains
+        ctx.save_for_backward(hidden)
+        clock.sleep(ctx.layer.seconds)
+        return hidden * ctx.layer.gain
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (hidden,) = ctx.saved_tensors
+        layer, gain = ctx.layer, ctx.layer.gain
+
+        def of_weight() -> torch.Tensor:
+            clock.sleep(layer.seconds)
+            return (hidden * gradient).flatten(0, -2).sum(0)
+
+        clock.sleep(layer.seconds)
+        ds_dynmo.defer_weight_gradient(gain, of_weight, held_bytes=hidden.nbytes)
+        return gradient * gain, None
+
+
+class TimedBlock(Block):
+    """A block that tells the clock how long each of its passes takes."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.gain, self.seconds = nn.Parameter(torch.ones(WIDTH)), 1.0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return Timed.apply(super().forward(hidden), (self,))  # type: ignore[no-any-return]
+
+
+def timed_layers(case: Case) -> list[Any]:
+    first, *_, scale, last = layers(case)
+    return [first, *[LayerSpec(TimedBlock, index) for index in range(case.blocks)], scale, last]
+
+
+@dataclass(frozen=True)
+class Deciding:
+    """A run, and what happens in it by step.
+
+    Attributes:
+        limits: of memory from then on, as shares of what the neediest stage needs then.
+        saves: to save after, into ``folder``.
+        loads: of the checkpoint to begin with; 0: none.
+    """
+
+    case: Case
+    steps: int = 10
+    limits: tuple[tuple[int, float], ...] = ()
+    saves: tuple[int, ...] = ()
+    loads: int = 0
+    folder: str = ""
+
+
+def counted_bytes(engine: Any) -> list[int]:
+    """Return what each stage needs, whatever the order."""
+    memory = memory_model(engine.profile, sys.maxsize, 0)
+    assert memory is not None
+    return memory.bytes_per_stage(engine.stage.placement)
+
+
+def held_bytes(engine: Any) -> list[int]:
+    """Return what each stage holds under the order that is in force."""
+    here, profile = engine.stage.placement, engine.profile
+    passes = engine.rebalancer.decision_input(profile, None).pipeline_at(here).passes
+    peaks = peak_bytes(engine.stage.schedule.schedule_for(here, profile.micro_batches), passes.layers.sizes(here))
+    return [own + peak for own, peak in zip(passes.layers.static_of_stages(here), peaks)]
+
+
+def train_deciding(given: Deciding) -> dict[str, Any]:
+    """Train layers whose costs change every few batches, with whatever decisions find."""
+    engine, warnings, losses = build(given.case, timed_layers), Warnings(), []
+    engine.profiler._clock = clock
+    held: list[tuple[int, list[int]]] = []
+    shares, memory = dict(given.limits), engine.rebalancer.memory
+    if given.loads:
+        engine.load_checkpoint(given.folder, tag=f"global_step{given.loads}")
+    data = data_after(engine, engine.global_steps)
+    while engine.global_steps < given.steps:
+        for index, layer in layers_of(engine).items():
+            if isinstance(layer, TimedBlock):
+                layer.seconds = random.Random(f"{engine.global_steps // LASTS} {index}").choice([0.05, 0.1, 0.2, 0.45])
+        losses.append(engine.train_batch(data).item())
+        if engine.global_steps in given.saves:
+            engine.save_checkpoint(given.folder)
+        if memory.limit is not None and engine.global_steps <= max(shares):
+            held.append((memory.limit, held_bytes(engine)))
+        if engine.global_steps in shares:
+            memory.limit = int(shares[engine.global_steps] * max(counted_bytes(engine)))
+    engine.wait_for_save()
+    moves = [report for report in engine.reports if report.moved and report.reason == "interval"]
+    return {
+        **outcome_of(engine, losses),
+        "moves": len(moves),
+        "shapes": [engine.stage.placement.shape, *(report.new_placement.shape for report in moves)],
+        "held": held,
+        "warnings": [*warnings.messages],  # of this run: later ones add to them
+    }
+
+
+def under(kind: str, case: Case, **section: Any) -> Case:
+    return replace(case, dynmo={"schedule": kind, "profile": {"batches": 1, "warmup_batches": 0}, **section})
+
+
+def check_same(still: list[Any], moved: list[Any]) -> None:
+    assert moved[0]["moves"] >= 1
+    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
+    assert whole(moved) == whole(still)
+
+
+BALANCERS, KINDS = ("partition", "diffusion", "makespan"), ("v", "loop", "auto")
+
+
+@pytest.mark.parametrize(
+    ("stages", "precision"),
+    [
+        (2, "fp32"),
+        *(pytest.param(*both, marks=pytest.mark.nightly) for both in ((2, "bf16 zero1"), (3, "bf16"), (4, "fp32"))),
+    ],
+)
+def test_decisions_change_nothing_keep_a_memory_limit_and_say_that_one_is_out_of_reach(
+    stages: int, precision: str
+) -> None:
+    """Each balancer with a schedule, an interval and a kind of move of its own; with more stages each with all."""
+    case = Case(stages=stages, blocks=9, precision=precision, tied=stages == 3, micro_batches=4)
+    every = list(itertools.product(range(3), range(3))) if stages > 2 else [(0, 0), (1, 1), (2, 2)]
+    kinds = [KINDS[kind] for kind, _ in every]
+    limited = [
+        under(
+            *(KINDS[kind], case),
+            balancer=BALANCERS[balancer],
+            interval=1 + (kind + balancer) % 3,
+            migration=("background", "blocking")[(kind + balancer) % 2],
+        )
+        for kind, balancer in every
+    ]
+    calls = [(Deciding(each, 13, limits=((6, 1.2), (9, 0.3))),) for each in limited]
+    still, *moved = run_each(stages, train_deciding, (Deciding(case, 13),), *calls)
+    for kind, each in zip(kinds, moved, strict=True):
+        check_same(still, each)
+        assert kind == "auto" or {*each[0]["shapes"]} == {kind}
+        assert len(each[0]["held"]) == 3 and all(max(held) <= limit for limit, held in each[0]["held"])
+        *others, last = each[0]["warnings"]  # one may be of a move that was decided before the limit
+        assert all("no layer was moved: " in text and "its limit is " in text for text in (*others, last))
+        assert " does not fit: stage " in last
+
+
+def test_saves_and_moves_in_the_background_change_nothing_and_resume_under_any_schedule(tmp_path: Path) -> None:
+    case = Case(blocks=9, micro_batches=4, tied=True, groups="two", precision="bf16 zero1")
+    background = {"interval": 1, "migration": "background", "checkpoint": "background"}
+    begun = Deciding(under("v", case, **background), saves=(3, 6, 8), folder=str(tmp_path))
+    resumed = [
+        Deciding(replace(under(kind, case, interval=1)), loads=step, folder=str(tmp_path))
+        for kind, step in (("auto", 3), ("loop", 6), ("1f1b", 8))
+    ]
+    still, saved, *others = run_each(2, train_deciding, (Deciding(case),), (begun,), *((each,) for each in resumed))
+    check_same(still, saved)
+    for each, found in zip(resumed, others, strict=True):
+        assert [r["losses"] for r in found] == [r["losses"][each.loads :] for r in still]
+        assert whole(found) == whole(still)
