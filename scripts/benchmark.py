@@ -3,14 +3,15 @@
 
     deepspeed --num_gpus 8 scripts/benchmark.py                             # emulated layers, any number of stages
     deepspeed --num_gpus 8 scripts/benchmark.py --case pruning --json pruning.json
-    deepspeed --num_gpus 8 scripts/benchmark.py --balancer makespan --schedule 1f1b --schedule zero_bubble
+    deepspeed --num_gpus 8 scripts/benchmark.py --balancer makespan --schedule 1f1b --schedule v --schedule auto
     deepspeed --num_gpus 8 scripts/benchmark.py --recorded scripts/recordings   # loads of real training
 
 Set OMP_NUM_THREADS=1: one thread per stage. Emulated layers sleep as long as their case's load model says, or as long
 as layers took in a run of scripts/train.py, in the real engine. "oracle" knows true costs; its profiling and moves are
 not timed. "best static" is the speedup over the fastest static partition that can be known before training: uniform, by
-parameters, or balanced by a profile of the model before it changes. Every balancer starts at the one that is predicted
-to be the fastest.
+parameters (DeepSpeed's default), or balanced by a profile of the model before it changes. Every balancer starts at the
+one that is predicted to be the fastest; with two chunks per stage, at the one that balances the same profile. "over
+simulated" is seconds without rebalances over those of a simulation of the same placements, orders and loads.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ from ds_dynmo.cli.command_line import (
     write_json,
 )
 from ds_dynmo.cli.startup import begin_rank
+from ds_dynmo.errors import ConfigError
 from simulation import CASE_HELP, RECORDED_HELP, LoadModel, Recorded, chosen_load_models
 from simulation.runs import ARMS
+from simulation.statics import SHAPES
 
 
 def parse(given: list[str]) -> argparse.Namespace:
@@ -56,8 +59,8 @@ def parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--schedule",
         action="append",
-        choices=["1f1b", "zero_bubble", "auto"],
-        help="of engines that rebalance, and of the oracle; others run DeepSpeed's; default: 1f1b; may be "
+        choices=["1f1b", "zero_bubble", "v", "loop", "auto"],
+        help="of engines that rebalance, and of the oracle; others run DeepSpeed's 1F1B; default: 1f1b; may be "
         "repeated: an engine for each",
     )
     parser.add_argument("--rounds", type=int, default=2, help="turns of each balancer, default %(default)s")
@@ -79,10 +82,16 @@ def checked_load_models(arguments: argparse.Namespace) -> list[LoadModel]:
     stages = num_processes("8 scripts/benchmark.py")
     check_at_least_1(arguments, "layers", "micro_batches", "rounds", "batches")
     load_models = chosen_load_models(arguments.case, arguments.recorded)
+    in_two = next((schedule for schedule in arguments.schedule or () if schedule in SHAPES), None)
     for load_model in load_models:
         layers = layers_of(load_model, arguments)
         load_model.dense(layers)  # refuses another number than the recording's
-        check_layers(layers, stages, f"{load_model.path}: layers" if isinstance(load_model, Recorded) else "--layers")
+        where = f"{load_model.path}: layers" if isinstance(load_model, Recorded) else "--layers"
+        check_layers(layers, stages, where)
+        if in_two and layers < 2 * stages:
+            raise ConfigError(
+                f"{where} {layers}: should be at least {2 * stages}, two per stage, for --schedule {in_two}"
+            )
     return load_models
 
 

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Simulate what rebalancing gains over a run, from the paper's load formulas or from a recorded run.
+"""Simulate what rebalancing and schedules gain over a run, from the paper's load formulas or from a recorded run.
 
     python scripts/simulate_runs.py                                     # the paper's settings, beside its figures
     python scripts/simulate_runs.py --case pruning --stages 8 --micro-batches 16
     python scripts/simulate_runs.py --case moe --interval 10 --link-gbps 50
     python scripts/simulate_runs.py --recorded run.jsonl --stages 4     # what ds-dynmo-train --record wrote
 
-Speedups are over the dense model, and over the best static partition of the same dynamic model: uniform, by parameters,
-or balanced by the loads of the first iteration. Every balancer starts at that one. "zero bubble" is our schedule, with
-the order that is shortest for each iteration; "1F1B" is DeepSpeed's. Links are included.
+Speedups are over DeepSpeed's 1F1B: over its default partition, by parameters; over the best static one of three:
+uniform, by parameters, or balanced by the loads of the first iteration; over the dense model. Chains start at the best
+static partition, a V at its least bottleneck. "zero bubble" is our schedule, "V" the same with two chunks per stage,
+where there are two layers per stage. An order is kept until it has become worse by 1%, as by the engine. "halves":
+blocks of the paper's models are two layers each. Links are included, and a split costs 5% of a backward pass.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from typing import Any, NamedTuple
 from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, print_table, settings_of, write_json
 from ds_dynmo.errors import ConfigError, PartitionError, counted
 from simulation import CASE_HELP, RECORDED_HELP, Recorded, chosen_load_models
-from simulation.runs import ARMS, Setting, compare, figures_of
-from simulation.statics import STATIC, STATICS, label
+from simulation.runs import ARMS, FORMS, HALVES, V_HALVES, Setting, V, compare, figures_of
+from simulation.statics import DENSE, STATIC, STATICS, label
 
 
 class Published(NamedTuple):
@@ -60,71 +62,98 @@ PHASES_HELP = (
 
 
 COLUMNS = {  # of the table of a case
-    "zero bubble: best static": "speedup_over_static",
+    "over default": "speedup_over_default",
+    "best static": "speedup_over_static",
     "over dense": "speedup_over_dense",
     "bubble": "bubble_ratio",
-    "1F1B: best static": "speedup_over_static_1f1b",
-    "over dense, 1F1B": "speedup_over_dense_1f1b",
+    "1F1B: over default": "speedup_over_default_1f1b",
+    "best static, 1F1B": "speedup_over_static_1f1b",
     "bubble, 1F1B": "bubble_ratio_1f1b",
-    "zero bubble over 1F1B": "speedup_over_1f1b",
     "imbalance": "imbalance",
 }
+OF_SCHEDULES = {  # of the table of schedules: which figure of which arm
+    "makespan, 1F1B": ("makespan", "speedup_over_default_1f1b"),
+    "zero bubble": ("makespan", "speedup_over_default"),
+    "V": (V, "speedup_over_default"),
+    "halves, zero bubble": (HALVES, "speedup_over_default"),
+    "halves, V": (V_HALVES, "speedup_over_default"),
+    "bound": (STATIC, "speedup_of_bound_over_default"),
+}
+BESIDE_THE_PAPER = ("makespan", V, HALVES, V_HALVES)
 
 
 def print_case(rows: Sequence[dict[str, Any]], setting: Setting) -> None:
     stages, replicas = counted(setting.stages, "stage"), counted(setting.replicas, "replica")
     scale = f"{setting.layers} layers, {stages} x {replicas}"
     print(f"\n{rows[0]['case']}: {scale}, {setting.micro_batches} micro-batches, interval {setting.interval}")
-    cells = [[label(row["balancer"]), *(f"{row[key]:.2f}" for key in COLUMNS.values()), row["moves"]] for row in rows]
+    cells = [[label(row["balancer"]), *(figure(row, key) for key in COLUMNS.values()), row["moves"]] for row in rows]
     print_table(("balancer", *COLUMNS, "moves"), cells)
 
 
-def print_beside_the_paper(rows: Sequence[dict[str, Any]]) -> None:
-    print("\nBeside the paper, whose static is uniform. Under zero bubble; the bubbles are those of the loads alone\n")
+def figure(row: Mapping[str, Any] | None, key: str, form: str = ".2f") -> str:
+    """Format a figure of an arm; a dash if it was left out, or has none."""
+    return "-" if row is None or row[key] is None else f"{row[key]:{form}}"
+
+
+def by_case(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Index the rows by case, then by balancer."""
+    cases = dict.fromkeys(row["case"] for row in rows)
+    return {case: {row["balancer"]: row for row in rows if row["case"] == case} for case in cases}
+
+
+def print_schedules(rows: Sequence[dict[str, Any]]) -> None:
+    print("\nSpeedup over DeepSpeed's default: 1F1B, balanced by parameters before training\n")
     cells = []
-    for case, published in PAPER.items():
-        own = {row["balancer"]: row for row in rows if row["case"] == case}
-        if not own:
-            continue
-        over_dense = published.over == "dense"
-        key = "speedup_over_dense" if over_dense else "speedup_over_uniform"
-        dynamic = [row for arm, row in own.items() if arm not in (*STATICS, "dense", "oracle")]
-        best = max(dynamic, key=lambda row: float(row[key])) if dynamic else own[STATIC]
+    for case, own in by_case(rows).items():
+        static = max((own[arm] for arm in STATICS), key=lambda row: float(row["speedup_over_default_1f1b"]))
+        shown = (figure(own.get(arm), key) for arm, key in OF_SCHEDULES.values())
+        cells.append((case, figure(static, "speedup_over_default_1f1b"), *shown))
+    print_table(("case", "best static, 1F1B", *OF_SCHEDULES), cells)
+
+
+def print_beside_the_paper(rows: Sequence[dict[str, Any]]) -> None:
+    print(
+        "\nBeside the paper: over its baselines under 1F1B, and bubble ratios; those of loads are without schedules\n"
+    )
+    cells = []
+    for case, own in by_case(rows).items():
+        published, before = PAPER[case], own[STATIC]
+        key = "speedup_over_dense" if published.over == "dense" else "speedup_over_uniform"
+        after = own.get(V_HALVES, own.get("makespan"))
         cells.append(
             (
                 case,
-                published.over,
-                published.speedup,
-                f"{best[key]:.2f}",
-                f"{max(float(row[f'{key}_1f1b']) for row in dynamic or [best]):.2f}",
-                "" if over_dense else f"{best['speedup_over_uniform_at_end']:.2f}",
-                f"{own['oracle'][key]:.2f}" if "oracle" in own else "",
-                f"{best['speedup_over_static']:.2f}",
-                f"{best['speedup_over_static_at_end']:.2f}",
-                f"{best['speedup_over_1f1b']:.2f}",
-                f"{own[STATIC]['bubble_ratio_of_loads']:.0%}",
+                "dense" if published.over == "dense" else "uniform",
+                published.speedup + (" (Egeria)" if published.over == "Egeria" else ""),
+                *(figure(own.get(arm), key) for arm in BESIDE_THE_PAPER),
+                f"{before['bubble_ratio_1f1b']:.0%}",
+                *(figure(own.get(arm), "bubble_ratio", ".0%") for arm in BESIDE_THE_PAPER),
+                f"{before['bubble_ratio_of_loads']:.0%}",
                 published.bubble_before,
-                f"{best['bubble_ratio_of_loads']:.0%}",
+                figure(after, "bubble_ratio_of_loads", ".0%"),
                 published.bubble_after,
             )
         )
-    speedups = ("speedup over", "paper", "best", "best, 1F1B", "at end", "oracle")
-    others = ("over best static", "at end", "over 1F1B", "bubble before", "paper's", "after", "paper's")
-    print_table(("case", *speedups, *others), cells)
+    arms = ("zero bubble", "V", "halves, zero bubble", "halves, V")
+    bubbles = ("bubble: uniform, 1F1B", *arms, "of loads: uniform", "paper's", "after", "paper's")
+    print_table(("case", "speedup over", "paper", *arms, *bubbles), cells)
 
 
 def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     load_models = chosen_load_models(arguments.case, arguments.recorded)
-    arms = [arm for arm in ARMS if arm in (*STATICS, "dense", *arguments.balancers)]
     rows = []
     for load_model in load_models:
         sizes = {name: getattr(arguments, name) for name in SIZES}
         setting = Setting.of(load_model, **sizes, link_bytes_per_second=arguments.link_gbps / 8 * 1e9)
-        seeds = 1 if isinstance(load_model, Recorded) else arguments.seeds  # they change no recording
-        outcomes = compare(load_model, setting, arms, count=arguments.phases, seeds=seeds)
-        of_case = [{"case": load_model.name, "balancer": arm, **figures_of(arm, outcomes, setting)} for arm in arms]
+        recorded = isinstance(load_model, Recorded)
+        asked = [arm for arm in ARMS if arm in (*STATICS, DENSE, *arguments.balancers)]
+        asked += [V] if recorded else FORMS  # which layers of a recording are blocks is not known
+        seeds = arguments.seeds if load_model.random else 1
+        outcomes = compare(load_model, setting, asked, count=arguments.phases, seeds=seeds)
+        of_case = [{"case": load_model.name, "balancer": arm, **figures_of(arm, outcomes)} for arm in outcomes]
         print_case(of_case, setting)
         rows += [{**row, "setting": asdict(setting)} for row in of_case]
+    print_schedules(rows)
     if arguments.recorded is None:
         print_beside_the_paper(rows)
     return rows
@@ -140,9 +169,11 @@ def main(given: list[str]) -> None:
     parser.add_argument("--micro-batches", type=int, help="of one replica, default: 4 for each stage")
     parser.add_argument("--interval", type=int, help="iterations between rebalances, default: the paper's")
     parser.add_argument("--link-gbps", type=float, default=200, help="between stages, default %(default)s")
-    parser.add_argument("--balancers", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
+    parser.add_argument(
+        "--balancers", nargs="+", choices=ARMS, default=["makespan"], help="of chains, default: makespan"
+    )
     parser.add_argument("--phases", type=int, default=20, help=PHASES_HELP)
-    parser.add_argument("--seeds", type=int, default=8, help="runs per figure, default %(default)s")
+    parser.add_argument("--seeds", type=int, default=1, help="runs per figure, default %(default)s")
     arguments = parser.parse_args(given)
     try:
         check_at_least_1(arguments, *SIZES, "phases", "seeds")

@@ -4,12 +4,14 @@ Where loads change in every iteration, the engines rebalance in every iteration,
 iterations. Otherwise a run of 10,000 iterations is cut down to its phases. In each phase every engine is told of the
 change and decides; if the phase lasts, it decides once more an interval later. Then the settled pipelines are timed in
 turns. A phase counts as its iterations times that, plus the measured costs of as many rebalances as it has intervals.
+Iterations until layers have settled count with the seconds of the batch before each decision.
 
 Recorded loads are those of `scripts/simulation/recorded.py`. Where they change in every iteration, turns
 are spread over the recording.
 
 Static engines have the partitions that are made from the loads of the first phase or iteration. Of those that are alike
-one is run. All others start at the best of them, the dense model at the uniform one.
+one is run. All others start at the best of them, the dense model at the uniform one, engines with two chunks per stage
+at the one that balances the same loads.
 """
 
 from __future__ import annotations
@@ -18,19 +20,22 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.arms import Arm, chosen, profiling_seconds, say, timed, turns
-from benchmarks.emulation import data, make_engine, set_loads, told_seconds
-from benchmarks.rows import Costs, Measured, Passes, Slice, rows_by_schedule
+from benchmarks.emulation import data, make_engine, set_loads, told_passes
+from benchmarks.rows import Costs, Measured, Slice, has_schedule, rows_by_schedule
 from ds_dynmo.engine.decide.trigger import Reason, Request
-from ds_dynmo.partitioners import PipelineModel, balanced
+from ds_dynmo.partitioners import LayerPasses, PipelineModel, balanced
+from ds_dynmo.placement import Placement
+from ds_dynmo.schedules import Schedule
 from simulation import LoadModel, Phase, Recorded
-from simulation.runs import DYNAMIC, Setting
-from simulation.statics import Statics
+from simulation.runs import Setting
+from simulation.statics import SHAPES, Statics
 
 PHASES = 4  # of a run whose loads last, in each of which there are all rounds
 CHANGING_ROUNDS = 3  # for each of them, where loads change in every iteration
@@ -46,15 +51,24 @@ def emulated_rows(load_model: LoadModel, arguments: argparse.Namespace) -> list[
     if torch.distributed.get_rank():
         return []
     measured = {
-        schedule: {
-            arm.name: Measured(arm.rounds, arguments.micro_batches)
-            for arm in benchmark.arms
-            if arm.schedule in (None, schedule)
-        }
+        schedule: {arm.name: Measured(arm.rounds) for arm in benchmark.arms if arm.schedule in (None, schedule)}
         for schedule in benchmark.schedules
     }
     tokens = arguments.micro_batches * Setting.micro_batch_tokens
     return rows_by_schedule(load_model.name, measured, tokens, benchmark.statics)
+
+
+class Batch(NamedTuple):
+    """A measured batch: its seconds, without the rebalance after it, and what that took."""
+
+    seconds: float
+    costs: Costs
+    placement: Placement
+    schedule: Schedule
+
+    def times(self, count: float, passes: LayerPasses, *, less: float = 0.0) -> Slice:
+        """Count the batch ``count`` times, each time ``less`` seconds, without the rebalance."""
+        return Slice(count, count * (self.seconds - less), passes, self.placement, self.schedule)
 
 
 class Benchmark:
@@ -81,20 +95,22 @@ class Benchmark:
         self.mean_share = statistics.fmean(phase.mean_share() for phase in self.phases)
         self.forward_seconds = mean_ms / 1e3 / self.mean_share  # of a dense layer
         stages = torch.distributed.get_world_size()
-        first = PipelineModel(*self.passes(self.phases[0]), arguments.micro_batches, (1.0,) * stages)
+        passes = self.passes(self.phases[0])
+        first = PipelineModel(passes.forward_seconds, passes.backward_seconds, arguments.micro_batches, (1.0,) * stages)
         self.statics = Statics.known(first, self.phases[0].trainable)
         self.schedules = list(dict.fromkeys(arguments.schedule or ["1f1b"]))
         self.arms = [
             self.arm(name, schedule)
             for name in chosen(arguments.balancer, self.statics)
-            for schedule in (self.schedules if name in (*DYNAMIC, "oracle") else [None])
+            for schedule in (self.schedules if has_schedule(name) else [None])
         ]
         for line in self.statics.lines():
             say(f"{load_model.name}: {line}")
 
     def arm(self, name: str, schedule: str | None) -> Arm:
         """Make the engine of the arm ``name``; with ``schedule`` None it is DeepSpeed's."""
-        block: dict[str, Any] = {"initial_partition": list(self.statics.start(name))}
+        shape = SHAPES.get(schedule or "", "chain")
+        block: dict[str, Any] = {"initial_partition": list(self.statics.start(name, shape))}
         if schedule is not None:
             block["schedule"] = {"kind": schedule}
         sizes = {"layers": self.layers, "micro_batches": self.arguments.micro_batches}
@@ -140,11 +156,12 @@ class Benchmark:
         self.load(arm, phase)
         if arm.name == "oracle":
             self.go_to_best(arm, phase if isinstance(self.load_model, Recorded) else before)
-        partition = tuple(arm.engine.partition)
-        seconds = self.timed_batch(arm)
-        profile, decide, migrate = arm.new_costs()
+        batch = self.measured_batch(arm)
+        profile, decide, migrate = batch.costs
         costs = (profile + profiling, decide, migrate) if arm.dynamic else (0.0, 0.0, 0.0)
-        return Slice(1, seconds, self.passes(self.phase_of(arm, phase)), partition, costs)
+        less = profiling if arm.dynamic else 0.0
+        done = batch.times(1, self.passes(self.phase_of(arm, phase)), less=less)
+        return with_costs([done], costs)[0]
 
     # -- loads that last -------------------------------------------------------------------------------
 
@@ -152,41 +169,37 @@ class Benchmark:
         for number, phase in enumerate(self.phases):
             begun = [(arm, *self.change(arm, phase, profiling)) for arm in self.arms]
             for turn in range(self.arguments.rounds):
-                for arm, unsettled, unsettled_seconds, costs in turns(begun, turn):
-                    batch = statistics.fmean(self.timed_batch(arm) for _ in range(self.arguments.batches or 1))
-                    seconds = unsettled_seconds + (phase.iterations - unsettled) * batch + sum(costs)
-                    passes = self.passes(self.phase_of(arm, phase))
-                    done = Slice(phase.iterations, seconds, passes, tuple(arm.engine.partition), costs)
-                    arm.rounds[turn].append(done)
+                for arm, unsettled, costs in turns(begun, turn):
+                    batches = [self.measured_batch(arm) for _ in range(self.arguments.batches or 1)]
+                    batch = batches[-1]._replace(seconds=statistics.fmean(one.seconds for one in batches))
+                    left = phase.iterations - sum(one.iterations for one in unsettled)
+                    settled = batch.times(left, self.passes(self.phase_of(arm, phase)))
+                    arm.rounds[turn] += with_costs([*unsettled, settled], costs)
             self.say(f"phase {number + 1} of {len(self.phases)}")
 
-    def change(self, arm: Arm, phase: Phase, profiling: float) -> tuple[int, float, Costs]:
+    def change(self, arm: Arm, phase: Phase, profiling: float) -> tuple[list[Slice], Costs]:
         """Change the loads. A dynamic engine decides, and again an interval later if the phase lasts.
 
         Returns:
-            As :func:`until_settled`; zeros for a static engine.
+            The iterations until layers have settled, none for a static engine, and the costs of all rebalances.
         """
         self.load(arm, phase)
         arm.engine.model_changed("the loads of another phase")
         if arm.name == "oracle":
             self.go_to_best(arm, phase)
         arm.new_costs()
-        partitions, decisions = [arm.engine.partition], [self.batch_and_costs(arm)]
-        partitions.append(arm.engine.partition)
+        decisions = [self.measured_batch(arm)]
         if arm.dynamic and phase.iterations > known_after(self.load_model, phase) + self.load_model.interval:
             arm.engine.rebalancer.trigger.ask(Request(Reason.INTERVAL))
-            decisions.append(self.batch_and_costs(arm))
-            partitions.append(arm.engine.partition)
-        moved = [old != new for old, new in zip(partitions, partitions[1:])]
+            decisions.append(self.measured_batch(arm))
+        moved_again = arm.engine.stage.placement != decisions[-1].placement and len(decisions) > 1
         self.timed_batch(arm)  # warm up: new shapes, new memory, another order
         if not arm.dynamic:
-            return 0, 0.0, (0.0, 0.0, 0.0)
-        return until_settled(self.load_model, phase, decisions, profiling, moved_again=any(moved[1:]))
-
-    def batch_and_costs(self, arm: Arm) -> tuple[float, Costs]:
-        """Return the seconds of one batch, and of the rebalance after it."""
-        seconds, costs = self.timed_batch(arm), arm.new_costs()
-        return seconds - sum(costs), costs
+            return [], (0.0, 0.0, 0.0)
+        every = [batch.costs for batch in decisions]
+        counts, costs = until_settled(self.load_model, phase, every, profiling, moved_again=moved_again)
+        passes = self.passes(phase)
+        return [batch.times(count, passes, less=profiling) for count, batch in zip(counts, decisions)], costs
 
     # -- helpers ---------------------------------------------------------------------------------------
 
@@ -202,17 +215,24 @@ class Benchmark:
     def timed_batch(self, arm: Arm) -> float:
         return timed(lambda: arm.engine.train_batch(self.batches))
 
+    def measured_batch(self, arm: Arm) -> Batch:
+        """Train a batch, and read from the engine what it ran, and what the rebalance after it took."""
+        stage = arm.engine.stage
+        placement = stage.placement
+        seconds, costs = self.timed_batch(arm), arm.new_costs()
+        return Batch(seconds - sum(costs), costs, placement, stage.schedule.running)
+
     def phase_of(self, arm: Arm, phase: Phase) -> Phase:
         return self.dense if arm.name == "dense" else phase
 
-    def passes(self, phase: Phase) -> Passes:
+    def passes(self, phase: Phase) -> LayerPasses:
         """Return the seconds that the layers sleep."""
-        return told_seconds(phase, self.forward_seconds)
+        return told_passes(phase, self.forward_seconds)
 
     def go_to_best(self, arm: Arm, phase: Phase) -> None:
         """Move to the best partition for the true costs of ``phase``."""
-        costs = [forward + backward for forward, backward in zip(*self.passes(phase))]
-        arm.engine.rebalance(balanced(costs, torch.distributed.get_world_size()))
+        here = arm.engine.stage.placement
+        arm.engine.rebalance(balanced(self.passes(phase).least_seconds, here.num_stages, owners=here.owners))
 
     def say(self, what: str) -> None:
         say(f"{self.load_model.name}: {what}, {time.perf_counter() - self.began:.0f} s")
@@ -229,28 +249,27 @@ def known_after(load_model: LoadModel, phase: Phase) -> int:
 
 
 def until_settled(
-    load_model: LoadModel,
-    phase: Phase,
-    decisions: Sequence[tuple[float, Costs]],
-    profiling: float,
-    *,
-    moved_again: bool,
-) -> tuple[int, float, Costs]:
+    load_model: LoadModel, phase: Phase, decisions: Sequence[Costs], profiling: float, *, moved_again: bool
+) -> tuple[list[int], Costs]:
     """Count what a phase begins with: a decision once the change is known, and another one an interval later.
 
     Args:
-        decisions: the one or two: seconds of a batch before it, and of itself.
+        decisions: the costs of the one or two.
         profiling: seconds of a batch that are its profile's.
         moved_again: the second one moved layers; else they had settled with the first.
 
     Returns:
-        How many iterations pass before layers have settled, their seconds, and those of all rebalances of the phase,
+        The iterations before each decision until layers have settled, and the costs of all rebalances of the phase,
         which are as many as it has intervals, these at least. These alone move layers.
     """
-    unsettled = (known_after(load_model, phase), load_model.interval if moved_again else 0)
-    seconds = sum(count * (batch - profiling) for count, (batch, _) in zip(unsettled, decisions))
-    profile, decide, migrate = (sum(parts) for parts in zip(*(costs for _, costs in decisions)))
+    counts = [known_after(load_model, phase), *([load_model.interval] if moved_again else [])]
+    profile, decide, migrate = (sum(parts) for parts in zip(*decisions))
     profiled = len(decisions)
     rebalances = max(profiled, phase.iterations / load_model.interval)
-    costs = (rebalances * (profile / profiled + profiling), rebalances * decide / profiled, migrate)
-    return sum(unsettled), seconds, costs
+    return counts, (rebalances * (profile / profiled + profiling), rebalances * decide / profiled, migrate)
+
+
+def with_costs(slices: Sequence[Slice], costs: Costs) -> list[Slice]:
+    """Add the costs of a phase to the first slice that has iterations, and leave out those that have none."""
+    first, *rest = [one for one in slices if one.iterations]
+    return [replace(first, seconds=first.seconds + sum(costs), costs=costs), *rest]

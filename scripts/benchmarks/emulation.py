@@ -20,6 +20,7 @@ from torch import nn
 import ds_dynmo
 from benchmarks.arms import NEVER, arm_block
 from ds_dynmo.models.layer_numbers import local_layers
+from ds_dynmo.partitioners import LayerPasses
 from simulation import Phase
 
 UNITS = 255  # in which the share of trainable parameters is counted, one parameter for each binary digit
@@ -175,18 +176,27 @@ def pipeline_engine(
         return initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
 
 
-def told_seconds(phase: Phase, forward_seconds: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return forward and backward seconds per layer; a backward pass of a dense layer takes two forward passes."""
+def told_passes(phase: Phase, forward_seconds: float) -> LayerPasses:
+    """Return what the passes of layers take; a backward pass of a dense layer takes two forward passes."""
     forward = tuple(forward_seconds * share for share in phase.forward)
-    return forward, tuple(2 * forward_seconds * share for share in phase.backward)
+    backward = tuple(2 * forward_seconds * share for share in phase.backward)
+    share, price = EmulatedBlock.weight_share, EmulatedBlock.split_price
+    parts = [
+        (seconds * (1 - share) * price, seconds * share * price) if trained else (seconds, 0.0)
+        for seconds, trained in zip(backward, phase.trainable)
+    ]
+    first, second = zip(*parts)
+    none = (0,) * len(forward)
+    frozen = next((layer for layer, share in enumerate(phase.trainable) if share), len(forward))
+    return LayerPasses(forward, first, second, backward, none, none, none, none, frozen)
 
 
 def set_loads(engine: Any, phase: Phase, forward_seconds: float) -> None:
     """Tell the layers of this rank what they cost from here on."""
-    forward, backward = told_seconds(phase, forward_seconds)
+    passes = told_passes(phase, forward_seconds)
     for layer, block in local_layers(engine.module):
         assert isinstance(block, EmulatedBlock)
-        block.forward_seconds, block.backward_seconds = forward[layer], backward[layer]
+        block.forward_seconds, block.backward_seconds = passes.forward_seconds[layer], passes.backward_seconds[layer]
         block.train_share(phase.trainable[layer])
 
 

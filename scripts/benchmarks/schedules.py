@@ -23,7 +23,7 @@ from ds_dynmo.cli.command_line import print_table
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.partitioners import simulate
-from ds_dynmo.placement import Shape, owners_of
+from ds_dynmo.placement import owners_of
 from ds_dynmo.schedules import (
     PassBytes,
     PassCosts,
@@ -34,11 +34,11 @@ from ds_dynmo.schedules import (
     period_seconds,
     replay,
 )
+from simulation.statics import SHAPES
 
 STOCK = "stock"
 ZERO_BUBBLE, WAITING = "zero_bubble", "zero_bubble_waiting"
 DUALPIPEV, AUTO = "dualpipev", "auto"
-SHAPES: dict[str, Shape] = {"v": "v", "loop": "loop"}  # where layers are; of other arms a chain
 TRACED = 3  # batches, after those that are timed
 WARM_UP = 3  # batches; from the second on, those whose order is decided have a profile
 SEARCHED = (ZERO_BUBBLE, WAITING, *SHAPES)  # arms whose order is the shortest that is found

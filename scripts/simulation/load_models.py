@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist, fmean
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ class LoadModel:
         name: as in ``ds_configs``.
         interval: iterations between rebalances: 1 for MoE, MoD and sparse attention, 100s to 1000s else (section 4).
         layers, stages, replicas: of the paper's largest run.
+        random: whether the loads depend on the seed.
     """
 
     name: str
@@ -34,6 +36,7 @@ class LoadModel:
     layers: int = 48
     stages: int = 24
     replicas: int = 30
+    random: ClassVar[bool] = True
 
     def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
         """Return about ``count`` phases: consecutive iterations, or a run of 10,000 that changes that often."""
@@ -175,6 +178,8 @@ class FreezingLoad(LoadModel):
     ``forward_kept``: share of the forward pass that a frozen layer still does; 1 in an engine without such a cache.
     """
 
+    random: ClassVar[bool] = False
+
     name: str = "freezing"
     interval: int = 50
     layers: int = 40
@@ -232,6 +237,8 @@ class EarlyExitLoad(LoadModel):
     times the bubble ratio; over 4, up to 4.52 times the throughput without exits, which takes a mean share of 0.22.
     So from ``first`` of the depth on the share falls as exp(-depth / decay), the decay shrinking through the run.
     """
+
+    random: ClassVar[bool] = False
 
     name: str = "early_exit"
     interval: int = 100

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, ClassVar
 
 from ds_dynmo.errors import ConfigError, reason_of
 from simulation.load_models import LOAD_MODELS, LoadModel
@@ -52,6 +52,8 @@ class Recorded(LoadModel):
     At interval 1 they are one phase, their median, and every later iteration is a phase as it was recorded. At others a
     phase is the median of consecutive iterations, each layer by itself, between which the model announced no change.
     """
+
+    random: ClassVar[bool] = False
 
     path: Path = Path()
     iterations: tuple[Iteration, ...] = ()

@@ -4,30 +4,33 @@ A balancer sees what the engine would: the costs of the iteration before, of eac
 links. A move must lower the bottleneck by the engine's ``min_improvement``, and save more until the next rebalance than
 it takes. The engine also weighs the noise of its measurements; here there is none.
 
-An iteration is timed in three ways: ``1F1B`` is DeepSpeed's schedule with its filling and draining; ``zero bubble`` is
-ours, with the order that is shortest for the costs of that iteration; ``busiest stage`` is the time that this stage
-works, below which no schedule can come. Moves are decided by ``busiest stage`` and ``1F1B``.
+An iteration of a chain is timed in three ways: ``1F1B`` is DeepSpeed's schedule with its filling and draining; ``zero
+bubble`` is ours, in the order that a decision would find; ``busiest stage`` is the time that this stage works, below
+which no schedule can come. Moves of a chain are decided by ``busiest stage`` and ``1F1B``. A V has no 1F1B, and moves
+are decided by its shortest order, within the work that the engine spends on searches.
+
+Halves: layers are the attentions and feed-forward parts of blocks, both with the load of their block.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_dynmo.partitioners import PipelineModel, balanced, iteration_seconds, uniform
+from ds_dynmo.partitioners import PipelineModel, balanced, iteration_seconds, loads_of, uniform
+from ds_dynmo.partitioners.metrics import sums_of_stages
 from ds_dynmo.partitioners.registry import propose
-from ds_dynmo.placement import Placement
+from ds_dynmo.placement import Placement, Shape
 from simulation import LoadModel, Phase
-from simulation.statics import STATIC, STATICS, Statics
-from simulation.zero_bubble import zero_bubble_seconds
+from simulation.statics import DENSE, PARAMETERS, STATIC, STATICS, Statics
+from simulation.zero_bubble import Orders, pass_model
 
 Floats = npt.NDArray[np.float64]
-Partition = Sequence[int]
 
 BALANCERS = {  # by arm: the balancer, and what it balances by
     "partition_time": ("partition", "time"),
@@ -38,7 +41,15 @@ BALANCERS = {  # by arm: the balancer, and what it balances by
 }
 DYNAMIC = tuple(BALANCERS)
 ARMS = (*STATICS, *DYNAMIC, "oracle", "dense")
+V, HALVES, V_HALVES = "V", "makespan_halves", "V_halves"
+FORMS: dict[str, tuple[str, Shape, bool]] = {  # of arms that are only simulated: the balancer, the shape, halves or not
+    HALVES: ("makespan", "chain", True),
+    V: ("makespan", "v", False),
+    V_HALVES: ("makespan", "v", True),
+}
+HALF_BLOCK = (1 / 3, 2 / 3)  # of a block's seconds: attention, feed-forward
 MIN_IMPROVEMENT = 0.03  # the engine's default
+SEARCH_SHARE, SECONDS_PER_ACTION = 0.01, 3e-6  # the engine's, for the orders that a decision may search
 
 
 @dataclass(frozen=True)
@@ -69,15 +80,14 @@ class Setting:
     link_bytes_per_second: float = 25e9
     micro_batch_tokens: int = 2 * 2048
 
+    def in_halves(self) -> Setting:
+        """Return the setting of a model whose layers are half blocks."""
+        return replace(self, layers=2 * self.layers, layer_bytes=self.layer_bytes // 2)
+
     @property
     def link_seconds(self) -> float:
         """The seconds of one message between stages."""
         return self.message_bytes / self.link_bytes_per_second
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of one iteration."""
-        return self.micro_batch_tokens * self.micro_batches * self.replicas
 
     @classmethod
     def of(cls, load_model: LoadModel, **changes: int | float | None) -> Setting:
@@ -106,7 +116,7 @@ class Outcome:
         busiest_stage_ratio, one_f_one_b_ratio, zero_bubble_ratio: the bubble ratios of these three, the share of
             stages x iteration without work.
         imbalance: the paper's equation 2, of the replica that is slowest.
-        last_busiest_stage_seconds, last_zero_bubble_seconds: of an iteration at the end of the run.
+        bound_seconds: of an iteration if no stage ever waited, on the replica with most work.
         moves: partitions that were moved to.
     """
 
@@ -118,8 +128,7 @@ class Outcome:
     one_f_one_b_ratio: float
     zero_bubble_ratio: float
     imbalance: float
-    last_busiest_stage_seconds: float
-    last_zero_bubble_seconds: float
+    bound_seconds: float
     moves: int
 
 
@@ -138,6 +147,12 @@ class PhaseCosts:
         forward = forward_seconds * np.array([phase.forward for phase in phases])
         backward = 2 * forward_seconds * np.array([phase.backward for phase in phases])
         return cls(phases[0].iterations, forward, backward, phases[0].trainable, phases[0].announced)
+
+    def in_halves(self) -> PhaseCosts:
+        """Return the costs of half blocks."""
+        shares, trainable = np.tile(HALF_BLOCK, self.forward.shape[1]), np.repeat(self.trainable, 2)
+        forward, backward = (np.repeat(part, 2, axis=1) * shares for part in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward, trainable=tuple((trainable * shares).tolist()))
 
     def slowest(self) -> tuple[Floats, Floats]:
         """Return forward and backward seconds of each layer on its slowest replica, as a profile does."""
@@ -161,73 +176,73 @@ def dense_costs(load_model: LoadModel, setting: Setting) -> list[PhaseCosts]:
     return [PhaseCosts.of([load_model.dense(setting.layers)], setting.forward_seconds)]
 
 
-def first_layers(partition: Partition) -> list[int]:
-    """List the first layer of each stage."""
-    placement = Placement.chain(partition)
-    return [placement.chunk(stage).start for stage in placement.stages]
+def stages_seconds(seconds: Floats, placement: Placement) -> Floats:
+    """Sum the seconds of layers, ``[replicas, layers]``, per stage, ``[stages, replicas]``."""
+    return sums_of_stages(np.add.reduceat(seconds, placement.boundaries[:-1], axis=1).T, placement.owners)
 
 
-def iteration(phase: PhaseCosts, partition: Partition, setting: Setting) -> tuple[float, float, float, float]:
-    """Return ``busiest stage`` and ``1F1B`` seconds, mean seconds of a stage's work, and the imbalance."""
-    starts = first_layers(partition)
-    forward = np.add.reduceat(phase.forward, starts, axis=1).T
-    backward = np.add.reduceat(phase.backward, starts, axis=1).T
-    loads = forward + backward  # [stages, replicas]
+def iteration(phase: PhaseCosts, placement: Placement, setting: Setting) -> tuple[float, float, float, float, float]:
+    """Return ``busiest stage`` and ``1F1B`` seconds, mean seconds of a stage's work, the imbalance, and the bound."""
+    forward, backward = stages_seconds(phase.forward, placement), stages_seconds(phase.backward, placement)
+    loads = forward + backward
     slowest = loads[:, int(loads.max(axis=0).argmax())]
-    seconds = iteration_seconds(forward, backward, setting.micro_batches, setting.link_seconds)
+    seconds = np.array(math.nan)
+    if placement.shape == "chain":
+        seconds = iteration_seconds(forward, backward, setting.micro_batches, setting.link_seconds)
     imbalance = float((slowest.max() - slowest.min()) / slowest.mean()) if slowest.any() else 0.0
     return (
         setting.micro_batches * float(loads.max()),
         float(seconds.max()),
         setting.micro_batches * float(loads.mean()),
         imbalance,
+        setting.micro_batches * float(loads.mean(axis=0).max()),
     )
 
 
-@lru_cache(maxsize=1024)  # balancers often agree
 def timed_iteration(
-    phase: PhaseCosts, partition: tuple[int, ...], setting: Setting
-) -> tuple[float, float, float, float, float]:
+    phase: PhaseCosts, placement: Placement, setting: Setting, orders: Orders
+) -> tuple[float, float, float, float, float, float]:
     """Return what :func:`iteration` does, and ``zero bubble`` seconds."""
-    starts = first_layers(partition)
-    known_forward, known_backward = (np.add.reduceat(seconds, starts).tolist() for seconds in phase.slowest())
-    seconds = zero_bubble_seconds(
-        (known_forward, known_backward),
-        np.add.reduceat(phase.forward, starts, axis=1).T,
-        np.add.reduceat(phase.backward, starts, axis=1).T,
-        np.diff(partition).tolist(),
-        setting.micro_batches,
-        setting.link_seconds,
-    )
-    return *iteration(phase, partition, setting), seconds
+    model = pass_model(*phase.slowest(), setting.stages, setting.micro_batches, setting.link_seconds)
+    seconds = orders.seconds(model, placement, phase.forward, phase.backward)
+    return *iteration(phase, placement, setting), seconds
 
 
-def proposal(phase: PhaseCosts, start: Partition, arm: str, setting: Setting) -> Partition:
-    """Choose the partition that ``arm`` proposes, given a profile of ``phase``."""
+def proposal(phase: PhaseCosts, pipeline: PipelineModel, start: Placement, arm: str, setting: Setting) -> Placement:
+    """Choose the placement that ``arm`` proposes, given a profile of ``phase``."""
     if arm == "oracle":
-        return balanced(phase.costs(), setting.stages)
+        return start.at(balanced(phase.costs(), setting.stages))
     balancer, balance_by = BALANCERS[arm]
-    return propose(
+    found = propose(
         balancer,
         phase.costs() if balance_by == "time" else phase.trainable,
         setting.stages,
-        start=list(start),
+        start=list(start.boundaries),
         memory=None,
-        pipeline=pipeline_of(phase, setting),
+        pipeline=pipeline,
         speeds=None,
+        owners=start.owners,
     )
+    return start.at(found)
 
 
-def pipeline_of(phase: PhaseCosts, setting: Setting) -> PipelineModel:
-    """Make the balancer's model of a pipeline from a profile of ``phase``."""
+def pipeline_of(phase: PhaseCosts, setting: Setting, orders: Orders | None = None) -> PipelineModel:
+    """Make the balancer's model of a pipeline from a profile of ``phase``; with ``orders`` it is one for a V."""
     forward, backward = phase.slowest()
-    return PipelineModel(
+    under_1f1b = PipelineModel(
         tuple(forward.tolist()),
         tuple(backward.tolist()),
         setting.micro_batches,
         (1.0,) * setting.stages,
         (setting.layer_bytes,) * setting.layers,
     )
+    if orders is None:
+        return under_1f1b
+    searches = SEARCH_SHARE * setting.interval * under_1f1b.work_seconds / SECONDS_PER_ACTION
+    passes = orders.known_by(pass_model(forward, backward, setting.stages, setting.micro_batches))
+    # How far the order is from its bound was simulated with links, which decisions do not know.
+    known = replace(passes, in_force_over_bound=0.0, search_actions=searches, min_gain=MIN_IMPROVEMENT)
+    return replace(under_1f1b, passes=known)
 
 
 def known_statics(first: PhaseCosts, setting: Setting) -> Statics:
@@ -235,63 +250,57 @@ def known_statics(first: PhaseCosts, setting: Setting) -> Statics:
     return Statics.known(pipeline_of(first, setting), first.trainable)
 
 
-def worth_it(phase: PhaseCosts, old: Partition, new: Partition, arm: str, setting: Setting) -> bool:
+def worth_it(
+    phase: PhaseCosts, pipeline: PipelineModel, old: Placement, new: Placement, arm: str, setting: Setting
+) -> bool:
     """Decide whether the engine moves from ``old`` to ``new``, given a profile of ``phase``."""
-    if list(old) == list(new):
+    if old == new:
         return False
     if arm == "oracle":
         return True
-    forward, backward = phase.slowest()
-    known = PhaseCosts(1, forward[None], backward[None], phase.trainable)
-    expected = replace(setting, message_bytes=0)
-    before, after = iteration(known, old, expected), iteration(known, new, expected)
     by_parameters = arm.endswith("parameters")
-    if by_parameters:
-        was, will_be = (float(np.add.reduceat(phase.trainable, list(which[:-1])).max()) for which in (old, new))
-    else:
-        was, will_be = before[0], after[0]
+    costs = phase.trainable if by_parameters else phase.costs()
+    was, will_be = (max(loads_of(costs, which)) for which in (old, new))
+    before, after = pipeline.iteration_seconds(old), pipeline.iteration_seconds(new)
     if arm == "makespan" or was == will_be:  # as low a bottleneck: an iteration may be shorter all the same
-        was, will_be = before[1], after[1]
+        was, will_be = before, after
     if not was - will_be >= MIN_IMPROVEMENT * was > 0:
         return False
-    if by_parameters:
-        return True
-    return (before[1] - after[1]) * setting.interval > move_seconds(old, new, setting)
+    return by_parameters or (before - after) * setting.interval > move_seconds(old, new, setting)
 
 
-def move_seconds(old: Partition, new: Partition, setting: Setting) -> float:
+def move_seconds(old: Placement, new: Placement, setting: Setting) -> float:
     """Return the seconds of a move: those of the stage that sends or receives most layers, both at once."""
-    busiest = 0
-    for (begin, end), (first, last) in zip(zip(old, old[1:]), zip(new, new[1:])):
-        stay = max(0, min(end, last) - max(begin, first))
-        busiest = max(busiest, end - begin - stay, last - first - stay)
+    pairs = [({*old.layers_of(stage)}, {*new.layers_of(stage)}) for stage in old.stages]
+    busiest = max(max(len(before - after), len(after - before)) for before, after in pairs)
     return busiest * setting.layer_bytes / setting.link_bytes_per_second
 
 
-def replay(phases: Sequence[PhaseCosts], arm: str, setting: Setting, start: Partition | None = None) -> Outcome:
+def replay(phases: Sequence[PhaseCosts], arm: str, setting: Setting, start: Placement | None = None) -> Outcome:
     """Simulate the run under ``arm``, which begins at ``start``; None: uniform.
 
     A rebalance follows the first iteration of a phase that was announced, else the next multiple of the interval. The
     oracle knows loads that last before they come, and of those that change in every iteration the one before.
     """
-    partition: Partition = uniform(setting.layers, setting.stages) if start is None else start
-    rows, moves, moving, begin = [], 0, 0.0, 0
+    here = Placement.chain(uniform(setting.layers, setting.stages)) if start is None else start
+    rows, moves, moving, begin, orders = [], 0, 0.0, 0, Orders()
     for phase in phases:
         known_after = iterations_until_known(phase, arm, setting, begin)
         if known_after:
-            rows.append((min(known_after, phase.iterations), *timed_iteration(phase, tuple(partition), setting)))
+            rows.append((min(known_after, phase.iterations), *timed_iteration(phase, here, setting, orders)))
         if (arm in DYNAMIC or arm == "oracle") and known_after <= phase.iterations:
-            new = proposal(phase, partition, arm, setting)
-            if worth_it(phase, partition, new, arm, setting):
+            pipeline = pipeline_of(phase, setting, orders if here.shape == "v" else None)
+            new = proposal(phase, pipeline, here, arm, setting)
+            if worth_it(phase, pipeline, here, new, arm, setting):
                 moves += 1
-                moving += 0.0 if arm == "oracle" else move_seconds(partition, new, setting)
-                partition = new
+                moving += 0.0 if arm == "oracle" else move_seconds(here, new, setting)
+                here = new
         if phase.iterations > known_after:
-            rows.append((phase.iterations - known_after, *timed_iteration(phase, tuple(partition), setting)))
+            rows.append((phase.iterations - known_after, *timed_iteration(phase, here, setting, orders)))
         begin += phase.iterations
     weights = [row[0] for row in rows]
-    busiest_stage, one_f_one_b, work, imbalance, zero_bubble = (
-        float(np.average([row[column] for row in rows], weights=weights)) for column in range(1, 6)
+    busiest_stage, one_f_one_b, work, imbalance, bound, zero_bubble = (
+        float(np.average([row[column] for row in rows], weights=weights)) for column in range(1, 7)
     )
     moving /= sum(weights)
     return Outcome(
@@ -303,8 +312,7 @@ def replay(phases: Sequence[PhaseCosts], arm: str, setting: Setting, start: Part
         1 - work / one_f_one_b,
         1 - work / zero_bubble,
         imbalance,
-        rows[-1][1],
-        rows[-1][5],
+        bound,
         moves,
     )
 
@@ -328,46 +336,57 @@ def compare(
     """Simulate each of ``arms`` on the same loads; average over seeds.
 
     Static arms stay at their partition, which is made from the loads of the first iteration. All others begin at the
-    one of these that has the shortest first iteration.
+    one of these that has the shortest first iteration, those with two chunks per stage at one that balances its loads.
+    An arm whose chunks are more than the layers is left out.
     """
     runs = [run_costs(load_model, setting, count, seed) for seed in range(seeds)]
-    starts = [known_statics(phases[0], setting) for phases in runs]
-    outcomes = {
-        arm: mean_outcome([replay(phases, arm, setting, known.start(arm)) for phases, known in zip(runs, starts)])
-        for arm in arms
-        if arm != "dense"
-    }
-    if "dense" in arms:
-        outcomes["dense"] = replay(dense_costs(load_model, setting), STATIC, setting)
+    outcomes = dict[str, Outcome]()
+    for arm in arms:
+        balancer, shape, halves = FORMS.get(arm, (arm, "chain", False))
+        own = setting.in_halves() if halves else setting
+        if arm == DENSE:
+            outcomes[arm] = replay(dense_costs(load_model, setting), DENSE, setting)
+        elif shape == "chain" or own.layers >= 2 * own.stages:
+            each = [[phase.in_halves() for phase in phases] if halves else phases for phases in runs]
+            outcomes[arm] = mean_outcome([begin_and_replay(phases, balancer, own, shape) for phases in each])
     return outcomes
 
 
-def figures_of(arm: str, outcomes: dict[str, Outcome], setting: Setting) -> dict[str, float]:
-    """Return what ``arm`` came to, over the static partitions and the dense model.
+def begin_and_replay(phases: Sequence[PhaseCosts], arm: str, setting: Setting, shape: Shape) -> Outcome:
+    start = known_statics(phases[0], setting).start(arm, shape)
+    return replay(phases, arm, setting, Placement.of_shape(shape, start))
+
+
+def figures_of(arm: str, outcomes: dict[str, Outcome]) -> dict[str, float | None]:
+    """Return what ``arm`` came to, over the static partitions and the dense model; None under 1F1B for a V.
+
+    "Over default" is over DeepSpeed's: balanced by parameters, under its 1F1B.
 
     Args:
         outcomes: of all static arms, "dense" and ``arm``.
     """
-    own, uniform, dense = outcomes[arm], outcomes[STATIC], outcomes["dense"]
+    own = outcomes[arm]
     statics = [outcomes[name] for name in STATICS]
-    best = min(statics, key=lambda outcome: outcome.zero_bubble_seconds)
-    best_1f1b = min(statics, key=lambda outcome: outcome.one_f_one_b_seconds)
-    return {
-        "tokens_per_second": setting.tokens / own.zero_bubble_seconds,
-        "tokens_per_second_1f1b": setting.tokens / own.one_f_one_b_seconds,
-        "speedup_over_static": best.zero_bubble_seconds / own.zero_bubble_seconds,
-        "speedup_over_static_1f1b": best_1f1b.one_f_one_b_seconds / own.one_f_one_b_seconds,
-        "speedup_over_static_at_end": best.last_zero_bubble_seconds / own.last_zero_bubble_seconds,
-        "speedup_over_uniform": uniform.zero_bubble_seconds / own.zero_bubble_seconds,
-        "speedup_over_uniform_1f1b": uniform.one_f_one_b_seconds / own.one_f_one_b_seconds,
-        "speedup_over_uniform_at_end": uniform.last_zero_bubble_seconds / own.last_zero_bubble_seconds,
-        "speedup_over_dense": dense.zero_bubble_seconds / own.zero_bubble_seconds,
-        "speedup_over_dense_1f1b": dense.one_f_one_b_seconds / own.one_f_one_b_seconds,
+    default = outcomes[PARAMETERS].one_f_one_b_seconds
+    bases = {"static": min(statics, key=lambda outcome: outcome.one_f_one_b_seconds)}
+    bases |= {"uniform": outcomes[STATIC], "dense": outcomes[DENSE]}
+    under_1f1b = {
+        "speedup_over_default_1f1b": default / own.one_f_one_b_seconds,
+        **{
+            f"speedup_over_{name}_1f1b": one.one_f_one_b_seconds / own.one_f_one_b_seconds
+            for name, one in bases.items()
+        },
         "speedup_over_1f1b": own.one_f_one_b_seconds / own.zero_bubble_seconds,
+        "bubble_ratio_1f1b": own.one_f_one_b_ratio,
+    }
+    return {
+        "speedup_over_default": default / own.zero_bubble_seconds,
+        **{f"speedup_over_{name}": one.one_f_one_b_seconds / own.zero_bubble_seconds for name, one in bases.items()},
+        "speedup_of_bound_over_default": default / own.bound_seconds,
         "bubble_ratio": own.zero_bubble_ratio,
         "bubble_ratio_of_loads": own.busiest_stage_ratio,
-        "bubble_ratio_1f1b": own.one_f_one_b_ratio,
         "imbalance": own.imbalance,
         "overhead_migrate": own.move_seconds / own.zero_bubble_seconds,
         "moves": own.moves,
+        **{name: None if math.isnan(number) else number for name, number in under_1f1b.items()},
     }

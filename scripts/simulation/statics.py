@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_dynmo.partitioners import PipelineModel, balanced, imbalance, uniform
+from ds_dynmo.placement import Shape, owners_of
 
 STATIC = "static_uniform"
-STATICS = (STATIC, "static_parameters", "static_profiled")
+PARAMETERS = "static_parameters"  # DeepSpeed's default
+STATICS = (STATIC, PARAMETERS, "static_profiled")
 DENSE = "dense"
+SHAPES: dict[str, Shape] = {"v": "v", "loop": "loop"}  # by schedule; all others begin as a chain
 
 
 @dataclass(frozen=True)
@@ -20,11 +23,13 @@ class Statics:
         partitions: by the names in :data:`STATICS`.
         seconds: predicted, of an iteration.
         imbalances: the paper's equation 2.
+        layer_seconds: of the profile, by which two chunks per stage are balanced.
     """
 
     partitions: dict[str, tuple[int, ...]]
     seconds: dict[str, float]
     imbalances: dict[str, float]
+    layer_seconds: tuple[float, ...] = ()
 
     @classmethod
     def known(cls, pipeline: PipelineModel, trainable: Sequence[float]) -> Statics:
@@ -33,13 +38,14 @@ class Statics:
         stages = len(pipeline.speeds)
         partitions = {
             "static_uniform": tuple(uniform(len(costs), stages)),
-            "static_parameters": tuple(balanced(trainable, stages)),
+            PARAMETERS: tuple(balanced(trainable, stages)),
             "static_profiled": tuple(balanced(costs, stages)),
         }
         return cls(
             partitions,
             {arm: pipeline.iteration_seconds(partition) for arm, partition in partitions.items()},
             {arm: imbalance(costs, partition) for arm, partition in partitions.items()},
+            pipeline.layer_seconds,
         )
 
     @property
@@ -53,11 +59,18 @@ class Statics:
         first = {partition: arm for arm, partition in reversed(self.partitions.items())}
         return {arm: first[partition] for arm, partition in self.partitions.items() if first[partition] != arm}
 
-    def start(self, arm: str) -> tuple[int, ...]:
-        """Return the partition at which ``arm`` begins: a static arm's, uniform for the dense model, else the best."""
-        if arm == DENSE:
-            return self.partitions[STATIC]
-        return self.partitions[arm if arm in STATICS else self.best]
+    def start(self, arm: str, shape: Shape = "chain") -> tuple[int, ...]:
+        """Return the partition at which ``arm`` begins.
+
+        That is a static arm's, uniform for the dense model, else the best; with two chunks per stage the balanced one.
+        """
+        if arm in STATICS or arm == DENSE:
+            return self.partitions[STATIC if arm == DENSE else arm]
+        best = self.partitions[self.best]
+        if shape == "chain":
+            return best
+        stages = len(best) - 1
+        return tuple(balanced(self.layer_seconds, stages, owners=owners_of(shape, stages)))
 
     def lines(self) -> list[str]:
         """Describe them, one line each."""

@@ -12,12 +12,14 @@ import torch
 import emulate
 from benchmark import checked_load_models, parse
 from benchmarks.arms import chosen
-from benchmarks.emulated import Benchmark, until_settled
-from benchmarks.emulation import EmulatedBlock
+from benchmarks.emulated import Batch, Benchmark, until_settled, with_costs
+from benchmarks.emulation import EmulatedBlock, told_passes
 from benchmarks.machine import Machine
 from ds_dynmo.engine.run.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import PipelineModel
+from ds_dynmo.placement import Placement
+from ds_dynmo.schedules import schedule_for_equal_costs
 from simulation import LOAD_MODELS, Phase, Recorded
 from simulation.runs import ARMS
 from simulation.statics import Statics
@@ -38,6 +40,10 @@ def test_every_command_of_emulate_has_sizes_of_its_own(command: str) -> None:
         (["--rounds", "0"], "--rounds 0: should be at least 1"),
         (["--micro-batches", "0"], "--micro-batches 0: should be at least 1"),
         (["--recorded", "RECORDING"], "a.jsonl: layers 6: should be at least the number of stages, 8"),
+        (
+            ["--layers", "15", "--schedule", "1f1b", "--schedule", "v"],
+            "--layers 15: should be at least 16, .* --schedule v",
+        ),
         (["--recorded", "RECORDING", "--layers", "9"], "--layers 9: .*a.jsonl is a recording of 6 layers"),
     ],
 )
@@ -56,6 +62,15 @@ def test_engines_are_the_requested_ones_and_their_baselines() -> None:
     known = Statics.known(lopsided, [1.0] * 4)  # by parameters it is uniform
     assert chosen(["makespan"], known) == ["static_uniform", "static_profiled", "makespan", "dense"]
     assert set(ARMS) - set(chosen(None, known)) == {"static_parameters"}
+
+
+def test_two_chunks_per_stage_begin_balanced() -> None:
+    rising = PipelineModel((1.0, 1.0, 1.0, 3.0, 3.0, 9.0), (0.0,) * 6, 8, (1.0, 1.0))
+    known = Statics.known(rising, [1.0] * 6)
+    assert known.start("makespan") == known.partitions[known.best] == (0, 5, 6)
+    assert known.start("makespan", "v") == (0, 1, 4, 5, 6)  # loads of 10 and 8
+    assert known.start("makespan", "loop") == (0, 2, 3, 5, 6)  # 8 and 10
+    assert [known.start(arm, "v") for arm in ("static_uniform", "dense")] == [(0, 3, 6)] * 2
 
 
 def test_the_launcher_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,35 +117,56 @@ def test_the_requested_share_of_parameters_is_trainable(share: float, units: int
 
 
 def test_a_phase_begins_with_two_decisions() -> None:
-    first, second = (2.0, (0.1, 0.2, 0.3)), (1.0, (0.3, 0.0, 0.1))
+    decisions = [(0.1, 0.2, 0.3), (0.3, 0.0, 0.1)]
     freezing, early_exit = LOAD_MODELS["freezing"], LOAD_MODELS["early_exit"]
     announced, later = replace(Phase.of([1], 2500), announced=True), Phase.of([1], 2500)  # after an interval of 100
-    passed, seconds, costs = until_settled(freezing, announced, [first, second], 0.05, moved_again=True)
-    assert passed == 1 + 50
-    assert seconds == pytest.approx(1.95 + 50 * 0.95)
+    counts, costs = until_settled(freezing, announced, decisions, 0.05, moved_again=True)
+    assert counts == [1, 50]
     assert costs == pytest.approx((50 * (0.2 + 0.05), 50 * 0.1, 0.4))
-    passed, seconds, _ = until_settled(early_exit, later, [first, second], 0.0, moved_again=True)
-    assert (passed, seconds) == (200, pytest.approx(200.0 + 100.0))
+    assert until_settled(early_exit, later, decisions, 0.0, moved_again=True)[0] == [100, 100]
 
 
 def test_a_phase_has_settled_when_its_decisions_move_nothing() -> None:
-    first, second = (2.0, (0.1, 0.2, 0.3)), (1.0, (0.3, 0.0, 0.0))
     freezing, pruning = LOAD_MODELS["freezing"], LOAD_MODELS["pruning"]
     announced = replace(Phase.of([1], 2500), announced=True)
-    assert until_settled(freezing, announced, [first, second], 0.05, moved_again=False)[:2] == (1, pytest.approx(1.95))
+    decisions = [(0.1, 0.2, 0.3), (0.3, 0.0, 0.0)]
+    assert until_settled(freezing, announced, decisions, 0.05, moved_again=False)[0] == [1]
     # A phase of pruning that is as long as its interval has one decision.
-    passed, seconds, costs = until_settled(
-        pruning, replace(announced, iterations=1000), [first], 0.0, moved_again=False
-    )
-    assert (passed, seconds, costs) == (1, 2.0, pytest.approx((0.1, 0.2, 0.3)))
+    short = replace(announced, iterations=1000)
+    counts, costs = until_settled(pruning, short, decisions[:1], 0.0, moved_again=False)
+    assert (counts, costs) == ([1], pytest.approx((0.1, 0.2, 0.3)))
 
 
 def test_a_phase_that_is_shorter_than_its_interval_has_a_decision() -> None:
-    passed, seconds, costs = until_settled(
-        LOAD_MODELS["pruning"], Phase.of([1], 75), [(2.0, (0.1, 0.2, 0.3))], 0.05, moved_again=False
-    )
-    assert (passed, seconds) == (75, pytest.approx(75 * 1.95))  # nothing was announced, and it is over before
+    counts, costs = until_settled(LOAD_MODELS["pruning"], Phase.of([1], 75), [(0.1, 0.2, 0.3)], 0.05, moved_again=False)
+    assert counts == [75]  # nothing was announced, and it is over before
     assert costs == pytest.approx((0.15, 0.2, 0.3))
+
+
+def test_costs_of_a_phase_are_those_of_its_first_iterations() -> None:
+    passes, placement = told_passes(Phase.of([1, 1]), 1.0), Placement.v([0, 1, 2])
+    batch = Batch(5.0, (0.0, 0.0, 0.0), placement, schedule_for_equal_costs(1, 2, shape="v"))
+    before, after = batch.times(10, passes, less=1.0), batch.times(0, passes)
+    assert (before.iterations, before.seconds) == (10, 40)
+    (only,) = with_costs([before, after], (1.0, 2.0, 3.0))
+    assert (only.iterations, only.seconds, only.costs) == (10, 46, (1.0, 2.0, 3.0))
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_told_passes_are_what_a_block_sleeps(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr(EmulatedBlock, "split_price", 1.1)
+    passes = told_passes(Phase(1, (1.0, 1.0), (1.0, 1.0), (1.0, share)), 1.0)
+    block, gradients = EmulatedBlock(), WeightGradients()
+    block.forward_seconds, block.backward_seconds = passes.forward_seconds[1], passes.backward_seconds[1]
+    block.train_share(share)
+    hidden = block(torch.ones(2, requires_grad=True)).sum()
+    with gradients.splitting([]), gradients.first_part((0, 0)):
+        hidden.backward()
+    assert slept == pytest.approx([passes.forward_seconds[1], passes.input_gradient_seconds[1]])
+    assert passes.frozen_layers == 0
+    assert told_passes(Phase(1, (1.0,), (0.0,), (0.0,)), 1.0).frozen_layers == 1
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -138,8 +174,9 @@ def test_the_oracle_knows_recorded_loads_before_they_come(recorded: bool, monkey
     before, now = Phase.of([1, 0]), Phase.of([0, 1])
     benchmark, went = object.__new__(Benchmark), list[Phase]()
     benchmark.load_model = Recorded("recorded") if recorded else LOAD_MODELS["moe"]
+    stage = SimpleNamespace(placement=None, schedule=SimpleNamespace(running=None))
     arm = SimpleNamespace(
-        name="oracle", dynamic=False, engine=SimpleNamespace(partition=[0, 1, 2]), new_costs=lambda: (0.0, 0.0, 0.0)
+        name="oracle", dynamic=False, engine=SimpleNamespace(stage=stage), new_costs=lambda: (0.0, 0.0, 0.0)
     )
     for name in ("load", "timed_batch", "passes"):
         monkeypatch.setattr(Benchmark, name, lambda *given: 1.0)

@@ -23,7 +23,8 @@ NUMBERS = (
     "speedup_over_static",
     "speedup_over_dense",
     "share_of_ideal",
-    "share_of_bound",
+    "simulated_seconds",
+    "over_simulated",
     "bubble_ratio",
     "imbalance",
     "overhead_profile",
@@ -54,7 +55,7 @@ def check_rows(case: str) -> None:
         assert all(isinstance(row[name], float) and row[name] >= 0 for name in NUMBERS), row
         low, high = row["tokens_per_second_spread"]
         assert low <= row["tokens_per_second"] <= high
-        assert row["share_of_bound"] < 1 and row["bubble_ratio"] < 1
+        assert row["over_simulated"] > 1 > row["bubble_ratio"]
         overhead = row["overhead_profile"] + row["overhead_decide"] + row["overhead_migrate"]
         assert 0 < overhead < 1 if arm in DYNAMIC else overhead == 0
     assert table(case)["dense"]["speedup_over_dense"] == table(case)["oracle"]["share_of_ideal"] == 1
@@ -87,13 +88,15 @@ def test_a_profile_after_every_iteration_costs_more() -> None:
 
 @pytest.mark.nightly
 def test_each_schedule_has_an_engine_of_its_own() -> None:
-    flags = ("--balancer", "makespan", "--schedule", "1f1b", "--schedule", "zero_bubble")
-    rows = run(2, emulated, "freezing", *flags)[0]
-    ran = {(row["balancer"], row["schedule"]): row for row in rows}
-    assert {name for name, schedule in ran if schedule == "zero_bubble"} == {"makespan"}
-    first, second = ran["makespan", "1f1b"], ran["makespan", "zero_bubble"]
-    assert first["speedup_over_first_schedule"] == 1 < len(rows)
-    assert first["tokens_per_second"] != second["tokens_per_second"]
+    schedules = ["1f1b", "zero_bubble", "v", "loop", "auto"]
+    flags = [flag for schedule in schedules for flag in ("--schedule", schedule)]
+    rows = run(2, emulated, "freezing", "--balancer", "makespan", *flags)[0]
+    ran = {row["schedule"]: row for row in rows if row["balancer"] == "makespan"}
+    assert list(ran) == schedules and len({row["tokens_per_second"] for row in ran.values()}) == len(ran)
+    assert [len(row["start"]) for row in ran.values()] == [3, 3, 5, 5, 3]
+    assert {*ran["v"]["shapes"]} == {"v"} and {*ran["loop"]["shapes"]} == {"loop"}
+    best = max(ran.values(), key=lambda row: row["tokens_per_second"])
+    assert [row for row in ran.values() if row["speedup_over_others"] >= 1] == [best]
 
 
 def replayed(path: Path, *flags: str) -> list[dict[str, Any]]:
