@@ -157,7 +157,8 @@ def test_random_cases_change_nothing(seed: int) -> None:
     moving = [under_a_random_schedule(case, chooser) for _ in range(4)]
     calls = [(each, partitions(each, 10 * seed + number, count=5), 10, every) for number, each in enumerate(moving)]
     still, *moved = run_each(case.ranks, train, (case, [], 10, every), *calls)
-    for each in moved:
+    for (_, moves, *_), each in zip(calls, moved, strict=True):
+        assert each[0]["partition"] == moves[-1]
         assert each[0]["moved"] > 0
         assert [r["losses"] for r in each] == [r["losses"] for r in still]
         assert [r["evaluations"] for r in each] == [r["evaluations"] for r in still]

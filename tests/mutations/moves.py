@@ -104,6 +104,13 @@ MUTATIONS = [
         TRAVELS,
     ),
     Mutation(
+        "a V that is to turn at another layer, where none changes stage, stays as it was",
+        "Migrator.prepare",
+        "plan.new == plan.old",
+        "not plan.moves",
+        "tests/engine/run/test_two_chunks.py::test_moves_also_to_a_chain_and_back_change_nothing[fp32]",
+    ),
+    Mutation(
         "a frozen parameter arrives as a trainable one",
         "tensors.restored",
         ", requires_grad=meta.requires_grad",

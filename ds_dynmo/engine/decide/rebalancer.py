@@ -394,7 +394,7 @@ class Rebalancer:
             plan, began = MigrationPlan.between(self._stage.placement, move.target), time.perf_counter()
             bytes_moved = self._migrate(plan, partial(self.memory.check, profile=move.profile))
             self.drop_decided_move()
-            if plan.moves:
+            if plan.new != plan.old:
                 self._stage.publish_move()
             return self._moved(move, plan, bytes_moved, time.perf_counter() - began)
 

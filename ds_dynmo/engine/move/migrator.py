@@ -156,14 +156,14 @@ class Migrator:
                 travels ahead, and exists twice meanwhile; else flat buffers follow at the commit, kind after kind.
 
         Returns:
-            Whether there is a layer to move.
+            Whether there is anything to do: a layer to move, or one that goes from one chunk of its stage to the other.
 
         Raises:
             MigrationError: on every rank that can still raise it.
         """
         assert self._migration is None, "one plan at a time"
         context, began = self.make_context(), time.perf_counter()
-        if not plan.moves:
+        if plan.new == plan.old:
             return False
         if check is not None:
             check(plan, overlapped=overlapped)

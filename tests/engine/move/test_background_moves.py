@@ -102,7 +102,8 @@ def test_random_cases_change_nothing(seed: int) -> None:
         (each, partitions(each, 10 * seed + number, count=5), 11, every, True) for number, each in enumerate(moving)
     ]
     still, *moved = run_each(case.ranks, train, (case, [], 11, every), *calls)
-    for each in moved:
+    for (_, moves, *_), each in zip(calls, moved, strict=True):
+        assert each[0]["partition"] == moves[-1]
         check_moves_changed_nothing(still, each)
 
 
