@@ -11,7 +11,8 @@ as layers took in a run of scripts/train.py, in the real engine. "oracle" knows 
 not timed. "best static" is the speedup over the fastest static partition that can be known before training: uniform, by
 parameters (DeepSpeed's default), or balanced by a profile of the model before it changes. Every balancer starts at the
 one that is predicted to be the fastest; with two chunks per stage, at the one that balances the same profile. "over
-simulated" is seconds without rebalances over those of a simulation of the same placements, orders and loads.
+simulated" is seconds without rebalances over those of a simulation of the same placements, orders and loads; "over
+predicted" over what the engine's decisions predicted from the costs that it measured.
 """
 
 from __future__ import annotations

@@ -59,12 +59,17 @@ def emulated_rows(load_model: LoadModel, arguments: argparse.Namespace) -> list[
 
 
 class Batch(NamedTuple):
-    """A measured batch: its seconds, without the rebalance after it, and what that took."""
+    """A measured batch: its seconds, without the rebalance after it, and what that took.
+
+    Attributes:
+        predicted: its seconds, by the latest decision before it; None: there was none.
+    """
 
     seconds: float
     costs: Costs
     placement: Placement
     schedule: Schedule
+    predicted: float | None
 
     def times(self, count: float, passes: LayerPasses, *, less: float = 0.0) -> Slice:
         """Count the batch ``count`` times, each time ``less`` seconds, without the rebalance."""
@@ -161,7 +166,7 @@ class Benchmark:
         costs = (profile + profiling, decide, migrate) if arm.dynamic else (0.0, 0.0, 0.0)
         less = profiling if arm.dynamic else 0.0
         done = batch.times(1, self.passes(self.phase_of(arm, phase)), less=less)
-        return with_costs([done], costs)[0]
+        return replace(with_costs([done], costs)[0], predicted_seconds=batch.predicted)
 
     # -- loads that last -------------------------------------------------------------------------------
 
@@ -174,6 +179,7 @@ class Benchmark:
                     batch = batches[-1]._replace(seconds=statistics.fmean(one.seconds for one in batches))
                     left = phase.iterations - sum(one.iterations for one in unsettled)
                     settled = batch.times(left, self.passes(self.phase_of(arm, phase)))
+                    settled = replace(settled, predicted_seconds=batch.predicted)
                     arm.rounds[turn] += with_costs([*unsettled, settled], costs)
             self.say(f"phase {number + 1} of {len(self.phases)}")
 
@@ -219,8 +225,10 @@ class Benchmark:
         """Train a batch, and read from the engine what it ran, and what the rebalance after it took."""
         stage = arm.engine.stage
         placement = stage.placement
+        reports = arm.engine.reports if arm.dynamic else ()
+        predicted = reports[-1].iteration_seconds_after if reports else None
         seconds, costs = self.timed_batch(arm), arm.new_costs()
-        return Batch(seconds - sum(costs), costs, placement, stage.schedule.running)
+        return Batch(seconds - sum(costs), costs, placement, stage.schedule.running, predicted)
 
     def phase_of(self, arm: Arm, phase: Phase) -> Phase:
         return self.dense if arm.name == "dense" else phase

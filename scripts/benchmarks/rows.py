@@ -28,6 +28,7 @@ class Slice:
         passes: of the layers.
         placement, schedule: under which they ran.
         costs: of ``seconds``, what rebalances took.
+        predicted_seconds: of an iteration, by the decision that led to it; None: by none.
     """
 
     iterations: float
@@ -36,6 +37,7 @@ class Slice:
     placement: Placement
     schedule: Schedule
     costs: Costs = (0.0, 0.0, 0.0)
+    predicted_seconds: float | None = None
 
     @property
     def stage_loads(self) -> list[float]:
@@ -88,6 +90,12 @@ class Measured:
         """Return the simulated seconds of an iteration in each round, rebalances not included."""
         return self.means(lambda one: one.simulated_seconds)
 
+    def over_predicted(self) -> float | None:
+        """Return the seconds of iterations without rebalances over those that decisions predicted; None: none did."""
+        known = [(one, one.predicted_seconds) for one in chain(*self.rounds) if one.predicted_seconds is not None]
+        seconds = sum(one.seconds - sum(one.costs) for one, _ in known)
+        return seconds / sum(one.iterations * predicted for one, predicted in known) if known else None
+
     def speedup_over(self, base: Measured) -> float:
         """Return how many times as fast as ``base`` the run was: the median of the rounds, so that drift cancels."""
         return median_ratio(base.seconds(), self.seconds())
@@ -104,6 +112,7 @@ class Measured:
         busy = self.means(lambda one: one.busy_seconds)
         return {
             "simulated_seconds": median(self.simulated_seconds()),
+            "over_predicted": self.over_predicted(),
             "over_simulated": median_ratio(self.batch_seconds(), self.simulated_seconds()),
             "bubble_ratio": max(0.0, 1 - median_ratio(busy, self.seconds())),
             "imbalance": self.mean(lambda one: one.imbalance),
@@ -200,6 +209,7 @@ OF_SCHEDULES = {  # columns of the table that compares schedules
     "over parameters": "speedup_over_parameters",
     "simulated seconds": "simulated_seconds",
     "measured over that": "over_simulated",
+    "measured over predicted": "over_predicted",
     "over the best other": "speedup_over_others",
 }
 
