@@ -8,9 +8,10 @@
 latest one up to ``--step``. ``--costs`` are forward and backward together, of a micro-batch; a third is forward.
 
 A row is the partition that a decision would choose, and its iteration without the optimizer's step and loading data,
-messages as long as one that the run measured; "over uniform": the iteration of the uniform partition over it, under the same schedule. "largest stage":
-weights, gradients, optimizer state and activations, where a run measured them. Where no backward pass was measured in
-two parts, all schedules but 1F1B count with 40% of it for weights, and 5% more for two parts than for one.
+messages as long as one that the run measured; "over uniform": the iteration of the uniform partition over it, under the
+same schedule. "largest stage": weights, gradients, optimizer state and activations, where a run measured them. Where no
+backward pass was measured in two parts, all schedules but 1F1B count with 40% of it for weights, and 5% more for two
+parts than for one.
 
 "v" and "loop" give each stage two chunks of layers, and "auto" takes the shortest of a chain, a V and a loop.
 """

@@ -69,7 +69,7 @@ class Batch(NamedTuple):
     costs: Costs
     placement: Placement
     schedule: Schedule
-    predicted: float | None
+    predicted: float | None = None
 
     def times(self, count: float, passes: LayerPasses, *, less: float = 0.0) -> Slice:
         """Count the batch ``count`` times, each time ``less`` seconds, without the rebalance."""
