@@ -143,6 +143,13 @@ def test_a_configuration_may_have_comments_as_deepspeeds_may(tmp_path: Path) -> 
     assert prepare(given).settings == plain.settings
 
 
+def test_the_first_profile_places_layers_where_decisions_are_due(tmp_path: Path) -> None:
+    named: list[tuple[dict[str, Any], Any]] = [({}, "profile"), ({"initial_partition": None}, None)]
+    for given, first in [*named, ({"enabled": False}, None), ({"interval": 0}, None)]:
+        settings = prepare(on_a_small_text(write(tmp_path, dynmo=given))).settings
+        assert settings["dynmo"].get("initial_partition") == first
+
+
 def test_a_recording_profiles_every_batch_and_moves_no_layer(tmp_path: Path) -> None:
     path = write(tmp_path, dynmo={"interval": 7, "balancer": "partition", "profile": {"batches": 3}})
     run = prepare(["--deepspeed_config", str(path), "--record", str(tmp_path / "new" / "r.jsonl")])
@@ -437,6 +444,7 @@ def test_the_configuration_to_begin_with_trains(tmp_path: Path) -> None:
     printed = launch(ROOT / "ds_configs" / "starter.json", *changes, "--steps", "6", "--save", str(tmp_path / "saved"))
     records = [json.loads(line) for line in report.read_text().splitlines()]
     block = {"interval": 2, "memory_limit": "80%", "schedule": "auto", "report": str(report)}
+    block["initial_partition"] = "profile"
     assert records[0]["config"]["dynmo"] == block and records[0]["config"]["bf16"] == {"enabled": True}
     assert [record["step"] for record in records if record["kind"] == "rebalance"] == [2, 4, 6]
     losses = [record["train_loss"] for record in records if record["kind"] == "step"]

@@ -188,7 +188,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
     check_writable(args, report)
     return TrainingRun(
         name=Path(args.deepspeed_config).stem,
-        settings=engine_settings(settings, args, steps, stop, text, report),
+        settings=engine_settings(settings, args, steps, stop, text, report, dynmo),
         model=model,
         layers=layers,
         text=text,
@@ -277,18 +277,24 @@ def engine_settings(
     stop: int,
     text: ByteText | TokenData,
     report: Path | None,
+    dynmo: DynMoConfig | None,
 ) -> dict[str, Any]:
-    """Return the configuration for the engine: that of the file, with what flags say. Stock DeepSpeed ignores both."""
+    """Return the configuration for the engine: that of the file, with what flags say. Stock DeepSpeed ignores both.
+
+    Where decisions are due and the file has no first partition, the first profile places the layers.
+    """
     training = {"steps": steps, "stop_at": stop, "save_interval": args.save_interval, "data": describe(text)}
     if args.save is not None:
         training["save"] = str(args.save)
     changed = {**settings, "training": training}
-    if "dynmo" in settings:
+    if dynmo is not None:
         section = {**settings["dynmo"]} if report is None else {**settings["dynmo"], "report": str(report)}
         if args.record is not None:
             section |= RECORDING
             if section.get("initial_partition") == "profile":
                 section["initial_partition"] = None
+        elif dynmo.enabled and dynmo.interval:
+            section.setdefault("initial_partition", "profile")
         changed["dynmo"] = section
     return changed
 
