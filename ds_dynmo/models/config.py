@@ -95,6 +95,11 @@ class ModelConfig(GPTConfig):
         return "exits" if "exits" in needed else "auxiliary" if "auxiliary" in needed else "hidden"
 
     @property
+    def most_slices(self) -> int | None:
+        """See :attr:`GPTConfig.most_slices`."""
+        return self.vocab_size if self.huggingface is None else None
+
+    @property
     def distributes_experts(self) -> bool:
         """Whether data-parallel replicas hold different experts."""
         return self.expert_parallel or any(case.distributes_experts for case in self.case)
