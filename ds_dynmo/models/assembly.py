@@ -152,6 +152,7 @@ def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]
             inputs=("position_ids",) if packed else (),
             verified=config.verified,
             peft=config.peft,
+            vocabulary_slices=config.vocabulary_slices,
         )
         if freezing is not None and freezing.egeria is not None:
             huggingface.check_blocks_draw_nothing(config.huggingface, "egeria runs blocks beside the training")

@@ -46,19 +46,12 @@ def batch(*, packed: bool = False, trained: float = 0.7) -> tuple[Any, torch.Ten
 
 
 def loss_and_gradients(layers: BuiltLayers, inputs: Any, labels: torch.Tensor) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the loss, and gradients by names in which slices are joined to "embedding" and "head"."""
+    """Return the loss, and the gradients of the parts of the model: rows of slices are joined."""
     layers.zero_grad()
     loss = language_model_loss(layers(inputs), labels)
     loss.backward()
-    found: dict[str, list[torch.Tensor]] = {}
-    for number, layer in enumerate(layers.layers):
-        before_blocks = not any(isinstance(earlier, Block) for earlier in layers.layers[:number])
-        blocks = sum(isinstance(earlier, Block) for earlier in layers.layers[:number])
-        at_end = not isinstance(layer, Block | FinalNorm)
-        for name, parameter in layer.named_parameters():
-            place = ("embedding" if before_blocks else "head") if at_end else f"{type(layer).__name__} {blocks} {name}"
-            found.setdefault(place, []).append(parameter.grad)
-    return loss.detach(), {name: torch.cat(parts) for name, parts in found.items()}
+    parts = layers.parts().items()
+    return loss.detach(), {name: torch.cat([weight.grad for weight in weights]) for name, weights in parts}
 
 
 def check_as_whole(sliced: BuiltLayers, plain: BuiltLayers, *, tolerance: float, **of_batch: Any) -> None:
