@@ -56,6 +56,7 @@ from ds_dynmo.models import (
     LanguageModelPipeline,
     dynamic_cases,
 )
+from ds_dynmo.models.vocabulary import takes_labels, with_labels
 
 VALIDATIONS = 5
 SPEED_SERIES = "Train/Samples/tokens_per_second"  # in DeepSpeed's monitors, beside the losses that it sends itself
@@ -77,6 +78,8 @@ def build_engine(run: TrainingRun) -> Any:
         model_parameters=list(module.parameters()),
         config=run.settings,
     )
+    if takes_labels(run.layers):
+        engine.set_batch_fn(with_labels)
     if run.resumed is not None:
         if engine.dynmo is None and engine.partition != run.resumed["partition"]:
             raise ConfigError(

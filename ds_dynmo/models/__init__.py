@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ds_dynmo.models.pruning.gradual import Pruning
     from ds_dynmo.models.sparse_attention.config import SparseAttentionConfig
     from ds_dynmo.models.text import Batches, ByteText, EpochBatches, load_text
+    from ds_dynmo.models.vocabulary import with_labels
 
 _MODULES = {
     **dict.fromkeys(("dynamic_cases", "model_layers", "vocabulary_of"), "assembly"),
@@ -53,6 +54,7 @@ _MODULES = {
     "Pruning": "pruning.gradual",
     "SparseAttentionConfig": "sparse_attention.config",
     **dict.fromkeys(("Batches", "ByteText", "EpochBatches", "load_text"), "text"),
+    "with_labels": "vocabulary",
 }
 """Per name, the module that has it."""
 
@@ -92,6 +94,7 @@ __all__ = [
     "read_model_config",
     "set_frozen_prefix",
     "vocabulary_of",
+    "with_labels",
 ]
 
 

@@ -25,6 +25,7 @@ from ds_dynmo.models.mixture_of_depths.block import routed_block
 from ds_dynmo.models.moe.layer import RouterBiasUpdate, expert_parts
 from ds_dynmo.models.pruning.gradual import Pruning, prunable_block
 from ds_dynmo.models.sparse_attention.attention import attention_parts
+from ds_dynmo.models.vocabulary_slices import slice_layers
 
 __all__ = ["dynamic_cases", "model_layers", "vocabulary_of"]
 
@@ -67,6 +68,7 @@ def model_layers(config: ModelConfig, *, packed: bool = False) -> list[LayerSpec
 
     Args:
         packed: inputs are (token numbers, positions); a document begins at position 0, and attention does not cross it.
+            Labels follow them if the vocabulary is in slices: see :func:`~ds_dynmo.models.with_labels`.
 
     Raises:
         PackingError: the model attends across packed documents.
@@ -84,7 +86,8 @@ def model_layers(config: ModelConfig, *, packed: bool = False) -> list[LayerSpec
     for case in whole:
         return WHOLE_MODEL_BUILDERS[case.kind](config, case)
     blocks = [_block(config, block_number, packed) for block_number in range(1, config.layers + 1)]
-    return gpt_layers(config, [layer for block in blocks for layer in block])
+    ends = slice_layers(config, packed=packed) if config.num_vocabulary_slices else None
+    return gpt_layers(config, [layer for block in blocks for layer in block], ends)
 
 
 def _block(config: ModelConfig, block_number: int, packed: bool) -> list[LayerSpec]:
@@ -149,6 +152,7 @@ def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]
             inputs=("position_ids",) if packed else (),
             verified=config.verified,
             peft=config.peft,
+            vocabulary_slices=config.vocabulary_slices,
         )
         if freezing is not None and freezing.egeria is not None:
             huggingface.check_blocks_draw_nothing(config.huggingface, "egeria runs blocks beside the training")

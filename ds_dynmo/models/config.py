@@ -33,7 +33,7 @@ SECTION = "model"
 BYTES = 256  # the text's different tokens
 BESIDE_HUGGINGFACE = {
     *("huggingface", "verified", "tokens", "sequence_length", "seed", "sampling", "case", "expert_parallel"),
-    *("peft", "save_base"),
+    *("peft", "save_base", "vocabulary_slices"),
 }
 
 AnyCaseConfig = Annotated[
@@ -56,7 +56,7 @@ class ModelConfig(GPTConfig):
         default=None,
         description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
         'or what is in one; beside it "verified", "tokens", "sequence_length", "seed", "sampling", "case" of kind '
-        '"freezing", "expert_parallel", "peft" and "save_base" alone may stand',
+        '"freezing", "expert_parallel", "peft", "save_base" and "vocabulary_slices" alone may stand',
     )
     verified: bool = Field(
         default=True,
@@ -93,6 +93,11 @@ class ModelConfig(GPTConfig):
         """See :attr:`GPTConfig.layer_outputs`."""
         needed = {case.layer_outputs for case in self.case}
         return "exits" if "exits" in needed else "auxiliary" if "auxiliary" in needed else "hidden"
+
+    @property
+    def most_slices(self) -> int | None:
+        """See :attr:`GPTConfig.most_slices`."""
+        return self.vocab_size if self.huggingface is None else None
 
     @property
     def distributes_experts(self) -> bool:

@@ -22,12 +22,14 @@ from ds_dynmo.models.batch_counts import CountsPerBatch
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Activations, Stream
+from ds_dynmo.models.vocabulary import NO_LABEL
 
 __all__ = [
     "INIT_STD",
     "Block",
     "CausalSelfAttention",
     "DocumentAttention",
+    "Ends",
     "FeedForward",
     "FinalNorm",
     "MakePart",
@@ -45,6 +47,7 @@ __all__ = [
 
 INIT_STD = 0.02  # GPT-2
 
+Ends = tuple[list[LayerSpec], list[LayerSpec]]  # the layers of the embedding, and those of the head
 MakePart = Callable[[Any, torch.Generator], nn.Module]  # from the configuration and the generator of its weights
 
 
@@ -216,17 +219,23 @@ class OutputHead(GPTLayer):
         return _logits(self.weight, activations)
 
 
-def gpt_layers(config: GPTConfig, blocks: Sequence[LayerSpec] | None = None) -> list[LayerSpec]:
+def gpt_layers(
+    config: GPTConfig, blocks: Sequence[LayerSpec] | None = None, ends: Ends | None = None
+) -> list[LayerSpec]:
     """Build the layer list for a ``PipelineModule``: embedding, blocks, final norm, head.
 
     With ``tied_embedding`` the first and the last entry are one ``TiedLayerSpec`` key, "embedding".
 
     Args:
         blocks: the layers between embedding and final norm; None: whole plain blocks.
+        ends: the layers of the embedding and those of the head; None: one each.
     """
     if blocks is None:
         assert not config.split_blocks, "ds_dynmo.models.half_blocks has their layers"
         blocks = [LayerSpec(Block, config, block_number) for block_number in range(1, config.layers + 1)]
+    if ends is not None:
+        return [*ends[0], *blocks, LayerSpec(FinalNorm, config), *ends[1]]
+    assert not config.num_vocabulary_slices, "ds_dynmo.models.vocabulary_slices has their layers"
     if config.tied_embedding:
         # The head has the forward_fn: checkpoints hold the state of the tied layer that has none.
         embedding = TiedLayerSpec("embedding", TokenEmbedding, config, 0, tied_weight_attr="weight")
@@ -249,11 +258,16 @@ def language_model_losses(outputs: Activations, labels: torch.Tensor) -> tuple[t
     Args:
         outputs: logits ``[batch, sequence, vocabulary]``, or them and the sum of the auxiliary losses, ``[1]``. Early
             exit also passes ``w``, ``[1]``: the total is ``w`` x cross entropy + auxiliary losses, and what is returned
-            is (cross entropy, total - cross entropy).
-        labels: int64 ``[batch, sequence]``.
+            is (cross entropy, total - cross entropy). Of a vocabulary in slices the cross entropy of each token
+            ``[batch, sequence]`` stands in place of logits.
+        labels: int64 ``[batch, sequence]``; those of -100 do not count.
     """
     logits, auxiliary, *weight = outputs if isinstance(outputs, tuple) else (outputs, None)
-    loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    if logits.dim() == labels.dim():
+        counts = labels != NO_LABEL
+        loss = torch.where(counts, logits, 0.0).sum() / counts.sum()
+    else:
+        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
     if auxiliary is None:
         return loss, None
     added = auxiliary.squeeze()

@@ -61,7 +61,7 @@ def signalled(arguments: list[str], received: dict[int, tuple[int, int]]) -> dic
 
 def test_a_run_stopped_by_signals_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     """They come to ranks in different batches; a launcher's SIGTERM follows a SIGINT. It saves in the background."""
-    arguments = [*flags(tmp_path, "moe auxiliary loss", STEPS), "--report", str(tmp_path / "report.jsonl")]
+    arguments = [*flags(tmp_path, "slices tied, moe auxiliary loss", STEPS), "--report", str(tmp_path / "report.jsonl")]
     folder = tmp_path / "saved"
     saving = ["--save", str(folder), "--save-interval", "2", "--set", "dynmo.checkpoint=background"]
     in_one_go = run(2, run_script, arguments)

@@ -78,14 +78,14 @@ def check_halves_train_as_whole_blocks(halves: CaseRun) -> None:
 
 
 @pytest.mark.parametrize("checkpoint_interval", [0, 1])
-@pytest.mark.parametrize("name", [name for name in CASES if "split_blocks" in CASES[name]])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("halves")])
 def test_halves_train_as_whole_blocks(name: str, checkpoint_interval: int) -> None:
     check_halves_train_as_whole_blocks(CaseRun(CASES[name], checkpoint_interval=checkpoint_interval))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
-@pytest.mark.parametrize("name", [name for name in CASES if "split_blocks" in CASES[name]])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("halves")])
 def test_halves_train_as_whole_blocks_in_bf16(name: str, precision: str) -> None:
     halves = CaseRun(CASES[name], replicas=2, precision=precision, clip=0.0)
     check_halves_train_as_whole_blocks(halves)

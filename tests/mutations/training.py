@@ -37,6 +37,13 @@ MUTATIONS = [
         f"{SCHEDULES} -k 'fp32-2 and not zero1'",
     ),
     Mutation(
+        "a head that is a function of the tied embedding defers nothing",
+        "Executor._watched",
+        "split_modules.watched(layer, self._stage.layers.modules_that_run()[index])",
+        "layer",
+        "tests/engine/run/test_schedules.py::test_a_decision_finds_an_order_that_all_ranks_run",
+    ),
+    Mutation(
         "stages do not sum the gradients of tied layers",
         "Executor._end",
         "instructions[deepspeeds.ReduceTiedGrads](engine)",

@@ -14,6 +14,7 @@ from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
 from ds_dynmo.config import parse_section
+from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.models import (
     MixtureOfExperts,
     ModelConfig,
@@ -23,6 +24,7 @@ from ds_dynmo.models import (
     model_layers,
 )
 from ds_dynmo.models.early_exit.exits import ExitHead
+from ds_dynmo.models.vocabulary import takes_labels, with_labels
 from tests.support.configs import SECTION, Case, config
 from tests.support.harness import run, run_each
 from tests.support.training import drop_decision, state, whole
@@ -117,6 +119,16 @@ CASES: dict[str, dict[str, Any]] = {
             {"kind": "sparse_attention", "pattern": "qk", "keep_queries": 0.6, "keep_keys": 0.4},
         ]
     },
+    "slices tied, moe auxiliary loss": {
+        "vocabulary_slices": 3,
+        "tied_embedding": True,
+        "case": {"kind": "moe", "experts": 4},
+    },
+    "slices, halves and freezing": {
+        "vocabulary_slices": 3,
+        "split_blocks": True,
+        "case": {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]},
+    },
     "halves, moe auxiliary loss and freezing": {
         "split_blocks": True,
         "case": [{"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]}, {"kind": "moe", "experts": 4, "every": 2}],
@@ -196,6 +208,8 @@ def build(run: CaseRun) -> tuple[Any, ModelConfig]:
         "dynmo": {**SECTION, **run.dynmo, "enabled": run.enabled},
     }
     engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
+    if takes_labels(layer_specs(module)):
+        engine.set_batch_fn(with_labels)
     return engine, model
 
 

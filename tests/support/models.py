@@ -32,7 +32,7 @@ class Embedding(nn.Module):
 
 
 def project(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
-    return hidden @ embedding.weight.t()
+    return F.linear(hidden, embedding.weight)
 
 
 class Block(nn.Module):

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import schedule as deepspeeds
 from torch.autograd.graph import get_gradient_edge
 
@@ -26,7 +27,7 @@ from ds_dynmo.engine.deepspeed.module import LayerWrapper
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.measure.trace import Tracer
-from ds_dynmo.engine.run import messages
+from ds_dynmo.engine.run import messages, split_modules
 from ds_dynmo.engine.run.chunks import Chunk, HeldPass
 from ds_dynmo.engine.run.link_plans import evaluation_plan, lane_of, link_plan
 from ds_dynmo.engine.run.random_streams import LayerStreams
@@ -157,13 +158,22 @@ class Executor:
         return self._stage.comm.neighbour_links(loop=self._stage.placement.shape == "loop").post
 
     def _wrappers(self, training: bool) -> list[LayerWrapper]:
-        """Return the wrappers of layers, the innermost first: the profiler, so that it does not time random streams."""
-        wrappers: list[LayerWrapper] = [self._profiler.wrap] if training and self._profiler.measures else []
+        """Return the wrappers of layers, the innermost first. The profiler does not time random streams."""
+        wrappers: list[LayerWrapper] = [self._watched] if training else []
+        if training and self._profiler.measures:
+            wrappers.append(self._profiler.wrap)
         if self._streams is not None:
             streams, step = self._stage.layers.random_streams(), self._stage.counters.steps
             self._streams.begin(streams, step=step, training=training)
             wrappers.append(self._streams.wrap)
         return wrappers
+
+    def _watched(self, index: int, layer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Let the ``forward_fn`` of a tied layer defer weight gradients too: it runs outside of the module."""
+        spec = self._stage.layers.spec(index)
+        if not isinstance(spec, TiedLayerSpec) or spec.forward_fn is None:
+            return layer
+        return split_modules.watched(layer, self._stage.layers.modules_that_run()[index])
 
     @contextmanager
     def _splitting(self, order: Sequence[Action]) -> Iterator[None]:
@@ -173,7 +183,7 @@ class Executor:
             yield
             return
         self._gradients.observe = self._profiler.deferred if self._profiler.measures else None
-        modules = [module for layer in self._stage.layers.modules().values() for module in layer.modules()]
+        modules = [module for layer in self._stage.layers.modules_that_run().values() for module in layer.modules()]
         with self._gradients.splitting(modules):
             yield
             if not self._logged:
@@ -234,20 +244,19 @@ class Executor:
                 self._gradients.first_part((number, micro_batch)) if in_two else _NOTHING,
             ):
                 self._run_backward(held, gradients)
+            self._accumulate_uses()
         if not chunk.is_first:
             back = messages.gradients_of(held.inputs, chunk.layers[-1])
             self._send(lane_of(action), micro_batch, back)
 
     def _run_backward(self, held: HeldPass, gradients: Sequence[torch.Tensor]) -> None:
-        engine, aliases = self._engine, self._stage.layers.tied_aliases
+        engine = self._engine
         if held.loss is not None:
             passes.backward_from_loss(engine, held.loss)
         else:
             pairs = [(edge, grad) for edge, grad in zip(held.outputs, gradients, strict=True) if edge is not None]
             if pairs:
                 passes.backward_from(engine, [edge for edge, _ in pairs], [gradient for _, gradient in pairs])
-        if aliases and engine.using_bf16_optimizer:
-            aliases.accumulate_gradients(passes.accumulation_dtype(engine))
 
     def _weight_gradient(self, chunk: Chunk, micro_batch: int) -> None:
         if not self._goes_back(chunk):
@@ -259,6 +268,13 @@ class Executor:
         ):
             if deferred:
                 passes.backward_from_each(self._engine, deferred.roots())
+                self._accumulate_uses()
+
+    def _accumulate_uses(self) -> None:
+        """Add what tied aliases got in a pass to their sums, as BF16_Optimizer does for all other parameters."""
+        aliases = self._stage.layers.tied_aliases
+        if aliases and self._engine.using_bf16_optimizer:
+            aliases.accumulate_gradients(passes.accumulation_dtype(self._engine))
 
     def _goes_back(self, chunk: Chunk) -> bool:
         """Return whether a backward pass has work in this chunk: it reaches behind the frozen prefix."""

@@ -1,14 +1,15 @@
 """The modules of a stage that multiply by their weights, and their ``forward`` while a batch runs.
 
 ``nn.Linear`` and Hugging Face's ``Conv1D`` are products. In all other modules with weights, products by these weights
-are found while ``forward`` runs: ``F.linear`` by a weight or by a row of a weight ``[experts, outputs, inputs]``, and
-``F.grouped_mm`` by such a weight or its transpose. All other uses are left to autograd.
+are found while ``forward`` runs, and in the ``forward_fn`` of a tied layer those by all weights of its module:
+``F.linear`` by a weight or by a row of a weight ``[experts, outputs, inputs]``, and ``F.grouped_mm`` by such a weight
+or its transpose. All other uses are left to autograd.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,12 @@ def forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Callable
         if is_linear(module):
             yield module, _Forward(module, kinds[type(module).forward])
         elif any(weight.dim() > 1 for weight in weights) and not any(id(m) in compiled for m in module.modules()):
-            yield module, _WatchedForward(module)
+            yield module, _Watched(module.forward, module.parameters(recurse=False))
+
+
+def watched(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """Find the products by weights of ``module`` while ``function`` runs, which is called outside its ``forward``."""
+    return function if any(map(_is_compiled, module.modules())) else _Watched(function, module.parameters())
 
 
 def shared_weights(modules: Sequence[nn.Module]) -> set[int]:
@@ -97,16 +103,16 @@ class _Forward:
         return _same, (self.__wrapped__,)
 
 
-class _WatchedForward:
-    """``forward`` of another module while a batch runs."""
+class _Watched:
+    """A function that uses ``weights``, such as ``forward`` of another module, while a batch runs."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self.__wrapped__ = module, module.forward
+    def __init__(self, function: Callable[..., Any], weights: Iterable[nn.Parameter]) -> None:
+        self.__wrapped__, self._weights = function, list(weights)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_split():
             return self.__wrapped__(*args, **kwargs)
-        with _ProductFinder(self._module):
+        with _ProductFinder(self._weights):
             return self.__wrapped__(*args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -118,15 +124,15 @@ def _same(value: Any) -> Any:
 
 
 class _ProductFinder(TorchFunctionMode):
-    """Finds the products by a module's weights while its ``forward`` runs.
+    """Finds the products by some weights while a function runs.
 
-    A function that is recomputed outside ``forward`` (checkpointing inside ``forward``) would not be watched the second
-    time, so there weights are left to autograd the first time too.
+    An inner function that is recomputed outside of it (checkpointing inside ``forward``) would not be watched the
+    second time, so there weights are left to autograd the first time too.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
         super().__init__()
-        self._weights = {id(parameter): parameter for parameter in module.parameters(recurse=False)}
+        self._weights = {id(parameter) for parameter in weights}
         self._rows: dict[int, tuple[torch.Tensor, Operand]] = {}  # kept alive, so that their ids are not reused
         self._transposes: dict[int, tuple[torch.Tensor, Operand]] = {}
         self._hooks = _saved_tensors_hooks()
@@ -155,7 +161,7 @@ class _ProductFinder(TorchFunctionMode):
         return transposed
 
     def linear(self, input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
-        """Multiply by a weight of the module, or a row of one."""
+        """Multiply by one of the weights, or a row of one."""
         _, row = self._rows.get(id(weight), (None, None))
         by = row or self._operand(weight)
         is_seen = bias is not None and bias.requires_grad and not self._is_weight(bias)
@@ -166,7 +172,7 @@ class _ProductFinder(TorchFunctionMode):
     def grouped_mm(
         self, rows: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
     ) -> torch.Tensor | None:
-        """Multiply groups of rows by weights of the module, or by their transposes."""
+        """Multiply groups of rows by the weights, or by their transposes."""
         _, transposed = self._transposes.get(id(weight), (None, None))
         by = transposed or self._operand(weight)
         if by is None or offs is None or bias is not None or out_dtype is not None:

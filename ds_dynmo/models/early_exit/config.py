@@ -100,6 +100,8 @@ class EarlyExitConfig(CaseConfig):
         """See :meth:`CaseConfig.check`."""
         if model.split_blocks:
             raise ValueError("cannot be combined with split_blocks: tokens leave after whole blocks")
+        if model.num_vocabulary_slices:
+            raise ValueError("cannot be combined with vocabulary_slices: each exit needs all logits at once")
         exits = self.exit_depths(model.layers)
         if not exits or exits[-1] >= model.layers:
             last = exits[-1] if exits else 1

@@ -27,10 +27,9 @@ from ds_dynmo.models.gpt import TokenEmbedding, embed
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.layer_numbers import local_layers
 from ds_dynmo.models.stream import Activations, Stream
+from ds_dynmo.models.vocabulary import NO_LABEL
 
 __all__ = ["EarlyExit", "ExitHead", "exit_layers"]
-
-NO_LABEL = -100
 
 
 class ExitHead(TokenEmbedding):

@@ -33,6 +33,7 @@ from ds_dynmo.models.huggingface.modules import (
     InputEmbedding,
     LMHead,
     PositionEmbedding,
+    RouterLoss,
     tied_logits,
 )
 from ds_dynmo.models.huggingface.moe import find_experts, find_router_loss
@@ -40,7 +41,9 @@ from ds_dynmo.models.huggingface.outline import Outline, outline_of
 from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.huggingface.stubbed_model import StubbedModel
 from ds_dynmo.models.huggingface.verification import Trial, find_transforms, verify
+from ds_dynmo.models.huggingface.vocabulary import slice_layers, slices_of
 from ds_dynmo.models.huggingface.weights import Folder, InMemory, Stored, Tensors, check_tensors
+from ds_dynmo.models.slice_counts import Slices
 
 __all__ = ["INPUTS", "PART", "build_layers", "source_of", "specs_of"]
 
@@ -60,6 +63,7 @@ def build_layers(
     attn_implementation: str | None = None,
     verified: bool = True,
     peft: Any = None,
+    vocabulary_slices: Slices = None,
 ) -> list[LayerSpec]:
     """Build the layer list for a ``PipelineModule``: embedding, learned positions (GPT-2), decoder layers, norm, head.
 
@@ -86,6 +90,10 @@ def build_layers(
         peft: LoRA adapters, as peft's ``LoraConfig`` or its keys; all weights but theirs are frozen. Where neither it
             nor peft says which modules get one, all linear layers of attention and dense feed-forward parts do, and
             rank 0 says so. None: no adapters.
+        vocabulary_slices: embedding and head are so many layers each; "auto": as many as make one at most half as large
+            as a decoder layer, counted in weights, and whole if the head is smaller than one; None: whole. Batches then
+            have labels behind their inputs (:func:`ds_dynmo.models.with_labels`), and the model returns the cross
+            entropy of each token in place of logits.
 
     Raises:
         PackingError: ``inputs`` are ("position_ids",), and packed documents see each other in this family.
@@ -104,6 +112,7 @@ def build_layers(
     if vocab_size is not None and vocab_size > vocabulary:
         raise ConfigError(f"vocab_size {vocabulary}: should be at least {vocab_size}, the data's")
     source = find_transforms(source, name_of(model))
+    source = replace(source, slices=slices_of(source, vocabulary_slices, name_of(model)))
     specs = specs_of(source, name_of(model))
     if verified:
         verify(source, name_of(model), _specs_like)
@@ -115,35 +124,42 @@ def build_layers(
 
 def specs_of(source: Source, label: str) -> list[LayerSpec]:
     """Specify the layers of ``source``."""
-    outline = source.outline
     loss, has_router = find_router_loss(source.skeleton, source.blocks, label)
-    last = len(outline.paths) - 1
-    if source.tied:
-        tie = {"tied_weight_attr": f"{PART}weight", "tied": True}
-        arguments = source.of(0), 0, loss
-        embedding = TiedLayerSpec(TIE, InputEmbedding, *arguments, **tie)
-        # The head has the forward_fn: checkpoints hold the state of the tied layer that has none.
-        head = TiedLayerSpec(TIE, InputEmbedding, *arguments, forward_fn=tied_logits, **tie)
-    else:
-        embedding = LayerSpec(InputEmbedding, source.of(0), 0, loss)
-        head = LayerSpec(LMHead, source.of(last), last, loss)
-    specs = [embedding]
-    if outline.first_block == 2:
+    front, back = slice_layers(source, loss) if source.slices else _whole_ends(source, loss)
+    specs = front
+    first = source.outline.first_block
+    if first == 2:
         specs.append(LayerSpec(PositionEmbedding, source.of(1), 1, source.skeleton.base_model.drop.p))
     for block, experts in enumerate(source.experts):
-        layer = len(specs)
+        layer = first + block
         about = (source.of(layer), layer, block, loss if has_router[block] else None)
         specs.append(
             LayerSpec(DecoderLayer, *about) if experts is None else LayerSpec(MoEDecoderLayer, *about, experts)
         )
-    layer = len(specs)
-    return [*specs, LayerSpec(DecoderNorm, source.of(layer), layer), head]
+    layer = first + len(source.experts)
+    return [*specs, LayerSpec(DecoderNorm, source.of(layer), layer), *back]
+
+
+def _whole_ends(source: Source, loss: RouterLoss | None) -> tuple[list[LayerSpec], list[LayerSpec]]:
+    """Specify the embedding and the head, one layer each."""
+    last = len(source.outline.paths) - 1
+    if source.tied:
+        tie = {"tied_weight_attr": f"{PART}weight", "tied": True}
+        arguments = source.of(0), 0, loss
+        # The head has the forward_fn: checkpoints hold the state of the tied layer that has none.
+        return [TiedLayerSpec(TIE, InputEmbedding, *arguments, **tie)], [
+            TiedLayerSpec(TIE, InputEmbedding, *arguments, forward_fn=tied_logits, **tie)
+        ]
+    return [LayerSpec(InputEmbedding, source.of(0), 0, loss)], [LayerSpec(LMHead, source.of(last), last, loss)]
 
 
 def _specs_like(model: Any, trial: Trial) -> list[LayerSpec]:
     source = source_of(model, 0, inputs=trial.inputs, attn_implementation=trial.implementation)
     source = replace(
-        source, has_input_transform=trial.has_input_transform, has_output_transform=trial.has_output_transform
+        source,
+        has_input_transform=trial.has_input_transform,
+        has_output_transform=trial.has_output_transform,
+        slices=trial.slices,
     )
     return specs_of(source, name_of(model))
 

@@ -17,6 +17,7 @@ from ds_dynmo.models.huggingface.conversions import to_files
 from ds_dynmo.models.huggingface.lora import Adapters, is_adapters, plain_name
 from ds_dynmo.models.huggingface.lora_config import peft_package
 from ds_dynmo.models.huggingface.source import Source
+from ds_dynmo.models.slice_counts import rows_of_slices
 
 __all__ = ["SavedLayer", "merged", "write_adapters"]
 
@@ -26,28 +27,40 @@ _FILE = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class SavedLayer:
-    """One pipeline layer of a checkpoint.
+    """A part of the model in a checkpoint.
 
     Attributes:
-        path: of the file that the tensors are from.
-        tensors: by the names in transformers' module of the layer, its part.
+        path: of the first file that the tensors are from.
+        tensors: by the names in transformers' module of the part.
         attributes: plain ones of each module in the part, by its path.
-        left_out: digests of frozen weights that were not saved, by the names in the part.
+        left_out: by the names in the part, digests of frozen weights that were not saved: of each, or of its slices.
     """
 
     path: Path
     tensors: Mapping[str, torch.Tensor]
     attributes: Mapping[str, Mapping[str, Any]]
-    left_out: Mapping[str, str]
+    left_out: Mapping[str, list[str]]
 
     @classmethod
-    def of(cls, path: Path, tensors: Mapping[str, torch.Tensor], beside: Mapping[str, Any], prefix: str) -> SavedLayer:
-        """Take from ``beside``, our file of the layer, what it says of the part, whose names begin with ``prefix``."""
-        attributes, left_out = (
-            {name[len(prefix) :]: value for name, value in beside.get(key, {}).items() if f"{name}.".startswith(prefix)}
-            for key in ("attributes", LEFT_OUT)
-        )
+    def of(
+        cls, path: Path, tensors: Mapping[str, torch.Tensor], beside: Iterable[Mapping[str, Any]], prefix: str
+    ) -> SavedLayer:
+        """Take from ``beside``, our files of the layers, what they say of the part.
+
+        Args:
+            prefix: of the part's names there.
+        """
+        attributes: dict[str, Mapping[str, Any]] = {}
+        left_out: dict[str, list[str]] = {}
+        for content in beside:
+            attributes.update(_without(prefix, content.get("attributes", {})))
+            for name, expected in _without(prefix, content.get(LEFT_OUT, {})).items():
+                left_out.setdefault(name, []).append(expected)
         return cls(path, tensors, attributes, left_out)
+
+
+def _without(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name[len(prefix) :]: value for name, value in values.items() if f"{name}.".startswith(prefix)}
 
 
 def write_adapters(
@@ -130,8 +143,11 @@ def _check(found: torch.Tensor | None, like: torch.Tensor, name: str) -> None:
 
 def _check_base(saved: SavedLayer, name: str, weight: torch.Tensor, dtype: torch.dtype, part: str) -> None:
     """Refuse a base that is not the one that adapters were trained on, in the precision of its file or of training."""
-    expected = saved.left_out.get(name)
-    if expected is not None and expected not in (digest(weight.to(dtype)), digest(weight)):
+    expected = saved.left_out.get(name, [])
+    parts = [weight]
+    if len(expected) > 1:
+        parts = [weight[rows.start : rows.stop] for rows in rows_of_slices(len(weight), len(expected))]
+    if any(said not in (digest(rows.to(dtype)), digest(rows)) for said, rows in zip(expected, parts)):
         raise CheckpointError(
             f"{saved.path}: lacks {part}.{name}, and the model has other values of it than when it was saved: merge "
             "with the base that the adapters were trained on"

@@ -11,7 +11,7 @@ from ds_dynmo.models.gpt import language_model_loss
 from ds_dynmo.models.huggingface.trial import DOCUMENT, BuiltLayers, trial_batches
 from ds_dynmo.models.stream import Activations
 
-__all__ = ["compare", "compare_documents", "compare_parameters"]
+__all__ = ["compare", "compare_documents", "compare_parameters", "compare_slices"]
 
 Beside = dict[str, torch.Tensor]
 
@@ -91,6 +91,36 @@ def _compare_gradients(model: Any, layers: BuiltLayers, expected: torch.Tensor, 
         if not off <= TOLERANCE * scale + ROUNDING * largest:
             return f"the gradient of {name} of a tiny model differs by {off:.3g}, the largest is {scale:.3g}"
     return ""
+
+
+def compare_slices(whole: BuiltLayers, sliced: BuiltLayers, inputs: tuple[str, ...], vocabulary: int) -> str:
+    """Describe how layers whose vocabulary is in slices differ from ``whole`` ones; empty: not at all."""
+    for tokens, beside in trial_batches(vocabulary, inputs):
+        mask = beside.get("attention_mask")
+        labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
+        labels = labels if mask is None else labels.masked_fill(mask == 0, -100)
+        given = tokens, *beside.values()
+        torch.default_generator.manual_seed(SEED)
+        expected = language_model_loss(whole.train()(given if beside else tokens), labels)
+        torch.default_generator.manual_seed(SEED)
+        found = language_model_loss(sliced.train()((*given, labels)), labels)
+        if not abs(found - expected) <= TOLERANCE * abs(expected):
+            return f"with vocabulary_slices the loss of a tiny model is {found:.7g}, {expected:.7g} without"
+        wanted, made = (_gradients_of_parts(*one) for one in ((whole, expected), (sliced, found)))
+        largest = max(gradient.abs().max() for gradient in wanted.values())
+        for name, gradient in wanted.items():
+            scale, off = gradient.abs().max(), (made[name] - gradient).abs().max()
+            if not off <= TOLERANCE * scale + ROUNDING * largest:
+                return f"with vocabulary_slices the gradient of {name} differs by {off:.3g}, the largest is {scale:.3g}"
+    return ""
+
+
+def _gradients_of_parts(layers: BuiltLayers, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    parts = {name: found for name, found in layers.parts().items() if found[0].requires_grad}
+    gradients = iter(
+        torch.autograd.grad(loss, [one for found in parts.values() for one in found], materialize_grads=True)
+    )
+    return {name: torch.cat([next(gradients) for _ in found]) for name, found in parts.items()}
 
 
 def compare_documents(layers: BuiltLayers, vocabulary: int) -> str:

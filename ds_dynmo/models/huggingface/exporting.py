@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from ds_dynmo.files.checkpoints import REPLICA_OWN, layer_file
 from ds_dynmo.models.exporting import load, new_folder, tag_folder, weights_file
 from ds_dynmo.models.huggingface.adapter import PART, source_of
 from ds_dynmo.models.huggingface.adapter_files import SavedLayer, merged, write_adapters
+from ds_dynmo.models.huggingface.configs import name_of
 from ds_dynmo.models.huggingface.conversions import to_files
 from ds_dynmo.models.huggingface.source import Source
+from ds_dynmo.models.huggingface.vocabulary import slices_of
 from ds_dynmo.models.huggingface.weights import INDEX
+from ds_dynmo.models.slice_counts import Slices
 
 __all__ = ["export"]
 
@@ -30,16 +34,17 @@ def export(
     *,
     peft: Any = None,
     merge: bool = False,
+    vocabulary_slices: Slices = None,
 ) -> None:
     """Write the weights of a checkpoint in transformers' format, for its ``from_pretrained``.
 
     One process reads and writes one layer after the other, whatever the partition was that saved them; weights have
-    the dtype that they were trained in. Of a model with adapters, those alone are written, for peft's
-    ``from_pretrained``. The folder appears when it is whole.
+    the dtype that they were trained in, and slices of the vocabulary become one matrix. Of a model with adapters, those
+    alone are written, for peft's ``from_pretrained``. The folder appears when it is whole.
 
     Args:
-        model, peft: what :func:`~ds_dynmo.models.huggingface.layers` made the layers of. Only configs count, unless
-            adapters are merged with a base that the checkpoint lacks.
+        model, peft, vocabulary_slices: what :func:`~ds_dynmo.models.huggingface.layers` made the layers of. Only
+            configs count, unless adapters are merged with a base that the checkpoint lacks.
         checkpoint: what ``engine.save_checkpoint`` wrote: the folder with the file ``latest``, or that of a tag.
         folder: gets ``config.json``, safetensors files and their index; or ``adapter_config.json`` and
             ``adapter_model.safetensors``. Has to be empty or not there.
@@ -51,24 +56,27 @@ def export(
             were trained with other factors, or on another base, than ``model`` and ``peft`` say.
     """
     source, saved, out = source_of(model, seed=0, weights=False, peft=peft), tag_folder(Path(checkpoint)), Path(folder)
+    source = replace(source, slices=slices_of(source, vocabulary_slices, name_of(model)))
     if merge and source.adapters is None:
         raise ConfigError("merge: the model has no adapters: peft says which")
-    files = [(layer, saved / weights_file(layer)) for layer in range(source.outline.num_layers)]
-    for _, path in files:
+    layers = {layer: source.places(layer) for layer in range(source.outline.num_layers)}
+    for path in (saved / weights_file(number) for numbers in layers.values() for number in numbers):
         if not path.is_file():
-            raise CheckpointError(f"{path}: there is no such file")
+            hint = f": was the model trained with vocabulary_slices {source.slices}?" if source.slices else ""
+            raise CheckpointError(f"{path}: there is no such file{hint}")
     with new_folder(out) as new:
         if source.adapters is not None and not merge:
-            parts = ((source.outline.paths[layer], _saved_layer(path, layer)) for layer, path in files)
+            parts = ((source.outline.paths[layer], _saved_layer(saved, numbers)) for layer, numbers in layers.items())
             write_adapters(source.adapters, _base_of(model, source), parts, new)
             return
-        files = [(layer, path) for layer, path in files if source.shapes(layer)]  # a norm may have no weights
+        files = [(layer, numbers) for layer, numbers in layers.items() if source.shapes(layer)]  # norms may have none
         if merge:
             base = source_of(model, seed=0, peft=peft)
-            dtype = next(tensor.dtype for _, path in files for tensor in load(path).values())  # not a frozen layer's
-            made = (merged(base, layer, _saved_layer(path, layer), dtype) for layer, path in files)
+            every = (load(saved / weights_file(number)) for _, numbers in files for number in numbers)
+            dtype = next(tensor.dtype for state in every for tensor in state.values())  # not a frozen layer's
+            made = (merged(base, layer, _saved_layer(saved, numbers), dtype) for layer, numbers in files)
         else:
-            made = (_exported(source, layer, path) for layer, path in files)
+            made = (_exported(source, layer, saved, numbers) for layer, numbers in files)
         _write_model(source, made, len(files), new)
 
 
@@ -94,21 +102,41 @@ def _base_of(model: Any, source: Source) -> str | None:
     return source.adapters.lora_config.base_model_name_or_path if source.adapters is not None else None
 
 
-def _saved_layer(path: Path, layer: int) -> SavedLayer:
-    beside = path.parent / layer_file(layer, 0, 0)
-    return SavedLayer.of(path, _saved(path, layer), load(beside) if beside.is_file() else {}, PART)
+def _saved_layer(folder: Path, numbers: range) -> SavedLayer:
+    path = folder / weights_file(numbers[0])
+    beside = [folder / layer_file(number, 0, 0) for number in numbers]
+    return SavedLayer.of(path, _saved(folder, numbers), [load(one) for one in beside if one.is_file()], PART)
 
 
-def _saved(path: Path, layer: int) -> dict[str, torch.Tensor]:
-    """Read the tensors of one pipeline layer, by the names in transformers' module of it."""
-    found = {name.removeprefix(PART): value for name, value in load(path).items()}
-    shares = _shares(path.parent, layer)
+def _saved(folder: Path, numbers: range) -> dict[str, torch.Tensor]:
+    """Read the tensors of a part of the model, by the names in transformers' module of it.
+
+    Args:
+        numbers: of the pipeline layers that have it: the first has all of it, or each has some rows.
+    """
+    first, *others = every = [_of_layer(folder, number) for number in numbers]
+    for number, other in zip(numbers[1:], others):
+        if _rows(other) != _rows(first):
+            raise CheckpointError(
+                f"{folder / weights_file(number)}: has no rows of the matrix of {weights_file(numbers[0])}: was the "
+                f"model trained with vocabulary_slices {len(numbers)}?"
+            )
+    return {name: torch.cat([one[name] for one in every]) for name in first} if others else first
+
+
+def _rows(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape[1:] for name, tensor in tensors.items()}
+
+
+def _of_layer(folder: Path, number: int) -> dict[str, torch.Tensor]:
+    found = {name.removeprefix(PART): value for name, value in load(folder / weights_file(number)).items()}
+    shares = _shares(folder, number)
     return found | {name: torch.cat([share[name] for share in shares]) for name in (shares[0] if shares else ())}
 
 
-def _exported(source: Source, layer: int, path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of one pipeline layer, named as transformers names them."""
-    found = _saved(path, layer)
+def _exported(source: Source, layer: int, folder: Path, numbers: range) -> dict[str, torch.Tensor]:
+    """Read the tensors of a part of the model, named as transformers names them."""
+    found, path = _saved(folder, numbers), folder / weights_file(numbers[0])
     part = source.outline.paths[layer]
     expected = {name: torch.Size(shape) for name, shape in source.shapes(layer).items()}
     shapes = {name: value.shape for name, value in found.items()}

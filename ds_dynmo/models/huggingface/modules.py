@@ -30,7 +30,11 @@ __all__ = [
     "LMHead",
     "PositionEmbedding",
     "RouterLoss",
+    "check_inputs",
+    "pack",
     "tied_logits",
+    "unpack",
+    "with_router_loss",
 ]
 
 Inputs = dict[str, torch.Tensor]
@@ -100,19 +104,14 @@ class InputEmbedding(nn.Module):
         self.has_output_transform = tied and source.has_output_transform
 
     def forward(self, tokens: Activations) -> Activations:
-        given = 1 if isinstance(tokens, torch.Tensor) else len(tokens)
-        if given != 1 + len(self.inputs):
-            expected = " and ".join(("tokens", *self.inputs))
-            raise ConfigError(f"a micro-batch has {given} tensors: should be {expected} (inputs of huggingface.layers)")
+        check_inputs(tokens, ("tokens", *self.inputs), self.positions)
         ids, inputs = _beside(tokens, self.inputs)
         assert isinstance(ids, torch.Tensor)
-        if self.positions is not None and ids.shape[1] > self.positions:
-            raise ConfigError(f"sequences of {ids.shape[1]} tokens: the model has {self.positions} positions")
         hidden = self.part(ids)
         if self.has_input_transform:
             hidden = self.stubbed.enter(hidden, inputs, training=self.training)
         auxiliary = None if self.router_loss is None else self.router_loss.start(ids.device)
-        return _pack(Stream(hidden, auxiliary), inputs)
+        return pack(Stream(hidden, auxiliary), inputs)
 
 
 class PositionEmbedding(nn.Module):
@@ -125,11 +124,11 @@ class PositionEmbedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, activations: Activations) -> Activations:
-        stream, inputs = _unpack(activations, self.inputs)
+        stream, inputs = unpack(activations, self.inputs)
         hidden, positions = stream.hidden, inputs.get("position_ids")
         if positions is None:
             positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-        return _pack(replace(stream, hidden=self.dropout(hidden + self.part(positions))), inputs)
+        return pack(replace(stream, hidden=self.dropout(hidden + self.part(positions))), inputs)
 
 
 class DecoderLayer(nn.Module):
@@ -154,17 +153,17 @@ class DecoderLayer(nn.Module):
         self.exact = [name for name, _ in self.part.named_buffers() if plain_name(name) in exact]
 
     def forward(self, activations: Activations) -> Activations:
-        stream, inputs = _unpack(activations, self.inputs)
+        stream, inputs = unpack(activations, self.inputs)
         args, kwargs = self.stubbed.arguments(self.block, stream.hidden, inputs)
         loss = self.router_loss
         if loss is None or stream.auxiliary is None or not self.training:
-            return _pack(replace(stream, hidden=_hidden(self.part(*args, **kwargs))), inputs)
+            return pack(replace(stream, hidden=_hidden(self.part(*args, **kwargs))), inputs)
         with _outputs_of(self.part.get_submodule(loss.router)) as routed:
             hidden = _hidden(self.part(*args, **kwargs))
         found = routed[0]
         logits = found[loss.output] if isinstance(found, tuple) else found
         auxiliary = loss.add(stream.auxiliary, logits, inputs.get("attention_mask"))
-        return _pack(replace(stream, hidden=hidden, auxiliary=auxiliary), inputs)
+        return pack(replace(stream, hidden=hidden, auxiliary=auxiliary), inputs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DecoderLayer:
         """Convert as ``nn.Module`` does, but for dtypes of buffers that transformers keeps in fp32."""
@@ -182,8 +181,8 @@ class DecoderNorm(nn.Module):
         self.part = source.build(layer)
 
     def forward(self, activations: Activations) -> Activations:
-        stream, inputs = _unpack(activations, self.inputs)
-        return _pack(replace(stream, hidden=self.part(stream.hidden)), inputs)
+        stream, inputs = unpack(activations, self.inputs)
+        return pack(replace(stream, hidden=self.part(stream.hidden)), inputs)
 
 
 class LMHead(nn.Module):
@@ -218,13 +217,34 @@ class _Tied:
 def _outputs(
     head: Callable[[torch.Tensor], torch.Tensor], layer: InputEmbedding | LMHead, activations: Activations
 ) -> Activations:
-    stream, inputs = _unpack(activations, layer.inputs)
+    stream, inputs = unpack(activations, layer.inputs)
     logits = layer.stubbed.logits(stream.hidden, head) if layer.has_output_transform else head(stream.hidden)
-    if layer.router_loss is None or stream.auxiliary is None:
-        return logits
+    return with_router_loss(logits, layer.router_loss, stream, inputs)
+
+
+def with_router_loss(
+    outputs: torch.Tensor, router_loss: RouterLoss | None, stream: Stream, inputs: Inputs
+) -> Activations:
+    """Return the model's outputs, and the router loss if any."""
+    if router_loss is None or stream.auxiliary is None:
+        return outputs
     batch, sequence, _ = stream.hidden.shape
     mask = inputs.get("attention_mask")
-    return logits, layer.router_loss.loss(stream.auxiliary, batch * sequence if mask is None else mask.sum())
+    return outputs, router_loss.loss(stream.auxiliary, batch * sequence if mask is None else mask.sum())
+
+
+def check_inputs(inputs: Activations, names: tuple[str, ...], positions: int | None, remedy: str = "") -> None:
+    """Refuse a micro-batch with other tensors than ``names``, or sequences longer than the model's ``positions``.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    given = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    if len(given) != len(names):
+        expected, remedy = " and ".join(names), remedy or "inputs of huggingface.layers"
+        raise ConfigError(f"a micro-batch has {len(given)} tensors: should be {expected} ({remedy})")
+    if positions is not None and given[0].shape[1] > positions:
+        raise ConfigError(f"sequences of {given[0].shape[1]} tokens: the model has {positions} positions")
 
 
 def _beside(activations: Activations, names: tuple[str, ...]) -> tuple[Activations, Inputs]:
@@ -235,7 +255,8 @@ def _beside(activations: Activations, names: tuple[str, ...]) -> tuple[Activatio
     return first[0] if len(first) == 1 else first, dict(zip(names, inputs, strict=True))
 
 
-def _unpack(activations: Activations, names: tuple[str, ...]) -> tuple[Stream, Inputs]:
+def unpack(activations: Activations, names: tuple[str, ...]) -> tuple[Stream, Inputs]:
+    """Read what :func:`pack` returned; ``names`` are those of the model's inputs beside the tokens."""
     own, inputs = _beside(activations, names)
     return Stream.unpack(own), inputs
 
@@ -246,7 +267,8 @@ def _hidden(output: Any) -> torch.Tensor:
     return output
 
 
-def _pack(stream: Stream, inputs: Mapping[str, torch.Tensor]) -> Activations:
+def pack(stream: Stream, inputs: Mapping[str, torch.Tensor]) -> Activations:
+    """Return the tensors that go on to the next layer: those of the stream, and behind them the model's inputs."""
     own = stream.pack()
     if not inputs:
         return own

@@ -40,6 +40,7 @@ class Source:
             layer.
         has_output_transform: whether it computes something around its output embedding.
         adapters: None: parts are transformers' alone.
+        slices: of the vocabulary, each a layer of the pipeline at both ends; 0: it is whole.
     """
 
     skeleton: Any
@@ -55,6 +56,7 @@ class Source:
     has_input_transform: bool = False
     has_output_transform: bool = False
     adapters: Adapters | None = None
+    slices: int = 0
 
     @property
     def config(self) -> Any:
@@ -87,8 +89,15 @@ class Source:
         part = self.skeleton.get_submodule(self.outline.paths[layer])
         return {name: tuple(tensor.shape) for name, tensor in part.state_dict().items()}
 
+    def places(self, layer: int) -> range:
+        """Return the numbers in the pipeline's list of what part ``layer`` is there: one, or one for each slice."""
+        more = max(self.slices - 1, 0)
+        is_end = layer == 0 or (layer == len(self.outline.paths) - 1 and not self.tied)
+        first = layer + more * (layer > 0)
+        return range(first, first + 1 + more * is_end)
+
     def of(self, layer: int) -> Source:
-        """Narrow this to pipeline layer ``layer``, so that its spec keeps no other layer's weights alive."""
+        """Narrow this to part ``layer``, so that its spec keeps no other layer's weights alive."""
         adapters = None if self.adapters is None else self.adapters.of(self.outline.paths[layer])
         if self.tensors is None:
             return replace(self, adapters=adapters)

@@ -96,6 +96,16 @@ class BuiltLayers(nn.Module):
             if hasattr(layer, "stubbed"):
                 layer.stubbed = copy.deepcopy(layer.stubbed)
 
+    def parts(self) -> dict[str, list[nn.Parameter]]:
+        """Group the parameters by their part of the model, of which slices of the vocabulary are rows."""
+        found: dict[str, list[nn.Parameter]] = {}
+        part = -1
+        for layer in self.layers:
+            part += getattr(layer, "rows", range(1)).start == 0
+            for name, parameter in layer.named_parameters():
+                found.setdefault(f"{part}.{name}", []).append(parameter)
+        return found
+
     def named_weights(self, model: Any) -> dict[str, nn.Parameter]:
         """Collect the parameters of all layers by their names in transformers' ``model``."""
         return {

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 
 from ds_dynmo.errors import ConfigError, PackingError
-from ds_dynmo.models.huggingface.comparison import compare, compare_documents, compare_parameters
+from ds_dynmo.models.huggingface.comparison import compare, compare_documents, compare_parameters, compare_slices
 from ds_dynmo.models.huggingface.configs import default_attention
 from ds_dynmo.models.huggingface.moe import can_share
 from ds_dynmo.models.huggingface.outline import outline_of
@@ -33,6 +33,7 @@ __all__ = ["Trial", "find_transforms", "verify"]
 
 ON_CPU = ("sdpa", "eager")  # implementations of attention; others are kernels of accelerators
 
+SLICES = 3  # of a tiny vocabulary, which they do not divide
 _PATIENCE = timedelta(minutes=10)  # with the rank that compares, which takes a second or a few
 _MORE = "is more than its declared parts"
 _NO_TINY = "cannot be verified by a tiny model of its config"
@@ -48,6 +49,7 @@ class Trial:
         implementation: of attention, one that runs on a CPU.
         fresh: whether weights are drawn.
         parallel: whether experts are distributed over the replicas.
+        slices: of the vocabulary; 0: it is whole.
     """
 
     inputs: tuple[str, ...]
@@ -56,6 +58,7 @@ class Trial:
     has_output_transform: bool
     fresh: bool = False
     parallel: bool = False
+    slices: int = 0
 
 
 # Makes the layers of a model, or config, of transformers.
@@ -110,6 +113,7 @@ def verify(source: Source, label: str, make_specs: MakeSpecs) -> None:
         *(source.inputs, implementation, source.has_input_transform, source.has_output_transform),
         fresh=source.tensors is None,
         parallel=any(one is not None and one.parallel for one in source.experts),
+        slices=SLICES if source.slices else 0,
     )
     try:
         tiny = json.dumps(tiny_config(config, source.blocks), sort_keys=True)
@@ -178,10 +182,13 @@ def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> Comp
 def _compare_layers(model: Any, trial: Trial, make_specs: MakeSpecs) -> ComparisonResult:
     """Compare the layers of a tiny ``model`` with it, and try what only some runs ask for."""
     vocabulary, blocks = model.config.vocab_size, getattr(model.base_model, outline_of(model, "the tiny model").blocks)
-    said = compare_parameters(model, BuiltLayers(make_specs(model.config, trial))) if trial.fresh else ""
-    layers = BuiltLayers(make_specs(model, trial))
+    whole = replace(trial, slices=0)
+    said = compare_parameters(model, BuiltLayers(make_specs(model.config, whole))) if trial.fresh else ""
+    layers = BuiltLayers(make_specs(model, whole))
     layers.separate()
     said = said or compare(model, layers, trial.inputs)
+    if trial.slices and not said:
+        said = compare_slices(layers, BuiltLayers(make_specs(model, trial)), trial.inputs, vocabulary)
     if said:
         return ComparisonResult(f"{_MORE}: {said}")
     if trial.inputs == ("position_ids",) and (said := compare_documents(layers, vocabulary)):

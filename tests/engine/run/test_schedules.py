@@ -82,13 +82,20 @@ def decided(case: Case) -> list[Any]:
 
 
 def test_a_decision_finds_an_order_that_all_ranks_run() -> None:
-    case = Case(stages=3, replicas=2, micro_batches=6, dynmo=ZERO_BUBBLE)
+    case = Case(stages=3, replicas=2, micro_batches=6, tied=True, dynmo=ZERO_BUBBLE)
     results = run(6, decided, case)[0]
     assert all(seen == results[0][0] for seen, *_ in results)
     assert results[0][0][-1] != results[0][0][0]
     parts = results[0][2]
-    blocks = parts[1:-2]  # of two linear layers each
-    assert all(first > 0 and second > 0 and held > 0 for first, second, held in blocks)
+    products = [*parts[1:-2], parts[-1]]  # blocks of two linear layers each, and a head with the embedding's weight
+    assert all(first > 0 and second > 0 and held > 0 for first, second, held in products)
+
+
+def test_a_head_beside_its_embedding_on_one_stage_defers() -> None:
+    """In a V both are on the first stage."""
+    case = Case(stages=2, micro_batches=4, tied=True, dynmo={"interval": 0, "schedule": {"kind": "v"}})
+    parts = run(2, decided, case)[0][0][2]
+    assert all(value > 0 for value in parts[-1])
 
 
 def test_1f1b_runs_unless_another_schedule_is_asked_for() -> None:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_dynmo.engine.run.split_modules import watched
 from ds_dynmo.engine.run.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.models import gpt, huggingface
+from ds_dynmo.models.gpt_config import GPTConfig
 from tests.support.split_models import (
     BOTH,
     MODELS,
@@ -54,6 +58,32 @@ def test_a_head_that_has_the_weights_of_the_embedding() -> None:
     model = Apart(lambda x, embedding, one, head: head(one(embedding(tokens) + x)), embedding, linear(), head)
     passes = [(entering, torch.randn(2, 5, 7)) for entering, _ in inputs(2, 5, WIDTH)]
     assert check_same(model, passes) == {"parts.1.weight", "parts.1.bias"}
+
+
+TIED = {"vocab_size": 50, "hidden_size": WIDTH, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+def gpt_layers() -> list[Any]:
+    return gpt.gpt_layers(GPTConfig(vocab_size=50, hidden_size=WIDTH, heads=2, layers=1))
+
+
+def huggingface_layers() -> list[Any]:
+    pytest.importorskip("transformers")
+    return huggingface.layers({"model_type": "llama", **TIED, "tie_word_embeddings": True}, verified=False)
+
+
+@pytest.mark.parametrize(("make", "name"), [(gpt_layers, "weight"), (huggingface_layers, "part.weight")])
+def test_a_head_that_is_a_function_of_the_tied_embedding(make: Callable[[], list[Any]], name: str) -> None:
+    first, *_, last = make()
+    model = Apart(lambda x, tied: watched(partial(last.forward_fn, tied), tied)(x), first.build())
+    passes = [(entering, torch.randn(2, 5, 50)) for entering, _ in inputs(2, 5, WIDTH)]
+    assert check_same(model, passes) == {f"parts.0.{name}"}
+
+
+def test_a_function_that_runs_compiled_modules_is_not_watched() -> None:
+    function, module = nn.Identity(), linear()
+    module.compile(backend="eager")
+    assert watched(function, module) is function
 
 
 def test_adapters_of_peft() -> None:

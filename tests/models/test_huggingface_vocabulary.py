@@ -1,0 +1,214 @@
+"""Hugging Face models with their vocabulary in slices: loss and gradients are the library's, whatever the family."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ds_dynmo.errors import CheckpointError, ConfigError
+from ds_dynmo.models import huggingface, language_model_loss
+from ds_dynmo.models.huggingface import vocabulary
+from ds_dynmo.models.huggingface.adapter import source_of
+from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
+from ds_dynmo.models.huggingface.verification import find_transforms
+from tests.support import case_runs
+from tests.support.case_runs import CaseRun
+from tests.support.harness import run_each
+from tests.support.huggingface_families import tiny_values, write_checkpoint
+from tests.support.huggingface_runs import LENGTH, MODELS
+from tests.support.training import whole
+
+transformers = pytest.importorskip("transformers")
+
+TIED = {"tie_word_embeddings": True}
+MASK = ("attention_mask", "position_ids")
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by why they are here
+    "scaled embedding and soft caps, tied": ("gemma2", {}),
+    "bias of the head": ("phi", {}),
+    "learned positions, tied": ("gpt2", {}),
+    "router loss": ("mixtral", {}),
+    "padding among the words, tied": ("llama", {**TIED, "pad_token_id": 2}),
+    "scaled logits": ("granite", {"embedding_multiplier": 12.0, "logits_scaling": 8.0}),
+    "scaled logits, tied": ("cohere", {}),
+    "embedding that scales": ("gemma3_text", {}),
+    "dropout before the layers": ("gpt_neox", {"hidden_dropout": 0.2}),
+    "eager attention alone": ("gpt_oss", {}),
+    "untied": ("qwen3", {"tie_word_embeddings": False}),
+    "router loss and shared experts, tied": ("qwen2_moe", TIED),
+}
+OFTEN = ("scaled embedding and soft caps, tied", "bias of the head", "router loss", "padding among the words, tied")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES]
+)
+def test_a_family_equals_the_librarys(name: str) -> None:
+    """Verification compares losses and gradients, with padding too."""
+    kind, changes = FAMILIES[name]
+    values = tiny_values(kind, **changes)
+    specs = huggingface.layers(values, vocabulary_slices=4, inputs=MASK if kind != "gpt2" else ())
+    tied = [spec.key for spec in specs if hasattr(spec, "key")]
+    assert len(tied) == (8 if "tied" in name.split(", ")[-1].split() else 0)
+
+
+def model_and_batch(**changes: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    model = random_model(tiny_values("llama", **changes), "sdpa")
+    tokens, _ = next(trial_batches(model.config.vocab_size, ()))
+    labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
+    labels[0, :4] = -100
+    return model, tokens, labels
+
+
+def gradients_of(layers: BuiltLayers) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([weight.grad for weight in weights]) for name, weights in layers.parts().items()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("slices", [1, 4, 16])
+def test_loss_and_gradients_equal_the_librarys(slices: int, tied: bool) -> None:
+    model, tokens, labels = model_and_batch(tie_word_embeddings=tied)
+    layers = BuiltLayers(huggingface.layers(model, vocabulary_slices=slices, verified=False))
+    loss = language_model_loss(layers((tokens, labels)), labels)
+    expected = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)
+    loss.backward()
+    expected.backward()
+    found = gradients_of(layers)
+    for one, name in ((0, "model.embed_tokens.weight"), *(() if tied else ((-1, "lm_head.weight"),))):
+        gradient, wanted = [*found.values()][one], model.get_parameter(name).grad
+        assert (gradient - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+def test_bf16_differs_by_its_rounding() -> None:
+    model, tokens, labels = model_and_batch()
+    layers = BuiltLayers(huggingface.layers(model, vocabulary_slices=4, verified=False)).bfloat16()
+    expected = F.cross_entropy(model.bfloat16()(tokens).logits.float().flatten(0, 1), labels.flatten())
+    assert layers((tokens, labels)).dtype == torch.float32
+    torch.testing.assert_close(language_model_loss(layers((tokens, labels)), labels), expected, rtol=2**-8, atol=0.0)
+
+
+def test_padding_and_sizes_of_a_slice_are_its_own() -> None:
+    specs = huggingface.layers(tiny_values("llama", **TIED, pad_token_id=9), vocabulary_slices=4, verified=False)
+    parts = [spec.build().part for spec in specs[:4]]
+    assert [part.padding_idx for part in parts] == [None, 1, None, None]
+    assert [part.num_embeddings for part in parts] == [8] * 4
+
+
+def test_auto_counts_weights() -> None:
+    values = tiny_values("llama")
+    source = source_of(values, 0)
+    blocks = source.blocks[0]
+    block = sum(weight.numel() for weight in blocks.parameters() if weight.dim() > 1)
+    words = block // source.config.hidden_size + 1  # a head of a little more than a block
+    assert vocabulary.slices_of(source, "auto", "it") == 0
+    assert vocabulary.slices_of(source_of({**values, "vocab_size": words}, 0), "auto", "it") == 3
+    assert vocabulary.slices_of(source_of({**values, "vocab_size": 4 * words}, 0), "auto", "it") == 9
+
+
+class OtherHead(nn.Linear):
+    """A head of a class of its own."""
+
+
+def refusal(values: dict[str, Any], **settings: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        huggingface.layers(values, **{"vocabulary_slices": 3, **settings})
+    return str(error.value)
+
+
+def test_what_cannot_be_in_slices_is_refused() -> None:
+    pytest.importorskip("peft")
+    values = tiny_values("llama")
+    for slices in (33, 0, True, "some"):
+        assert "should be from 1 to 32, the vocabulary of" in refusal(values, vocabulary_slices=slices)
+    adapters = {"target_modules": ["q_proj", "lm_head"], "task_type": "CAUSAL_LM"}
+    assert "peft: lm_head is a target, and lora_A.default.weight belongs to all" in refusal(values, peft=adapters)
+
+
+def test_a_head_that_is_no_matrix_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = find_transforms(source_of(tiny_values("granite", logits_scaling=8.0), 0), "it")
+    assert vocabulary.slices_of(source, 3, "it") == 3
+    monkeypatch.setattr(source.stubbed, "logits", lambda hidden, head: head(hidden).softmax(-1))
+    with pytest.raises(ConfigError, match=r"model_type granite: vocabulary_slices 3: .* is not of each word alone"):
+        vocabulary.slices_of(source, 3, "it")
+    monkeypatch.setattr(source.skeleton, "lm_head", OtherHead(4, 32, bias=False))
+    with pytest.raises(ConfigError, match=r"lm_head, is no product with a matrix but a OtherHead"):
+        vocabulary.slices_of(source, 3, "it")
+
+
+def test_a_micro_batch_without_labels_is_refused() -> None:
+    layers = BuiltLayers(huggingface.layers(tiny_values("llama"), vocabulary_slices=3, verified=False))
+    with pytest.raises(ConfigError, match=r"has 1 tensors: should be tokens and labels \(call engine\.set_batch_fn"):
+        layers(torch.zeros(2, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_is_one_matrix_that_can_be_cut_otherwise(tied: bool, tmp_path: Path) -> None:
+    model, tokens, labels = model_and_batch(tie_word_embeddings=tied)
+    folder, checkpoint, out = (tmp_path / part for part in ("folder", "checkpoint", "out"))
+    model.save_pretrained(folder)
+    built = BuiltLayers(huggingface.layers(folder, vocabulary_slices=3, verified=False))
+    write_checkpoint(built, checkpoint)
+    huggingface.export(folder, checkpoint, out, vocabulary_slices=3)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(out)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(exported.state_dict()[name], weight), name
+    again = BuiltLayers(huggingface.layers(out, vocabulary_slices=7, verified=False))
+    losses = [language_model_loss(layers((tokens, labels)), labels) for layers in (built, again)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0.0)
+    for slices, message in ((None, r"is not layer 0 .* has shape \[10, "), (5, "trained with vocabulary_slices 5")):
+        with pytest.raises(CheckpointError, match=message):
+            huggingface.export(folder, checkpoint, tmp_path / f"wrong {slices}", vocabulary_slices=slices)
+
+
+def test_adapters_beside_slices_and_a_head_that_trains_are_exported(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model, tokens, labels = model_and_batch()
+    settings = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        adapted.base_model.model.lm_head.modules_to_save["default"].weight.mul_(1.5)
+    built = BuiltLayers(huggingface.layers(adapted, vocabulary_slices=3, verified=False))
+    loss = language_model_loss(built((tokens, labels)), labels)
+    expected = F.cross_entropy(adapted(tokens).logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)
+    loss.backward()
+    trained = {name for name, weights in built.parts().items() if weights[0].grad is not None}
+    assert trained and all("lora_" in name or "modules_to_save" in name for name in trained)
+    write_checkpoint(built, tmp_path / "checkpoint")
+    huggingface.export(adapted, tmp_path / "checkpoint", tmp_path / "adapter", vocabulary_slices=3)
+    huggingface.export(adapted, tmp_path / "checkpoint", tmp_path / "merged", merge=True, vocabulary_slices=3)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(again(tokens).logits, adapted(tokens).logits, rtol=1e-4, atol=1e-5)
+    read = peft.PeftModel.from_pretrained(random_model(tiny_values("llama"), "sdpa"), tmp_path / "adapter")
+    torch.testing.assert_close(read(tokens).logits, adapted(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("granite", "fp32"),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in (("granite", "bf16"), ("granite", "bf16 zero1"))),
+        *(pytest.param(name, "bf16 zero1", marks=pytest.mark.nightly) for name in ("mixtral tied", "gpt2", "qwen3")),
+    ],
+)
+def test_moves_of_slices_change_nothing(name: str, precision: str) -> None:
+    """In the order of zero bubble on a chain, and in a V, where both uses of a key are on one stage."""
+    model = {"huggingface": MODELS[name], "sequence_length": LENGTH, "verified": False, "vocabulary_slices": 4}
+    still = CaseRun(model, precision=precision, clip=0.0)
+    chain = {1: [0, 2, 13], 2: [0, 11, 13], 4: [0, 12, 13]}
+    folded = {1: [0, 1, 5, 9, 13], 2: [0, 3, 11, 12, 13], 3: [0, 12, 13], 5: [0, 2, 6, 11, 13]}
+    ours = [
+        replace(still, moves=moves, dynmo={"interval": 0, "schedule": {"kind": kind}})
+        for kind, moves in (("zero_bubble", chain), ("v", folded))
+    ]
+    expected, *others = run_each(2, case_runs.train, (still,), *((one,) for one in ours))
+    for found in others:
+        assert found[0]["losses"] == expected[0]["losses"] and found[0]["evaluated"] == expected[0]["evaluated"]
+        assert whole(found) == whole(expected)

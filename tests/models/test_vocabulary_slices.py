@@ -1,0 +1,176 @@
+"""The GPT's vocabulary in slices: loss and gradients are those of whole matrices, and moves change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import TiedLayerSpec
+
+from ds_dynmo.config import parse_section
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models import ModelConfig, language_model_loss, model_layers, with_labels
+from ds_dynmo.models.gpt import Block, FinalNorm
+from ds_dynmo.models.huggingface.trial import BuiltLayers
+from ds_dynmo.models.seeding import generator_for
+from ds_dynmo.models.vocabulary import takes_labels
+from ds_dynmo.models.vocabulary_slices import EmbeddingSlice, HeadSlice
+from tests.support import case_runs
+from tests.support.case_runs import CaseRun
+from tests.support.harness import run_each
+from tests.support.training import whole
+
+SIZES = {"layers": 2, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "vocab_size": 258}
+MOE = {"kind": "moe", "experts": 4}
+
+
+def config_of(slices: Any, tied: bool = True, **more: Any) -> ModelConfig:
+    section = {**SIZES, "tied_embedding": tied, "vocabulary_slices": slices, **more}
+    return parse_section(ModelConfig, section, "model")
+
+
+def layers_of(slices: Any, tied: bool = True, *, packed: bool = False, **more: Any) -> BuiltLayers:
+    return BuiltLayers(model_layers(config_of(slices, tied, **more), packed=packed))
+
+
+def batch(*, packed: bool = False, trained: float = 0.7) -> tuple[Any, torch.Tensor]:
+    """Return inputs and labels, of which a part is -100."""
+    generator = generator_for("slices")
+    tokens = torch.randint(SIZES["vocab_size"], (3, 13), generator=generator)
+    counts = torch.rand(3, 12, generator=generator) < trained
+    positions = torch.arange(12).remainder(5).expand(3, -1)
+    inputs = (tokens[:, :-1], positions) if packed else tokens[:, :-1]
+    return inputs, tokens[:, 1:].where(counts, torch.tensor(-100))
+
+
+def loss_and_gradients(layers: BuiltLayers, inputs: Any, labels: torch.Tensor) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the loss, and the gradients of the parts of the model: rows of slices are joined."""
+    layers.zero_grad()
+    loss = language_model_loss(layers(inputs), labels)
+    loss.backward()
+    parts = layers.parts().items()
+    return loss.detach(), {name: torch.cat([weight.grad for weight in weights]) for name, weights in parts}
+
+
+def check_as_whole(sliced: BuiltLayers, plain: BuiltLayers, *, tolerance: float, **of_batch: Any) -> None:
+    inputs, labels = batch(**of_batch)
+    expected, wanted = loss_and_gradients(plain, inputs, labels)
+    found, gradients = loss_and_gradients(sliced, with_labels((inputs, labels))[0], labels)
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=0.0, equal_nan=True)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        off = (gradients[name] - gradient).abs().max()
+        assert off <= tolerance * gradient.abs().max(), (name, off)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("slices", [1, 4, 16])
+def test_loss_and_gradients_equal_those_of_whole_matrices(slices: int, tied: bool) -> None:
+    check_as_whole(layers_of(slices, tied), layers_of(None, tied), tolerance=2e-6)
+
+
+def test_bf16_differs_by_its_rounding() -> None:
+    check_as_whole(layers_of(4).bfloat16(), layers_of(None).bfloat16(), tolerance=2**-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_auxiliary_losses_halves_and_packed_documents_go_along(packed: bool) -> None:
+    more: dict[str, Any] = {"case": MOE, "split_blocks": True, "packed": packed}
+    check_as_whole(layers_of(4, **more), layers_of(None, **more), tolerance=2e-6, packed=packed)
+
+
+def test_a_micro_batch_without_labels_trains_nothing() -> None:
+    """Its loss is nan, as of torch's cross entropy."""
+    check_as_whole(layers_of(4), layers_of(None), tolerance=0.0, trained=0.0)
+
+
+def test_evaluation_equals_that_of_whole_matrices() -> None:
+    inputs, labels = batch()
+    sliced, plain = layers_of(4, case=MOE).eval(), layers_of(None, case=MOE).eval()
+    with torch.no_grad():
+        found = language_model_loss(sliced(with_labels((inputs, labels))[0]), labels)
+        expected = language_model_loss(plain(inputs), labels)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+
+
+def test_slices_have_the_rows_of_the_whole_matrix() -> None:
+    for tied in (True, False):
+        plain, sliced = layers_of(None, tied).layers, layers_of(4, tied).layers
+        assert torch.equal(torch.cat([layer.weight for layer in sliced[:4]]), plain[0].weight)
+        if not tied:
+            assert torch.equal(torch.cat([layer.weight for layer in sliced[-4:]]), plain[-1].weight)
+
+
+def test_the_layer_list_has_slices_at_both_ends() -> None:
+    tied, untied = (model_layers(config_of(2, one)) for one in (True, False))
+    assert [spec.typename for spec in untied] == [*[EmbeddingSlice] * 2, Block, Block, FinalNorm, *[HeadSlice] * 2]
+    keys = ["embedding 0", "embedding 1"]
+    assert [getattr(spec, "key", None) for spec in tied] == [*keys, None, None, None, *keys]
+    assert all(isinstance(spec, TiedLayerSpec) and spec.forward_fn is None for spec in tied[:2])
+    assert takes_labels(tied) and not takes_labels(model_layers(config_of(None)))
+
+
+def test_auto_makes_slices_of_at_most_half_a_block() -> None:
+    """A block has (4 + 2 * 2) * 16 * 16 + 12 * 16 = 2,240 multiplications per token, the head 16 per word."""
+    assert config_of("auto", vocab_size=256).num_vocabulary_slices == 4
+    assert config_of("auto", vocab_size=1120).num_vocabulary_slices == 16
+    assert config_of("auto", hidden_size=64, vocab_size=256).num_vocabulary_slices == 0
+    assert not takes_labels(model_layers(config_of("auto", hidden_size=64, vocab_size=256)))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"vocabulary_slices": 259}, r"vocabulary_slices = 259: should be at most vocab_size, 258"),
+        ({"vocabulary_slices": 0}, r"model\.vocabulary_slices = 0: .*1"),
+        ({"vocabulary_slices": "all"}, r"model\.vocabulary_slices = \"all\": .*auto"),
+        (
+            {"vocabulary_slices": 2, "case": {"kind": "early_exit", "method": "calm"}},
+            "early_exit: cannot be combined with vocabulary_slices",
+        ),
+    ],
+)
+def test_what_cannot_be_in_slices_is_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_section(ModelConfig, {**SIZES, "layers": 4, **section}, "model")
+
+
+def test_a_micro_batch_without_labels_beside_its_tokens_is_refused() -> None:
+    inputs, _ = batch(packed=True)
+    with pytest.raises(ConfigError, match=r"has 1 tensors as its inputs: should be tokens, labels.*with_labels"):
+        layers_of(4)(inputs[0])
+    with pytest.raises(ConfigError, match="has 2 tensors as its inputs: should be tokens, positions, labels"):
+        layers_of(4, packed=True)(inputs)
+
+
+@pytest.mark.parametrize("number", [258, -1])
+@pytest.mark.parametrize("of_labels", [False, True])
+def test_tokens_that_no_slice_has_are_no_zeros(number: int, of_labels: bool) -> None:
+    inputs, labels = batch()
+    (labels if of_labels else inputs)[0, 3] = number
+    with pytest.raises(IndexError):
+        layers_of(4)((inputs, labels))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "precision",
+    ["fp32", "bf16 zero1", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("bf16", "fp32 zero1"))],
+)
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_moves_of_slices_change_nothing(precision: str, tied: bool) -> None:
+    """Both uses of a key are on one stage at times, and always in a V."""
+    model = {"vocabulary_slices": 4, "tied_embedding": tied}
+    still = CaseRun(model, precision=precision, clip=0.0)
+    chain = {1: [0, 2, 13], 2: [0, 11, 13], 3: [0, 12, 13], 4: [0, 3, 13]}
+    folded = {1: [0, 1, 5, 9, 13], 2: [0, 3, 11, 12, 13], 3: [0, 12, 13], 5: [0, 2, 6, 11, 13]}
+    ours = [
+        replace(still, moves=moves, dynmo={"interval": 0, "schedule": {"kind": kind}})
+        for kind, moves in (("zero_bubble", chain), ("v", folded))
+    ]
+    expected, *others = run_each(2, case_runs.train, (still,), *((one,) for one in ours))
+    for found in others:
+        assert found[0]["losses"] == expected[0]["losses"] and found[0]["evaluated"] == expected[0]["evaluated"]
+        assert whole(found) == whole(expected)
