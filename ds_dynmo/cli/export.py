@@ -3,8 +3,9 @@
     ds-dynmo-export run exported
 
 Of a Hugging Face model: what transformers' from_pretrained reads, with the tokenizer of the model's folder. Of one with
-adapters: what peft's from_pretrained reads; with --merge, the whole model. Of a pruned model of our own: dense weights,
-with zeros, in a file per layer, named as DeepSpeed's. Each is the state_dict of that layer without pruning.
+adapters: what peft's from_pretrained reads; with --merge, the whole model. Of a model of our own that is pruned, or has
+its vocabulary in slices: dense weights, with zeros, in a file per layer, named as DeepSpeed's. Each is the state_dict of
+that layer of the same model without pruning and slices.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ds_dynmo.cli.command_line import OneLineParser, refuse
 from ds_dynmo.cli.training.resuming import checkpoint_folder, find_checkpoint, read_run_metadata
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import PruningConfig, huggingface, model_layers, read_model_config
-from ds_dynmo.models.pruning.exporting import export as export_pruned
+from ds_dynmo.models.pruning.exporting import export as export_plain
 
 __all__ = ["export"]
 
@@ -43,10 +44,13 @@ def export(checkpoint: Path, folder: Path, *, tag: str | None = None, merge: boo
         huggingface.export(model.huggingface, weights, folder, peft=model.peft, merge=merge, vocabulary_slices=slices)
         if isinstance(model.huggingface, str):
             copy_tokenizer(Path(model.huggingface), folder)
-    elif model.find_case(PruningConfig) is not None:
-        export_pruned(model_layers(model), weights, folder)
+    elif model.find_case(PruningConfig) is not None or model.num_vocabulary_slices:
+        export_plain(model_layers(model), weights, folder)
     else:
-        raise ConfigError(f'{checkpoint}: model.case has no kind "pruning": its weights are dense already')
+        raise ConfigError(
+            f'{checkpoint}: model.case has no kind "pruning", model.vocabulary_slices is null: its weights are dense and '
+            "whole already"
+        )
 
 
 def copy_tokenizer(model: Path, folder: Path) -> None:

@@ -18,7 +18,7 @@ __all__ = [
     "NO_LABEL",
     "add_embeddings",
     "add_logits",
-    "check_numbers",
+    "check_tokens",
     "local",
     "takes_labels",
     "token_losses",
@@ -42,13 +42,14 @@ def takes_labels(layers: Sequence[LayerSpec]) -> bool:
     return getattr(layers[0].typename, "takes_labels", False)
 
 
-def check_numbers(numbers: torch.Tensor, vocabulary: int) -> None:
-    """Look ``numbers`` up in a vocabulary: torch fails where it has no such token, as a whole matrix would.
+def check_tokens(tokens: torch.Tensor, labels: torch.Tensor, vocabulary: int) -> None:
+    """Look the tokens of a micro-batch up: torch fails where there is no such token, as with a whole matrix.
 
     A slice cannot tell the tokens of other slices from tokens of none.
     """
-    known = numbers.masked_fill(numbers == NO_LABEL, 0).flatten()
-    torch.zeros((), device=numbers.device).expand(vocabulary).index_select(0, known)
+    known = torch.zeros((), device=tokens.device).expand(vocabulary)
+    for numbers in (tokens, labels.masked_fill(labels == NO_LABEL, 0)):
+        known.index_select(0, numbers.flatten())
 
 
 def add_embeddings(hidden: torch.Tensor | None, found: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,9 @@ from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.slice_counts import rows_of_slices
 from ds_dynmo.models.stream import Activations, Stream
-from ds_dynmo.models.vocabulary import add_embeddings, add_logits, check_numbers, local, token_losses
+from ds_dynmo.models.vocabulary import add_embeddings, add_logits, check_tokens, local, token_losses
 
-__all__ = ["EmbeddingSlice", "HeadSlice", "score", "slice_layers"]
+__all__ = ["EmbeddingSlice", "HeadSlice", "first_row", "score", "slice_layers"]
 
 
 class EmbeddingSlice(GPTLayer):
@@ -75,8 +75,7 @@ class EmbeddingSlice(GPTLayer):
                 "in slices (vocabulary_slices): call engine.set_batch_fn(ds_dynmo.models.with_labels)"
             )
         tokens, *positions, labels = inputs
-        check_numbers(tokens, self.vocabulary)
-        check_numbers(labels, self.vocabulary)
+        check_tokens(tokens, labels, self.vocabulary)
         return tokens, labels, *positions
 
 
@@ -118,3 +117,11 @@ def slice_layers(config: GPTConfig, *, packed: bool) -> tuple[list[LayerSpec], l
             front.append(LayerSpec(EmbeddingSlice, config, rows, 0, packed=packed))
             back.append(LayerSpec(HeadSlice, config, rows, config.layers + 2))
     return front, back
+
+
+def first_row(spec: LayerSpec) -> int:
+    """Return the first row of the slice that ``spec`` builds; 0 of any other layer."""
+    if not issubclass(spec.typename, EmbeddingSlice):
+        return 0
+    _, rows, *_ = spec.module_args
+    return int(rows.start)

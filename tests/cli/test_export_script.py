@@ -1,4 +1,4 @@
-"""ds-dynmo-export: what a pruned run saved loads into the model without pruning, which computes the same."""
+"""ds-dynmo-export: what a run saved, pruned and in slices, loads into the plain model, which computes the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 def test_exported_weights_are_dense_and_compute_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved, out = tmp_path / "saved", tmp_path / "out"
-    given = flags(tmp_path, "pruning", 8)
+    given = flags(tmp_path, "slices and pruning", 8)
     trained = run(2, run_script, [*given, "--save", str(saved)])[0]
     whole, new, old = (
         saved / name for name in ("global_step8", ".global_step8.writing", ".global_step8.dynmo-removed")
@@ -52,8 +52,8 @@ def test_exported_weights_are_dense_and_compute_the_same(tmp_path: Path, capsys:
     assert main([str(saved), str(tmp_path / "again")]) == 2
     assert "layer_02-model_states.pt: there is no such file" in capsys.readouterr().err
     facts = metadata_of(saved / "global_step8")
-    facts["model"]["case"] = None
+    facts["model"]["case"] = facts["model"]["vocabulary_slices"] = None
     save_metadata(saved / "global_step8", facts)
     assert main([str(saved), str(tmp_path / "again")]) == 2
-    assert 'model.case has no kind "pruning": its weights are dense already' in capsys.readouterr().err
+    assert 'no kind "pruning", model.vocabulary_slices is null: its weights are dense and whole' in capsys.readouterr().err
     assert not (tmp_path / "again").exists()

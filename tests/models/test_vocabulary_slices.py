@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,16 +11,19 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 
 from ds_dynmo.config import parse_section
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import ModelConfig, language_model_loss, model_layers, with_labels
+from ds_dynmo.models.exporting import weights_file
 from ds_dynmo.models.gpt import Block, FinalNorm
 from ds_dynmo.models.huggingface.trial import BuiltLayers
+from ds_dynmo.models.pruning.exporting import export
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.vocabulary import takes_labels
 from ds_dynmo.models.vocabulary_slices import EmbeddingSlice, HeadSlice
 from tests.support import case_runs
 from tests.support.case_runs import CaseRun
 from tests.support.harness import run_each
+from tests.support.huggingface_families import write_checkpoint
 from tests.support.training import whole
 
 SIZES = {"layers": 2, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "vocab_size": 258}
@@ -145,13 +149,26 @@ def test_a_micro_batch_without_labels_beside_its_tokens_is_refused() -> None:
         layers_of(4, packed=True)(inputs)
 
 
-@pytest.mark.parametrize("number", [258, -1])
-@pytest.mark.parametrize("of_labels", [False, True])
+@pytest.mark.parametrize(("number", "of_labels"), [(258, False), (258, True), (-1, False), (-1, True), (-100, False)])
 def test_tokens_that_no_slice_has_are_no_zeros(number: int, of_labels: bool) -> None:
     inputs, labels = batch()
     (labels if of_labels else inputs)[0, 3] = number
     with pytest.raises(IndexError):
         layers_of(4)((inputs, labels))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_has_whole_matrices(tied: bool, tmp_path: Path) -> None:
+    specs, plain = model_layers(config_of(3, tied)), layers_of(None, tied)
+    write_checkpoint(layers_of(3, tied), tmp_path / "saved")  # DeepSpeed writes a tied layer once
+    export(specs, tmp_path / "saved", tmp_path / "out")
+    assert len(list((tmp_path / "out").iterdir())) == len(plain.layers)
+    for number, layer in enumerate(plain.layers):
+        found = torch.load(tmp_path / "out" / weights_file(number), weights_only=True)
+        assert found.keys() == layer.state_dict().keys()
+        assert all(torch.equal(value, found[name]) for name, value in layer.state_dict().items())
+    with pytest.raises(CheckpointError, match="has no 129 rows of the vocabulary: is it of the model"):
+        export(model_layers(config_of(2, tied)), tmp_path / "saved", tmp_path / "other")
 
 
 @pytest.mark.ranks

@@ -44,6 +44,20 @@ MUTATIONS = [
         "tests/engine/run/test_schedules.py::test_a_decision_finds_an_order_that_all_ranks_run",
     ),
     Mutation(
+        "a slice of the head forgets the logits of those before it",
+        "vocabulary.add_logits",
+        "torch.logaddexp(scores[0], total)",
+        "total",
+        "tests/models/test_vocabulary_slices.py::test_loss_and_gradients_equal_those_of_whole_matrices",
+    ),
+    Mutation(
+        "a label that no slice has counts as one of a logit of zero",
+        "vocabulary.check_tokens",
+        "labels.masked_fill(labels == NO_LABEL, 0)",
+        "tokens",
+        "tests/models/test_vocabulary_slices.py::test_tokens_that_no_slice_has_are_no_zeros",
+    ),
+    Mutation(
         "stages do not sum the gradients of tied layers",
         "Executor._end",
         "instructions[deepspeeds.ReduceTiedGrads](engine)",

@@ -142,6 +142,7 @@ CASES: dict[str, dict[str, Any]] = {
         ],
     },
 }
+CASES["slices and pruning"] = {**CASES["pruning"], "vocabulary_slices": 3}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ds_dynmo.models.huggingface.modules import RouterLoss, check_inputs, pack, 
 from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.slice_counts import Slices, num_slices, rows_of_slices
 from ds_dynmo.models.stream import Activations, Stream
-from ds_dynmo.models.vocabulary import add_embeddings, add_logits, check_numbers, local, token_losses
+from ds_dynmo.models.vocabulary import add_embeddings, add_logits, check_tokens, local, token_losses
 from ds_dynmo.torch_private import parameters_of
 
 __all__ = ["InputEmbeddingSlice", "LMHeadSlice", "score", "slice_layers", "slices_of"]
@@ -71,8 +71,7 @@ class InputEmbeddingSlice(nn.Module):
         names = ("tokens", *self.inputs, "labels")
         check_inputs(given, names, self.positions, "call engine.set_batch_fn(ds_dynmo.models.with_labels)")
         tokens, *beside, labels = given
-        check_numbers(tokens, self.vocabulary)
-        check_numbers(labels, self.vocabulary)
+        check_tokens(tokens, labels, self.vocabulary)
         auxiliary = None if self.router_loss is None else self.router_loss.start(tokens.device)
         nothing = torch.empty(0, device=tokens.device)
         return Stream(nothing, auxiliary, tokens, labels=labels), dict(zip(self.inputs, beside, strict=True))
@@ -112,20 +111,18 @@ def slice_layers(source: Source, router_loss: RouterLoss | None) -> tuple[list[L
 
     If they are one weight, the slices of the same rows are one ``TiedLayerSpec`` key, "embedding 0" and so on.
     """
-    last = len(source.outline.paths) - 1
-    first, final = source.of(0), source if source.tied else source.of(last)
-    front: list[LayerSpec] = []
-    back: list[LayerSpec] = []
-    for number, rows in enumerate(rows_of_slices(source.config.vocab_size, source.slices)):
-        if source.tied:
-            arguments = first, 0, rows, router_loss
-            tied = partial(TiedLayerSpec, f"embedding {number}", InputEmbeddingSlice, *arguments)
-            front.append(tied(tied_weight_attr="part.weight"))
-            back.append(tied(tied_weight_attr="part.weight", forward_fn=score))
-        else:
-            front.append(LayerSpec(InputEmbeddingSlice, first, 0, rows, router_loss))
-            back.append(LayerSpec(LMHeadSlice, final, last, rows, router_loss))
-    return front, back
+    every, first = rows_of_slices(source.config.vocab_size, source.slices), source.of(0)
+    if not source.tied:
+        last = len(source.outline.paths) - 1
+        final = source.of(last)
+        front = [LayerSpec(InputEmbeddingSlice, first, 0, rows, router_loss) for rows in every]
+        return front, [LayerSpec(LMHeadSlice, final, last, rows, router_loss) for rows in every]
+    tied = [
+        partial(TiedLayerSpec, f"embedding {number}", InputEmbeddingSlice, first, 0, rows, router_loss)
+        for number, rows in enumerate(every)
+    ]
+    weight = {"tied_weight_attr": "part.weight"}
+    return [use(**weight) for use in tied], [use(forward_fn=score, **weight) for use in tied]
 
 
 def slices_of(source: Source, slices: Slices, label: str) -> int:

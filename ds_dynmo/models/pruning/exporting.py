@@ -1,4 +1,4 @@
-"""Write a checkpoint's weights as dense ones, with zeros where they are pruned."""
+"""Write a checkpoint's weights as those of the plain GPT: dense, with zeros where they are pruned, and not in slices."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models.exporting import load, new_folder, tag_folder, weights_file
 from ds_dynmo.models.pruning.kernels import dense
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
+from ds_dynmo.models.vocabulary_slices import EmbeddingSlice, first_row
 
 __all__ = ["export"]
 
 
 def export(layers: Sequence[LayerSpec], checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
-    """Write the weights of a checkpoint for the same model without pruning, a file per layer as DeepSpeed names them.
+    """Write the weights of a checkpoint for the same model without pruning and without slices of the vocabulary.
+
+    There is a file per layer of that model, as DeepSpeed names them.
 
     Each holds the layer's ``state_dict``, in the dtype that was trained in. One process reads and writes one layer
     after the other, whatever the partition was that saved them.
@@ -35,26 +38,31 @@ def export(layers: Sequence[LayerSpec], checkpoint: str | os.PathLike[str], fold
     """
     saved, out = tag_folder(Path(checkpoint)), Path(folder)
     tied: set[str] = set()
-    numbers = []
-    for number, spec in enumerate(layers):
-        there = (saved / weights_file(number)).is_file()
+    parts: dict[int, list[int]] = {}  # by the layer's number in the model without slices
+    number = -1
+    for layer, spec in enumerate(layers):
+        number += first_row(spec) == 0
+        there = (saved / weights_file(layer)).is_file()
         if isinstance(spec, TiedLayerSpec):
             if spec.key in tied and not there:
                 continue  # the first use has the weights
             tied.add(spec.key)
         if not there:
-            raise CheckpointError(f"{saved / weights_file(number)}: there is no such file")
-        numbers.append(number)
+            raise CheckpointError(f"{saved / weights_file(layer)}: there is no such file")
+        parts.setdefault(number, []).append(layer)
     with new_folder(out) as new:
-        for number in numbers:
-            path = saved / weights_file(number)
-            torch.save(_dense(load(path), layers[number], path), new / path.name)
+        for number, own in parts.items():
+            states = [_dense(saved / weights_file(layer), layers[layer]) for layer in own]
+            whole = {name: torch.cat([state[name] for state in states]) for name in states[0]}
+            torch.save(whole if len(own) > 1 else states[0], new / weights_file(number))
 
 
-def _dense(state: dict[str, Any], spec: LayerSpec, path: Path) -> dict[str, Any]:
-    """Put dense weights in the place of vectors and their places."""
-    state = dict(state)
-    for name, part in spec.build().named_modules():
+def _dense(path: Path, spec: LayerSpec) -> dict[str, Any]:
+    """Read a layer's weights, and put dense ones in the place of vectors and their places."""
+    state, layer = load(path), spec.build()
+    if isinstance(layer, EmbeddingSlice) and (state.keys() != {"weight"} or len(state["weight"]) != len(layer.rows)):
+        raise CheckpointError(f"{path}: has no {len(layer.rows)} rows of the vocabulary: is it of the model?")
+    for name, part in layer.named_modules():
         if not isinstance(part, PrunableLinear):
             continue
         prefix = f"{name}." if name else ""
