@@ -4,8 +4,8 @@
 
 Of a Hugging Face model: what transformers' from_pretrained reads, with the tokenizer of the model's folder. Of one with
 adapters: what peft's from_pretrained reads; with --merge, the whole model. Of a model of our own that is pruned, or has
-its vocabulary in slices: dense weights, with zeros, in a file per layer, named as DeepSpeed's. Each is the state_dict of
-that layer of the same model without pruning and slices.
+its vocabulary in slices: dense weights, with zeros, in a file per layer, named as DeepSpeed's. Each is the state_dict
+of that layer of the same model without pruning and slices.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def export(checkpoint: Path, folder: Path, *, tag: str | None = None, merge: boo
         export_plain(model_layers(model), weights, folder)
     else:
         raise ConfigError(
-            f'{checkpoint}: model.case has no kind "pruning", model.vocabulary_slices is null: its weights are dense and '
-            "whole already"
+            f'{checkpoint}: model.case has no kind "pruning", model.vocabulary_slices is null: its weights are dense '
+            "and whole already"
         )
 
 

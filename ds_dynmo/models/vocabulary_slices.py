@@ -121,7 +121,4 @@ def slice_layers(config: GPTConfig, *, packed: bool) -> tuple[list[LayerSpec], l
 
 def first_row(spec: LayerSpec) -> int:
     """Return the first row of the slice that ``spec`` builds; 0 of any other layer."""
-    if not issubclass(spec.typename, EmbeddingSlice):
-        return 0
-    _, rows, *_ = spec.module_args
-    return int(rows.start)
+    return spec.build().rows.start if issubclass(spec.typename, EmbeddingSlice) else 0

@@ -55,5 +55,7 @@ def test_exported_weights_are_dense_and_compute_the_same(tmp_path: Path, capsys:
     facts["model"]["case"] = facts["model"]["vocabulary_slices"] = None
     save_metadata(saved / "global_step8", facts)
     assert main([str(saved), str(tmp_path / "again")]) == 2
-    assert 'no kind "pruning", model.vocabulary_slices is null: its weights are dense and whole' in capsys.readouterr().err
+    assert (
+        'no kind "pruning", model.vocabulary_slices is null: its weights are dense and whole' in capsys.readouterr().err
+    )
     assert not (tmp_path / "again").exists()

@@ -1,4 +1,4 @@
-"""Write a checkpoint's weights as those of the plain GPT: dense, with zeros where they are pruned, and not in slices."""
+"""Write a checkpoint's weights as those of the plain GPT: dense, with zeros where pruned, and not in slices."""
 
 from __future__ import annotations
 
