@@ -8,10 +8,11 @@
 latest one up to ``--step``. ``--costs`` are forward and backward together, of a micro-batch; a third is forward.
 
 A row is the partition that a decision would choose, and its iteration without the optimizer's step and loading data,
-messages as long as one that the run measured; "over uniform": the iteration of the uniform partition over it, under the
-same schedule. "largest stage": weights, gradients, optimizer state and activations, where a run measured them. Where no
-backward pass was measured in two parts, all schedules but 1F1B count with 40% of it for weights, and 5% more for two
-parts than for one.
+messages as long as one that the run measured. "over default": over it, the iteration that DeepSpeed gives by default,
+1F1B with as many parameters on each stage; "over best static": that of the best partition under 1F1B. Both without a
+memory limit; --costs have no parameters, so their default is uniform. "largest stage": weights, gradients, optimizer
+state and activations, where a run measured them. Where no backward pass was measured in two parts, all schedules but
+1F1B count with 40% of it for weights, and 5% more for two parts than for one.
 
 "v" and "loop" give each stage two chunks of layers, and "auto" takes the shortest of a chain, a V and a loop.
 """
@@ -34,7 +35,7 @@ from ds_dynmo.config.withdrawn import check_withdrawn
 from ds_dynmo.engine.decide.decision import Decision, predict, proposed_placement
 from ds_dynmo.engine.decide.decision_input import DecisionInput, memory_model
 from ds_dynmo.errors import ConfigError, PartitionError, counted
-from ds_dynmo.partitioners import names, uniform
+from ds_dynmo.partitioners import balanced, makespan, names, uniform
 from ds_dynmo.placement import Placement, Shape
 from ds_dynmo.plan import LayerCost, Profile
 
@@ -50,7 +51,8 @@ class SimulatedPipeline:
 
     Attributes:
         schedule: the one that runs: 1F1B where no other order fits in memory; with the placement that "auto" chose.
-        over_uniform: the iteration of the uniform partition over this one's, under the same kind of schedule.
+        over_default, over_static: the iterations of DeepSpeed's default partition and of the best one, under 1F1B, over
+            this one's.
         stage_bytes: of each stage; (): no bytes were measured.
     """
 
@@ -60,7 +62,8 @@ class SimulatedPipeline:
     partition: tuple[int, ...]
     iteration_seconds: float
     bubble_ratio: float
-    over_uniform: float
+    over_default: float
+    over_static: float
     stage_bytes: tuple[int, ...]
 
     def cells(self) -> tuple[str, ...]:
@@ -68,14 +71,14 @@ class SimulatedPipeline:
         seconds = self.iteration_seconds
         return (
             *(str(self.stages), str(self.micro_batches), self.schedule, f"{1e3 * seconds:,.1f}"),
-            *(f"{self.micro_batches / seconds:,.1f}", f"{self.bubble_ratio:.2f}", f"{self.over_uniform:.2f}"),
-            *(largest, str(list(self.partition))),
+            *(f"{self.micro_batches / seconds:,.1f}", f"{self.bubble_ratio:.2f}", f"{self.over_default:.2f}"),
+            *(f"{self.over_static:.2f}", largest, str(list(self.partition))),
         )
 
 
 HEAD = (
-    *("stages", "micro-batches", "schedule", "iteration (ms)", "micro-batches/s", "bubble ratio", "over uniform"),
-    *("largest stage", "partition"),
+    *("stages", "micro-batches", "schedule", "iteration (ms)", "micro-batches/s", "bubble ratio", "over default"),
+    *("over best static", "largest stage", "partition"),
 )
 
 
@@ -139,9 +142,8 @@ def simulate(
         searches=kind != "1f1b",
     )
     decision = predict(given, proposed_placement(given))
-    shape = decision.placement.shape
-    same_shape = uniform_placement(shape, num_layers, stages)
-    at_uniform = predict(replace(given, limit_bytes=None), same_shape).iteration_seconds_after
+    shape, seconds = decision.placement.shape, decision.iteration_seconds_after
+    by_default, best = static_seconds(profile)
     runs: str = kind if decision.found is not None or kind == "1f1b" or stages == 1 else "1f1b (no other fits)"
     if kind == "auto" and stages > 1:
         runs = f"auto: {shape if shape != 'chain' else '1f1b' if decision.found is None else 'zero_bubble'}"
@@ -150,11 +152,23 @@ def simulate(
         profile.micro_batches,
         runs,
         decision.partition,
-        decision.iteration_seconds_after,
+        seconds,
         decision.bubble_ratio_after,
-        at_uniform / decision.iteration_seconds_after if decision.iteration_seconds_after else 1.0,
+        by_default / seconds if seconds else 1.0,
+        best / seconds if seconds else 1.0,
         stage_bytes(profile, decision, checkpoint_interval),
     )
+
+
+def static_seconds(profile: Profile) -> tuple[float, float]:
+    """Simulate 1F1B at DeepSpeed's default partition, which balances parameters, and at the best one."""
+    stages = profile.placement.num_stages
+    at_uniform = replace(profile, placement=uniform_placement("1f1b", len(profile.layers), stages))
+    pipeline = DecisionInput.of(at_uniform).pipeline
+    default = balanced([layer.parameters for layer in profile.layers], stages)
+    best = makespan(pipeline.layer_seconds, stages, pipeline=pipeline)
+    by_default, shortest = (pipeline.seconds_under_1f1b(partition) for partition in (default, best))
+    return by_default, min(by_default, shortest)
 
 
 def uniform_placement(shape: Kind | Shape, num_layers: int, stages: int) -> Placement:
