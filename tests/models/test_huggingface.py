@@ -510,14 +510,19 @@ def test_wrong_configs_are_named(tmp_path: Path) -> None:
     refused(transformers.T5Config(), "model_type t5: should be one of")
 
 
-def test_a_model_of_a_gguf_file_is_accepted_once_its_config_says_that_it_is_not_quantized() -> None:
+def test_a_model_is_taken_if_its_weights_are_floating_whatever_its_config_says() -> None:
+    """Of a GGUF file the library makes ordinary weights, and a config that says that they are quantized."""
     model = library_model("llama")
     model.config.quantization_config = {"quant_method": "gguf"}
-    with pytest.raises(ConfigError, match=r"quantization_config: .*GGUF file, .*delete that attribute"):
-        huggingface.layers(model)
-    del model.config.quantization_config
     tokens, _ = batch()
     assert torch.equal(built(model)(tokens), library_model("llama")(tokens).logits)
+    assert model.config.quantization_config
+    with pytest.raises(ConfigError, match=r"quantization_config: quantized weights .* whose weights are floating"):
+        huggingface.layers(model.config)
+    head = model.lm_head
+    head.weight = nn.Parameter(head.weight.detach().to(torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"quantization_config: quantized weights .* whose weights are floating"):
+        huggingface.layers(model)
 
 
 def test_a_model_whose_weights_are_not_its_configs_is_refused() -> None:

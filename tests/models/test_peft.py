@@ -336,7 +336,7 @@ def quantized(model: Any) -> Any:
 
 def quantized_by_config(model: Any) -> Any:
     model.get_base_model().config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    return model
+    return quantized(model)
 
 
 def scaled(model: Any) -> Any:

@@ -13,6 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ds_dynmo.config import load_json
 from ds_dynmo.config.explain import show, suggest
 from ds_dynmo.errors import ConfigError
@@ -94,6 +96,8 @@ def config_of(model: Any) -> Any:
     library = transformers()
     if isinstance(model, library.PreTrainedModel):
         config = copy.deepcopy(model.config)
+        if hasattr(config, "quantization_config") and _is_dequantized(model):
+            del config.quantization_config
     elif isinstance(model, library.PreTrainedConfig):
         config = copy.deepcopy(model)
     elif isinstance(model, dict):
@@ -166,6 +170,11 @@ def _check_keys(config: Any, values: dict[str, Any]) -> None:
             raise ConfigError(f"{key} = {show(value)}: a {config.model_type} config has no such key; {meant}")
 
 
+def _is_dequantized(model: Any) -> bool:
+    """Return whether a model has ordinary weights, whatever its config says, as one of a GGUF file has."""
+    return all(type(weight) is nn.Parameter and weight.is_floating_point() for weight in model.parameters())
+
+
 def _check_family(config: Any, label: str) -> None:
     auto = library_module("models.auto.modeling_auto")
     kind = config.model_type
@@ -180,8 +189,8 @@ def _check_family(config: Any, label: str) -> None:
         raise ConfigError(f"{label}: add_cross_attention: there is no encoder to attend to")
     if getattr(config, "quantization_config", None):
         raise ConfigError(
-            f"{label}: quantization_config: quantized weights cannot be trained in a pipeline; of a model that was "
-            "read from a GGUF file, whose weights are not, delete that attribute of its config"
+            f"{label}: quantization_config: quantized weights cannot be trained in a pipeline; give a model whose "
+            "weights are floating: transformers' from_pretrained(folder, gguf_file=...) makes one, for example"
         )
     shared = getattr(config, "num_kv_shared_layers", 0)
     if shared:
