@@ -115,7 +115,8 @@ class PassModel:
         present = min(known, key=lambda schedule: self._counted_seconds(schedule, here), default=None)
         if present is not None:
             over = self._counted_seconds(present, here) / here.least_seconds
-            close = over <= max(_CLOSE, present.over_bound * _AS_GOOD)
+            known_here = over <= _FAR or present.schedule == self.in_force  # else it may suit other chunks only
+            close = over <= max(_CLOSE, present.over_bound * _AS_GOOD if known_here else 0.0)
             if close or (over <= _FAR and not self.can_search(owners)):
                 return present
         start = present.schedule.orders if present is not None else None

@@ -14,7 +14,7 @@ import pytest
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import LayerPasses, MemoryModel, PassModel, PipelineModel, balanced, makespan
-from ds_dynmo.placement import Placement
+from ds_dynmo.placement import Placement, owners_of
 from ds_dynmo.schedules import (
     FoundSchedule,
     PassCosts,
@@ -234,6 +234,27 @@ def test_makespan_is_no_worse_than_the_smallest_bottleneck(
     costs = [f + b for f, b in zip(given.forward_seconds, given.backward_seconds)]
     even = given.iteration_seconds(balanced(costs, stages, speeds=given.speeds))
     assert given.iteration_seconds(makespan(costs, stages, pipeline=given)) <= even
+
+
+@pytest.mark.parametrize("shape", ["v", "loop"])
+def test_an_order_that_is_far_from_short_is_not_kept_for_other_chunks(shape: Any) -> None:
+    """Slices of a vocabulary at both ends: what is found first is 1.3 times as long as its bound."""
+    forward = (*[0.0467] * 16, *[1.0] * 30, 0.001, *[0.4403] * 16)
+    forward = tuple(one / 3 for one in forward)
+    backward = tuple(2 * one for one in forward)
+    split = (tuple(share * 1.05 * one for one in backward) for share in (0.6, 0.4))
+    ones, zeros = (1,) * len(forward), (0,) * len(forward)
+    found = LayerPasses(forward, *split, backward, zeros, ones, ones, zeros)
+    owners = owners_of(shape, 8)
+
+    def model() -> PipelineModel:
+        return pipeline_of(PassModel(found, 16, (1.0,) * 8))
+
+    start = [len(forward) * chunk // 16 for chunk in range(17)]
+    fresh, costs = model(), model().layer_seconds
+    chosen = Placement.of(makespan(costs, 8, start=start, pipeline=fresh, owners=owners), owners)
+    even = Placement.of(balanced(costs, 8, owners=owners), owners)
+    assert fresh.iteration_seconds(chosen) <= model().iteration_seconds(even) * (1 + 1e-9)
 
 
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[PassCosts]:
