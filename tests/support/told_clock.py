@@ -73,7 +73,7 @@ def unsteady_engine(
     )
     settings = {**config(Case(micro_batches=4)), "dynmo": block}
     engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
-    engine.profiler._clock = clock
+    engine.profiler.clock = clock
 
     def data() -> Iterator[Any]:
         numbers = torch.Generator().manual_seed(0)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.engine.comm.bounded import default_timeout
 from ds_dynmo.engine.comm.device_group import device_group
@@ -64,13 +62,14 @@ class NeighbourLinks:
             ]
         )
 
-    def message_seconds(self, num_bytes: Sequence[int]) -> float:
+    def message_seconds(self, num_bytes: Sequence[int], clock: Any) -> float:
         """Measure the seconds of messages, once: half the shortest of some round trips. Collective over a pipeline.
 
         All pipelines measure at once, so they share what they share while they train.
 
         Args:
             num_bytes: per boundary between neighbouring stages, of a message.
+            clock: that of the profile.
 
         Returns:
             Of the boundary after this stage; 0.0 on the last stage.
@@ -78,20 +77,18 @@ class NeighbourLinks:
         if self._seconds is None:
             firsts = range(max(0, self._stage - 1), min(self._stage + 1, self._num_stages - 1))
             in_turns = sorted(firsts, key=lambda first: first % 2)  # a stage has one neighbour at a time
-            self._seconds = max(self._message_seconds(first, num_bytes[first]) for first in in_turns)
+            self._seconds = max(self._message_seconds(first, num_bytes[first], clock) for first in in_turns)
         return self._seconds
 
-    def _message_seconds(self, first: int, num_bytes: int) -> float:
+    def _message_seconds(self, first: int, num_bytes: int, clock: Any) -> float:
         begins = first == self._stage
-        message, seconds = torch.empty(num_bytes, dtype=torch.uint8, device=self._device), []
+        message, times = torch.empty(num_bytes, dtype=torch.uint8, device=self._device), [clock.now()]
         for _ in range(_ROUND_TRIPS):
-            began = time.perf_counter()
             for is_sent in (begins, not begins):
                 for work in self.post(first + 1 if begins else first, [(is_sent, message)]):
                     work.wait()
-                get_accelerator().synchronize()
-            seconds.append(time.perf_counter() - began)
-        return min(seconds) / 2 if begins else 0.0
+            times.append(clock.now())
+        return float(min(clock.seconds_between(times))) / 2 if begins else 0.0
 
     def _group_with(self, stage: int) -> int:
         """Return which group the messages with a neighbour use."""

@@ -60,7 +60,7 @@ class PostedProfile:
         self._step, self._micro_batches = stage.counters.steps, stage.counters.micro_batches
         self._first_uses = stage.layers.first_uses()
         table = measurement_table(stage.layers, profiler, stage.state, move_seconds)
-        table[-1, SummaryColumn.LINK] = _link_seconds(stage)
+        table[-1, SummaryColumn.LINK] = _link_seconds(stage, profiler)
         self._posted = stage.comm.post_max(table)
 
     def drop(self) -> None:
@@ -81,14 +81,14 @@ class PostedProfile:
         return profile, float(table[-1, SummaryColumn.MOVES])
 
 
-def _link_seconds(stage: StageContext) -> float:
+def _link_seconds(stage: StageContext, profiler: Profiler) -> float:
     """Measure a message between stages, once in a world; 0.0 if no order depends on it. Collective over a pipeline."""
     here, forms = stage.comm.here, stage.forms
     if not stage.schedule.may_choose_schedule or here.num_stages == 1 or not forms.are_known(training=True):
         return 0.0
     known = [forms.get(True, boundary) for boundary in range(here.num_stages - 1)]  # those of this stage's neighbours
     links = stage.comm.neighbour_links(loop=stage.placement.shape == "loop")
-    return links.message_seconds([form.num_bytes if form is not None else 0 for form in known])
+    return links.message_seconds([form.num_bytes if form is not None else 0 for form in known], profiler.clock)
 
 
 def measurement_table(

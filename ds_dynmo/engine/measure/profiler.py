@@ -147,12 +147,13 @@ class Profiler:
             do more work in some micro-batches than in others.
 
     Attributes:
+        clock: as given.
         samples: the measurements of the present profile.
         measures: whether a batch is being measured.
     """
 
     def __init__(self, clock: Any, *, size_every_pass: bool = False) -> None:
-        self._clock = clock
+        self.clock = clock
         self._size_every_pass = size_every_pass
         self.samples = Samples()
         self._recent: deque[tuple[Any, Any]] = deque(maxlen=_RECENT)  # begin and end of batches, by the clock
@@ -177,14 +178,14 @@ class Profiler:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Time the batch inside. The accelerator is asked only when :attr:`batch_seconds` is."""
-        began = self._clock.now()
+        began = self.clock.now()
         yield
-        self._recent.append((began, self._clock.now()))
+        self._recent.append((began, self.clock.now()))
 
     @property
     def batch_seconds(self) -> float:
         """The median over the latest batches, which ignores single stalls."""
-        seconds: list[float] = [self._clock.seconds_between(batch)[0] for batch in self._recent]
+        seconds: list[float] = [self.clock.seconds_between(batch)[0] for batch in self._recent]
         return statistics.median(seconds)
 
     @property
@@ -268,7 +269,7 @@ class Profiler:
 
     def _mark(self, owner: int | None) -> None:
         self._owner = owner
-        self._marks.append((self._clock.now(), owner))
+        self._marks.append((self.clock.now(), owner))
 
     def wrap(self, index: int, layer: Layer) -> Layer:
         """Wrap the layer of a number, so that it marks the start and end of its work."""
@@ -345,7 +346,7 @@ class Profiler:
         spent: dict[int, float] = defaultdict(float)
         last = self.samples.forward
         for kind, marks in self._passes:
-            durations = self._clock.seconds_between([when for when, _ in marks])
+            durations = self.clock.seconds_between([when for when, _ in marks])
             for (_, owner), seconds in zip(marks, durations):
                 if owner is not None:
                     spent[owner] += seconds

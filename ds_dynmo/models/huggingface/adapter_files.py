@@ -144,10 +144,10 @@ def _check(found: torch.Tensor | None, like: torch.Tensor, name: str) -> None:
 def _check_base(saved: SavedLayer, name: str, weight: torch.Tensor, dtype: torch.dtype, part: str) -> None:
     """Refuse a base that is not the one that adapters were trained on, in the precision of its file or of training."""
     expected = saved.left_out.get(name, [])
-    parts = [weight]
+    pieces = [weight]
     if len(expected) > 1:
-        parts = [weight[rows.start : rows.stop] for rows in rows_of_slices(len(weight), len(expected))]
-    if any(said not in (digest(rows.to(dtype)), digest(rows)) for said, rows in zip(expected, parts)):
+        pieces = [weight[rows.start : rows.stop] for rows in rows_of_slices(len(weight), len(expected))]
+    if any(said not in (digest(rows.to(dtype)), digest(rows)) for said, rows in zip(expected, pieces)):
         raise CheckpointError(
             f"{saved.path}: lacks {part}.{name}, and the model has other values of it than when it was saved: merge "
             "with the base that the adapters were trained on"

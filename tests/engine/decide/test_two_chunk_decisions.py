@@ -105,7 +105,7 @@ def held_bytes(engine: Any) -> list[int]:
 def train_deciding(given: Deciding) -> dict[str, Any]:
     """Train layers whose costs change every few batches, with whatever decisions find."""
     engine, warnings, losses = build(given.case, timed_layers), Warnings(), []
-    engine.profiler._clock = clock
+    engine.profiler.clock = clock
     held: list[tuple[int, list[int]]] = []
     shares, memory = dict(given.limits), engine.rebalancer.memory
     if given.loads:

@@ -216,7 +216,7 @@ class Lines(logging.Handler):
 
 def names_layers(log: bool) -> list[str]:
     block = {"interval": 0, "schedule": {"kind": "zero_bubble"}, "log": log, "profile": {"batches": 1}}
-    engine = build(Case(blocks=4, replicas=2, tied=True, micro_batches=6, dynmo=block))
+    engine = build(Case(blocks=4, replicas=2, micro_batches=6, dynmo=block))
     lines = Lines()
     data = batches(engine)
     for partition in ([0, 3, 7], [0, 4, 7], [0, 2, 7]):
@@ -228,7 +228,7 @@ def names_layers(log: bool) -> list[str]:
 def test_layers_that_cannot_be_split_are_named_once() -> None:
     silent, of_ranks = run_each(4, names_layers, (False,), (True,))
     (message,) = [message for lines in of_ranks for message in lines]
-    assert message.startswith("schedule: backward passes of layer 6 (Embedding) always run in one: see docs/schedules")
+    assert message.startswith("schedule: backward passes of layer 6 (Head) always run in one: see docs/schedules")
     assert of_ranks[2] == [message]  # the last stage's first replica
     assert not any(silent)
 

@@ -78,7 +78,7 @@ def decided(case: Case) -> list[Any]:
             engine.rebalance()
     layers = engine.profile.layers
     parts = [(layer.input_gradient_seconds, layer.weight_gradient_seconds, layer.deferred_bytes) for layer in layers]
-    return gather((seen, losses, parts))
+    return gather((seen, losses, parts, engine.profile.link_seconds, engine.profile.batch_seconds))
 
 
 def test_a_decision_finds_an_order_that_all_ranks_run() -> None:
@@ -89,6 +89,8 @@ def test_a_decision_finds_an_order_that_all_ranks_run() -> None:
     parts = results[0][2]
     products = [*parts[1:-2], parts[-1]]  # blocks of two linear layers each, and a head with the embedding's weight
     assert all(first > 0 and second > 0 and held > 0 for first, second, held in products)
+    links = {link_seconds for *_, link_seconds, _ in results}  # measured once, and the slowest of all
+    assert len(links) == 1 and 0 < links.pop() < results[0][-1]
 
 
 def test_a_head_beside_its_embedding_on_one_stage_defers() -> None:
