@@ -40,8 +40,13 @@ def export(checkpoint: Path, folder: Path, *, tag: str | None = None, merge: boo
     tag = find_checkpoint(checkpoint, tag)
     model, weights = read_model_config(read_run_metadata(checkpoint, tag)), checkpoint_folder(checkpoint, tag)
     if model.huggingface is not None:
-        slices = model.vocabulary_slices
-        huggingface.export(model.huggingface, weights, folder, peft=model.peft, merge=merge, vocabulary_slices=slices)
+        huggingface.export(
+            *(model.huggingface, weights, folder),
+            peft=model.peft,
+            merge=merge,
+            vocabulary_slices=model.vocabulary_slices,
+            split_blocks=model.split_blocks,
+        )
         if isinstance(model.huggingface, str):
             copy_tokenizer(Path(model.huggingface), folder)
     elif model.find_case(PruningConfig) is not None or model.num_vocabulary_slices:

@@ -153,23 +153,24 @@ def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]
             verified=config.verified,
             peft=config.peft,
             vocabulary_slices=config.vocabulary_slices,
+            split_blocks=config.split_blocks,
         )
         if freezing is not None and freezing.egeria is not None:
             huggingface.check_blocks_draw_nothing(config.huggingface, "egeria runs blocks beside the training")
     except ConfigError as error:
         raise type(error)(f"{SECTION}.huggingface: {error}") from error
     if freezing is not None:
-        _check_freezing(freezing, layers)
+        _check_freezing(freezing, layers, config.layers_per_block)
     return layers
 
 
-def _check_freezing(freezing: FreezingConfig, layers: list[LayerSpec]) -> None:
+def _check_freezing(freezing: FreezingConfig, layers: list[LayerSpec], layers_per_block: int) -> None:
     """Check that layers of a Hugging Face model can be frozen, as ``FreezingConfig.check`` does for the GPT's."""
     if any(isinstance(spec, TiedLayerSpec) for spec in layers):
         raise ConfigError(
             f"{SECTION}.case: would freeze the head with the embedding: needs tie_word_embeddings = false in "
             f"{SECTION}.huggingface"
         )
-    most, blocks = freezing.most_blocks, len(block_numbers(layers))
+    most, blocks = freezing.most_blocks, len(block_numbers(layers)) // layers_per_block
     if most > blocks:
         raise ConfigError(f"{SECTION}.case: schedule freezes {most} blocks, {SECTION}.huggingface has {blocks}")

@@ -33,7 +33,7 @@ SECTION = "model"
 BYTES = 256  # the text's different tokens
 BESIDE_HUGGINGFACE = {
     *("huggingface", "verified", "tokens", "sequence_length", "seed", "sampling", "case", "expert_parallel"),
-    *("peft", "save_base", "vocabulary_slices"),
+    *("peft", "save_base", "vocabulary_slices", "split_blocks"),
 }
 
 AnyCaseConfig = Annotated[
@@ -56,7 +56,7 @@ class ModelConfig(GPTConfig):
         default=None,
         description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
         'or what is in one; beside it "verified", "tokens", "sequence_length", "seed", "sampling", "case" of kind '
-        '"freezing", "expert_parallel", "peft", "save_base" and "vocabulary_slices" alone may stand',
+        '"freezing", "expert_parallel", "peft", "save_base", "vocabulary_slices" and "split_blocks" alone may stand',
     )
     verified: bool = Field(
         default=True,

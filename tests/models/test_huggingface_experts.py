@@ -60,6 +60,11 @@ def test_moves_change_nothing_under_any_setting(name: str, precision: str, stage
 
 
 @pytest.mark.nightly
+def test_moves_of_halves_change_nothing() -> None:
+    check_moves_change_nothing(replace(case(), model={**case().model, "split_blocks": True}))
+
+
+@pytest.mark.nightly
 def test_recomputation_and_split_passes_change_nothing() -> None:
     """With moves, too."""
     again = (case(checkpoint_interval=1), case(dynmo={"interval": 0, "schedule": {"kind": "zero_bubble"}}))

@@ -316,7 +316,11 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
             "model.case",
             "egeria cannot be combined with split_blocks",
         ),
-        ({"huggingface": "folder", "split_blocks": True}, "model = ", "split_blocks: cannot be given beside"),
+        (
+            {"huggingface": "folder", "split_blocks": True, "case": {"kind": "freezing", "egeria": {}}},
+            "model.case",
+            "egeria cannot be combined with split_blocks",
+        ),
         (
             {
                 "tied_embedding": False,

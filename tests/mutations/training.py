@@ -150,6 +150,13 @@ MUTATIONS = [
         "::test_arguments_that_depend_on_the_values_of_hidden_states_are_refused",
     ),
     Mutation(
+        "a decoder layer is cut in halves that compute something else",
+        "halves._compute_the_same",
+        "torch.equal(hidden, call.output)",
+        "True",
+        "tests/models/test_huggingface_halves.py::test_attention_beside_the_feed_forward_part_is_refused",
+    ),
+    Mutation(
         "what the user says is trained",
         "DocumentRows.take",
         "self.tokens.trained is not None",

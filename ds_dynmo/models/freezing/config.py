@@ -126,11 +126,11 @@ class FreezingConfig(CaseConfig):
             raise ValueError("cannot be combined with peft: the base would train when it thaws")
         if self.egeria is not None and any(case.kind == "sparse_attention" for case in model.case):
             raise ValueError("egeria cannot be combined with sparse_attention: its references draw other patterns")
+        if self.egeria is not None and model.split_blocks:
+            raise ValueError("egeria cannot be combined with split_blocks: it compares whole blocks with references")
         if model.huggingface is not None:
             return
         if model.tied_embedding:
             raise ValueError("would freeze the head with the embedding: needs tied_embedding = false")
-        if self.egeria is not None and model.split_blocks:
-            raise ValueError("egeria cannot be combined with split_blocks: it compares whole blocks with references")
         if self.most_blocks > model.layers:
             raise ValueError(f"schedule freezes {self.most_blocks} blocks, the model has {model.layers} (layers)")

@@ -24,6 +24,7 @@ from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.configs import config_of, default_attention, name_of, transformers
 from ds_dynmo.models.huggingface.conversions import locate, made_shapes
 from ds_dynmo.models.huggingface.experts import MoEDecoderLayer
+from ds_dynmo.models.huggingface.halves import Half
 from ds_dynmo.models.huggingface.in_memory import take_settings
 from ds_dynmo.models.huggingface.lora import Adapters, adapters_in, base_tensors
 from ds_dynmo.models.huggingface.lora_config import Lora, split_off
@@ -40,7 +41,7 @@ from ds_dynmo.models.huggingface.moe import find_experts, find_router_loss
 from ds_dynmo.models.huggingface.outline import Outline, outline_of
 from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.huggingface.stubbed_model import StubbedModel
-from ds_dynmo.models.huggingface.verification import Trial, find_transforms, verify
+from ds_dynmo.models.huggingface.verification import Trial, find_halves, find_transforms, verify
 from ds_dynmo.models.huggingface.vocabulary import slice_layers, slices_of
 from ds_dynmo.models.huggingface.weights import Folder, InMemory, Stored, Tensors, check_tensors
 from ds_dynmo.models.slice_counts import Slices
@@ -64,6 +65,7 @@ def build_layers(
     verified: bool = True,
     peft: Any = None,
     vocabulary_slices: Slices = None,
+    split_blocks: bool = False,
 ) -> list[LayerSpec]:
     """Build the layer list for a ``PipelineModule``: embedding, learned positions (GPT-2), decoder layers, norm, head.
 
@@ -94,6 +96,7 @@ def build_layers(
             as a decoder layer, counted in weights, and whole if the head is smaller than one; None: whole. Batches then
             have labels behind their inputs (:func:`ds_dynmo.models.with_labels`), and the model returns the cross
             entropy of each token in place of logits.
+        split_blocks: a decoder layer is two layers of the list, its attention and its feed-forward half.
 
     Raises:
         PackingError: ``inputs`` are ("position_ids",), and packed documents see each other in this family.
@@ -113,6 +116,7 @@ def build_layers(
         raise ConfigError(f"vocab_size {vocabulary}: should be at least {vocab_size}, the data's")
     source = find_transforms(source, name_of(model))
     source = replace(source, slices=slices_of(source, vocabulary_slices, name_of(model)))
+    source = find_halves(source, name_of(model)) if split_blocks else source
     specs = specs_of(source, name_of(model))
     if verified:
         verify(source, name_of(model), _specs_like)
@@ -130,14 +134,21 @@ def specs_of(source: Source, label: str) -> list[LayerSpec]:
     first = source.outline.first_block
     if first == 2:
         specs.append(LayerSpec(PositionEmbedding, source.of(1), 1, source.skeleton.base_model.drop.p))
-    for block, experts in enumerate(source.experts):
-        layer = first + block
-        about = (source.of(layer), layer, block, loss if has_router[block] else None)
-        specs.append(
-            LayerSpec(DecoderLayer, *about) if experts is None else LayerSpec(MoEDecoderLayer, *about, experts)
-        )
-    layer = first + len(source.experts)
+    for block in range(source.outline.num_blocks):
+        for half in source.halves[block] if source.halves else (None,):
+            specs.append(_decoder_layer(source, block, half, loss if has_router[block] else None))
+    layer = first + source.outline.num_blocks
     return [*specs, LayerSpec(DecoderNorm, source.of(layer), layer), *back]
+
+
+def _decoder_layer(source: Source, block: int, half: Half | None, loss: RouterLoss | None) -> LayerSpec:
+    """Specify a decoder layer, or a half of it: one of them has the router, and the experts."""
+    layer, experts = source.outline.first_block + block, source.experts[block]
+    if half is not None:
+        loss = loss if loss is not None and half.has(loss.router) else None
+        experts = experts if experts is not None and half.has(experts.path) else None
+    about = (source.of(layer), layer, block, loss, half)
+    return LayerSpec(DecoderLayer, *about) if experts is None else LayerSpec(MoEDecoderLayer, *about, experts=experts)
 
 
 def _whole_ends(source: Source, loss: RouterLoss | None) -> tuple[list[LayerSpec], list[LayerSpec]]:
@@ -160,6 +171,7 @@ def _specs_like(model: Any, trial: Trial) -> list[LayerSpec]:
         has_input_transform=trial.has_input_transform,
         has_output_transform=trial.has_output_transform,
         slices=trial.slices,
+        halves=trial.halves,
     )
     return specs_of(source, name_of(model))
 

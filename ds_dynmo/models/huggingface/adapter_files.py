@@ -53,7 +53,8 @@ class SavedLayer:
         attributes: dict[str, Mapping[str, Any]] = {}
         left_out: dict[str, list[str]] = {}
         for content in beside:
-            attributes.update(_without(prefix, content.get("attributes", {})))
+            for module, values in _without(prefix, content.get("attributes", {})).items():
+                attributes[module] = {**attributes.get(module, {}), **values}
             for name, expected in _without(prefix, content.get(LEFT_OUT, {})).items():
                 left_out.setdefault(name, []).append(expected)
         return cls(path, tensors, attributes, left_out)

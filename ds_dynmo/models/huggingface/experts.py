@@ -16,6 +16,7 @@ from torch import nn
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.batch_counts import CountsPerBatch, is_recomputing
+from ds_dynmo.models.huggingface.halves import Half
 from ds_dynmo.models.huggingface.modules import DecoderLayer, RouterLoss
 from ds_dynmo.models.huggingface.outline import Experts
 from ds_dynmo.models.huggingface.source import Source
@@ -35,7 +36,7 @@ def keep_share(module: nn.Module, share: slice, count: int) -> None:
 
 
 class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
-    """A decoder layer with experts.
+    """A decoder layer with experts, or the half that has them.
 
     A batch begins with a call of ``train()``, as DeepSpeed's ``train_batch`` does; what is recomputed for the backward
     pass is not counted again.
@@ -49,9 +50,16 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
     compiled_parts: ClassVar[tuple[str, ...]] = ()  # hooks note which experts are chosen, by the data
 
     def __init__(
-        self, source: Source, layer: int, block: int, router_loss: RouterLoss | None, experts: Experts
+        self,
+        source: Source,
+        layer: int,
+        block: int,
+        router_loss: RouterLoss | None,
+        half: Half | None = None,
+        *,
+        experts: Experts,
     ) -> None:
-        super().__init__(source, layer, block, router_loss)
+        super().__init__(source, layer, block, router_loss, half)
         self.experts = experts
         self._unread = (source, layer) if source.reads_later else None
         self._replicas = Replicas()

@@ -20,6 +20,7 @@ from ds_dynmo.models.huggingface.adapter_files import SavedLayer, merged, write_
 from ds_dynmo.models.huggingface.configs import name_of
 from ds_dynmo.models.huggingface.conversions import to_files
 from ds_dynmo.models.huggingface.source import Source
+from ds_dynmo.models.huggingface.verification import find_halves
 from ds_dynmo.models.huggingface.vocabulary import slices_of
 from ds_dynmo.models.huggingface.weights import INDEX
 from ds_dynmo.models.slice_counts import Slices
@@ -35,16 +36,17 @@ def export(
     peft: Any = None,
     merge: bool = False,
     vocabulary_slices: Slices = None,
+    split_blocks: bool = False,
 ) -> None:
     """Write the weights of a checkpoint in transformers' format, for its ``from_pretrained``.
 
     One process reads and writes one layer after the other, whatever the partition was that saved them; weights have
-    the dtype that they were trained in, and slices of the vocabulary become one matrix. Of a model with adapters, those
-    alone are written, for peft's ``from_pretrained``. The folder appears when it is whole.
+    the dtype that they were trained in, slices of the vocabulary become one matrix, and halves one decoder layer. Of a
+    model with adapters, those alone are written, for peft's ``from_pretrained``. The folder appears when it is whole.
 
     Args:
-        model, peft, vocabulary_slices: what :func:`~ds_dynmo.models.huggingface.layers` made the layers of. Only
-            configs count, unless adapters are merged with a base that the checkpoint lacks.
+        model, peft, vocabulary_slices, split_blocks: what :func:`~ds_dynmo.models.huggingface.layers` made the layers
+            of. Only configs count, unless adapters are merged with a base that the checkpoint lacks.
         checkpoint: what ``engine.save_checkpoint`` wrote: the folder with the file ``latest``, or that of a tag.
         folder: gets ``config.json``, safetensors files and their index; or ``adapter_config.json`` and
             ``adapter_model.safetensors``. Has to be empty or not there.
@@ -57,26 +59,26 @@ def export(
     """
     source, saved, out = source_of(model, seed=0, weights=False, peft=peft), tag_folder(Path(checkpoint)), Path(folder)
     source = replace(source, slices=slices_of(source, vocabulary_slices, name_of(model)))
+    source = find_halves(source, name_of(model)) if split_blocks else source
     if merge and source.adapters is None:
         raise ConfigError("merge: the model has no adapters: peft says which")
-    layers = {layer: source.places(layer) for layer in range(source.outline.num_layers)}
-    for path in (saved / weights_file(number) for numbers in layers.values() for number in numbers):
+    layers = range(source.outline.num_layers)
+    for path in (saved / weights_file(number) for layer in layers for number in source.places(layer)):
         if not path.is_file():
-            hint = f": was the model trained with vocabulary_slices {source.slices}?" if source.slices else ""
-            raise CheckpointError(f"{path}: there is no such file{hint}")
+            raise CheckpointError(f"{path}: there is no such file{_hint(source)}")
     with new_folder(out) as new:
         if source.adapters is not None and not merge:
-            parts = ((source.outline.paths[layer], _saved_layer(saved, numbers)) for layer, numbers in layers.items())
+            parts = ((source.outline.paths[layer], _saved_layer(source, layer, saved)) for layer in layers)
             write_adapters(source.adapters, _base_of(model, source), parts, new)
             return
-        files = [(layer, numbers) for layer, numbers in layers.items() if source.shapes(layer)]  # norms may have none
+        files = [layer for layer in layers if source.shapes(layer)]  # norms may have none
         if merge:
             base = source_of(model, seed=0, peft=peft)
-            every = (load(saved / weights_file(number)) for _, numbers in files for number in numbers)
+            every = (load(saved / weights_file(number)) for layer in files for number in source.places(layer))
             dtype = next(tensor.dtype for state in every for tensor in state.values())  # not a frozen layer's
-            made = (merged(base, layer, _saved_layer(saved, numbers), dtype) for layer, numbers in files)
+            made = (merged(base, layer, _saved_layer(source, layer, saved), dtype) for layer in files)
         else:
-            made = (_exported(source, layer, saved, numbers) for layer, numbers in files)
+            made = (_exported(source, layer, saved) for layer in files)
         _write_model(source, made, len(files), new)
 
 
@@ -102,26 +104,35 @@ def _base_of(model: Any, source: Source) -> str | None:
     return source.adapters.lora_config.base_model_name_or_path if source.adapters is not None else None
 
 
-def _saved_layer(folder: Path, numbers: range) -> SavedLayer:
-    path = folder / weights_file(numbers[0])
+def _saved_layer(source: Source, layer: int, folder: Path) -> SavedLayer:
+    numbers = source.places(layer)
     beside = [folder / layer_file(number, 0, 0) for number in numbers]
-    return SavedLayer.of(path, _saved(folder, numbers), [load(one) for one in beside if one.is_file()], PART)
+    found = [load(one) for one in beside if one.is_file()]
+    return SavedLayer.of(folder / weights_file(numbers[0]), _saved(source, layer, folder), found, PART)
 
 
-def _saved(folder: Path, numbers: range) -> dict[str, torch.Tensor]:
+def _saved(source: Source, layer: int, folder: Path) -> dict[str, torch.Tensor]:
     """Read the tensors of a part of the model, by the names in transformers' module of it.
 
-    Args:
-        numbers: of the pipeline layers that have it: the first has all of it, or each has some rows.
+    One pipeline layer has all of it, each half of a decoder layer has some tensors, or each slice some rows.
     """
+    numbers = source.places(layer)
     first, *others = every = [_of_layer(folder, number) for number in numbers]
     for number, other in zip(numbers[1:], others):
-        if _rows(other) != _rows(first):
+        if {*first} & {*other} if source.is_block(layer) else _rows(other) != _rows(first):
+            what = "other half" if source.is_block(layer) else "rows of the matrix"
             raise CheckpointError(
-                f"{folder / weights_file(number)}: has no rows of the matrix of {weights_file(numbers[0])}: was the "
-                f"model trained with vocabulary_slices {len(numbers)}?"
+                f"{folder / weights_file(number)}: has no {what} of {weights_file(numbers[0])}{_hint(source)}"
             )
-    return {name: torch.cat([one[name] for one in every]) for name in first} if others else first
+    if others and not source.is_block(layer):
+        return {name: torch.cat([one[name] for one in every]) for name in first}
+    return {name: tensor for one in every for name, tensor in one.items()}
+
+
+def _hint(source: Source) -> str:
+    said = [f"vocabulary_slices {source.slices}"] if source.slices else []
+    said += ["split_blocks"] if source.halves else []
+    return f": was the model trained with {' and '.join(said)}?" if said else ""
 
 
 def _rows(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
@@ -134,9 +145,9 @@ def _of_layer(folder: Path, number: int) -> dict[str, torch.Tensor]:
     return found | {name: torch.cat([share[name] for share in shares]) for name in (shares[0] if shares else ())}
 
 
-def _exported(source: Source, layer: int, folder: Path, numbers: range) -> dict[str, torch.Tensor]:
+def _exported(source: Source, layer: int, folder: Path) -> dict[str, torch.Tensor]:
     """Read the tensors of a part of the model, named as transformers names them."""
-    found, path = _saved(folder, numbers), folder / weights_file(numbers[0])
+    found, path = _saved(source, layer, folder), folder / weights_file(source.places(layer)[0])
     part = source.outline.paths[layer]
     expected = {name: torch.Size(shape) for name, shape in source.shapes(layer).items()}
     shapes = {name: value.shape for name, value in found.items()}

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.models.huggingface.halves import Half
 from ds_dynmo.models.huggingface.lora import plain_name
 from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.stream import Activations, Stream
@@ -132,22 +133,26 @@ class PositionEmbedding(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One transformers decoder layer.
+    """One transformers decoder layer, or a half of one.
 
     Args:
         block: its number among the decoder layers.
         router_loss: what it adds to in training; None: nothing.
+        half: None: it is whole.
     """
 
     is_block: ClassVar[bool] = True
     compiled_parts: ClassVar[tuple[str, ...]] = ("part",)  # how its arguments are found, torch cannot trace
 
-    def __init__(self, source: Source, layer: int, block: int, router_loss: RouterLoss | None) -> None:
+    def __init__(
+        self, source: Source, layer: int, block: int, router_loss: RouterLoss | None, half: Half | None = None
+    ) -> None:
         super().__init__()
         self.block = block
         self.router_loss = router_loss
         self.inputs = source.inputs
-        self.part = source.build(layer)
+        whole = source.build(layer)
+        self.part = whole if half is None else half.of(whole)
         self.stubbed = source.stubbed
         exact = source.exact_buffers(layer)
         self.exact = [name for name, _ in self.part.named_buffers() if plain_name(name) in exact]

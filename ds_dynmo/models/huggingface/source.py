@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_dynmo.models.huggingface.halves import Halves
 from ds_dynmo.models.huggingface.initializing import check_set, drawing_from, unset
 from ds_dynmo.models.huggingface.lora import Adapters
 from ds_dynmo.models.huggingface.outline import Experts, Outline
@@ -41,6 +42,7 @@ class Source:
         has_output_transform: whether it computes something around its output embedding.
         adapters: None: parts are transformers' alone.
         slices: of the vocabulary, each a layer of the pipeline at both ends; 0: it is whole.
+        halves: per decoder layer, each half a layer of the pipeline; empty: decoder layers are whole.
     """
 
     skeleton: Any
@@ -57,6 +59,7 @@ class Source:
     has_output_transform: bool = False
     adapters: Adapters | None = None
     slices: int = 0
+    halves: tuple[Halves, ...] = ()
 
     @property
     def config(self) -> Any:
@@ -90,11 +93,18 @@ class Source:
         return {name: tuple(tensor.shape) for name, tensor in part.state_dict().items()}
 
     def places(self, layer: int) -> range:
-        """Return the numbers in the pipeline's list of what part ``layer`` is there: one, or one for each slice."""
-        more = max(self.slices - 1, 0)
-        is_end = layer == 0 or (layer == len(self.outline.paths) - 1 and not self.tied)
-        first = layer + more * (layer > 0)
-        return range(first, first + 1 + more * is_end)
+        """Return the numbers in the pipeline's list of what part ``layer`` is there: one, or one per slice or half."""
+        first, count = (sum(map(self._num_places, parts)) for parts in (range(layer), (layer,)))
+        return range(first, first + count)
+
+    def is_block(self, layer: int) -> bool:
+        """Return whether part ``layer`` is a decoder layer."""
+        return 0 <= layer - self.outline.first_block < self.outline.num_blocks
+
+    def _num_places(self, layer: int) -> int:
+        if layer in (0, len(self.outline.paths) - 1):
+            return max(self.slices, 1)
+        return 2 if self.halves and self.is_block(layer) else 1
 
     def of(self, layer: int) -> Source:
         """Narrow this to part ``layer``, so that its spec keeps no other layer's weights alive."""
@@ -149,8 +159,7 @@ class Source:
         return [name.removeprefix(prefix) for name in self.exact if name.startswith(prefix)]
 
     def _experts_of(self, layer: int) -> Experts | None:
-        block = layer - self.outline.first_block
-        return self.experts[block] if 0 <= block < len(self.experts) else None
+        return self.experts[layer - self.outline.first_block] if self.is_block(layer) else None
 
     def _stored(self, layer: int, name: str) -> Stored:
         target = f"{self.outline.paths[layer]}.{name}"

@@ -22,7 +22,7 @@ from ds_dynmo.models.huggingface.outline import Outline
 from ds_dynmo.stage_work import work_of_the_stage
 from ds_dynmo.torch_private import children_of, version_of
 
-__all__ = ["StubbedModel"]
+__all__ = ["Arguments", "StubbedModel", "with_hidden"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional ones, and those by name
 Inputs = Mapping[str, torch.Tensor]  # of a model beside the tokens, by transformers' names
@@ -72,7 +72,7 @@ class StubbedModel:
             with work_of_the_stage(), torch.no_grad():
                 arguments = self._run(nothing, inputs, training=False)
             latest = self._latest = _MicroBatch.of(hidden, inputs, arguments)
-        return _with_hidden(latest.arguments[block], hidden)
+        return with_hidden(latest.arguments[block], hidden)
 
     def enter(self, embedded: torch.Tensor, inputs: Inputs, *, training: bool) -> torch.Tensor:
         """Compute the first decoder layer's input from embedded tokens; in training there may be dropout."""
@@ -147,7 +147,7 @@ class _MicroBatch:
     @classmethod
     def of(cls, hidden: torch.Tensor, inputs: Inputs, arguments: list[Arguments]) -> _MicroBatch:
         kept = tuple((tensor.detach(), _version(tensor)) for tensor in inputs.values())
-        return cls(_about(hidden), kept, [_with_hidden(each, None) for each in arguments])
+        return cls(_about(hidden), kept, [with_hidden(each, None) for each in arguments])
 
     def has(self, hidden: torch.Tensor, inputs: Inputs) -> bool:
         """Return whether these are the arguments for ``hidden`` and ``inputs``.
@@ -160,7 +160,7 @@ class _MicroBatch:
         )
 
 
-def _with_hidden(arguments: Arguments, hidden: torch.Tensor | None) -> Arguments:
+def with_hidden(arguments: Arguments, hidden: torch.Tensor | None) -> Arguments:
     """Replace the hidden states among the arguments of a decoder layer."""
     args, kwargs = arguments
     return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})

@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_dynmo.models.huggingface.configs import EXPERTS, differs_by_layer
 
-__all__ = ["count_kinds", "tiny_config"]
+__all__ = ["count_kinds", "first_of_kind", "tiny_config"]
 
 VOCABULARY = 32  # fewer than a trial has tokens
 POSITIONS = 32  # at least: a trial has fewer tokens
@@ -78,7 +78,13 @@ def _shrink_layers(values: dict[str, Any], blocks: Sequence[nn.Module]) -> None:
 
 def count_kinds(blocks: Sequence[nn.Module]) -> int:
     """Count the decoder layers that differ in their modules, or in what is on, off, named or absent in these."""
-    return len({frozenset(_facts(block).items()) for block in blocks})
+    return len({*first_of_kind(blocks)})
+
+
+def first_of_kind(blocks: Sequence[nn.Module]) -> list[int]:
+    """Find for each decoder layer the first one of its kind, as :func:`count_kinds` tells them apart."""
+    kinds = [frozenset(_facts(block).items()) for block in blocks]
+    return [kinds.index(kind) for kind in kinds]
 
 
 def _first_of_last_kind(blocks: Sequence[nn.Module]) -> int:

@@ -8,15 +8,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ds_dynmo.models.huggingface.configs import transformers
 from ds_dynmo.models.huggingface.outline import outline_of
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Activations
 
-__all__ = ["DOCUMENT", "BuiltLayers", "random_model", "trial_batches"]
+__all__ = ["DOCUMENT", "BuiltLayers", "MultipliedDropout", "random_model", "trial_batches"]
 
 BATCH, LENGTH = 2, 19
 DOCUMENT = 7  # tokens of the first document of a packed sequence
@@ -63,6 +65,15 @@ def trial_batches(vocabulary: int, inputs: tuple[str, ...]) -> Iterator[tuple[to
             yield tokens, {name: both[name] for name in inputs}
 
 
+class MultipliedDropout(TorchFunctionMode):
+    """Makes dropout a multiplication in the body, in training or not: halves draw other random numbers than a layer."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is F.dropout:
+            return args[0] * (1 - kwargs["p"])
+        return func(*args, **(kwargs or {}))
+
+
 class BuiltLayers(nn.Module):
     """All layers, one after the other, as a ``PipelineModule`` of one stage has them."""
 
@@ -97,19 +108,24 @@ class BuiltLayers(nn.Module):
                 layer.stubbed = copy.deepcopy(layer.stubbed)
 
     def parts(self) -> dict[str, list[nn.Parameter]]:
-        """Group the parameters by their part of the model, of which slices of the vocabulary are rows."""
+        """Group the parameters by their part of the model, of which slices of the vocabulary are rows.
+
+        A part is a layer, all slices of the embedding or of the head, or both halves of a decoder layer.
+        """
         found: dict[str, list[nn.Parameter]] = {}
-        part = -1
+        part, block = -1, None
         for layer in self.layers:
-            part += getattr(layer, "rows", range(1)).start == 0
+            before, block = block, getattr(layer, "block", None)
+            is_second_half = block is not None and block == before
+            part += getattr(layer, "rows", range(1)).start == 0 and not is_second_half
             for name, parameter in layer.named_parameters():
                 found.setdefault(f"{part}.{name}", []).append(parameter)
         return found
 
     def named_weights(self, model: Any) -> dict[str, nn.Parameter]:
-        """Collect the parameters of all layers by their names in transformers' ``model``."""
+        """Collect the parameters of all layers by their names in transformers' ``model``; its vocabulary is whole."""
+        paths = outline_of(model, "the model").paths
         return {
-            f"{path}.{name.removeprefix('part.')}": parameter
-            for path, layer in zip(outline_of(model, "the model").paths, self.layers)
-            for name, parameter in layer.named_parameters()
+            f"{paths[int(part)]}.{name.removeprefix('part.')}": parameter
+            for (part, _, name), (parameter,) in ((name.partition("."), found) for name, found in self.parts().items())
         }

@@ -22,14 +22,15 @@ from deepspeed.pipe import LayerSpec
 from ds_dynmo.errors import ConfigError, PackingError
 from ds_dynmo.models.huggingface.comparison import compare, compare_documents, compare_parameters, compare_slices
 from ds_dynmo.models.huggingface.configs import default_attention
+from ds_dynmo.models.huggingface.halves import Halves, check_has_all, cut_decoder_layers
 from ds_dynmo.models.huggingface.moe import can_share
 from ds_dynmo.models.huggingface.outline import outline_of
 from ds_dynmo.models.huggingface.source import Source
-from ds_dynmo.models.huggingface.tiny import count_kinds, tiny_config
-from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
+from ds_dynmo.models.huggingface.tiny import count_kinds, first_of_kind, tiny_config
+from ds_dynmo.models.huggingface.trial import BuiltLayers, MultipliedDropout, random_model, trial_batches
 from ds_dynmo.torch_private import default_store
 
-__all__ = ["Trial", "find_transforms", "verify"]
+__all__ = ["Trial", "find_halves", "find_transforms", "verify"]
 
 ON_CPU = ("sdpa", "eager")  # implementations of attention; others are kernels of accelerators
 
@@ -50,6 +51,7 @@ class Trial:
         fresh: whether weights are drawn.
         parallel: whether experts are distributed over the replicas.
         slices: of the vocabulary; 0: it is whole.
+        halves: of the tiny model's decoder layers; empty: they are whole.
     """
 
     inputs: tuple[str, ...]
@@ -59,6 +61,7 @@ class Trial:
     fresh: bool = False
     parallel: bool = False
     slices: int = 0
+    halves: tuple[Halves, ...] = ()
 
 
 # Makes the layers of a model, or config, of transformers.
@@ -105,23 +108,59 @@ def verify(source: Source, label: str, make_specs: MakeSpecs) -> None:
         PackingError: layers are to tell documents apart by ``position_ids`` alone, and do not.
         ConfigError: with the difference, or because no tiny model can be made.
     """
-    config = source.config
-    kind, implementation = config.model_type, config._attn_implementation
-    if implementation not in ON_CPU:
-        implementation = default_attention(type(source.skeleton))
+    kind, tiny, implementation = source.config.model_type, _tiny(source, label), _implementation(source)
     trial = Trial(
         *(source.inputs, implementation, source.has_input_transform, source.has_output_transform),
         fresh=source.tensors is None,
         parallel=any(one is not None and one.parallel for one in source.experts),
         slices=SLICES if source.slices else 0,
+        halves=_cut_once(tiny, implementation) if source.halves else (),
     )
-    try:
-        tiny = json.dumps(tiny_config(config, source.blocks), sort_keys=True)
-    except Exception as cause:  # transformers raises many kinds for sizes that do not fit
-        raise ConfigError(f"{label}: model_type {kind} {_NO_TINY}: {_said(cause)}; {_REMEDY}") from cause
     result = _compare_once(tiny, count_kinds(source.blocks), trial, make_specs)
     if result.said:
         raise (PackingError if result.is_packing else ConfigError)(f"{label}: model_type {kind} {result.said}")
+
+
+def find_halves(source: Source, label: str) -> Source:
+    """Find out where the decoder layers can be cut in halves, on a tiny model.
+
+    Raises:
+        ConfigError: one cannot be cut, or no tiny model can be made.
+    """
+    tiny, kind = _tiny(source, label), source.config.model_type
+    try:
+        cuts = _cut_once(tiny, _implementation(source))
+        halves = tuple(cuts[first] for first in first_of_kind(source.blocks))
+        for block, cut in zip(source.blocks, halves):
+            check_has_all(cut, block)
+    except Exception as cause:  # transformers' models raise many kinds
+        said = str(cause) if isinstance(cause, ValueError) else _said(cause)
+        raise ConfigError(f"{label}: model_type {kind}: split_blocks: {said}: should be false") from cause
+    return replace(source, halves=halves)
+
+
+@lru_cache(maxsize=32)
+def _cut_once(tiny: str, implementation: str) -> tuple[Halves, ...]:
+    with torch.device("cpu"), torch.inference_mode(False), MultipliedDropout():
+        model = random_model(json.loads(tiny), implementation).eval()
+        tokens, _ = next(trial_batches(model.config.vocab_size, ()))
+        blocks = getattr(model.base_model, outline_of(model, "the tiny model").blocks)
+        return cut_decoder_layers(model, blocks, tokens)
+
+
+def _tiny(source: Source, label: str) -> str:
+    """Return the config of a tiny model, as JSON."""
+    try:
+        return json.dumps(tiny_config(source.config, source.blocks), sort_keys=True)
+    except Exception as cause:  # transformers raises many kinds for sizes that do not fit
+        kind = source.config.model_type
+        raise ConfigError(f"{label}: model_type {kind} {_NO_TINY}: {_said(cause)}; {_REMEDY}") from cause
+
+
+def _implementation(source: Source) -> str:
+    """Name an implementation of attention that runs on a CPU, the model's own if it does."""
+    implementation: str = source.config._attn_implementation
+    return implementation if implementation in ON_CPU else default_attention(type(source.skeleton))
 
 
 def _said(error: Exception) -> str:
@@ -182,17 +221,28 @@ def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> Comp
 def _compare_layers(model: Any, trial: Trial, make_specs: MakeSpecs) -> ComparisonResult:
     """Compare the layers of a tiny ``model`` with it, and try what only some runs ask for."""
     vocabulary, blocks = model.config.vocab_size, getattr(model.base_model, outline_of(model, "the tiny model").blocks)
-    whole = replace(trial, slices=0)
+    whole = replace(trial, slices=0, halves=())
     said = compare_parameters(model, BuiltLayers(make_specs(model.config, whole))) if trial.fresh else ""
     layers = BuiltLayers(make_specs(model, whole))
     layers.separate()
     said = said or compare(model, layers, trial.inputs)
     if trial.slices and not said:
-        said = compare_slices(layers, BuiltLayers(make_specs(model, trial)), trial.inputs, vocabulary)
+        sliced = BuiltLayers(make_specs(model, replace(trial, halves=())))
+        said = compare_slices(layers, sliced, trial.inputs, vocabulary)
     if said:
         return ComparisonResult(f"{_MORE}: {said}")
+    if trial.halves and (said := _compare_halves(model, trial, make_specs)):
+        return ComparisonResult(f"cannot have split_blocks: {said}")
     if trial.inputs == ("position_ids",) and (said := compare_documents(layers, vocabulary)):
         return ComparisonResult(f"{_MORE}: {said}", is_packing=True)
     if trial.parallel and not can_share(model, blocks):
         return ComparisonResult("cannot have expert_parallel: its experts give other results where replicas share them")
     return ComparisonResult()
+
+
+def _compare_halves(model: Any, trial: Trial, make_specs: MakeSpecs) -> str:
+    """Describe how a tiny model differs from layers that are halves of its decoder layers; empty: not at all."""
+    halves = BuiltLayers(make_specs(model, replace(trial, slices=0)))
+    halves.separate()
+    with MultipliedDropout():
+        return compare(model, halves, trial.inputs)
