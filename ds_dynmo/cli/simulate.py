@@ -163,8 +163,7 @@ def simulate(
 def static_seconds(profile: Profile) -> tuple[float, float]:
     """Simulate 1F1B at DeepSpeed's default partition, which balances parameters, and at the best one."""
     stages = profile.placement.num_stages
-    at_uniform = replace(profile, placement=uniform_placement("1f1b", len(profile.layers), stages))
-    pipeline = DecisionInput.of(at_uniform).pipeline
+    pipeline = DecisionInput.of(profile).pipeline
     default = balanced([layer.parameters for layer in profile.layers], stages)
     best = makespan(pipeline.layer_seconds, stages, pipeline=pipeline)
     by_default, shortest = (pipeline.seconds_under_1f1b(partition) for partition in (default, best))

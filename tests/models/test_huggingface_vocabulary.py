@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_b
 from ds_dynmo.models.huggingface.verification import find_transforms
 from tests.support import case_runs
 from tests.support.case_runs import CaseRun
-from tests.support.harness import run_each
 from tests.support.huggingface_families import tiny_values, write_checkpoint
 from tests.support.huggingface_runs import LENGTH, MODELS
-from tests.support.training import whole
 
 transformers = pytest.importorskip("transformers")
 
@@ -203,12 +200,4 @@ def test_moves_of_slices_change_nothing(name: str, precision: str) -> None:
     model = {"huggingface": MODELS[name], "sequence_length": LENGTH, "verified": False, "vocabulary_slices": 4}
     still = CaseRun(model, precision=precision, clip=0.0)
     chain = {1: [0, 2, 13], 2: [0, 11, 13], 4: [0, 12, 13]}
-    folded = {1: [0, 1, 5, 9, 13], 2: [0, 3, 11, 12, 13], 3: [0, 12, 13], 5: [0, 2, 6, 11, 13]}
-    ours = [
-        replace(still, moves=moves, dynmo={"interval": 0, "schedule": {"kind": kind}})
-        for kind, moves in (("zero_bubble", chain), ("v", folded))
-    ]
-    expected, *others = run_each(2, case_runs.train, (still,), *((one,) for one in ours))
-    for found in others:
-        assert found[0]["losses"] == expected[0]["losses"] and found[0]["evaluated"] == expected[0]["evaluated"]
-        assert whole(found) == whole(expected)
+    case_runs.check_slices_move(still, chain)

@@ -329,6 +329,19 @@ def check_two_chunks_change_nothing(case: CaseRun, kind: str, still: list[dict[s
     assert whole(still) == whole(found) and signals(still) == signals(found)
 
 
+def check_slices_move(still: CaseRun, chain: dict[int, list[int]]) -> None:
+    """Check that 13 layers on two stages train the same with the moves of ``chain`` under zero bubble, and in a V."""
+    folded = {1: [0, 1, 5, 9, 13], 2: [0, 3, 11, 12, 13], 3: [0, 12, 13], 5: [0, 2, 6, 11, 13]}
+    ours = [
+        replace(still, moves=moves, dynmo={"interval": 0, "schedule": {"kind": kind}})
+        for kind, moves in (("zero_bubble", chain), ("v", folded))
+    ]
+    expected, *others = run_each(2, train, (still,), *((one,) for one in ours))
+    for found in others:
+        assert found[0]["losses"] == expected[0]["losses"] and found[0]["evaluated"] == expected[0]["evaluated"]
+        assert whole(found) == whole(expected)
+
+
 def train_moved(case: CaseRun) -> dict[str, Any]:
     return train(moved(case))
 
