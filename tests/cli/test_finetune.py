@@ -11,7 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import tiny_model
 from ds_dynmo.cli import export
@@ -28,9 +28,12 @@ LENGTH, SEQUENCES, MICRO_BATCHES = 32, 4, 2
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a model, its tokenizer and a text."""
+    """Make a model whose head is its embedding, its tokenizer and a text."""
     folder = tmp_path_factory.mktemp("made")
     assert tiny_model.main([str(folder / "model"), str(folder / "text.jsonl"), *SIZES]) == 0
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder / "model", tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     return folder
 
 
@@ -83,12 +86,21 @@ def reported_loss(out: Path) -> float:
     return float([record["validation_loss"] for record in records if record["kind"] == "validation"][-1])
 
 
+FREEZING = ["--set", "model.untie=true", "--set", 'model.case={"kind": "freezing", "schedule": [[0.5, 1]]}']
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("documents", ["packed", pytest.param("padded", marks=pytest.mark.nightly)])
-def test_what_was_finetuned_is_exported_and_generates(documents: str, made: Path, tmp_path: Path) -> None:
-    assert run(2, command, finetune(made, tmp_path, documents)) == [0, 0]
+@pytest.mark.parametrize(
+    ("documents", "flags"), [("packed", FREEZING), pytest.param("padded", [], marks=pytest.mark.nightly)]
+)
+def test_what_was_finetuned_is_exported_and_generates(
+    documents: str, flags: list[str], made: Path, tmp_path: Path
+) -> None:
+    assert run(2, command, [*finetune(made, tmp_path, documents), *flags]) == [0, 0]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (made / "model", tmp_path / "exported"))
+    assert [one.config.tie_word_embeddings for one in (before, after)] == [True, not flags]
+    assert torch.equal(after.get_input_embeddings().weight, after.get_output_embeddings().weight) == (not flags)
     loss = validation_loss(after, made, tmp_path, documents)
     assert loss == pytest.approx(reported_loss(tmp_path), rel=1e-5)
     assert loss < validation_loss(before, made, tmp_path, documents) - 0.05

@@ -217,14 +217,14 @@ def test_freezing_counts_whole_layers() -> None:
         layers_of(4)
 
 
-FREEZING = {"case": {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]}}
+FREEZING = {"untie": True, "case": {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]}}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "precision", "settings"),
     [
-        ("mixtral", "bf16 zero1", FREEZING),
+        ("mixtral tied", "bf16 zero1", FREEZING),
         *(
             pytest.param(*one, marks=pytest.mark.nightly)
             for one in (

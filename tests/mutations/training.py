@@ -150,6 +150,13 @@ MUTATIONS = [
         "::test_arguments_that_depend_on_the_values_of_hidden_states_are_refused",
     ),
     Mutation(
+        "an untied head of a fresh model is drawn by itself",
+        "Source.build_base",
+        "self.untied and path == self.outline.head",
+        "False",
+        "tests/models/test_huggingface_untied.py::test_an_untied_model_begins_as_the_tied_one",
+    ),
+    Mutation(
         "a decoder layer is cut in halves that compute something else",
         "halves._compute_the_same",
         "torch.equal(hidden, call.output)",

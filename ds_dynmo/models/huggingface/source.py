@@ -43,6 +43,7 @@ class Source:
         adapters: None: parts are transformers' alone.
         slices: of the vocabulary, each a layer of the pipeline at both ends; 0: it is whole.
         halves: per decoder layer, each half a layer of the pipeline; empty: decoder layers are whole.
+        untied: whether the head gets a copy of the embedding's weights, which are its own in the model as it is given.
     """
 
     skeleton: Any
@@ -60,6 +61,7 @@ class Source:
     adapters: Adapters | None = None
     slices: int = 0
     halves: tuple[Halves, ...] = ()
+    untied: bool = False
 
     @property
     def config(self) -> Any:
@@ -132,6 +134,8 @@ class Source:
             unset((*part.parameters(), *part.buffers()))
             with drawing_from("layer", self.seed, layer):
                 part.apply(self.skeleton._init_weights)
+            if self.untied and path == self.outline.head:
+                part.get_parameter("weight").data.copy_(self.build_base(0).get_parameter("weight").detach())
             check_set(path, {**dict(part.named_parameters()), **dict(part.named_buffers())})
         else:
             unset(part.buffers())
