@@ -39,7 +39,7 @@ from ds_dynmo.cli.command_line import (
 )
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.errors import ConfigError
-from simulation import CASE_HELP, RECORDED_HELP, LoadModel, Recorded, chosen_load_models
+from simulation import CASE_HELP, RECORDED_HELP, UNDIVIDED_HELP, LoadModel, Recorded, chosen_load_models
 from simulation.runs import ARMS
 from simulation.statics import SHAPES
 
@@ -54,6 +54,7 @@ def parse(given: list[str]) -> argparse.Namespace:
         help="beside the static partitions and the dense model; default: all; may be repeated",
     )
     parser.add_argument("--recorded", type=Path, action="append", metavar="FILE_OR_FOLDER", help=RECORDED_HELP)
+    parser.add_argument("--undivided", action="store_true", help=UNDIVIDED_HELP)
     parser.add_argument("--layers", type=int, help=f"of emulated models; default: {LAYERS}, or the recording's")
     parser.add_argument("--micro-batches", type=int, default=12, help="of emulated batches, default %(default)s")
     parser.add_argument("--forward-ms", type=float, help="of a mean emulated layer; default: 5, 12 at interval 1")
@@ -82,13 +83,14 @@ def checked_load_models(arguments: argparse.Namespace) -> list[LoadModel]:
     """
     stages = num_processes("8 scripts/benchmark.py")
     check_at_least_1(arguments, "layers", "micro_batches", "rounds", "batches")
-    load_models = chosen_load_models(arguments.case, arguments.recorded)
+    load_models = chosen_load_models(arguments.case, arguments.recorded, undivided=arguments.undivided)
     in_two = next((schedule for schedule in arguments.schedule or () if schedule in SHAPES), None)
     for load_model in load_models:
         layers = layers_of(load_model, arguments)
+        whole = len(load_model.whole_layers(layers)) - 1
         load_model.dense(layers)  # refuses another number than the recording's
         where = f"{load_model.path}: layers" if isinstance(load_model, Recorded) else "--layers"
-        check_layers(layers, stages, where)
+        check_layers(whole, stages, where)
         if in_two and layers < 2 * stages:
             raise ConfigError(
                 f"{where} {layers}: should be at least {2 * stages}, two per stage, for --schedule {in_two}"
