@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.arms import ALWAYS, engines_end_here
-from benchmarks.emulated import LAYERS, RECORDED_BATCHES, emulated_rows, layers_of
+from benchmarks.emulated import LAYERS, PHASES, RECORDED_BATCHES, emulated_rows, layers_of
 from benchmarks.machine import Machine
 from benchmarks.rows import print_rows, print_schedules
 from ds_dynmo.cli.command_line import (
@@ -65,6 +65,9 @@ def parse(given: list[str]) -> argparse.Namespace:
         help="of engines that rebalance, and of the oracle; others run DeepSpeed's 1F1B; default: 1f1b; may be "
         "repeated: an engine for each",
     )
+    parser.add_argument(
+        "--phases", type=int, default=PHASES, help="of a run whose loads last, about, default %(default)s"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="turns of each balancer, default %(default)s")
     parser.add_argument(
         "--batches",
@@ -82,7 +85,7 @@ def checked_load_models(arguments: argparse.Namespace) -> list[LoadModel]:
         ConfigError: naming the option, its value and what is allowed.
     """
     stages = num_processes("8 scripts/benchmark.py")
-    check_at_least_1(arguments, "layers", "micro_batches", "rounds", "batches")
+    check_at_least_1(arguments, "layers", "micro_batches", "phases", "rounds", "batches")
     load_models = chosen_load_models(arguments.case, arguments.recorded, undivided=arguments.undivided)
     in_two = next((schedule for schedule in arguments.schedule or () if schedule in SHAPES), None)
     for load_model in load_models:

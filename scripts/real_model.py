@@ -6,11 +6,16 @@
     deepspeed --num_gpus 2 scripts/real_model.py smollm2 --data text.jsonl --tokens 512 --arm whole --arm v
 
 Set OMP_NUM_THREADS=1: one thread per stage. Each arm has an engine of its own, which begins with the same weights,
-trains on the same batches and is timed on the slowest rank; each turn is a batch of every arm. "parameters" (DeepSpeed's
-default), "uniform" and "type" are DeepSpeed's partitions and its own engine, "balanced" is the static partition of whole
-layers that is even by the costs that "whole" measured, all under 1F1B; "over best static" is over the fastest of them. "whole" moves whole layers; "pieces" has the vocabulary in
-slices and decoder layers in halves, under 1F1B; "zero_bubble", "v" and "auto" are schedules of the same pieces. Batches
-before the first decision are not timed. Losses are compared too: pieces add the same numbers in another order.
+trains on the same batches and is timed on the slowest rank; each turn is a batch of every arm.
+
+- "parameters" (DeepSpeed's default), "uniform", "type": DeepSpeed's partitions, its own engine;
+- "balanced": the static partition of whole layers that is even by the costs that "whole" measured;
+- "whole": whole layers move, under 1F1B;
+- "pieces": the vocabulary in slices and decoder layers in halves, under 1F1B; "zero_bubble", "v" and "auto": the same
+  pieces under these schedules.
+
+"over best static" is over the fastest of the first two lines. Batches before layers have gone where they stay are not
+timed. Losses are compared with those of "parameters": pieces add the same numbers in another order.
 """
 
 from __future__ import annotations

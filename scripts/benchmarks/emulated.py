@@ -9,9 +9,9 @@ Iterations until layers have settled count with the seconds of the batch before 
 Recorded loads are those of `scripts/simulation/recorded.py`. Where they change in every iteration, turns
 are spread over the recording.
 
-Static engines have the partitions that are made from the loads of the first phase or iteration, of whole layers, as
-the dense model does: of a recording whose layers are slices and halves too, each sum is a layer. Of those that are alike
-one is run. All others start at the best of them, the dense model at the uniform one, engines with two chunks per stage
+Static engines have the partitions that are made from the loads of the first phase or iteration, of whole layers: where
+a recording has slices and halves of them, each sum is a layer, as for the dense model. Of those that are alike one is
+run. All others start at the best of them, the dense model at the uniform one, engines with two chunks per stage
 at the one that balances the same loads.
 """
 
@@ -92,7 +92,7 @@ class Benchmark:
         self.turns: list[list[Phase]] = []
         self.frozen: dict[tuple[str, str | None], list[bool]] = {}  # by arm, which layers are
         if self.lasting:
-            self.phases = load_model.phases(self.layers, PHASES, seed=arguments.seed)
+            self.phases = load_model.phases(self.layers, arguments.phases, seed=arguments.seed)
         else:
             size = arguments.batches or (RECORDED_BATCHES if isinstance(load_model, Recorded) else 1)
             self.turns = load_model.turns(self.layers, self.rounds, size, seed=arguments.seed)

@@ -48,10 +48,10 @@ class Iteration:
 
     def merged(self, begins: Sequence[int]) -> Iteration:
         """Add up layers, from each of ``begins`` up to the next."""
-        sums = (
+        forward, backward, trainable = (
             tuple(np.add.reduceat(part, begins[:-1]).tolist()) for part in (self.forward, self.backward, self.trainable)
         )
-        return Iteration(*sums, self.changed)
+        return Iteration(forward, backward, trainable, self.changed)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ class Recorded(LoadModel):
     def undivided(self) -> Recorded:
         """Return the recording with the costs of slices and halves added up to those of whole layers."""
         whole, layers = tuple(range(len(self.whole))), len(self.whole) - 1
-        return replace(self, layers=layers, whole=whole, iterations=tuple(one.merged(self.whole) for one in self.iterations))
+        return replace(
+            self, layers=layers, whole=whole, iterations=tuple(one.merged(self.whole) for one in self.iterations)
+        )
 
     def whole_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return where layers of the undivided model begin."""
@@ -241,7 +243,11 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
         if least is not None and (type(value) is not int or value < least):
             raise ConfigError(f"{path}: its header has {key} = {value!r}: should be an integer, at least {least}")
     whole = header.get("whole_layers", [0, header["layers"]])
-    if not isinstance(whole, list) or any(type(one) is not int for one in whole) or not _divides(whole, header["layers"]):
+    if (
+        not isinstance(whole, list)
+        or any(type(one) is not int for one in whole)
+        or not _divides(whole, header["layers"])
+    ):
         raise ConfigError(
             f"{path}: its header has whole_layers = {whole!r}: should be increasing layer numbers, from 0 to "
             f"{header['layers']}"

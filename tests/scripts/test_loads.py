@@ -196,7 +196,10 @@ EVEN = [[1, 1]] * 9
         (lambda lines: [lines[0].replace('"a case"', "[]"), *lines[1:]], r"has case = \[\]: should be a name"),
         (lambda lines: [lines[0], lines[1].replace('"step":1', '"step":"1"'), *lines[2:]], "line 2: is not a later"),
         *(
-            (lambda lines, whole=whole: [f'{{"whole_layers":{whole},{lines[0][1:]}', *lines[1:]], "whole_layers = .*0 to 2")
+            (
+                lambda lines, whole=whole: [f'{{"whole_layers":{whole},{lines[0][1:]}', *lines[1:]],
+                "whole_layers = .*0 to 2",
+            )
             for whole in ("2", "[]", "[0, 1]", "[0, 2, 2]", "[1, 2]", "[0, 1.5, 2]")
         ),
         (lambda lines: lines[:6], "holds 5 iterations, should be more than 5"),

@@ -68,7 +68,15 @@ class Trigger:
     the first profile after the warm-up places the layers, once.
     """
 
-    _SAVED = ("_batches_since_move", "_urgent", "_measurement_wanted", "_unchanged", "_span", "_placed", "_since_shapes")
+    _SAVED = (
+        "_batches_since_move",
+        "_urgent",
+        "_measurement_wanted",
+        "_unchanged",
+        "_span",
+        "_placed",
+        "_since_shapes",
+    )
 
     def __init__(self, config: DynMoConfig) -> None:
         self._config = config
