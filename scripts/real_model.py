@@ -105,6 +105,7 @@ def prepared(arguments: argparse.Namespace, arm: str) -> TrainingRun:
         "train_micro_batch_size_per_gpu=1",
         f"gradient_accumulation_steps={arguments.micro_batches}",
         "optimizer.params.lr=1e-5",
+        "gradient_clipping=0.0",  # DeepSpeed would clip by the norm of a stage
         "scheduler=null",
         "dynmo.log=false",
     ]
@@ -214,7 +215,6 @@ def main(given: list[str]) -> None:
     with refusals_of("real_model.py"):
         num_processes("2 scripts/real_model.py")
         check_at_least_1(arguments, "tokens", "micro_batches", "batches")
-        ds_dynmo.set_rank_variables()
         prepared(arguments, DEFAULT)
         begin_rank()
         machine = Machine()
