@@ -42,7 +42,7 @@ PHASES = 4  # of a run whose loads last, in each of which there are all rounds
 CHANGING_ROUNDS = 3  # for each of them, where loads change in every iteration
 LAYERS, RECORDED_BATCHES = 32, 5  # of made-up loads; of a turn, where recorded loads change in every iteration
 LASTING_MS, CHANGING_MS = 5.0, 12.0  # a forward pass of a mean layer; longer where every iteration has a decision
-PROBES = 6  # pairs of a profiled and a plain batch
+PROBES, LASTING_PROBES = 6, 2  # pairs of a profiled and a plain batch; fewer where profiles are rare
 
 
 def emulated_rows(load_model: LoadModel, arguments: argparse.Namespace) -> list[dict[str, object]]:
@@ -142,7 +142,8 @@ class Benchmark:
         dense = next(arm for arm in self.arms if arm.name == "dense")
         self.load(dense, self.dense, self.mean_share)
         self.timed_batch(dense), self.timed_batch(dense)
-        return profiling_seconds(dense, lambda: dense.engine.train_batch(self.batches), PROBES)
+        pairs = LASTING_PROBES if self.lasting else PROBES
+        return profiling_seconds(dense, lambda: dense.engine.train_batch(self.batches), pairs)
 
     # -- loads that change in every iteration ----------------------------------------------------------
 
