@@ -22,6 +22,7 @@ from ds_dynmo.models.huggingface.halves import Half
 from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
 from ds_dynmo.models.layer_numbers import block_numbers
 from tests.support import case_runs
+from tests.support.allocations import Allocations
 from tests.support.case_runs import CaseRun
 from tests.support.harness import run_each
 from tests.support.huggingface_families import tiny_values, write_checkpoint
@@ -161,6 +162,36 @@ def test_halves_of_a_model_in_memory_keep_what_trains() -> None:
     assert {name for name, one in feed_forward.named_parameters() if one.requires_grad} == {
         "part.post_attention_layernorm.weight"
     }
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_half_takes_the_memory_of_its_own_modules(in_memory: bool, tmp_path: Path) -> None:
+    model = random_model(tiny_values("llama"), "sdpa")
+    model.save_pretrained(tmp_path)
+    specs = huggingface.layers(model if in_memory else tmp_path, split_blocks=True, verified=False)
+    layer, found = model.model.layers[0], []
+    for spec in specs[1:3]:
+        with Allocations() as allocations:
+            half = spec.build()
+        assert allocations.total == sum(own.nbytes for own in half.parameters()) > 0
+        found.append(allocations.total)
+        assert all(torch.equal(own, layer.get_parameter(name)) for name, own in half.part.named_parameters())
+    assert sum(found) == sum(weight.nbytes for weight in layer.parameters())
+
+
+@pytest.mark.parametrize("settings", [{"init_lora_weights": "gaussian"}, {"use_dora": True}, {"bias": "all"}])
+def test_fresh_adapters_of_halves_are_those_of_whole_layers(settings: dict[str, Any], tmp_path: Path) -> None:
+    """They are drawn for both halves, whose base is read once."""
+    pytest.importorskip("peft")
+    random_model(tiny_values("qwen2"), "sdpa").save_pretrained(tmp_path)
+    lora = {"r": 2, "target_modules": ["q_proj", "v_proj", "up_proj"], **settings}
+    expected, found = (
+        BuiltLayers(huggingface.layers(tmp_path, peft=lora, split_blocks=split, verified=False)).parts()
+        for split in (False, True)
+    )
+    assert found.keys() == expected.keys() and any("lora_B" in name for name in found)
+    for name, (weight,) in expected.items():
+        assert torch.equal(found[name][0], weight), name
 
 
 def test_an_export_has_whole_layers(tmp_path: Path) -> None:

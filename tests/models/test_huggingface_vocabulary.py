@@ -16,7 +16,10 @@ from ds_dynmo.models.huggingface import vocabulary
 from ds_dynmo.models.huggingface.adapter import source_of
 from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
 from ds_dynmo.models.huggingface.verification import find_transforms
+from ds_dynmo.models.huggingface.weights import Folder
+from ds_dynmo.models.slice_counts import rows_of_slices
 from tests.support import case_runs
+from tests.support.allocations import Allocations
 from tests.support.case_runs import CaseRun
 from tests.support.huggingface_families import tiny_values, write_checkpoint
 from tests.support.huggingface_runs import LENGTH, MODELS
@@ -106,6 +109,48 @@ def test_auto_counts_weights() -> None:
     assert vocabulary.slices_of(source, "auto", "it") == 0
     assert vocabulary.slices_of(source_of({**values, "vocab_size": words}, 0), "auto", "it") == 3
     assert vocabulary.slices_of(source_of({**values, "vocab_size": 4 * words}, 0), "auto", "it") == 9
+
+
+@pytest.mark.parametrize(
+    ("place", "tied"), [("folder", True), ("folder", False), ("memory", True), ("adapters", False)]
+)
+def test_a_slice_takes_the_memory_of_its_rows(place: str, tied: bool, tmp_path: Path) -> None:
+    model: Any = random_model(tiny_values("llama", tie_word_embeddings=tied, pad_token_id=9), "sdpa")
+    whole = [one.weight.detach().clone() for one in (model.get_input_embeddings(), model.get_output_embeddings())]
+    if place == "folder":
+        model.save_pretrained(tmp_path)
+        model = tmp_path
+    elif place == "adapters":
+        peft = pytest.importorskip("peft")
+        copied = ["embed_tokens", "lm_head"]
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=copied))
+    specs = huggingface.layers(model, vocabulary_slices=4, verified=False)
+    for number, rows in enumerate(rows_of_slices(32, 4)):
+        for spec, weight in ((specs[number], whole[0]), (specs[number - 4], whole[1])):
+            with Allocations() as allocations:
+                layer = spec.build()
+            for own in layer.parameters():
+                assert torch.equal(own, weight[rows.start : rows.stop])
+                assert allocations.largest == own.nbytes == weight.nbytes // 4
+
+
+def test_tensors_of_a_file_take_no_memory_before_they_are_copied(tmp_path: Path) -> None:
+    """Else a slice would read all rows of its matrix."""
+    random_model(tiny_values("llama"), "sdpa").save_pretrained(tmp_path)
+    found = Folder(tmp_path).read(["lm_head.weight"])["lm_head.weight"]
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("safetensors")]
+    inside = [range(*(int(end, 16) for end in where.split("-"))) for where, *_ in mapped]
+    assert any(found.data_ptr() in addresses for addresses in inside)
+
+
+def test_fresh_slices_are_rows_of_a_matrix_that_is_drawn_whole() -> None:
+    values = tiny_values("phi", pad_token_id=9)  # with a bias
+    plain, sliced = (
+        BuiltLayers(huggingface.layers(values, vocabulary_slices=slices, verified=False)).parts()
+        for slices in (None, 5)
+    )
+    for name, (weight,) in plain.items():
+        assert torch.equal(torch.cat(sliced[name]), weight), name
 
 
 class OtherHead(nn.Linear):
