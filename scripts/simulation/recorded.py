@@ -61,6 +61,7 @@ class Recorded(LoadModel):
     A share of 1 is the mean layer of the first iterations: the first :data:`FIRST`, or those before the first change.
     At interval 1 they are one phase, their median, and every later iteration is a phase as it was recorded. At others a
     phase is the median of consecutive iterations, each layer by itself, between which the model announced no change.
+    A run's first phase counts as announced: the first profile places the layers (``initial_partition`` "profile").
 
     Attributes:
         whole: where layers of the undivided model begin, and where the last one ends: slices of its vocabulary and
@@ -174,7 +175,7 @@ class Recorded(LoadModel):
             tuple(value / unit for value in forward),
             tuple(value / (2 * unit) for value in backward),
             tuple(value / largest for value in iterations[-1].trainable),
-            announced=iterations[0].changed,
+            announced=iterations[0].changed or iterations[0] is self.iterations[0],
         )
 
     def _check_layers(self, num_layers: int) -> None:

@@ -143,7 +143,7 @@ def test_a_recording_ends_a_phase_where_the_model_changed(tmp_path: Path) -> Non
     assert second.forward == second.backward == pytest.approx((0, 4 / 3))
     assert (first.trainable, second.trainable) == ((1, 1), (0, 1))
     parts = [(phase.iterations, phase.announced) for phase in case.phases(2, 3)]
-    assert parts == [(6, False), (2, False), (6, True), (3, False)]  # none is longer than a third
+    assert parts == [(6, True), (2, False), (6, True), (3, False)]  # none is longer than a third
     assert case.dense(2) == replace(first, iterations=FIRST)
 
 
