@@ -130,13 +130,14 @@ def losses_of_both(name: str, slices: int, tied: bool, dtype: torch.dtype) -> tu
 def test_loss_and_gradients_of_families_equal_the_librarys(name: str, tied: bool, dtype: torch.dtype) -> None:
     """Gradients to a share of the model's largest: in exact arithmetic that of a bias of keys is zero."""
     tolerance = 1e-6 if dtype == torch.float32 else 2**-6
+    of_gradients = 2 * tolerance  # those of hidden states are sums of as many parts as slices, each of them rounded
     for slices in (1, 4, 16):
         loss, expected, pairs = losses_of_both(name, slices, tied, dtype)
         torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0.0)
         largest = max(wanted.abs().max() for _, wanted in pairs.values())
         for part, (gradient, wanted) in pairs.items():
             off = (gradient - wanted).abs().max() / largest
-            assert off <= tolerance, (slices, part, off)
+            assert off <= of_gradients, (slices, part, off)
 
 
 def learnable_batches(count: int) -> Iterator[torch.Tensor]:
