@@ -84,10 +84,22 @@ def reported_loss(out: Path) -> float:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("documents", ["packed", pytest.param("padded", marks=pytest.mark.nightly)])
-def test_what_was_finetuned_is_exported_and_generates(documents: str, made: Path, tmp_path: Path) -> None:
-    assert run(2, command, finetune(made, tmp_path, documents)) == [0, 0]
+@pytest.mark.parametrize(
+    ("documents", "sparsity"),
+    [("packed", 0.6), *(pytest.param(one, 0.0, marks=pytest.mark.nightly) for one in ("packed", "padded"))],
+)
+def test_what_was_finetuned_is_exported_and_generates(
+    documents: str, sparsity: float, made: Path, tmp_path: Path
+) -> None:
+    """While it is pruned too."""
+    case = {"kind": "pruning", "start": 0.2, "end": 0.5, "times": 2, "final_sparsity": sparsity}
+    given = finetune(made, tmp_path, documents)
+    assert run(2, command, [*given, "--set", f"model.case={json.dumps(case if sparsity else None)}"]) == [0, 0]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters()
+    linears = [weight for name, weight in weights if name.endswith("_proj.weight")]
+    total = sum(weight.numel() for weight in linears)
+    assert sum(int((weight == 0).sum()) for weight in linears) == round(total * sparsity)
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (made / "model", tmp_path / "exported"))
     loss = validation_loss(after, made, tmp_path, documents)
     assert loss == pytest.approx(reported_loss(tmp_path), rel=1e-5)

@@ -150,6 +150,13 @@ MUTATIONS = [
         "::test_arguments_that_depend_on_the_values_of_hidden_states_are_refused",
     ),
     Mutation(
+        "a Hugging Face model is pruned that reads its linear weights itself",
+        "verification._compare_layers",
+        "trial.prunable and",
+        "False and",
+        "tests/models/test_huggingface_pruning.py::test_a_layer_that_reads_weights_itself_is_refused",
+    ),
+    Mutation(
         "a decoder layer is cut in halves that compute something else",
         "halves._compute_the_same",
         "torch.equal(hidden, call.output)",
