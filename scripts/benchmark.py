@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.arms import ALWAYS, engines_end_here
-from benchmarks.emulated import LAYERS, RECORDED_BATCHES, emulated_rows, layers_of
+from benchmarks.emulated import LAYERS, PHASES, RECORDED_BATCHES, emulated_rows, layers_of
 from benchmarks.machine import Machine
 from benchmarks.rows import print_rows, print_schedules
 from ds_dynmo.cli.command_line import (
@@ -39,7 +39,7 @@ from ds_dynmo.cli.command_line import (
 )
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.errors import ConfigError
-from simulation import CASE_HELP, RECORDED_HELP, LoadModel, Recorded, chosen_load_models
+from simulation import CASE_HELP, RECORDED_HELP, UNDIVIDED_HELP, LoadModel, Recorded, chosen_load_models
 from simulation.runs import ARMS
 from simulation.statics import SHAPES
 
@@ -54,6 +54,7 @@ def parse(given: list[str]) -> argparse.Namespace:
         help="beside the static partitions and the dense model; default: all; may be repeated",
     )
     parser.add_argument("--recorded", type=Path, action="append", metavar="FILE_OR_FOLDER", help=RECORDED_HELP)
+    parser.add_argument("--undivided", action="store_true", help=UNDIVIDED_HELP)
     parser.add_argument("--layers", type=int, help=f"of emulated models; default: {LAYERS}, or the recording's")
     parser.add_argument("--micro-batches", type=int, default=12, help="of emulated batches, default %(default)s")
     parser.add_argument("--forward-ms", type=float, help="of a mean emulated layer; default: 5, 12 at interval 1")
@@ -63,6 +64,9 @@ def parse(given: list[str]) -> argparse.Namespace:
         choices=["1f1b", "zero_bubble", "v", "loop", "auto"],
         help="of engines that rebalance, and of the oracle; others run DeepSpeed's 1F1B; default: 1f1b; may be "
         "repeated: an engine for each",
+    )
+    parser.add_argument(
+        "--phases", type=int, default=PHASES, help="of a run whose loads last, about, default %(default)s"
     )
     parser.add_argument("--rounds", type=int, default=2, help="turns of each balancer, default %(default)s")
     parser.add_argument(
@@ -81,14 +85,15 @@ def checked_load_models(arguments: argparse.Namespace) -> list[LoadModel]:
         ConfigError: naming the option, its value and what is allowed.
     """
     stages = num_processes("8 scripts/benchmark.py")
-    check_at_least_1(arguments, "layers", "micro_batches", "rounds", "batches")
-    load_models = chosen_load_models(arguments.case, arguments.recorded)
+    check_at_least_1(arguments, "layers", "micro_batches", "phases", "rounds", "batches")
+    load_models = chosen_load_models(arguments.case, arguments.recorded, undivided=arguments.undivided)
     in_two = next((schedule for schedule in arguments.schedule or () if schedule in SHAPES), None)
     for load_model in load_models:
         layers = layers_of(load_model, arguments)
+        whole = len(load_model.whole_layers(layers)) - 1
         load_model.dense(layers)  # refuses another number than the recording's
         where = f"{load_model.path}: layers" if isinstance(load_model, Recorded) else "--layers"
-        check_layers(layers, stages, where)
+        check_layers(whole, stages, where)
         if in_two and layers < 2 * stages:
             raise ConfigError(
                 f"{where} {layers}: should be at least {2 * stages}, two per stage, for --schedule {in_two}"

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, print_table, settings_of, write_json
 from ds_dynmo.errors import ConfigError, PartitionError, counted
-from simulation import CASE_HELP, RECORDED_HELP, Recorded, chosen_load_models
+from simulation import CASE_HELP, RECORDED_HELP, UNDIVIDED_HELP, Recorded, chosen_load_models
 from simulation.runs import ARMS, FORMS, HALVES, V_HALVES, Setting, V, compare, figures_of
 from simulation.statics import DENSE, STATIC, STATICS, label
 
@@ -140,7 +140,7 @@ def print_beside_the_paper(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    load_models = chosen_load_models(arguments.case, arguments.recorded)
+    load_models = chosen_load_models(arguments.case, arguments.recorded, undivided=arguments.undivided)
     rows = []
     for load_model in load_models:
         sizes = {name: getattr(arguments, name) for name in SIZES}
@@ -163,6 +163,7 @@ def main(given: list[str]) -> None:
     parser = CommandParser(__doc__, prog="simulate_runs.py")
     parser.add_argument("--case", action="append", metavar="NAME", help=CASE_HELP)
     parser.add_argument("--recorded", type=Path, action="append", metavar="FILE_OR_FOLDER", help=RECORDED_HELP)
+    parser.add_argument("--undivided", action="store_true", help=UNDIVIDED_HELP)
     parser.add_argument("--layers", type=int, help="default: the paper's for the case")
     parser.add_argument("--stages", type=int, help="default: the paper's, 24 or 16")
     parser.add_argument("--replicas", type=int, help="default: the paper's, 30 or 8")

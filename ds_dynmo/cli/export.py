@@ -46,6 +46,7 @@ def export(checkpoint: Path, folder: Path, *, tag: str | None = None, merge: boo
             merge=merge,
             vocabulary_slices=model.vocabulary_slices,
             split_blocks=model.split_blocks,
+            untie=model.untie,
         )
         if isinstance(model.huggingface, str):
             copy_tokenizer(Path(model.huggingface), folder)

@@ -156,6 +156,7 @@ def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]
             vocabulary_slices=config.vocabulary_slices,
             split_blocks=config.split_blocks,
             pruning=config.find_case(PruningConfig),
+            untie=config.untie,
         )
         if freezing is not None and freezing.egeria is not None:
             huggingface.check_blocks_draw_nothing(config.huggingface, "egeria runs blocks beside the training")
@@ -169,10 +170,7 @@ def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]
 def _check_freezing(freezing: FreezingConfig, layers: list[LayerSpec], layers_per_block: int) -> None:
     """Check that layers of a Hugging Face model can be frozen, as ``FreezingConfig.check`` does for the GPT's."""
     if any(isinstance(spec, TiedLayerSpec) for spec in layers):
-        raise ConfigError(
-            f"{SECTION}.case: would freeze the head with the embedding: needs tie_word_embeddings = false in "
-            f"{SECTION}.huggingface"
-        )
+        raise ConfigError(f"{SECTION}.case: would freeze the head with the embedding: needs {SECTION}.untie = true")
     most, blocks = freezing.most_blocks, len(block_numbers(layers)) // layers_per_block
     if most > blocks:
         raise ConfigError(f"{SECTION}.case: schedule freezes {most} blocks, {SECTION}.huggingface has {blocks}")

@@ -33,7 +33,7 @@ SECTION = "model"
 BYTES = 256  # the text's different tokens
 BESIDE_HUGGINGFACE = {
     *("huggingface", "verified", "tokens", "sequence_length", "seed", "sampling", "case", "expert_parallel"),
-    *("peft", "save_base", "vocabulary_slices", "split_blocks"),
+    *("peft", "save_base", "vocabulary_slices", "split_blocks", "untie"),
 }
 
 AnyCaseConfig = Annotated[
@@ -56,8 +56,13 @@ class ModelConfig(GPTConfig):
         default=None,
         description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
         'or what is in one; beside it "verified", "tokens", "sequence_length", "seed", "sampling", "case" of kind '
-        '"freezing" or "pruning", "expert_parallel", "peft", "save_base", "vocabulary_slices" and "split_blocks" alone '
-        "may stand",
+        '"freezing" or "pruning", "expert_parallel", "peft", "save_base", "vocabulary_slices", "split_blocks" and '
+        '"untie" alone may stand',
+    )
+    untie: bool = Field(
+        default=False,
+        description="the head of the Hugging Face model gets its own copy of the embedding's weights, as case of kind "
+        "freezing needs it; exports say so",
     )
     verified: bool = Field(
         default=True,
@@ -154,6 +159,12 @@ class ModelConfig(GPTConfig):
     def _experts_can_be_shared(self) -> ModelConfig:
         if self.expert_parallel and self.huggingface is None:
             raise ValueError('expert_parallel: is for a Hugging Face model; "case" of kind "moe" has one of its own')
+        return self
+
+    @model_validator(mode="after")
+    def _a_head_can_be_untied(self) -> ModelConfig:
+        if self.untie and self.huggingface is None:
+            raise ValueError("untie: is for a Hugging Face model (huggingface); without one, tied_embedding = false")
         return self
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from torch import nn
 from ds_dynmo.engine.deepspeed.module import layer_specs, layers_of_stage, modules_of
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["block_numbers", "local_layers", "tie_of"]
+__all__ = ["block_numbers", "local_layers", "tie_of", "whole_layers"]
 
 
 def block_numbers(layers: Sequence[LayerSpec]) -> range:
@@ -25,6 +25,21 @@ def block_numbers(layers: Sequence[LayerSpec]) -> range:
     if not numbers:
         raise ConfigError(f"none of the model's {len(layers)} layers is a block: no class has is_block = True")
     return range(numbers[0], numbers[-1] + 1)
+
+
+def whole_layers(layers: Sequence[LayerSpec], layers_per_block: int) -> list[int]:
+    """Return where the layers of the undivided model begin in ``layers``, and where the last one ends.
+
+    Slices of the embedding are one layer of it, those of the head another one, and so are the halves of a block.
+
+    Args:
+        layers_per_block: 2 if a block's halves are layers, else 1.
+    """
+    blocks = block_numbers(layers)
+    sliced = [getattr(spec.typename, "takes_labels", False) for spec in layers]
+    halves = {number for number in blocks if (number - blocks.start) % layers_per_block}
+    slices = {number for number in range(1, len(layers)) if sliced[number - 1] and sliced[number]}
+    return [number for number in range(len(layers) + 1) if number not in halves | slices]
 
 
 def tie_of(module: PipelineModule, layer: int) -> str | None:

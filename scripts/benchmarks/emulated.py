@@ -9,8 +9,9 @@ Iterations until layers have settled count with the seconds of the batch before 
 Recorded loads are those of `scripts/simulation/recorded.py`. Where they change in every iteration, turns
 are spread over the recording.
 
-Static engines have the partitions that are made from the loads of the first phase or iteration. Of those that are alike
-one is run. All others start at the best of them, the dense model at the uniform one, engines with two chunks per stage
+Static engines have the partitions that are made from the loads of the first phase or iteration, of whole layers: where
+a recording has slices and halves of them, each sum is a layer, as for the dense model. Of those that are alike one is
+run. All others start at the best of them, the dense model at the uniform one, engines with two chunks per stage
 at the one that balances the same loads.
 """
 
@@ -41,7 +42,7 @@ PHASES = 4  # of a run whose loads last, in each of which there are all rounds
 CHANGING_ROUNDS = 3  # for each of them, where loads change in every iteration
 LAYERS, RECORDED_BATCHES = 32, 5  # of made-up loads; of a turn, where recorded loads change in every iteration
 LASTING_MS, CHANGING_MS = 5.0, 12.0  # a forward pass of a mean layer; longer where every iteration has a decision
-PROBES = 6  # pairs of a profiled and a plain batch
+PROBES, LASTING_PROBES = 6, 2  # pairs of a profiled and a plain batch; fewer where profiles are rare
 
 
 def emulated_rows(load_model: LoadModel, arguments: argparse.Namespace) -> list[dict[str, object]]:
@@ -91,18 +92,21 @@ class Benchmark:
         self.turns: list[list[Phase]] = []
         self.frozen: dict[tuple[str, str | None], list[bool]] = {}  # by arm, which layers are
         if self.lasting:
-            self.phases = load_model.phases(self.layers, PHASES, seed=arguments.seed)
+            self.phases = load_model.phases(self.layers, arguments.phases, seed=arguments.seed)
         else:
             size = arguments.batches or (RECORDED_BATCHES if isinstance(load_model, Recorded) else 1)
             self.turns = load_model.turns(self.layers, self.rounds, size, seed=arguments.seed)
             self.phases = list(chain(*self.turns))
         mean_ms = arguments.forward_ms or (LASTING_MS if self.lasting else CHANGING_MS)
+        self.whole = load_model.whole_layers(self.layers)
         self.mean_share = statistics.fmean(phase.mean_share() for phase in self.phases)
         self.forward_seconds = mean_ms / 1e3 / self.mean_share  # of a dense layer
         stages = torch.distributed.get_world_size()
-        passes = self.passes(self.phases[0])
+        undivided = self.phases[0].merged(self.whole)
+        passes = self.passes(undivided)
         first = PipelineModel(passes.forward_seconds, passes.backward_seconds, arguments.micro_batches, (1.0,) * stages)
-        self.statics = Statics.known(first, self.phases[0].trainable)
+        own = self.passes(self.phases[0]).least_seconds
+        self.statics = Statics.known(first, undivided.trainable, own, self.whole)
         self.schedules = list(dict.fromkeys(arguments.schedule or ["1f1b"]))
         self.arms = [
             self.arm(name, schedule)
@@ -118,7 +122,8 @@ class Benchmark:
         block: dict[str, Any] = {"initial_partition": list(self.statics.start(name, shape))}
         if schedule is not None:
             block["schedule"] = {"kind": schedule}
-        sizes = {"layers": self.layers, "micro_batches": self.arguments.micro_batches}
+        layers = len(self.whole) - 1 if schedule is None else self.layers
+        sizes = {"layers": layers, "micro_batches": self.arguments.micro_batches}
         return Arm(name, make_engine(name, **sizes, interval=self.load_model.interval, block=block), schedule)
 
     def measure(self) -> None:
@@ -137,7 +142,8 @@ class Benchmark:
         dense = next(arm for arm in self.arms if arm.name == "dense")
         self.load(dense, self.dense, self.mean_share)
         self.timed_batch(dense), self.timed_batch(dense)
-        return profiling_seconds(dense, lambda: dense.engine.train_batch(self.batches), PROBES)
+        pairs = LASTING_PROBES if self.lasting else PROBES
+        return profiling_seconds(dense, lambda: dense.engine.train_batch(self.batches), pairs)
 
     # -- loads that change in every iteration ----------------------------------------------------------
 
@@ -214,7 +220,7 @@ class Benchmark:
         loads = self.phase_of(arm, phase)
         set_loads(arm.engine, loads, self.forward_seconds * factor)
         frozen = [share == 0 for share in loads.trainable]
-        if frozen != self.frozen.get((arm.name, arm.schedule), [False] * self.layers):
+        if frozen != self.frozen.get((arm.name, arm.schedule), [False] * len(frozen)):
             arm.engine.model_changed("other layers are frozen")
         self.frozen[arm.name, arm.schedule] = frozen
 
@@ -231,7 +237,9 @@ class Benchmark:
         return Batch(seconds - sum(costs), costs, placement, stage.schedule.running, predicted)
 
     def phase_of(self, arm: Arm, phase: Phase) -> Phase:
-        return self.dense if arm.name == "dense" else phase
+        """Return the loads of the arm's layers: static arms and the dense model have whole ones."""
+        phase = self.dense if arm.name == "dense" else phase
+        return phase if has_schedule(arm.name) else phase.merged(self.whole)
 
     def passes(self, phase: Phase) -> LayerPasses:
         """Return the seconds that the layers sleep."""

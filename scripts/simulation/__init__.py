@@ -6,12 +6,13 @@ balancer or process, and are deterministic by seed.
 
 from simulation.load_models import LOAD_MODELS, LoadModel
 from simulation.phases import Phase, mean_over
-from simulation.recorded import CASE_HELP, RECORDED_HELP, Recorded, chosen_load_models
+from simulation.recorded import CASE_HELP, RECORDED_HELP, UNDIVIDED_HELP, Recorded, chosen_load_models
 
 __all__ = [
     "CASE_HELP",
     "LOAD_MODELS",
     "RECORDED_HELP",
+    "UNDIVIDED_HELP",
     "LoadModel",
     "Phase",
     "Recorded",

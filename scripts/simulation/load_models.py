@@ -47,6 +47,10 @@ class LoadModel:
         phases = self.phases(num_layers, 1 + count * size, seed=seed)
         return [phases[turn * size : (turn + 1) * size + 1] for turn in range(count)]
 
+    def whole_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return where layers of the undivided model begin, and where the last one ends."""
+        return tuple(range(num_layers + 1))
+
     def dense(self, num_layers: int) -> Phase:
         """Return the loads of the model that does all its work."""
         return Phase.of([1.0] * num_layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,24 @@ class Phase:
         """Make a phase whose passes have the same shares. All parameters train unless ``trainable`` says otherwise."""
         both = tuple(map(float, shares))
         return cls(iterations, both, both, (1.0,) * len(both) if trainable is None else tuple(map(float, trainable)))
+
+    def merged(self, begins: Sequence[int]) -> Phase:
+        """Return the phase of a model in which layers from each of ``begins`` up to the next are one.
+
+        Parameters that train are then shares of those of the layer that has most.
+        """
+        if len(begins) == len(self.forward) + 1:
+            return self
+        forward, backward, trainable = (
+            np.add.reduceat(part, begins[:-1]) for part in (self.forward, self.backward, self.trainable)
+        )
+        most = max(1.0, float(trainable.max()))
+        return replace(
+            self,
+            forward=tuple(forward.tolist()),
+            backward=tuple(backward.tolist()),
+            trainable=tuple((trainable / most).tolist()),
+        )
 
     def mean_share(self) -> float:
         """Average over layers, forward and backward together; the backward pass is twice the forward pass."""

@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, ClassVar
+
+import numpy as np
 
 from ds_dynmo.errors import ConfigError, reason_of
 from simulation.load_models import LOAD_MODELS, LoadModel
 from simulation.phases import Phase
 
 CASE_HELP = f"one of {', '.join(LOAD_MODELS)}, or with --recorded of its cases; default: all; may be repeated"
+UNDIVIDED_HELP = "recorded slices of a vocabulary and halves of blocks are one layer for every balancer"
 RECORDED_HELP = "what ds-dynmo-train --record wrote, in place of the load models; may be repeated"
 KIND = "recording"
 FORWARD, BACKWARD, TRAINABLE = "forward_us", "backward_us", "trainable_parameters"
@@ -43,6 +46,13 @@ class Iteration:
     trainable: tuple[float, ...]
     changed: bool
 
+    def merged(self, begins: Sequence[int]) -> Iteration:
+        """Add up layers, from each of ``begins`` up to the next."""
+        forward, backward, trainable = (
+            tuple(np.add.reduceat(part, begins[:-1]).tolist()) for part in (self.forward, self.backward, self.trainable)
+        )
+        return Iteration(forward, backward, trainable, self.changed)
+
 
 @dataclass(frozen=True)
 class Recorded(LoadModel):
@@ -51,12 +61,17 @@ class Recorded(LoadModel):
     A share of 1 is the mean layer of the first iterations: the first :data:`FIRST`, or those before the first change.
     At interval 1 they are one phase, their median, and every later iteration is a phase as it was recorded. At others a
     phase is the median of consecutive iterations, each layer by itself, between which the model announced no change.
+
+    Attributes:
+        whole: where layers of the undivided model begin, and where the last one ends: slices of its vocabulary and
+            halves of its blocks are layers of a recording too.
     """
 
     random: ClassVar[bool] = False
 
     path: Path = Path()
     iterations: tuple[Iteration, ...] = ()
+    whole: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> Recorded:
@@ -87,7 +102,20 @@ class Recorded(LoadModel):
             replicas=1,
             path=path,
             iterations=tuple(iterations),
+            whole=tuple(header.get("whole_layers", range(layers + 1))),
         )
+
+    def undivided(self) -> Recorded:
+        """Return the recording with the costs of slices and halves added up to those of whole layers."""
+        whole, layers = tuple(range(len(self.whole))), len(self.whole) - 1
+        return replace(
+            self, layers=layers, whole=whole, iterations=tuple(one.merged(self.whole) for one in self.iterations)
+        )
+
+    def whole_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return where layers of the undivided model begin."""
+        self._check_layers(num_layers)
+        return self.whole
 
     def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
         """Return every iteration at interval 1, else phases of at most a ``count``-th of the recording."""
@@ -154,16 +182,19 @@ class Recorded(LoadModel):
             raise ConfigError(f"--layers {num_layers}: {self.path} is a recording of {self.layers} layers")
 
 
-def chosen_load_models(names: Sequence[str] | None, recorded: Sequence[Path] | None) -> list[LoadModel]:
+def chosen_load_models(
+    names: Sequence[str] | None, recorded: Sequence[Path] | None, *, undivided: bool = False
+) -> list[LoadModel]:
     """Return the load models of the cases called ``names``, or all: of recordings, or else of the paper's formulas.
 
     Args:
         recorded: files, and folders that hold ``*.jsonl``.
+        undivided: slices and halves of recorded layers are one layer.
 
     Raises:
         ConfigError: a folder without a recording, a name that none has; else as :meth:`Recorded.read`.
     """
-    load_models = [*LOAD_MODELS.values()] if recorded is None else recordings(recorded)
+    load_models = [*LOAD_MODELS.values()] if recorded is None else recordings(recorded, undivided=undivided)
     if missing := set(names or ()) - {load_model.name for load_model in load_models}:
         have = ", ".join(load_model.name for load_model in load_models)
         raise ConfigError(f"--case {missing.pop()}: there are {'' if recorded is None else 'recordings of '}{have}")
@@ -172,14 +203,15 @@ def chosen_load_models(names: Sequence[str] | None, recorded: Sequence[Path] | N
     return [load_model for load_model in load_models if not names or load_model.name in names]
 
 
-def recordings(paths: Iterable[Path]) -> list[LoadModel]:
+def recordings(paths: Iterable[Path], *, undivided: bool) -> list[LoadModel]:
     """Read recordings: files, and those in folders."""
     load_models = list[LoadModel]()
     for path in paths:
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not files:
             raise ConfigError(f"--recorded {path}: the folder holds no *.jsonl")
-        load_models += [Recorded.read(file) for file in files]
+        read = [Recorded.read(file) for file in files]
+        load_models += [recorded.undivided() for recorded in read] if undivided else read
     return load_models
 
 
@@ -210,6 +242,21 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
             raise ConfigError(f"{path}: its header has {key} = {value!r}: should be a name")
         if least is not None and (type(value) is not int or value < least):
             raise ConfigError(f"{path}: its header has {key} = {value!r}: should be an integer, at least {least}")
+    whole = header.get("whole_layers", [0, header["layers"]])
+    if (
+        not isinstance(whole, list)
+        or any(type(one) is not int for one in whole)
+        or not _divides(whole, header["layers"])
+    ):
+        raise ConfigError(
+            f"{path}: its header has whole_layers = {whole!r}: should be increasing layer numbers, from 0 to "
+            f"{header['layers']}"
+        )
+
+
+def _divides(begins: Sequence[int], layers: int) -> bool:
+    """Return whether ``begins`` increase from 0 to ``layers``."""
+    return begins[:1] == [0] and begins[-1] == layers and all(one < next_ for one, next_ in zip(begins, begins[1:]))
 
 
 def _check(where: str, known: dict[str, Any], layers: int) -> None:

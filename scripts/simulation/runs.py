@@ -80,9 +80,9 @@ class Setting:
     link_bytes_per_second: float = 25e9
     micro_batch_tokens: int = 2 * 2048
 
-    def in_halves(self) -> Setting:
-        """Return the setting of a model whose layers are half blocks."""
-        return replace(self, layers=2 * self.layers, layer_bytes=self.layer_bytes // 2)
+    def with_layers(self, layers: int) -> Setting:
+        """Return the setting of the same model in another number of layers."""
+        return replace(self, layers=layers, layer_bytes=self.layer_bytes * self.layers // layers)
 
     @property
     def link_seconds(self) -> float:
@@ -147,6 +147,12 @@ class PhaseCosts:
         forward = forward_seconds * np.array([phase.forward for phase in phases])
         backward = 2 * forward_seconds * np.array([phase.backward for phase in phases])
         return cls(phases[0].iterations, forward, backward, phases[0].trainable, phases[0].announced)
+
+    def merged(self, begins: Sequence[int]) -> PhaseCosts:
+        """Return the costs of a model in which layers from each of ``begins`` up to the next are one."""
+        forward, backward = (np.add.reduceat(part, begins[:-1], axis=1) for part in (self.forward, self.backward))
+        trainable = np.add.reduceat(self.trainable, begins[:-1])
+        return replace(self, forward=forward, backward=backward, trainable=tuple(trainable.tolist()))
 
     def in_halves(self) -> PhaseCosts:
         """Return the costs of half blocks."""
@@ -245,9 +251,16 @@ def pipeline_of(phase: PhaseCosts, setting: Setting, orders: Orders | None = Non
     return replace(under_1f1b, passes=known)
 
 
-def known_statics(first: PhaseCosts, setting: Setting) -> Statics:
-    """Make the static partitions from the loads of the first iteration."""
-    return Statics.known(pipeline_of(first, setting), first.trainable)
+def known_statics(first: PhaseCosts, setting: Setting, whole: Sequence[int] | None = None) -> Statics:
+    """Make the static partitions, of whole layers, from the loads of the first iteration.
+
+    Args:
+        whole: where whole layers begin among those of ``first``; None: each is one.
+    """
+    whole = range(setting.layers + 1) if whole is None else whole
+    undivided = first.merged(whole)
+    pipeline = pipeline_of(undivided, setting.with_layers(len(whole) - 1))
+    return Statics.known(pipeline, undivided.trainable, first.costs(), whole)
 
 
 def worth_it(
@@ -343,17 +356,23 @@ def compare(
     outcomes = dict[str, Outcome]()
     for arm in arms:
         balancer, shape, halves = FORMS.get(arm, (arm, "chain", False))
-        own = setting.in_halves() if halves else setting
+        own = setting.with_layers(2 * setting.layers) if halves else setting
+        whole = range(own.layers + 1) if halves else load_model.whole_layers(own.layers)
         if arm == DENSE:
-            outcomes[arm] = replay(dense_costs(load_model, setting), DENSE, setting)
+            [dense] = dense_costs(load_model, setting)
+            outcomes[arm] = replay([dense.merged(whole)], DENSE, setting.with_layers(len(whole) - 1))
         elif shape == "chain" or own.layers >= 2 * own.stages:
             each = [[phase.in_halves() for phase in phases] if halves else phases for phases in runs]
-            outcomes[arm] = mean_outcome([begin_and_replay(phases, balancer, own, shape) for phases in each])
+            outcomes[arm] = mean_outcome([begin_and_replay(phases, balancer, own, shape, whole) for phases in each])
     return outcomes
 
 
-def begin_and_replay(phases: Sequence[PhaseCosts], arm: str, setting: Setting, shape: Shape) -> Outcome:
-    start = known_statics(phases[0], setting).start(arm, shape)
+def begin_and_replay(
+    phases: Sequence[PhaseCosts], arm: str, setting: Setting, shape: Shape, whole: Sequence[int]
+) -> Outcome:
+    start = known_statics(phases[0], setting, whole).start(arm, shape)
+    if arm in STATICS:
+        phases, setting = [phase.merged(whole) for phase in phases], setting.with_layers(len(whole) - 1)
     return replay(phases, arm, setting, Placement.of_shape(shape, start))
 
 

@@ -17,23 +17,37 @@ SHAPES: dict[str, Shape] = {"v": "v", "loop": "loop"}  # by schedule; all others
 
 @dataclass(frozen=True)
 class Statics:
-    """The static partitions of a model, with predictions from a profile of the model before it changes.
+    """The static partitions of whole layers, with predictions from a profile of the model before it changes.
 
     Attributes:
-        partitions: by the names in :data:`STATICS`.
+        partitions: by the names in :data:`STATICS`, in whole layers.
         seconds: predicted, of an iteration.
         imbalances: the paper's equation 2.
-        layer_seconds: of the profile, by which two chunks per stage are balanced.
+        layer_seconds: of the profile, of the layers that others move, by which two chunks per stage are balanced.
+        whole: where whole layers begin among them, and where the last one ends.
     """
 
     partitions: dict[str, tuple[int, ...]]
     seconds: dict[str, float]
     imbalances: dict[str, float]
-    layer_seconds: tuple[float, ...] = ()
+    layer_seconds: tuple[float, ...]
+    whole: tuple[int, ...]
 
     @classmethod
-    def known(cls, pipeline: PipelineModel, trainable: Sequence[float]) -> Statics:
-        """Partition the model as it is before it changes; ``trainable``: parameters of each layer, in any unit."""
+    def known(
+        cls,
+        pipeline: PipelineModel,
+        trainable: Sequence[float],
+        layer_seconds: Sequence[float] | None = None,
+        whole: Sequence[int] | None = None,
+    ) -> Statics:
+        """Partition the model as it is before it changes.
+
+        Args:
+            pipeline: of whole layers.
+            trainable: parameters of each, in any unit.
+            layer_seconds, whole: of the layers that others move; None: whole ones.
+        """
         costs = list(pipeline.layer_seconds)
         stages = len(pipeline.speeds)
         partitions = {
@@ -45,7 +59,8 @@ class Statics:
             partitions,
             {arm: pipeline.iteration_seconds(partition) for arm, partition in partitions.items()},
             {arm: imbalance(costs, partition) for arm, partition in partitions.items()},
-            pipeline.layer_seconds,
+            tuple(costs if layer_seconds is None else layer_seconds),
+            tuple(range(len(costs) + 1) if whole is None else whole),
         )
 
     @property
@@ -68,7 +83,7 @@ class Statics:
             return self.partitions[STATIC if arm == DENSE else arm]
         best = self.partitions[self.best]
         if shape == "chain":
-            return best
+            return tuple(self.whole[layer] for layer in best)
         stages = len(best) - 1
         return tuple(balanced(self.layer_seconds, stages, owners=owners_of(shape, stages)))
 

@@ -11,7 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import tiny_model
 from ds_dynmo.cli import export
@@ -28,9 +28,12 @@ LENGTH, SEQUENCES, MICRO_BATCHES = 32, 4, 2
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a model, its tokenizer and a text."""
+    """Make a model whose head is its embedding, its tokenizer and a text."""
     folder = tmp_path_factory.mktemp("made")
     assert tiny_model.main([str(folder / "model"), str(folder / "text.jsonl"), *SIZES]) == 0
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder / "model", tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     return folder
 
 
@@ -83,24 +86,21 @@ def reported_loss(out: Path) -> float:
     return float([record["validation_loss"] for record in records if record["kind"] == "validation"][-1])
 
 
+FREEZING = ["--set", "model.untie=true", "--set", 'model.case={"kind": "freezing", "schedule": [[0.5, 1]]}']
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("documents", "sparsity"),
-    [("packed", 0.6), *(pytest.param(one, 0.0, marks=pytest.mark.nightly) for one in ("packed", "padded"))],
+    ("documents", "flags"), [("packed", FREEZING), pytest.param("padded", [], marks=pytest.mark.nightly)]
 )
 def test_what_was_finetuned_is_exported_and_generates(
-    documents: str, sparsity: float, made: Path, tmp_path: Path
+    documents: str, flags: list[str], made: Path, tmp_path: Path
 ) -> None:
-    """While it is pruned too."""
-    case = {"kind": "pruning", "start": 0.2, "end": 0.5, "times": 2, "final_sparsity": sparsity}
-    given = finetune(made, tmp_path, documents)
-    assert run(2, command, [*given, "--set", f"model.case={json.dumps(case if sparsity else None)}"]) == [0, 0]
+    assert run(2, command, [*finetune(made, tmp_path, documents), *flags]) == [0, 0]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
-    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters()
-    linears = [weight for name, weight in weights if name.endswith("_proj.weight")]
-    total = sum(weight.numel() for weight in linears)
-    assert sum(int((weight == 0).sum()) for weight in linears) == round(total * sparsity)
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (made / "model", tmp_path / "exported"))
+    assert [one.config.tie_word_embeddings for one in (before, after)] == [True, not flags]
+    assert torch.equal(after.get_input_embeddings().weight, after.get_output_embeddings().weight) == (not flags)
     loss = validation_loss(after, made, tmp_path, documents)
     assert loss == pytest.approx(reported_loss(tmp_path), rel=1e-5)
     assert loss < validation_loss(before, made, tmp_path, documents) - 0.05
@@ -109,6 +109,20 @@ def test_what_was_finetuned_is_exported_and_generates(
     assert (
         tokenizer.decode(generated[0]).startswith("def main(") and generated.shape[1] == prompt.input_ids.shape[1] + 8
     )
+
+
+@torch.no_grad()
+@pytest.mark.nightly
+def test_what_was_pruned_is_exported_with_zeros(made: Path, tmp_path: Path) -> None:
+    case = {"kind": "pruning", "start": 0.2, "end": 0.5, "times": 2, "final_sparsity": 0.6}
+    given = [*finetune(made, tmp_path), "--set", f"model.case={json.dumps(case)}"]
+    assert run(2, command, given) == [0, 0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    linears = [weight for name, weight in model.named_parameters() if name.endswith("_proj.weight")]
+    total = sum(weight.numel() for weight in linears)
+    assert sum(int((weight == 0).sum()) for weight in linears) == round(total * 0.6)
+    loss = validation_loss(model, made, tmp_path, "packed")
+    assert loss == pytest.approx(reported_loss(tmp_path), rel=1e-5)
 
 
 @torch.no_grad()

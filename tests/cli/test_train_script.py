@@ -16,7 +16,7 @@ import torch
 
 from ds_dynmo.cli import train
 from ds_dynmo.cli.training.options import RECORDING, TrainingRun, prepare
-from ds_dynmo.cli.training.resuming import find_checkpoint
+from ds_dynmo.cli.training.resuming import find_checkpoint, read_resumed
 from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.engine.save.manifest import MANIFEST
 from ds_dynmo.errors import ConfigError, PartitionError
@@ -254,6 +254,22 @@ def test_a_changed_run_is_resumed_with_its_changes(tmp_path: Path) -> None:
     assert (run.first_step, run.interval) == (5, 3)
     with pytest.raises(ConfigError, match=r"^--resume .*: was trained with model\.case = .*, this run has null"):
         resumed(tmp_path, {"case": {"kind": "mod"}}, "--set", "model.case=null")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("vocabulary_slices", 8), ("vocabulary_slices", None), ("split_blocks", False)]
+)
+def test_a_run_in_other_pieces_is_refused_and_begins_from_an_export(key: str, value: Any, tmp_path: Path) -> None:
+    pieces = {"vocabulary_slices": 4, "split_blocks": True}
+    remedy = f"; ds-dynmo-export {tmp_path} DIR, then --set model.huggingface=DIR without --resume begins with any"
+    facts = {"step": 5, "steps": 8, "stages": 2, "partition": [0, 3, 7], "cases": {}}
+    for sizes, said in ((SIZES, ""), ({"huggingface": {"model_type": "llama"}, "sequence_length": 8}, remedy)):
+        save_metadata(tmp_path / "global_step5", {**facts, "model": {**sizes, **pieces}})
+        model = read_model_config({"model": {**sizes, **pieces, key: value}})
+        with pytest.raises(ConfigError) as error:
+            read_resumed(tmp_path, None, model)
+        saved, given = (json.dumps(one) for one in (pieces[key], value))
+        assert str(error.value).endswith(f": was trained with model.{key} = {saved}, this run has {given}{said}")
 
 
 def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:

@@ -652,8 +652,8 @@ def test_freezing_that_a_model_cannot_do_is_refused() -> None:
 
     schedule = {"schedule": [[0.5, 3]]}
     untied = {**MODELS["gpt2 untied"], "resid_pdrop": 0.1}
-    refused(MODELS["llama tied"], schedule, r"needs tie_word_embeddings = false in model\.huggingface")
-    refused(GPT2, {"automatic": {}}, "needs tie_word_embeddings = false")
+    refused(MODELS["llama tied"], schedule, r"model\.case: would freeze the head .*: needs model\.untie = true")
+    refused(GPT2, {"automatic": {}}, r"needs model\.untie = true")
     refused(untied, {"schedule": [[0.5, 4]]}, r"schedule freezes 4 blocks, model\.huggingface has 3")
     refused(untied, {"egeria": {}}, r"model\.huggingface: resid_pdrop 0\.1: should be 0: egeria")
     neox = {"model_type": "gpt_neox", "hidden_dropout": 0.1, "vocab_size": 300}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from ds_dynmo.config import parse_section
 from ds_dynmo.errors import CheckpointError, ConfigError
-from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers
+from ds_dynmo.models import ModelConfig, dynamic_cases, huggingface, language_model_loss, model_layers
 from ds_dynmo.models.huggingface import verification
 from ds_dynmo.models.huggingface.adapter import source_of
 from ds_dynmo.models.huggingface.configs import families
@@ -22,11 +23,12 @@ from ds_dynmo.models.huggingface.halves import Half
 from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
 from ds_dynmo.models.layer_numbers import block_numbers
 from tests.support import case_runs
+from tests.support.allocations import Allocations
 from tests.support.case_runs import CaseRun
 from tests.support.harness import run_each
 from tests.support.huggingface_families import tiny_values, write_checkpoint
 from tests.support.huggingface_runs import LENGTH, MODELS
-from tests.support.training import whole
+from tests.support.training import drop_decision, state, whole
 
 transformers = pytest.importorskip("transformers")
 
@@ -163,6 +165,36 @@ def test_halves_of_a_model_in_memory_keep_what_trains() -> None:
     }
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_half_takes_the_memory_of_its_own_modules(in_memory: bool, tmp_path: Path) -> None:
+    model = random_model(tiny_values("llama"), "sdpa")
+    model.save_pretrained(tmp_path)
+    specs = huggingface.layers(model if in_memory else tmp_path, split_blocks=True, verified=False)
+    layer, found = model.model.layers[0], []
+    for spec in specs[1:3]:
+        with Allocations() as allocations:
+            half = spec.build()
+        assert allocations.total == sum(own.nbytes for own in half.parameters()) > 0
+        found.append(allocations.total)
+        assert all(torch.equal(own, layer.get_parameter(name)) for name, own in half.part.named_parameters())
+    assert sum(found) == sum(weight.nbytes for weight in layer.parameters())
+
+
+@pytest.mark.parametrize("settings", [{"init_lora_weights": "gaussian"}, {"use_dora": True}, {"bias": "all"}])
+def test_fresh_adapters_of_halves_are_those_of_whole_layers(settings: dict[str, Any], tmp_path: Path) -> None:
+    """They are drawn for both halves, whose base is read once."""
+    pytest.importorskip("peft")
+    random_model(tiny_values("qwen2"), "sdpa").save_pretrained(tmp_path)
+    lora = {"r": 2, "target_modules": ["q_proj", "v_proj", "up_proj"], **settings}
+    expected, found = (
+        BuiltLayers(huggingface.layers(tmp_path, peft=lora, split_blocks=split, verified=False)).parts()
+        for split in (False, True)
+    )
+    assert found.keys() == expected.keys() and any("lora_B" in name for name in found)
+    for name, (weight,) in expected.items():
+        assert torch.equal(found[name][0], weight), name
+
+
 def test_an_export_has_whole_layers(tmp_path: Path) -> None:
     model = random_model(tiny_values("mixtral"), "sdpa")
     folder, checkpoint, out = (tmp_path / part for part in ("folder", "checkpoint", "out"))
@@ -217,26 +249,50 @@ def test_freezing_counts_whole_layers() -> None:
         layers_of(4)
 
 
-FREEZING = {"case": {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]}}
+FREEZING = {"untie": True, "case": {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]}}
+
+
+def go_on(run: CaseRun, folder: str, step: int) -> dict[str, Any]:
+    """Resume after ``step`` steps on any stages; return why not, and whether the engine is as it was."""
+    engine, model = case_runs.build(run)
+    cases = dynamic_cases(model, engine, total_steps=run.steps)
+    before = state(engine)
+    try:
+        engine.load_checkpoint(folder)
+    except CheckpointError as error:
+        return {"refused": str(error), "unchanged": state(engine) == before and engine.global_steps == 0}
+    data = islice(case_runs.batches(engine, model), step * engine.micro_batches, None)
+    losses = []
+    for number in range(step, run.steps):
+        for case in cases:
+            case.before_batch(number)
+        drop_decision(engine)
+        losses.append(engine.train_batch(data).item())
+    return {"losses": losses, "state": state(engine), "replica": engine.grid.get_data_parallel_id()}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("name", "precision", "settings"),
+    ("name", "precision", "settings", "stages"),
     [
-        ("mixtral", "bf16 zero1", FREEZING),
+        ("mixtral tied", "bf16 zero1", FREEZING, 1),
         *(
             pytest.param(*one, marks=pytest.mark.nightly)
             for one in (
-                ("mixtral tied", "fp32", {"vocabulary_slices": 4}),
-                ("gpt2", "fp32", {}),
-                ("granite", "bf16", {"vocabulary_slices": 2}),
+                ("mixtral tied", "fp32", {"vocabulary_slices": 4}, 3),
+                ("gpt2", "fp32", {}, 3),
+                ("granite", "bf16", {"vocabulary_slices": 2}, 1),
             )
         ),
     ],
 )
-def test_moves_of_halves_change_nothing(name: str, precision: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """From a checkpoint at another partition in the order of zero bubble, and in a V. They train as whole layers do."""
+def test_moves_of_halves_change_nothing(
+    name: str, precision: str, settings: dict[str, Any], stages: int, tmp_path: Path
+) -> None:
+    """From a checkpoint at another partition in the order of zero bubble, and in a V. They train as whole layers do.
+
+    The checkpoint resumes at other stages too, but not in other pieces.
+    """
     model = {"huggingface": MODELS[name], "sequence_length": LENGTH, "verified": False, **settings}
     of_whole = CaseRun(model, precision=precision, clip=0.0)
     still = replace(of_whole, model={**model, "split_blocks": True})
@@ -255,3 +311,19 @@ def test_moves_of_halves_change_nothing(name: str, precision: str, settings: dic
         assert whole(found) == whole(expected)
     if name != "gpt2":  # whose dropout draws other numbers
         assert unsplit[0]["losses"] == expected[0]["losses"] and unsplit[0]["evaluated"] == expected[0]["evaluated"]
+    elsewhere = replace(still, stages=stages)
+    as_many = settings.get("vocabulary_slices", 1) + 2  # layers, in four whole decoder layers
+    others = [
+        replace(elsewhere, model={**elsewhere.model, **pieces})
+        for pieces in (
+            {"split_blocks": False},
+            {"vocabulary_slices": 5},
+            {"split_blocks": False, "vocabulary_slices": as_many},
+        )
+    ]
+    calls = [(one, str(tmp_path / "saved"), 3) for one in (elsewhere, *others)]
+    found, *refused = run_each(stages, go_on, *calls)
+    assert found[0]["losses"] == expected[0]["losses"][3:] and whole(found) == whole(expected)
+    for ranks in refused:
+        assert all(one["unchanged"] for one in ranks)
+        assert "; with other vocabulary_slices or split_blocks a model begins from its" in ranks[0]["refused"]

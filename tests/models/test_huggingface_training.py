@@ -21,13 +21,12 @@ from tests.support.case_runs import (
     moved,
 )
 from tests.support.harness import run, run_each
-from tests.support.huggingface_runs import GPT2, LENGTH, MICRO_BATCHES, MIXTRAL, MODELS, case, engine_of, train_at
+from tests.support.huggingface_runs import GPT2, LENGTH, MICRO_BATCHES, MODELS, case, engine_of, train_at
 from tests.support.training import whole
 from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
 
-UNTIED_GPT2 = {**GPT2, "tie_word_embeddings": False}
 transformers = pytest.importorskip("transformers")
 
 
@@ -63,17 +62,22 @@ def test_two_chunks_per_stage_change_nothing(name: str, kind: str, settings: dic
     check_two_chunks_change_nothing(case(name, **settings), kind)
 
 
-FREEZING: dict[str, dict[str, Any]] = {
+TIED_QWEN3 = {**MODELS["qwen3"], "tie_word_embeddings": True}
+FREEZING: dict[str, dict[str, Any]] = {  # all tied but for untie
     "gpt2": {
-        "huggingface": UNTIED_GPT2,
+        "huggingface": GPT2,
+        "untie": True,
         "verified": False,
         "case": {"kind": "freezing", "schedule": [[0.3, 1], [0.6, 2]]},
     },
-    "mixtral automatic": {
-        **{"huggingface": MIXTRAL, "verified": False},
+    "mixtral automatic, slices": {
+        **{"huggingface": MODELS["mixtral tied"], "untie": True, "verified": False, "vocabulary_slices": 3},
         "case": {"kind": "freezing", "automatic": {"interval": 0.2, "start": 0.2}},
     },
-    "qwen3 egeria": {"huggingface": MODELS["qwen3"], "verified": False, "case": {"kind": "freezing", "egeria": EGERIA}},
+    "qwen3 egeria, slices": {
+        **{"huggingface": TIED_QWEN3, "untie": True, "verified": False, "vocabulary_slices": 2},
+        "case": {"kind": "freezing", "egeria": EGERIA},
+    },
 }
 
 
@@ -84,7 +88,10 @@ def test_moves_change_nothing_while_layers_freeze(name: str) -> None:
     check_moves_change_nothing(frozen, still)
     state = whole(still).items()
     steps = {int(key.split(".")[0]): np.frombuffer(raw, "f4").item() for key, raw in state if key.endswith("/step")}
-    assert 0 < steps[0] == steps[1] < steps[5] == 6  # gpt2: embedding and positions; else embedding and a block
+    slices = FREEZING[name].get("vocabulary_slices", 1)
+    front = {steps[layer] for layer in range(slices + 1)}  # gpt2: embedding and positions; else embedding and a block
+    assert len(front) == 1 and 0 < front.pop() < 6
+    assert {steps[layer] for layer in sorted(steps)[-slices - 1 :]} == {6}  # norm and head
 
 
 @pytest.mark.nightly

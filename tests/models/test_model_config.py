@@ -330,6 +330,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
             "freezing: egeria cannot be combined with sparse_attention",
         ),
         ({"huggingface": 3}, "model.huggingface = 3", "valid string"),
+        ({"untie": True}, "model = ", "untie: is for a Hugging Face model (huggingface); without one, tied_embedding"),
         ({"huggingface": "folder", "layers": 2, "heads": 4}, "model = ", "heads, layers: cannot be given beside"),
         ({"huggingface": "folder", "tokens": "words"}, 'model.tokens = "words"', "'bytes'"),
         *(

@@ -305,7 +305,11 @@ NAMES = "embed_tokens, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_
         (LLAMA, {"target_modules": "(q_proj"}, "peft: missing \\), unterminated"),
         (LLAMA, {"modules_to_save": ["nope"]}, "peft.modules_to_save: the model has no module nope; it has .*norm,"),
         (LLAMA, {"peft_type": "IA3"}, "peft_type IA3: works in no pipeline, LORA alone does"),
-        (TIED, {"modules_to_save": ["lm_head"]}, "lm_head is a target.*one weight with model.embed_tokens"),
+        (
+            TIED,
+            {"modules_to_save": ["lm_head"]},
+            "lm_head is a target.*one weight with model.embed_tokens.*untie = true",
+        ),
         (TIED, {"target_modules": ["embed_tokens"]}, "embed_tokens is a target.*one weight with lm_head"),
         (MIXTRAL, ALL, "peft.target_parameters = .*experts"),
         (MIXTRAL, {"target_parameters": ["gate_up_proj"]}, "peft.target_parameters = .*experts"),

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_dynmo.config import parse_section
 from ds_dynmo.models.case import RunSizes
@@ -23,6 +22,7 @@ from ds_dynmo.models.pruning.gradual import (
 from ds_dynmo.models.pruning.magnitude import Linears, select_largest
 from ds_dynmo.models.pruning.prunable_layer import prunable_linears
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear, dense_state_dict
+from tests.support.allocations import Allocations
 
 SIZES = GPTConfig(vocab_size=20, sequence_length=6, layers=3, hidden_size=8, heads=2, tied_embedding=False)
 
@@ -174,19 +174,6 @@ def test_pruned_weights_stay_pruned_even_among_zeros() -> None:
     linears[1][0].prune(torch.tensor([[False, True, False], [True, True, False]]))
     masks = select_largest(linears, 2, num_layers=4, sum_over_stages=alone).masks(1, linears[1])
     assert [mask.tolist() for mask in masks] == [[[False, True, False], [True, False, False]]]
-
-
-class Allocations(TorchDispatchMode):
-    """Records the bytes of the largest tensor that an operation made."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
-        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given:
-            self.largest = max(self.largest, result.untyped_storage().nbytes())
-        return result
 
 
 def test_memory_of_the_selection_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from ds_dynmo.models.freezing.config import FreezingConfig
 from ds_dynmo.models.freezing.freezing import FreezingController
 from ds_dynmo.models.gpt import FinalNorm, OutputHead, TokenEmbedding
 from ds_dynmo.models.half_blocks import AttentionHalf, FeedForwardHalf
+from ds_dynmo.models.layer_numbers import whole_layers
 from ds_dynmo.models.moe.layer import MixtureOfExperts
 from ds_dynmo.models.pruning.prunable_layer import prunable_linears
 from ds_dynmo.models.pruning.magnitude import select_largest
@@ -176,3 +177,11 @@ def test_automatic_freezing_adds_the_gradients_of_both_halves() -> None:
         whole.evaluate(done, torch.clone)
         halves.evaluate(done, torch.clone)
     assert (whole.frozen_prefix(2), halves.frozen_prefix(2)) == (2, 3)
+
+
+def test_pieces_are_counted_as_whole_layers() -> None:
+    config = parse_section(ModelConfig, {**SIZES, "split_blocks": True, "vocabulary_slices": 3}, "model")
+    layers = model_layers(config)
+    assert whole_layers(layers, config.layers_per_block) == [0, 3, 5, 7, 9, 10, 13] and len(layers) == 13
+    plain = parse_section(ModelConfig, SIZES, "model")
+    assert whole_layers(model_layers(plain), plain.layers_per_block) == [*range(7)]

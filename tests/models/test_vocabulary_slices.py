@@ -168,6 +168,40 @@ def test_an_export_has_whole_matrices(tied: bool, tmp_path: Path) -> None:
         export(model_layers(config_of(2, tied)), tmp_path / "saved", tmp_path / "other")
 
 
+def load_exported(layers: BuiltLayers, folder: Path) -> None:
+    """Load the files of whole layers, of which slices take their rows."""
+    number = -1
+    for layer in layers.layers:
+        rows = layer.rows if isinstance(layer, EmbeddingSlice) else None
+        number += rows is None or rows.start == 0
+        state = torch.load(folder / weights_file(number), weights_only=True)
+        layer.load_state_dict(state if rows is None else {"weight": state["weight"][rows.start : rows.stop]})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_goes_on_from_its_export_with_any_slices(tied: bool, tmp_path: Path) -> None:
+    """Weights are equal to the bit, the loss to rounding, and to the bit with as many slices as before."""
+    inputs, labels = batch()
+    slices, layers = 4, layers_of(4, tied)
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01)
+    given = with_labels((inputs, labels))[0]
+    for _ in range(3):
+        loss_and_gradients(layers, given, labels)
+        optimizer.step()
+    weights = {name: torch.cat(parts) for name, parts in layers.parts().items()}
+    loss = language_model_loss(layers(given), labels)
+    for number, other in enumerate((8, None, 4)):
+        saved, out = tmp_path / f"saved {number}", tmp_path / f"exported {number}"
+        write_checkpoint(layers, saved)
+        export(model_layers(config_of(slices, tied)), saved, out)
+        slices, layers = other, layers_of(other, tied, seed=5)
+        load_exported(layers, out)
+        assert all(torch.equal(torch.cat(parts), weights[name]) for name, parts in layers.parts().items())
+        found = language_model_loss(layers(given if slices else inputs), labels)
+        torch.testing.assert_close(found, loss, rtol=1e-6, atol=0.0)
+    assert torch.equal(found, loss)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "precision",

@@ -51,6 +51,20 @@ MUTATIONS = [
         "tests/models/test_vocabulary_slices.py::test_loss_and_gradients_equal_those_of_whole_matrices",
     ),
     Mutation(
+        "every slice of the head adds a logit for a label, also for those of other slices",
+        "vocabulary.add_logits",
+        "torch.where(inside, exact.gather(-1, row.unsqueeze(-1)).squeeze(-1), 0.0)",
+        "exact.gather(-1, row.unsqueeze(-1)).squeeze(-1)",
+        "tests/models/test_huggingface_vocabulary.py::test_loss_and_gradients_equal_the_librarys",
+    ),
+    Mutation(
+        "every slice reads the first rows of its matrix",
+        "Source._read",
+        "whole[rows.start:rows.stop]",
+        "whole[:len(rows)]",
+        "tests/models/test_huggingface_vocabulary.py::test_a_slice_takes_the_memory_of_its_rows",
+    ),
+    Mutation(
         "a label that no slice has counts as one of a logit of zero",
         "vocabulary.check_tokens",
         "labels.masked_fill(labels == NO_LABEL, 0)",
@@ -155,6 +169,13 @@ MUTATIONS = [
         "trial.prunable and",
         "False and",
         "tests/models/test_huggingface_pruning.py::test_a_layer_that_reads_weights_itself_is_refused",
+    ),
+    Mutation(
+        "an untied head of a fresh model is drawn by itself",
+        "Source.build_base",
+        "self.untied and path == self.outline.head",
+        "False",
+        "tests/models/test_huggingface_untied.py::test_an_untied_model_begins_as_the_tied_one",
     ),
     Mutation(
         "a decoder layer is cut in halves that compute something else",

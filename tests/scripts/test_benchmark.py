@@ -73,6 +73,13 @@ def test_two_chunks_per_stage_begin_balanced() -> None:
     assert [known.start(arm, "v") for arm in ("static_uniform", "dense")] == [(0, 3, 6)] * 2
 
 
+def test_static_partitions_are_of_whole_layers() -> None:
+    whole = PipelineModel((1.0, 2.0, 5.0), (2.0, 4.0, 10.0), 8, (1.0, 1.0))
+    known = Statics.known(whole, [1.0] * 3, [3, 3, 3, 5, 5, 5], [0, 1, 3, 6])
+    assert known.start("static_profiled") == (0, 2, 3) and known.start("makespan") == (0, 3, 6)
+    assert known.start("makespan", "v") == (0, 2, 4, 5, 6)
+
+
 def test_the_launcher_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ConfigError, match="start with DeepSpeed's launcher"):

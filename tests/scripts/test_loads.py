@@ -195,6 +195,13 @@ EVEN = [[1, 1]] * 9
         (lambda lines: [lines[0].replace('"layers":2', '"layers":0'), *lines[1:]], "has layers = 0: .* at least 1"),
         (lambda lines: [lines[0].replace('"a case"', "[]"), *lines[1:]], r"has case = \[\]: should be a name"),
         (lambda lines: [lines[0], lines[1].replace('"step":1', '"step":"1"'), *lines[2:]], "line 2: is not a later"),
+        *(
+            (
+                lambda lines, whole=whole: [f'{{"whole_layers":{whole},{lines[0][1:]}', *lines[1:]],
+                "whole_layers = .*0 to 2",
+            )
+            for whole in ("2", "[]", "[0, 1]", "[0, 2, 2]", "[1, 2]", "[0, 1.5, 2]")
+        ),
         (lambda lines: lines[:6], "holds 5 iterations, should be more than 5"),
     ],
 )
@@ -205,6 +212,20 @@ def test_what_is_no_whole_recording_is_refused(
     path.write_text("\n".join(change(path.read_text().splitlines())))
     with pytest.raises(ConfigError, match=rf"a\.jsonl.*{message}"):
         Recorded.read(path)
+
+
+def test_slices_and_halves_of_a_recording_add_up_to_whole_layers(tmp_path: Path) -> None:
+    path = write_recording(
+        tmp_path / "a.jsonl", [[1, 1, 2, 4]] * 8, trainable={0: [10, 20, 30, 30]}, whole_layers=[0, 2, 3, 4]
+    )
+    case = Recorded.read(path)
+    assert case.whole_layers(4) == (0, 2, 3, 4)
+    phase = case.dense(4)
+    assert phase.forward == (0.5, 0.5, 1, 2) and phase.merged(case.whole).forward == (1, 1, 2)
+    assert phase.merged(case.whole).trainable == phase.merged((0, 2, 3, 4)).trainable == (1, 1, 1)
+    [whole] = chosen_load_models(None, [path], undivided=True)
+    assert (whole.layers, whole.whole_layers(3)) == (3, (0, 1, 2, 3))
+    assert whole.dense(3).forward == (0.75, 0.75, 1.5)
 
 
 def test_recordings_are_chosen_by_case(tmp_path: Path) -> None:

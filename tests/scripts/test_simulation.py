@@ -13,7 +13,7 @@ import simulate_runs
 from ds_dynmo.placement import Placement, Shape, owners_of
 from ds_dynmo.schedules import PassBytes, PassCosts, best_schedule, one_f_one_b_limit
 from ds_dynmo.schedules import replay as replay_order
-from simulation import LOAD_MODELS, Phase, Recorded
+from simulation import LOAD_MODELS, LoadModel, Phase, Recorded
 from simulation.runs import (
     DYNAMIC,
     FORMS,
@@ -60,6 +60,19 @@ def chain(*boundaries: int) -> Placement:
 
 def zero_bubble(phase: PhaseCosts, placement: Placement, on: Setting) -> float:
     return timed_iteration(phase, placement, on, Orders())[-1]
+
+
+def test_pieces_are_compared_with_static_partitions_of_whole_layers(tmp_path: Path) -> None:
+    pieces = [[1, 1, 2, 2, 2, 2]] * 8  # the last four are one layer
+    path = write_recording(tmp_path / "a.jsonl", pieces, interval=4, whole_layers=[0, 1, 2, 6])
+    case, on = Recorded.read(path), setting(layers=6, interval=4, micro_batches=100)
+    outcomes = compare(case, on, [*STATICS, "dense", "makespan"], count=2, seeds=1)
+    found = figures_of("makespan", outcomes)
+    assert found["moves"] == 1  # after half of the iterations, from loads of 4 and 8 to 6 and 6
+    assert found["speedup_over_static_1f1b"] == pytest.approx(2 / (1 + 6 / 8), rel=0.01)
+    undivided, on = case.undivided(), setting(layers=3, interval=4, micro_batches=100)
+    outcomes = compare(undivided, on, [*STATICS, "dense", "makespan"], count=2, seeds=1)
+    assert figures_of("makespan", outcomes)["speedup_over_static_1f1b"] == 1
 
 
 def test_seconds_and_imbalance_of_an_iteration() -> None:
@@ -230,13 +243,11 @@ def test_static_partitions_come_from_the_first_phase() -> None:
 
 
 def test_a_static_partition_that_fits_leaves_moves_no_gain() -> None:
-    class Lopsided:
-        name, interval = "lopsided", 100
-
+    class Lopsided(LoadModel):
         def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
             return [Phase.of([1] * 6 + [4] * 2, 1000)]
 
-    outcomes = compare(Lopsided(), setting(), [*STATICS, *DYNAMIC], count=1, seeds=1)  # type: ignore[arg-type]
+    outcomes = compare(Lopsided("lopsided", 100), setting(), [*STATICS, *DYNAMIC], count=1, seeds=1)
     assert outcomes[STATIC].busiest_stage_seconds > outcomes["static_profiled"].busiest_stage_seconds
     assert outcomes["partition_time"].busiest_stage_seconds == outcomes["static_profiled"].busiest_stage_seconds
     assert outcomes["partition_time"].moves == 0

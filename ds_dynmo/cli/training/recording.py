@@ -13,6 +13,7 @@ from ds_dynmo.cli.hardware import hardware
 from ds_dynmo.cli.training.options import TrainingRun
 from ds_dynmo.engine.decide.report_files import WarnsOnce
 from ds_dynmo.files import append_line
+from ds_dynmo.models.layer_numbers import whole_layers
 from ds_dynmo.plan import RebalanceReport, reports_after
 
 
@@ -42,7 +43,8 @@ class Recording:
                 "kind": "recording",
                 "case": run.name,
                 "interval": run.interval,
-                "layers": engine.stage.placement.num_layers,
+                "layers": len(run.layers),
+                "whole_layers": whole_layers(run.layers, run.model.layers_per_block),
                 "stages": engine.num_stages,
                 "partition": engine.partition,
                 "micro_batches": engine.micro_batches,

@@ -122,8 +122,18 @@ def read_resumed(folder: Path, tag: str | None, model: ModelConfig) -> dict[str,
             continue
         if getattr(model, key) != getattr(saved_model, key):
             saved, given = (show(one.model_dump(mode="json").get(key)) for one in (saved_model, model))
-            raise ConfigError(f"--resume {folder}: was trained with model.{key} = {saved}, this run has {given}")
+            raise ConfigError(
+                f"--resume {folder}: was trained with model.{key} = {saved}, this run has {given}"
+                f"{_remedy(key, folder, model)}"
+            )
     return resumed
+
+
+def _remedy(key: str, folder: Path, model: ModelConfig) -> str:
+    """Say how a run whose layers are other pieces of the model goes on."""
+    if key not in ("vocabulary_slices", "split_blocks") or model.huggingface is None:
+        return ""
+    return f"; ds-dynmo-export {folder} DIR, then --set model.huggingface=DIR without --resume begins with any"
 
 
 def total_steps(requested: int | None, folder: Path, resumed: dict[str, Any], model: ModelConfig) -> int:

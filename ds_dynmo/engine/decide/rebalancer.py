@@ -316,6 +316,8 @@ class Rebalancer:
         """Decide from ``profile``. Collective if ``dynmo.decentralized`` is set."""
         automatic = request.reason.is_automatic
         given = self.decision_input(profile, limit_bytes, smoothed=automatic)
+        if self.trigger.weighs_shapes(request):
+            given = replace(given, shapes=self._shapes())
         if automatic:
             given = replace(given, tradeoff=self.cost_model.tradeoff())
         if not self._config.decentralized:
@@ -352,7 +354,6 @@ class Rebalancer:
             limit_bytes=limit_bytes,
             checkpoint_interval=self.memory.checkpoint_interval,
             batches=self.trigger.batches_to_gain,
-            shapes=self._shapes(),
             searches=schedule.may_choose_schedule,
             running_schedule=schedule.schedule_for(placement, profile.micro_batches) if counts else None,
             running_over_bound=schedule.over_bound,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ds_dynmo.config import DynMoConfig
 
 _LEAST_SPAN = 100  # least batches that a decision is expected to last without an interval
+_SHAPE_SPAN = 100  # least batches between decisions at intervals that weigh other shapes, which takes longest
 
 
 class Reason(Enum):
@@ -67,7 +68,15 @@ class Trigger:
     the first profile after the warm-up places the layers, once.
     """
 
-    _SAVED = ("_batches_since_move", "_urgent", "_measurement_wanted", "_unchanged", "_span", "_placed")
+    _SAVED = (
+        "_batches_since_move",
+        "_urgent",
+        "_measurement_wanted",
+        "_unchanged",
+        "_span",
+        "_placed",
+        "_since_shapes",
+    )
 
     def __init__(self, config: DynMoConfig) -> None:
         self._config = config
@@ -79,6 +88,7 @@ class Trigger:
         self._measurement_wanted = True  # the first profile of a run, and the first after each move
         self._unchanged = 0  # batches since the start, or since the model last changed
         self._span = 0  # batches between the model's last two changes
+        self._since_shapes = _SHAPE_SPAN  # batches since a decision weighed other shapes; the first one does
 
     @property
     def pending(self) -> Request | None:
@@ -108,6 +118,13 @@ class Trigger:
         """
         return self._config.interval or max(_LEAST_SPAN, self._span)
 
+    def weighs_shapes(self, request: Request) -> bool:
+        """Return whether the decision that was requested weighs other shapes than the present one, and note that."""
+        if request.reason == Reason.INTERVAL and self._since_shapes < _SHAPE_SPAN:
+            return False
+        self._since_shapes = 0
+        return True
+
     def model_changed(self, reason: str) -> None:
         """Request a decision, because the costs of layers have changed."""
         self._span, self._unchanged = self._unchanged, 0
@@ -136,6 +153,7 @@ class Trigger:
         """Count the batch that ended with ``step``."""
         self._batches_since_move += 1
         self._unchanged += 1
+        self._since_shapes += 1
         if self._config.enabled and self._pending is None and self._due(step):
             self._pending = Request(Reason.INTERVAL)
 

@@ -9,6 +9,10 @@ from ds_dynmo.engine.save.context import CheckpointContext
 from ds_dynmo.engine.save.manifest import Manifest
 from ds_dynmo.errors import CheckpointError, counted
 
+_OF_OTHER_PIECES = (
+    "; with other vocabulary_slices or split_blocks a model begins from its export (ds-dynmo-export), which is whole"
+)
+
 
 def check_model(context: CheckpointContext, manifest: Manifest, path: str, options: LoadOptions) -> None:
     """Refuse a checkpoint of another model, or of another optimizer if that is loaded.
@@ -22,6 +26,7 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
     if manifest.placement.num_layers != num_layers:
         raise CheckpointError(
             f"{path}: a model of {counted(manifest.placement.num_layers, 'layer')}, expected {num_layers}"
+            f"{_OF_OTHER_PIECES}"
         )
     for index, origin in context.origin.layers.items():
         of_slice = manifest.slices[context.here.tp_rank]
@@ -38,6 +43,7 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
             expected = {name: origin.shapes.get(name) for name in differ}
             raise CheckpointError(
                 f"{path}: layer {index} was built with parameters of shapes {differ}, expected {expected}"
+                f"{_OF_OTHER_PIECES}"
             )
     if options.strict:
         _check_no_more_layers(context, manifest, path)

@@ -69,6 +69,7 @@ def build_layers(
     vocabulary_slices: Slices = None,
     split_blocks: bool = False,
     pruning: PruningConfig | None = None,
+    untie: bool = False,
 ) -> list[LayerSpec]:
     """Build the layer list for a ``PipelineModule``: embedding, learned positions (GPT-2), decoder layers, norm, head.
 
@@ -102,17 +103,27 @@ def build_layers(
         split_blocks: a decoder layer is two layers of the list, its attention and its feed-forward half.
         pruning: the linear layers of the decoder layers can be pruned, which :class:`~ds_dynmo.models.Pruning` does;
             None: they cannot.
+        untie: the head of a model whose head and embedding are one weight gets a copy of it, also of one that is drawn,
+            and they train apart from then on: the layers are those of a model with ``tie_word_embeddings`` false, as
+            which :func:`export` writes it.
 
     Raises:
         PackingError: ``inputs`` are ("position_ids",), and packed documents see each other in this family.
         ConfigError: no such files, a model that is no chain of the parts that it declares, tensors that are not the
-            config's, no transformers, or ``expert_parallel`` for a model without experts. Nothing has been built.
+            config's, no transformers, ``expert_parallel`` for a model without experts, or ``untie`` for one whose head
+            and embedding are two weights. Nothing has been built.
     """
     unknown = [name for name in inputs if name not in INPUTS]
     if unknown or len(set(inputs)) != len(inputs):
         raise ConfigError(f"inputs {list(inputs)}: should be different ones of {', '.join(INPUTS)}")
     source = source_of(
-        model, seed, parallel=expert_parallel, inputs=inputs, attn_implementation=attn_implementation, peft=peft
+        model,
+        seed,
+        parallel=expert_parallel,
+        inputs=inputs,
+        attn_implementation=attn_implementation,
+        peft=peft,
+        untie=untie,
     )
     positions, vocabulary = source.positions, source.config.vocab_size
     if sequence_length is not None and positions is not None and sequence_length > positions:
@@ -198,18 +209,21 @@ def source_of(
     inputs: Sequence[str] = (),
     attn_implementation: str | None = None,
     peft: Any = None,
+    untie: bool = False,
 ) -> Source:
     model, lora = split_off(model, peft)
     config, label = config_of(model), name_of(model)
     skeleton = _skeleton(config, label, attn_implementation)
     if isinstance(model, nn.Module):
         take_settings(skeleton, model, label)
+    if untie:
+        _untie(skeleton, label)
     outline = outline_of(skeleton, label)
     trainable: Mapping[str, bool] = {}
     tensors: Tensors | None = None
     if isinstance(model, nn.Module) and weights:
         tensors = InMemory(model.state_dict() if lora is None else base_tensors(model))
-        trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        trainable = {name: one.requires_grad for name, one in model.named_parameters(remove_duplicate=False)}
         if lora is None and not any(trainable.values()):
             raise ConfigError(f"{label}: none of its parameters has requires_grad: nothing would train")
     elif isinstance(model, (str, os.PathLike)) and Path(model).is_dir() and weights:
@@ -217,7 +231,8 @@ def source_of(
     experts = find_experts(config, getattr(skeleton.base_model, outline.blocks), label, parallel=parallel)
     exact = _exact_buffers(skeleton, outline)
     stubbed = StubbedModel(skeleton, outline, seed)
-    source = Source(skeleton, outline, stubbed, tuple(inputs), tensors, None, tuple(experts), seed, trainable, exact)
+    about = (skeleton, outline, stubbed, tuple(inputs), tensors, None, tuple(experts), seed, trainable, exact)
+    source = Source(*about, untied=untie)
     if lora is not None:
         source = replace(source, adapters=_adapters(source, lora, label, weights=weights))
     if isinstance(tensors, Folder):
@@ -237,7 +252,7 @@ def _adapters(source: Source, lora: Lora, label: str, *, weights: bool) -> Adapt
         raise ConfigError(
             f"{label}: peft: {path} is a target, or in modules_to_save: it is one weight with "
             f"{paths[-1] if changed[0] else paths[0]} (tie_word_embeddings), a layer of both the first and the last "
-            "stage: leave it out, or untie them in the base"
+            "stage: leave it out, or give the head its own copy (untie = true)"
         )
     own = adapters.own_names()
     for block, experts in enumerate(source.experts):
@@ -262,6 +277,19 @@ def _skeleton(config: Any, label: str, attn_implementation: str | None) -> Any:
             raise ConfigError(f"{label}: transformers cannot build the model: {error}") from error
 
 
+def _untie(skeleton: Any, label: str) -> None:
+    """Let the head of transformers' model without memory have a weight of its own.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    embedding, head = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        raise ConfigError(f"{label}: untie: its head and its embedding are two weights already: should be false")
+    head.weight = nn.Parameter(torch.empty_like(head.weight), head.weight.requires_grad)
+    skeleton.config.tie_word_embeddings = False
+
+
 def _exact_buffers(skeleton: Any, outline: Outline) -> tuple[str, ...]:
     """List the buffers of layers that transformers keeps in fp32 in a bf16 model."""
     inside = tuple(f"{path}." for path in outline.paths)
@@ -282,24 +310,30 @@ def _stored_tensors(source: Source, tensors: Folder) -> dict[str, Stored]:
     """Find what the tensors of files make, and refuse those that are not the model's."""
     skeleton, expected = source.skeleton, _expected(source)
     stored, unknown = locate(skeleton, tensors.shapes)
-    if source.tied:
-        _check_tied(source, tensors, stored)
+    if source.tied or source.untied:
+        _compare_ends(source, tensors, stored)
     made = made_shapes(skeleton, stored, tensors.shapes, tensors.label)
     ignored = skeleton._keys_to_ignore_on_load_unexpected or ()
     check_tensors(tensors, {name: shape for name, (_, shape) in made.items()}, expected, unknown, ignored)
     return {name: one for name, (one, _) in made.items() if name in expected}
 
 
-def _check_tied(source: Source, tensors: Folder, stored: Mapping[str, Stored]) -> None:
-    """Refuse files that have embedding and head both, with other values: transformers does not tie them then."""
-    ends = [f"{source.outline.paths[end]}.weight" for end in (0, -1)]
+def _compare_ends(source: Source, tensors: Folder, stored: dict[str, Stored]) -> None:
+    """Let a head that gets a copy read the embedding's tensor.
+
+    Raises:
+        ConfigError: files have tensors for both, with other values: transformers does not tie them then.
+    """
+    embedding, head = ends = [f"{source.outline.paths[end]}.weight" for end in (0, -1)]
     if all(name in stored for name in ends):
         first, last = (stored[name].names[0] for name in ends)
         if not tensors.are_equal(first, last):
             raise ConfigError(
                 f"{tensors.label}: {first} and {last} differ, and its config ties them: tie_word_embeddings should be "
-                "false"
+                f"false{', untie too' if source.untied else ''}"
             )
+    if source.untied and embedding in stored:
+        stored[head] = replace(stored[embedding], target=head)
 
 
 def _expected(source: Source) -> dict[str, tuple[int, ...]]:

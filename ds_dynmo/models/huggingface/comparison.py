@@ -11,7 +11,7 @@ from ds_dynmo.models.gpt import language_model_loss
 from ds_dynmo.models.huggingface.trial import DOCUMENT, BuiltLayers, trial_batches
 from ds_dynmo.models.stream import Activations
 
-__all__ = ["compare", "compare_documents", "compare_parameters", "compare_slices"]
+__all__ = ["compare", "compare_documents", "compare_parameters", "compare_slices", "compare_tied"]
 
 Beside = dict[str, torch.Tensor]
 
@@ -125,6 +125,28 @@ def _gradients_of_parts(layers: BuiltLayers, loss: torch.Tensor) -> dict[str, to
         torch.autograd.grad(loss, [one for found in parts.values() for one in found], materialize_grads=True)
     )
     return {name: torch.cat([next(gradients) for _ in found]) for name, found in parts.items()}
+
+
+def compare_tied(model: Any, tied: Any) -> str:
+    """Describe how transformers' ``model`` differs from ``tied``, whose weights it gets; empty: not at all.
+
+    Embedding and head are one weight in ``tied``, whose gradient is then the sum of those of the two in ``model``.
+    """
+    model.load_state_dict(tied.state_dict())
+    tokens, _ = next(trial_batches(model.config.vocab_size, ()))
+    outputs = []
+    for one in (tied, model):
+        torch.default_generator.manual_seed(SEED)
+        outputs.append(one.train()(tokens, labels=tokens, use_cache=False))
+    expected, found = outputs
+    if said := _compare_logits(expected.logits, found.logits, None):
+        return said
+    ends = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    (wanted,) = torch.autograd.grad(expected.loss, [tied.get_input_embeddings().weight])
+    scale, off = wanted.abs().max(), (sum(torch.autograd.grad(found.loss, ends)) - wanted).abs().max()
+    if not off <= TOLERANCE * scale:
+        return f"the gradients of embedding and head of a tiny model differ by {off:.3g}, the largest is {scale:.3g}"
+    return ""
 
 
 def compare_documents(layers: BuiltLayers, vocabulary: int) -> str:

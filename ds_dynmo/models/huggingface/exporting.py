@@ -39,6 +39,7 @@ def export(
     merge: bool = False,
     vocabulary_slices: Slices = None,
     split_blocks: bool = False,
+    untie: bool = False,
 ) -> None:
     """Write the weights of a checkpoint in transformers' format, for its ``from_pretrained``.
 
@@ -48,8 +49,8 @@ def export(
     ``from_pretrained``. The folder appears when it is whole.
 
     Args:
-        model, peft, vocabulary_slices, split_blocks: what :func:`~ds_dynmo.models.huggingface.layers` made the layers
-            of. Only configs count, unless adapters are merged with a base that the checkpoint lacks.
+        model, peft, vocabulary_slices, split_blocks, untie: what :func:`~ds_dynmo.models.huggingface.layers` made the
+            layers of. Only configs count, unless adapters are merged with a base that the checkpoint lacks.
         checkpoint: what ``engine.save_checkpoint`` wrote: the folder with the file ``latest``, or that of a tag.
         folder: gets ``config.json``, safetensors files and their index; or ``adapter_config.json`` and
             ``adapter_model.safetensors``. Has to be empty or not there.
@@ -57,10 +58,11 @@ def export(
 
     Raises:
         ConfigError: as :func:`~ds_dynmo.models.huggingface.layers`, or ``folder`` is not empty.
-        CheckpointError: the checkpoint lacks a layer's file, it holds other tensors than the model has, or adapters
-            were trained with other factors, or on another base, than ``model`` and ``peft`` say.
+        CheckpointError: the checkpoint lacks a layer's file, it holds other layers or tensors than the model has, or
+            adapters were trained with other factors, or on another base, than ``model`` and ``peft`` say.
     """
-    source, saved, out = source_of(model, seed=0, weights=False, peft=peft), tag_folder(Path(checkpoint)), Path(folder)
+    source = source_of(model, seed=0, weights=False, peft=peft, untie=untie)
+    saved, out = tag_folder(Path(checkpoint)), Path(folder)
     source = replace(source, slices=slices_of(source, vocabulary_slices, name_of(model)))
     source = find_halves(source, name_of(model)) if split_blocks else source
     if merge and source.adapters is None:
@@ -76,13 +78,17 @@ def export(
             return
         files = [layer for layer in layers if source.shapes(layer)]  # norms may have none
         if merge:
-            base = source_of(model, seed=0, peft=peft)
+            base = source_of(model, seed=0, peft=peft, untie=untie)
             every = (load(saved / weights_file(number)) for layer in files for number in source.places(layer))
             dtype = next(tensor.dtype for state in every for tensor in state.values())  # not a frozen layer's
             made = (merged(base, layer, _saved_layer(source, layer, saved), dtype) for layer in files)
         else:
             made = (_exported(source, layer, saved) for layer in files)
         _write_model(source, made, len(files), new)
+        beyond = saved / weights_file(source.places(layers[-1]).stop)
+        if beyond.is_file():  # looked for last: the layers before say more, if they are others too
+            why = ", whose head is its embedding: was it trained with untie?" if source.tied else ""
+            raise CheckpointError(f"{beyond}: is no layer of the model{why}")
 
 
 def _write_model(source: Source, layers: Iterable[dict[str, torch.Tensor]], num_files: int, folder: Path) -> None:
@@ -135,6 +141,7 @@ def _saved(source: Source, layer: int, folder: Path) -> dict[str, torch.Tensor]:
 def _hint(source: Source) -> str:
     said = [f"vocabulary_slices {source.slices}"] if source.slices else []
     said += ["split_blocks"] if source.halves else []
+    said += ["untie"] if source.untied else []
     return f": was the model trained with {' and '.join(said)}?" if said else ""
 
 

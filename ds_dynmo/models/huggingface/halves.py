@@ -48,6 +48,10 @@ class Half:
 
     absent: tuple[tuple[str, int], ...]
 
+    @property
+    def rows(self) -> None:
+        """All rows of each tensor."""
+
     def has(self, path: str) -> bool:
         """Return whether the module ``path`` of the decoder layer is in this half."""
         return path.partition(".")[0] not in dict(self.absent)

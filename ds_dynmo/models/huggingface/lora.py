@@ -20,6 +20,7 @@ from torch import nn
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.lora_config import COPIES, Lora, check_config, peft_package
 from ds_dynmo.models.huggingface.lora_targets import check_names, choose_targets, default_targets, targets_in
+from ds_dynmo.models.huggingface.shares import Share
 from ds_dynmo.torch_private import buffers_of, parameters_of
 
 __all__ = ["Adapters", "adapters_in", "base_tensors", "is_adapters", "plain_name"]
@@ -66,10 +67,13 @@ class Adapters:
         kept = {name: tensor for name, tensor in self.tensors.items() if name.startswith(f"{path}.")}
         return replace(self, tensors=kept)
 
-    def into(self, part: nn.Module, path: str, drawing: Callable[[], AbstractContextManager[None]]) -> nn.Module:
+    def into(
+        self, part: nn.Module, path: str, share: Share | None, drawing: Callable[[], AbstractContextManager[None]]
+    ) -> nn.Module:
         """Put adapters into ``part``, whose weights stay the same objects.
 
         Args:
+            share: what ``part`` has of the part ``path``; None: all. Fresh adapters are drawn for all of it.
             drawing: gives the context in which fresh adapters draw random numbers.
         """
         adapted = copy.deepcopy(self.part(path), {id(self.config): self.config}).train()
@@ -77,10 +81,14 @@ class Adapters:
         if self.tensors is None:
             with drawing():
                 self._draw(adapted)
-        else:
+        if share is not None:
+            adapted = share.of(adapted)
+        if self.tensors is not None:
+            rows = None if share is None else share.rows
             for name in filter(is_adapters, adapted.state_dict()):
-                value = self.tensors[f"{path}.{name}"].detach().to("cpu", torch.float32, copy=True)
-                _set(adapted, name, nn.Parameter(value))
+                value = self.tensors[f"{path}.{name}"].detach()
+                value = value if rows is None else value[rows.start : rows.stop]
+                _set(adapted, name, nn.Parameter(value.to("cpu", torch.float32, copy=True)))
         for name, parameter in adapted.named_parameters():
             parameter.requires_grad_(self.trainable[f"{path}.{name}"])
             if not parameter.requires_grad:
@@ -209,12 +217,12 @@ def is_adapters(name: str) -> bool:
 
 
 def _take_over(adapted: nn.Module, part: nn.Module) -> None:
-    """Let ``adapted`` have the parameters and buffers of ``part``; a second use of one is a copy."""
+    """Let ``adapted`` have the parameters and buffers of ``part``, if it has them; a second use of one is a copy."""
     given = {**dict(part.named_parameters()), **dict(part.named_buffers())}
     used = set()
     for name, _ in [*adapted.named_parameters(), *adapted.named_buffers()]:
         own = plain_name(name)
-        if own is not None:
+        if own in given:
             tensor = given[own]
             _set(adapted, name, nn.Parameter(tensor.detach().clone()) if own in used else tensor)
             used.add(own)

@@ -151,8 +151,7 @@ class DecoderLayer(nn.Module):
         self.block = block
         self.router_loss = router_loss
         self.inputs = source.inputs
-        whole = source.build(layer)
-        self.part = whole if half is None else half.of(whole)
+        self.part = source.build(layer, half)
         self.stubbed = source.stubbed
         exact = source.exact_buffers(layer)
         self.exact = [name for name, _ in self.part.named_buffers() if plain_name(name) in exact]

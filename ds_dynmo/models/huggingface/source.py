@@ -14,6 +14,7 @@ from ds_dynmo.models.huggingface.halves import Halves
 from ds_dynmo.models.huggingface.initializing import check_set, drawing_from, unset
 from ds_dynmo.models.huggingface.lora import Adapters
 from ds_dynmo.models.huggingface.outline import Experts, Outline
+from ds_dynmo.models.huggingface.shares import Share
 from ds_dynmo.models.huggingface.stubbed_model import StubbedModel
 from ds_dynmo.models.huggingface.weights import Stored, Tensors
 from ds_dynmo.models.pruning.config import PruningConfig
@@ -45,6 +46,7 @@ class Source:
         slices: of the vocabulary, each a layer of the pipeline at both ends; 0: it is whole.
         halves: per decoder layer, each half a layer of the pipeline; empty: decoder layers are whole.
         pruning: how decoder layers can be pruned; None: they cannot.
+        untied: whether the head gets a copy of the embedding's weights, which are its own in the model as it is given.
     """
 
     skeleton: Any
@@ -63,6 +65,7 @@ class Source:
     slices: int = 0
     halves: tuple[Halves, ...] = ()
     pruning: PruningConfig | None = None
+    untied: bool = False
 
     @property
     def config(self) -> Any:
@@ -119,26 +122,35 @@ class Source:
         of_layer = None if self.stored_tensors is None else {one.target: one for one in stored}
         return replace(self, tensors=tensors, stored_tensors=of_layer, adapters=adapters)
 
-    def build(self, layer: int) -> nn.Module:
-        """Build transformers' module of pipeline layer ``layer`` with its weights and adapters, on the CPU."""
-        part, path = self.build_base(layer), self.outline.paths[layer]
+    def build(self, layer: int, share: Share | None = None) -> nn.Module:
+        """Build transformers' module of pipeline layer ``layer`` with its weights and adapters, on the CPU.
+
+        Args:
+            share: what is built and read of it; None: all. Fresh weights are drawn whole, as a seed says.
+        """
+        part, path = self.build_base(layer, share), self.outline.paths[layer]
         if self.adapters is None:
             return part
-        return self.adapters.into(part, path, lambda: drawing_from("adapter", self.seed, layer))
+        return self.adapters.into(part, path, share, lambda: drawing_from("adapter", self.seed, layer))
 
-    def build_base(self, layer: int) -> nn.Module:
+    def build_base(self, layer: int, share: Share | None = None) -> nn.Module:
         """Build it without adapters."""
         config, path = self.config, self.outline.paths[layer]
         part: nn.Module = copy.deepcopy(self.skeleton.get_submodule(path), {id(config): config})
+        if share is not None and self.tensors is not None:
+            part = share.of(part)
         part.to_empty(device=_CPU).train()
         if self.tensors is None:
             unset((*part.parameters(), *part.buffers()))
             with drawing_from("layer", self.seed, layer):
                 part.apply(self.skeleton._init_weights)
+            if self.untied and path == self.outline.head:
+                part.get_parameter("weight").data.copy_(self.build_base(0).get_parameter("weight").detach())
             check_set(path, {**dict(part.named_parameters()), **dict(part.named_buffers())})
+            part = part if share is None else share.of(part)
         else:
             unset(part.buffers())
-            self._read(part, layer, self.tensors)
+            self._read(part, layer, self.tensors, None if share is None else share.rows)
             check_set(path, dict(part.named_buffers()))
         for name, parameter in part.named_parameters():
             parameter.requires_grad_(self.trainable.get(f"{path}.{name}", parameter.requires_grad))
@@ -168,7 +180,7 @@ class Source:
         target = f"{self.outline.paths[layer]}.{name}"
         return Stored(target, (target,)) if self.stored_tensors is None else self.stored_tensors[target]
 
-    def _read(self, part: nn.Module, layer: int, tensors: Tensors) -> None:
+    def _read(self, part: nn.Module, layer: int, tensors: Tensors, rows: range | None) -> None:
         if next(part.buffers(), None) is not None:
             self._compute_buffers(part)
         experts = self._experts_of(layer)
@@ -180,7 +192,8 @@ class Source:
                 parameter.data = parameter.new_empty(()).expand(parameter.shape)  # no memory
             else:
                 stored = self._stored(layer, name)
-                value.detach().copy_(stored.value(tensors.read(stored.names), self.skeleton))
+                whole = stored.value(tensors.read(stored.names), self.skeleton)  # of a file, no page yet
+                value.detach().copy_(whole if rows is None else whole[rows.start : rows.stop])
 
     def _compute_buffers(self, part: nn.Module) -> None:
         """Let transformers compute what is in no file."""

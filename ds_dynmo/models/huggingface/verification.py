@@ -21,7 +21,13 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 
 from ds_dynmo.errors import ConfigError, PackingError
-from ds_dynmo.models.huggingface.comparison import compare, compare_documents, compare_parameters, compare_slices
+from ds_dynmo.models.huggingface.comparison import (
+    compare,
+    compare_documents,
+    compare_parameters,
+    compare_slices,
+    compare_tied,
+)
 from ds_dynmo.models.huggingface.configs import default_attention
 from ds_dynmo.models.huggingface.halves import Halves, check_has_all, cut_decoder_layers
 from ds_dynmo.models.huggingface.moe import can_share
@@ -55,6 +61,7 @@ class Trial:
         slices: of the vocabulary; 0: it is whole.
         halves: of the tiny model's decoder layers; empty: they are whole.
         prunable: whether linear layers can be pruned.
+        untied: whether the model's head is to have a copy of the embedding's weights.
     """
 
     inputs: tuple[str, ...]
@@ -66,6 +73,7 @@ class Trial:
     slices: int = 0
     halves: tuple[Halves, ...] = ()
     prunable: bool = False
+    untied: bool = False
 
 
 # Makes the layers of a model, or config, of transformers.
@@ -120,6 +128,7 @@ def verify(source: Source, label: str, make_specs: MakeSpecs) -> None:
         slices=SLICES if source.slices else 0,
         halves=_cut_once(tiny, implementation) if source.halves else (),
         prunable=source.pruning is not None,
+        untied=source.untied,
     )
     result = _compare_once(tiny, count_kinds(source.blocks), trial, make_specs)
     if result.said:
@@ -244,6 +253,10 @@ def _compare_layers(model: Any, trial: Trial, make_specs: MakeSpecs) -> Comparis
         return ComparisonResult(f"{_MORE}: {said}", is_packing=True)
     if trial.parallel and not can_share(model, blocks):
         return ComparisonResult("cannot have expert_parallel: its experts give other results where replicas share them")
+    if trial.untied:
+        tied = random_model({**model.config.to_dict(), "tie_word_embeddings": True}, trial.implementation)
+        if said := compare_tied(model, tied):
+            return ComparisonResult(f"cannot have untie: {said}")
     return ComparisonResult()
 
 

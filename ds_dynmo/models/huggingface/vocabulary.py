@@ -19,11 +19,11 @@ from torch import nn
 from ds_dynmo.config.explain import show
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.modules import RouterLoss, check_inputs, pack, unpack, with_router_loss
+from ds_dynmo.models.huggingface.shares import Rows
 from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.slice_counts import Slices, num_slices, rows_of_slices
 from ds_dynmo.models.stream import Activations, Stream
 from ds_dynmo.models.vocabulary import add_embeddings, add_logits, check_tokens, local, token_losses
-from ds_dynmo.torch_private import parameters_of
 
 __all__ = ["InputEmbeddingSlice", "LMHeadSlice", "score", "slice_layers", "slices_of"]
 
@@ -46,7 +46,7 @@ class InputEmbeddingSlice(nn.Module):
         self.router_loss = router_loss
         self.inputs = source.inputs
         self.positions = source.positions
-        self.part = _rows_of(source.build(layer), rows)
+        self.part = source.build(layer, Rows(rows))
         self.stubbed = source.stubbed
         self.has_input_transform = source.has_input_transform
         self.has_output_transform = source.has_output_transform
@@ -196,19 +196,3 @@ def _treats_words_alone(source: Source, rows: Sequence[range]) -> bool:
     except Exception:  # what transformers' models raise is not known
         return False
     return whole.shape == every.shape and torch.allclose(whole, torch.cat(parts, dim=-1))
-
-
-def _rows_of(part: nn.Module, rows: range) -> nn.Module:
-    """Narrow an embedding or a linear layer to ``rows``; where ``modules_to_save`` has a copy, that too."""
-    for module in part.modules():
-        for name, whole in list(module.named_parameters(recurse=False)):
-            own = nn.Parameter(whole.detach()[rows.start : rows.stop].clone(), requires_grad=whole.requires_grad)
-            vars(own).update(vars(whole))
-            parameters_of(module)[name] = own
-        if isinstance(module, nn.Embedding):
-            padding = module.padding_idx
-            module.num_embeddings = len(rows)
-            module.padding_idx = padding - rows.start if padding is not None and padding in rows else None
-        elif isinstance(module, nn.Linear):
-            module.out_features = len(rows)
-    return part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -31,7 +31,10 @@ class PrunableLayer(nn.Module):
     @property
     def compiled_parts(self) -> tuple[str, ...]:
         """What the layer compiles, as long as its products are dense: torch traces no sparse ones."""
-        return () if any(linear.index is not None for linear in prunable_linears(self)) else super().compiled_parts
+        if any(linear.index is not None for linear in prunable_linears(self)):
+            return ()
+        parts: tuple[str, ...] = super().compiled_parts  # type: ignore[misc]  # of the class behind this
+        return parts
 
     @property
     def share_kept(self) -> float:

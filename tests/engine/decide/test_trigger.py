@@ -187,6 +187,17 @@ def test_a_move_is_followed_by_warm_up_and_one_outcome() -> None:
     assert steering.profile_batch(6)
 
 
+def test_decisions_at_a_short_interval_weigh_other_shapes_every_100_batches() -> None:
+    steering, weighed = Trigger(config(interval=5)), []
+    for step in range(1, 251):
+        steering.batch_done(step)
+        if step % 5 == 0 and steering.weighs_shapes(Request(Reason.INTERVAL)):
+            weighed.append(step)
+        if step == 130:
+            assert steering.weighs_shapes(Request(Reason.MODEL_CHANGED, "pruned"))
+    assert weighed == [5, 105, 230]
+
+
 def profile(seconds: list[float], partition: tuple[int, ...], **extra: int) -> Profile:
     sizes = {"static_bytes": 10, "activation_bytes": 1, "input_bytes": 1, **extra}
     layers = tuple(LayerCost(s / 3, 2 * s / 3, 5, 5, **sizes) for s in seconds)
