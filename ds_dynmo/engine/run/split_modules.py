@@ -2,8 +2,8 @@
 
 ``nn.Linear`` and Hugging Face's ``Conv1D`` are products. In all other modules with weights, products by these weights
 are found while ``forward`` runs, and in the ``forward_fn`` of a tied layer those by all weights of its module:
-``F.linear`` by a weight or by a row of a weight ``[experts, outputs, inputs]``, ``torch.addmm`` by a weight, and
-``F.grouped_mm`` by such weights of experts or their transpose. All other uses are left to autograd.
+``F.linear`` by a weight or by a row of a weight ``[experts, outputs, inputs]``, and ``F.grouped_mm`` by such a weight
+or its transpose. All other uses are left to autograd.
 """
 
 from __future__ import annotations
@@ -169,13 +169,6 @@ class _ProductFinder(TorchFunctionMode):
             return None
         return split(Linear, input, by, operand(bias))
 
-    def addmm(self, bias: Any, rows: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> torch.Tensor | None:
-        """Multiply by one of the weights, ``[inputs, outputs]``, and add one of them, as ``Conv1D`` does."""
-        by, is_plain = self._operand(weight), beta == alpha == 1 and self._is_weight(bias) and bias.dim() == 1
-        if by is None or not is_plain or self._hooks != _saved_tensors_hooks():
-            return None
-        return split(Conv1D, rows, by, operand(bias))
-
     def grouped_mm(
         self, rows: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
     ) -> torch.Tensor | None:
@@ -200,7 +193,6 @@ _HANDLERS: dict[Any, Callable[..., torch.Tensor | None]] = {
     torch.Tensor.transpose: _ProductFinder.transpose,
     torch.transpose: _ProductFinder.transpose,
     nn.functional.linear: _ProductFinder.linear,
-    torch.addmm: _ProductFinder.addmm,
     grouped_mm: _ProductFinder.grouped_mm,
 }
 

@@ -50,9 +50,7 @@ def compare_parameters(model: Any, layers: BuiltLayers) -> str:
     return f"layers of a tiny model do not train what transformers trains: {', '.join(apart[:3])}" if apart else ""
 
 
-def _compare_training(
-    model: Any, layers: BuiltLayers, tokens: torch.Tensor, beside: Beside, *, gradients: bool
-) -> str:
+def _compare_training(model: Any, layers: BuiltLayers, tokens: torch.Tensor, beside: Beside, *, gradients: bool) -> str:
     mask = beside.get("attention_mask")
     labels = tokens if mask is None else tokens.masked_fill(mask == 0, -100)
     torch.default_generator.manual_seed(SEED)

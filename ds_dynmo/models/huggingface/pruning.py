@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from ds_dynmo.errors import ConfigError
@@ -24,13 +23,13 @@ from ds_dynmo.models.pruning.sparse_linear import PrunableConv1D, PrunableLinear
 __all__ = ["PrunableDecoderLayer", "PrunableMoEDecoderLayer", "check_prunable", "prunable_shapes"]
 
 
-class _Prunable(PrunableLayer):
+class _PrunableLibraryLayer(PrunableLayer):
     @classmethod
     def prunable_kinds(cls) -> Mapping[type[nn.Module], type[PrunableLinear]]:
         return _kinds()
 
 
-class PrunableDecoderLayer(_Prunable, DecoderLayer):
+class PrunableDecoderLayer(_PrunableLibraryLayer, DecoderLayer):
     """A :class:`~ds_dynmo.models.huggingface.modules.DecoderLayer` that can be pruned."""
 
     def load_signal(self) -> float:
@@ -38,7 +37,7 @@ class PrunableDecoderLayer(_Prunable, DecoderLayer):
         return self.share_kept if any(parameter.requires_grad for parameter in self.parameters()) else 0.0
 
 
-class PrunableMoEDecoderLayer(_Prunable, MoEDecoderLayer):
+class PrunableMoEDecoderLayer(_PrunableLibraryLayer, MoEDecoderLayer):
     """A :class:`~ds_dynmo.models.huggingface.experts.MoEDecoderLayer` that can be pruned, but for packed experts.
 
     Its load signal is that of its experts.

@@ -163,7 +163,7 @@ def compressed_linear(
     else:
         outputs = _CompressedLinear.apply(rows, inside, values, index, shape, kernel)  # type: ignore[no-untyped-call]
     outputs = outputs.view(*hidden.shape[:-1], shape[0])
-    return outputs if bias is inside else outputs + bias
+    return outputs if bias is None or inside is not None else outputs + bias
 
 
 class _CompressedLinear(torch.autograd.Function):

@@ -21,7 +21,8 @@ class PrunableLayer(nn.Module):
         for parent in list(self.modules()):
             for name, part in list(parent.named_children()):
                 if type(part) in kinds:
-                    setattr(parent, name, kinds[type(part)](part.weight, csr_from, part.bias))
+                    parameters: Any = part
+                    setattr(parent, name, kinds[type(part)](parameters.weight, csr_from, parameters.bias))
 
     @classmethod
     def prunable_kinds(cls) -> Mapping[type[nn.Module], type[PrunableLinear]]:

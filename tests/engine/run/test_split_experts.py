@@ -104,7 +104,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Passes, set[str]]] = {
     "pruned, a vector, dense": (lambda: pruned(0.9, 1.0, True), inputs(2, 5, WIDTH), {"weight"}),
     "pruned, a vector, sparse": (lambda: pruned(0.9, 0.5, True), inputs(2, 5, WIDTH), {"weight"}),
     "dense, bias": (lambda: pruned(0.3, biased=PrunableLinear), inputs(2, 5, WIDTH), {"weight", "bias"}),
-    "dense, Conv1D": (lambda: pruned(0.3, biased=PrunableConv1D), inputs(2, 5, WIDTH), {"weight", "bias"}),
+    "dense, Conv1D": (lambda: pruned(0.3, biased=PrunableConv1D), inputs(2, 5, WIDTH), set()),
     "a vector, bias": (lambda: pruned(0.9, 1.0, True, PrunableLinear), inputs(2, 5, WIDTH), {"weight"}),
     "a vector, Conv1D": (lambda: pruned(0.9, 1.0, True, PrunableConv1D), inputs(2, 5, WIDTH), {"weight"}),
     "head": (lambda: head(), [(a, torch.cat([b] * 16, -1)) for a, b in inputs(2, 10, WIDTH)], {"weight"}),
