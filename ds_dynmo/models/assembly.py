@@ -23,6 +23,7 @@ from ds_dynmo.models.huggingface.configs import config_of
 from ds_dynmo.models.layer_numbers import block_numbers
 from ds_dynmo.models.mixture_of_depths.block import routed_block
 from ds_dynmo.models.moe.layer import RouterBiasUpdate, expert_parts
+from ds_dynmo.models.pruning.config import PruningConfig
 from ds_dynmo.models.pruning.gradual import Pruning, prunable_block
 from ds_dynmo.models.sparse_attention.attention import attention_parts
 from ds_dynmo.models.vocabulary_slices import slice_layers
@@ -154,6 +155,7 @@ def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]
             peft=config.peft,
             vocabulary_slices=config.vocabulary_slices,
             split_blocks=config.split_blocks,
+            pruning=config.find_case(PruningConfig),
             untie=config.untie,
         )
         if freezing is not None and freezing.egeria is not None:

@@ -56,8 +56,8 @@ class ModelConfig(GPTConfig):
         default=None,
         description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
         'or what is in one; beside it "verified", "tokens", "sequence_length", "seed", "sampling", "case" of kind '
-        '"freezing", "expert_parallel", "peft", "save_base", "vocabulary_slices", "split_blocks" and "untie" alone may '
-        "stand",
+        '"freezing" or "pruning", "expert_parallel", "peft", "save_base", "vocabulary_slices", "split_blocks" and '
+        '"untie" alone may stand',
     )
     untie: bool = Field(
         default=False,
@@ -185,7 +185,10 @@ class ModelConfig(GPTConfig):
 
 def _check_combination(case: CaseConfig, model: ModelConfig) -> None:
     if model.huggingface is not None and not case.for_huggingface:
-        raise ValueError("cannot be given beside huggingface, whose config says what the model is")
+        raise ValueError(
+            "cannot be given beside huggingface: it replaces parts of the model by our own, whose weights a pretrained "
+            "model does not have; leave out huggingface, or the case"
+        )
     for other in model.case:
         if other.kind in case.apart_from:
             raise ValueError(f"cannot be combined with {other.kind}: {case.apart_from[other.kind]}")

@@ -112,6 +112,20 @@ def test_what_was_finetuned_is_exported_and_generates(
 
 
 @torch.no_grad()
+@pytest.mark.nightly
+def test_what_was_pruned_is_exported_with_zeros(made: Path, tmp_path: Path) -> None:
+    case = {"kind": "pruning", "start": 0.2, "end": 0.5, "times": 2, "final_sparsity": 0.6}
+    given = [*finetune(made, tmp_path), "--set", f"model.case={json.dumps(case)}"]
+    assert run(2, command, given) == [0, 0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    linears = [weight for name, weight in model.named_parameters() if name.endswith("_proj.weight")]
+    total = sum(weight.numel() for weight in linears)
+    assert sum(int((weight == 0).sum()) for weight in linears) == round(total * 0.6)
+    loss = validation_loss(model, made, tmp_path, "packed")
+    assert loss == pytest.approx(reported_loss(tmp_path), rel=1e-5)
+
+
+@torch.no_grad()
 def test_adapters_are_exported_alone_or_merged(made: Path, tmp_path: Path) -> None:
     assert run(2, command, [*finetune(made, tmp_path), "--set", "model.peft={}"]) == [0, 0]
     base = AutoModelForCausalLM.from_pretrained(made / "model")

@@ -14,7 +14,7 @@ from ds_dynmo.models.freezing.config import EgeriaConfig
 from ds_dynmo.models.freezing.egeria import Egeria, EgeriaController, moving_averages, slope
 from ds_dynmo.models.freezing.plasticity import CAPTURED, REFERENCE, WatchedBlock, capture_first, similarity_loss, watch
 from ds_dynmo.models.gpt import language_model_loss
-from ds_dynmo.models.pruning.gradual import prunable_linears
+from ds_dynmo.models.pruning.prunable_layer import prunable_linears
 from ds_dynmo.models.seeding import generator_for
 
 SIZES = {"layers": 3, "hidden_size": 16, "heads": 2, "sequence_length": 8, "tied_embedding": False}

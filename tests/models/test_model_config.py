@@ -333,10 +333,19 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"untie": True}, "model = ", "untie: is for a Hugging Face model (huggingface); without one, tied_embedding"),
         ({"huggingface": "folder", "layers": 2, "heads": 4}, "model = ", "heads, layers: cannot be given beside"),
         ({"huggingface": "folder", "tokens": "words"}, 'model.tokens = "words"', "'bytes'"),
-        (
-            {"huggingface": {}, "case": {"kind": "pruning"}},
-            "model.case = ",
-            "pruning: cannot be given beside huggingface",
+        *(
+            (
+                {"huggingface": {}, "case": {"kind": kind, **keys}},
+                "model.case = ",
+                f"{kind}: cannot be given beside huggingface: it replaces parts of the model by our own, whose weights "
+                "a pretrained model does not have; leave out huggingface, or the case",
+            )
+            for kind, keys in (
+                ("moe", {}),
+                ("sparse_attention", {"pattern": "hash"}),
+                ("early_exit", {"method": "calm"}),
+                ("mod", {}),
+            )
         ),
         (
             {"case": {"kind": "freezing", "automatic": {"interval": 0}}},

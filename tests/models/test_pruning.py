@@ -16,14 +16,13 @@ from ds_dynmo.models.pruning.config import PruningConfig
 from ds_dynmo.models.pruning.gradual import (
     PrunableBlock,
     Pruning,
-    prunable_linears,
     pruning_steps,
     scheduled_sparsity,
 )
 from ds_dynmo.models.pruning.magnitude import Linears, select_largest
+from ds_dynmo.models.pruning.prunable_layer import prunable_linears
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear, dense_state_dict
 from tests.support.allocations import Allocations
-from tests.support.sparse_linear import compress
 
 SIZES = GPTConfig(vocab_size=20, sequence_length=6, layers=3, hidden_size=8, heads=2, tied_embedding=False)
 
@@ -420,7 +419,7 @@ def test_a_plain_layer_loads_what_is_left() -> None:
     prune_block(pruned, 0.8)
     weights = [linear.weight.detach().clone() for linear in prunable_linears(pruned)]
     for linear in prunable_linears(pruned):
-        compress(linear)
+        linear.compress()
     plain.load_state_dict(dense_state_dict(pruned))
     found = [part.weight for part in plain.modules() if isinstance(part, nn.Linear)]
     assert all(torch.equal(one, other) for one, other in zip(weights, found, strict=True))

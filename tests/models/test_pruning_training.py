@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from ds_dynmo.models import ModelConfig, Pruning, PruningConfig, RunSizes, dynamic_cases, local_layers
-from ds_dynmo.models.pruning.gradual import prunable_linears
+from ds_dynmo.models.pruning.prunable_layer import prunable_linears
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 from tests.support import case_runs
 from tests.support.case_runs import CASES, CaseRun
 from tests.support.harness import run
+from tests.support.huggingface_runs import GPT2, LENGTH
 from tests.support.training import drop_decision
 
 pytestmark = pytest.mark.ranks
 
 PRUNING = CASES["pruning"]
+OF_GPT2 = {"huggingface": GPT2, "sequence_length": LENGTH, "verified": False, **PRUNING}
 
 
 def run_sizes(model: ModelConfig, total_steps: int) -> RunSizes:
@@ -123,24 +125,26 @@ def prune_twice(run: CaseRun, sparsities: tuple[float, float]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("stages", "replicas", "precision"),
+    ("model", "stages", "replicas", "precision", "expected"),
     [
-        (1, 1, "fp32"),
-        (2, 1, "fp32"),
-        (4, 1, "fp32"),
-        (2, 1, "bf16"),
-        (4, 1, "bf16 zero1"),
-        (2, 2, "bf16 zero1"),
-        (2, 2, "bf16"),
+        (PRUNING, 1, 1, "fp32", 4 * 8 * 16 * 16),
+        (OF_GPT2, 2, 1, "fp32", 3 * 12 * 16 * 16),
+        (PRUNING, 4, 1, "fp32", 4 * 8 * 16 * 16),
+        (PRUNING, 2, 1, "bf16", 4 * 8 * 16 * 16),
+        (PRUNING, 4, 1, "bf16 zero1", 4 * 8 * 16 * 16),
+        (PRUNING, 2, 2, "bf16 zero1", 4 * 8 * 16 * 16),
+        (PRUNING, 2, 2, "bf16", 4 * 8 * 16 * 16),
     ],
 )
-def test_global_pruning_equals_sorting_the_model(stages: int, replicas: int, precision: str) -> None:
+def test_global_pruning_equals_sorting_the_model(
+    model: dict[str, Any], stages: int, replicas: int, precision: str, expected: int
+) -> None:
     sparsities = (0.3, 0.85)
-    results = run(stages * replicas, prune_twice, CaseRun(PRUNING, stages, replicas, precision), sparsities)
+    results = run(stages * replicas, prune_twice, CaseRun(model, stages, replicas, precision), sparsities)
     for number, sparsity in enumerate(sparsities):
         weights = merged(results, "before", number)
         total = sum(weight.size for members in weights.values() for weight in members)
-        assert total == 4 * 8 * 16 * 16
+        assert total == expected
         for replica in range(replicas):
             masks = merged(results, "after", number, replica)
             found = np.concatenate([mask.ravel() for layer in sorted(masks) for mask in masks[layer]])

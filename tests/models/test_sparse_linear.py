@@ -7,8 +7,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_dynmo.models.pruning.kernels import can_csr
-from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
-from tests.support.sparse_linear import compress
+from ds_dynmo.models.pruning.sparse_linear import PrunableConv1D, PrunableLinear
 
 
 def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -166,7 +165,7 @@ def test_a_copy_computes_the_same() -> None:
 @pytest.mark.parametrize("shape", [(7,), (2, 7), (2, 3, 7), (1, 1)])
 def test_a_vector_computes_what_the_dense_weight_does(sparsity: float, csr_from: float, shape: tuple[int, ...]) -> None:
     masked, vector = pruned(sparsity, csr_from), pruned(sparsity, csr_from)
-    compress(vector)
+    vector.compress()
     assert vector.mask is None and vector.index is not None and vector.computes_sparse == masked.computes_sparse
     results = []
     for linear in (masked, vector):
@@ -181,6 +180,45 @@ def test_a_vector_computes_what_the_dense_weight_does(sparsity: float, csr_from:
     assert torch.equal(vector.dense_weight(), masked.weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sparsity", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize("is_contiguous", [True, False])
+@pytest.mark.parametrize("kind", [PrunableLinear, PrunableConv1D])
+def test_a_vector_beside_a_bias_computes_what_the_librarys_layer_does(
+    kind: type[PrunableLinear], is_contiguous: bool, sparsity: float, dtype: torch.dtype
+) -> None:
+    """Also while it is dense, in training and in a sum that is longer than a block of the product."""
+    inputs, outputs = 700, 24
+    bias, given, gradient = seeded(outputs, seed=3), seeded(3, 7, inputs, seed=1), seeded(3, 7, outputs, seed=2)
+    if kind is PrunableLinear:
+        library: nn.Module = nn.Linear(inputs, outputs)
+    else:
+        library = pytest.importorskip("transformers.pytorch_utils").Conv1D(outputs, inputs)
+    weight = seeded(*library.weight.shape)
+    mask = weight.abs() >= weight.abs().flatten().quantile(sparsity) if sparsity < 1 else weight.abs() < 0
+    library.load_state_dict({"weight": weight * mask, "bias": bias})
+    library.to(dtype)
+    masked = kind(nn.Parameter(weight.to(dtype)), bias=nn.Parameter(bias.to(dtype)))
+    masked.prune(mask)
+    vector = copy.deepcopy(masked)
+    vector.compress()
+    results = []
+    for linear in (library, masked, vector):
+        hidden = given.to(dtype).requires_grad_()
+        used = hidden * 1 if is_contiguous else hidden.repeat(1, 1, 2)[..., :inputs]
+        assert used.is_contiguous() == is_contiguous
+        output = linear(used)
+        output.backward(gradient.to(dtype))
+        results.append((output, hidden.grad, linear.bias.grad, linear.weight.grad))
+    assert vector.index is not None
+    for found, places in ((results[1], ...), (results[2], vector.index.long())):
+        for mine, theirs in zip(found[:3], results[0][:3], strict=True):
+            assert torch.equal(mine, theirs)
+        if sparsity < 1 or places is not ...:
+            wanted = results[0][3] if places is ... else results[0][3].flatten()[places]
+            assert torch.equal(found[3], wanted)
+
+
 @pytest.mark.parametrize(("sparsity", "limit"), [(0.9, 0.15), (0.97, 0.05)])
 def test_bytes_of_a_layer_fall_with_sparsity(sparsity: float, limit: float) -> None:
     held = []
@@ -188,7 +226,7 @@ def test_bytes_of_a_layer_fall_with_sparsity(sparsity: float, limit: float) -> N
         linear = pruned(share, ALWAYS, 128, 96) if share else PrunableLinear(nn.Parameter(seeded(128, 96)))
         if share:
             assert linear.would_shrink(linear.kept)
-            compress(linear)
+            linear.compress()
         optimizer = torch.optim.AdamW(linear.parameters())
         linear(seeded(4, 96)).sum().backward()
         optimizer.step()
@@ -205,14 +243,14 @@ def test_from_where_a_vector_is_smaller() -> None:
     half = PrunableLinear(nn.Parameter(seeded(24, 20).bfloat16()))
     assert half.would_shrink(159) and not half.would_shrink(160)
     single.prune(single.weight.detach().abs() > 1)
-    compress(single)
+    single.compress()
     assert single.would_shrink(single.kept - 1) and not single.would_shrink(single.kept)
 
 
 def test_a_dense_transient_counts_as_workspace() -> None:
     linear = pruned(0.9, NEVER)
     assert linear.workspace_bytes == 0
-    compress(linear)
+    linear.compress()
     assert linear.workspace_bytes == 24 * 20 * 4
     linear.csr_from = ALWAYS
     assert linear.workspace_bytes == 0
@@ -220,7 +258,7 @@ def test_a_dense_transient_counts_as_workspace() -> None:
 
 def test_autocast_casts_a_vector_as_it_does_a_weight() -> None:
     plain, vector = pruned(0.9, NEVER), pruned(0.9, ALWAYS)
-    compress(vector)
+    vector.compress()
     hidden = seeded(7, 20, seed=1)
     with torch.autocast("cpu", torch.bfloat16):
         expected, output = plain(hidden), vector(hidden)

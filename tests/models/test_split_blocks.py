@@ -17,8 +17,8 @@ from ds_dynmo.models.gpt import FinalNorm, OutputHead, TokenEmbedding
 from ds_dynmo.models.half_blocks import AttentionHalf, FeedForwardHalf
 from ds_dynmo.models.layer_numbers import whole_layers
 from ds_dynmo.models.moe.layer import MixtureOfExperts
-from ds_dynmo.models.pruning.gradual import prunable_linears
 from ds_dynmo.models.pruning.magnitude import select_largest
+from ds_dynmo.models.pruning.prunable_layer import prunable_linears
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.sparse_attention.attention import SparseAttention
 

@@ -164,6 +164,13 @@ MUTATIONS = [
         "::test_arguments_that_depend_on_the_values_of_hidden_states_are_refused",
     ),
     Mutation(
+        "a Hugging Face model is pruned that reads its linear weights itself",
+        "verification._compare_layers",
+        "trial.prunable and",
+        "False and",
+        "tests/models/test_huggingface_pruning.py::test_a_layer_that_reads_weights_itself_is_refused",
+    ),
+    Mutation(
         "an untied head of a fresh model is drawn by itself",
         "Source.build_base",
         "self.untied and path == self.outline.head",

@@ -39,11 +39,13 @@ from ds_dynmo.models.huggingface.modules import (
 )
 from ds_dynmo.models.huggingface.moe import find_experts, find_router_loss
 from ds_dynmo.models.huggingface.outline import Outline, outline_of
+from ds_dynmo.models.huggingface.pruning import PrunableDecoderLayer, PrunableMoEDecoderLayer, check_prunable
 from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.huggingface.stubbed_model import StubbedModel
 from ds_dynmo.models.huggingface.verification import Trial, find_halves, find_transforms, verify
 from ds_dynmo.models.huggingface.vocabulary import slice_layers, slices_of
 from ds_dynmo.models.huggingface.weights import Folder, InMemory, Stored, Tensors, check_tensors
+from ds_dynmo.models.pruning.config import PruningConfig
 from ds_dynmo.models.slice_counts import Slices
 
 __all__ = ["INPUTS", "PART", "build_layers", "source_of", "specs_of"]
@@ -66,6 +68,7 @@ def build_layers(
     peft: Any = None,
     vocabulary_slices: Slices = None,
     split_blocks: bool = False,
+    pruning: PruningConfig | None = None,
     untie: bool = False,
 ) -> list[LayerSpec]:
     """Build the layer list for a ``PipelineModule``: embedding, learned positions (GPT-2), decoder layers, norm, head.
@@ -98,6 +101,8 @@ def build_layers(
             have labels behind their inputs (:func:`ds_dynmo.models.with_labels`), and the model returns the cross
             entropy of each token in place of logits.
         split_blocks: a decoder layer is two layers of the list, its attention and its feed-forward half.
+        pruning: the linear layers of the decoder layers can be pruned, which :class:`~ds_dynmo.models.Pruning` does;
+            None: they cannot.
         untie: the head of a model whose head and embedding are one weight gets a copy of it, also of one that is drawn,
             and they train apart from then on: the layers are those of a model with ``tie_word_embeddings`` false, as
             which :func:`export` writes it.
@@ -128,6 +133,9 @@ def build_layers(
     source = find_transforms(source, name_of(model))
     source = replace(source, slices=slices_of(source, vocabulary_slices, name_of(model)))
     source = find_halves(source, name_of(model)) if split_blocks else source
+    if pruning is not None:
+        check_prunable(source, name_of(model))
+        source = replace(source, pruning=pruning)
     specs = specs_of(source, name_of(model))
     if verified:
         verify(source, name_of(model), _specs_like)
@@ -159,7 +167,11 @@ def _decoder_layer(source: Source, block: int, half: Half | None, loss: RouterLo
         loss = loss if loss is not None and half.has(loss.router) else None
         experts = experts if experts is not None and half.has(experts.path) else None
     about = (source.of(layer), layer, block, loss, half)
-    return LayerSpec(DecoderLayer, *about) if experts is None else LayerSpec(MoEDecoderLayer, *about, experts=experts)
+    kinds: tuple[type[DecoderLayer], type[MoEDecoderLayer]] = DecoderLayer, MoEDecoderLayer
+    settings: dict[str, Any] = {} if experts is None else {"experts": experts}
+    if source.pruning is not None:
+        kinds, settings["csr_from"] = (PrunableDecoderLayer, PrunableMoEDecoderLayer), source.pruning.csr_from
+    return LayerSpec(kinds[experts is not None], *about, **settings)
 
 
 def _whole_ends(source: Source, loss: RouterLoss | None) -> tuple[list[LayerSpec], list[LayerSpec]]:
@@ -183,6 +195,7 @@ def _specs_like(model: Any, trial: Trial) -> list[LayerSpec]:
         has_output_transform=trial.has_output_transform,
         slices=trial.slices,
         halves=trial.halves,
+        pruning=PruningConfig() if trial.prunable else None,
     )
     return specs_of(source, name_of(model))
 

@@ -20,19 +20,21 @@ ROUNDING = 1e-6  # of the model's largest gradient: some gradients are zero but 
 SEED = 0  # of dropout
 
 
-def compare(model: Any, layers: BuiltLayers, inputs: tuple[str, ...]) -> str:
+def compare(model: Any, layers: BuiltLayers, inputs: tuple[str, ...], *, gradients: bool = True) -> str:
     """Describe how ``layers`` differ from transformers' ``model``, whose weights they have; empty: not at all.
 
     Draws random numbers from torch's generator of the CPU.
 
     Args:
         inputs: what batches have beside tokens.
+        gradients: compare them too.
     """
     said = compare_parameters(model, layers)
     if said:
         return said
     for tokens, beside in trial_batches(model.config.vocab_size, inputs):
-        said = _compare_training(model, layers, tokens, beside) or _compare_evaluation(model, layers, tokens, beside)
+        said = _compare_training(model, layers, tokens, beside, gradients=gradients)
+        said = said or _compare_evaluation(model, layers, tokens, beside)
         if said:
             return said
     return ""
@@ -48,7 +50,7 @@ def compare_parameters(model: Any, layers: BuiltLayers) -> str:
     return f"layers of a tiny model do not train what transformers trains: {', '.join(apart[:3])}" if apart else ""
 
 
-def _compare_training(model: Any, layers: BuiltLayers, tokens: torch.Tensor, beside: Beside) -> str:
+def _compare_training(model: Any, layers: BuiltLayers, tokens: torch.Tensor, beside: Beside, *, gradients: bool) -> str:
     mask = beside.get("attention_mask")
     labels = tokens if mask is None else tokens.masked_fill(mask == 0, -100)
     torch.default_generator.manual_seed(SEED)
@@ -61,7 +63,7 @@ def _compare_training(model: Any, layers: BuiltLayers, tokens: torch.Tensor, bes
     loss = language_model_loss(found, F.pad(labels[:, 1:], (0, 1), value=-100))
     if not abs(loss - expected.loss) <= TOLERANCE * abs(expected.loss):
         return f"the loss of a tiny model is {loss:.7g}, transformers' {expected.loss:.7g}"
-    return _compare_gradients(model, layers, expected.loss, loss)
+    return _compare_gradients(model, layers, expected.loss, loss) if gradients else ""
 
 
 def _compare_evaluation(model: Any, layers: BuiltLayers, tokens: torch.Tensor, beside: Beside) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,8 +47,6 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
         mean: tokens of a replica there, the mean over those that hold the experts.
     """
 
-    compiled_parts: ClassVar[tuple[str, ...]] = ()  # hooks note which experts are chosen, by the data
-
     def __init__(
         self,
         source: Source,
@@ -65,6 +63,11 @@ class MoEDecoderLayer(CountsPerBatch, DecoderLayer):
         self._replicas = Replicas()
         self.choices: torch.Tensor | None = None
         self.busiest, self.mean = 0, 0.0
+
+    @property
+    def compiled_parts(self) -> tuple[str, ...]:
+        """Nothing: hooks note which experts are chosen, by the data."""
+        return ()
 
     def use_replicas(self, group: Any) -> None:
         """Set the data-parallel replicas of the present stage. The engine calls this after every move.

@@ -19,10 +19,12 @@ from ds_dynmo.models.huggingface.adapter import PART, source_of
 from ds_dynmo.models.huggingface.adapter_files import SavedLayer, merged, write_adapters
 from ds_dynmo.models.huggingface.configs import name_of
 from ds_dynmo.models.huggingface.conversions import to_files
+from ds_dynmo.models.huggingface.pruning import prunable_shapes
 from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.huggingface.verification import find_halves
 from ds_dynmo.models.huggingface.vocabulary import slices_of
 from ds_dynmo.models.huggingface.weights import INDEX
+from ds_dynmo.models.pruning.sparse_linear import dense_tensors
 from ds_dynmo.models.slice_counts import Slices
 
 __all__ = ["export"]
@@ -42,8 +44,9 @@ def export(
     """Write the weights of a checkpoint in transformers' format, for its ``from_pretrained``.
 
     One process reads and writes one layer after the other, whatever the partition was that saved them; weights have
-    the dtype that they were trained in, slices of the vocabulary become one matrix, and halves one decoder layer. Of a
-    model with adapters, those alone are written, for peft's ``from_pretrained``. The folder appears when it is whole.
+    the dtype that they were trained in, slices of the vocabulary become one matrix, halves one decoder layer, and
+    pruned weights dense ones with zeros. Of a model with adapters, those alone are written, for peft's
+    ``from_pretrained``. The folder appears when it is whole.
 
     Args:
         model, peft, vocabulary_slices, split_blocks, untie: what :func:`~ds_dynmo.models.huggingface.layers` made the
@@ -156,6 +159,8 @@ def _exported(source: Source, layer: int, folder: Path) -> dict[str, torch.Tenso
     """Read the tensors of a part of the model, named as transformers names them."""
     found, path = _saved(source, layer, folder), folder / weights_file(source.places(layer)[0])
     part = source.outline.paths[layer]
+    if source.is_block(layer):
+        found = dense_tensors(found, prunable_shapes(source.skeleton.get_submodule(part)))
     expected = {name: torch.Size(shape) for name, shape in source.shapes(layer).items()}
     shapes = {name: value.shape for name, value in found.items()}
     if shapes != expected:

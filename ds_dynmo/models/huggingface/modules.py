@@ -142,7 +142,6 @@ class DecoderLayer(nn.Module):
     """
 
     is_block: ClassVar[bool] = True
-    compiled_parts: ClassVar[tuple[str, ...]] = ("part",)  # how its arguments are found, torch cannot trace
 
     def __init__(
         self, source: Source, layer: int, block: int, router_loss: RouterLoss | None, half: Half | None = None
@@ -155,6 +154,11 @@ class DecoderLayer(nn.Module):
         self.stubbed = source.stubbed
         exact = source.exact_buffers(layer)
         self.exact = [name for name, _ in self.part.named_buffers() if plain_name(name) in exact]
+
+    @property
+    def compiled_parts(self) -> tuple[str, ...]:
+        """What of it is compiled: how its arguments are found, torch cannot trace."""
+        return ("part",)
 
     def forward(self, activations: Activations) -> Activations:
         stream, inputs = unpack(activations, self.inputs)

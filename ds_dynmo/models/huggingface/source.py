@@ -17,6 +17,7 @@ from ds_dynmo.models.huggingface.outline import Experts, Outline
 from ds_dynmo.models.huggingface.shares import Share
 from ds_dynmo.models.huggingface.stubbed_model import StubbedModel
 from ds_dynmo.models.huggingface.weights import Stored, Tensors
+from ds_dynmo.models.pruning.config import PruningConfig
 
 __all__ = ["Source"]
 
@@ -44,6 +45,7 @@ class Source:
         adapters: None: parts are transformers' alone.
         slices: of the vocabulary, each a layer of the pipeline at both ends; 0: it is whole.
         halves: per decoder layer, each half a layer of the pipeline; empty: decoder layers are whole.
+        pruning: how decoder layers can be pruned; None: they cannot.
         untied: whether the head gets a copy of the embedding's weights, which are its own in the model as it is given.
     """
 
@@ -62,6 +64,7 @@ class Source:
     adapters: Adapters | None = None
     slices: int = 0
     halves: tuple[Halves, ...] = ()
+    pruning: PruningConfig | None = None
     untied: bool = False
 
     @property

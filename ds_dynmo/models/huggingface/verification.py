@@ -7,6 +7,7 @@ other logits, another loss or other gradients is refused.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +35,7 @@ from ds_dynmo.models.huggingface.outline import outline_of
 from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.huggingface.tiny import count_kinds, first_of_kind, tiny_config
 from ds_dynmo.models.huggingface.trial import BuiltLayers, MultipliedDropout, random_model, trial_batches
+from ds_dynmo.models.pruning.prunable_layer import prunable_linears
 from ds_dynmo.torch_private import default_store
 
 __all__ = ["Trial", "find_halves", "find_transforms", "verify"]
@@ -58,6 +60,7 @@ class Trial:
         parallel: whether experts are distributed over the replicas.
         slices: of the vocabulary; 0: it is whole.
         halves: of the tiny model's decoder layers; empty: they are whole.
+        prunable: whether linear layers can be pruned.
         untied: whether the model's head is to have a copy of the embedding's weights.
     """
 
@@ -69,6 +72,7 @@ class Trial:
     parallel: bool = False
     slices: int = 0
     halves: tuple[Halves, ...] = ()
+    prunable: bool = False
     untied: bool = False
 
 
@@ -123,6 +127,7 @@ def verify(source: Source, label: str, make_specs: MakeSpecs) -> None:
         parallel=any(one is not None and one.parallel for one in source.experts),
         slices=SLICES if source.slices else 0,
         halves=_cut_once(tiny, implementation) if source.halves else (),
+        prunable=source.pruning is not None,
         untied=source.untied,
     )
     result = _compare_once(tiny, count_kinds(source.blocks), trial, make_specs)
@@ -230,18 +235,20 @@ def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> Comp
 def _compare_layers(model: Any, trial: Trial, make_specs: MakeSpecs) -> ComparisonResult:
     """Compare the layers of a tiny ``model`` with it, and try what only some runs ask for."""
     vocabulary, blocks = model.config.vocab_size, getattr(model.base_model, outline_of(model, "the tiny model").blocks)
-    whole = replace(trial, slices=0, halves=())
+    whole = replace(trial, slices=0, halves=(), prunable=False)
     said = compare_parameters(model, BuiltLayers(make_specs(model.config, whole))) if trial.fresh else ""
     layers = BuiltLayers(make_specs(model, whole))
     layers.separate()
     said = said or compare(model, layers, trial.inputs)
     if trial.slices and not said:
-        sliced = BuiltLayers(make_specs(model, replace(trial, halves=())))
+        sliced = BuiltLayers(make_specs(model, replace(whole, slices=trial.slices)))
         said = compare_slices(layers, sliced, trial.inputs, vocabulary)
     if said:
         return ComparisonResult(f"{_MORE}: {said}")
     if trial.halves and (said := _compare_halves(model, trial, make_specs)):
         return ComparisonResult(f"cannot have split_blocks: {said}")
+    if trial.prunable and (said := _compare_pruned(model, make_specs, replace(whole, prunable=True))):
+        return ComparisonResult(f"cannot be pruned: {said}")
     if trial.inputs == ("position_ids",) and (said := compare_documents(layers, vocabulary)):
         return ComparisonResult(f"{_MORE}: {said}", is_packing=True)
     if trial.parallel and not can_share(model, blocks):
@@ -255,7 +262,22 @@ def _compare_layers(model: Any, trial: Trial, make_specs: MakeSpecs) -> Comparis
 
 def _compare_halves(model: Any, trial: Trial, make_specs: MakeSpecs) -> str:
     """Describe how a tiny model differs from layers that are halves of its decoder layers; empty: not at all."""
-    halves = BuiltLayers(make_specs(model, replace(trial, slices=0)))
+    halves = BuiltLayers(make_specs(model, replace(trial, slices=0, prunable=False)))
     halves.separate()
     with MultipliedDropout():
         return compare(model, halves, trial.inputs)
+
+
+def _compare_pruned(model: Any, make_specs: MakeSpecs, trial: Trial) -> str:
+    """Describe how a tiny model with zeros differs from layers whose weights are vectors of the others; empty: not."""
+    layers, zeroed = BuiltLayers(make_specs(model, trial)), copy.deepcopy(model)
+    weights = {id(weight): name for name, weight in layers.named_weights(model).items()}
+    for linear in prunable_linears(layers):
+        weight = zeroed.get_parameter(weights[id(linear.weight)])
+        linear.prune(linear.weight.abs() > linear.weight.abs().median())
+        weight.data = linear.weight.detach().clone()
+        linear.compress()
+    try:
+        return compare(zeroed, layers, trial.inputs, gradients=False)
+    except Exception as error:  # what transformers' models raise is not known
+        return f"its linear layers are used in another way than called: {_said(error)}"

@@ -14,9 +14,12 @@ __all__ = ["PruningConfig"]
 class PruningConfig(CaseConfig):
     """Gradual pruning. The defaults are the paper's: from 30% to 70% of the steps, to 52.0, 78.8, 88.6 and 90%."""
 
+    for_huggingface: ClassVar = True
     apart_from: ClassVar = {"moe": "experts are not pruned"}
 
-    kind: Literal["pruning"] = Field(default="pruning", description='"pruning": weights of the blocks are pruned')
+    kind: Literal["pruning"] = Field(
+        default="pruning", description='"pruning": linear weights of the blocks are pruned'
+    )
     start: float = Field(default=0.3, ge=0, lt=1, description="t_0, the first pruning, as a fraction of the steps")
     end: float = Field(default=0.7, gt=0, lt=1, description="t_0 + n dt, the last pruning, as a fraction of the steps")
     times: int = Field(default=4, ge=1, description="n, how many prunings follow the first, at equal distances")

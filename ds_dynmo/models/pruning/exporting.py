@@ -12,8 +12,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models.exporting import load, new_folder, tag_folder, weights_file
-from ds_dynmo.models.pruning.kernels import dense
-from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
+from ds_dynmo.models.pruning.sparse_linear import PrunableLinear, dense_tensors
 from ds_dynmo.models.vocabulary_slices import EmbeddingSlice, first_row
 
 __all__ = ["export"]
@@ -62,15 +61,10 @@ def _dense(path: Path, spec: LayerSpec) -> dict[str, Any]:
     state, layer = load(path), spec.build()
     if isinstance(layer, EmbeddingSlice) and (state.keys() != {"weight"} or len(state["weight"]) != len(layer.rows)):
         raise CheckpointError(f"{path}: has no {len(layer.rows)} rows of the vocabulary: is it of the model?")
-    for name, part in layer.named_modules():
-        if not isinstance(part, PrunableLinear):
-            continue
-        prefix = f"{name}." if name else ""
-        weight = state.get(f"{prefix}weight")
-        index, _ = state.pop(f"{prefix}index", None), state.pop(f"{prefix}mask", None)
-        if weight is not None and weight.dim() == 1 and index is not None:
-            weight = dense(weight, index, part.shape)
-        if weight is None or weight.shape != part.shape:
-            raise CheckpointError(f"{path}: {prefix}weight is not of the model: expected shape {list(part.shape)}")
-        state[f"{prefix}weight"] = weight
+    linears = ((name, part) for name, part in layer.named_modules() if isinstance(part, PrunableLinear))
+    shapes = {f"{name}.weight": part.shape for name, part in linears}
+    state = dense_tensors(state, shapes)
+    for name, shape in shapes.items():
+        if name not in state or state[name].shape != shape:
+            raise CheckpointError(f"{path}: {name} is not of the model: expected shape {list(shape)}")
     return state

@@ -24,6 +24,7 @@ from ds_dynmo.models.half_blocks import AttentionHalf, BlockTypes, FeedForwardHa
 from ds_dynmo.models.layer_numbers import local_layers
 from ds_dynmo.models.pruning.config import PruningConfig
 from ds_dynmo.models.pruning.magnitude import Linears, select_largest
+from ds_dynmo.models.pruning.prunable_layer import PrunableLayer, prunable_linears
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "PrunableFeedForwardHalf",
     "Pruning",
     "prunable_block",
-    "prunable_linears",
     "pruning_steps",
     "scheduled_sparsity",
 ]
@@ -145,30 +145,12 @@ class Pruning(DynamicCase):
                     yield linear.weight, ~linear.mask
 
 
-class _Prunable(Block):
-    """Mixin before a Block class: replaces its ``nn.Linear`` by :class:`PrunableLinear`."""
-
-    def __init__(self, config: GPTConfig, block_number: int, *, csr_from: float | None = None, **parts: Any) -> None:
-        super().__init__(config, block_number, **parts)
-        for parent in list(self.modules()):
-            for name, part in list(parent.named_children()):
-                if isinstance(part, nn.Linear):
-                    setattr(parent, name, PrunableLinear(nn.Parameter(part.weight), csr_from))
-
-    @property
-    def compiled_parts(self) -> tuple[str, ...]:
-        """What a block compiles, as long as its products are dense: torch traces no sparse ones."""
-        return () if any(linear.index is not None for linear in prunable_linears(self)) else super().compiled_parts
+class _Prunable(PrunableLayer, Block):
+    """Mixin before a Block class."""
 
     def load_signal(self) -> float:
         """Return the paper's ``p_i``, the share of this layer's prunable weights that is left; 0.0 if none trains."""
-        linears = prunable_linears(self)
-        share = sum(linear.kept for linear in linears) / sum(linear.size for linear in linears)
-        return super().load_signal() * share
-
-    def workspace_bytes(self) -> int:
-        """Count the bytes of the largest dense weight that a pass makes of kept values, and frees again."""
-        return max(linear.workspace_bytes for linear in prunable_linears(self))
+        return super().load_signal() * self.share_kept
 
 
 class PrunableBlock(_Prunable, Block):
@@ -189,11 +171,6 @@ def prunable_block(
     """Specify block ``block_number``, counted from 1, with ``parts`` that can be pruned."""
     types = BlockTypes(PrunableBlock, PrunableAttentionHalf, PrunableFeedForwardHalf)
     return block_layers(model, block_number, types, csr_from=config.csr_from, **parts)
-
-
-def prunable_linears(layer: nn.Module) -> list[PrunableLinear]:
-    """List the prunable linear layers of a layer, in the order of their weights' positions in it."""
-    return [part for part in layer.modules() if isinstance(part, PrunableLinear)]
 
 
 def local_linears(module: PipelineModule) -> Linears:

@@ -17,22 +17,25 @@ from torch import nn
 from ds_dynmo.models.capabilities import can_compute
 from ds_dynmo.weight_gradients import defer_weight_gradient, waits
 
-__all__ = ["CSR", "DENSE", "NOTHING", "Kernel", "Shape", "can_csr", "compressed_linear", "dense"]
+__all__ = ["CSR", "DENSE", "NOTHING", "TRANSPOSED", "Kernel", "Shape", "can_csr", "compressed_linear", "dense"]
 
 RADIX_SORTED = 1 << 15  # torch sorts so many integers or more by radix on the CPU, several times as fast
 
 Shape = tuple[int, int]
+Bias = torch.Tensor | None
 
 
 class Kernel(ABC):
-    """How ``Y = X W^T`` is computed, forward and backward. All tensors are of rows: ``[tokens, features]``."""
+    """How ``Y = X W^T + b`` is computed, forward and backward. All tensors are of rows: ``[tokens, features]``."""
 
     @abstractmethod
     def kept(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the input as forward and backward passes need it."""
 
     @abstractmethod
-    def outputs(self, kept: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape) -> torch.Tensor:
+    def outputs(
+        self, kept: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape, bias: Bias
+    ) -> torch.Tensor:
         """Compute ``Y``."""
 
     @abstractmethod
@@ -54,8 +57,10 @@ class _Dense(Kernel):
     def kept(self, rows: torch.Tensor) -> torch.Tensor:
         return rows
 
-    def outputs(self, kept: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape) -> torch.Tensor:
-        return F.linear(kept, dense(values, index, shape))
+    def outputs(
+        self, kept: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape, bias: Bias
+    ) -> torch.Tensor:
+        return F.linear(kept, dense(values, index, shape), bias)
 
     def of_rows(self, gradient: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape) -> torch.Tensor:
         return gradient.mm(dense(values, index, shape))
@@ -67,6 +72,22 @@ class _Dense(Kernel):
         return shape[0] * shape[1]
 
 
+class _Transposed(_Dense):
+    """As :class:`_Dense`, where the weight is ``[inputs, outputs]``, as that of Hugging Face's ``Conv1D``."""
+
+    def outputs(
+        self, kept: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape, bias: Bias
+    ) -> torch.Tensor:
+        weight = dense(values, index, shape[::-1])
+        return kept.mm(weight) if bias is None else torch.addmm(bias, kept, weight)
+
+    def of_rows(self, gradient: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape) -> torch.Tensor:
+        return gradient.mm(dense(values, index, shape[::-1]).t())
+
+    def of_values(self, gradient: torch.Tensor, kept: torch.Tensor, index: torch.Tensor, shape: Shape) -> torch.Tensor:
+        return kept.t().mm(gradient).view(-1).index_select(0, index)
+
+
 class _CSR(Kernel):
     """Compressed sparse rows: ``Y^T = W X^T``, ``dX^T = W^T dY^T``, ``dW`` by a sampled product (SDDMM).
 
@@ -76,8 +97,11 @@ class _CSR(Kernel):
     def kept(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.t().contiguous()
 
-    def outputs(self, kept: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape) -> torch.Tensor:
-        return (_in_rows(index, values, shape) @ kept).t().contiguous()
+    def outputs(
+        self, kept: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape, bias: Bias
+    ) -> torch.Tensor:
+        product = (_in_rows(index, values, shape) @ kept).t().contiguous()
+        return product if bias is None else product.add_(bias)
 
     def of_rows(self, gradient: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape) -> torch.Tensor:
         outputs, inputs = shape
@@ -98,8 +122,11 @@ class _Nothing(Kernel):
     def kept(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.new_empty(len(rows), 0)
 
-    def outputs(self, kept: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape) -> torch.Tensor:
-        return kept.new_zeros(len(kept), shape[0])
+    def outputs(
+        self, kept: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape, bias: Bias
+    ) -> torch.Tensor:
+        zeros = kept.new_zeros(len(kept), shape[0])
+        return zeros if bias is None else zeros.add_(bias)
 
     def of_rows(self, gradient: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape) -> torch.Tensor:
         return gradient.new_zeros(len(gradient), shape[1])
@@ -108,52 +135,61 @@ class _Nothing(Kernel):
         return gradient.new_zeros(len(index))
 
 
-DENSE, CSR, NOTHING = _Dense(), _CSR(), _Nothing()
+DENSE, TRANSPOSED, CSR, NOTHING = _Dense(), _Transposed(), _CSR(), _Nothing()
 
 
 def compressed_linear(
-    hidden: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape, kernel: Kernel
+    hidden: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape, kernel: Kernel, bias: Bias = None
 ) -> torch.Tensor:
-    """Compute ``hidden @ weight.T`` by the kept values of a weight.
+    """Compute ``hidden @ weight.T + bias`` by the kept values of a weight.
 
     Args:
         hidden: ``[..., inputs]``.
         values: ``[kept]``. A parameter's gradient can wait for the second part of a backward pass.
         index: int32 ``[kept]``, ascending.
-        shape: of the weight, ``(outputs, inputs)``.
+        shape: ``(outputs, inputs)``.
     """
     if torch.is_autocast_enabled(hidden.device.type):  # as autocast casts the inputs of torch's own products
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, values = hidden.to(dtype), values.to(dtype)
+        hidden, values, bias = hidden.to(dtype), values.to(dtype), None if bias is None else bias.to(dtype)
         kernel = DENSE if kernel is CSR and not can_csr(dtype, values.device) else kernel
     rows = hidden.reshape(-1, hidden.shape[-1])
+    inside = bias if hidden.dim() == 2 or hidden.is_contiguous() else None  # else torch adds it afterwards
     outputs: torch.Tensor
     if waits(values):
         anchor = torch.empty(0, requires_grad=True)
-        inputs = rows, (values,), index, shape, kernel, anchor
+        inputs = rows, inside, (values,), index, shape, kernel, anchor
         outputs = _DeferredCompressedLinear.apply(*inputs)  # type: ignore[no-untyped-call]
     else:
-        outputs = _CompressedLinear.apply(rows, values, index, shape, kernel)  # type: ignore[no-untyped-call]
-    return outputs.view(*hidden.shape[:-1], shape[0])
+        outputs = _CompressedLinear.apply(rows, inside, values, index, shape, kernel)  # type: ignore[no-untyped-call]
+    outputs = outputs.view(*hidden.shape[:-1], shape[0])
+    return outputs if bias is None or inside is not None else outputs + bias
 
 
 class _CompressedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, values: torch.Tensor, index: torch.Tensor, shape: Shape, kernel: Kernel
+        ctx: Any,
+        rows: torch.Tensor,
+        bias: Bias,
+        values: torch.Tensor,
+        index: torch.Tensor,
+        shape: Shape,
+        kernel: Kernel,
     ) -> torch.Tensor:
         kept = kernel.kept(rows)
         ctx.save_for_backward(kept, values, index)
         ctx.shape, ctx.kernel = shape, kernel
-        return kernel.outputs(kept, values, index, shape)
+        return kernel.outputs(kept, values, index, shape, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         kept, values, index = ctx.saved_tensors
         kernel: Kernel = ctx.kernel
         of_rows = kernel.of_rows(gradient, values, index, ctx.shape) if ctx.needs_input_grad[0] else None
-        of_values = kernel.of_values(gradient, kept, index, ctx.shape) if ctx.needs_input_grad[1] else None
-        return of_rows, of_values, None, None, None
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[1] else None
+        of_values = kernel.of_values(gradient, kept, index, ctx.shape) if ctx.needs_input_grad[2] else None
+        return of_rows, of_bias, of_values, None, None, None
 
 
 class _DeferredCompressedLinear(torch.autograd.Function):
@@ -166,6 +202,7 @@ class _DeferredCompressedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows: torch.Tensor,
+        bias: Bias,
         hidden: tuple[nn.Parameter],
         index: torch.Tensor,
         shape: Shape,
@@ -175,7 +212,7 @@ class _DeferredCompressedLinear(torch.autograd.Function):
         kept = kernel.kept(rows)
         ctx.save_for_backward(kept, index)
         ctx.hidden, ctx.shape, ctx.kernel = hidden, shape, kernel
-        return kernel.outputs(kept, hidden[0].detach(), index, shape)
+        return kernel.outputs(kept, hidden[0].detach(), index, shape, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -184,7 +221,8 @@ class _DeferredCompressedLinear(torch.autograd.Function):
         held_bytes = kept.nbytes + gradient.nbytes
         defer_weight_gradient(values, lambda: kernel.of_values(gradient, kept, index, shape), held_bytes=held_bytes)
         of_rows = kernel.of_rows(gradient, values.detach(), index, shape) if ctx.needs_input_grad[0] else None
-        return of_rows, None, None, None, None, None
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[1] else None
+        return of_rows, of_bias, None, None, None, None, None
 
 
 def dense(values: torch.Tensor, index: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -199,7 +237,7 @@ def can_csr(dtype: torch.dtype, device: torch.device) -> bool:
     def attempt() -> None:
         index = torch.tensor([0, 3], dtype=torch.int32, device=device)
         ones = torch.ones(2, 2, dtype=dtype, device=device)
-        CSR.outputs(ones, ones[0], index, (2, 2))
+        CSR.outputs(ones, ones[0], index, (2, 2), None)
         CSR.of_rows(ones, ones[0], index, (2, 2))
         CSR.of_values(ones, ones, index, (2, 2))
 

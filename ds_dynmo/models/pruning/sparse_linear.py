@@ -14,30 +14,43 @@ for bit what they do for a dense weight with zeros.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_dynmo.models.pruning.kernels import CSR, DENSE, NOTHING, Kernel, Shape, can_csr, compressed_linear, dense
+from ds_dynmo.models.pruning.kernels import (
+    CSR,
+    DENSE,
+    NOTHING,
+    TRANSPOSED,
+    Kernel,
+    Shape,
+    can_csr,
+    compressed_linear,
+    dense,
+)
 from ds_dynmo.torch_private import buffers_of
 
-__all__ = ["PrunableLinear", "dense_state_dict"]
+__all__ = ["PrunableConv1D", "PrunableLinear", "dense_state_dict", "dense_tensors"]
 
 BYTES_PER_PLACE = 4
 MOST_PLACES = torch.iinfo(torch.int32).max
 
 
 class PrunableLinear(nn.Module):
-    """``hidden @ weight.T``, at first dense.
+    """``nn.Linear``, at first dense.
 
     Args:
         weight: ``[outputs, inputs]``.
         csr_from: from what share of pruned weights on the layer computes in CSR, where torch can (fp32 on a CPU);
             None: never.
+        bias: ``[outputs]``, which is not pruned.
 
     Attributes:
+        scattering: the kernel that multiplies by a vector as by a dense weight.
         shape: of the dense weight.
         mask: bool in the shape of ``weight``, True where a weight is kept; None: nothing has been pruned, or the
             parameter is already the vector of kept values (:meth:`use_values`).
@@ -56,14 +69,18 @@ class PrunableLinear(nn.Module):
     A dense weight has an index where products are computed in CSR, or nothing is kept.
     """
 
+    scattering: ClassVar[Kernel] = DENSE
+
+    bias: nn.Parameter | None
     mask: torch.Tensor | None
     index: torch.Tensor | None
 
-    def __init__(self, weight: nn.Parameter, csr_from: float | None = None) -> None:
+    def __init__(self, weight: nn.Parameter, csr_from: float | None = None, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        outputs, inputs = weight.shape
-        self.shape: Shape = (outputs, inputs)
+        rows, columns = weight.shape
+        self.shape: Shape = (rows, columns)
         self.weight = weight
+        self.register_parameter("bias", bias)
         self.csr_from = csr_from
         self.register_buffer("mask", None)
         self.register_buffer("index", None)
@@ -71,10 +88,18 @@ class PrunableLinear(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         kernel = self._kernel()
         if kernel is None:
-            return F.linear(hidden, self.weight)
+            return self._dense_product(hidden)
         assert self.index is not None
         values = self.weight if self.is_compressed else self.weight.view(-1).index_select(0, self.index)
-        return compressed_linear(hidden, values, self.index, self.shape, kernel)
+        return compressed_linear(hidden, values, self.index, self._features, kernel, self.bias)
+
+    def _dense_product(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.weight, self.bias)
+
+    @property
+    def _features(self) -> Shape:
+        """The numbers of outputs and inputs."""
+        return self.shape
 
     def prune(self, mask: torch.Tensor) -> None:
         """Keep the weights where ``mask``, bool in the shape of ``weight``, is True; the others are 0 from now on."""
@@ -97,6 +122,12 @@ class PrunableLinear(nn.Module):
         """Compute with the values at ``index``; the parameter is, or is about to be, the vector of these."""
         self.index, self.mask = index, None
 
+    def compress(self) -> None:
+        """Replace the parameter by the vector of kept values, without an engine, and so without optimizer state."""
+        places = self.kept_places()
+        self.use_values(self.index_at(places))
+        self.weight = nn.Parameter(self.weight.detach().view(-1)[places], requires_grad=self.weight.requires_grad)
+
     def _kernel(self) -> Kernel | None:
         if self.index is None:
             return None
@@ -104,7 +135,7 @@ class PrunableLinear(nn.Module):
             return NOTHING
         if self._is_for_csr(len(self.index)):
             return CSR
-        return DENSE if self.is_compressed else None
+        return self.scattering if self.is_compressed else None
 
     def _is_for_csr(self, kept: int) -> bool:
         is_sparse = self.csr_from is not None and self.size - kept >= self.csr_from * self.size
@@ -157,8 +188,29 @@ class PrunableLinear(nn.Module):
         return 0 if kernel is None else kernel.workspace_elements(self.shape) * self.weight.element_size()
 
     def extra_repr(self) -> str:
-        outputs, inputs = self.shape
+        outputs, inputs = self._features
         return f"{inputs}, {outputs}, csr_from={self.csr_from}"
+
+
+class PrunableConv1D(PrunableLinear):
+    """The ``Conv1D`` of Hugging Face's GPT-2, whose weight is ``[inputs, outputs]``; it never computes in CSR."""
+
+    scattering: ClassVar[Kernel] = TRANSPOSED
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(hidden.view(-1, hidden.shape[-1]))
+        return outputs.view(*hidden.shape[:-1], outputs.shape[-1])
+
+    def _dense_product(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.bias is not None
+        return torch.addmm(self.bias, hidden, self.weight)
+
+    @property
+    def _features(self) -> Shape:
+        return self.shape[::-1]
+
+    def _is_for_csr(self, kept: int) -> bool:
+        return False
 
 
 def dense_state_dict(layer: nn.Module) -> dict[str, Any]:
@@ -171,3 +223,19 @@ def dense_state_dict(layer: nn.Module) -> dict[str, Any]:
                 state.pop(prefix + name, None)
             state[f"{prefix}weight"] = part.dense_weight()
     return state
+
+
+def dense_tensors(state: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """Make dense weights of what a saved ``state_dict`` holds of prunable linear layers.
+
+    Args:
+        shapes: by the names of their weights.
+    """
+    tensors = dict(state)
+    for name, shape in shapes.items():
+        path = name.removesuffix("weight")
+        index, _ = tensors.pop(f"{path}index", None), tensors.pop(f"{path}mask", None)
+        weight = tensors.get(name)
+        if weight is not None and weight.dim() == 1 and index is not None:
+            tensors[name] = dense(weight, index, shape)
+    return tensors

@@ -20,7 +20,8 @@ from ds_dynmo.engine.run import split_modules
 from ds_dynmo.engine.run.compiled_layers import CompiledLayers, backend_of_call, check_compiler
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
-from ds_dynmo.models.pruning.gradual import PrunableBlock, prunable_linears
+from ds_dynmo.models.pruning.gradual import PrunableBlock
+from ds_dynmo.models.pruning.prunable_layer import prunable_linears
 from ds_dynmo.models.sparse_attention.attention import HashSparseAttention
 from ds_dynmo.models.sparse_attention.config import SparseAttentionConfig
 

@@ -13,9 +13,8 @@ from ds_dynmo.config import parse_section
 from ds_dynmo.models import MixtureOfExperts, ModelConfig, model_layers
 from ds_dynmo.models.gpt import OutputHead
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
-from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
+from ds_dynmo.models.pruning.sparse_linear import PrunableConv1D, PrunableLinear
 from ds_dynmo.models.seeding import generator_for
-from tests.support.sparse_linear import compress
 from tests.support.split_models import mixtral
 from tests.support.split_passes import WIDTH, Passes, check_same, inputs
 
@@ -81,13 +80,20 @@ def test_under_autocast_grouped_weights_of_its_type_are_not_deferred() -> None:
     assert check_same(Grouped(), inputs(7, WIDTH, dtype=torch.bfloat16)) == set()
 
 
-def pruned(share: float, csr_from: float = 0.5, compressed: bool = False) -> nn.Module:
+def pruned(
+    share: float,
+    csr_from: float = 0.5,
+    compressed: bool = False,
+    biased: type[PrunableLinear] | None = None,
+) -> nn.Module:
+    """Make a prunable linear layer; ``biased``: of that class, with a bias."""
     generator = torch.Generator().manual_seed(0)
-    layer = PrunableLinear(nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator)), csr_from)
+    weight, bias = (nn.Parameter(torch.randn(*shape, generator=generator)) for shape in ((WIDTH, WIDTH), (WIDTH,)))
+    layer = PrunableLinear(weight, csr_from) if biased is None else biased(weight, csr_from, bias)
     if share:
         layer.prune(torch.rand(WIDTH, WIDTH, generator=generator) >= share)
     if compressed:
-        compress(layer)
+        layer.compress()
     return layer
 
 
@@ -97,6 +103,10 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Passes, set[str]]] = {
     "pruned, sparse": (lambda: pruned(0.9), inputs(2, 5, WIDTH), set()),
     "pruned, a vector, dense": (lambda: pruned(0.9, 1.0, True), inputs(2, 5, WIDTH), {"weight"}),
     "pruned, a vector, sparse": (lambda: pruned(0.9, 0.5, True), inputs(2, 5, WIDTH), {"weight"}),
+    "dense, bias": (lambda: pruned(0.3, biased=PrunableLinear), inputs(2, 5, WIDTH), {"weight", "bias"}),
+    "dense, Conv1D": (lambda: pruned(0.3, biased=PrunableConv1D), inputs(2, 5, WIDTH), set()),
+    "a vector, bias": (lambda: pruned(0.9, 1.0, True, PrunableLinear), inputs(2, 5, WIDTH), {"weight"}),
+    "a vector, Conv1D": (lambda: pruned(0.9, 1.0, True, PrunableConv1D), inputs(2, 5, WIDTH), {"weight"}),
     "head": (lambda: head(), [(a, torch.cat([b] * 16, -1)) for a, b in inputs(2, 10, WIDTH)], {"weight"}),
 }
 
