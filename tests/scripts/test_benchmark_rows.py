@@ -89,6 +89,8 @@ def test_equal_partitions_are_run_once() -> None:
         {"static_uniform": (0, 2, 4), "static_parameters": (0, 2, 4), "static_profiled": (0, 3, 4)},
         {"static_uniform": 4.0, "static_parameters": 4.0, "static_profiled": 3.0},
         dict.fromkeys(STATICS, 0.5),
+        (1.0, 1.0, 1.0, 1.0),
+        (0, 1, 2, 3, 4),
     )
     own = {arm: one for arm, one in MEASURED.items() if arm != "static_parameters"}
     profiled = run([40.0, 40.0, 50.0], (0, 3, 4))
