@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import transformers
 
-import ds_dynmo
 from benchmarks.arms import engines_end_here, say, timed, turns
 from benchmarks.machine import Machine
 from ds_dynmo.cli.command_line import (
@@ -43,10 +42,8 @@ from ds_dynmo.cli.command_line import (
     write_json,
 )
 from ds_dynmo.cli.startup import begin_rank
-from ds_dynmo.cli.train import batches
+from ds_dynmo.cli.train import batches, build_engine
 from ds_dynmo.cli.training.options import TrainingRun, prepare
-from ds_dynmo.models import LanguageModelPipeline
-from ds_dynmo.models.vocabulary import takes_labels, with_labels
 from ds_dynmo.partitioners import balanced
 
 CONFIG = Path(__file__).resolve().parent.parent / "ds_configs" / "finetune.json"
@@ -122,17 +119,7 @@ def prepared(arguments: argparse.Namespace, arm: str) -> TrainingRun:
 
 def build(arm: str, run: TrainingRun) -> Arm:
     """Build an engine. Collective."""
-    module = LanguageModelPipeline(
-        run.layers, num_stages=run.stages, partition_method=STOCK.get(arm, "uniform"), seed_layers=False
-    )
-    engine, *_ = ds_dynmo.initialize(
-        args=argparse.Namespace(local_rank=run.local_rank),
-        model=module,
-        model_parameters=list(module.parameters()),
-        config=run.settings,
-    )
-    if takes_labels(run.layers):
-        engine.set_batch_fn(with_labels)
+    engine = build_engine(run, STOCK.get(arm, "uniform"))
     return Arm(arm, engine, batches(run, engine, "train").iterate(0))
 
 

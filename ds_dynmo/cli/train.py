@@ -64,14 +64,14 @@ ALONE = "One process, so one stage: no layer can move. Start several by deepspee
 UNSAVED = "Weights will not be saved. Pass --save DIR, and --export DIR for a folder that transformers reads."
 
 
-def build_engine(run: TrainingRun) -> Any:
-    """Build the model in uniform stages, and the engine around it; load the checkpoint of a resumed run. Collective.
+def build_engine(run: TrainingRun, partition_method: str = "uniform") -> Any:
+    """Build the model in stages, and the engine around it; load the checkpoint of a resumed run. Collective.
 
     Raises:
         ConfigError: ranks were given different data or settings, or what the engine refuses.
     """
     check_same(settings_all_ranks_share(run))
-    module = LanguageModelPipeline(run.layers, num_stages=run.stages, partition_method="uniform")
+    module = LanguageModelPipeline(run.layers, num_stages=run.stages, partition_method=partition_method)
     engine, *_ = ds_dynmo.initialize(
         args=argparse.Namespace(local_rank=run.local_rank),
         model=module,

@@ -214,6 +214,7 @@ def test_a_recording_has_the_loads_of_every_batch_and_changes_no_number(tmp_path
     assert {"processor", "cores", "threads", "torch", "model", "micro_batches", "steps"} < header.keys()
     case = Recorded.read(path)
     assert (case.name, case.interval, case.layers, case.stages) == ("config", 2, header["partition"][-1], 2)
+    assert header["whole_layers"] == [*range(case.layers + 1)] == [*case.whole]
     assert any("freezing: first 2 layers" in line.get("changed", "") for line in lines)
     frozen = next(one for one in case.iterations if not any(one.trainable[:2]))
     assert frozen.backward[:2] == (0, 0) and min(frozen.backward[2:]) > 0

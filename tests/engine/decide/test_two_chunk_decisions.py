@@ -173,6 +173,7 @@ def test_decisions_change_nothing_keep_a_memory_limit_and_say_that_one_is_out_of
     still, *moved = run_each(stages, train_deciding, (Deciding(case, 16),), *calls)
     for kind, each in zip(kinds, moved, strict=True):
         check_same(still, each)
+        assert len({*each[0]["shapes"]}) == 1  # at these intervals the first decision alone weighs others
         assert kind == "auto" or {*each[0]["shapes"]} == {kind}
         held = each[0]["held"]  # until the next decision an order from before the limit runs
         assert len(held) == 6 and all(max(of_stages) <= limit for limit, of_stages in held[4:])
