@@ -28,7 +28,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from benchmarks.arms import timed, wait_for_all
+from benchmarks.arms import last_report, timed, wait_for_all
 from benchmarks.emulation import PRECISIONS, pipeline_engine
 from benchmarks.machine import Machine
 from ds_dynmo.cli.command_line import (
@@ -90,7 +90,7 @@ def bandwidth(arguments: argparse.Namespace) -> dict[str, Any]:
     for _ in range(arguments.pairs):
         for sender, boundary in ((0, 1), (1, MOVED + 1)):
             moved.append(timed(partial(engine.rebalance, [0, boundary, MOVED + 2])))
-            size = engine.reports[-1].bytes_moved
+            size = last_report(engine).bytes_moved
             payload = torch.ones(size, dtype=torch.uint8, device=engine.device) if engine.stage_id == sender else None
             raw.append(timed(partial(send_raw, payload, size, 1 - engine.stage_id)))
     return {
@@ -120,12 +120,12 @@ def background(arguments: argparse.Namespace) -> dict[str, Any]:
 
     engine.rebalancer.budget.num_bytes = 1 << 60
     move(1, background=False), move(MOVED + 1, background=False)
-    Weights.seconds = 2 * slowest(engine.reports[-1].migrate_seconds) / MICRO_BATCHES
+    Weights.seconds = 2 * slowest(last_report(engine).migrate_seconds) / MICRO_BATCHES
     between, during, whole, stills = [], [], [], []
     for _ in range(arguments.pairs):
         for boundary, way in ((1, False), (MOVED + 1, True), (1, True), (MOVED + 1, False)):
             still, moving = timed(train), move(boundary, background=way)
-            report = engine.reports[-1]
+            report = last_report(engine)
             stills.append(still)
             if way:
                 during.append(slowest(report.migrate_seconds))

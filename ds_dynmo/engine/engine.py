@@ -12,8 +12,8 @@ from torch import nn
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.components import Components, build_components
+from ds_dynmo.engine.decide.cycle import Reason, Request
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
-from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.deepspeed.instruction_map import checked_instructions
 from ds_dynmo.engine.deepspeed.module import modules_of
 from ds_dynmo.engine.deepspeed.patches import PatchedPipelineEngine
@@ -127,12 +127,15 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @property
     def reports(self) -> list[RebalanceReport]:
-        """The latest decisions, 1,000 at most, including those that moved nothing. ``dynmo.report`` has all."""
+        """The latest decisions, 1,000 at most, including those that moved nothing; [] on other ranks than rank 0.
+
+        ``dynmo.report`` has all.
+        """
         return [] if self.dynmo is None else [*self._components.reporter.rebalances]
 
     @property
     def measurements(self) -> list[MeasuredReport]:
-        """The measurements of the first profile of a run, and of the first after each move: the latest 1,000."""
+        """The measurements of the first profile of a run, and of the first after each move: as for :attr:`reports`."""
         return [] if self.dynmo is None else [*self._components.reporter.measurements]
 
     def write_record(self, record: dict[str, Any]) -> None:
@@ -161,7 +164,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             background: whether to move while the next batch trains.
 
         Returns:
-            The report; None if layers move with the next batch, after which :attr:`reports` has it.
+            The report, on every rank; None if layers move with the next batch, after which :attr:`reports` has it.
 
         Raises:
             PartitionError: ``partition`` is invalid or cuts a group of ``keep_together``, or no partition meets the
@@ -221,7 +224,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @property
     def repacks(self) -> list[RepackReport]:
-        """The latest re-packings, 1,000 at most, including those by hand that found nothing better."""
+        """The latest re-packings, including those by hand that found nothing better: as for :attr:`reports`."""
         return [] if self.dynmo is None else [*self._components.reporter.repacks]
 
     @property

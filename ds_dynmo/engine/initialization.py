@@ -15,7 +15,7 @@ from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig, read_dynmo_config
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.communicator import check_hosts
-from ds_dynmo.engine.decide.trigger import Reason, Request
+from ds_dynmo.engine.decide.cycle import Reason, Request
 from ds_dynmo.engine.deepspeed.engine_class import engine_class as built_upon
 from ds_dynmo.engine.deepspeed.instruction_map import checked_instructions
 from ds_dynmo.engine.deepspeed.logs import warning_once

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from ds_dynmo.engine.decide.cycle import Request
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.reporter import Reporter
-from ds_dynmo.engine.decide.trigger import Request
 from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.measure.trace import Tracer
 from ds_dynmo.engine.resize.repacker import Repacker
@@ -69,11 +69,11 @@ class TrainingStep:
     def _train(self, train: Callable[[], Any]) -> Any:
         """Train a batch, and profile it if that is due."""
         self._executor.ran = False
-        if self._rebalancer.trigger.profile_batch(self._stage.counters.steps + 1):
+        if self._rebalancer.cycle.profiles_batch(self._stage.counters.steps + 1):
             with self._executor.profiled():
                 loss = train()
         else:
-            with self._profiler.timed() if self._rebalancer.trigger.warm else nullcontext():
+            with self._profiler.timed() if self._rebalancer.cycle.warm else nullcontext():
                 loss = train()
         if not self._executor.ran:
             raise ConfigError(REPLACED)

@@ -43,16 +43,25 @@ class Arm:
         return self.name in DYNAMIC
 
     def new_costs(self) -> Costs:
-        """Sum the seconds of the rebalances since the last call, on the slowest rank. Collective.
+        """Sum the seconds of the rebalances since the last call, which rank 0 reports. Collective.
 
-        Gathering a profile begins with a wait for the other ranks' batch, so its seconds are those of the rank that
-        waits least.
+        Gathering a profile begins with a wait for the other ranks' batch. Rank 0, whose last pass ends a batch, waits
+        least.
         """
         reports = reports_after(self._last_report, self.engine.reports)
         self._last_report = reports[-1] if reports else self._last_report
-        parts = [(-one.profile_seconds, one.decide_seconds, one.migrate_seconds) for one in reports]
+        parts = [(one.profile_seconds, one.decide_seconds, one.migrate_seconds) for one in reports]
         profile, decide, migrate = most_over_ranks([sum(column) for column in zip((0.0, 0.0, 0.0), *parts)])
-        return -profile, decide, migrate
+        return profile, decide, migrate
+
+
+def last_report(engine: Any) -> RebalanceReport:
+    """Return the latest report, which rank 0 has, on every rank. Collective."""
+    box = [engine.reports[-1] if engine.reports else None]
+    torch.distributed.broadcast_object_list(box)
+    report = box[0]
+    assert report is not None
+    return report
 
 
 def chosen(asked: Sequence[str] | None, known: Statics) -> list[str]:

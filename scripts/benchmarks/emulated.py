@@ -30,7 +30,7 @@ import torch
 from benchmarks.arms import Arm, chosen, profiling_seconds, say, timed, turns
 from benchmarks.emulation import data, make_engine, set_loads, told_passes
 from benchmarks.rows import Costs, Measured, Slice, has_schedule, rows_by_schedule
-from ds_dynmo.engine.decide.trigger import Reason, Request
+from ds_dynmo.engine.decide.cycle import Asked, Reason, Request
 from ds_dynmo.partitioners import LayerPasses, PipelineModel, balanced
 from ds_dynmo.placement import Placement
 from ds_dynmo.schedules import Schedule
@@ -202,7 +202,7 @@ class Benchmark:
         arm.new_costs()
         decisions = [self.measured_batch(arm)]
         if arm.dynamic and phase.iterations > known_after(self.load_model, phase) + self.load_model.interval:
-            arm.engine.rebalancer.trigger.ask(Request(Reason.INTERVAL))
+            arm.engine.rebalancer.go(Asked(Request(Reason.INTERVAL)))
             decisions.append(self.measured_batch(arm))
         moved_again = arm.engine.stage.placement != decisions[-1].placement and len(decisions) > 1
         self.timed_batch(arm)  # warm up: new shapes, new memory, another order

@@ -13,7 +13,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from benchmarks.arms import Arm, profiling_seconds, timed
+from benchmarks.arms import Arm, last_report, profiling_seconds, timed
 from benchmarks.emulation import MICRO_BATCH, EmulatedBlock, pipeline_engine
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
@@ -179,7 +179,7 @@ def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
     engine.train_batch(data)
     freeze_first(engine, FROZEN)
     engine.train_batch(data)  # profiled; a decision follows
-    decision = engine.reports[-1]
+    decision = last_report(engine)
     balanced = engine.partition
     static = [0, FROZEN, BLOCKS] if engine.num_stages == 2 else balanced  # on one stage nothing can move
     moves = [engine.rebalance(partition).migrate_seconds for _ in range(5) for partition in (static, balanced)]
@@ -190,7 +190,7 @@ def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
         "gather profile ms": 1e3 * decision.profile_seconds,
         "decide ms": 1e3 * decision.decide_seconds,
         "migrate ms (median of moves)": 1e3 * statistics.median(moves),
-        "MiB per move": engine.reports[-1].bytes_moved / 2**20,
+        "MiB per move": last_report(engine).bytes_moved / 2**20,
         "share of a run at interval 100": total / (100 * batch + total),
     }
 

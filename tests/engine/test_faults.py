@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ds_dynmo import MigrationError
 from ds_dynmo.engine.comm import point_to_point
 from ds_dynmo.engine.comm.rounds import Rounds, RoundsInThread
-from ds_dynmo.engine.decide.trigger import Reason, Request
+from ds_dynmo.engine.decide.cycle import Asked, Reason, Request
 from ds_dynmo.engine.move import arriving
 from ds_dynmo.torch_private import default_store
 from tests.support.configs import Case
@@ -83,7 +83,7 @@ def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
     if engine.global_rank == rank:
         HARMLESS[point](engine)
     if point in ("gather", "decide"):
-        engine.rebalancer.trigger.ask(Request(Reason.MODEL_CHANGED, "a test"))
+        engine.rebalancer.go(Asked(Request(Reason.MODEL_CHANGED, "a test")))
     for _ in range(2):
         losses.append(engine.train_batch(data).item())
     message = repr(engine.rebalancer.failure)

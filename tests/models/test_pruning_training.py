@@ -110,7 +110,7 @@ def prune_twice(run: CaseRun, sparsities: tuple[float, float]) -> dict[str, Any]
         before.append(weights(engine))
         case.prune(sparsity)
         after.append(masks(engine))
-        requested = str(engine.rebalancer.trigger.pending)
+        requested = str(engine.rebalancer.cycle.due.request)
         drop_decision(engine)
     right_away = nonzero(engine)
     for _ in range(2):

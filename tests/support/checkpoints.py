@@ -49,7 +49,7 @@ def outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
         "steps": (engine.global_steps, engine.global_samples, engine.module.micro_offset, engine.skipped_steps),
         "lr": engine.get_lr(),
         "random": (torch.rand(1).item(), random.random(), np.random.rand()),
-        "settled": engine.rebalancer.trigger.state_dict()["_batches_since_move"],
+        "settled": engine.rebalancer.cycle.since_move,
         "replica": engine.grid.get_data_parallel_id(),
     }
 

@@ -16,6 +16,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
+from ds_dynmo.engine.decide.cycle import Settled
 from ds_dynmo.engine.measure.profiler import CpuClock, EventClock
 from ds_dynmo.engine.move.tensors import dense_parts
 from ds_dynmo.models import local_layers
@@ -119,7 +120,7 @@ def layers_of(engine: Any) -> dict[int, nn.Module]:
 
 def drop_decision(engine: Any) -> None:
     """Drop a pending decision: only the test moves layers."""
-    engine.rebalancer.trigger.decided(moved=False)
+    engine.rebalancer.go(Settled(moved=False))
 
 
 def gather(value: Any) -> list[Any]:

@@ -360,6 +360,34 @@ class Communicator:
         """
         return self._everywhere(what, function, same=same, compared_in=compared_in, error=error)[0]
 
+    def on_first(self, what: str, function: Callable[[], Result]) -> Result:
+        """Call ``function`` on rank 0 alone, and return its picklable result on every rank. Collective over the world.
+
+        Args:
+            what: as for :meth:`everywhere`.
+
+        Raises:
+            PartitionError, MigrationError: on every rank: ``function`` raised it; the latter is harmless.
+            MigrationError: harmless, on every rank: another error, which rank 0 logs, or its result cannot be sent.
+        """
+        result: Any = None
+        failure: Exception | None = None
+        if self.here.rank == 0:
+            try:
+                result = function()
+            except Exception as error:  # any error of a user's object; other ranks have to know
+                raise_unless_harmless(error)
+                failure = error
+        self.max_over_world(torch.zeros(1, device="cpu"))  # rank 0 may take as long as a batch
+        sent = (result, None) if failure is None else (None, _Failure.of(failure))
+        of_first, problem = self.broadcast_object(sent)
+        if problem is None:
+            found: Result = result if self.here.rank == 0 else of_first
+            return found
+        if failure is not None and not problem.is_expected:
+            logger.error(f"{what} failed:\n{''.join(traceback.format_exception(failure))}")
+        raise problem.error(problem.text if problem.is_expected else f"{what} failed: {problem}. No layer has moved")
+
     def gather_from_all(
         self,
         what: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -89,13 +90,20 @@ def proposed_placement(given: DecisionInput) -> Placement:
     Raises:
         PartitionError: no partition meets the memory limit, or a cost is negative or not finite.
     """
-    found = []
-    for shape in given.shapes:
-        with suppress(PartitionError):  # of this shape none fits
-            found.append(_proposed(given, shape))
+    here = given.placement.shape
+    found = _fitting(given, given.shapes if given.weighs_shapes else (here,)) or _fitting(given, given.shapes)
     if not found:
-        return _proposed(given, given.placement.shape)
+        return _proposed(given, here)
     return min(found, key=lambda placement: _iteration_seconds(given, placement))
+
+
+def _fitting(given: DecisionInput, shapes: Sequence[Shape]) -> list[Placement]:
+    """Ask the balancer for a partition of each of ``shapes``, and leave out those of which none fits in memory."""
+    found = []
+    for shape in shapes:
+        with suppress(PartitionError):
+            found.append(_proposed(given, shape))
+    return found
 
 
 def _proposed(given: DecisionInput, shape: Shape) -> Placement:

@@ -51,6 +51,7 @@ class DecisionInput:
         batches: until the next decision; None: unknown, and searches are not limited.
         tradeoff: costs that a gain has to exceed; None: the move's cost and the noise do not count.
         shapes: of placements that may be proposed; (): the present one's.
+        weighs_shapes: whether other shapes are proposed; else only if no partition of the present one fits in memory.
         searches: whether schedules of ds_dynmo may be chosen.
         running_schedule: the schedule of ds_dynmo that runs now; None: DeepSpeed's 1F1B runs.
         running_over_bound: its iteration over the bound when it was searched; 0.0 if costs were not measured.
@@ -67,6 +68,7 @@ class DecisionInput:
     batches: int | None = None
     tradeoff: MoveTradeoff | None = None
     shapes: tuple[Shape, ...] = ()
+    weighs_shapes: bool = True
     searches: bool = False
     running_schedule: Schedule | None = None
     running_over_bound: float = 0.0

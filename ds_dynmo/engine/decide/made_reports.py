@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ds_dynmo import partitioners
+from ds_dynmo.engine.decide.cycle import Reason, Request
 from ds_dynmo.engine.decide.decision import Decision
-from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport
 
 

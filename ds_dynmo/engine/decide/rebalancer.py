@@ -1,6 +1,7 @@
 """Rebalancing: from a profile to a decision, and from a decision to a move.
 
-Every rank takes the same decision from the same numbers. Until layers start to move, a failure changes nothing.
+Rank 0 decides, and broadcasts what it decided and what it read in the profile. Every rank carries it out. Until layers
+start to move, a failure changes nothing, and is every rank's.
 
     after a batch:                                  after_batch, decide_and_move_or_stay, post_profile
     engine.rebalance():                             decide_on_request
@@ -8,28 +9,30 @@ Every rank takes the same decision from the same numbers. Until layers start to 
     a load, engine.repack() without other stages:   move_to
 
 With ``migration.kind`` "background" a move begins right before the next batch (:meth:`Rebalancer.begin_move`) and has
-ended when that batch has (:meth:`Rebalancer.end_move`). A profile is gathered meanwhile, too. Between two batches no
-layer is under way.
+ended when that batch has (:meth:`Rebalancer.end_move`). Profiles are gathered and decisions taken meanwhile, too, in
+threads of rank 0. Between two batches no layer is under way.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
 import torch
 
+from ds_dynmo.engine.decide import cycle as events
+from ds_dynmo.engine.decide.aside import Aside
 from ds_dynmo.engine.decide.cost_model import CostModel
-from ds_dynmo.engine.decide.decentralized import decide_among_neighbours
-from ds_dynmo.engine.decide.decision import Decision, accept_move, costs_and_speeds, decide, fits, moved_bytes, predict
+from ds_dynmo.engine.decide.cycle import Cycle, DecidedMove, Event, Measuring, Moving, Reason, Request, after
+from ds_dynmo.engine.decide.decision import Decision, decide, fits, moved_bytes, predict
 from ds_dynmo.engine.decide.decision_input import DecisionInput, memory_model
 from ds_dynmo.engine.decide.made_reports import measured_report, rebalance_report
 from ds_dynmo.engine.decide.memory import MemoryLimit
 from ds_dynmo.engine.decide.reporter import Reporter
-from ds_dynmo.engine.decide.trigger import Reason, Request, Trigger
 from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.measure.profile_reduction import PostedProfile
 from ds_dynmo.engine.measure.profiler import Profiler
@@ -47,25 +50,11 @@ DECIDING = "deciding where layers go"
 
 
 @dataclass(frozen=True)
-class DecidedMove:
-    """A move that is to be carried out.
+class Measured:
+    """A profile that rank 0 has read, and its estimates with it."""
 
-    Attributes:
-        target: the placement to go to.
-        decision: that chose it; None: the user did, and there was no profile.
-        profile: from which it was decided, for the memory that stages need; None: the user chose the target.
-        seconds: of gathering the profile, and of the decision.
-        clears_pending_decision: whether to drop a pending decision.
-        has_begun: whether layers went a part of the way in earlier batches.
-    """
-
-    target: Placement
-    request: Request
-    decision: Decision | None
-    profile: Profile | None
-    seconds: tuple[float, float]
-    clears_pending_decision: bool = True
-    has_begun: bool = False
+    profile: Profile
+    cost_model: CostModel
 
 
 class Rebalancer:
@@ -74,8 +63,8 @@ class Rebalancer:
     Attributes:
         groups: layers that are kept together.
         memory: the memory limit of a rank.
-        trigger: determines which batches are profiled and when a decision is due.
-        cost_model: estimates of the costs of layers, stages and moves.
+        cycle: where the run is between decisions.
+        cost_model: estimates of the costs of layers, stages and moves, on rank 0: it decides.
         profile: the latest profile, the same on every rank; None before the first.
         last_move_step: ``global_steps`` of the last move; None: layers never moved.
         budget: bytes to move while a batch trains.
@@ -103,7 +92,7 @@ class Rebalancer:
         self._migrate, self._background = migrate, background
         self._lacks_data, self.groups = lacks_data, groups
         self.memory = MemoryLimit(stage)
-        self.trigger = Trigger(stage.config)
+        self.cycle = Cycle.begin(stage.config)
         self.cost_model = CostModel()
         self.profile: Profile | None = None
         self.last_move_step: int | None = None
@@ -111,12 +100,16 @@ class Rebalancer:
         self._move_seconds = 0.0  # of moves since the last profile, on this rank
         self._profile_seconds = 0.0  # spent gathering the latest profile
         self._posted: PostedProfile | None = None
+        self._measured: Aside[Measured] | None = None  # on rank 0: of the posted profile
+        # The request that is being decided; on rank 0 with its decision and seconds.
+        self._deciding: tuple[Request, Aside[tuple[Decision, float]] | None] | None = None
         self._waits_for_profile = False
-        self._decided: DecidedMove | None = None  # begins with the next batch
-        # While a batch trains: the move, its plan, and what is left to move after it.
-        self._moving: tuple[DecidedMove, MigrationPlan, DecidedMove | None] | None = None
         self.budget = TransferBudget()
         stage.layers_moved.subscribe("measurements and estimates are of the stages before", self._layers_moved)
+
+    def go(self, event: Event) -> None:
+        """Let the cycle see an event. Every rank sees the same."""
+        self.cycle = after(self.cycle, event)
 
     # -- after a batch --------------------------------------------------------------------------------
 
@@ -126,7 +119,7 @@ class Rebalancer:
         Returns:
             The request of a decision that is due now; None: none is.
         """
-        self.trigger.batch_done(self._stage.counters.steps)
+        self.go(events.BatchEnded(self._stage.counters.steps))
         if self._needs_profile_now and self._posted is None:
             self._post_due_profile(waits=True)
         try:
@@ -141,13 +134,13 @@ class Rebalancer:
 
         If layers move in that batch, it would be dropped, so it is not gathered.
         """
-        if self._config.migration.kind == "background" and self._decided is None:
+        if self._config.migration.kind == "background" and self.cycle.decided is None:
             self._post_due_profile(waits=False)
 
     @property
     def _needs_profile_now(self) -> bool:
         """Whether training waits for the profile that is due: a model may have changed again before the next batch."""
-        return self._config.migration.kind == "blocking" or self._waits_for_profile or self.trigger.urgent
+        return self._config.migration.kind == "blocking" or self._waits_for_profile or self.cycle.due.urgent
 
     def decide_and_move_or_stay(self, request: Request) -> None:
         """Decide and move layers; if that fails harmlessly, warn on rank 0 and continue. Collective."""
@@ -203,8 +196,8 @@ class Rebalancer:
                 "rebalance: there is no profile yet and no data to train on. Train a batch first", harmless=True
             )
         self.drop_decided_move()
-        due = self.trigger.pending
-        self.trigger.ask(Request(Reason.BY_HAND))
+        due = self.cycle.due.request
+        self.go(events.Asked(Request(Reason.BY_HAND)))
         self.failure, self._waits_for_profile = None, True
         try:
             while self.profile is None:
@@ -213,8 +206,8 @@ class Rebalancer:
                     raise self.failure
         finally:
             self._waits_for_profile = False
-            self.trigger.decided(moved=False)  # the caller decides
-            self.trigger.still_due(due)  # until it has
+            self.go(events.Settled(moved=False))  # the caller decides
+            self.go(events.NotMade(due))  # until it has
         return self._profile_seconds
 
     def model_changed(self, reason: str) -> None:
@@ -222,7 +215,7 @@ class Rebalancer:
         self._drop_posted_profile()
         self._profiler.forget(batches_too=True)
         self.cost_model.model_changed()
-        self.trigger.model_changed(reason)
+        self.go(events.ModelChanged(reason))
 
     # -- profile, decide, move ------------------------------------------------------------------------
 
@@ -232,7 +225,7 @@ class Rebalancer:
         Args:
             waits: whether training waits for the profile now; else the batch's loss may be on its way still, too.
         """
-        if not self.trigger.take(self._profiler.batches):
+        if not self.cycle.is_profile_due(self._profiler.batches):
             return
         with self._stage.timeline.phase("profile", "post the profile"):
             began = time.perf_counter()
@@ -240,7 +233,31 @@ class Rebalancer:
                 self._comm.enter("rebalance")
             self._posted = PostedProfile(self._stage, self._profiler, self._move_seconds)
             self._profiler.forget()
+            self._begin_to_read(self._posted)
             self._profile_seconds = time.perf_counter() - began
+        request = self.cycle.due.request
+        self.go(events.Posted())
+        if request is not None and not waits:
+            self._begin_to_decide(request, self._measured.result if self._measured is not None else None)
+
+    def _begin_to_read(self, posted: PostedProfile) -> None:
+        """Read a profile on rank 0, in a thread. Collective."""
+        limit_bytes = self.memory.bytes()
+        if self._comm.here.rank != 0:
+            return
+        cost_model, given = (
+            deepcopy(self.cost_model),
+            self._input(assume_running_schedule=False, limit_bytes=limit_bytes),
+        )
+
+        def read() -> Measured:
+            profile, move_seconds = posted.read()
+            cost_model.profiled(profile, move_seconds)
+            if cost_model.first_seconds is None:
+                cost_model.begin(given(profile, speeds=cost_model.history.speeds))
+            return Measured(profile, cost_model)
+
+        self._measured = Aside("gathering the profile", read)
 
     def read_profile(self) -> Request | None:
         """Read the profile that was posted; without one do nothing. Collective.
@@ -252,27 +269,35 @@ class Rebalancer:
             PartitionError: on every rank; a layer did not run.
             MigrationError: on every rank, harmless; a rank cannot size its layers.
         """
-        posted, self._posted = self._posted, None
+        posted, measured = self._posted, self._measured
+        self._posted = self._measured = None
         if posted is None:
             return None
         with self._stage.timeline.phase("profile", "read the profile"):
             began = time.perf_counter()
-            try:
-                self.profile, move_seconds = posted.read()
-            except (PartitionError, MigrationError):
-                self.trigger.give_back(decision=False)
-                raise
+            posted.wait()
             self._comm.enter("rebalance")
-            limit_bytes = self.memory.bytes()
-            self.cost_model.profiled(self.profile, move_seconds)
-            if self.cost_model.first_seconds is None:
-                self.cost_model.begin(self.decision_input(self.profile, limit_bytes, assume_running_schedule=False))
+            try:
+                self.profile = self._comm.on_first("reading the profile", lambda: self._adopt(measured))
+            except (PartitionError, MigrationError):
+                self._deciding = None
+                self.go(events.Unread())
+                raise
             self._move_seconds = 0.0
             self._profile_seconds += time.perf_counter() - began
-        due = self.trigger.finish()
+        assert isinstance(self.cycle.state, Measuring)
+        due = self.cycle.state.due
+        self.go(events.Read())
         if due.measurement:
             self._reporter.measured(measured_report(self.profile, self.last_move_step), self._stage.counters.samples)
         return due.request
+
+    def _adopt(self, measured: Aside[Measured] | None) -> Profile:
+        """Wait for a profile on rank 0, and adopt the estimates with it."""
+        assert measured is not None
+        found = measured.result()
+        self.cost_model = found.cost_model
+        return found.profile
 
     def collect_profile(self) -> None:
         """Read the profile that is on the way before a decision by hand. Collective.
@@ -285,79 +310,90 @@ class Rebalancer:
         except (PartitionError, MigrationError) as error:
             self._stay(error)
         else:
-            self.trigger.still_due(request)
+            self.go(events.NotMade(request))
 
     def _drop_posted_profile(self) -> None:
         """Drop the profile on the way: layers were elsewhere when it was measured, or cost something else."""
         posted, self._posted = self._posted, None
+        self._measured = self._deciding = None
         if posted is not None:
-            posted.drop()
-            self.trigger.give_back()
+            posted.wait()
+        self.go(events.Dropped())
 
     def _decided_move(self, request: Request, profile_seconds: float) -> DecidedMove:
-        """Decide from the latest profile. Collective."""
-        assert self.profile is not None
-        profile, limit_bytes, seconds = self.profile, self.memory.bytes(), 0.0
-
-        def decide() -> Decision:
-            nonlocal seconds
-            began = time.perf_counter()
-            decision = self._decide(profile, limit_bytes, request)
-            seconds = time.perf_counter() - began  # without the wait for ranks whose batch goes on
-            return decision
-
+        """Decide on rank 0 from the latest profile, if that has not begun yet. Collective."""
+        profile = self.profile
+        assert profile is not None
         self._comm.enter("rebalance")
+        if self._deciding is None or self._deciding[0] is not request:
+            latest = Measured(profile, self.cost_model)
+            self._begin_to_decide(request, lambda: latest)
+        assert self._deciding is not None
+        (_, deciding), self._deciding = self._deciding, None
+
+        def of_first() -> tuple[Decision, float]:
+            assert deciding is not None
+            return deciding.result(self._config.timeout_seconds)
+
         with self._stage.timeline.phase("decide", "decide"):
-            decision = self._comm.everywhere(DECIDING, decide, same=self._agreed)
+            decision, seconds = self._comm.on_first(DECIDING, of_first)
         self.cost_model.decided(decision)
         return DecidedMove(decision.placement, request, decision, profile, (profile_seconds, seconds))
 
-    def _decide(self, profile: Profile, limit_bytes: int | None, request: Request) -> Decision:
-        """Decide from ``profile``. Collective if ``dynmo.decentralized`` is set."""
+    def _begin_to_decide(self, request: Request, measured: Callable[[], Measured] | None) -> None:
+        """Decide on rank 0, in a thread. Collective.
+
+        Args:
+            measured: on rank 0: returns what to decide from, once it is there.
+        """
+        weighs_shapes, limit_bytes = self.cycle.weighs_shapes(request), self.memory.bytes()
+        if weighs_shapes:
+            self.go(events.Weighed())
+        if self._comm.here.rank != 0 or measured is None:
+            self._deciding = request, None
+            return
+        given = self._input(limit_bytes=limit_bytes, shapes=self._shapes(), weighs_shapes=weighs_shapes)
         automatic = request.reason.is_automatic
-        given = self.decision_input(profile, limit_bytes, smoothed=automatic)
-        if self.trigger.weighs_shapes(request):
-            given = replace(given, shapes=self._shapes())
-        if automatic:
-            given = replace(given, tradeoff=self.cost_model.tradeoff())
-        if not self._config.decentralized:
-            return decide(given)
-        (costs, speeds), stage_id = costs_and_speeds(given), self._comm.here.stage
-        proposed = decide_among_neighbours(
-            [costs[index] for index in self._stage.layers.indices],
-            given.placement,
-            given.memory,
-            stage_id,
-            self._comm,
-            speed=speeds[stage_id] if speeds else 1.0,
-            groups=given.groups,
-        )
-        return accept_move(given, proposed)
+
+        def decision() -> tuple[Decision, float]:
+            found = measured()
+            began, costs = time.perf_counter(), found.cost_model
+            profile = costs.history.smoothed(found.profile) if automatic else found.profile
+            tradeoff = costs.tradeoff() if automatic else None
+            decision = decide(given(profile, speeds=costs.history.speeds, tradeoff=tradeoff))
+            return decision, time.perf_counter() - began
+
+        self._deciding = request, Aside(DECIDING, decision)
 
     def decision_input(
         self, profile: Profile, limit_bytes: int | None, *, smoothed: bool = False, assume_running_schedule: bool = True
     ) -> DecisionInput:
-        """Build the input of a decision under the present placement.
+        """Build the input of a decision under the present placement. On rank 0: others have no estimates.
 
         Args:
             smoothed: average the costs of ``profile`` over earlier profiles.
             assume_running_schedule: assume the schedule that runs now; False: assume DeepSpeed's 1F1B.
         """
+        history = self.cost_model.history
+        given = self._input(assume_running_schedule=assume_running_schedule, limit_bytes=limit_bytes)
+        return given(history.smoothed(profile) if smoothed else profile, speeds=history.speeds)
+
+    def _input(self, *, assume_running_schedule: bool = True, **values: Any) -> Callable[..., DecisionInput]:
+        """Return a function that completes the input of a decision at present by a profile and what was learnt."""
         schedule, placement = self._stage.schedule, self._stage.placement
-        counts = assume_running_schedule and self.chooses_schedule
-        return DecisionInput(
-            self.cost_model.history.smoothed(profile) if smoothed else profile,
-            self._stage.placement,
-            self._config,
-            speeds=self.cost_model.history.speeds,
+        counts, micro_batches = assume_running_schedule and self.chooses_schedule, self._stage.counters.micro_batches
+        return partial(
+            DecisionInput,
+            placement=placement,
+            config=self._config,
             groups=self.groups,
-            limit_bytes=limit_bytes,
             checkpoint_interval=self.memory.checkpoint_interval,
-            batches=self.trigger.batches_to_gain,
+            batches=self.cycle.batches_to_gain,
             searches=schedule.may_choose_schedule,
-            running_schedule=schedule.schedule_for(placement, profile.micro_batches) if counts else None,
+            running_schedule=schedule.schedule_for(placement, micro_batches) if counts else None,
             running_over_bound=schedule.over_bound,
             back_to_back=schedule.back_to_back,
+            **values,
         )
 
     def _shapes(self) -> tuple[Shape, ...]:
@@ -407,9 +443,8 @@ class Rebalancer:
         """
         if move.target == self._stage.placement:
             return self._move_now(move)
-        self._decided = move
-        if move.clears_pending_decision:
-            self.trigger.decided(moved=False)
+        self.go(events.Chosen(move))
+        self._drop_posted_profile()
         return None
 
     def _moved(
@@ -431,10 +466,10 @@ class Rebalancer:
         if plan.moves and self.profile is not None:
             self.cost_model.moved(self.profile, plan)
             self._move_seconds += waited_seconds
-        if move.clears_pending_decision and not in_batch:
-            self.trigger.decided(bool(plan.moves))
-        elif plan.moves:
-            self.trigger.moved(in_batch=in_batch)
+        if in_batch:
+            self.go(events.Ended(moved=True))
+        else:
+            self.go(events.Settled(bool(plan.moves), move.clears_pending_decision))
         report = rebalance_report(
             plan,
             move.decision,
@@ -469,27 +504,28 @@ class Rebalancer:
         profile of the next batch urgent.
         """
         self.settle()
-        if self._decided is None:
+        move = self.cycle.decided
+        if move is None:
             return
-        move, self._decided = self._decided, None
         self._comm.enter("rebalance")
         with self._stage.timeline.phase("migrate", "begin to migrate"):
             try:
                 self._begin(move)
             except (PartitionError, MigrationError) as error:
+                self.drop_decided_move()
                 self._stay(error)
 
     def _begin(self, move: DecidedMove) -> None:
         limit_bytes = self.memory.bytes()
-        new = self._next_placement(move, limit_bytes)  # the ranks compare it when they prepare the move
+        new = self._comm.on_first(DECIDING, lambda: self._next_placement(move, limit_bytes))
         plan = MigrationPlan.between(self._stage.placement, new)
-        if self.trigger.urgent or not self.memory.fits(plan, self.profile, overlapped=True):
+        if self.cycle.due.urgent or not self.memory.fits(plan, self.profile, overlapped=True):
             self._move_now(replace(move, clears_pending_decision=False))
             return
         is_whole = new == move.target and not move.has_begun
         part = move if is_whole else self._chosen(new, move.request)
         self._background.begin(plan)
-        self._moving = part, plan, None if new == move.target else replace(move, has_begun=True)
+        self.go(events.Begun(part, plan, None if new == move.target else replace(move, has_begun=True)))
 
     def _next_placement(self, move: DecidedMove, limit_bytes: int | None) -> Placement:
         """Return where ``move`` goes while the next batch trains."""
@@ -510,14 +546,15 @@ class Rebalancer:
 
     def end_move(self) -> None:
         """Report the move that ended with the batch; without one do nothing. Collective."""
-        if self._moving is None:
+        if not isinstance(moving := self.cycle.state, Moving):
             return
-        (move, plan, rest), self._moving = self._moving, None
+        move, plan = moving.move, moving.plan
         outcome, began = self._background.take_outcome(), time.perf_counter()
         assert outcome is not None, "no schedule ran"
         self._profiler.forget(batches_too=True)
         result = outcome.result
         if not isinstance(result, MoveResult):
+            self.go(events.Ended(moved=False))
             self.failure = result
             self._reporter.warn(f"DynMo step {self._stage.counters.steps}: no layer was moved: {result}")
             return
@@ -525,13 +562,12 @@ class Rebalancer:
             self.budget.record(moved_bytes(self.profile, plan), result.share_in_time)
         waited_seconds = result.waited_seconds + time.perf_counter() - began
         self._moved(move, plan, result.bytes_moved, waited_seconds, background_seconds=outcome.seconds)
-        self._decided = rest
 
     def interrupt_move(self) -> None:
         """Drop the move of a batch that an exception has ended. :meth:`settle` follows."""
-        if self._moving is not None:
+        if isinstance(self.cycle.state, Moving):
             self._background.interrupt()
-            self._moving = None
+        self.go(events.Interrupted())
 
     def settle(self) -> None:
         """Finish what an exception in a batch has left of a move. Collective."""
@@ -539,10 +575,10 @@ class Rebalancer:
 
     def drop_decided_move(self) -> None:
         """Forget a move that has not begun: what it was decided from has changed."""
-        self._decided = None
+        self.go(events.Forgotten())
 
     def _predict(self, profile: Profile, new: Placement, *, assume_running_schedule: bool = True) -> Decision:
-        """Search the schedule for ``new``. Collective.
+        """Search the schedule for ``new`` on rank 0. Collective.
 
         Args:
             assume_running_schedule: as in :meth:`decision_input`.
@@ -550,33 +586,26 @@ class Rebalancer:
         limit_bytes = self.memory.bytes()
 
         def decision() -> Decision:
-            return predict(
-                self.decision_input(profile, limit_bytes, assume_running_schedule=assume_running_schedule), new
-            )
+            given = self.decision_input(profile, limit_bytes, assume_running_schedule=assume_running_schedule)
+            return predict(given, new)
 
-        return self._comm.everywhere(DECIDING, decision, same=self._agreed)
-
-    def _agreed(self, decision: Decision) -> str:
-        """Return what ranks have to agree on: also the schedule, as passes may contain collectives."""
-        schedule = f" by schedule {decision.found.schedule.hash}" if decision.found is not None else ""
-        return f"{self._stage.placement_change_text(decision.placement)}{schedule}"
+        return self._comm.on_first(DECIDING, decision)
 
     def _train_by(self, found: FoundSchedule | None, costs: PassCosts | None) -> None:
-        """Train by ``found``, searched under ``costs``, from the next batch on; None: DeepSpeed's 1F1B. Collective."""
-        if self.chooses_schedule:
-            costs = self._comm.broadcast_object(costs)  # they order messages, so rounding must not differ
-            if found is None:
-                self._stage.schedule.decide(None)
-            else:
-                self._stage.schedule.decide(found.schedule, costs, over_bound=found.over_bound)
+        """Train by ``found``, searched under ``costs``, from the next batch on; None: DeepSpeed's 1F1B."""
+        if not self.chooses_schedule:
+            return
+        if found is None:
+            self._stage.schedule.decide(None)
+        else:
+            self._stage.schedule.decide(found.schedule, costs, over_bound=found.over_bound)
 
     # -- for the repacker and checkpoints --------------------------------------------------------
 
-    def trigger_state(self) -> dict[str, Any]:
-        """Return the trigger's state for a checkpoint: a move that is not done is decided again by a resumed run."""
-        request = self._decided.request if self._decided is not None else None
-        is_decided_again = request is not None and (request.reason.is_automatic or request.reason is Reason.INITIAL)
-        return self.trigger.state_dict(request if is_decided_again else None)
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Go on from a checkpoint's :meth:`Cycle.saved`. Collective."""
+        self._drop_posted_profile()
+        self.cycle = self.cycle.resumed(saved)
 
     def nearest_allowed(self, placement: Placement) -> Placement:
         """Find the nearest placement that ``dynmo.keep_together`` allows; log it if it is not ``placement``."""
@@ -650,4 +679,4 @@ class Rebalancer:
                 self.profile = replace(self.profile, placement=moved.placement)
                 decision = self._predict(self.profile, moved.placement, assume_running_schedule=False)
                 self._train_by(decision.found, decision.pass_costs)
-            self.trigger.decided(moved=True)
+            self.go(events.Settled(moved=True))

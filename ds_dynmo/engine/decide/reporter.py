@@ -1,4 +1,4 @@
-"""The reports of an engine: the latest are kept, all are logged, written as JSON lines, and sent to monitors."""
+"""The reports of an engine, on rank 0: the latest are kept, all are logged, written as JSON lines, sent to monitors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logger = logger_named("DynMo")
 
 
 class Reporter:
-    """Keeps the latest reports of each kind. Rank 0 logs, writes and monitors them as the configuration says.
+    """Keeps the latest reports of each kind on rank 0, and logs, writes and monitors them as the configuration says.
 
     Construction is collective. If rank 0 cannot write later, it warns once, and training continues.
 
     Attributes:
-        speaks: whether this rank logs, writes and monitors: it is rank 0.
+        speaks: whether this rank keeps, logs, writes and monitors: it is rank 0. Others have no reports.
         rebalances, repacks, measurements: the latest reports, :data:`KEPT_REPORTS` at most.
         write: appends a record to the report, or warns once that it cannot; does nothing without a report.
 
@@ -59,7 +59,7 @@ class Reporter:
         Args:
             samples: number of samples trained so far, the x-axis of DeepSpeed's monitors.
         """
-        self.rebalances.append(report)
+        self._keep(self.rebalances, report)
         if self._log and report.moved:
             logger.info(rebalance_line(report))
         self.write(report.as_record())
@@ -80,7 +80,7 @@ class Reporter:
 
     def repacked(self, report: RepackReport, samples: int) -> None:
         """Record a re-packing."""
-        self.repacks.append(report)
+        self._keep(self.repacks, report)
         if self._log:
             logger.info(repack_line(report))
         self.write(report.as_record())
@@ -113,7 +113,7 @@ class Reporter:
 
     def measured(self, report: MeasuredReport, samples: int) -> None:
         """Record a measurement of the present partition."""
-        self.measurements.append(report)
+        self._keep(self.measurements, report)
         self.write(report.as_record())
         self._send(
             {
@@ -140,6 +140,10 @@ class Reporter:
         """Log an action, if logging is configured."""
         if self._log:
             logger.info(message)
+
+    def _keep(self, reports: deque[Any], report: Any) -> None:
+        if self.speaks:
+            reports.append(report)
 
     def _send(self, numbers: Mapping[str, float | None], samples: int) -> None:
         if self._monitor is not None:

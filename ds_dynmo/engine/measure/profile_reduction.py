@@ -63,16 +63,16 @@ class PostedProfile:
         table[-1, SummaryColumn.LINK] = _link_seconds(stage, profiler)
         self._posted = stage.comm.post_max(table)
 
-    def drop(self) -> None:
-        """Wait until no rank sends its part any more, and forget the profile. Collective."""
+    def wait(self) -> None:
+        """Wait until this rank's part has been sent. Collective."""
         self._comm.read_max(self._posted)
 
     def read(self) -> tuple[Profile, float]:
-        """Wait for the profile, and for move seconds, of which the maximum counts. Collective.
+        """Wait for the profile, and for move seconds, of which the maximum counts. A thread may call this.
 
         Raises:
-            PartitionError: on every rank; a layer was not measured on any rank.
-            MigrationError: on every rank, harmless; a rank failed to size its layers.
+            PartitionError: a layer was not measured on any rank.
+            MigrationError: harmless; a rank failed to size its layers.
         """
         table = self._comm.read_max(self._posted)
         if failed(table):

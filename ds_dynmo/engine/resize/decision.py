@@ -1,8 +1,8 @@
-"""Decisions on the number of stages and their partition: the same on every rank."""
+"""Decisions on the number of stages and their partition: rank 0 takes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_dynmo import partitioners
@@ -43,8 +43,10 @@ class StageDecision:
         Raises:
             PartitionError, MigrationError: see :meth:`Repacker.repack`. Nothing has changed.
         """
+        comm, asked = self._stage.comm, (num_stages, None if partition is None else [*map(int, partition)])
+        comm.everywhere(DECIDING, lambda: asked, same=lambda _: "repack(%s, partition=%s)" % asked)
         facts = self._gather_facts()
-        return self._agree(lambda: self._new_placement(num_stages, partition, facts))
+        return comm.on_first(DECIDING, lambda: self._new_placement(num_stages, partition, facts))
 
     def automatic(self) -> Placement:
         """Decide from the smoothed profile: the present placement unless a better one is found. Collective.
@@ -53,8 +55,7 @@ class StageDecision:
             PartitionError, MigrationError: harmless; on every rank.
         """
         held = self._gather_held()
-        new, _ = self._agree(lambda: (self._planner(held, smoothed=True).best().placement, ""))
-        return new
+        return self._stage.comm.on_first(DECIDING, lambda: self._planner(held, smoothed=True).best().placement)
 
     def plan(self, new: Placement) -> RepackPlan:
         """Plan the re-packing from the present placement to ``new``, on fewer stages."""
@@ -62,13 +63,21 @@ class StageDecision:
         layer_bytes = [cost.static_bytes for cost in profile.layers] if profile is not None else None
         return plan_repack(self._stage.placement, new, layer_bytes)
 
-    def predicted_seconds(self, placement: Placement) -> float | None:
-        """Predict the seconds of an iteration at ``placement``, under the schedule in force; None without a profile."""
+    def predicted_seconds(self, *placements: Placement) -> list[float | None]:
+        """Predict the seconds of an iteration at ``placements``, each under its schedule. Collective.
+
+        Returns:
+            By placement; None without a profile.
+        """
         profile = self._rebalancer.profile
-        if profile is None:
-            return None
-        given = self._rebalancer.decision_input(profile, self._limit_bytes, assume_running_schedule=False)
-        return given.pipeline_at(placement).on(placement.num_stages).expected_seconds(placement)
+
+        def seconds(placement: Placement) -> float | None:
+            if profile is None:
+                return None
+            given = self._rebalancer.decision_input(profile, self._limit_bytes, assume_running_schedule=False)
+            return given.pipeline_at(placement).on(placement.num_stages).expected_seconds(placement)
+
+        return self._stage.comm.on_first(DECIDING, lambda: [*map(seconds, placements)])
 
     def _gather_facts(self) -> RankFacts:
         """Gather the facts for a decision. Collective."""
@@ -117,14 +126,3 @@ class StageDecision:
 
         given = rebalancer.decision_input(profile, self._limit_bytes, smoothed=smoothed, assume_running_schedule=False)
         return Planner(given, rebalancer.cost_model.first_seconds, find_overflow)
-
-    def _agree(self, decide: Callable[[], tuple[Placement, str]]) -> tuple[Placement, str]:
-        """Call ``decide``, and check that every rank has the same placement. Collective.
-
-        Raises:
-            PartitionError: on every rank, if ``decide`` raises it.
-            MigrationError: on every rank, if ``decide`` fails otherwise, or ranks differ. Nothing has moved.
-        """
-        return self._stage.comm.everywhere(
-            DECIDING, decide, same=lambda decided: self._stage.placement_change_text(decided[0])
-        )

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ds_dynmo.engine.decide.cycle import Reason, Request
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.reporter import Reporter
-from ds_dynmo.engine.decide.trigger import Reason, Request
 from ds_dynmo.engine.deepspeed.pipeline_engine import DeepSpeedPipeline
 from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.engine.resize.decision import StageDecision
@@ -113,7 +113,7 @@ class Repacker:
     def _repack(self, new: Placement, request: Request, verdict: str, decide_seconds: float) -> RepackReport:
         counters, old = self._stage.counters, self._stage.placement
         step = counters.steps
-        before, after = self._decision.predicted_seconds(old), self._decision.predicted_seconds(new)
+        before, after = self._decision.predicted_seconds(old, new)
         self._reporter.profiled(self._rebalancer.profile, counters.samples)  # the next one is of other stages
         if new.num_stages == old.num_stages:
             moved = self._rebalancer.move_to(new, Request(Reason.EXPLICIT))

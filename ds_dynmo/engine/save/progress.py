@@ -29,7 +29,7 @@ class EngineProgress:
         return {
             **micro_batch_counters(self._engine),
             "last_move_step": rebalancer.last_move_step,
-            "controller": rebalancer.trigger_state(),
+            "controller": rebalancer.cycle.saved(),
             "experience": rebalancer.cost_model.state_dict(),
         }
 
@@ -39,7 +39,7 @@ class EngineProgress:
         set_micro_batch_counters(self._engine, saved)
         if same_placement:
             rebalancer.last_move_step = saved["last_move_step"]
-            rebalancer.trigger.load_state_dict(saved["controller"])
+            rebalancer.resume(saved["controller"])
             rebalancer.cost_model.load_state_dict(saved["experience"])
         else:
             rebalancer.cost_model.model_changed()

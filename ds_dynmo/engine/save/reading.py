@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.utils import logger
 
 from ds_dynmo.config.withdrawn import LOAD_UNIVERSAL, WITHDRAWN
-from ds_dynmo.engine.decide.trigger import Reason, Request
+from ds_dynmo.engine.decide.cycle import Reason, Request
 from ds_dynmo.engine.deepspeed.files import UNIVERSAL
 from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.engine.save.applying import Loaded, LoadOptions, apply, client_state_of

@@ -552,7 +552,7 @@ def warmed_up() -> list[bool]:
     engine.train_batch(data)
     warm = []
     for _ in range(3):
-        warm.append(engine.rebalancer.trigger.warm)
+        warm.append(engine.rebalancer.cycle.warm)
         engine.train_batch(data)
     return warm
 

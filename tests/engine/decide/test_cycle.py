@@ -1,0 +1,309 @@
+"""Where a run is between decisions: all transitions, which batches are profiled, and when decisions are due."""
+
+from __future__ import annotations
+
+import json
+from functools import reduce
+from typing import Any
+
+import pytest
+
+from ds_dynmo.config import DynMoConfig, parse_section
+from ds_dynmo.engine.decide.cycle import (
+    Asked,
+    BatchEnded,
+    Begun,
+    Chosen,
+    Cycle,
+    Decided,
+    DecidedMove,
+    Dropped,
+    Due,
+    Ended,
+    Event,
+    Forgotten,
+    Idle,
+    Interrupted,
+    Measuring,
+    ModelChanged,
+    Moving,
+    NotMade,
+    Posted,
+    Read,
+    Reason,
+    Request,
+    Settled,
+    State,
+    Unread,
+    Weighed,
+    after,
+)
+from ds_dynmo.engine.decide.made_reports import measured_report
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import LayerCost, MigrationPlan, Profile
+
+
+def config(**section: Any) -> DynMoConfig:
+    return parse_section(DynMoConfig, section, "dynmo")
+
+
+def through(cycle: Cycle, *events: Event) -> Cycle:
+    return reduce(after, events, cycle)
+
+
+# -- the table ---------------------------------------------------------------------------------------------
+
+HERE, THERE = Placement.chain((0, 2, 4)), Placement.chain((0, 3, 4))
+INTERVAL, PRUNED = Request(Reason.INTERVAL), Request(Reason.MODEL_CHANGED, "pruned")
+MOVE = DecidedMove(THERE, INTERVAL, None, None, (0.0, 0.0), clears_pending_decision=False)
+BY_HAND = DecidedMove(THERE, Request(Reason.BY_HAND), None, None, (0.0, 0.0))
+PLAN = MigrationPlan.between(HERE, THERE)
+BEFORE = Due(request=INTERVAL)  # is due in every state below
+STATES: dict[str, State] = {
+    "idle": Idle(),
+    "measuring": Measuring(Due(True, PRUNED, True)),
+    "decided": Decided(MOVE),
+    "moving": Moving(MOVE, PLAN, None),
+}
+SAME, NEVER = "same", "never"
+# By event: the state after it, of a cycle that is idle, measuring, decided, moving; and what is due then if that
+# is not what was: by state, where they differ.
+TABLE: list[tuple[Event, tuple[str, str, str, str], dict[str, Due]]] = [
+    (BatchEnded(7), (SAME, SAME, SAME, SAME), {}),
+    (Posted(), ("measuring", NEVER, NEVER, NEVER), {"idle": Due()}),
+    (Read(), (NEVER, "idle", NEVER, NEVER), {}),
+    (Unread(), (NEVER, "idle", NEVER, NEVER), {"measuring": Due(True, INTERVAL)}),
+    (Dropped(), (SAME, "idle", SAME, SAME), {"measuring": Due(True, INTERVAL, True)}),
+    (
+        ModelChanged("pruned"),
+        (SAME, "idle", SAME, SAME),
+        {"measuring": Due(True, PRUNED, True), "": Due(False, PRUNED, True)},
+    ),
+    (Asked(PRUNED), (SAME, SAME, SAME, SAME), {"": Due(False, PRUNED, True)}),
+    (NotMade(PRUNED), (SAME, SAME, SAME, SAME), {}),
+    (NotMade(None), (SAME, SAME, SAME, SAME), {}),
+    (Weighed(), (SAME, SAME, SAME, SAME), {}),
+    (Chosen(MOVE), ("decided", "decided", "decided", NEVER), {"measuring": Due(True, INTERVAL, True)}),
+    (Chosen(BY_HAND), ("decided", "decided", "decided", NEVER), {"measuring": Due(True), "": Due()}),
+    (Forgotten(), (SAME, SAME, "idle", SAME), {}),
+    (Begun(MOVE, PLAN, BY_HAND), (NEVER, NEVER, "moving", NEVER), {}),
+    (Ended(moved=True), (NEVER, NEVER, NEVER, "idle"), {"": Due(True, INTERVAL)}),
+    (Ended(moved=False), (NEVER, NEVER, NEVER, "idle"), {}),
+    (Interrupted(), (SAME, SAME, SAME, "idle"), {}),
+    (Settled(moved=False), (SAME, SAME, SAME, SAME), {"": Due()}),
+    (Settled(moved=True), (SAME, SAME, SAME, SAME), {"": Due(True)}),
+    (
+        Settled(moved=True, clears_pending_decision=False),
+        (SAME, SAME, SAME, SAME),
+        {"": Due(True, INTERVAL)},
+    ),
+]
+
+
+def kind(state: State) -> str:
+    return type(state).__name__.lower()
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(("event", "states", "dues"), TABLE, ids=[str(event) for event, _, _ in TABLE])
+def test_every_event_in_every_state(event: Event, states: tuple[str, ...], dues: dict[str, Due], name: str) -> None:
+    before, expected = Cycle(config(interval=7), STATES[name], BEFORE, since_move=9), states[[*STATES].index(name)]
+    if expected == NEVER:
+        with pytest.raises(AssertionError, match=f"{type(event).__name__} while {type(before.state).__name__}"):
+            after(before, event)
+        return
+    cycle = after(before, event)
+    assert kind(cycle.state) == (name if expected == SAME else expected)
+    assert cycle.due == dues.get(name, dues.get("", BEFORE))
+    restarts = getattr(event, "moved", False)
+    assert cycle.since_move == {BatchEnded: 10, Ended: -1 if restarts else 9, Settled: 0 if restarts else 9}.get(
+        type(event), 9
+    )
+
+
+def test_the_table_has_every_event() -> None:
+    assert {type(event) for event, _, _ in TABLE} == set(Event.__args__)
+
+
+def test_what_is_left_of_a_move_begins_with_the_next_batch() -> None:
+    cycle = through(Cycle(config(), Decided(MOVE)), Begun(MOVE, PLAN, BY_HAND), Ended(moved=True))
+    assert cycle.state == Decided(BY_HAND) and cycle.decided == BY_HAND
+    assert after(Cycle(config(), Moving(MOVE, PLAN, BY_HAND)), Ended(moved=False)).state == Idle()
+
+
+def test_a_decision_by_hand_takes_the_place_of_one_that_is_measured_for() -> None:
+    cycle = through(Cycle.begin(config()), ModelChanged("pruned"), Posted(), Settled(moved=False), Read())
+    assert cycle.due == Due() and cycle.state == Idle()
+
+
+# -- batches -----------------------------------------------------------------------------------------------
+
+
+def run(settings: DynMoConfig, steps: int, requests: dict[int, str] | None = None) -> dict[str, list[Any]]:
+    """Drive a cycle as the engine does; ``requests`` are made before the batch of that step."""
+    seen: dict[str, list[Any]] = {"profiled": [], "decided": [], "outcomes": []}
+    cycle, profiled = Cycle.begin(settings), 0
+    for step in range(1, steps + 1):
+        if requests and step in requests:
+            profiled = 0
+            cycle = after(cycle, Asked(Request(Reason.MODEL_CHANGED, requests[step])))
+        if cycle.profiles_batch(step):
+            seen["profiled"].append(step)
+            profiled += 1
+        cycle = after(cycle, BatchEnded(step))
+        if not cycle.is_profile_due(profiled):
+            continue
+        due, profiled = cycle.due, 0
+        cycle = through(cycle, Posted(), Read())
+        if due.measurement:
+            seen["outcomes"].append(step)
+        if due.request is not None:
+            seen["decided"].append((step, str(due.request)))
+    return seen
+
+
+def test_the_batches_before_an_interval_are_profiled() -> None:
+    seen = run(config(interval=10, profile={"batches": 2}), 25)
+    assert seen["profiled"] == [2, 3, 9, 10, 19, 20]
+    assert seen["decided"] == [(10, "interval"), (20, "interval")]
+    assert seen["outcomes"] == [3]
+
+
+def test_with_interval_0_it_profiles_once_and_never_decides() -> None:
+    seen = run(config(interval=0), 30)
+    assert seen["profiled"] == [2] and seen["decided"] == []
+
+
+def test_disabled_it_never_profiles() -> None:
+    seen = run(config(enabled=False, interval=1), 10, {3: "changed"})
+    assert seen["profiled"] == [] and seen["decided"] == []
+
+
+def test_disabled_it_profiles_once_for_an_initial_partition_by_profile() -> None:
+    section = {"enabled": False, "initial_partition": "profile", "interval": 1}
+    seen = run(config(**section, profile={"batches": 2, "warmup_batches": 3}), 10)
+    assert seen["profiled"] == [4, 5] and seen["decided"] == [(5, "initial")]
+
+
+def resumed(settings: DynMoConfig, saved: Cycle) -> Cycle:
+    """Go on from a checkpoint."""
+    return Cycle.begin(settings).resumed(json.loads(json.dumps(saved.saved())))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 6])
+def test_disabled_a_resumed_run_profiles_only_if_it_had_not_yet(steps: int) -> None:
+    settings = config(enabled=False, initial_partition="profile")
+    first = Cycle.begin(settings)
+    for step in range(1, steps + 1):
+        if first.profiles_batch(step):
+            first = after(first, Settled(moved=True))
+        first = after(first, BatchEnded(step))
+    again = resumed(settings, first)
+    assert again.placed == first.placed == (steps >= 2)
+    assert [again.profiles_batch(step) for step in range(steps + 1, 8)] == [not first.placed] * (7 - steps)
+
+
+def test_disabled_a_run_resumed_from_one_that_decided_profiles_once() -> None:
+    decided = after(Cycle.begin(config(interval=1, profile={"warmup_batches": 0})), BatchEnded(1))
+    assert decided.due.request == INTERVAL
+    again = resumed(config(enabled=False, initial_partition="profile"), decided)
+    assert again.due.request == Request(Reason.INITIAL) and not again.placed
+
+
+def measuring() -> Cycle:
+    """Return a cycle whose measurement and urgent decision are on their way."""
+    begun = Cycle.begin(config(interval=1, profile={"warmup_batches": 0}))
+    return through(begun, ModelChanged("pruned"), BatchEnded(1), Posted())
+
+
+def test_what_is_measured_for_is_saved_as_due() -> None:
+    again = resumed(config(interval=1, profile={"warmup_batches": 5}), measuring())
+    assert again.due == Due(True, PRUNED, True) and again.profiles_batch(2) and again.state == Idle()
+
+
+def test_a_decision_that_becomes_due_while_another_is_on_its_way_stays_due() -> None:
+    assert through(measuring(), BatchEnded(2), Read()).due == Due(False, INTERVAL, False)
+
+
+def test_start_and_stop_step() -> None:
+    seen = run(config(interval=5, start_step=10, stop_step=15), 30)
+    assert seen["decided"] == [(10, "interval"), (15, "interval")]
+
+
+def test_every_step() -> None:
+    seen = run(config(interval=1, profile={"warmup_batches": 0}), 4)
+    assert [step for step, _ in seen["decided"]] == [1, 2, 3, 4]
+
+
+def test_a_changed_model_is_profiled_at_once() -> None:
+    seen = run(config(interval=0, profile={"warmup_batches": 5}), 9, {3: "frozen"})
+    assert seen["decided"] == [(3, "frozen")]
+
+
+def test_initial_profile_decides_after_the_first_profiled_batch() -> None:
+    seen = run(config(interval=0, initial_partition="profile"), 5)
+    assert seen["decided"] == [(2, "initial")]
+
+
+def test_batches_until_the_next_decision_are_estimated() -> None:
+    cycle = after(Cycle.begin(config(interval=7)), ModelChanged("pruned"))
+    assert cycle.batches_to_gain == 7
+    cycle = Cycle.begin(config(interval=0))
+    expected = {20: 100, 150: 150, 130: 130, 1: 100}  # batches before each change
+    for batches, batches_to_gain in expected.items():
+        cycle = through(cycle, *map(BatchEnded, range(batches)), ModelChanged("pruned"))
+        assert cycle.batches_to_gain == batches_to_gain
+
+
+def test_a_checkpoint_restores_all_counters_but_not_the_configuration() -> None:
+    before = through(Cycle.begin(config(interval=7)), *map(BatchEnded, range(1, 7)), ModelChanged("pruned"))
+    again = resumed(config(interval=3), before)
+    assert again.batches_to_gain == 3
+    assert vars(again) == {**vars(before), "config": config(interval=3)}
+    with pytest.raises(KeyError, match="urgent"):
+        again.resumed({name: value for name, value in before.saved().items() if name != "urgent"})
+
+
+@pytest.mark.parametrize(
+    "request_", [None, Request(Reason.INTERVAL), Request(Reason.BY_HAND), Request(Reason.MODEL_CHANGED, "by hand")]
+)
+def test_a_checkpoint_holds_a_decision_that_is_due_or_decided(request_: Request | None) -> None:
+    due = Cycle(config(), due=Due(request=request_))
+    assert resumed(config(), due).due == due.due
+    if request_ is not None:
+        move = DecidedMove(THERE, request_, None, None, (0.0, 0.0))
+        again = resumed(config(), Cycle(config(), Decided(move), Due(), placed=True))
+        is_by_hand = request_.reason is Reason.BY_HAND  # the user's, who may make it again
+        assert again.due.request == (None if is_by_hand else request_) and again.placed == is_by_hand
+
+
+def test_a_move_is_followed_by_warm_up_and_one_outcome() -> None:
+    cycle = after(Cycle.begin(config(interval=0)), Settled(moved=True))
+    assert not cycle.profiles_batch(5)
+    assert after(cycle, BatchEnded(5)).profiles_batch(6)
+
+
+def test_decisions_at_a_short_interval_weigh_other_shapes_every_100_batches() -> None:
+    cycle, weighed = Cycle.begin(config(interval=5)), []
+    for step in range(1, 251):
+        cycle = after(cycle, BatchEnded(step))
+        if step % 5 == 0 and cycle.weighs_shapes(INTERVAL):
+            weighed.append(step)
+            cycle = after(cycle, Weighed())
+        if step == 130:
+            assert cycle.weighs_shapes(PRUNED)
+            cycle = after(cycle, Weighed())
+    assert weighed == [5, 105, 230]
+
+
+def profile(seconds: list[float], partition: tuple[int, ...], **extra: int) -> Profile:
+    sizes = {"static_bytes": 10, "activation_bytes": 1, "input_bytes": 1, **extra}
+    layers = tuple(LayerCost(s / 3, 2 * s / 3, 5, 5, **sizes) for s in seconds)
+    return Profile(7, Placement.chain(partition), layers, micro_batches=4, batch_seconds=1.0)
+
+
+def test_measured_bubble_ratio() -> None:
+    report = measured_report(profile([0.1, 0.1, 0.05, 0.05], (0, 2, 4)), None)
+    assert report.bottleneck_seconds == pytest.approx(0.2)
+    assert report.bubble_ratio == pytest.approx(1 - 4 * 0.15 / 1.0)
+    assert report.imbalance == pytest.approx(0.1 / 0.15)
