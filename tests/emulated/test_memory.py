@@ -12,7 +12,7 @@ from ds_dynmo.engine.decide import memory
 from tests.support.configs import Case
 from tests.support.harness import run
 from tests.support.models import Block, Embedding, Head
-from tests.support.training import batches, build
+from tests.support.training import batches, build, reports_of
 
 
 def moved(share: float) -> tuple[list[int], bool]:
@@ -23,7 +23,7 @@ def moved(share: float) -> tuple[list[int], bool]:
     engine.train_batch(data)
     engine.rebalance([0, 2, 8], background=True)
     engine.train_batch(data)
-    return engine.partition, engine.reports[-1].background_seconds is not None
+    return engine.partition, reports_of(engine)[-1].background_seconds is not None
 
 
 @pytest.mark.parametrize(("share", "in_batch"), [(memory.SHARE_IN_BATCH, True), (1e-9, False)])

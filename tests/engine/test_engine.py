@@ -23,7 +23,7 @@ from ds_dynmo.placement import Placement
 from tests.support.configs import Case
 from tests.support.harness import run, run_each
 from tests.support.models import WIDTH, Block, Embedding, Head, module_of
-from tests.support.training import batches, build, partition_of, sleeping_engine, state, use_virtual_clock
+from tests.support.training import batches, build, partition_of, reports_of, sleeping_engine, state, use_virtual_clock
 
 pytestmark = pytest.mark.ranks
 
@@ -51,7 +51,9 @@ def train_sleeping(block: dict[str, Any], milliseconds: Sequence[float], steps: 
     engine, data = sleeping_engine(block, [ms / 1000 for ms in milliseconds], torch.distributed.get_world_size())
     for _ in range(steps):
         engine.train_batch(data)
-    reports = [(r.step, r.reason, r.old_partition, r.new_partition, r.bottleneck_seconds_after) for r in engine.reports]
+    reports = [
+        (r.step, r.reason, r.old_partition, r.new_partition, r.bottleneck_seconds_after) for r in reports_of(engine)
+    ]
     return {"partition": engine.partition, "reports": reports}
 
 

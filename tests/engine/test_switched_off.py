@@ -14,7 +14,7 @@ import ds_dynmo
 from tests.support.configs import Case
 from tests.support.harness import run, run_each
 from tests.support.told_clock import unsteady_engine
-from tests.support.training import partition_of, state
+from tests.support.training import partition_of, reports_of, state
 
 pytestmark = pytest.mark.ranks
 
@@ -34,7 +34,7 @@ def build(block: dict[str, Any], stages: int) -> tuple[Any, Any]:
 
 def decisions(engine: Any) -> list[tuple[Any, ...]]:
     """Return the decisions, except for moves to the partition of a checkpoint."""
-    reports = [report for report in engine.reports if report.reason != "checkpoint"]
+    reports = [report for report in reports_of(engine) if report.reason != "checkpoint"]
     return [(r.step, r.reason, r.old_partition, r.new_partition) for r in reports]
 
 

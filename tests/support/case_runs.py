@@ -27,7 +27,7 @@ from ds_dynmo.models.early_exit.exits import ExitHead
 from ds_dynmo.models.vocabulary import takes_labels, with_labels
 from tests.support.configs import SECTION, Case, config
 from tests.support.harness import run, run_each
-from tests.support.training import drop_decision, state, whole
+from tests.support.training import drop_decision, reports_of, state, whole
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "tied_embedding": False}
 # Egeria evaluates before every step and freezes the first block once there is a slope: before the fourth of six steps.
@@ -298,7 +298,7 @@ def train_and_decide(run: CaseRun) -> dict[str, Any]:
         for case in cases:
             case.after_batch(step + 1)
     signals = [layer.load_signal for layer in engine.profile.layers]
-    decisions = [report for report in engine.reports if report.reason != "initial"]
+    decisions = [report for report in reports_of(engine) if report.reason != "initial"]
     steps, moved = [report.step for report in decisions], sum(report.moved for report in decisions)
     return {"losses": losses, "steps": steps, "signals": signals, "moved": moved}
 

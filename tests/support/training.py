@@ -20,7 +20,7 @@ from ds_dynmo.engine.decide.cycle import Settled
 from ds_dynmo.engine.measure.profiler import CpuClock, EventClock
 from ds_dynmo.engine.move.tensors import dense_parts
 from ds_dynmo.models import local_layers
-from ds_dynmo.plan import MigrationPlan
+from ds_dynmo.plan import MigrationPlan, RebalanceReport
 from tests.support.configs import Case, client_optimizer, config, parameter_groups
 from tests.support.models import SEQUENCE, VOCABULARY, SleepingLayer, layers, loss, module_of
 
@@ -121,6 +121,12 @@ def layers_of(engine: Any) -> dict[int, nn.Module]:
 def drop_decision(engine: Any) -> None:
     """Drop a pending decision: only the test moves layers."""
     engine.rebalancer.go(Settled(moved=False))
+
+
+def reports_of(engine: Any) -> list[RebalanceReport]:
+    """Return the reports, which rank 0 has, on every rank. Collective."""
+    of_first: list[RebalanceReport] = gather(engine.reports)[0]
+    return of_first
 
 
 def gather(value: Any) -> list[Any]:
@@ -296,8 +302,8 @@ def outcome_of(engine: Any, losses: list[float]) -> dict[str, Any]:
         "losses": losses,
         "state": state(engine),
         "partition": engine.partition,
-        "moved": sum(report.layers_moved for report in engine.reports),
-        "blocking": sum(report.moved and report.background_seconds is None for report in engine.reports),
+        "moved": sum(report.layers_moved for report in reports_of(engine)),
+        "blocking": sum(report.moved and report.background_seconds is None for report in reports_of(engine)),
         "replica": engine.grid.get_data_parallel_id(),
     }
 
@@ -312,7 +318,7 @@ def check_moves_changed_nothing(still: list[dict[str, Any]], moved: list[dict[st
 def partition_of(case: Case) -> tuple[list[int], list[int]]:
     """Return the partition of the engine as built, and after a batch."""
     engine = build(case, partition_method="type:Embedding|Head")
-    built = [report.old_partition for report in engine.reports]
+    built = [report.old_partition for report in reports_of(engine)]
     engine.train_batch(batches(engine))
     return [list(partition) for partition in built], engine.partition
 

@@ -283,7 +283,7 @@ class Cycle:
 
     config: DynMoConfig
     state: State = field(default_factory=Idle)
-    due: Due = Due(measurement=True)
+    due: Due = field(default_factory=lambda: Due(measurement=True))
     since_move: int = 0
     unchanged: int = 0
     span: int = 0

@@ -43,8 +43,8 @@ class StageDecision:
         Raises:
             PartitionError, MigrationError: see :meth:`Repacker.repack`. Nothing has changed.
         """
-        comm, asked = self._stage.comm, (num_stages, None if partition is None else [*map(int, partition)])
-        comm.everywhere(DECIDING, lambda: asked, same=lambda _: "repack(%s, partition=%s)" % asked)
+        comm, boundaries = self._stage.comm, None if partition is None else [*map(int, partition)]
+        comm.everywhere(DECIDING, lambda: f"repack({num_stages}, partition={boundaries})", same=str)
         facts = self._gather_facts()
         return comm.on_first(DECIDING, lambda: self._new_placement(num_stages, partition, facts))
 

@@ -25,7 +25,7 @@ from ds_dynmo.placement import Placement
 from tests.support.configs import Case, config
 from tests.support.harness import run, run_each
 from tests.support.models import VOCABULARY, WIDTH, Embedding, loss, seeded
-from tests.support.training import batches, outcome_of, state, train_and_move, whole
+from tests.support.training import batches, outcome_of, reports_of, state, train_and_move, whole
 
 pytestmark = pytest.mark.ranks
 
@@ -109,7 +109,7 @@ def train_masked(case: Case, moves: Sequence[Sequence[int]], steps: int) -> dict
     return {
         **outcome_of(engine, losses),
         "evaluation": engine.eval_batch(batches(engine, seed=7)).item(),
-        "partitions": [list(report.new_partition) for report in engine.reports],
+        "partitions": [list(report.new_partition) for report in reports_of(engine)],
     }
 
 

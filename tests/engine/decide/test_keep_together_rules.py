@@ -15,7 +15,7 @@ from ds_dynmo.partitioners import uniform
 from tests.support.checkpoints import STEPS, load_and_continue, save_and_continue, train_on
 from tests.support.configs import Case
 from tests.support.harness import run, run_each
-from tests.support.training import batches, build, whole
+from tests.support.training import batches, build, reports_of, whole
 
 pytestmark = pytest.mark.ranks
 
@@ -28,7 +28,7 @@ def begins_at(case: Case) -> dict[str, Any]:
     engine = build(case)
     first = engine.partition
     engine.train_batch(batches(engine))
-    return {"first": first, "then": engine.partition, "reasons": [report.reason for report in engine.reports]}
+    return {"first": first, "then": engine.partition, "reasons": [report.reason for report in reports_of(engine)]}
 
 
 # -- where training begins ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from ds_dynmo.errors import ConfigError
 from tests.support.configs import Case
 from tests.support.harness import run
-from tests.support.training import Warnings, batches, build, state
+from tests.support.training import Warnings, batches, build, reports_of, state
 
 pytestmark = pytest.mark.ranks
 
@@ -56,7 +56,7 @@ def train(
                 _restore(Path(lost))
         losses.append(engine.train_batch(data).item())
         engine.rebalance(move)
-    return {"losses": losses, "state": state(engine), "warnings": warnings.messages, "reports": len(engine.reports)}
+    return {"losses": losses, "state": state(engine), "warnings": warnings.messages, "reports": len(reports_of(engine))}
 
 
 def check_trained_on(results: list[dict[str, Any]], warning: str) -> None:

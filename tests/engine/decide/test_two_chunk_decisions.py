@@ -22,7 +22,7 @@ from tests.support.configs import Case
 from tests.support.harness import run_each
 from tests.support.models import WIDTH, Block, layers
 from tests.support.told_clock import clock
-from tests.support.training import Warnings, build, layers_of, outcome_of, whole
+from tests.support.training import Warnings, build, layers_of, outcome_of, reports_of, whole
 
 pytestmark = pytest.mark.ranks
 
@@ -123,7 +123,7 @@ def train_deciding(given: Deciding) -> dict[str, Any]:
         if engine.global_steps in shares:
             memory.limit = int(shares[engine.global_steps] * max(counted_bytes(engine)))
     engine.wait_for_save()
-    moves = [report for report in engine.reports if report.moved and report.reason == "interval"]
+    moves = [report for report in reports_of(engine) if report.moved and report.reason == "interval"]
     return {
         **outcome_of(engine, losses),
         "moves": len(moves),

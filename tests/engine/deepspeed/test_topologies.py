@@ -35,6 +35,7 @@ from tests.support.training import (
     build,
     check_moves_changed_nothing,
     outcome_of,
+    reports_of,
     train_and_move,
     train_feature,
     train_layers,
@@ -257,7 +258,7 @@ def one_stage() -> tuple[list[int], int]:
     data = batches(engine)
     for _ in range(5):
         engine.train_batch(data)
-    return engine.partition, len(engine.reports)
+    return engine.partition, len(reports_of(engine))
 
 
 def test_an_engine_of_one_stage_works() -> None:

@@ -22,7 +22,7 @@ from ds_dynmo.schedules import schedule_for_equal_costs
 from tests.support.configs import Case
 from tests.support.harness import run
 from tests.support.models import WIDTH, Block, Embedding, Head, loss, project
-from tests.support.training import batches, build, micro_batch, state, whole
+from tests.support.training import batches, build, micro_batch, reports_of, state, whole
 
 pytestmark = pytest.mark.ranks
 
@@ -140,7 +140,7 @@ def train(case: Case, plan: Plan = Plan()) -> dict[str, Any]:
         "losses": losses,
         "evaluations": evaluations,
         "state": state(engine),
-        "moved": sum(report.layers_moved for report in engine.reports),
+        "moved": sum(report.layers_moved for report in reports_of(engine)),
         "profiled": engine.profiler.batches,
         "replica": engine.grid.get_data_parallel_id(),
         "generators kept": generators() == before,

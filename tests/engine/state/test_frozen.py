@@ -27,6 +27,7 @@ from tests.support.training import (
     outcome_of,
     raw,
     raw_layer,
+    reports_of,
     sleeping_engine,
     state,
     train_and_move,
@@ -345,7 +346,7 @@ def freeze_sleeping(count: int) -> dict[str, Any]:
     engine.model_changed("half is frozen")
     for _ in range(4):
         engine.train_batch(data)
-    return {"before": before, "partition": engine.partition, "reason": engine.reports[-1].reason}
+    return {"before": before, "partition": engine.partition, "reason": reports_of(engine)[-1].reason}
 
 
 def test_a_model_that_changed_is_profiled_and_rebalanced() -> None:
