@@ -185,7 +185,7 @@ def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig, owners: tu
     Without one, layers stay where DeepSpeed has built them; where a stage holds two chunks, these have equally many.
     """
     first, layers, stages = dynmo.initial_partition, engine.stage.layers, engine.num_stages
-    groups = engine.rebalancer.groups
+    groups = engine.rebalancer.decider.groups
     if first in (None, "profile") and len(owners) == stages:
         return engine.partition
     if first in (None, "profile", "uniform"):

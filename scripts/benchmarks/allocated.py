@@ -66,7 +66,9 @@ def predicted_bytes(engine: Any) -> list[int]:
     if engine.stage.schedule.may_choose_schedule:
         static = loads([layer.static_bytes for layer in layers], engine.partition)
         return [int(held) + peak + workspace for held, peak in zip(static, predicted_peaks(engine))]
-    model = memory_model(engine.profile, get_accelerator().total_memory(), engine.rebalancer.memory.checkpoint_interval)
+    model = memory_model(
+        engine.profile, get_accelerator().total_memory(), engine.rebalancer.decider.memory.checkpoint_interval
+    )
     assert model is not None
     return [needed + workspace for needed in model.bytes_per_stage(engine.stage.placement)]
 

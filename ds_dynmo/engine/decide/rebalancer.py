@@ -17,21 +17,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from ds_dynmo.engine.decide import cycle as events
-from ds_dynmo.engine.decide.aside import Aside
-from ds_dynmo.engine.decide.cost_model import CostModel
 from ds_dynmo.engine.decide.cycle import Cycle, DecidedMove, Event, Measuring, Moving, Reason, Request, after
-from ds_dynmo.engine.decide.decision import Decision, decide, fits, moved_bytes, predict
-from ds_dynmo.engine.decide.decision_input import DecisionInput, memory_model
+from ds_dynmo.engine.decide.decider import DECIDING, Decider
+from ds_dynmo.engine.decide.decision import fits, moved_bytes
+from ds_dynmo.engine.decide.decision_input import memory_model
 from ds_dynmo.engine.decide.made_reports import measured_report, rebalance_report
-from ds_dynmo.engine.decide.memory import MemoryLimit
 from ds_dynmo.engine.decide.reporter import Reporter
 from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.measure.profile_reduction import PostedProfile
@@ -42,30 +39,17 @@ from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.validation import why_one_chunk
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.placement import Placement, Shape
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport
 from ds_dynmo.schedules import FoundSchedule, PassCosts
-
-DECIDING = "deciding where layers go"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A profile that rank 0 has read, and its estimates with it."""
-
-    profile: Profile
-    cost_model: CostModel
 
 
 class Rebalancer:
     """Profiles, decides and moves layers.
 
     Attributes:
-        groups: layers that are kept together.
-        memory: the memory limit of a rank.
         cycle: where the run is between decisions.
-        cost_model: estimates of the costs of layers, stages and moves, on rank 0: it decides.
-        profile: the latest profile, the same on every rank; None before the first.
+        decider: reads profiles and decides.
         last_move_step: ``global_steps`` of the last move; None: layers never moved.
         budget: bytes to move while a batch trains.
         failure: why the latest automatic decision was not carried out; None: no failure since the last request.
@@ -90,22 +74,22 @@ class Rebalancer:
         self._stage, self._config, self._comm = stage, stage.config, stage.comm
         self._profiler, self._reporter = profiler, reporter
         self._migrate, self._background = migrate, background
-        self._lacks_data, self.groups = lacks_data, groups
-        self.memory = MemoryLimit(stage)
+        self._lacks_data = lacks_data
         self.cycle = Cycle.begin(stage.config)
-        self.cost_model = CostModel()
-        self.profile: Profile | None = None
+        self.decider = Decider(stage, groups, lambda: self.cycle.batches_to_gain)
         self.last_move_step: int | None = None
         self.failure: Exception | None = None
         self._move_seconds = 0.0  # of moves since the last profile, on this rank
         self._profile_seconds = 0.0  # spent gathering the latest profile
         self._posted: PostedProfile | None = None
-        self._measured: Aside[Measured] | None = None  # on rank 0: of the posted profile
-        # The request that is being decided; on rank 0 with its decision and seconds.
-        self._deciding: tuple[Request, Aside[tuple[Decision, float]] | None] | None = None
         self._waits_for_profile = False
         self.budget = TransferBudget()
         stage.layers_moved.subscribe("measurements and estimates are of the stages before", self._layers_moved)
+
+    @property
+    def profile(self) -> Profile | None:
+        """The latest profile, the same on every rank; None before the first."""
+        return self.decider.profile
 
     def go(self, event: Event) -> None:
         """Let the cycle see an event. Every rank sees the same."""
@@ -214,7 +198,7 @@ class Rebalancer:
         """Update after the model's work changed: the next batch is profiled and a decision follows."""
         self._drop_posted_profile()
         self._profiler.forget(batches_too=True)
-        self.cost_model.model_changed()
+        self.decider.cost_model.model_changed()
         self.go(events.ModelChanged(reason))
 
     # -- profile, decide, move ------------------------------------------------------------------------
@@ -233,31 +217,12 @@ class Rebalancer:
                 self._comm.enter("rebalance")
             self._posted = PostedProfile(self._stage, self._profiler, self._move_seconds)
             self._profiler.forget()
-            self._begin_to_read(self._posted)
+            self.decider.begin_to_read(self._posted)
             self._profile_seconds = time.perf_counter() - began
         request = self.cycle.due.request
         self.go(events.Posted())
         if request is not None and not waits:
-            self._begin_to_decide(request, self._measured.result if self._measured is not None else None)
-
-    def _begin_to_read(self, posted: PostedProfile) -> None:
-        """Read a profile on rank 0, in a thread. Collective."""
-        limit_bytes = self.memory.bytes()
-        if self._comm.here.rank != 0:
-            return
-        cost_model, given = (
-            deepcopy(self.cost_model),
-            self._input(assume_running_schedule=False, limit_bytes=limit_bytes),
-        )
-
-        def read() -> Measured:
-            profile, move_seconds = posted.read()
-            cost_model.profiled(profile, move_seconds)
-            if cost_model.first_seconds is None:
-                cost_model.begin(given(profile, speeds=cost_model.history.speeds))
-            return Measured(profile, cost_model)
-
-        self._measured = Aside("gathering the profile", read)
+            self._begin_to_decide(request)
 
     def read_profile(self) -> Request | None:
         """Read the profile that was posted; without one do nothing. Collective.
@@ -269,8 +234,7 @@ class Rebalancer:
             PartitionError: on every rank; a layer did not run.
             MigrationError: on every rank, harmless; a rank cannot size its layers.
         """
-        posted, measured = self._posted, self._measured
-        self._posted = self._measured = None
+        posted, self._posted = self._posted, None
         if posted is None:
             return None
         with self._stage.timeline.phase("profile", "read the profile"):
@@ -278,9 +242,8 @@ class Rebalancer:
             posted.wait()
             self._comm.enter("rebalance")
             try:
-                self.profile = self._comm.on_first("reading the profile", lambda: self._adopt(measured))
+                profile = self.decider.read()
             except (PartitionError, MigrationError):
-                self._deciding = None
                 self.go(events.Unread())
                 raise
             self._move_seconds = 0.0
@@ -289,15 +252,8 @@ class Rebalancer:
         due = self.cycle.state.due
         self.go(events.Read())
         if due.measurement:
-            self._reporter.measured(measured_report(self.profile, self.last_move_step), self._stage.counters.samples)
+            self._reporter.measured(measured_report(profile, self.last_move_step), self._stage.counters.samples)
         return due.request
-
-    def _adopt(self, measured: Aside[Measured] | None) -> Profile:
-        """Wait for a profile on rank 0, and adopt the estimates with it."""
-        assert measured is not None
-        found = measured.result()
-        self.cost_model = found.cost_model
-        return found.profile
 
     def collect_profile(self) -> None:
         """Read the profile that is on the way before a decision by hand. Collective.
@@ -315,98 +271,25 @@ class Rebalancer:
     def _drop_posted_profile(self) -> None:
         """Drop the profile on the way: layers were elsewhere when it was measured, or cost something else."""
         posted, self._posted = self._posted, None
-        self._measured = self._deciding = None
+        self.decider.forget()
         if posted is not None:
             posted.wait()
         self.go(events.Dropped())
 
     def _decided_move(self, request: Request, profile_seconds: float) -> DecidedMove:
-        """Decide on rank 0 from the latest profile, if that has not begun yet. Collective."""
-        profile = self.profile
-        assert profile is not None
+        """Decide from the latest profile, if that has not begun yet. Collective."""
         self._comm.enter("rebalance")
-        if self._deciding is None or self._deciding[0] is not request:
-            latest = Measured(profile, self.cost_model)
-            self._begin_to_decide(request, lambda: latest)
-        assert self._deciding is not None
-        (_, deciding), self._deciding = self._deciding, None
-
-        def of_first() -> tuple[Decision, float]:
-            assert deciding is not None
-            return deciding.result(self._config.timeout_seconds)
-
+        if not self.decider.decides(request):
+            self._begin_to_decide(request)
         with self._stage.timeline.phase("decide", "decide"):
-            decision, seconds = self._comm.on_first(DECIDING, of_first)
-        self.cost_model.decided(decision)
-        return DecidedMove(decision.placement, request, decision, profile, (profile_seconds, seconds))
+            decision, seconds = self.decider.decision()
+        return DecidedMove(decision.placement, request, decision, self.decider.profile, (profile_seconds, seconds))
 
-    def _begin_to_decide(self, request: Request, measured: Callable[[], Measured] | None) -> None:
-        """Decide on rank 0, in a thread. Collective.
-
-        Args:
-            measured: on rank 0: returns what to decide from, once it is there.
-        """
-        weighs_shapes, limit_bytes = self.cycle.weighs_shapes(request), self.memory.bytes()
+    def _begin_to_decide(self, request: Request) -> None:
+        weighs_shapes = self.cycle.weighs_shapes(request)
         if weighs_shapes:
             self.go(events.Weighed())
-        if self._comm.here.rank != 0 or measured is None:
-            self._deciding = request, None
-            return
-        given = self._input(limit_bytes=limit_bytes, shapes=self._shapes(), weighs_shapes=weighs_shapes)
-        automatic = request.reason.is_automatic
-
-        def decision() -> tuple[Decision, float]:
-            found = measured()
-            began, costs = time.perf_counter(), found.cost_model
-            profile = costs.history.smoothed(found.profile) if automatic else found.profile
-            tradeoff = costs.tradeoff() if automatic else None
-            decision = decide(given(profile, speeds=costs.history.speeds, tradeoff=tradeoff))
-            return decision, time.perf_counter() - began
-
-        self._deciding = request, Aside(DECIDING, decision)
-
-    def decision_input(
-        self, profile: Profile, limit_bytes: int | None, *, smoothed: bool = False, assume_running_schedule: bool = True
-    ) -> DecisionInput:
-        """Build the input of a decision under the present placement. On rank 0: others have no estimates.
-
-        Args:
-            smoothed: average the costs of ``profile`` over earlier profiles.
-            assume_running_schedule: assume the schedule that runs now; False: assume DeepSpeed's 1F1B.
-        """
-        history = self.cost_model.history
-        given = self._input(assume_running_schedule=assume_running_schedule, limit_bytes=limit_bytes)
-        return given(history.smoothed(profile) if smoothed else profile, speeds=history.speeds)
-
-    def _input(self, *, assume_running_schedule: bool = True, **values: Any) -> Callable[..., DecisionInput]:
-        """Return a function that completes the input of a decision at present by a profile and what was learnt."""
-        schedule, placement = self._stage.schedule, self._stage.placement
-        counts, micro_batches = assume_running_schedule and self.chooses_schedule, self._stage.counters.micro_batches
-        return partial(
-            DecisionInput,
-            placement=placement,
-            config=self._config,
-            groups=self.groups,
-            checkpoint_interval=self.memory.checkpoint_interval,
-            batches=self.cycle.batches_to_gain,
-            searches=schedule.may_choose_schedule,
-            running_schedule=schedule.schedule_for(placement, micro_batches) if counts else None,
-            running_over_bound=schedule.over_bound,
-            back_to_back=schedule.back_to_back,
-            **values,
-        )
-
-    def _shapes(self) -> tuple[Shape, ...]:
-        """Return the shapes of placements that a decision may propose; (): the present one's."""
-        here, layers = self._stage.placement, self._stage.layers
-        fits = self.groups.num_groups >= 2 * here.num_stages > 2
-        may = self._config.schedule.kind == "auto" and why_one_chunk(self._config, layers.dynamic_shape) is None
-        return get_args(Shape) if may and fits else ()
-
-    @property
-    def chooses_schedule(self) -> bool:
-        """Whether decisions choose a schedule too."""
-        return self._stage.schedule.may_choose_schedule and self._stage.placement.num_stages > 1
+        self.decider.begin_to_decide(request, weighs_shapes=weighs_shapes)
 
     def move_to(self, new: Placement, request: Request, *, clears_pending_decision: bool = True) -> RebalanceReport:
         """Move layers to ``new``, which the user chose, and train by the schedule found for it. Collective.
@@ -420,7 +303,7 @@ class Rebalancer:
     def _chosen(self, new: Placement, request: Request, *, clears_pending_decision: bool = True) -> DecidedMove:
         """Return a move to ``new`` with the schedule from the latest profile. Collective."""
         began = time.perf_counter()
-        decision = self._predict(self.profile, new) if self.profile is not None else None
+        decision = self.decider.predict(new)
         seconds = 0.0, time.perf_counter() - began
         return DecidedMove(new, request, decision, None, seconds, clears_pending_decision)
 
@@ -429,7 +312,7 @@ class Rebalancer:
         self.settle()
         with self._stage.timeline.phase("migrate", "migrate"):
             plan, began = MigrationPlan.between(self._stage.placement, move.target), time.perf_counter()
-            bytes_moved = self._migrate(plan, partial(self.memory.check, profile=move.profile))
+            bytes_moved = self._migrate(plan, partial(self.decider.memory.check, profile=move.profile))
             self.drop_decided_move()
             if plan.new != plan.old:
                 self._stage.publish_move()
@@ -464,7 +347,7 @@ class Rebalancer:
         """
         in_batch = background_seconds is not None
         if plan.moves and self.profile is not None:
-            self.cost_model.moved(self.profile, plan)
+            self.decider.cost_model.moved(self.profile, plan)
             self._move_seconds += waited_seconds
         if in_batch:
             self.go(events.Ended(moved=True))
@@ -491,7 +374,9 @@ class Rebalancer:
         """Record the order of passes in force; without a profile do nothing."""
         if self.profile is not None:
             placement, micro_batches = self._stage.placement, self.profile.micro_batches
-            chosen = self._stage.schedule.schedule_for(placement, micro_batches) if self.chooses_schedule else None
+            chosen = (
+                self._stage.schedule.schedule_for(placement, micro_batches) if self.decider.chooses_schedule else None
+            )
             self._reporter.scheduled(self._stage.counters.steps, chosen)
 
     # -- while a batch trains -------------------------------------------------------------------------
@@ -516,10 +401,10 @@ class Rebalancer:
                 self._stay(error)
 
     def _begin(self, move: DecidedMove) -> None:
-        limit_bytes = self.memory.bytes()
+        limit_bytes = self.decider.memory.bytes()
         new = self._comm.on_first(DECIDING, lambda: self._next_placement(move, limit_bytes))
         plan = MigrationPlan.between(self._stage.placement, new)
-        if self.cycle.due.urgent or not self.memory.fits(plan, self.profile, overlapped=True):
+        if self.cycle.due.urgent or not self.decider.memory.fits(plan, self.profile, overlapped=True):
             self._move_now(replace(move, clears_pending_decision=False))
             return
         is_whole = new == move.target and not move.has_begun
@@ -532,10 +417,10 @@ class Rebalancer:
         here, profile = self._stage.placement, self.profile
         if profile is None:
             return move.target
-        memory = memory_model(profile, limit_bytes, self.memory.checkpoint_interval)
+        memory = memory_model(profile, limit_bytes, self.decider.memory.checkpoint_interval)
 
         def allows(placement: Placement) -> bool:
-            return self.groups.allows(placement.boundaries) and fits(memory, placement)
+            return self.decider.groups.allows(placement.boundaries) and fits(memory, placement)
 
         return self.budget.next_placement(
             here,
@@ -577,23 +462,9 @@ class Rebalancer:
         """Forget a move that has not begun: what it was decided from has changed."""
         self.go(events.Forgotten())
 
-    def _predict(self, profile: Profile, new: Placement, *, assume_running_schedule: bool = True) -> Decision:
-        """Search the schedule for ``new`` on rank 0. Collective.
-
-        Args:
-            assume_running_schedule: as in :meth:`decision_input`.
-        """
-        limit_bytes = self.memory.bytes()
-
-        def decision() -> Decision:
-            given = self.decision_input(profile, limit_bytes, assume_running_schedule=assume_running_schedule)
-            return predict(given, new)
-
-        return self._comm.on_first(DECIDING, decision)
-
     def _train_by(self, found: FoundSchedule | None, costs: PassCosts | None) -> None:
         """Train by ``found``, searched under ``costs``, from the next batch on; None: DeepSpeed's 1F1B."""
-        if not self.chooses_schedule:
+        if not self.decider.chooses_schedule:
             return
         if found is None:
             self._stage.schedule.decide(None)
@@ -609,10 +480,10 @@ class Rebalancer:
 
     def nearest_allowed(self, placement: Placement) -> Placement:
         """Find the nearest placement that ``dynmo.keep_together`` allows; log it if it is not ``placement``."""
-        nearest = placement.at(self.groups.nearest(placement.boundaries))
+        nearest = placement.at(self.decider.groups.nearest(placement.boundaries))
         if nearest != placement:
             try:
-                self.groups.check(placement.boundaries)
+                self.decider.groups.check(placement.boundaries)
             except PartitionError as error:
                 self._reporter.inform(f"DynMo: the nearest allowed partition is {nearest}: {error}")
         return nearest
@@ -659,7 +530,7 @@ class Rebalancer:
         new = Placement.of_shape(shape, partition, num_layers=here.num_layers, num_stages=num_stages)
         if (why := self.why_not(new)) is not None:
             raise PartitionError(f"partition {list(partition)}: {why}")
-        self.groups.check(new.boundaries)
+        self.decider.groups.check(new.boundaries)
         return new
 
     def why_not(self, placement: Placement) -> str | None:
@@ -672,11 +543,12 @@ class Rebalancer:
         self._drop_posted_profile()
         self._profiler.forget(batches_too=True)
         if moved.stages_changed:  # estimates of layers stay valid
-            self.cost_model.stages_changed()
+            self.decider.cost_model.stages_changed()
             self._stage.schedule.forget()
             self._move_seconds = 0.0
             if self.profile is not None:
-                self.profile = replace(self.profile, placement=moved.placement)
-                decision = self._predict(self.profile, moved.placement, assume_running_schedule=False)
+                self.decider.profile = replace(self.profile, placement=moved.placement)
+            decision = self.decider.predict(moved.placement, assume_running_schedule=False)
+            if decision is not None:
                 self._train_by(decision.found, decision.pass_costs)
             self.go(events.Settled(moved=True))

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_dynmo import partitioners
+from ds_dynmo.engine.decide.decider import DECIDING
 from ds_dynmo.engine.decide.memory import HeldMemory
-from ds_dynmo.engine.decide.rebalancer import DECIDING, Rebalancer
+from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.measure import layer_sizes
 from ds_dynmo.engine.resize.planning import Planner
 from ds_dynmo.engine.resize.repack_plan import RepackPlan, plan_repack
@@ -74,7 +75,7 @@ class StageDecision:
         def seconds(placement: Placement) -> float | None:
             if profile is None:
                 return None
-            given = self._rebalancer.decision_input(profile, self._limit_bytes, assume_running_schedule=False)
+            given = self._rebalancer.decider.input(profile, self._limit_bytes, assume_running_schedule=False)
             return given.pipeline_at(placement).on(placement.num_stages).expected_seconds(placement)
 
         return self._stage.comm.on_first(DECIDING, lambda: [*map(seconds, placements)])
@@ -88,7 +89,7 @@ class StageDecision:
 
     def _gather_held(self) -> HeldMemory | None:
         """Gather the bytes of each layer; None without a limit. Collective."""
-        held = self._rebalancer.memory.held()
+        held = self._rebalancer.decider.memory.held()
         self._limit_bytes = held.limit if held is not None else None
         return held
 
@@ -109,7 +110,7 @@ class StageDecision:
         if facts.parameters:
             assert count is not None
             shape = present.shape_on(count)
-            groups, owners = self._rebalancer.groups, owners_of(shape, count)
+            groups, owners = self._rebalancer.decider.groups, owners_of(shape, count)
             spread = partitioners.balanced_groups(facts.parameters, count, groups, owners=owners)
             return Placement.of_shape(shape, spread), "by parameters: there is no profile yet"
         planner = self._planner(facts.held, smoothed=False)
@@ -124,5 +125,5 @@ class StageDecision:
         def find_overflow(placement: Placement) -> Overflow | None:
             return held.overflow(self.plan(placement).migration) if held is not None else None
 
-        given = rebalancer.decision_input(profile, self._limit_bytes, smoothed=smoothed, assume_running_schedule=False)
-        return Planner(given, rebalancer.cost_model.first_seconds, find_overflow)
+        given = rebalancer.decider.input(profile, self._limit_bytes, smoothed=smoothed, assume_running_schedule=False)
+        return Planner(given, rebalancer.decider.cost_model.first_seconds, find_overflow)

@@ -53,7 +53,7 @@ class Repacker:
         self._rebalancer, self._reporter = rebalancer, reporter
         self._save_checkpoint, self._wait_for_save = save_checkpoint, wait_for_save
         self.world, self.released = world, False
-        self._shrinking = Shrinking(engine, stage, migrator, world, rebalancer.memory.check)
+        self._shrinking = Shrinking(engine, stage, migrator, world, rebalancer.decider.memory.check)
         self._decision = StageDecision(stage, rebalancer)
         policy = policy_for(self._config.repack)
         self._policy_runner = None

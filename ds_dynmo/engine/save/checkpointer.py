@@ -136,7 +136,7 @@ class Checkpointer:
         if get_accelerator().device_name() != "cpu":
             return True
         self._stage.comm.enter("saving a checkpoint")
-        held = self._rebalancer.memory.held()
+        held = self._rebalancer.decider.memory.held()
         if held is None:
             return True
         present, copied = _most_bytes(held, self._stage.placement)

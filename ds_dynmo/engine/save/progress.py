@@ -30,7 +30,7 @@ class EngineProgress:
             **micro_batch_counters(self._engine),
             "last_move_step": rebalancer.last_move_step,
             "controller": rebalancer.cycle.saved(),
-            "experience": rebalancer.cost_model.state_dict(),
+            "experience": rebalancer.decider.cost_model.state_dict(),
         }
 
     def restore_counters(self, saved: dict[str, Any], *, same_placement: bool) -> None:
@@ -40,10 +40,10 @@ class EngineProgress:
         if same_placement:
             rebalancer.last_move_step = saved["last_move_step"]
             rebalancer.resume(saved["controller"])
-            rebalancer.cost_model.load_state_dict(saved["experience"])
+            rebalancer.decider.cost_model.load_state_dict(saved["experience"])
         else:
-            rebalancer.cost_model.model_changed()
-            rebalancer.cost_model.first_seconds = saved["experience"]["first_seconds"]
+            rebalancer.decider.cost_model.model_changed()
+            rebalancer.decider.cost_model.first_seconds = saved["experience"]["first_seconds"]
 
 
 def random_states() -> dict[str, Any]:

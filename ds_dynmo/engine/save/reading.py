@@ -193,7 +193,9 @@ def _may_have_shape(context: CheckpointContext, saved: Placement) -> bool:
     if saved.shape == stage.placement.shape or stage.config.schedule.kind != "auto":
         return saved.shape == stage.placement.shape
     rebalancer = context.rebalancer
-    return saved.shape == "chain" or not (rebalancer.why_not(saved) or rebalancer.groups.shortage(saved.num_chunks))
+    return saved.shape == "chain" or not (
+        rebalancer.why_not(saved) or rebalancer.decider.groups.shortage(saved.num_chunks)
+    )
 
 
 def _within_memory(context: CheckpointContext, target: Placement) -> Placement:
@@ -201,7 +203,7 @@ def _within_memory(context: CheckpointContext, target: Placement) -> Placement:
     present = context.stage.placement
     context.stage.comm.enter(context.operation)
     try:
-        context.rebalancer.memory.check(MigrationPlan.between(present, target))
+        context.rebalancer.decider.memory.check(MigrationPlan.between(present, target))
     except MigrationError as error:
         if context.here.rank == 0:
             logger.warning(f"layers stay at {present}, where the checkpoint is loaded: {error}")

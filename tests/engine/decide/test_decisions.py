@@ -42,14 +42,17 @@ def train_unsteady(
         "weights": {layer.number: layer.weight.tolist() for layer in engine.module.forward_funcs},
         "partition": engine.partition,
         "reports": reports_of(engine),
-        "speeds": engine.rebalancer.cost_model.history.speeds,  # on rank 0
+        "speeds": engine.rebalancer.decider.cost_model.history.speeds,  # on rank 0
     }
     if folder is not None:
         engine.save_checkpoint(folder)
         again, _ = unsteady_engine(block, seconds, slowdowns, jitter)
         again.load_checkpoint(folder)
-        result["loaded"] = (again.partition, again.rebalancer.cost_model.history.speeds)
-        result["state"] = (engine.rebalancer.cost_model.state_dict(), again.rebalancer.cost_model.state_dict())
+        result["loaded"] = (again.partition, again.rebalancer.decider.cost_model.history.speeds)
+        result["state"] = (
+            engine.rebalancer.decider.cost_model.state_dict(),
+            again.rebalancer.decider.cost_model.state_dict(),
+        )
     return result
 
 
@@ -97,7 +100,7 @@ def decide_by_hand(block: dict[str, Any], slowdowns: Sequence[float], starts: Se
         for _ in range(3):  # includes one to warm up and one to profile the outcome of the move
             engine.train_batch(data)
         went.append(engine.rebalance().new_partition)
-    return {"went": went, "speeds": engine.rebalancer.cost_model.history.speeds}
+    return {"went": went, "speeds": engine.rebalancer.decider.cost_model.history.speeds}
 
 
 def test_decentralised_diffusion_decides_the_same_with_a_slow_stage() -> None:

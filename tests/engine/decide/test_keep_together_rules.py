@@ -154,9 +154,9 @@ def start_of_the_run(case: Case) -> tuple[float, float]:
     data = batches(engine)
     while engine.profile is None:
         engine.train_batch(data)
-    return engine.rebalancer.cost_model.first_seconds, DecisionInput.of(engine.profile).pipeline.iteration_seconds(
-        engine.partition
-    )
+    return engine.rebalancer.decider.cost_model.first_seconds, DecisionInput.of(
+        engine.profile
+    ).pipeline.iteration_seconds(engine.partition)
 
 
 def test_the_target_speed_is_that_of_an_allowed_partition() -> None:

@@ -188,7 +188,7 @@ def test_gradients_make_room_for_weights_and_shards(precision: str) -> None:
 
 
 def with_limit(engine: Any, limit: int | None) -> None:
-    engine.rebalancer.memory.limit = limit
+    engine.rebalancer.decider.memory.limit = limit
 
 
 def refused(case: Case, how: str) -> dict[str, Any]:
@@ -207,7 +207,9 @@ def refused(case: Case, how: str) -> dict[str, Any]:
     needed = max(migration_peaks(plan, held, uses, training_bytes=meanwhile))
     ask = {
         "rebalance": lambda: engine.rebalance(new),
-        "overlapped": lambda: move_in_phases(engine, new, overlapped=True, check=engine.rebalancer.memory.check),
+        "overlapped": lambda: move_in_phases(
+            engine, new, overlapped=True, check=engine.rebalancer.decider.memory.check
+        ),
         "shrink": lambda: engine.repack(partition=[0, case.num_layers]),
     }[how]
     before, message, harmless = state(engine), "", False

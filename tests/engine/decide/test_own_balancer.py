@@ -47,7 +47,7 @@ def trained(how: str, migration: str) -> dict[str, Any]:
     engine = build(Case(start=(0, 1, 8), dynmo=block))
     if how == "never":
         section = engine.dynmo.model_copy(update={"timeout_seconds": 0.5})
-        engine.rebalancer._config = section
+        engine.rebalancer.decider._config = section
     logged, warned, data = Warnings(logger), Warnings(), batches(engine)
     result: dict[str, Any] = {"losses": [engine.train_batch(data).item() for _ in range(4)]}
     result.update(partition=engine.partition, warned=list(warned.messages), failure=engine.rebalancer.failure)

@@ -70,7 +70,7 @@ def decided(block: dict[str, Any]) -> Any:
     reports.append(engine.rebalance())
     engine.train_batch(data)
     running = engine.stage.schedule.running
-    given = engine.rebalancer.decision_input(engine.profile, None, assume_running_schedule=False)
+    given = engine.rebalancer.decider.input(engine.profile, None, assume_running_schedule=False)
     every = [(0, *inner, 7) for inner in itertools.combinations(range(1, 7), 2)]
     seconds = {partition: given.pipeline.iteration_seconds(partition) for partition in every}
     return gather((reports, seconds, engine.partition, running and running.hash))
@@ -110,16 +110,16 @@ def under_a_limit(report: str) -> Any:
     needed: list[list[int]] = []
     orders = []
     for limit in (None, 0.9):
-        engine.rebalancer.memory.limit = limit and int(limit * max(needed[0]))
+        engine.rebalancer.decider.memory.limit = limit and int(limit * max(needed[0]))
         engine.rebalance(engine.partition)
         engine.train_batch(data)
         order, layers = engine.stage.schedule.schedule_for(engine.stage.placement, 4), engine.profile.layers
         orders.append(order)
-        passes = engine.rebalancer.decision_input(engine.profile, None, assume_running_schedule=False).pipeline.passes
+        passes = engine.rebalancer.decider.input(engine.profile, None, assume_running_schedule=False).pipeline.passes
         held = peak_bytes(order, passes.layers.sizes(engine.stage.placement))
         owned = map(engine.stage.placement.layers_of, range(3))
         needed.append([sum(layers[i].static_bytes for i in own) + more for own, more in zip(owned, held)])
-    return gather((needed, engine.rebalancer.memory.limit, orders))
+    return gather((needed, engine.rebalancer.decider.memory.limit, orders))
 
 
 def test_an_order_stays_within_the_memory_limit(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def repacked(step: int, partition: list[int]) -> Any:
         if engine.released:
             break
         if engine.profile is not None:
-            given = engine.rebalancer.decision_input(engine.profile, None, assume_running_schedule=False)
+            given = engine.rebalancer.decider.input(engine.profile, None, assume_running_schedule=False)
             found = given.pipeline.shortest_schedule(engine.partition)
     return seen, engine.repacks, found and found.iteration_seconds
 
@@ -199,7 +199,7 @@ def sent_to(partitions: list[list[int]]) -> Any:
     seen, reports = [], []
     for partition in partitions:
         reports.append(engine.rebalance(partition))
-        given = engine.profile and engine.rebalancer.decision_input(engine.profile, None, assume_running_schedule=False)
+        given = engine.profile and engine.rebalancer.decider.input(engine.profile, None, assume_running_schedule=False)
         engine.train_batch(data)
         found = given and given.pipeline.shortest_schedule(partition)
         seen.append((engine.stage.schedule.running, found))

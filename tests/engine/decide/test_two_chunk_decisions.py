@@ -97,7 +97,7 @@ def counted_bytes(engine: Any) -> list[int]:
 def held_bytes(engine: Any) -> list[int]:
     """Return what each stage holds under the order that is in force."""
     here, profile = engine.stage.placement, engine.profile
-    passes = engine.rebalancer.decision_input(profile, None).pipeline_at(here).passes
+    passes = engine.rebalancer.decider.input(profile, None).pipeline_at(here).passes
     peaks = peak_bytes(engine.stage.schedule.schedule_for(here, profile.micro_batches), passes.layers.sizes(here))
     return [own + peak for own, peak in zip(passes.layers.static_of_stages(here), peaks)]
 
@@ -107,7 +107,7 @@ def train_deciding(given: Deciding) -> dict[str, Any]:
     engine, warnings, losses = build(given.case, timed_layers), Warnings(), []
     engine.profiler.clock = clock
     held: list[tuple[int, list[int]]] = []
-    shares, memory = dict(given.limits), engine.rebalancer.memory
+    shares, memory = dict(given.limits), engine.rebalancer.decider.memory
     if given.loads:
         engine.load_checkpoint(given.folder, tag=f"global_step{given.loads}")
     data = data_after(engine, engine.global_steps)

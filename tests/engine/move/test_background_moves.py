@@ -223,10 +223,10 @@ def called(call: str) -> list[tuple[int, str]]:
         if batch == 2 and call == "move":
             engine.rebalance([0, 5, 8], background=True)
         elif batch == 3 and call == "does not fit":
-            engine.rebalancer.memory.check = does_not_fit
+            engine.rebalancer.decider.memory.check = does_not_fit
             with pytest.raises(ds_dynmo.MigrationError, match="does not fit"):
                 engine.rebalance([0, 5, 8])
-            del engine.rebalancer.memory.check
+            del engine.rebalancer.decider.memory.check
         elif batch == 2 and call in ("repack", "rebalance"):
             with pytest.raises(ds_dynmo.PartitionError):
                 engine.repack(7) if call == "repack" else engine.rebalance([0, 9, 8])
@@ -249,10 +249,10 @@ def first_decision(refused: bool) -> list[tuple[int, str]]:
     engine.set_dataiterator(data)
     engine.train_batch(data)
     if refused:
-        engine.rebalancer.memory.check = does_not_fit
+        engine.rebalancer.decider.memory.check = does_not_fit
         with pytest.raises(ds_dynmo.MigrationError, match="does not fit"):
             engine.rebalance()
-        del engine.rebalancer.memory.check
+        del engine.rebalancer.decider.memory.check
     for _ in range(6):
         engine.train_batch(data)
     return [(report.step, report.reason) for report in reports_of(engine)]
@@ -265,7 +265,7 @@ def test_a_refused_decision_by_hand_leaves_the_first_one_due() -> None:
 def changed_while_decided(fits: bool) -> list[tuple[int, str]]:
     """Change the model between a decision by hand and its move."""
     engine, data = unsteady_engine({"interval": 0}, [(0.001, 0.002)] * 8, [1.0] * 2, 0.0)
-    engine.rebalancer.memory.fits = lambda *_, **__: fits
+    engine.rebalancer.decider.memory.fits = lambda *_, **__: fits
     engine.train_batch(data), engine.train_batch(data)
     engine.rebalance([0, 5, 8], background=True)
     engine.model_changed("it changed")
@@ -494,7 +494,7 @@ def tied_in_the_middle(case: Case) -> list[Any]:
 def moved_before_the_batch(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Evaluate before each batch; decide to move in it without the memory to do so."""
     engine = build(case, tied_in_the_middle)
-    engine.rebalancer.memory.fits = lambda *_, **__: False
+    engine.rebalancer.decider.memory.fits = lambda *_, **__: False
     data, losses, waiting = batches(engine), [], list(moves)
     for _ in range(4):
         losses.append(engine.eval_batch(batches(engine, seed=7)).item())

@@ -87,7 +87,7 @@ def with_little_memory(case: Case, factor: float) -> str:
     while engine.profile is None:
         engine.train_batch(data)
     whole = sum(cost.static_bytes + 2 * cost.activation_bytes for cost in engine.profile.layers)
-    engine.rebalancer.memory.limit = int(factor * whole)
+    engine.rebalancer.decider.memory.limit = int(factor * whole)
     try:
         engine.repack(1)
     except PartitionError as error:

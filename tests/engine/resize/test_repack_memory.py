@@ -39,7 +39,7 @@ def flags(folder: Path, model: dict[str, Any], **block: Any) -> list[str]:
 
 def needed_bytes(engine: Any) -> list[int]:
     """Return what each stage needs, by the latest profile."""
-    model = memory_model(engine.profile, 0, engine.rebalancer.memory.checkpoint_interval)
+    model = memory_model(engine.profile, 0, engine.rebalancer.decider.memory.checkpoint_interval)
     assert model is not None
     workspace = max(layer.workspace_bytes for layer in engine.profile.layers)
     return [needed + workspace for needed in model.on(engine.num_stages).bytes_per_stage(engine.stage.placement)]

@@ -278,7 +278,7 @@ def save_with_few_bytes(case: Case, into: str) -> list[tuple[bool, list[str]]]:
     engine = build(case)
     warnings = Warnings()
     train_on(engine, 0)
-    memory = engine.rebalancer.memory
+    memory = engine.rebalancer.decider.memory
     memory.limit = 10**12
     held = memory.held()
     present, copied = checkpointer._most_bytes(held, engine.stage.placement)
