@@ -83,10 +83,24 @@ MUTATIONS = [
     ),
     Mutation(
         "a model that changed asks for no decision",
-        "Trigger.model_changed",
-        "self.ask(Request(Reason.MODEL_CHANGED, reason))",
-        "pass",
+        "cycle.after",
+        "return after(changed, Asked(Request(Reason.MODEL_CHANGED, reason)))",
+        "return changed",
         "tests/engine/state/test_frozen.py::test_a_model_that_changed_is_profiled_and_rebalanced",
+    ),
+    Mutation(
+        "every rank decides",
+        "Decider.begin_to_decide",
+        "if not self._is_first:",
+        "if False:",
+        "tests/engine/decide/test_own_balancer.py::test_a_balancer_that_fails_changes_nothing_and_its_cause_is_said",
+    ),
+    Mutation(
+        "what a profile was for is forgotten with it",
+        "cycle.after",
+        "return replace(cycle, state=Idle(), due=due.joined(taken))",
+        "return replace(cycle, state=Idle())",
+        "tests/engine/decide/test_cycle.py::test_every_event_in_every_state",
     ),
     Mutation(
         "layers may freeze without a word",

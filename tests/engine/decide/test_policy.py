@@ -159,6 +159,19 @@ def test_two_chunks_stay_within_the_memory_limit_and_one_out_of_reach_is_named(s
         decision.decide(replace(given, limit_bytes=470))
 
 
+def test_other_shapes_are_weighed_where_no_partition_of_the_present_one_fits_in_memory() -> None:
+    """On two stages a chain needs 700 bytes at least for layers of 300, 400, 10 and 300 bytes, and a V 600."""
+    costs = profile([1.0] * 4, (0, 2, 4), activation_bytes=1)
+    sizes = (300, 400, 10, 300)
+    costs = replace(costs, layers=tuple(replace(cost, static_bytes=of) for cost, of in zip(costs.layers, sizes)))
+    settings = config(schedule={"kind": "auto"}, min_improvement=0.9)
+    given = DecisionInput.of(costs, config=settings, shapes=get_args(Shape), weighs_shapes=False, searches=True)
+    assert decision.decide(replace(given, limit_bytes=800)).placement == costs.placement
+    assert decision.proposed_placement(replace(given, limit_bytes=650)).shape == "v"
+    with pytest.raises(PartitionError, match="does not fit"):
+        decision.proposed_placement(replace(given, limit_bytes=650, shapes=()))
+
+
 @pytest.mark.parametrize("shape", ["v", "loop"])
 def test_where_no_order_fits_the_one_that_runs_is_predicted(shape: Shape) -> None:
     """As for a chain, which then runs 1F1B: at the start of a run, and where the user gives the partition."""
