@@ -23,8 +23,7 @@ from typing import Any, get_args
 import torch
 
 from ds_dynmo.engine.decide.cost_model import CostModel
-from ds_dynmo.engine.decide.decentralized import decide_among_neighbours
-from ds_dynmo.engine.decide.decision import Decision, accept_move, costs_and_speeds, decide, fits, moved_bytes, predict
+from ds_dynmo.engine.decide.decision import Decision, decide, fits, moved_bytes, predict
 from ds_dynmo.engine.decide.decision_input import DecisionInput, memory_model
 from ds_dynmo.engine.decide.made_reports import measured_report, rebalance_report
 from ds_dynmo.engine.decide.memory import MemoryLimit
@@ -313,26 +312,14 @@ class Rebalancer:
         return DecidedMove(decision.placement, request, decision, profile, (profile_seconds, seconds))
 
     def _decide(self, profile: Profile, limit_bytes: int | None, request: Request) -> Decision:
-        """Decide from ``profile``. Collective if ``dynmo.decentralized`` is set."""
+        """Decide from ``profile``."""
         automatic = request.reason.is_automatic
         given = self.decision_input(profile, limit_bytes, smoothed=automatic)
         if self.trigger.weighs_shapes(request):
             given = replace(given, shapes=self._shapes())
         if automatic:
             given = replace(given, tradeoff=self.cost_model.tradeoff())
-        if not self._config.decentralized:
-            return decide(given)
-        (costs, speeds), stage_id = costs_and_speeds(given), self._comm.here.stage
-        proposed = decide_among_neighbours(
-            [costs[index] for index in self._stage.layers.indices],
-            given.placement,
-            given.memory,
-            stage_id,
-            self._comm,
-            speed=speeds[stage_id] if speeds else 1.0,
-            groups=given.groups,
-        )
-        return accept_move(given, proposed)
+        return decide(given)
 
     def decision_input(
         self, profile: Profile, limit_bytes: int | None, *, smoothed: bool = False, assume_running_schedule: bool = True
