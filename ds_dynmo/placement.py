@@ -308,20 +308,6 @@ class Placement:
         """Return the layers of ``stage``, in the order of the model."""
         return self._layers[stage]
 
-    def run_of(self, stage: int) -> range:
-        """Return the layers of ``stage``, which has to own one chunk.
-
-        Raises:
-            PartitionError: it owns several: the caller supports chains only.
-
-        >>> Placement.chain([0, 3, 8]).run_of(1)
-        range(3, 8)
-        """
-        chunks = self.chunks_of(stage)
-        if len(chunks) != 1:
-            raise PartitionError(f"stage {stage} has {len(chunks)} chunks of layers, where one is supported")
-        return chunks[0]
-
     @cached_property
     def _layers(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(layer for run in self.chunks_of(stage) for layer in run) for stage in self.stages)

@@ -121,11 +121,6 @@ class DynMoConfig(Section):  # a validator sees only the keys above its own: the
         description='cost of a layer: the "time" that was measured, or its trainable "parameters"; "makespan" needs '
         '"time"',
     )
-    decentralized: bool = Field(
-        default=False,
-        description="neighbouring ranks decide point to point where layers go; the profile is still reduced over all "
-        'ranks, to accept a move and to report it; only with balancer "diffusion"',
-    )
     profile: ProfileConfig = Field(default=ProfileConfig(), description="how per-layer costs are measured")
     min_improvement: float = Field(
         default=0.03,
@@ -222,14 +217,6 @@ class DynMoConfig(Section):  # a validator sees only the keys above its own: the
         if balance_by != "time" and info.data.get("balancer") == "makespan":
             raise ValueError('should be "time": balancer "makespan" minimises the time of an iteration')
         return balance_by
-
-    @field_validator("decentralized")
-    @classmethod
-    def _only_diffusion(cls, decentralized: bool, info: ValidationInfo) -> bool:
-        balancer = info.data.get("balancer", "diffusion")  # absent if it is wrong
-        if decentralized and balancer != "diffusion":
-            raise ValueError(f'needs balancer "diffusion", not "{balancer}"')
-        return decentralized
 
     @field_validator("memory_limit", mode="plain")
     @classmethod

@@ -385,11 +385,6 @@ def why_one_chunk(dynmo: DynMoConfig, dynamic_shape: bool) -> str | None:
             "two chunks of layers per stage need messages of one shape, and the PipelineModule has dynamic_shape=True: "
             "use one chunk per stage, or pad to one shape"
         )
-    if dynmo.decentralized:
-        return (
-            "two chunks of layers per stage need decisions of all stages together: set dynmo.decentralized to false, "
-            "or use one chunk per stage"
-        )
     if dynmo.schedule.kind == "1f1b":
         return (
             'two chunks of layers per stage have no order of passes under dynmo.schedule.kind = "1f1b": set it to "v" '

@@ -1,4 +1,4 @@
-"""Messages between stages of the decentralised balancer, encoded as flat lists of floats."""
+"""Messages between stages of the diffusion balancer, encoded as flat lists of floats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One stage of the decentralised balancer. It exchanges messages with its two neighbours only.
+"""One stage of the diffusion balancer. It exchanges messages with its two neighbours only.
 
 Every stage runs a :class:`DiffusionNode`. In a round each message travels one hop. There are three phases, each a
 generator below:

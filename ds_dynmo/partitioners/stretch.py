@@ -1,4 +1,4 @@
-"""The data of a stage of the decentralised balancer: consecutive layers with costs and bytes, and the stage's room."""
+"""The data of a stage of the diffusion balancer: consecutive layers with costs and bytes, and the stage's room."""
 
 from __future__ import annotations
 

@@ -48,7 +48,6 @@ def test_a_full_block() -> None:
         stop_step=50,
         balancer="diffusion",
         balance_by="parameters",
-        decentralized=True,
         profile={"batches": 3, "warmup_batches": 0},
         min_improvement=0,
         memory_limit=0.9,
@@ -86,7 +85,6 @@ def test_a_block_cannot_be_changed() -> None:
         ("stop_step", -1, "greater than or equal to 0"),
         ("balancer", 3, "valid string"),
         ("balance_by", "memory", "'time' or 'parameters'"),
-        ("decentralized", True, 'needs balancer "diffusion", not "makespan"'),
         ("profile", 3, "an object"),
         ("min_improvement", 1, "less than 1"),
         ("min_improvement", float("nan"), "finite"),
@@ -219,12 +217,6 @@ def test_an_unknown_balancer_gets_the_nearest_name() -> None:
 def test_makespan_balances_by_time() -> None:
     with pytest.raises(ConfigError, match=r'^dynmo\.balance_by = "parameters": should be "time": balancer "makespan"'):
         read(balancer="makespan", balance_by="parameters")
-
-
-def test_an_unknown_balancer_is_one_problem_even_if_decentralized() -> None:
-    with pytest.raises(ConfigError) as error:
-        read(balancer="difusion", decentralized=True)
-    assert "decentralized" not in str(error.value)
 
 
 @pytest.mark.parametrize(

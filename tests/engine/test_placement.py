@@ -57,12 +57,6 @@ def test_the_shape_is_known_from_the_owners() -> None:
     assert Placement.loop([0, 1, 2]).shape == "v" and Placement.loop([0, 1, 2]).num_stages == 1
 
 
-def test_run_of_needs_a_stage_with_one_chunk() -> None:
-    assert CHAIN.run_of(2) == range(3, 8)
-    with pytest.raises(PartitionError, match="stage 1 has 2 chunks"):
-        V.run_of(1)
-
-
 @pytest.mark.parametrize("where", [CHAIN, V, LOOP], ids=lambda where: where.shape)
 @pytest.mark.parametrize("layer", [-1, 12])
 def test_a_layer_that_does_not_exist_is_refused(where: Placement, layer: int) -> None:
@@ -72,7 +66,7 @@ def test_a_layer_that_does_not_exist_is_refused(where: Placement, layer: int) ->
 
 def test_a_stage_without_layers() -> None:
     released = Placement.chain([0, 2, 2, 8], empty=[1])
-    assert released.empty_stages == (1,) and released.layers_of(1) == () and released.run_of(1) == range(2, 2)
+    assert released.empty_stages == (1,) and released.layers_of(1) == ()
     assert [released.stage_of(layer) for layer in (1, 2)] == [0, 2]
     assert CHAIN.empty_stages == () and released == Placement.chain([0, 2, 2, 8], empty=[0, 1])
 

@@ -299,7 +299,7 @@ def test_more_stages_than_groups_are_refused(name: str) -> None:
         choose(name, [1, -1, 1, 1], [0, 2, 4], groups)
 
 
-# -- decentralised diffusion --------------------------------------------------------------------------
+# -- diffusion between neighbours ---------------------------------------------------------------------
 
 
 def decide_among_neighbours(

@@ -46,16 +46,6 @@ class PointToPoint:
 
     # -- byte strings ---------------------------------------------------------------------------------
 
-    def exchange_lists(self, outgoing: dict[int, list[float]], sources: Sequence[int]) -> dict[int, list[float]]:
-        """Send a list of floats to each stage of ``outgoing``; receive one from each stage of ``sources``."""
-        packed = {
-            stage: torch.tensor(numbers, dtype=torch.float64, device="cpu") for stage, numbers in outgoing.items()
-        }
-        received = self.exchange_headers({stage: t.numpy().tobytes() for stage, t in packed.items()}, sources)
-        return {
-            stage: torch.frombuffer(bytearray(data), dtype=torch.float64).tolist() for stage, data in received.items()
-        }
-
     def exchange_headers(self, outgoing: dict[int, bytes], sources: Sequence[int]) -> dict[int, bytes]:
         """Send one byte string to each stage of ``outgoing``; receive one from each stage of ``sources``."""
         rank_of = self._rank_of

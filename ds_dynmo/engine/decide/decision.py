@@ -108,7 +108,7 @@ def _fitting(given: DecisionInput, shapes: Sequence[Shape]) -> list[Placement]:
 
 def _proposed(given: DecisionInput, shape: Shape) -> Placement:
     """Ask the balancer for a partition of a shape, near the present one if that is of the same shape."""
-    costs, speeds = costs_and_speeds(given)
+    costs, speeds = _costs_and_speeds(given)
     here, owners = given.placement, owners_of(shape, given.placement.num_stages)
     is_present = shape == here.shape
     proposed = partitioners.propose(
@@ -126,7 +126,7 @@ def _proposed(given: DecisionInput, shape: Shape) -> Placement:
     return Placement.of_shape(shape, proposed, num_layers=here.num_layers, num_stages=here.num_stages)
 
 
-def costs_and_speeds(given: DecisionInput) -> tuple[list[float], tuple[float, ...] | None]:
+def _costs_and_speeds(given: DecisionInput) -> tuple[list[float], tuple[float, ...] | None]:
     """Return costs and stage speeds for the balancer: costs at speed 1 if it takes speeds, else as measured."""
     config = given.config
     if config.balance_by != "time":

@@ -327,7 +327,6 @@ class Rebalancer:
         if move.target == self._stage.placement:
             return self._move_now(move)
         self.go(events.Chosen(move))
-        self._drop_posted_profile()
         return None
 
     def _moved(
@@ -503,6 +502,8 @@ class Rebalancer:
             MigrationError: see its message.
         """
 
+        if background:
+            self.collect_profile()  # layers move in the next batch
         self._comm.enter(what)
         new = self._comm.everywhere(
             "going to a given partition",

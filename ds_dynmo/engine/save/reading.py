@@ -214,7 +214,7 @@ def _within_memory(context: CheckpointContext, target: Placement) -> Placement:
 def _was_placed(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> bool:
     """Return whether this run continues one whose profile at the start placed the layers for good."""
     goes_on = context.stage.config.initial_partition == "profile" and not manifest.stock and not options.module_only
-    return goes_on and bool(manifest.state["controller"]["_placed"])
+    return goes_on and bool(manifest.state["controller"]["placed"])
 
 
 def _read(

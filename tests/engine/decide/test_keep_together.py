@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -11,17 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.decide.decentralized import decide_among_neighbours
-from ds_dynmo.errors import PartitionError
-from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners import MemoryModel, balanced, propose
-from ds_dynmo.placement import Placement
+from ds_dynmo.partitioners import balanced
 from tests.support.configs import Case, config
 from tests.support.harness import run, run_each
 from tests.support.models import VOCABULARY, WIDTH, Embedding, loss, seeded
@@ -132,8 +125,8 @@ def test_without_the_key_a_balancers_cut_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     "balancer",
-    [{}, {"balancer": "diffusion"}, {"balancer": "diffusion", "decentralized": True}],
-    ids=["partition", "diffusion", "decentralized"],
+    [{}, {"balancer": "diffusion"}],
+    ids=["partition", "diffusion"],
 )
 def test_automatic_moves_make_only_allowed_cuts(balancer: dict[str, Any]) -> None:
     still, moved = run_each(
@@ -185,40 +178,3 @@ def test_a_run_resumes_at_another_number_of_stages(tmp_path: Path, stages: int) 
     loaded = run(stages, load_masked, replace(case, stages=stages), str(tmp_path), 2)
     assert loaded[0]["losses"] == saved[0]["losses"]
     assert whole(loaded) == whole(saved)
-
-
-def _try(decide: Callable[..., Any], *args: Any, **options: Any) -> list[int] | None:
-    try:
-        landed = decide(*args, **options)
-        return list(landed.boundaries if isinstance(landed, Placement) else landed)
-    except PartitionError:
-        return None
-
-
-def diffusion_both_ways(stages: int, seed: int) -> tuple[list[Any], list[Any]]:
-    """Return the partitions that diffusion finds between ranks and in memory; None where nothing fits."""
-    chooser = random.Random(seed)
-    module = PipelineModule(layers=masked_layers(), num_stages=stages, loss_fn=loss, partition_method="uniform")
-    device = torch.device(get_accelerator().current_device_name())
-    comm, stage = Communicator(module.mpu(), device, 30.0), module.stage_id
-    among_neighbours, at_once = [], []
-    for _ in range(12):
-        groups = LayerGroups((0, *sorted(chooser.sample(range(1, 13), 7)), 13))
-        start = groups.nearest([0, *sorted(chooser.sample(range(1, 13), stages - 1)), 13])
-        costs = [chooser.choice([0.0, 1.0, chooser.random()]) for _ in range(13)]
-        static, activation, inputs = (tuple(chooser.randrange(most) for _ in range(13)) for most in (9, 9, 4))
-        memory = MemoryModel(static, activation, inputs, (70,) * stages, 4, chooser.choice([0, 2, 3]))
-        own = costs[start[stage] : start[stage + 1]]
-        among_neighbours.append(
-            _try(decide_among_neighbours, own, Placement.chain(start), memory, stage, comm, groups=groups),
-        )
-        given: dict[str, Any] = {"memory": memory, "pipeline": None, "speeds": None, "groups": groups}
-        at_once.append(_try(propose, "diffusion", costs, stages, start=start, **given))
-    return among_neighbours, at_once
-
-
-def test_decentralized_diffusion_equals_the_pure_function() -> None:
-    ranks = run(3, diffusion_both_ways, 3, 1)
-    among_neighbours, at_once = ranks[0]
-    assert among_neighbours == at_once and sum(landed is not None for landed in at_once) > 5
-    assert all(rank == ranks[0] for rank in ranks)

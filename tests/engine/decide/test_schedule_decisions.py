@@ -12,7 +12,7 @@ import torch
 import ds_dynmo
 from ds_dynmo.cli.plotting.timelines import around
 from ds_dynmo.cli.run_records import read_report
-from ds_dynmo.engine.decide import rebalancer
+from ds_dynmo.engine.decide import decider
 from ds_dynmo.engine.run.schedule_in_force import with_some_split
 from ds_dynmo.plan import RebalanceReport
 from ds_dynmo.schedules import peak_bytes, schedule_for_equal_costs
@@ -136,11 +136,11 @@ def rank_0_decides() -> Any:
     told_clock.UnsteadyLayer = SplitLayer  # type: ignore[misc]
     engine, data = unsteady_engine({"interval": 0, "schedule": {"kind": "zero_bubble"}}, SECONDS, [1.0] * 3, 0.0)
     engine.train_batch(data)
-    decide = rebalancer.decide
+    decide = decider.decide
     if engine.global_rank > 0:
-        rebalancer.decide = None  # type: ignore[assignment]
+        decider.decide = None  # type: ignore[assignment]
     report = engine.rebalance()
-    rebalancer.decide = decide
+    decider.decide = decide
     found = engine.stage.schedule.next(engine.stage.placement, 4)
     engine.train_batch(data)
     return gather((found.schedule.hash, found.costs, report, engine.partition, len(engine.reports)))
