@@ -2,7 +2,7 @@
 
     state      what is going on                                         ends with
     Idle       nothing                                                  Posted, Chosen
-    Measuring  a profile is on its way to rank 0, which may decide      Read, Unread, Dropped; Chosen by hand
+    Measuring  a profile is on its way to rank 0, which may decide      Read, Unread, Dropped
     Decided    layers move in the next batch                            Begun, Forgotten
     Moving     layers move while a batch trains                         Ended, Interrupted
 
@@ -424,10 +424,10 @@ def after(cycle: Cycle, event: Event) -> Cycle:
         case _, Weighed():
             return replace(cycle, since_shapes=0)
         # a move
-        case ((Idle() | Measuring() | Decided()), Chosen(move)):
+        case Idle() | Decided(), Chosen(move):
             if move.clears_pending_decision:
                 cycle = after(cycle, Settled(moved=False))
-            return replace(after(cycle, Dropped()), state=Decided(move))
+            return replace(cycle, state=Decided(move))
         case Decided(), Forgotten():
             return replace(cycle, state=Idle())
         case _, Forgotten():
