@@ -113,7 +113,7 @@ def diffusion_both_ways(stages: int, seed: int) -> tuple[Any, Any, list[int]]:
         return reduce(numbers)
 
     comm.max_over_world = watched  # type: ignore[method-assign]
-    comm.gather_from_all = None  # type: ignore[assignment,method-assign]
+    comm.agree_and_gather = None  # type: ignore[assignment,method-assign]
     for _ in range(5):
         num_layers = chooser.randint(stages, 20)
         costs = [chooser.choice([0.0, 1.0, chooser.random()]) for _ in range(num_layers)]
@@ -352,10 +352,10 @@ def gathered() -> list[Any]:
     comm, rank = Communicator(module_of(Case(stages=3)).mpu(), torch.device("cpu"), 30.0), dist.get_rank()
     found: list[Any] = []
     for value in (None, [None, 0, "three" * 99][rank]):
-        values, mine = comm.gather_from_all("a test", lambda value=value: (value, rank))  # type: ignore[misc]
-        found.append((values(), mine))
+        values, mine = comm.agree_and_gather("a test", lambda value=value: (value, rank))  # type: ignore[misc]
+        found.append((list(values().values()), mine))
     with pytest.raises(ds_dynmo.MigrationError, match=r"0 on ranks \[0\], 1 on ranks \[1\], 2 on ranks \[2\]"):
-        comm.gather_from_all("a test", lambda: (None, rank), same=str)
+        comm.agree_and_gather("a test", lambda: (None, rank), same=str)
     return found
 
 
