@@ -6,6 +6,7 @@ imported where it is called.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -52,6 +53,7 @@ NEEDED = (  # module, then a name within it
     "torch.distributed.distributed_c10d:_get_default_store",
     "torch.distributed.distributed_c10d:_get_default_timeout",
     "torch.distributed.distributed_c10d:PrefixStore",
+    "torch.distributed.distributed_c10d:ProcessGroupGloo",
     "torch.nn:Module._apply",
     "torch.nn:Module._compiled_call_impl",
     "torch.serialization:_save",
@@ -261,6 +263,24 @@ def default_store() -> Any:
 def prefix_store(prefix: str, store: Any) -> Any:
     """Make a view of a store whose keys begin with ``prefix``."""
     return dist.distributed_c10d.PrefixStore(prefix, store)
+
+
+def lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make a backend of gloo whose ranks connect when they exchange their first message.
+
+    It belongs to no process group. torch 2.13.0 takes the setting from the environment alone. A torch without it
+    connects all ranks at once, which costs sockets and time.
+    """
+    name = "TORCH_GLOO_LAZY_INIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def without_prefixes(store: Any) -> Any:

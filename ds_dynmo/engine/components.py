@@ -124,7 +124,7 @@ def _prepare_layers(engine: Any, config: DynMoConfig) -> References:
     """
     stage = engine.stage
     references = References(
-        engine.module, stage.layers.modules, stage.comm.gather_objects, config.rank_attributes, engine
+        engine.module, stage.layers.modules, stage.comm.gather_over_pipeline, config.rank_attributes, engine
     )
     stage.layers.split_uses()
     stage.connect_replicas()

@@ -132,8 +132,8 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     extents = comm.everywhere("initialize", check, error=ConfigError)
     if flat:
         shapes_of = partial(replicas.per_replica_shapes, model)
-        comm.everywhere(_SAME_SHAPES, shapes_of, same=str, compared_in=comm.here.slice_of_stage, error=ConfigError)
-    gathered = comm.gather_objects((replicas.has_per_replica(model), extents))
+        comm.everywhere(_SAME_SHAPES, shapes_of, same=str, compared_in=comm.here.in_slice_of_stage, error=ConfigError)
+    gathered = comm.gather_over_pipeline((replicas.has_per_replica(model), extents))
     check_not_shared(chain.from_iterable(extents for _, extents in gathered))
     differ = any(has_per_replica for has_per_replica, _ in gathered)
     share_whole_modules(model)

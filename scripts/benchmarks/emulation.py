@@ -146,11 +146,13 @@ def pipeline_engine(
     checkpoint_interval: int = 0,
     module_class: type[PipelineModule] = PipelineModule,
     loss_fn: Callable[[Any, Any], torch.Tensor] = mean_square,
+    topology: Any = None,
     **config: Any,
 ) -> Any:
-    """Make an engine over ``layers``, one stage per rank, split uniformly.
+    """Make an engine over ``layers``, split uniformly.
 
     Args:
+        topology: DeepSpeed's, of stages and replicas; None: one stage per rank.
         dynmo: the "dynmo" section, where moves are "blocking" unless it says otherwise: then the profile of a batch
             is there, and what is decided from it done, when the batch ends. None: the engine is DeepSpeed's own.
         config: more of DeepSpeed's keys.
@@ -168,7 +170,8 @@ def pipeline_engine(
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints lines about each layer
         module = module_class(
             layers=layers,
-            num_stages=torch.distributed.get_world_size(),
+            num_stages=torch.distributed.get_world_size() if topology is None else None,
+            topology=topology,
             loss_fn=loss_fn,
             partition_method="uniform",
             activation_checkpoint_interval=checkpoint_interval,

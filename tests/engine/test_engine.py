@@ -305,10 +305,10 @@ def gathered() -> list[Any]:
     comm, rank = Communicator(module_of(Case(stages=3)).mpu(), torch.device("cpu"), 30.0), dist.get_rank()
     found: list[Any] = []
     for value in (None, [None, 0, "three" * 99][rank]):
-        values, mine = comm.gather_from_all("a test", lambda value=value: (value, rank))  # type: ignore[misc]
-        found.append((values(), mine))
+        values, mine = comm.agree_and_gather("a test", lambda value=value: (value, rank))  # type: ignore[misc]
+        found.append((list(values().values()), mine))
     with pytest.raises(ds_dynmo.MigrationError, match=r"0 on ranks \[0\], 1 on ranks \[1\], 2 on ranks \[2\]"):
-        comm.gather_from_all("a test", lambda: (None, rank), same=str)
+        comm.agree_and_gather("a test", lambda: (None, rank), same=str)
     return found
 
 

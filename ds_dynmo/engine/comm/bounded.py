@@ -29,25 +29,30 @@ class NoAnswer(RuntimeError):
     """The store, which rank 0's process holds, does not answer this rank."""
 
 
-class _StoreThread:
-    """Run store calls one at a time in a daemon thread, which ends when this object is deleted."""
+class CallThread:
+    """Run calls one at a time in a daemon thread, which ends when this object is deleted."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._pending: Future[Any] | None = None
-        threading.Thread(target=_serve, args=(self._calls,), name="ds_dynmo store", daemon=True).start()
+        threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True).start()
         weakref.finalize(self, self._calls.put, None)
 
+    def post(self, call: Callable[[], Any]) -> Future[Any]:
+        """Run ``call`` in the thread, after those before."""
+        answer: Future[Any] = Future()
+        self._calls.put((answer, call))
+        return answer
+
     def run(self, call: Callable[[], Any], seconds: float) -> Any:
-        """Run ``call`` in the thread, and return its result.
+        """Run a ``call`` of the store in the thread, and return its result.
 
         Raises:
             NoAnswer: not within so many seconds, or an earlier call has not returned yet.
         """
         if self._pending is not None and not self._pending.done():
             raise NoAnswer("the store of the launch, which rank 0's process holds, does not answer this rank any more")
-        answer: Future[Any] = Future()
-        self._calls.put((answer, call))
+        answer = self.post(call)
         try:
             return answer.result(seconds)
         except NotDone:
@@ -82,7 +87,7 @@ def call_within_seconds(seconds: float, make: Callable[[], Any]) -> Any:
         accelerator.set_device(device)  # the current device is a thread's
         return make()
 
-    return _StoreThread().run(on_device, seconds)
+    return CallThread("ds_dynmo store").run(on_device, seconds)
 
 
 def meet(store: BoundedStore, name: str, world_size: int, timeout: timedelta) -> None:
@@ -107,7 +112,7 @@ class BoundedStore:
     def __init__(self, raw: Any, timeout_seconds: float) -> None:
         self.raw = raw
         self._timeout_seconds = timeout_seconds
-        self._thread = _StoreThread()
+        self._thread = CallThread("ds_dynmo store")
 
     def view(self, raw: Any) -> BoundedStore:
         """Return a store over the same connection, such as a part of this one."""
@@ -115,7 +120,7 @@ class BoundedStore:
         other.raw = raw
         return other
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         """Write a key."""
         self._run(lambda: self.raw.set(key, value))
 

@@ -1,40 +1,47 @@
-"""Compare the clocks of ranks with rank 0's."""
+"""Compare the clocks of ranks with the first rank's, along a tree."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
 
 import torch
-import torch.distributed as dist
+
+from ds_dynmo.engine.comm.host_links import HostLinks
+from ds_dynmo.engine.comm.tree import Tree
 
 _QUESTIONS = 10
 
 
-def clock_offset(group: Any, now: Callable[[], float]) -> tuple[float, float]:
-    """Measure by how many seconds this rank's clock is ahead of rank 0's, and the error bound. Collective.
+def clock_offset(links: HostLinks, tree: Tree, now: Callable[[], float], timeout: timedelta) -> tuple[float, float]:
+    """Measure by how many seconds this rank's clock is ahead of the first rank's, and the error bound. Collective.
 
-    Each rank asks rank 0 for its time several times. The fastest answer counts, and half of its round trip is the error
-    bound (Cristian, "Probabilistic clock synchronization", 1989).
+    Each rank asks its parent for the time several times. The fastest answer counts, and half of its round trip is the
+    error bound (Cristian, "Probabilistic clock synchronization", 1989). Offsets and bounds add up along the tree.
 
     Args:
-        group: of all ranks, on the CPU.
         now: this rank's clock, in seconds.
+        timeout: that a message waits for the other rank.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
     question, answer = torch.zeros(2, 1, dtype=torch.float64, device="cpu")
-    trips: list[tuple[float, float]] = [] if rank else [(0.0, 0.0)]
-    for asking in range(1, world):
-        for _ in range(_QUESTIONS if rank in (0, asking) else 0):
-            if rank == 0:
-                dist.recv(question, asking, group=group)
-                answer[0] = now()
-                dist.send(answer, asking, group=group)
-            else:
-                asked = now()
-                dist.send(question, 0, group=group)
-                dist.recv(answer, 0, group=group)
-                half = (now() - asked) / 2
-                trips.append((half, asked + half - answer.item()))
-    error_seconds, offset_seconds = min(trips)
+    of_parent = torch.zeros(2, dtype=torch.float64, device="cpu")
+    offset_seconds = error_seconds = 0.0
+    if tree.parent is not None:
+        trips: list[tuple[float, float]] = []
+        for _ in range(_QUESTIONS):
+            asked = now()
+            links.send(question, tree.parent).wait(timeout)
+            links.receive(answer, tree.parent).wait(timeout)
+            half = (now() - asked) / 2
+            trips.append((half, asked + half - answer.item()))
+        links.receive(of_parent, tree.parent).wait(timeout)
+        error_seconds, offset_seconds = min(trips)
+        offset_seconds, error_seconds = offset_seconds + of_parent[0].item(), error_seconds + of_parent[1].item()
+    own = torch.tensor([offset_seconds, error_seconds], dtype=torch.float64, device="cpu")
+    for child in reversed(tree.children):
+        for _ in range(_QUESTIONS):
+            links.receive(question, child).wait(timeout)
+            answer[0] = now()
+            links.send(answer, child).wait(timeout)
+        links.send(own, child).wait(timeout)
     return offset_seconds, error_seconds

@@ -1,19 +1,17 @@
 """The control plane: small values that ranks exchange, and agreement between ranks before layers move.
 
-It uses a separate gloo group on the CPU with a separate time-out. So it never waits for an accelerator, and if a rank
-does not take part, the error names it. Ranks come to it from training and from code of the user, which may keep one of
-them: for that rank they wait as long as a batch does (:meth:`Communicator.enter`). Layers travel from rank to rank on
-another group (:mod:`ds_dynmo.engine.comm.point_to_point`).
+Values travel along trees of ranks on the CPU, with a separate time-out. So it never waits for an accelerator, and if a
+rank does not take part, the error names it. Ranks come to it from training and from code of the user, which may keep
+one of them: for that rank they wait as long as a batch does (:meth:`Communicator.enter`). Layers travel from rank to
+rank on other links (:mod:`ds_dynmo.engine.comm.point_to_point`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,63 +21,23 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from ds_dynmo.engine.comm import hosts
+from ds_dynmo.engine.comm.agreement import EncodedValue, Failure, differing_texts, share_of_difference
 from ds_dynmo.engine.comm.bounded import BoundedStore, call_within_seconds, default_timeout
 from ds_dynmo.engine.comm.clock import clock_offset
-from ds_dynmo.engine.comm.coordinates import RankCoordinates
+from ds_dynmo.engine.comm.coordinates import GroupPlace, RankCoordinates
+from ds_dynmo.engine.comm.host_links import HostLinks
 from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
 from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
-from ds_dynmo.engine.comm.posted import PostedBroadcast, PostedMaximum
-from ds_dynmo.engine.comm.same_facts import ranks_by
+from ds_dynmo.engine.comm.posted import Posted, PostedBroadcast, PostedReduction
+from ds_dynmo.engine.comm.roll_call import RollCall
 from ds_dynmo.engine.comm.store_agreement import StoreAgreement
-from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
+from ds_dynmo.engine.comm.tree import Tree, maximum
+from ds_dynmo.errors import MigrationError, raise_unless_harmless
 from ds_dynmo.torch_private import default_store, prefix_store
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
-
-_EXPECTED = (PartitionError, MigrationError)  # training can continue after them
-
-
-@dataclass(frozen=True)
-class _EncodedValue:
-    """A pickled value for other ranks, or the reason why it cannot be sent."""
-
-    data: bytes
-    problem: str = ""
-
-    @classmethod
-    def of(cls, value: Any) -> _EncodedValue:
-        try:
-            return cls(to_bytes(value))
-        except Exception as error:  # any error of a user's object; other ranks have to know
-            return cls(b"", repr(error))
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """An exception in the form that is sent to other ranks."""
-
-    kind: str
-    text: str
-
-    @classmethod
-    def of(cls, error: Exception) -> _Failure:
-        expected = (kind.__name__ for kind in _EXPECTED if isinstance(error, kind))
-        return cls(next(expected, type(error).__name__), str(error))
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.text}"
-
-    @property
-    def is_expected(self) -> bool:
-        return any(kind.__name__ == self.kind for kind in _EXPECTED)
-
-    def error(self, message: str) -> Exception:
-        """Build the error that this rank raises for it."""
-        if self.kind == PartitionError.__name__:
-            return PartitionError(message)
-        return MigrationError(message, harmless=True)
 
 
 def check_hosts(timeout_seconds: float) -> None:
@@ -119,25 +77,34 @@ class Communicator:
         self._tied_groups: dict[tuple[int, ...], Any] = {}
         self._posted: PostedBroadcast | None = None
         self.worlds_left = 0
+        self._sent_to_first: Posted | None = None
         self.sum_over_world(torch.zeros(1, device="cpu"))
         self.connect("initialize")
 
     # -- who takes part -------------------------------------------------------------------------------
 
     def connect(self, what: str) -> None:
-        """Create the process groups of the present world for the operation ``what``. Collective over the world."""
-        self.here = RankCoordinates.of(self.grid)
-        self._control = call_within_seconds(
-            2 * self._timeout_seconds, lambda: dist.new_group(backend="gloo", timeout=self._timeout)
-        )
-        self.p2p = PointToPoint(self.rank_of, self._control, self.device, self._timeout_seconds)
+        """Form what the present world needs for the operation ``what``. Collective over the world.
+
+        All ranks have to have formed what the world before needed.
+        """
+        self.here = here = RankCoordinates.of(self.grid)
+        self._what, self._next_timeout = what, self._timeout
+        store = BoundedStore(default_store(), self._timeout_seconds)
+        name = f"ds_dynmo/control/{(store.add('ds_dynmo/control', 1) - 1) // here.world_size}"
+
+        def part(of_name: str) -> BoundedStore:
+            return BoundedStore(prefix_store(f"{name}/{of_name}", default_store()), self._timeout_seconds)
+
+        self._links = HostLinks(part("links"), self._timeout)
+        self._roll_call = RollCall(part("roll call"), here.rank, here.world_size)
+        self._world = Tree(self._links, range(here.world_size), here.rank)
+        self._pipeline_ranks = [self.rank_of(stage) for stage in range(here.num_stages)]
+        self._pipeline = Tree(self._links, self._pipeline_ranks, here.rank)
+        self.p2p = PointToPoint(self.rank_of, self._links, part("layers"), self.device, self._timeout_seconds)
         self._tied_groups.clear()
         self._rank_alone: Any = None
         self._neighbour_links: NeighbourLinks | None = None
-        self._store = BoundedStore(default_store(), self._timeout_seconds)
-        self._entered, self._next_timeout = 0, self._timeout
-        self._what = what
-        self._announce()
 
     def leave(self) -> None:
         """Wait until every rank is done, before the present world ends. Collective."""
@@ -145,27 +112,13 @@ class Communicator:
         self.all_done()
         self.worlds_left += 1
 
-    def _announce(self) -> None:
-        with suppress(RuntimeError):  # only used to name missing ranks; a collective fails by itself
-            self._store.set(_entered_key(dist.get_rank()), str(self._entered))
-
-    def _missing(self) -> list[int]:
-        keys = map(_entered_key, range(dist.get_world_size()))
-        return [
-            rank
-            for rank, key in enumerate(keys)
-            if not self._store.check([key]) or int(self._store.get(key)) < self._entered
-        ]
-
     def enter(self, what: str) -> None:
         """Announce that this rank takes part in the collective ``what``, which starts now.
 
         The first reduction of it waits for the other ranks as long as a batch does.
         """
         self.wait_for_posted_broadcast()
-        self._entered += 1
         self._what, self._next_timeout = what, self._timeout_of_batch()
-        self._announce()
 
     def _timeout_of_batch(self) -> timedelta:
         """Return how long ranks wait for one that trains, or that code of the user keeps."""
@@ -194,16 +147,27 @@ class Communicator:
         if posted is not None:
             posted.wait()
 
-    def _control_failed(self, error: RuntimeError, timeout: timedelta | None = None) -> MigrationError:
-        who, waited = "a rank failed, or the link to it", f"{(timeout or self._timeout).total_seconds():g} s"
-        if "timed out" in str(error).lower():
-            try:
-                missing = self._missing()
-            except RuntimeError as silence:  # report the first error anyway
+    @contextmanager
+    def _over_world(self) -> Iterator[timedelta]:
+        """Come to a collective over the world, and turn its error into one that says who is missing."""
+        timeout, self._next_timeout = self._next_timeout, self._timeout
+        number = self._roll_call.come()
+        try:
+            yield timeout
+        except RuntimeError as error:
+            raise self._failed(error, number, timeout) from error
+
+    def _failed(self, error: RuntimeError, number: int, timeout: timedelta) -> MigrationError:
+        who, waited = "a rank failed, or the link to it", f"{timeout.total_seconds():g} s"
+        timed_out = "timed out" in str(error).lower()
+        try:
+            missing = self._roll_call.missing(number, timed_out=timed_out)
+        except RuntimeError as silence:  # report the first error anyway
+            if timed_out:
                 who = f"after {waited} a rank is missing, and it is not known which: {silence}"
-            else:
-                if missing:
-                    who = f"ranks {missing} did not call it within {waited}"
+        else:
+            if missing:
+                who = f"ranks {missing} did not call it within {waited}"
         return MigrationError(
             f"{self._what} is collective, but {who}. No layer has moved, yet the ranks are out of step: resume the job "
             f"from its last checkpoint ({error})"
@@ -211,20 +175,38 @@ class Communicator:
 
     # -- beside the main thread -----------------------------------------------------------------------
 
-    def post_max(self, numbers: torch.Tensor) -> PostedMaximum:
+    def post_max(self, numbers: torch.Tensor) -> PostedReduction:
         """Post an elementwise maximum over all ranks of a CPU tensor, in place. Collective over the world.
 
         It waits as long as a batch does for ranks that have not posted it.
         """
-        return PostedMaximum(numbers, self._control, self._timeout_of_batch())
+        timeout = self._timeout_of_batch()
+        wait = self._world.post_reduce(numbers, maximum, timeout)
+        return PostedReduction(numbers, wait, self._roll_call.come(), timeout)
 
-    def read_max(self, posted: PostedMaximum) -> torch.Tensor:
+    def read_max(self, posted: PostedReduction) -> torch.Tensor:
         """Wait for the numbers of :meth:`post_max`."""
         try:
             posted.wait()
         except RuntimeError as error:
-            raise self._control_failed(error, posted.timeout) from error
+            raise self._failed(error, posted.number, posted.timeout) from error
         return posted.tensor
+
+    def post_max_to_first(self, numbers: torch.Tensor) -> PostedReduction:
+        """Post an elementwise maximum like :meth:`post_max`, of which the first rank alone learns the result.
+
+        Other ranks wait for nobody.
+        """
+        if self._sent_to_first is not None:
+            self._sent_to_first.wait()  # it has left long since
+        timeout = self._timeout_of_batch()
+        wait = self._world.post_reduce_to_first(numbers, maximum, timeout)
+        self._sent_to_first = posted = PostedReduction(numbers, wait, self._roll_call.come(), timeout)
+        return posted
+
+    def read_max_on_first(self, posted: PostedReduction) -> torch.Tensor | None:
+        """Wait for the numbers of :meth:`post_max_to_first` on the first rank; return None on others at once."""
+        return self.read_max(posted) if self.here.rank == 0 else None
 
     def store_agreement(self) -> StoreAgreement:
         """Return a way by which threads of all ranks agree without collectives. Collective over the world."""
@@ -238,8 +220,8 @@ class Communicator:
 
     def max_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
         """Take the elementwise maximum over all ranks of a CPU tensor, in place. Collective over the world."""
-        timeout, self._next_timeout = self._next_timeout, self._timeout
-        return self.read_max(PostedMaximum(numbers, self._control, timeout))
+        with self._over_world() as timeout:
+            return self._world.reduce(numbers, maximum, timeout)
 
     def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum elementwise over all ranks, on the device of ``numbers``. Collective over the world."""
@@ -271,8 +253,9 @@ class Communicator:
         Raises:
             MigrationError: on every rank, if the value of one rank cannot be sent.
         """
-        values, _ = self.gather_from_all(self._what, lambda: (value, None))
-        return values()
+        with self._over_world() as timeout:
+            gathered = self._gathered(self._world, to_bytes(EncodedValue.of(value)), timeout)
+        return self._received(gathered)
 
     def broadcast_object(self, value: Any) -> Any:
         """Send the picklable value of rank 0 to all; the values of others are ignored. Collective over the world.
@@ -280,14 +263,18 @@ class Communicator:
         Raises:
             MigrationError: on every rank, if it cannot be sent.
         """
-        box = [_EncodedValue.of(value) if dist.get_rank() == 0 else None]
-        try:
-            dist.broadcast_object_list(box, src=0, group=self._control)
-        except RuntimeError as error:
-            raise self._control_failed(error) from error
-        return self._received(box)[0]
+        sent = [to_bytes(EncodedValue.of(value))] if self.here.rank == 0 else []
+        with self._over_world() as timeout:
+            received = self._world.broadcast(sent, 1, timeout)
+        return self._received(received)[0]
 
-    def _received(self, values: Sequence[Any]) -> list[Any]:
+    @staticmethod
+    def _gathered(tree: Tree, data: bytes, timeout: timedelta) -> list[bytes]:
+        """Gather a byte string of each rank of a tree on all of them."""
+        return tree.broadcast(tree.gather(data, timeout), tree.size, timeout)
+
+    def _received(self, encoded: Sequence[bytes]) -> list[Any]:
+        values: list[EncodedValue] = [from_bytes(data, self.device) for data in encoded]
         problems = {rank: sent.problem for rank, sent in enumerate(values) if sent.problem}
         if problems:
             raise MigrationError(f"{self._what}: ranks cannot send what they have to: {problems}", harmless=True)
@@ -301,11 +288,10 @@ class Communicator:
         if self.grid.get_slice_parallel_world_size() == 1:
             return [value]
         ranks = dist.get_process_group_ranks(self.grid.get_slice_parallel_group())
-        encoded = _EncodedValue.of(value)
+        encoded = to_bytes(EncodedValue.of(value))
         others = [rank for rank in ranks if rank != dist.get_rank()]
-        received = self.p2p.exchange_bytes(dict.fromkeys(others, to_bytes(encoded)), others)
-        values = [from_bytes(received[rank], self.device) if rank in received else encoded for rank in ranks]
-        return self._received(values)
+        received = self.p2p.exchange_bytes(dict.fromkeys(others, encoded), others)
+        return self._received([received.get(rank, encoded) for rank in ranks])
 
     def clock_offset(self, now: Callable[[], float]) -> tuple[float, float]:
         """Measure by how many seconds this rank's clock is ahead of rank 0's, and the error bound.
@@ -314,22 +300,17 @@ class Communicator:
         """
         self.wait_for_posted_broadcast()
         self.max_over_world(torch.zeros(1, device="cpu"))  # waits for ranks whose batch goes on
-        try:
-            return clock_offset(self._control, now)
-        except RuntimeError as error:
-            raise self._control_failed(error) from error
+        with self._over_world() as timeout:
+            return clock_offset(self._links, self._world, now, timeout)
 
     def gather_on_first(self, value: Any) -> list[Any]:
         """Gather one small picklable value of every rank on rank 0, in rank order; other ranks get an empty list.
 
         Collective over the world.
         """
-        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        try:
-            dist.gather_object(_EncodedValue.of(value), gathered, group_dst=0, group=self._control)
-        except RuntimeError as error:
-            raise self._control_failed(error) from error
-        return self._received(gathered or [])
+        with self._over_world() as timeout:
+            gathered = self._world.gather(to_bytes(EncodedValue.of(value)), timeout)
+        return self._received(gathered)
 
     def everywhere(
         self,
@@ -337,7 +318,7 @@ class Communicator:
         function: Callable[[], Result],
         *,
         same: Callable[[Result], object] | None = None,
-        compared_in: tuple[int, int] = (0, 1),
+        compared_in: GroupPlace | None = None,
         error: type[Exception] | None = None,
     ) -> Result:
         """Call ``function`` on every rank, and return its result once it has succeeded on all.
@@ -349,8 +330,8 @@ class Communicator:
         Args:
             what: name of the operation in messages, such as "deciding where layers go".
             same: returns the part of a result that has to be the same on all ranks, by its text; None: nothing has to.
-            compared_in: number of this rank's group, and number of groups, if ranks are divided into groups in which
-                ``same`` is compared.
+            compared_in: this rank's place in its group, if ranks are divided into groups in which ``same`` is compared;
+                None: it is compared over the world.
             error: raised on every rank instead of the errors below.
 
         Raises:
@@ -378,9 +359,8 @@ class Communicator:
             except Exception as error:  # any error of a user's object; other ranks have to know
                 raise_unless_harmless(error)
                 failure = error
-        self.max_over_world(torch.zeros(1, device="cpu"))  # rank 0 may take as long as a batch
-        sent = (result, None) if failure is None else (None, _Failure.of(failure))
-        of_first, problem = self.broadcast_object(sent)
+        self._next_timeout = self._timeout_of_batch()  # rank 0 may take as long
+        of_first, problem = self.broadcast_object((result, None) if failure is None else (None, Failure.of(failure)))
         if problem is None:
             found: Result = result if self.here.rank == 0 else of_first
             return found
@@ -388,45 +368,64 @@ class Communicator:
             logger.error(f"{what} failed:\n{''.join(traceback.format_exception(failure))}")
         raise problem.error(problem.text if problem.is_expected else f"{what} failed: {problem}. No layer has moved")
 
-    def gather_from_all(
+    def gather_over_pipeline(self, value: Any) -> list[Any]:
+        """Gather one small picklable value of every stage, where replicas have the same. Collective over the world.
+
+        Returns:
+            The values of this pipeline, by stage; but the values of all ranks, in rank order, if those of a stage's
+            ranks differ.
+
+        Raises:
+            MigrationError: on every rank, if the value of one rank cannot be sent.
+        """
+        values, _ = self.agree_and_gather(self._what, lambda: (value, None))
+        return list(values().values())
+
+    def agree_and_gather(
         self,
         what: str,
         function: Callable[[], tuple[Value, Result]],
         *,
         same: Callable[[Result], object] | None = None,
-    ) -> tuple[Callable[[], list[Value]], Result]:
+        alike: Callable[[Value], object] | None = None,
+    ) -> tuple[Callable[[], dict[int, Value]], Result]:
         """Call ``function`` on every rank; once it has succeeded on all, gather the first part of its results.
 
         Collective over the world: a small reduction, and a gathering if a rank has another value than None. Arguments
         and errors are those of :meth:`everywhere`. A value that cannot be pickled is a failure too.
 
         Args:
-            function: returns a picklable value for all ranks, and a result for this rank.
+            function: returns a picklable value for other ranks, and a result for this rank.
+            alike: returns what says, by its text, whether a stage's ranks have the same value; None: the pickled value.
 
         Returns:
-            A function that loads the values of all ranks, in rank order, and this rank's result. Loading may fail on
-            this rank alone.
+            A function that loads the values by rank, and this rank's result. Values are those of this pipeline; but
+            those of all ranks, if those of a stage's ranks differ. Loading may fail on this rank alone.
         """
 
-        def encoded() -> tuple[bytes, Result]:
+        def encoded() -> tuple[str, bytes, Result]:
             value, result = function()
-            return b"" if value is None else to_bytes(value), result
+            data = b"" if value is None else to_bytes(value)
+            return data.hex() if alike is None else str(alike(value)), data, result
 
-        (data, result), most = self._everywhere(
-            what, encoded, same=None if same is None else lambda both: same(both[1]), size=lambda both: len(both[0])
+        (_, data, result), num_values, stages_differ = self._everywhere(
+            what,
+            encoded,
+            same=None if same is None else lambda each: same(each[2]),
+            counts=lambda each: bool(each[1]),
+            alike=lambda each: each[0],
         )
-        received = torch.zeros(dist.get_world_size(), most, dtype=torch.uint8, device="cpu")
-        if most:
-            sent = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
-            try:
-                dist.all_gather(list(received), sent, group=self._control)
-            except RuntimeError as error:
-                raise self._control_failed(error) from error
+        gathered = dict.fromkeys(self._pipeline_ranks, b"")
+        if num_values:
+            tree = self._world if stages_differ else self._pipeline
+            with self._over_world() as timeout:
+                values = self._gathered(tree, data, timeout)
+            gathered = dict(zip(range(self.here.world_size) if stages_differ else self._pipeline_ranks, values))
 
-        def values() -> list[Any]:  # a pickle ends before the zeros behind it
-            return [from_bytes(row.numpy().tobytes(), self.device) if row.any() else None for row in received]
+        def load() -> dict[int, Any]:
+            return {rank: from_bytes(theirs, self.device) if theirs else None for rank, theirs in gathered.items()}
 
-        return values, result
+        return load, result
 
     def _everywhere(
         self,
@@ -434,52 +433,46 @@ class Communicator:
         function: Callable[[], Result],
         *,
         same: Callable[[Result], object] | None = None,
-        compared_in: tuple[int, int] = (0, 1),
+        compared_in: GroupPlace | None = None,
         error: type[Exception] | None = None,
-        size: Callable[[Result], int] = lambda result: 0,
-    ) -> tuple[Result, int]:
-        """Return this rank's result, and the greatest ``size`` of all ranks' results: see :meth:`everywhere`."""
+        counts: Callable[[Result], bool] = lambda result: False,
+        alike: Callable[[Result], str] = lambda result: "",
+    ) -> tuple[Result, int, bool]:
+        """Return this rank's result: see :meth:`everywhere`.
+
+        Returns:
+            Also the number of ranks whose results count, and whether those of a stage differ by the text ``alike``.
+        """
         failure: Exception | None = None
-        this_size = 0
-        text = ""
+        is_counted, text, text_of_stage = False, "", ""
+        place = compared_in or self.here.in_world
         try:
             result = function()
             text = str(same(result)) if same is not None else ""
-            this_size = size(result)
+            is_counted, text_of_stage = counts(result), alike(result)
         except Exception as raised:  # any error of a user's object; other ranks have to know
             if error is None:
                 raise_unless_harmless(raised)
             failure = raised
-        group, groups = compared_in
-        digest = _number_of(text)
-        most_and_least = torch.full((2, groups), torch.iinfo(torch.int64).min, device="cpu")
-        most_and_least[:, group] = torch.tensor([digest, -digest], device="cpu")
-        numbers = torch.tensor([int(failure is not None), this_size], device="cpu")
-        failed, greatest, *digests = self.max_over_world(torch.cat([numbers, most_and_least.flatten()])).tolist()
+        shares = share_of_difference(place, text), share_of_difference(self.here.in_stage, text_of_stage)
+        numbers = torch.tensor([int(failure is not None), int(is_counted), *shares], device="cpu")
+        with self._over_world() as timeout:
+            failed, counted, differ, stages_differ = self._world.reduce(numbers, torch.Tensor.add_, timeout).tolist()
         if failed:
             raise self._first_failure(what, failure, error) from failure
-        if any(most != -least for most, least in zip(digests[:groups], digests[groups:])):
-            differing = self._differing_texts(group, text)
+        if differ:
+            differing = differing_texts(self.gather_objects((place.group, text)))
             if error is not None:
                 raise error(f"{what}: ranks differ: {differing}")
             raise MigrationError(f"{what}: ranks differ: {differing}. No layer has moved", harmless=True)
-        return result, greatest
-
-    def _differing_texts(self, group: int, text: str) -> str:
-        """Describe which ranks have which text, in groups where texts differ. Collective over the world."""
-        entries = self.gather_objects((group, text))
-        texts_of: dict[int, set[str]] = {}
-        for number, theirs in entries:
-            texts_of.setdefault(number, set()).add(theirs)
-        ranks_of = ranks_by([theirs if len(texts_of[number]) > 1 else "" for number, theirs in entries])
-        return ", ".join(f"{theirs} on ranks {ranks}" for theirs, ranks in ranks_of.items() if theirs)
+        return result, counted, bool(stages_differ)
 
     def _first_failure(self, what: str, failure: Exception | None, error: type[Exception] | None) -> Exception:
         """Return the error for all ranks to raise: the first failure by rank. Collective over the world.
 
         That rank logs an unexpected failure, unless the caller passes ``error``.
         """
-        failures: list[_Failure | None] = self.gather_objects(None if failure is None else _Failure.of(failure))
+        failures: list[Failure | None] = self.gather_objects(None if failure is None else Failure.of(failure))
         failed = [rank for rank, theirs in enumerate(failures) if theirs is not None]
         first = failures[failed[0]]
         assert first is not None
@@ -502,17 +495,17 @@ class Communicator:
         Returns:
             The maxima of ``worst`` over all ranks, and the sum of ``number`` over the stages of this rank's pipeline.
         """
-        pipeline, pipelines = self.here.pipeline
-        of_stages = torch.zeros(pipelines, self.here.num_stages, dtype=torch.float64, device="cpu")
-        of_stages[pipeline, self.here.stage] = number
-        numbers = torch.cat([torch.tensor(worst, dtype=torch.float64, device="cpu"), of_stages.flatten()])
-        self._wait_for_all(numbers)
-        of_stages = numbers[len(worst) :].view_as(of_stages)
-        return numbers[: len(worst)].tolist(), of_stages[pipeline].sum().item()
+        numbers = torch.tensor([*worst, 0.0], dtype=torch.float64, device="cpu")
+        self._wait_for_all(numbers[:-1])
+        numbers[-1] = number
+        with self._over_world() as timeout:
+            self._pipeline.reduce(numbers[-1:], torch.Tensor.add_, timeout)
+        *worst, number = numbers.tolist()
+        return worst, number
 
     def _wait_for_all(self, numbers: torch.Tensor) -> None:
         try:
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._control)
+            self._world.reduce(numbers, maximum, self._timeout)
         except RuntimeError as error:
             raise MigrationError(f"another rank did not finish its part of the move ({error})") from error
 
@@ -558,13 +551,3 @@ class Communicator:
             )
         self._neighbour_links.connect(loop=loop)
         return self._neighbour_links
-
-
-def _number_of(text: str) -> int:
-    """Hash a text to a number for comparison between ranks."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def _entered_key(rank: int) -> str:
-    """Return the store's key of a rank's count of collectives."""
-    return f"ds_dynmo/entered/{rank}"

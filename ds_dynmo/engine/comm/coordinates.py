@@ -7,6 +7,20 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class GroupPlace:
+    """The place of a rank, if all ranks are divided into groups of one kind.
+
+    Attributes:
+        group: number of its group.
+        index, size: its place among the group's ranks, and their number.
+    """
+
+    group: int
+    index: int
+    size: int
+
+
+@dataclass(frozen=True)
 class RankCoordinates:
     """The position of one rank in the present world.
 
@@ -41,11 +55,21 @@ class RankCoordinates:
         )
 
     @property
-    def slice_of_stage(self) -> tuple[int, int]:
-        """The number of this rank's pair of stage and slice, and the count of such pairs."""
-        return self.stage * self.tp_size + self.tp_rank, self.num_stages * self.tp_size
+    def in_world(self) -> GroupPlace:
+        """The place among all ranks."""
+        return GroupPlace(0, self.rank, self.world_size)
 
     @property
-    def pipeline(self) -> tuple[int, int]:
-        """The number of this rank's pipeline (pair of replica and slice), and the count of pipelines."""
-        return self.replica * self.tp_size + self.tp_rank, self.replicas * self.tp_size
+    def in_pipeline(self) -> GroupPlace:
+        """The place among the stages of this replica and slice."""
+        return GroupPlace(self.replica * self.tp_size + self.tp_rank, self.stage, self.num_stages)
+
+    @property
+    def in_slice_of_stage(self) -> GroupPlace:
+        """The place among the replicas of this slice of the stage."""
+        return GroupPlace(self.stage * self.tp_size + self.tp_rank, self.replica, self.replicas)
+
+    @property
+    def in_stage(self) -> GroupPlace:
+        """The place among the replicas and slices of this stage."""
+        return GroupPlace(self.stage, self.replica * self.tp_size + self.tp_rank, self.replicas * self.tp_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_dynmo.engine.comm.bounded import call_within_seconds
+from ds_dynmo.engine.comm.host_links import PeerTensor
 
 
 def device_group(device: torch.device, timeout: timedelta, store_seconds: float) -> Any:
@@ -29,3 +31,16 @@ def device_group(device: torch.device, timeout: timedelta, store_seconds: float)
         return group
 
     return call_within_seconds(timeout.total_seconds() + store_seconds, make)
+
+
+class DeviceLinks:
+    """Messages between the ranks of a process group, as :class:`HostLinks` has them on the CPU."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def post(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> list[Any]:
+        """Begin several operations together."""
+        operations = [dist.P2POp(dist.irecv, tensor, rank, group=self._group) for rank, tensor in receives]
+        operations += [dist.P2POp(dist.isend, tensor, rank, group=self._group) for rank, tensor in sends]
+        return dist.batch_isend_irecv(operations) if operations else []

@@ -5,43 +5,51 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_dynmo.engine.comm.bounded import default_timeout
-from ds_dynmo.engine.comm.device_group import device_group
+from ds_dynmo.engine.comm.bounded import BoundedStore, default_timeout
+from ds_dynmo.engine.comm.device_group import DeviceLinks, device_group
+from ds_dynmo.engine.comm.host_links import HostLinks, PeerTensor
 from ds_dynmo.engine.comm.pending import PendingExchange
 from ds_dynmo.engine.comm.rounds import Message, Messages, Round, Rounds, RoundsInThread, RoundsOnStream, rounds_of
 from ds_dynmo.engine.comm.transfer_stream import TransferStream
 
 SMALL_BYTES = 1 << 16  # tensors up to this size are packed into one message
 
-PeerTensor = tuple[int, torch.Tensor]  # a tensor and the rank it goes to or comes from
-
 
 class PointToPoint:
     """One rank's messages to others. Construction is collective.
 
-    Byte strings travel on the control group, on the CPU, and wait as long as a batch does. Tensors travel on
-    a separate process group: messages of one group arrive in the order of sending, so layers would delay, or be
-    mistaken for, the activations of a batch that runs meanwhile.
+    Byte strings travel on the links of small numbers, on the CPU, and wait as long as a batch does. Tensors travel on
+    links of their own: layers would delay the small numbers, and delay, or be mistaken for, the activations of a batch
+    that runs meanwhile, as messages of a process group arrive in the order of sending.
 
     Args:
         rank_of: returns the rank that holds a stage.
-        control: the gloo group of small numbers.
+        control: the links of small numbers.
+        store: a part of the launch's for the links of layers.
         device: the engine's device.
         timeout_seconds: that an operation waits for the other ranks.
     """
 
     def __init__(
-        self, rank_of: Callable[[int], int], control: Any, device: torch.device, timeout_seconds: float
+        self,
+        rank_of: Callable[[int], int],
+        control: HostLinks,
+        store: BoundedStore,
+        device: torch.device,
+        timeout_seconds: float,
     ) -> None:
         self._rank_of, self._control, self._device = rank_of, control, device
         self._timeout = timedelta(seconds=timeout_seconds)
         self._timeout_of_batch = max(self._timeout, default_timeout())  # NCCL ends a rank that waits longer
-        self._layers = device_group(device, self._timeout_of_batch, timeout_seconds)
+        self._layers: HostLinks | DeviceLinks = (
+            HostLinks(store, self._timeout_of_batch)
+            if dist.get_backend() == "gloo"
+            else DeviceLinks(device_group(device, self._timeout_of_batch, timeout_seconds))
+        )
         self._stream = TransferStream(device)
 
     # -- byte strings ---------------------------------------------------------------------------------
@@ -64,11 +72,8 @@ class PointToPoint:
         return {rank: data.numpy().tobytes() for rank, data in arriving.items()}
 
     def _swap(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
-        works: list[Any] = [
-            dist.irecv(tensor, rank, group=self._control) for rank, tensor in incoming.items() if tensor.numel()
-        ]
-        works += [dist.isend(tensor, rank, group=self._control) for rank, tensor in outgoing.items() if tensor.numel()]
-        for work in works:
+        sends, receives = ([both for both in tensors.items() if both[1].numel()] for tensors in (outgoing, incoming))
+        for work in self._control.post(sends, receives):
             work.wait(self._timeout_of_batch)
 
     # -- tensors --------------------------------------------------------------------------------------
@@ -96,7 +101,8 @@ class PointToPoint:
         return Rounds([Round(_messages(sends), _messages(receives))], self._posted)
 
     def _posted(self, messages: Round, timeout: timedelta | None = None) -> PendingExchange:
-        operations: list[Any] = []
+        sends: list[PeerTensor] = []
+        receives: list[PeerTensor] = []
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         with self._stream.after_compute():
             for peer, message in messages.receives:
@@ -106,15 +112,14 @@ class PointToPoint:
                     staged.append((whole, buffer))
                 if len(message) > 1:
                     staged += zip(message, torch.split(whole, [tensor.numel() for tensor in message]))
-                operations.append(dist.P2POp(dist.irecv, buffer, peer, group=self._layers))
+                receives.append((peer, buffer))
             for peer, message in messages.sends:
                 whole = message[0] if len(message) == 1 else torch.cat(message)
                 buffer = self._transportable(whole, copy=True)
-                operations.append(dist.P2POp(dist.isend, buffer, peer, group=self._layers))
-            works = dist.batch_isend_irecv(operations) if operations else []
-        return PendingExchange(
-            works, [operation.tensor for operation in operations], staged, self._stream, timeout or self._timeout
-        )
+                sends.append((peer, buffer))
+            works = self._layers.post(sends, receives)
+        buffers = [tensor for _, tensor in sends + receives]
+        return PendingExchange(works, buffers, staged, self._stream, timeout or self._timeout)
 
     def exchange(
         self,

@@ -26,12 +26,12 @@ class Posted:
 
     Args:
         tensor: nothing else may write to it until the result has arrived.
-        work: torch's handle.
+        wait: waits until the result has arrived or left.
     """
 
-    def __init__(self, tensor: torch.Tensor, work: Any) -> None:
+    def __init__(self, tensor: torch.Tensor, wait: Callable[[], object]) -> None:
         self.tensor = tensor
-        self._work = work
+        self._wait: Callable[[], object] | None = wait
         _UNDER_WAY.add(self)
 
     def wait(self) -> None:
@@ -40,25 +40,24 @@ class Posted:
         Raises:
             RuntimeError: another rank is gone.
         """
-        work = self._work  # another thread may wait too
-        if work is not None:
+        wait = self._wait  # another thread may wait too
+        if wait is not None:
             _UNDER_WAY.discard(self)
-            work.wait()
-            self._work = None
+            wait()
+            self._wait = None
 
 
-class PostedMaximum(Posted):
-    """An elementwise maximum over the ranks of a group, in place. Construction is collective.
+class PostedReduction(Posted):
+    """A reduction over the world.
 
-    Args:
+    Attributes:
+        number: of the collective (:class:`RollCall`).
         timeout: that it waits for the other ranks.
     """
 
-    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, timeout: timedelta) -> None:
-        options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.MAX), timeout
-        super().__init__(tensor, group.allreduce([tensor], options))
-        self.timeout = timeout
+    def __init__(self, tensor: torch.Tensor, wait: Callable[[], object], number: int, timeout: timedelta) -> None:
+        super().__init__(tensor, wait)
+        self.number, self.timeout = number, timeout
 
 
 class PostedBroadcast(Posted):
@@ -67,7 +66,7 @@ class PostedBroadcast(Posted):
     def __init__(self, tensor: torch.Tensor, src: int, group: Any) -> None:
         if dist.get_rank() != src:
             tensor.fill_(torch.nan)  # so that a read without a wait is noticed
-        super().__init__(tensor, dist.broadcast(tensor, src, group=group, async_op=True))
+        super().__init__(tensor, dist.broadcast(tensor, src, group=group, async_op=True).wait)
 
     def element(self, index: int) -> PostedTensor:
         """Return a tensor for one element of the value."""

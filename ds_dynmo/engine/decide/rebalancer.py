@@ -81,7 +81,6 @@ class Rebalancer:
         self.failure: Exception | None = None
         self._move_seconds = 0.0  # of moves since the last profile, on this rank
         self._profile_seconds = 0.0  # spent gathering the latest profile
-        self._posted: PostedProfile | None = None
         self._waits_for_profile = False
         self.budget = TransferBudget()
         stage.layers_moved.subscribe("measurements and estimates are of the stages before", self._layers_moved)
@@ -104,7 +103,7 @@ class Rebalancer:
             The request of a decision that is due now; None: none is.
         """
         self.go(events.BatchEnded(self._stage.counters.steps))
-        if self._needs_profile_now and self._posted is None:
+        if self._needs_profile_now and not isinstance(self.cycle.state, Measuring):
             self._post_due_profile(waits=True)
         try:
             request = self.read_profile()
@@ -215,9 +214,8 @@ class Rebalancer:
             began = time.perf_counter()
             if waits:
                 self._comm.enter("rebalance")
-            self._posted = PostedProfile(self._stage, self._profiler, self._move_seconds)
+            self.decider.begin_to_read(PostedProfile(self._stage, self._profiler, self._move_seconds))
             self._profiler.forget()
-            self.decider.begin_to_read(self._posted)
             self._profile_seconds = time.perf_counter() - began
         request = self.cycle.due.request
         self.go(events.Posted())
@@ -234,12 +232,11 @@ class Rebalancer:
             PartitionError: on every rank; a layer did not run.
             MigrationError: on every rank, harmless; a rank cannot size its layers.
         """
-        posted, self._posted = self._posted, None
-        if posted is None:
+        if not isinstance(self.cycle.state, Measuring):
             return None
+        due = self.cycle.state.due
         with self._stage.timeline.phase("profile", "read the profile"):
             began = time.perf_counter()
-            posted.wait()
             self._comm.enter("rebalance")
             try:
                 profile = self.decider.read()
@@ -248,8 +245,6 @@ class Rebalancer:
                 raise
             self._move_seconds = 0.0
             self._profile_seconds += time.perf_counter() - began
-        assert isinstance(self.cycle.state, Measuring)
-        due = self.cycle.state.due
         self.go(events.Read())
         if due.measurement:
             self._reporter.measured(measured_report(profile, self.last_move_step), self._stage.counters.samples)
@@ -270,10 +265,7 @@ class Rebalancer:
 
     def _drop_posted_profile(self) -> None:
         """Drop the profile on the way: layers were elsewhere when it was measured, or cost something else."""
-        posted, self._posted = self._posted, None
         self.decider.forget()
-        if posted is not None:
-            posted.wait()
         self.go(events.Dropped())
 
     def _decided_move(self, request: Request, profile_seconds: float) -> DecidedMove:

@@ -49,7 +49,7 @@ COLUMNS = LayerColumn.HELD + len(fields(HeldBytes))
 
 
 class PostedProfile:
-    """A profile whose measurements are being reduced over all ranks. Construction is collective, and waits for none.
+    """A profile whose measurements are being reduced to rank 0. Construction is collective, and waits for none.
 
     Args:
         move_seconds: of the moves since the last profile, on this rank.
@@ -61,20 +61,17 @@ class PostedProfile:
         self._first_uses = stage.layers.first_uses()
         table = measurement_table(stage.layers, profiler, stage.state, move_seconds)
         table[-1, SummaryColumn.LINK] = _link_seconds(stage, profiler)
-        self._posted = stage.comm.post_max(table)
-
-    def wait(self) -> None:
-        """Wait until this rank's part has been sent. Collective."""
-        self._comm.read_max(self._posted)
+        self._posted = stage.comm.post_max_to_first(table)
 
     def read(self) -> tuple[Profile, float]:
-        """Wait for the profile, and for move seconds, of which the maximum counts. A thread may call this.
+        """Wait on rank 0 for the profile, and for move seconds, of which the maximum counts. A thread may call this.
 
         Raises:
             PartitionError: a layer was not measured on any rank.
             MigrationError: harmless; a rank failed to size its layers.
         """
-        table = self._comm.read_max(self._posted)
+        table = self._comm.read_max_on_first(self._posted)
+        assert table is not None, "rank 0 reads"
         if failed(table):
             raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
         profile = profile_from(table, self._placement, self._step, self._micro_batches, self._first_uses)

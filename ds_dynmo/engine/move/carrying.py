@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from ds_dynmo.engine.comm.point_to_point import PeerTensor
+from ds_dynmo.engine.comm.host_links import PeerTensor
 from ds_dynmo.engine.move.layout import Buffer, Shard
 from ds_dynmo.engine.move.route import Row
 

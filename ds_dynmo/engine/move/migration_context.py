@@ -142,7 +142,7 @@ class MigrationContext:
     def changed_functions(self, plan: MigrationPlan) -> Changes:
         """Return what functions of the layer list that move from or to this stage have come to hold."""
         ours = [move.layer for move in plan.moves if self.stage_id in (move.source, move.destination)]
-        return self.references.functions.changes(ours, self.comm.here.pipeline[0])
+        return self.references.functions.changes(ours, self.comm.here.in_pipeline.group)
 
     def pack_again(self, packed: Mapping[int, PackedLayer]) -> dict[int, PackedLayer]:
         """Pack layers again after their constant tensors were sent."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ds_dynmo.engine.comm.point_to_point import PeerTensor
+from ds_dynmo.engine.comm.host_links import PeerTensor
 from ds_dynmo.engine.comm.rounds import Rounds
 from ds_dynmo.engine.move.arriving import ArrivingLayer
 from ds_dynmo.engine.move.functions import Changes, check_same
@@ -185,7 +185,7 @@ class Migrator:
 
         way = f"{plan.old} -> {plan.new}"  # each rank has chosen it alone if a batch trains meanwhile
         same: Callable[[object], object] | None = (lambda _: way) if overlapped else None
-        descriptions, packed = context.comm.gather_from_all(_GETTING_READY, pack, same=same)
+        descriptions, packed = context.comm.agree_and_gather(_GETTING_READY, pack, same=same, alike=str)
         try:
             arrivals = _exchange_headers(plan, context, packed)
         except Exception as error:
@@ -196,14 +196,15 @@ class Migrator:
 
         def receive() -> tuple[int, str]:
             context.prepare_ties(plan)  # collective, so it comes before what may fail on one rank
-            states, functions = zip(*(described or (None, {}) for described in descriptions()))
-            check_same(functions)
+            described = {rank: of_rank or (None, {}) for rank, of_rank in descriptions().items()}
+            check_same([functions for _, functions in described.values()])
+            states = {rank: state for rank, (state, _) in described.items()}
             sent = context.state.prepare(plan, states, overlapped=overlapped)
             context.receive(arrivals)
             return sent
 
         state_bytes, _ = context.comm.everywhere(
-            _MAKING_ROOM, receive, same=itemgetter(1), compared_in=context.comm.here.pipeline
+            _MAKING_ROOM, receive, same=itemgetter(1), compared_in=context.comm.here.in_pipeline
         )
         sent_bytes = state_bytes + sum(layer.num_bytes for layer in packed.values())
         return _Migration(plan, context, overlapped, packed, arrivals, sent_bytes)
@@ -332,11 +333,11 @@ class Migrator:
             working_until = time.perf_counter()
             return (changes if any(changes) else None), (left or {}, buffers)
 
-        of_ranks, last = context.comm.gather_from_all(_ARRIVING, copy_and_list)
+        of_ranks, last = context.comm.agree_and_gather(_ARRIVING, copy_and_list)
         # This collective is the first since the batch began: this rank waited for those whose batch went on.
         migration.drain_seconds = time.perf_counter() - working_until
         with self._errors_are_fatal("reading what the batch has changed"):
-            changes = [rank for rank in of_ranks() if rank is not None]
+            changes = [rank for rank in of_ranks().values() if rank is not None]
         try:
             check_same([rank.functions for rank in changes])
         except TypeError as error:  # on all ranks alike

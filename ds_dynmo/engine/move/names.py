@@ -56,7 +56,7 @@ class Names:
     Args:
         pipeline: DeepSpeed's module, as built.
         modules: returns the present layers of this rank, by number.
-        gather: gathers one picklable value of every rank.
+        gather: gathers one picklable value of every stage.
         engine: of this rank.
     """
 

@@ -84,7 +84,7 @@ class References:
     Args:
         pipeline: DeepSpeed's module, as built.
         modules: returns the present layers of this rank, by number.
-        gather: gathers one picklable value of every rank.
+        gather: gathers one picklable value of every stage.
         rank_attributes: names of attributes that belong to the rank, in every module of every layer.
         engine: of this rank, to which a layer may refer.
 

@@ -103,7 +103,7 @@ class InitialModelSpec:
             index: LayerOrigin.of(module, precision, is_shared)
             for index, module in stage.layers.counted_modules().items()
         }
-        every = stage.comm.gather_objects((mine, described))
+        every = stage.comm.gather_over_pipeline((mine, described))
         of_slice = [found for slice_index, found in every if slice_index == mine]
         whole = {index: origin for found in of_slice for index, origin in found.items()}
         return cls(stage.placement, dict(sorted(whole.items())), _slots(stage))

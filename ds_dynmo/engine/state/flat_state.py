@@ -155,14 +155,15 @@ class FlatState:
         return take_inventory(self._layers, self.shards, self._adapter, self._comm.here)
 
     def prepare(
-        self, plan: MigrationPlan, descriptions: Sequence[Inventory], *, overlapped: bool = False
+        self, plan: MigrationPlan, descriptions: Mapping[int, Inventory], *, overlapped: bool = False
     ) -> tuple[int, str]:
         """Plan all copies and messages, and allocate the next flat weights."""
         assert self._next is None and not self._copied, "abandon comes first"
-        check_alike([inventory.options for inventory in descriptions])
+        check_alike({rank: inventory.options for rank, inventory in descriptions.items()})
+        inventories = list(descriptions.values())
         if not overlapped:
-            _check_no_gradients(descriptions)
-        planned = plan_resharding(plan, descriptions, self._layers, self._comm.here)
+            _check_no_gradients(inventories)
+        planned = plan_resharding(plan, inventories, self._layers, self._comm.here)
         self._next = self._resharding(planned)
         if not overlapped:  # gradients are zero until the next batch; free memory for weights
             self._adapter.free_gradients()
@@ -307,8 +308,8 @@ class FlatState:
         """Make the buffers hold exactly the parameters of the layers, in their order. Collective."""
         assert self._next is None, "layers are on their way"
         what = "listing what the optimizer holds"
-        inventories, _ = self._comm.gather_from_all(what, lambda: (self.take_inventory(), None))
-        every = inventories()
+        inventories, _ = self._comm.agree_and_gather(what, lambda: (self.take_inventory(), None), alike=str)
+        every = list(inventories().values())
         if not all(inventory.is_current for inventory in every):
             _check_no_gradients(every)
             stays = MigrationPlan.between(self._layers.placement, self._layers.placement)

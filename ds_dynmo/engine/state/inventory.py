@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -38,7 +38,7 @@ class Inventory:
 
     stage: int
     tp_rank: int
-    replica: int
+    replica: int = field(repr=False)  # replicas that hold the same have the same text
     num_groups: int
     before: tuple[Member, ...]
     after: Mapping[int, tuple[Member, ...]]

@@ -57,7 +57,7 @@ def keep_elements(stage: StageContext, kept: Kept, *, is_moving: bool) -> None:
         return selection, [_shorter(parameter, index) for *_, parameter, index in selection.entries.values()]
 
     selection, shorter = comm.everywhere(_CALL, find, error=ConfigError)
-    for split, within in ((True, comm.here.slice_of_stage), (False, (comm.here.stage, comm.here.num_stages))):
+    for split, within in ((True, comm.here.in_slice_of_stage), (False, comm.here.in_stage)):
         comm.everywhere(_SAME, partial(selection.digest, split=split), same=str, compared_in=within, error=ConfigError)
     if not comm.max_over_world(torch.tensor([len(shorter)], device="cpu")).item():
         return

@@ -116,9 +116,9 @@ class OptimizerBinding:
         scheduler = self._engine.client_lr_scheduler
         scheduler = None if callable(scheduler) else scheduler
         leave_out_frozen(optimizer)
-        complete_groups(optimizer, scheduler, self._comm.gather_objects, separate=self.is_flat)
+        complete_groups(optimizer, scheduler, self._comm.gather_over_pipeline, separate=self.is_flat)
         ties = trained_parameters.groups_of_ties(optimizer, self._layers)
-        trained_parameters.refuse_ties_apart(self._comm.gather_objects(ties))
+        trained_parameters.refuse_ties_apart(self._comm.gather_over_pipeline(ties))
         groups = list(optimizer.param_groups)
         self._members = [list(group["params"]) for group in groups]
         if self.is_flat:
@@ -140,7 +140,7 @@ class OptimizerBinding:
         adapter = _adapter_of(self._configured) if self.inner is not None else None
         groups, self._members = self._members, []  # no departed parameter is to live on here
         if adapter is None:  # DeepSpeed wraps no optimizer too, under bf16
-            self._state = PerParameterState(self.inner, self._comm.gather_objects)
+            self._state = PerParameterState(self.inner, self._comm.gather_over_pipeline)
             return
         assert self._placeholders is not None
         norm = self.norm.of_shards if adapter.shards_gradients else self.norm.of_sums

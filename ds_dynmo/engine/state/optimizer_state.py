@@ -76,11 +76,13 @@ class OptimizerState(Protocol):
         """
         ...
 
-    def prepare(self, plan: MigrationPlan, descriptions: Sequence[Any], *, overlapped: bool = False) -> tuple[int, str]:
+    def prepare(
+        self, plan: MigrationPlan, descriptions: Mapping[int, Any], *, overlapped: bool = False
+    ) -> tuple[int, str]:
         """Plan the state to send, and allocate buffers for the state to receive.
 
         Args:
-            descriptions: those of :meth:`describe` of all ranks, in rank order.
+            descriptions: those of :meth:`describe` by rank: of this pipeline, or of all ranks.
             overlapped: whether a batch trains before :meth:`install_parameters`, so that all state travels ahead.
 
         Returns:
@@ -198,7 +200,7 @@ class PerParameterState:
     """The state of a plain torch optimizer, or of none.
 
     Args:
-        gather: collective; gathers one value of every rank. None: there is one rank.
+        gather: collective; gathers one value of every stage. None: there is one rank.
     """
 
     storage = PER_PARAMETER
@@ -236,7 +238,7 @@ class PerParameterState:
         return option_texts(self._groups, [bool(group["params"]) for group in self._groups])
 
     def prepare(
-        self, plan: MigrationPlan, descriptions: Sequence[OptionTexts], *, overlapped: bool = False
+        self, plan: MigrationPlan, descriptions: Mapping[int, OptionTexts], *, overlapped: bool = False
     ) -> tuple[int, str]:
         check_alike(descriptions)
         return 0, ""
@@ -248,7 +250,7 @@ class PerParameterState:
         """Correct DeepSpeed's FusedAdam, which counts a group's steps only at the last parameter with a gradient.
 
         Args:
-            everywhere: collective; gathers one value of every rank. The count is then that of the whole model, which a
+            everywhere: collective; gathers one value of every stage. The count is then that of the whole model, which a
                 frozen stage has not followed. None: use this stage's count.
         """
         if not isinstance(self._optimizer, FusedAdam):

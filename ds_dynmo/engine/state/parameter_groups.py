@@ -9,7 +9,7 @@ told apart, and while their options are equal this does not matter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def complete_groups(
     Args:
         optimizer: whose ``param_groups`` are completed in place.
         scheduler: an LR scheduler built on the optimizer, whose per-group lists are completed too, or None.
-        gather: collective; gathers one picklable value of every rank.
+        gather: collective; gathers one picklable value of every stage.
         separate: first put parameters that differ between replicas into separate groups.
 
     Raises:
@@ -170,24 +170,24 @@ def option_texts(groups: Sequence[dict[str, Any]], used: Sequence[bool]) -> Opti
     ]
 
 
-def check_alike(of_ranks: Sequence[OptionTexts]) -> None:
+def check_alike(of_ranks: Mapping[int, OptionTexts]) -> None:
     """Refuse to move parameters between ranks that have different groups: they would train otherwise, or not at all.
 
     Args:
-        of_ranks: :func:`option_texts` of each rank.
+        of_ranks: :func:`option_texts` by rank.
 
     Raises:
         ConfigError: the same on every rank.
     """
-    counts = [len(texts) for texts in of_ranks]
-    if len(set(counts)) > 1:
-        most, least = counts.index(max(counts)), counts.index(min(counts))
+    counts = {rank: len(texts) for rank, texts in of_ranks.items()}
+    most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
+    if counts[most] != counts[least]:
         raise ConfigError(
-            f"the optimizer has {max(counts)} parameter groups on rank {most} and {min(counts)} on rank {least}: call "
-            'add_param_group on every rank, with "params": [] where the parameters are not'
+            f"the optimizer has {counts[most]} parameter groups on rank {most} and {counts[least]} on rank {least}: "
+            'call add_param_group on every rank, with "params": [] where the parameters are not'
         )
-    for number in range(counts[0]):
-        known = [(rank, texts[number]) for rank, texts in enumerate(of_ranks) if texts[number] is not None]
+    for number in range(counts[most]):
+        known = [(rank, texts[number]) for rank, texts in of_ranks.items() if texts[number] is not None]
         for rank, options in known[1:]:
             first_rank, first = known[0]
             assert options is not None and first is not None

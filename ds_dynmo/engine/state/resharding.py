@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from ds_dynmo.engine.comm.coordinates import RankCoordinates
-from ds_dynmo.engine.comm.point_to_point import PeerTensor, PointToPoint
+from ds_dynmo.engine.comm.host_links import PeerTensor
+from ds_dynmo.engine.comm.point_to_point import PointToPoint
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
 from ds_dynmo.engine.move.carrying import (
     Holder,

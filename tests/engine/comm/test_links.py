@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ranks
 OURS, THEIRS = 2.0, 4.0  # timeouts in seconds: of our collectives, and of the default group
 SHORT = [("while layers move", 2)]
 ENDS = {  # the error of a rank at work, or of one that was released
-    "before a rebalance": "MigrationError: rebalance is collective, but .*Timed out waiting",
+    "before a rebalance": "MigrationError: rebalance is collective, but .*(Timed out waiting|Connection)",
     "while layers move": r"MigrationError: ranks \[.*\] .as numbered at the launch. do not answer any more: .*failed",
     "as the new world begins": "MigrationError: the re-packing failed after .* Resume|released",
     "before a batch": "RuntimeError: .*(Timed out waiting|Connection)",
