@@ -99,10 +99,8 @@ class InitialModelSpec:
         """
         mine = stage.comm.here.tp_rank
         stage.comm.enter("initialize")
-        described = {
-            index: LayerOrigin.of(module, precision, is_shared)
-            for index, module in stage.layers.counted_modules().items()
-        }
+        modules = {} if stage.comm.here.replica else stage.layers.counted_modules()  # others have the same
+        described = {index: LayerOrigin.of(module, precision, is_shared) for index, module in modules.items()}
         every = stage.comm.gather_objects((mine, described))
         of_slice = [found for slice_index, found in every if slice_index == mine]
         whole = {index: origin for found in of_slice for index, origin in found.items()}
