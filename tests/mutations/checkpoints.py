@@ -25,6 +25,14 @@ MUTATIONS = [
         f"{DAMAGE}::test_a_flipped_bit_of_a_shard_names_the_file_and_the_tensor",
     ),
     Mutation(
+        "a stage's manifest of another save is taken for this one's",
+        "manifest_files.read_all",
+        "_read(check_file(path, saved))",
+        "_read(path)",
+        "tests/engine/save/test_checkpoint_layout.py"
+        "::test_a_manifest_of_a_stage_that_is_not_of_this_checkpoint_is_refused",
+    ),
+    Mutation(
         "code in a file is run",
         "safe_load.safe_load",
         "weights_only=True",

@@ -10,31 +10,34 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
+from ds_dynmo.engine.comm.attendance import Attendance
 from ds_dynmo.engine.comm.bounded import BoundedStore
 from ds_dynmo.errors import CheckpointError
 
 _LONGEST_PAUSE_SECONDS = 0.25  # between two looks for a key
-_VERDICT = "verdict"
+
+Result = TypeVar("Result")
 
 
 class Agreement(Protocol):
     """A way by which the ranks agree that each has done its part."""
 
-    def gather(self, function: Callable[[], Any]) -> list[Any]:
-        """Call ``function`` on every rank; return the results in rank order on rank 0, an empty list elsewhere.
+    def everywhere(self, function: Callable[[], Result]) -> Result:
+        """Call ``function`` on every rank; return its result once it has returned on all.
 
         Raises:
             CheckpointError: on every rank, if any rank's ``function`` raised.
         """
+        ...
 
 
 class StoreAgreement:
-    """Agreement of one thread of each rank. Results are plain JSON.
+    """Agreement of one thread of each rank.
 
-    Rank 0 collects what the others write, and writes the verdict. It deletes the keys of a round when all ranks have
-    begun the next.
+    In each round, a rank that has done its part counts itself. The last of all, or the first that has waited too long,
+    writes the verdict. A rank has a key only if it failed. So a round costs every rank a few operations.
 
     Args:
         store: its keys belong to this object.
@@ -46,14 +49,14 @@ class StoreAgreement:
         self._timeout_seconds = timeout_seconds
         self._round = 0
 
-    def gather(self, function: Callable[[], Any]) -> list[Any]:
-        """Call ``function`` on every rank: :meth:`Agreement.gather`.
+    def everywhere(self, function: Callable[[], Result]) -> Result:
+        """Call ``function`` on every rank: :meth:`Agreement.everywhere`.
 
         Raises:
             CheckpointError: on every rank, if any rank's ``function`` raised or a rank is missing; on this rank alone,
                 if the store does not answer it.
         """
-        failure = result = None
+        failure = ""
         try:
             result = function()
         except CheckpointError as error:
@@ -61,68 +64,73 @@ class StoreAgreement:
         except Exception as error:  # other ranks have to know
             failure = f"{type(error).__name__}: {error}"
         try:
-            results, problem = self._exchange(failure, result)
+            self._arrive(failure)
+            verdict = self._wait_for_verdict()
         except RuntimeError as error:
             raise CheckpointError(
                 f"rank {self._rank}: it is not known whether other ranks did their part: {error}"
             ) from error
-        if problem:
-            raise CheckpointError(problem)
-        return results
+        if verdict:
+            raise CheckpointError(verdict)
+        return result
 
     def close(self) -> None:
-        """Let rank 0 wait until the others have read the last verdict, and delete the keys. Every rank calls this."""
-        self._round += 1
+        """Let rank 0, which has the store, wait until the others have read the last verdict. Every rank calls this."""
         with suppress(RuntimeError):  # ranks that are gone read nothing
-            if self._rank != 0:
-                self._store.set(self._key(self._rank), "")
-                return
-            self._collect()
-            self._delete(self._round - 1)
-            self._delete(self._round)
+            self._arrive("")
+            if self._rank == 0:
+                self._wait_for_verdict()
+                self._delete(self._round)
 
-    def _exchange(self, failure: str | None, result: Any) -> tuple[list[Any], str]:
-        """Return every rank's result on rank 0, and the first problem by rank.
-
-        Raises:
-            RuntimeError: the store does not answer, or rank 0 writes no verdict.
-        """
+    def _arrive(self, failure: str) -> None:
+        """Say that this rank has done its part of the next round."""
         self._round += 1
-        mine = json.dumps([failure, result])
-        if self._rank != 0:
-            self._store.set(self._key(self._rank), mine)
-            verdict = self._read(_VERDICT, time.monotonic() + 2 * self._timeout_seconds)  # rank 0 waits for others too
-            if verdict is None:
-                raise RuntimeError(f"rank 0 has not said so within {2 * self._timeout_seconds:g} s")
-            return [], verdict
-        texts = [mine, *self._collect()]
-        if self._round > 1:
-            self._delete(self._round - 1)
-        missing = f"has not done its part {self._timeout_seconds:g} s after rank 0"
-        outcomes = [json.loads(text) if text is not None else [missing, None] for text in texts]
-        problems = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(outcomes) if problem is not None]
-        verdict = problems[0] if problems else ""
-        self._store.set(self._key(_VERDICT), verdict)
-        return [result for _, result in outcomes], verdict
+        if failure:
+            number = self._store.add(self._key("failures"), 1)
+            self._store.set(self._key(f"failure/{number}"), json.dumps([self._rank, failure]))
+        if self._attendance(self._round).come(self._rank):
+            if self._round > 1:  # every rank has read its verdict
+                self._delete(self._round - 1)
+            self._decide(self._first_failure())
 
-    def _collect(self) -> list[str | None]:
-        """Read what the other ranks wrote in this round; None: a rank did not within the time-out."""
-        deadline = time.monotonic() + self._timeout_seconds
-        return [self._read(rank, deadline) for rank in range(1, self._world_size)]
+    def _wait_for_verdict(self) -> str:
+        """Return the first failure by rank, or which ranks are missing; "" if all have done their part.
 
-    def _read(self, name: int | str, deadline: float) -> str | None:
-        """Wait for a key. Look again and again: a wait in the store would keep the main thread from it."""
-        key, pause_seconds = self._key(name), 0.001
+        It looks again and again: a wait in the store would keep the main thread from it.
+        """
+        deadline, pause_seconds, key = time.monotonic() + self._timeout_seconds, 0.001, self._key("verdict")
         while not self._store.check([key]):
             if time.monotonic() > deadline:
-                return None
+                missing = self._attendance(self._round).missing()
+                self._decide(
+                    f"ranks {missing} have not done their part {self._timeout_seconds:g} s after rank {self._rank}"
+                )
+                break
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
-        return self._store.get(key).decode()
+        return self._store.get(key).decode()  # it waits for another rank that is just writing it
+
+    def _decide(self, verdict: str) -> None:
+        """Write the verdict, unless another rank does: one may come last just when another stops to wait."""
+        if self._store.add(self._key("verdicts"), 1) == 1:
+            self._store.set(self._key("verdict"), verdict)
+
+    def _first_failure(self) -> str:
+        count = self._store.add(self._key("failures"), 0)
+        failures = [json.loads(self._store.get(self._key(f"failure/{number}"))) for number in range(1, count + 1)]
+        if not failures:
+            return ""
+        rank, failure = min(failures)
+        return f"rank {rank}: {failure}"
+
+    def _attendance(self, number: int) -> Attendance:
+        return Attendance(self._store, self._key("done", number), self._world_size)
 
     def _delete(self, number: int) -> None:
-        names = [*range(1, self._world_size), _VERDICT]
+        failures = range(1, self._store.add(self._key("failures", number), 0) + 1)
+        names = ["failures", "verdicts", "verdict", *(f"failure/{failure}" for failure in failures)]
         self._store.delete([self._key(name, number) for name in names])
+        self._attendance(number).forget()
 
-    def _key(self, name: int | str, number: int | None = None) -> str:
+    def _key(self, name: str, number: int | None = None) -> str:
         return f"{self._round if number is None else number}/{name}"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
+from ds_dynmo.engine.comm.attendance import Attendance
 from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, bindable_device, default_timeout
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.resize.release import RankLocation
@@ -38,7 +39,7 @@ class World:
     Attributes:
         launch_rank: this process, as numbered at the launch.
         launch_ranks: the ranks at work, as numbered at the launch; the place of each is its rank in the present world.
-        locations: of each rank of the launch.
+        locations: of each rank of the launch, on rank 0, which hands accelerators back; empty on others.
     """
 
     def __init__(self, comm: Communicator, topology: ProcessTopology, timeout_seconds: float) -> None:
@@ -52,7 +53,7 @@ class World:
         self._timeout = default_timeout()
         self._device = bindable_device()
         here = RankLocation.here(self.launch_rank, str(comm.device))
-        self.locations: list[RankLocation] = comm.gather_objects(here)
+        self.locations: list[RankLocation] = comm.gather_on_first(here)
 
     @property
     def rank(self) -> int:
@@ -102,15 +103,13 @@ class World:
 
     def unresponsive_ranks(self, timeout_seconds: float) -> list[int]:
         """Find ranks of the present world, as numbered at the launch, that do not call this too within the time-out."""
-        alive = self._part("alive")
         try:
-            alive.set(str(self.launch_rank), "")
-            return _unresponsive(alive, self.launch_ranks, timeout_seconds)
+            return self._absent("alive", self.launch_ranks, timeout_seconds)
         except STORE_LOST:
             return [0]
 
     def released_and_staying(self) -> tuple[list[RankLocation], list[RankLocation]]:
-        """List all ranks that were released so far, and those at work."""
+        """List all ranks that were released so far, and those at work, on rank 0."""
         released = [at for at in self.locations if at.rank not in self.launch_ranks]
         return released, [at for at in self.locations if at.rank in self.launch_ranks]
 
@@ -131,10 +130,8 @@ class World:
 
     def _wait_for_ranks(self, launch_ranks: Sequence[int]) -> None:
         """Wait until every one of ``launch_ranks`` is here: torch would wait for half an hour and not say for whom."""
-        here = self._part("here")
         try:
-            here.set(str(self.launch_rank), "")
-            unresponsive = _unresponsive(here, launch_ranks, self._timeout_seconds)
+            unresponsive = self._absent("here", launch_ranks, self._timeout_seconds)
         except STORE_LOST as error:
             raise MigrationError(
                 "rank 0's process is gone or out of reach, and with it the store of the launch. Resume the job from "
@@ -146,6 +143,20 @@ class World:
                 f"{self._timeout_seconds:g} s. Resume the job from its last checkpoint, with as many stages as are left"
             )
 
+    def _absent(self, name: str, launch_ranks: Sequence[int], timeout_seconds: float) -> list[int]:
+        """Wait until all of these ranks are here, and return those that do not come within the time-out."""
+        store = self._part(name)
+        attendance = Attendance(store, "ranks", len(launch_ranks))
+        try:
+            if attendance.come(launch_ranks.index(self.launch_rank)):
+                store.set("all", "")
+            store.wait(["all"], timedelta(seconds=timeout_seconds))
+        except STORE_LOST:
+            raise
+        except RuntimeError:
+            return [launch_ranks[place] for place in attendance.missing()]
+        return []
+
 
 def of_stages(topology: ProcessTopology, stages: Sequence[int]) -> tuple[ProcessTopology, tuple[int, ...]]:
     """Return the topology of ``stages`` alone, in ascending order, and its ranks by their numbers in ``topology``."""
@@ -153,17 +164,6 @@ def of_stages(topology: ProcessTopology, stages: Sequence[int]) -> tuple[Process
     sizes = [len(stages) if axis == "pipe" else topology.get_dim(axis) for axis in axes]
     ranks = sorted(rank for stage in stages for rank in topology.get_axis_list(axis="pipe", idx=stage))
     return ProcessTopology(axes, sizes), tuple(ranks)
-
-
-def _unresponsive(store: BoundedStore, launch_ranks: Sequence[int], timeout_seconds: float) -> list[int]:
-    """Wait for ranks to write that they are here; return those that do not within the time-out."""
-    try:
-        store.wait([str(launch_rank) for launch_rank in launch_ranks], timedelta(seconds=timeout_seconds))
-    except STORE_LOST:
-        raise
-    except RuntimeError:
-        return [launch_rank for launch_rank in launch_ranks if not store.check([str(launch_rank)])]
-    return []
 
 
 def _exit_key(launch_rank: int) -> str:

@@ -42,7 +42,7 @@ class BackgroundSave:
     def _finish(self, unfinished: UnfinishedCheckpoint, agreement: Any, saved: Any, failed: Any) -> None:
         try:
             num_bytes = unfinished.finish(agreement)
-            if unfinished.rank == 0:
+            if unfinished.here.rank == 0:
                 saved(num_bytes)
         except BaseException as error:  # raised by the main thread
             self._error = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -79,6 +79,6 @@ class BackgroundSave:
             self._comm.read_max(self._posted)
         self._thread.join()
         self._comm.enter(_ENDING)
-        errors = [error for error in self._comm.gather_objects(self._error) if error]
-        if errors:
+        if self._comm.max_over_world(torch.tensor([int(bool(self._error))], device="cpu")).item():
+            errors = [error for error in self._comm.gather_objects(self._error) if error]
             raise CheckpointError(f"{self._path}: {errors[0]}")

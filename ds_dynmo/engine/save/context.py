@@ -65,10 +65,6 @@ class CheckpointContext:
         self.stage.comm.enter(self.operation)
         return self.stage.comm.everywhere(self.operation, function, same=same, error=CheckpointError)
 
-    def gather(self, function: Callable[[], T]) -> list[T]:
-        """Call ``function`` on every rank: :meth:`Agreement.gather`, by collectives."""
-        return self.stage.comm.gather_on_first(self.everywhere(function))
-
     def gather_layers(self, describe: Callable[[int, nn.Module], T]) -> dict[int, T]:
         """Describe every layer of this rank's slice, each on one of the replicas that hold it. Collective."""
         here, counted = self.here, self.stage.layers.counted_modules()

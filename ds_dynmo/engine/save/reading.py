@@ -41,6 +41,7 @@ from ds_dynmo.engine.save.manifest import (
     rank_file,
     stage_file,
 )
+from ds_dynmo.engine.save.manifest_files import read_all
 from ds_dynmo.engine.save.matching import check_common, check_model
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
 from ds_dynmo.engine.state.keys import ParamKey
@@ -151,10 +152,7 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
             if comm.worlds_left:
                 raise CheckpointError(f"{folder}: was not written by ds_dynmo, and cannot be read after a re-packing")
             return stock_manifest(context, folder, held, slices, options)
-        try:
-            read = Manifest.from_json(held)
-        except ValueError as error:
-            raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: cannot be read: {error}") from error
+        read = read_all(folder, held)
         check_model(context, read, os.path.join(folder, MANIFEST), options)
         return read
 

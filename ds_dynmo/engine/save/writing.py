@@ -4,41 +4,33 @@ A save has two parts. :func:`begin_save` takes the state of training: every file
 :class:`UnfinishedCheckpoint` writes what is not on the disk yet, checks all files and gives the folder its name. It has
 nothing of the engine, so a thread may finish it while training goes on.
 
-Each rank tells what it wrote. Nobody lists the folder to find out: a network file system may list less than is there.
+The ranks agree a fixed number of times, and send each other nothing: :mod:`ds_dynmo.engine.save.manifest_files`.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
+from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.comm.store_agreement import Agreement
 from ds_dynmo.engine.deepspeed import files
 from ds_dynmo.engine.save.context import CheckpointContext, local_slice, universal_info
 from ds_dynmo.engine.save.destinations import Destination
 from ds_dynmo.engine.save.folder import LATEST, CheckpointFolder, sync
 from ds_dynmo.engine.save.layer_content import add_per_replica, digests_of_frozen, extras_of
-from ds_dynmo.engine.save.manifest import (
-    MANIFEST,
-    Manifest,
-    SavedFile,
-    SliceManifest,
-    flat_file,
-    join,
-    rank_file,
-)
+from ds_dynmo.engine.save.manifest import Manifest, StageManifest, flat_file, rank_file
+from ds_dynmo.engine.save.manifest_files import write_all, write_part, write_stage
 from ds_dynmo.engine.save.progress import random_states
 from ds_dynmo.engine.save.safe_load import describe, safe_load
 from ds_dynmo.errors import CheckpointError, ConfigError
-from ds_dynmo.files import path_in_errors
 from ds_dynmo.files.checkpoints import LEFT_OUT, layer_file
 
 
@@ -60,27 +52,31 @@ def begin_save(context: CheckpointContext, options: SaveOptions, destination: De
         ConfigError: a tag that cannot name a folder, or a way of writing that is not supported. Nothing was written.
         CheckpointError: on every rank, if a rank could not take its part. Earlier checkpoints are untouched.
     """
-    save_dir, exclude_frozen = options.save_dir, options.exclude_frozen_parameters
+    save_dir = options.save_dir
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
     tag = str(options.tag if options.tag is not None else f"global_step{context.stage.counters.steps}")
     _check_supported(context, tag, destination)
     client_state = options.client_state | universal_info(context.engine, context.stage, options.client_state)
-    context.everywhere(lambda: os.path.join(save_dir, tag), same=str)
-    rank, folder = context.here.rank, CheckpointFolder(save_dir, tag)
-    left_out = context.gather_layers(partial(_hash_left_out, context)) if exclude_frozen else None
-    with _discarded_on_error(folder, rank, context):
-        context.gather(lambda: folder.begin() if rank == 0 else None)
-        context.gather(lambda: _take_files(context, folder.temporary, client_state, left_out, destination))
-        slices = context.gather(lambda: _slice(context))
-    manifest = _manifest(context, slices, exclude_frozen) if rank == 0 else None
+    here, folder = context.here, CheckpointFolder(save_dir, tag)
+    left_out = _hash_left_out(context) if options.exclude_frozen_parameters else None
+
+    def begin() -> str:
+        if here.rank == 0:
+            folder.begin()
+        return os.path.join(save_dir, tag)
+
+    with _discarded_on_error(folder, here.rank, context):
+        path = context.everywhere(begin, same=str)
+        part = context.everywhere(lambda: _take(context, folder.temporary, client_state, left_out, destination))
     return UnfinishedCheckpoint(
-        path=os.path.join(save_dir, tag),
+        path=path,
         step=context.stage.counters.steps,
         folder=folder,
-        rank=rank,
+        here=here,
         destination=destination,
-        manifest=manifest,
+        part=part,
+        manifest=_manifest(context, options.exclude_frozen_parameters) if here.rank == 0 else None,
         save_latest=options.save_latest,
     )
 
@@ -92,7 +88,7 @@ def _discarded_on_error(folder: CheckpointFolder, rank: int, agreement: Agreemen
         yield
     except CheckpointError:
         with suppress(CheckpointError):  # the next save removes it
-            agreement.gather(lambda: folder.discard() if rank == 0 else None)
+            agreement.everywhere(lambda: folder.discard() if rank == 0 else None)
         raise
 
 
@@ -105,17 +101,17 @@ def _check_supported(context: CheckpointContext, tag: str, destination: Destinat
         raise ConfigError(problem)
 
 
-def _take_files(
+def _take(
     context: CheckpointContext,
     folder: str,
     client_state: dict[str, Any],
     left_out: dict[int, dict[str, str]] | None,
     destination: Destination,
-) -> None:
-    """Let ``destination`` have DeepSpeed's files of this rank, and ds_dynmo's.
+) -> StageManifest:
+    """Let ``destination`` have DeepSpeed's files of this rank, and ds_dynmo's; return this rank's part but for them.
 
     Args:
-        left_out: digests of the frozen weights that are not saved, by layer; None: all are saved.
+        left_out: as :func:`_hash_left_out` returns it; None: all weights are saved.
     """
     layers = context.stage.layers
     layers.tied_aliases.refresh(training=context.engine.module.training)
@@ -142,41 +138,50 @@ def _take_files(
             is_shared=context.references.is_shared,
         )
         extras = add_per_replica(extras, module, context.stage.state)
-        extras = extras if left_out is None else {**extras, LEFT_OUT: left_out[index]}
+        extras = extras if not left_out else {**extras, LEFT_OUT: left_out[index]}
         take(extras, layer_file(index, replica, slice_index))
     if (of_optimizer := context.stage.state.extra_optimizer_state()) is not None:
         take(of_optimizer, flat_file(context.here.stage, replica, slice_index))
     take(random_states(), rank_file(context.here.stage, replica, slice_index))
+    if replica:  # the first describes the stage
+        return StageManifest((), {})
+    return StageManifest((local_slice(context, context.stage.state.slots(layers.named_parameters())),), {})
 
 
-def _hash_left_out(context: CheckpointContext, index: int, module: nn.Module) -> dict[str, str]:
-    """Hash the frozen weights of a layer that are not saved. Where DeepSpeed writes no file of it, ours has them."""
-    return {} if context.stage.layers.stored_use(index) is None else digests_of_frozen(module)
+def _hash_left_out(context: CheckpointContext) -> dict[int, dict[str, str]]:
+    """Hash the frozen weights that are not saved, each layer's on one of the replicas that hold it. Collective.
+
+    Returns:
+        On the first replica, their digests by layer; an empty dict on others.
+    """
+    here, layers, p2p = context.here, context.stage.layers, context.stage.comm.p2p
+    mine = list(layers.counted_modules().items())[here.replica :: here.replicas]
+
+    def hash_frozen() -> dict[int, dict[str, str]]:
+        # where DeepSpeed writes no file of a layer, ours has its frozen weights
+        return {index: {} if layers.stored_use(index) is None else digests_of_frozen(module) for index, module in mine}
+
+    hashed = context.everywhere(hash_frozen)
+    first, *others = (context.stage.comm.rank_of(here.stage, replica) for replica in range(here.replicas))
+    if here.replica:
+        p2p.exchange_bytes({first: pickle.dumps(hashed)}, [])
+        return {}
+    for received in p2p.exchange_bytes({}, others).values():
+        hashed.update(pickle.loads(received))
+    return hashed
 
 
-def _slice(context: CheckpointContext) -> tuple[int, int, SliceManifest] | None:
-    """Describe the files of this rank's stage; None: another replica does."""
-    if context.here.replica:
-        return None
-    slots = context.stage.state.slots(context.stage.layers.named_parameters())
-    return context.here.tp_rank, context.here.stage, local_slice(context, slots)
-
-
-def _manifest(
-    context: CheckpointContext, slices: list[tuple[int, int, SliceManifest] | None], exclude_frozen: bool
-) -> Manifest:
-    """Make the manifest, but for the files; ``slices``: per rank its slice, its stage, and that stage's manifest."""
+def _manifest(context: CheckpointContext, exclude_frozen: bool) -> Manifest:
+    """Make the manifest for all, but for the manifests of stages."""
     optimizer = context.stage.optimizer.inner
     return Manifest(
         placement=context.stage.layers.placement,
         replicas=context.here.replicas,
         optimizer=context.stage.state.storage,
         optimizer_class=type(optimizer).__name__ if optimizer is not None else "",
-        slices=join(found for found in slices if found is not None),
         frozen_excluded=exclude_frozen,
-        replicas_differ=context.stage.replicas_differ,
-        files={},
         state=copy.deepcopy(context.progress.counters()),
+        replicas_differ=context.stage.replicas_differ,
     )
 
 
@@ -187,16 +192,18 @@ class UnfinishedCheckpoint:
     Attributes:
         path: the name that its folder will have.
         step: ``global_steps`` of its state.
-        rank: this rank's; all ranks finish it together.
+        here: this rank's place; all ranks finish it together.
         destination: has the files of this rank.
-        manifest: on rank 0, without files.
+        part: this rank's, without files.
+        manifest: on rank 0, without the manifests of stages.
     """
 
     path: str
     step: int
     folder: CheckpointFolder
-    rank: int
+    here: RankCoordinates
     destination: Destination
+    part: StageManifest
     manifest: Manifest | None
     save_latest: bool
 
@@ -210,28 +217,28 @@ class UnfinishedCheckpoint:
             CheckpointError: on every rank, if a rank could not write, or wrote what could not be loaded again (a class
                 in ``client_state``). Earlier checkpoints are untouched.
         """
-        with _discarded_on_error(self.folder, self.rank, agreement):
-            agreement.gather(self.destination.write_rest)
-            found = agreement.gather(self._check_written)
-            named = {name: SavedFile(**file) for part in found for name, file in part.items()}
-            agreement.gather(lambda: self._commit(named))
-        return sum(file.num_bytes for file in named.values())
+        with _discarded_on_error(self.folder, self.here.rank, agreement):
+            agreement.everywhere(self._write_rest)
+            agreement.everywhere(self._write_stage)
+            return agreement.everywhere(self._commit)
 
-    def _check_written(self) -> dict[str, dict[str, Any]]:
-        """Check that the files of this rank are on the disk and can be loaded; describe each."""
-        written = {}
+    def _write_rest(self) -> None:
+        """Write the files that are not on the disk yet, check that each can be loaded, and tell which they are."""
+        self.destination.write_rest()
+        written, folder = {}, self.folder.temporary
         for path in self.destination.paths:
             sync(path)  # by the rank that wrote: another host has nothing of it in memory
             safe_load(path, mapped=True, checks_values=False)  # they are as in memory still
-            written[os.path.relpath(path, self.folder.temporary)] = asdict(describe(path))
-        return written
+            written[os.path.relpath(path, folder)] = describe(path)
+        write_part(folder, self.here, replace(self.part, files=written))
 
-    def _commit(self, named: dict[str, SavedFile]) -> None:
+    def _write_stage(self) -> None:
+        if self.here.replica == self.here.tp_rank == 0:
+            write_stage(self.folder.temporary, self.here)
+
+    def _commit(self) -> int:
         if self.manifest is None:
-            return
-        manifest, path = replace(self.manifest, files=named), os.path.join(self.folder.temporary, MANIFEST)
-        manifest.check_complete(self.folder.temporary)
-        with path_in_errors(path), open(path, "w") as file:
-            file.write(manifest.to_json())
-        sync(path)
+            return 0
+        whole = write_all(self.folder.temporary, self.manifest)
         self.folder.commit(self.save_latest)
+        return sum(file.num_bytes for file in whole.files.values())

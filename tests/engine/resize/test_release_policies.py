@@ -192,7 +192,7 @@ def test_ranks_of_a_process_that_hangs_are_not_released() -> None:
 
 def test_released_processes_announce_their_exit() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    comm: Any = SimpleNamespace(broadcast_object=lambda it: it, gather_objects=lambda it: [it], device="cpu")
+    comm: Any = SimpleNamespace(broadcast_object=lambda it: it, gather_on_first=lambda it: [it], device="cpu")
     try:
         world = World(comm, PipeDataParallelTopology(num_pp=1, num_dp=1), timeout_seconds=5.0)
         (location,) = world.locations

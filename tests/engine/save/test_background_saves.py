@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import pytest
 import torch
 
 from ds_dynmo import CheckpointError
-from ds_dynmo.engine.comm import communicator
 from ds_dynmo.engine.save import checkpointer, destinations, folder
 from ds_dynmo.engine.save.safe_load import safe_load
 from tests.support.checkpoints import STEPS, check_same, load_and_continue, save_and_continue, train_on
@@ -302,7 +300,7 @@ def test_on_a_cpu_the_copy_counts_with_the_memory_limit(tmp_path: Path) -> None:
     assert [background for background, _ in other] == [False, False, True] and not other[-1][1]
 
 
-# -- reports and agreement ----------------------------------------------------------------------------
+# -- reports ----------------------------------------------------------------------------------------
 
 
 def save_with_report(case: Case, into: str) -> None:
@@ -324,29 +322,3 @@ def test_a_save_is_reported_when_it_is_whole(tmp_path: Path) -> None:
         assert record["path"] == str(path) and record["bytes_saved"] == sum(sizes) and record["step"] == STEPS
         assert record["background"] == (tag == "background")
         assert 0 < record["wait_seconds"] <= record["save_seconds"]
-
-
-def agree(case: Case) -> tuple[list[Any], str, bool]:
-    """Gather, leave keys behind, and miss a rank."""
-    engine = build(case)
-    agreement = engine.stage.comm.store_agreement()
-    gathered = agreement.gather(lambda: engine.global_rank) + agreement.gather(lambda: [engine.global_rank])
-    agreement.close()
-    gather(None)
-    left = [f"{number}/{name}" for number in (1, 2, 3) for name in (1, "verdict")]
-    is_clean = not any(agreement._store.check([key]) for key in left)
-    communicator.default_timeout = lambda: timedelta(seconds=3)
-    incomplete = engine.stage.comm.store_agreement()
-    message = ""
-    if engine.global_rank == 0:
-        with pytest.raises(CheckpointError) as caught:
-            incomplete.gather(lambda: None)
-        message = str(caught.value)
-    gather(None)
-    return gathered, message, is_clean
-
-
-def test_ranks_agree_through_the_store() -> None:
-    first, other = run(2, agree, Case(stages=2, dynmo={"interval": 0, "timeout_seconds": 2}))
-    assert first == ([0, 1, [0], [1]], "rank 1: has not done its part 3 s after rank 0", True)
-    assert other == ([], "", True)

@@ -46,10 +46,11 @@ def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path) -> None:
     good, other, same = (str(tmp_path / name / f"global_step{STEPS}") for name in ("good", "other", "same"))
     files = ["layer_03-model_states.pt", "mp_rank_01_model_states.pt", "dynmo/layer_05-data_00-model_00.pt"]
     files += ["dynmo/rank-pipe_01-data_00-model_00.pt", "dynmo/manifest.json"]
+    files += ["dynmo/manifest-pipe_01.json"]
     hurts = [(file, how) for file in files for how in ("missing", "truncated", "garbage")]
     hurts += [("mp_rank_00_model_states.pt", "evil")]
     hurts += [(file, f"{where}/{file}") for file in files[:2] for where in (other, same)]
-    hurts += [("dynmo/manifest.json", f"{other}/dynmo/manifest.json")]
+    hurts += [(file, f"{other}/{file}") for file in files[-2:]]
     hurts += [(file, "flipped") for file in files[:2]]
     (tmp_path / "copies").mkdir()
     start = replace(case, start=(0, 3, 8))  # a successful load would move layers
@@ -270,7 +271,7 @@ IN_THE_MIDDLE = [  # one of each phase is always tested; all are in the nightly 
     *(("background", 0, 8), nightly("background", 1, 5)),  # copying
     *(("background", 1, 12), nightly("background", 0, 18)),  # writing
     *(("background", 1, 20), nightly("background", 0, 30)),  # waiting until files are on the disk
-    ("background", 0, 37),  # about to rename
+    ("background", 0, 39),  # about to rename
 ]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import zlib
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 import ds_dynmo
 from ds_dynmo.engine.save import layer_content, writing
 from ds_dynmo.engine.save.manifest import MANIFEST
+from ds_dynmo.engine.save.manifest_files import read_all
 from ds_dynmo.engine.save.safe_load import describe
 from tests.support.checkpoints import (
     STEPS,
@@ -113,6 +114,28 @@ class HashedBytes:
         return found
 
 
+def collectives_of_a_save(engine: Any, folder: str, **options: Any) -> Counter[str]:
+    """Count how often this rank takes part in an agreement, or in something that grows with the ranks."""
+    calls, comm = Counter[str](), engine.stage.comm
+    for name in ("everywhere", "gather_objects", "gather_on_first", "broadcast_object"):
+        original = getattr(comm, name)
+
+        def count(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        setattr(comm, name, count)
+    engine.save_checkpoint(folder, tag="counted", **options)
+    for name in ("everywhere", "gather_objects", "gather_on_first", "broadcast_object"):
+        delattr(comm, name)
+    return calls
+
+
+AGREEMENTS = (
+    6  # the optimizer's parameters, the folder, the state, every rank's files, every stage's manifest, the name
+)
+
+
 def hash_on_the_way(case: Case, folder: str) -> dict[str, Any]:
     """Save without the frozen weights, and load into another engine; count what is hashed."""
     engine, other = build(case, wide_layers), build(case, wide_layers)
@@ -134,6 +157,7 @@ def hash_on_the_way(case: Case, folder: str) -> dict[str, Any]:
         for trains in (False, True)
     )
     found = {"saving": saving, "loading": hashed.take(), "frozen": frozen, "trained": trained}
+    found["collectives"] = collectives_of_a_save(engine, f"{folder}/more", exclude_frozen_parameters=True)
     if engine.global_rank == 0:  # another base on the first replica alone
         layers_of(other)[1].up.weight.data[0, 0] += 1
     return {**found, "refused": attempt(other, folder)}
@@ -152,6 +176,7 @@ def test_a_rank_hashes_its_share_of_what_is_left_out_and_what_it_takes(tmp_path:
             f"rank 0: {tmp_path}/global_step1/layer_01-model_states.pt: lacks up.weig"
         )
         assert in_digests == 2 * rank["frozen"]
+        assert rank["collectives"] == {"everywhere": AGREEMENTS + 1}  # that all have hashed
         assert compared <= 2 * rank["trained"] + 12 * (rank["trained"] + rank["frozen"]) // 2 + 30_000
     assert not any(rank["saving"][0] for rank in others) and not any(rank["saving"][1] for rank in (first, *others))
 
@@ -229,7 +254,7 @@ def lists_nothing(folder: str, empty: str) -> None:
 
 
 def save_with_trouble(case: Case, folder: str) -> list[str]:
-    """Save with a stale listing; with a file that rank 0 does not find; with one that DeepSpeed did not write.
+    """Save, and count collectives; save with a stale listing; with a file that only its writer finds; and bypassed.
 
     Then load, with a stale listing, what has no list of its files.
     """
@@ -237,6 +262,7 @@ def save_with_trouble(case: Case, folder: str) -> list[str]:
     if engine.global_rank == 0:
         os.makedirs(f"{folder}/empty")
     gather(None)
+    assert collectives_of_a_save(engine, f"{folder}/counted") == {"everywhere": AGREEMENTS}
     lists_nothing(".writing", f"{folder}/empty")
     assert engine.save_checkpoint(folder, tag="stale")
     if engine.global_rank == 0:
@@ -266,20 +292,21 @@ def save_with_trouble(case: Case, folder: str) -> list[str]:
 def test_a_checkpoint_has_what_every_rank_wrote_whatever_a_listing_says(tmp_path: Path) -> None:
     case = Case(stages=2)
     for messages in run(2, save_with_trouble, case, str(tmp_path)):
-        elsewhere, bypassed = (f"rank 0: {tmp_path}/.{tag}.writing" for tag in ("elsewhere", "bypassed"))
-        assert messages[0].startswith(f"{elsewhere}/mp_rank_01_model_states.pt: a rank wrote ")
-        assert messages[0].endswith(
-            " bytes, and rank 0 finds no such file: save_dir has to be a folder that all ranks share"
+        elsewhere, bypassed = (
+            f"rank {rank}: {tmp_path}/.{tag}.writing" for rank, tag in ((1, "elsewhere"), (0, "bypassed"))
         )
+        assert messages[0].startswith(f"{elsewhere}/mp_rank_01_model_states.pt: a rank wrote ")
+        says = "the first rank of its stage finds no such file: save_dir has to be a folder that all ranks share"
+        assert messages[0].endswith(f" bytes, and {says}")
         assert messages[1].startswith(
             f"{bypassed}/layer_00-model_states.pt: no rank wrote it: a save_state_dict of your"
         )
         assert f"ranks differ: {tmp_path}/stock holds ['layer_00-" in messages[2]
-    assert sorted(os.listdir(tmp_path)) == ["empty", "latest", "stale", "stock"]
+    assert sorted(os.listdir(tmp_path)) == ["counted", "empty", "latest", "stale", "stock"]
     files = [path for path in (tmp_path / "stale").rglob("*.pt") if path.is_file()]
-    listed = json.loads((tmp_path / "stale" / MANIFEST).read_text())["files"]
+    listed = read_all(str(tmp_path / "stale"), (tmp_path / "stale" / MANIFEST).read_text()).files
     assert {str(path.relative_to(tmp_path / "stale")) for path in files} == listed.keys()
-    assert all(path.stat().st_size == listed[str(path.relative_to(tmp_path / "stale"))]["num_bytes"] for path in files)
+    assert all(path.stat().st_size == listed[str(path.relative_to(tmp_path / "stale"))].num_bytes for path in files)
 
 
 def save_in_parallel(case: Case, folder: str) -> dict[str, Any]:

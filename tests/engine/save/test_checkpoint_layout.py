@@ -1,68 +1,76 @@
-"""Where saved shards hold the elements of a parameter, and the manifest that records it."""
+"""Where saved shards hold the elements of a parameter, and the manifests that record it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from ds_dynmo.engine.save.manifest import Manifest, SavedFile, SliceManifest, join
+from ds_dynmo import CheckpointError
+from ds_dynmo.engine.comm.coordinates import RankCoordinates
+from ds_dynmo.engine.save import manifest_files
+from ds_dynmo.engine.save.manifest import (
+    FOLDER,
+    MANIFEST,
+    Manifest,
+    SavedFile,
+    SliceManifest,
+    StageManifest,
+    join,
+    part_file,
+    stage_file,
+    stage_manifest_file,
+)
+from ds_dynmo.engine.save.safe_load import describe
 from ds_dynmo.engine.state.pieces import Slot, StageSlots
 from ds_dynmo.placement import Placement
 
 CHAIN, V = Placement.chain([0, 1, 3]), Placement.v([0, 1, 2, 3, 4])
 
 
+SLOTS = [Slot(0, "w", 0, 0, 0, 4), Slot(1, "w", 0, 1, 4, 2)]
+
+
 def manifest(placement: Placement = CHAIN) -> Manifest:
-    slots = [Slot(0, "w", 0, 0, 0, 4), Slot(1, "w", 0, 1, 4, 2)]
     return Manifest(
         placement=placement,
         replicas=2,
         optimizer="flat",
         optimizer_class="AdamW",
-        slices=(
-            SliceManifest(
-                stages=(StageSlots((slots[0],), (2,)), StageSlots((slots[1], slots[0]), (3,))),
-                numbers=(0, 1),
-                shapes={0: {"w": [2, 2]}, 1: {"w": [2]}},
-                weights={0: "layer_00-model_states.pt", 1: "layer_01-model_states.pt"},
-            ),
-        ),
         frozen_excluded=False,
-        files={"a": SavedFile(3, "f")},
         state={"micro_steps": 4},
+        stages=(SavedFile(3, "f"), SavedFile(4, "g")),
+    )
+
+
+def of_stage(stage: int, slice_index: int = 0) -> SliceManifest:
+    """Describe a slice of one of two stages; the second holds the tied parameter of the first too."""
+    return SliceManifest(
+        stages=(StageSlots((SLOTS[stage], *SLOTS[:stage]), (2 + stage,)),),
+        numbers=(2 * slice_index + stage,),
+        shapes={stage: {"w": [2, 2]}},
+        weights={stage: f"layer_0{stage}-model_0{slice_index}-model_states.pt"},
     )
 
 
 @pytest.mark.parametrize("placement", [CHAIN, V], ids=["chain", "V"])
-def test_a_manifest_is_read_as_it_was_written(placement: Placement) -> None:
+def test_manifests_are_read_as_they_were_written(placement: Placement) -> None:
     written = manifest(placement)
-    read = Manifest.from_json(written.to_json())
-    assert read == written and read.num_stages == 2 and read.partition == placement.boundaries
+    assert Manifest.from_json(written.to_json()) == written
+    stage = StageManifest((of_stage(1, 0), of_stage(1, 1)), {"a": SavedFile(3, "f")})
+    assert StageManifest.from_json(stage.to_json()) == stage
 
 
-def test_slots_of_a_v_cover_both_chunks_of_a_stage() -> None:
-    """Files are per stage, not per chunk: those of the first stage hold the first and the last layer."""
-    stages = [
-        StageSlots(tuple(Slot(layer, "w", 0, place, place, 1) for place, layer in enumerate(V.layers_of(stage))))
-        for stage in V.stages
-    ]
-    every = [
-        (
-            0,
-            stage,
-            SliceManifest((slots,), (stage,), {}, {layer: f"layer_{layer:02d}" for layer in V.layers_of(stage)}),
-        )
-        for stage, slots in enumerate(stages)
-    ]
-    (joined,) = join(every)
-    whole = replace(manifest(V), slices=(joined,))
-    places = Manifest.from_json(whole.to_json()).slices[0].slots(prefer=0)
-    assert {layer: stage for (layer, _), (stage, _) in places.items()} == {0: 0, 1: 1, 2: 1, 3: 0}
+def test_a_layer_of_a_v_is_found_in_the_stage_that_holds_its_chunk() -> None:
+    first, last = (StageManifest((of_stage(stage),), {}) for stage in (0, 1))
+    whole = manifest(V).of_stages([first, last])
+    assert [whole.slices[0].slots(prefer=stage)[1, "w"] for stage in (0, 1)] == [(1, SLOTS[1])] * 2
 
 
 def test_a_tied_parameter_is_read_from_the_own_stage_or_the_first() -> None:
-    assert [manifest().slices[0].slots(prefer=stage)[0, "w"][0] for stage in (0, 1, 2)] == [0, 1, 0]
+    slots = join((0, stage, of_stage(stage)) for stage in (0, 1))[0]
+    assert [slots.slots(prefer=stage)[0, "w"][0] for stage in (0, 1, 2)] == [0, 1, 0]
 
 
 def test_slice_layouts_are_joined_from_those_of_all_ranks() -> None:
@@ -80,20 +88,126 @@ def test_slice_layouts_are_joined_from_those_of_all_ranks() -> None:
     assert [stage.slots[0].layer for stage in second.stages] == [0, 1]
 
 
-@pytest.mark.parametrize("change", ["{", "[]", '{"format": 3}', '{"format": 4}', "null"])
+@pytest.mark.parametrize("change", ["{", "[]", '{"format": 4}', '{"format": 5}', "null"])
 def test_an_invalid_manifest_is_refused(change: str) -> None:
-    with pytest.raises(ValueError, match=r"it is not a manifest|its format is 3, expected 4|Expecting property name"):
-        Manifest.from_json(change)
+    says = r"it is not a manifest|its format is 4, expected 5|Expecting property name"
+    for kind in (Manifest, StageManifest):
+        with pytest.raises(ValueError, match=says):
+            kind.from_json(change)
 
 
 def test_a_manifest_with_stages_unlike_its_partition_is_refused() -> None:
-    text = manifest().to_json().replace('3\n ],\n "replicas"', '3, 4\n ],\n "replicas"')
-    assert text != manifest().to_json()
-    with pytest.raises(ValueError, match="2 stages"):
-        Manifest.from_json(text)
+    with pytest.raises(ValueError, match="3 stages but the partition"):
+        Manifest.from_json(replace(manifest(), stages=(SavedFile(1, ""),) * 3).to_json())
+    with pytest.raises(ValueError, match=r"its stages have \[1, 0\] slices"):
+        manifest().of_stages([StageManifest((of_stage(0),), {}), StageManifest((), {})])
 
 
 def test_a_manifest_with_an_invalid_partition_is_refused() -> None:
     text = manifest().to_json().replace('1,\n  3\n ],\n "replicas"', '0,\n  3\n ],\n "replicas"')
     with pytest.raises(ValueError, match="stage 0 would own no layer"):
         Manifest.from_json(text)
+
+
+# -- on the disk --------------------------------------------------------------------------------------
+
+RANKS = [
+    RankCoordinates(stage=stage, num_stages=2, replica=replica, replicas=2, tp_rank=tp_rank, tp_size=2)
+    for stage in (0, 1)
+    for replica in (0, 1)
+    for tp_rank in (0, 1)
+]
+
+
+def write_files(folder: Path) -> None:
+    """Write what every rank of two stages, two replicas and two slices writes, and its list of that."""
+    (folder / FOLDER).mkdir(parents=True)
+    for here in RANKS:
+        slices = () if here.replica else (of_stage(here.stage, here.tp_rank),)
+        of_slice = [name for found in slices for name in (*map(stage_file, found.numbers), *found.weights.values())]
+        names = [*of_slice, f"{FOLDER}/{here.stage}{here.replica}{here.tp_rank}"]
+        for name in names:
+            (folder / name).write_text(name)
+        files = {name: describe(str(folder / name)) for name in names}
+        manifest_files.write_part(str(folder), here, StageManifest(slices, files))
+
+
+def firsts() -> list[RankCoordinates]:
+    return [here for here in RANKS if here.replica == here.tp_rank == 0]
+
+
+def write_manifests(folder: Path) -> Manifest:
+    for here in firsts():
+        manifest_files.write_stage(str(folder), here)
+    return manifest_files.write_all(str(folder), replace(manifest(), stages=()))
+
+
+def read_manifests(folder: Path) -> Manifest:
+    return manifest_files.read_all(str(folder), (folder / MANIFEST).read_text())
+
+
+def test_stages_list_what_their_ranks_wrote_and_one_manifest_has_all_stages(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    written = {name for name in names if "written" not in name}
+    whole, read = write_manifests(tmp_path), read_manifests(tmp_path)
+    assert (read.slices, read.files) == (whole.slices, whole.files) and read.files.keys() == written
+    assert [found.numbers for found in read.slices] == [(0, 1), (2, 3)] and len(read.stages) == 2
+    manifests = {MANIFEST, stage_manifest_file(0), stage_manifest_file(1)}
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == written | manifests
+
+
+@pytest.mark.parametrize("how", ["missing", "shorter"])
+def test_a_file_that_the_first_rank_of_its_stage_does_not_find_is_refused(tmp_path: Path, how: str) -> None:
+    for name, says in (
+        (f"{FOLDER}/111", "a rank wrote 9 bytes, and the first rank of its stage finds "),
+        (part_file(1, 1, 1), "a rank wrote it, and this one cannot read it: "),
+    ):
+        write_files(folder := tmp_path / str(len(name)))
+        if how == "missing":
+            (folder / name).unlink()
+        else:
+            (folder / name).write_text("{")
+        manifest_files.write_stage(str(folder), firsts()[0])
+        with pytest.raises(CheckpointError, match=f"{name}: {says}.*a folder that all ranks share"):
+            manifest_files.write_stage(str(folder), firsts()[1])
+
+
+def test_a_manifest_of_a_stage_that_rank_0_does_not_find_is_refused(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    manifest_files.write_stage(str(tmp_path), firsts()[0])
+    with pytest.raises(CheckpointError, match=r"manifest-pipe_01.json: a rank wrote it, and this one cannot read it"):
+        manifest_files.write_all(str(tmp_path), manifest())
+
+
+def test_a_file_that_no_rank_wrote_is_refused(tmp_path: Path) -> None:
+    """It may be one that another stage would have written: that of a tied layer."""
+    write_files(tmp_path)
+    stage = RANKS[-1].stage
+    lacks = replace(of_stage(stage), weights={stage: "layer_07-model_states.pt"})
+    manifest_files.write_part(str(tmp_path), firsts()[1], StageManifest((lacks,), {}))
+    with pytest.raises(CheckpointError, match=r"mp_rank_01_model_states.pt: no rank wrote it"):
+        write_manifests(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped", "of another save", "of another stage"])
+def test_a_manifest_of_a_stage_that_is_not_of_this_checkpoint_is_refused(tmp_path: Path, how: str) -> None:
+    saved, other = tmp_path / "saved", tmp_path / "other"
+    for folder in (saved, other):
+        write_files(folder)
+        if folder == other:
+            manifest_files.write_part(str(other), RANKS[-1], StageManifest((), {}))
+        write_manifests(folder)
+    path, text = saved / stage_manifest_file(1), (saved / stage_manifest_file(1)).read_text()
+    changed = {
+        "truncated": text[:-10],
+        "flipped": text.replace(f"{FOLDER}/111", f"{FOLDER}/110"),
+        "of another save": (other / stage_manifest_file(1)).read_text(),
+        "of another stage": (saved / stage_manifest_file(0)).read_text(),
+    }
+    path.unlink()
+    if how != "missing":
+        assert changed[how] != text
+        path.write_text(changed[how])
+    with pytest.raises(CheckpointError, match=r"manifest-pipe_01.json: "):
+        read_manifests(saved)
