@@ -20,7 +20,7 @@ seconds of layers and of an iteration  ``pipeline``; ``passes`` under split sche
                                        ``layer_passes``; the simulator is in
                                        :mod:`ds_dynmo.schedules`
 memory                                 ``memory`` in training, ``move_memory`` during a migration
-estimates from earlier profiles        ``history``; ``speeds`` of stages; ``portable`` arithmetic
+estimates from earlier profiles        ``history``; ``speeds`` of stages; ``move_costs``; ``portable`` arithmetic
 refusals and names                     ``checks``, ``registry``
 =====================================  ===============================================================================
 """
@@ -30,11 +30,12 @@ from ds_dynmo.partitioners.diffusion import DiffusionTrace, diffusion, diffusion
 from ds_dynmo.partitioners.diffusion_messages import message_capacity
 from ds_dynmo.partitioners.diffusion_node import DiffusionNode
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
-from ds_dynmo.partitioners.history import CostHistory, MoveCosts
+from ds_dynmo.partitioners.history import CostHistory
 from ds_dynmo.partitioners.layer_passes import LayerPasses
 from ds_dynmo.partitioners.makespan import makespan
 from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
 from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, loads_of, potential
+from ds_dynmo.partitioners.move_costs import MoveCosts
 from ds_dynmo.partitioners.move_memory import Overflow, between, migration_peaks, overflow
 from ds_dynmo.partitioners.passes import PassModel
 from ds_dynmo.partitioners.pipeline import PipelineModel

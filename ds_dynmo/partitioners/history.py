@@ -1,4 +1,4 @@
-"""Estimates from earlier profiles and moves: smoothed costs and their errors, stage speeds, the cost of a move.
+"""Estimates from earlier profiles: smoothed costs and their errors, stage speeds.
 
 A cost that stays within the noise is averaged over the latest profiles. If a cost leaves this range, or a whole stage
 shifts, it has changed: the average starts again from the new value.
@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ds_dynmo.partitioners.portable import exp, log
-from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
+from ds_dynmo.partitioners.speeds import SpeedEvidence, evidence_of, relative_speeds
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
 
-__all__ = ["CostHistory", "MoveCosts"]
+__all__ = ["CostHistory"]
 
 _WINDOW = 8  # profiles in an average of costs, and in the estimate of noise
 _STAGE_WINDOW = 32  # profiles in the estimate of the noise of stages: rare bursts count too
@@ -34,7 +34,6 @@ _LASTING = 3  # profiles in a row after which a shift of a stage counts
 _LARGE = 1.0  # in logs: a larger shift counts at once
 _SIGNIFICANT_SHARE = 0.1  # of the largest layer's cost: smaller layers have other noise, and matter less
 _SAME_LOAD = 0.02  # largest difference of load signals that count as equal
-_MOVES = 16  # latest moves in the estimate of a move's cost
 
 
 class _Shift(NamedTuple):
@@ -202,14 +201,7 @@ class CostHistory:
             self._noises = [*self._noises, noise][-_WINDOW:]
 
     def _learn_speeds(self, logs: dict[int, float], old: Placement, new: Placement) -> None:
-        ways: dict[tuple[int, int], list[float]] = {}
-        for layer, ratio in logs.items():
-            source, destination = old.stage_of(layer), new.stage_of(layer)
-            if source != destination:
-                ways.setdefault((source, destination), []).append(ratio)
-        for (source, destination), ratios in sorted(ways.items()):
-            self._evidence.append([source, destination, statistics.median(ratios), len(ratios)])
-        self._evidence = self._evidence[-_EVIDENCE:]
+        self._evidence = [*self._evidence, *([*piece] for piece in evidence_of(logs, old, new))][-_EVIDENCE:]
 
     def _rescale(self, old: Placement, new: Placement, level: float) -> None:
         """Convert averages to the present level, and those of moved layers to the speed of their new stage."""
@@ -251,39 +243,3 @@ class CostHistory:
 
 def _close(a: float | None, b: float | None) -> bool:
     return a == b or (a is not None and b is not None and abs(a - b) <= _SAME_LOAD)
-
-
-class MoveCosts:
-    """An estimate of the cost of a move: fixed seconds, and seconds per byte. It depends only on the recorded moves."""
-
-    def __init__(self, moves: Sequence[tuple[int, float]] = ()) -> None:
-        self._moves = [(int(moved_bytes), float(seconds)) for moved_bytes, seconds in moves][-_MOVES:]
-
-    def record(self, moved_bytes: int, seconds: float) -> None:
-        """Add a move of ``moved_bytes`` that took ``seconds`` on the slowest rank."""
-        self._moves = [*self._moves, (moved_bytes, seconds)][-_MOVES:]
-
-    def seconds(self, moved_bytes: int) -> float:
-        """Predict the seconds of a move; 0 before the first move.
-
-        The prediction is a least-squares line without negative terms. If all moves had one size, a smaller move is
-        predicted to take as long, and a larger one in proportion.
-
-        >>> costs = MoveCosts([(100, 3.0), (300, 5.0)])
-        >>> costs.seconds(200), MoveCosts([(100, 3.0)]).seconds(50), MoveCosts([(100, 3.0)]).seconds(200)
-        (4.0, 3.0, 6.0)
-        """
-        if not self._moves:
-            return 0.0
-        mean_bytes = sum(size for size, _ in self._moves) / len(self._moves)
-        mean_seconds = sum(seconds for _, seconds in self._moves) / len(self._moves)
-        spread = sum((size - mean_bytes) * (size - mean_bytes) for size, _ in self._moves)
-        if spread == 0:
-            return mean_seconds * max(1.0, moved_bytes / mean_bytes if mean_bytes else 1.0)
-        per_byte = sum((size - mean_bytes) * (seconds - mean_seconds) for size, seconds in self._moves) / spread
-        per_byte = min(max(per_byte, 0.0), mean_seconds / mean_bytes)
-        return mean_seconds + per_byte * (moved_bytes - mean_bytes)
-
-    def state(self) -> list[Any]:
-        """Return the state as plain values, the argument of the constructor."""
-        return [list(move) for move in self._moves]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ds_dynmo.partitioners.portable import exp
+from ds_dynmo.placement import Placement
 
-__all__ = ["SpeedEvidence", "relative_speeds"]
+__all__ = ["SpeedEvidence", "evidence_of", "relative_speeds"]
 
 _PRIOR = 0.5  # standard deviation of a stage's log speed before there is evidence
 _DECAY = 0.85  # weight of evidence relative to the next newer one: clocks and other jobs on a machine change
@@ -32,6 +33,20 @@ class SpeedEvidence(NamedTuple):
     destination: int
     log_ratio: float
     layers: int
+
+
+def evidence_of(logs: Mapping[int, float], old: Placement, new: Placement) -> list[SpeedEvidence]:
+    """Return what a move from ``old`` to ``new`` shows.
+
+    Args:
+        logs: per comparable layer, log(seconds after the move / seconds before).
+    """
+    ways: dict[tuple[int, int], list[float]] = {}
+    for layer, ratio in logs.items():
+        source, destination = old.stage_of(layer), new.stage_of(layer)
+        if source != destination:
+            ways.setdefault((source, destination), []).append(ratio)
+    return [SpeedEvidence(*way, statistics.median(ratios), len(ratios)) for way, ratios in sorted(ways.items())]
 
 
 def relative_speeds(evidence: Sequence[SpeedEvidence], num_stages: int, noise: float) -> tuple[float, ...]:

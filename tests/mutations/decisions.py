@@ -69,15 +69,15 @@ MUTATIONS = [
     ),
     Mutation(
         "layers move for a gain that noise explains",
-        "decision._exceeds_noise",
+        "MoveTradeoff._exceeds_noise",
         "_STANDARD_ERRORS",
         "0",
         f"{POLICY}::test_a_move_must_save_more_than_the_noise",
     ),
     Mutation(
         "layers move though the move costs more than it saves",
-        "decision.accept_move",
-        "<= cost",
+        "MoveTradeoff.objection",
+        "<= price",
         "<= 0",
         f"{POLICY}::test_a_move_must_save_more_than_it_costs",
     ),

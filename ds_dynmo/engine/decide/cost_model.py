@@ -7,7 +7,8 @@ from typing import Any
 
 from ds_dynmo import partitioners
 from ds_dynmo.engine.decide.decision import Decision, moved_bytes
-from ds_dynmo.engine.decide.decision_input import DecisionInput, MoveTradeoff
+from ds_dynmo.engine.decide.decision_input import DecisionInput
+from ds_dynmo.engine.decide.tradeoff import MoveTradeoff
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import CostHistory, MoveCosts
 from ds_dynmo.plan import MigrationPlan, Profile

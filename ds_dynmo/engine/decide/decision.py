@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-
 from ds_dynmo import partitioners
-from ds_dynmo.engine.decide.decision_input import DecisionInput, MoveTradeoff
+from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners import MemoryModel, Overflow, PipelineModel
 from ds_dynmo.placement import Placement, Shape, owners_of
 from ds_dynmo.plan import MigrationPlan, Profile
 from ds_dynmo.schedules import FoundSchedule, PassCosts, Schedule, idle_share, replay
 
-_STANDARD_ERRORS = 3.0  # of the measurement; a saving has to exceed them
 _TIE = 1e-9  # relative difference below which two bottlenecks are equal
 
 
@@ -144,9 +140,7 @@ def accept_move(given: DecisionInput, proposed: Placement) -> Decision:
     - it lowers the bottleneck (for a balancer that takes the pipeline: the seconds of an iteration) by
       ``min_improvement``, or does not raise it and lowers the seconds of an iteration by as much, each placement under
       its shortest schedule; of another shape: it lowers these seconds;
-    - with a ``tradeoff``, if time is balanced: it saves more than noise explains, and its savings until the next
-      decision, plus the missed ones of earlier decisions, exceed its cost. So a small gain that lasts is taken in the
-      end, at no more than twice the least possible cost, however short the interval.
+    - with a ``tradeoff``, if time is balanced: this has no objection.
 
     If a stage lacks memory for the move, layers move only as far as every stage has memory for.
     """
@@ -172,13 +166,10 @@ def accept_move(given: DecisionInput, proposed: Placement) -> Decision:
     if tradeoff is None or given.config.balance_by != "time":
         return predict(given, proposed, "better")
     saved = _iteration_seconds(given, here) - _iteration_seconds(given, proposed)
-    if not _exceeds_noise(saved, given, proposed, tradeoff):
-        return predict(given, here, f"{proposed} would save {saved:.3g} s a batch, no more than noise may")
-    cost = tradeoff.move_costs.seconds(moved_bytes(given.profile, MigrationPlan.between(here, proposed)))
-    batches = given.batches or 0
-    if saved * batches + tradeoff.missed_seconds <= cost:
-        verdict = f"{proposed} would save {saved:.3g} s in each of {batches} batches and cost {cost:.3g} s"
-        return replace(predict(given, here, verdict), missed_seconds=saved * batches)
+    objection = tradeoff.objection(saved, given.batches or 0, given.pipeline, here, proposed)
+    if objection is not None:
+        stays = predict(given, here, f"{proposed} {objection.reason}")
+        return replace(stays, missed_seconds=objection.missed_seconds)
     return predict(given, proposed, "worth it")
 
 
@@ -252,30 +243,6 @@ def _objective(given: DecisionInput, placement: Placement) -> float:
 def _iteration_seconds(given: DecisionInput, placement: Placement) -> float:
     """Simulate an iteration under the shortest schedule, and return its seconds."""
     return given.pipeline.iteration_seconds(placement)
-
-
-def _exceeds_noise(saved: float, given: DecisionInput, proposed: Placement, tradeoff: MoveTradeoff) -> bool:
-    """Return whether an iteration saves more than noise explains, whichever stage is then the slowest.
-
-    Compares the slowest present stage with each new stage. The standard error of their difference has two parts: that
-    of layers in only one of the two, and that of the stages on which these were measured.
-    """
-    pipeline, here = given.pipeline, given.placement
-    seconds = pipeline.micro_batches * np.array(pipeline.layer_seconds)
-    measured_on = np.array([here.stage_of(layer) for layer in range(len(seconds))])
-    slowest = int(np.argmax(pipeline.stage_loads(here)))
-    share = np.zeros(len(seconds))
-    share[list(here.layers_of(slowest))] = 1.0 / pipeline.speeds[slowest]
-    loads = pipeline.stage_loads(proposed)
-    for stage, load in enumerate(loads):
-        only_one = share.copy()
-        only_one[list(proposed.layers_of(stage))] -= 1.0 / pipeline.speeds[stage]
-        of_layers = only_one * seconds * tradeoff.errors
-        of_stages = np.bincount(measured_on, only_one * seconds * tradeoff.stage_errors)
-        gain = saved + pipeline.micro_batches * (max(loads) - load)
-        if gain <= _STANDARD_ERRORS * math.hypot(*of_layers, *of_stages):
-            return False
-    return True
 
 
 def fits(memory: MemoryModel | None, placement: Placement) -> bool:

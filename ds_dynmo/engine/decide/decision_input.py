@@ -9,31 +9,15 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ds_dynmo.config import DynMoConfig
+from ds_dynmo.engine.decide.tradeoff import MoveTradeoff
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners import LayerPasses, MemoryModel, MoveCosts, PassModel, PipelineModel
+from ds_dynmo.partitioners import LayerPasses, MemoryModel, PassModel, PipelineModel
 from ds_dynmo.placement import Placement, Shape
 from ds_dynmo.plan import LayerCost, Profile, limit_minus_workspace
 from ds_dynmo.schedules import Schedule
 
 _SEARCH_SHARE = 0.01  # of the seconds until the next decision that searches for orders may take
 _SECONDS_PER_ACTION = 3e-6  # of a search, about; a constant, so that all ranks count alike
-
-
-@dataclass(frozen=True)
-class MoveTradeoff:
-    """The costs that the gain of an automatic decision has to exceed.
-
-    Attributes:
-        move_costs: seconds and bytes of the moves so far.
-        errors: per layer, the relative standard error of its cost.
-        stage_errors: per layer, the part of the error that it shares with its stage.
-        missed_seconds: sum of the gains that the latest decisions in a row rejected because of the move's cost.
-    """
-
-    move_costs: MoveCosts
-    errors: tuple[float, ...]
-    stage_errors: tuple[float, ...]
-    missed_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from ds_dynmo.config import DynMoConfig, parse_section
 from ds_dynmo.engine.decide import decision
 from ds_dynmo.engine.decide.cost_model import CostModel
 from ds_dynmo.engine.decide.decision import Decision
-from ds_dynmo.engine.decide.decision_input import DecisionInput, MoveTradeoff
+from ds_dynmo.engine.decide.decision_input import DecisionInput
+from ds_dynmo.engine.decide.tradeoff import MoveTradeoff
 from ds_dynmo.engine.measure.profiler import Samples
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
