@@ -14,7 +14,7 @@ _TOKEN_IDS = "give rows with input_ids, as JSON lines, Parquet or by Dataset.sav
 LOAD_UNIVERSAL = "checkpoint.load_universal = true"
 
 WITHDRAWN = {
-    "dynmo.decentralized": 'the stages decide together; remove it, "balancer": "diffusion" finds the same partition',
+    "dynmo.decentralized": 'rank 0 decides for all stages; remove it, "balancer": "diffusion" finds the same partition',
     "dynmo.repack.freed_ranks": "freed ranks are released; remove it",
     'dynmo.repack.release = "park"': f'released ranks exit, "release": "exit"; to have more later, {_ELASTIC_LAUNCH}',
     "model.case.schedule": "all routed blocks have one capacity; for a load that changes give a threshold",
