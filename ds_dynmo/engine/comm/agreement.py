@@ -1,4 +1,4 @@
-"""What ranks tell each other when they agree: values, failures, and whether texts are the same."""
+"""Values and failures in the form that ranks exchange, and a comparison of texts by one sum over the ranks."""
 
 from __future__ import annotations
 

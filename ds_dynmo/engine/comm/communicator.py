@@ -273,11 +273,16 @@ class Communicator:
         """Gather a byte string of each rank of a tree on all of them."""
         return tree.broadcast(tree.gather(data, timeout), tree.size, timeout)
 
-    def _received(self, encoded: Sequence[bytes]) -> list[Any]:
+    def _received(self, encoded: Sequence[bytes], ranks: Sequence[int] | None = None) -> list[Any]:
+        """Load values; ``ranks`` sent them, None: all ranks in order."""
         values: list[EncodedValue] = [from_bytes(data, self.device) for data in encoded]
-        problems = {rank: sent.problem for rank, sent in enumerate(values) if sent.problem}
+        problems = {rank: sent.problem for rank, sent in zip(ranks or range(len(values)), values) if sent.problem}
         if problems:
-            raise MigrationError(f"{self._what}: ranks cannot send what they have to: {problems}", harmless=True)
+            first = next(iter(problems.values()))
+            raise MigrationError(
+                f"{self._what}: ranks {[*problems]} cannot send what they have to, first {first}",
+                harmless=True,
+            )
         return [from_bytes(sent.data, self.device) for sent in values]
 
     def gather_over_slices(self, value: Any) -> list[Any]:
@@ -291,7 +296,7 @@ class Communicator:
         encoded = to_bytes(EncodedValue.of(value))
         others = [rank for rank in ranks if rank != dist.get_rank()]
         received = self.p2p.exchange_bytes(dict.fromkeys(others, encoded), others)
-        return self._received([received.get(rank, encoded) for rank in ranks])
+        return self._received([received.get(rank, encoded) for rank in ranks], ranks)
 
     def clock_offset(self, now: Callable[[], float]) -> tuple[float, float]:
         """Measure by how many seconds this rank's clock is ahead of rank 0's, and the error bound.

@@ -1,4 +1,4 @@
-"""Process groups of all ranks for tensors on the ranks' devices."""
+"""Process groups of all ranks for tensors on the ranks' accelerators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def device_group(device: torch.device, timeout: timedelta, store_seconds: float)
     """Make a group of all ranks on the default backend, and connect it. Collective.
 
     Some backends, such as NCCL, connect a group in its first operation, in which all ranks have to take part. So the
-    first operation must not be a message between two ranks. gloo groups are connected already.
+    first operation must not be a message between two ranks.
 
     Args:
         device: the engine's device.

@@ -48,7 +48,7 @@ class HostLinks:
 
 
 class _Addresses(dist.Store):
-    """What gloo asks for addresses: the launch's store, within a bounded time."""
+    """Tells gloo the addresses of ranks from the launch's store, within a bounded time."""
 
     def __init__(self, store: BoundedStore) -> None:
         super().__init__()

@@ -7,7 +7,6 @@ from datetime import timedelta
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from ds_dynmo.engine.comm.bounded import BoundedStore, default_timeout
 from ds_dynmo.engine.comm.device_group import DeviceLinks, device_group
@@ -47,7 +46,7 @@ class PointToPoint:
         self._timeout_of_batch = max(self._timeout, default_timeout())  # NCCL ends a rank that waits longer
         self._layers: HostLinks | DeviceLinks = (
             HostLinks(store, self._timeout_of_batch)
-            if dist.get_backend() == "gloo"
+            if device.type == "cpu"
             else DeviceLinks(device_group(device, self._timeout_of_batch, timeout_seconds))
         )
         self._stream = TransferStream(device)

@@ -128,8 +128,9 @@ def test_collectives_of_nine_ranks() -> None:
         neighbours = len(children_of(rank, 9)) + (rank > 0)
         in_pipeline = len(children_of(rank // 3, 3)) + (rank >= 3)
         listening = 2  # of these links, and of those for layers
-        assert found["sockets"] <= neighbours + in_pipeline + listening
-        assert found["sockets of layers"] == 2
+        again = 1  # gloo may try a second time to connect
+        assert found["sockets"] <= neighbours + in_pipeline + listening + again
+        assert found["sockets of layers"] <= 2 + again
 
 
 def wait_alone() -> str:
