@@ -4,12 +4,14 @@
     python scripts/smollm2.py smollm2 text.jsonl
     deepspeed --num_gpus 2 scripts/real_model.py smollm2 --data text.jsonl --json figures.json
     deepspeed --num_gpus 2 scripts/real_model.py smollm2 --data text.jsonl --tokens 512 --arm whole --arm v
+    deepspeed --num_gpus 2 scripts/real_model.py smollm2 --data text.jsonl --arm uniform --balanced 0 20 33
 
 Set OMP_NUM_THREADS=1: one thread per stage. Each arm has an engine of its own, which begins with the same weights,
 trains on the same batches and is timed on the slowest rank; each turn is a batch of every arm.
 
 - "parameters" (DeepSpeed's default), "uniform", "type": DeepSpeed's partitions, its own engine;
-- "balanced": the static partition of whole layers that is even by the costs that "whole" measured;
+- "balanced": a static partition of whole layers, even by the costs that "whole", which runs too, measured, or as
+  --balanced gives it;
 - "whole": whole layers move, under 1F1B;
 - "pieces": the vocabulary in slices and decoder layers in halves, under 1F1B; "zero_bubble", "v" and "auto": the same
   pieces under these schedules.
@@ -51,8 +53,9 @@ STOCK = {"parameters": "parameters", "uniform": "uniform", "type": "type:Decoder
 PIECES = {"pieces": "1f1b", "zero_bubble": "zero_bubble", "v": "v", "auto": "auto"}  # schedules
 DEFAULT, BALANCED = "parameters", "balanced"
 STATIC = (*STOCK, BALANCED)
-ARMS = (*STOCK, "whole", BALANCED, *PIECES)
-ALWAYS = (DEFAULT, "whole", BALANCED)  # what the others are compared with, and what it takes
+WHOLE = "whole"
+ARMS = (*STOCK, WHOLE, BALANCED, *PIECES)
+ALWAYS = (DEFAULT, BALANCED)  # what the others are compared with
 WARM_UP = 4  # batches, in which layers are profiled and go where they stay
 
 
@@ -87,6 +90,7 @@ def parse(given: list[str]) -> argparse.Namespace:
         choices=[arm for arm in ARMS if arm not in ALWAYS],
         help=f"beside {', '.join(ALWAYS)}; default: all; may be repeated",
     )
+    parser.add_argument("--balanced", type=int, nargs="+", metavar="BOUNDARY", help="partition of that arm")
     parser.add_argument("--tokens", type=int, default=128, help="of a micro-batch, one sequence, default %(default)s")
     parser.add_argument("--micro-batches", type=int, default=8, help="of a batch, default %(default)s")
     parser.add_argument("--slices", default="auto", help="of the vocabulary, default %(default)s")
@@ -125,13 +129,19 @@ def build(arm: str, run: TrainingRun) -> Arm:
 
 def measure(arguments: argparse.Namespace) -> list[Arm]:
     """Train every arm, by turns. Collective."""
-    names = [arm for arm in ARMS if not arguments.arm or arm in (*ALWAYS, *arguments.arm)]
+    asked = {*(arguments.arm or ARMS), *ALWAYS}
+    if not arguments.balanced:
+        asked.add(WHOLE)
+    names = [arm for arm in ARMS if arm in asked]
     arms = list[Arm]()
     for name in names:
         run = prepared(arguments, name)
         if name == BALANCED:
-            costs = next(arm for arm in arms if arm.name == "whole").engine.profile.costs("time")
-            still = {"enabled": False, "initial_partition": balanced(costs, run.stages), "log": False}
+            boundaries = arguments.balanced
+            if not boundaries:
+                costs = next(arm for arm in arms if arm.name == WHOLE).engine.profile.costs("time")
+                boundaries = balanced(costs, run.stages)
+            still = {"enabled": False, "initial_partition": boundaries, "log": False}
             run = replace(run, settings={**run.settings, "dynmo": still})
         arm = build(name, run)
         same = next((one for one in arms if one.name in STOCK and one.partition == arm.partition), None)

@@ -5,6 +5,7 @@
     python scripts/simulate_runs.py --case pruning --stages 8 --micro-batches 16
     python scripts/simulate_runs.py --case moe --interval 10 --link-gbps 50
     python scripts/simulate_runs.py --recorded run.jsonl --stages 4     # what ds-dynmo-train --record wrote
+    python scripts/simulate_runs.py --recorded pieces.jsonl --whole whole.jsonl --stages 8
 
 Speedups are over DeepSpeed's 1F1B: over its default partition, by parameters; over the best static one of three:
 uniform, by parameters, or balanced by the loads of the first iteration; over the dense model. Chains start at the best
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,6 +72,10 @@ COLUMNS = {  # of the table of a case
     "bubble, 1F1B": "bubble_ratio_1f1b",
     "imbalance": "imbalance",
 }
+WHOLE_HELP = (
+    "with --recorded of slices and halves: a recording of the same model in whole layers, whose static partitions and "
+    "dense model speedups are over; default: these layers are the sums of their slices and halves"
+)
 OF_SCHEDULES = {  # of the table of schedules: which figure of which arm
     "makespan, 1F1B": ("makespan", "speedup_over_default_1f1b"),
     "zero bubble": ("makespan", "speedup_over_default"),
@@ -139,6 +144,21 @@ def print_beside_the_paper(rows: Sequence[dict[str, Any]]) -> None:
     print_table(("case", "speedup over", "paper", *arms, *bubbles), cells)
 
 
+def whole_layers_of(path: Path, pieces: Recorded) -> Recorded:
+    """Read the recording of the undivided model of ``pieces``.
+
+    Raises:
+        ConfigError: it has slices or halves itself, or other layers than these make.
+    """
+    whole, layers = Recorded.read(path), len(pieces.whole) - 1
+    if whole.layers != layers or len(whole.whole) != layers + 1:
+        raise ConfigError(
+            f"--whole {path}: holds {counted(whole.layers, 'layer')}, {len(whole.whole) - 1} of them whole; should "
+            f"hold the {layers} whole layers of {pieces.path}: record it without vocabulary_slices and split_blocks"
+        )
+    return whole
+
+
 def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     load_models = chosen_load_models(arguments.case, arguments.recorded, undivided=arguments.undivided)
     rows = []
@@ -150,6 +170,11 @@ def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         asked += [V] if recorded else FORMS  # which layers of a recording are blocks is not known
         seeds = arguments.seeds if load_model.random else 1
         outcomes = compare(load_model, setting, asked, count=arguments.phases, seeds=seeds)
+        if arguments.whole and isinstance(load_model, Recorded):
+            whole = whole_layers_of(arguments.whole, load_model)
+            unit = setting.forward_seconds * whole.unit_us / load_model.unit_us
+            own = replace(setting.with_layers(whole.layers), forward_seconds=unit)
+            outcomes |= compare(whole, own, [*STATICS, DENSE], count=arguments.phases, seeds=seeds)
         of_case = [{"case": load_model.name, "balancer": arm, **figures_of(arm, outcomes)} for arm in outcomes]
         print_case(of_case, setting)
         rows += [{**row, "setting": asdict(setting)} for row in of_case]
@@ -164,6 +189,7 @@ def main(given: list[str]) -> None:
     parser.add_argument("--case", action="append", metavar="NAME", help=CASE_HELP)
     parser.add_argument("--recorded", type=Path, action="append", metavar="FILE_OR_FOLDER", help=RECORDED_HELP)
     parser.add_argument("--undivided", action="store_true", help=UNDIVIDED_HELP)
+    parser.add_argument("--whole", type=Path, metavar="FILE", help=WHOLE_HELP)
     parser.add_argument("--layers", type=int, help="default: the paper's for the case")
     parser.add_argument("--stages", type=int, help="default: the paper's, 24 or 16")
     parser.add_argument("--replicas", type=int, help="default: the paper's, 30 or 8")
@@ -180,6 +206,8 @@ def main(given: list[str]) -> None:
         check_at_least_1(arguments, *SIZES, "phases", "seeds")
         if arguments.link_gbps <= 0:
             raise ConfigError(f"--link-gbps {arguments.link_gbps:g}: should be greater than 0")
+        if arguments.whole and not arguments.recorded:
+            raise ConfigError(f"--whole {arguments.whole}: needs --recorded FILE, a recording of slices or halves")
         rows = print_cases(arguments)
     except (ConfigError, PartitionError) as error:
         parser.error(str(error))

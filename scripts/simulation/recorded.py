@@ -146,6 +146,11 @@ class Recorded(LoadModel):
         self._check_layers(num_layers)
         return self._each[0]
 
+    @property
+    def unit_us(self) -> float:
+        """The microseconds of a share of 1."""
+        return self._units[0]
+
     @cached_property
     def _each(self) -> list[Phase]:
         """The first iterations as one phase, and each later one."""

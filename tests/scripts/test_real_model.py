@@ -29,6 +29,10 @@ def test_arms_train_the_same_model(tmp_path: Path) -> None:
         assert len(row["losses"]) == 6 and row["partition"][-1] == (21 if name in real_model.PIECES else 9)
         assert row["largest_difference_of_losses"] < (1e-5 if name in real_model.PIECES else 1e-12), name
     assert found["machine"]["transformers"] and found["settings"]["tokens"] == 16
+    given = ["--arm", "uniform", "--balanced", "0", "5", "9"]
+    run(2, real_model.main, [folder, "--data", text, *sizes, *given, "--json", file])
+    rows = {row["arm"]: row for row in json.loads(Path(file).read_text())["rows"]}
+    assert "whole" not in rows and rows["balanced"]["partition"] == [0, 5, 9]
 
 
 def test_the_launcher_is_required(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,6 +321,28 @@ def test_a_recorded_run_is_a_case(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert f"--layers 9: {recording} is a recording of 4 layers" in capsys.readouterr().err
 
 
+def test_pieces_are_compared_with_a_recording_of_whole_layers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pieces, whole, path = (tmp_path / name for name in ("pieces.jsonl", "whole.jsonl", "rows.json"))
+    write_recording(pieces, [[1, 1, 1, 1]] * 8, whole_layers=[0, 1, 2, 4])
+    write_recording(whole, [[1, 1, 4]] * 8)  # the last one costs twice what its halves do
+    flags = ["--recorded", str(pieces), "--json", str(path), "--link-gbps", "1e9", "--micro-batches", "1000"]
+    found = {}
+    for given in ([], ["--whole", str(whole)]):
+        simulate_runs.main([*flags, *given])
+        rows = {row["balancer"]: row for row in json.loads(path.read_text())["rows"]}
+        found[bool(given)] = rows["makespan"]["speedup_over_static_1f1b"]
+    assert found[False] == pytest.approx(1, rel=0.01) and found[True] == pytest.approx(2, rel=0.01)
+    for given, error in (
+        ([*flags, "--whole", str(pieces)], "holds 4 layers, 3 of them whole; should hold the 3 whole layers"),
+        (["--whole", str(whole)], "needs --recorded FILE"),
+    ):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            simulate_runs.main(given)
+        assert f"--whole {given[-1]}: {error}" in capsys.readouterr().err
+
+
 def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^2$"):
         simulate_runs.main(["--case", "moe", "--layers", "4", "--stages", "8"])
