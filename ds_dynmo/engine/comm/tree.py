@@ -182,11 +182,13 @@ class _Reduction:
     ) -> None:
         self._tree, self._links, self._tag = tree, links, tag
         self._numbers, self._combine, self._left = numbers, combine, _time_left(timeout)
-        self._arriving = [
-            (links.receive(t, child, tag), t) for child in tree.children for t in [torch.empty_like(numbers)]
-        ]
-        self._result = torch.empty_like(numbers) if to_all and tree.parent is not None else None
-        self._coming = None if self._result is None else links.receive(self._result, tree.parent, tag)
+        theirs = [torch.empty_like(numbers) for _ in tree.children]
+        self._arriving = [(links.receive(t, child, tag), t) for t, child in zip(theirs, tree.children)]
+        self._result: torch.Tensor | None = None
+        self._coming: Any = None
+        if to_all and tree.parent is not None:
+            self._result = torch.empty_like(numbers)
+            self._coming = links.receive(self._result, tree.parent, tag)
         self._sent: Any = None
         self._to_all = to_all
 

@@ -98,7 +98,7 @@ def collectives() -> dict[str, Any]:
     on_first = [comm.read_max_on_first(each) for each in to_first]
     found["posted to first"] = [None if each is None else each.item() for each in on_first]
     found["sum"] = comm.all_moved([float(rank), 0.5], 10**comm.here.stage)
-    everywhere = {"same": lambda text: text, "compared_in": comm.here.in_pipeline}
+    everywhere: dict[str, Any] = {"same": lambda text: text, "compared_in": comm.here.in_pipeline}
     assert comm.everywhere("a test", lambda: f"replica {replica}", **everywhere) == f"replica {replica}"
     with pytest.raises(ds_dynmo.MigrationError) as refusal:
         comm.everywhere("a test", lambda: f"replica {replica}" if rank != 4 else "other", **everywhere)
