@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ds_dynmo.partitioners import PipelineModel, balanced, iteration_seconds, loads_of, uniform
+from ds_dynmo.engine.decide.tradeoff import MoveTradeoff
+from ds_dynmo.partitioners import MoveCosts, PipelineModel, balanced, iteration_seconds, loads_of, uniform
 from ds_dynmo.partitioners.metrics import sums_of_stages
 from ds_dynmo.partitioners.registry import propose
 from ds_dynmo.placement import Placement, Shape
@@ -279,7 +280,17 @@ def worth_it(
         was, will_be = before, after
     if not was - will_be >= MIN_IMPROVEMENT * was > 0:
         return False
-    return by_parameters or (before - after) * setting.interval > move_seconds(old, new, setting)
+    return (
+        by_parameters
+        or exact_tradeoff(old, new, setting).objection(before - after, setting.interval, pipeline, old, new) is None
+    )
+
+
+def exact_tradeoff(old: Placement, new: Placement, setting: Setting) -> MoveTradeoff:
+    """Return what stands against a move from ``old`` to ``new``: its seconds, and no noise."""
+    moved = sum(setting.layer_bytes for layer in range(setting.layers) if old.stage_of(layer) != new.stage_of(layer))
+    exact = (0.0,) * setting.layers
+    return MoveTradeoff(MoveCosts([(moved, move_seconds(old, new, setting))]), exact, exact)
 
 
 def move_seconds(old: Placement, new: Placement, setting: Setting) -> float:
