@@ -1,8 +1,8 @@
 """Where a run is between decisions. Pure, and the same on every rank: every rank sees the same events.
 
     state      what is going on                                         ends with
-    Idle       nothing                                                  Posted, Chosen
-    Measuring  a profile is on its way to rank 0, which may decide      Read, Unread, Dropped
+    Idle       nothing                                                  ProfilePosted, Chosen
+    Measuring  a profile is on its way to rank 0, which may decide      ProfileRead, ProfileUnread, ProfileDropped
     Decided    layers move in the next batch                            Begun, Forgotten
     Moving     layers move while a batch trains                         Ended, Interrupted
 
@@ -148,22 +148,22 @@ class BatchEnded:
 
 
 @dataclass(frozen=True)
-class Posted:
+class ProfilePosted:
     """The measurements for what is due were posted."""
 
 
 @dataclass(frozen=True)
-class Read:
+class ProfileRead:
     """The profile that was on its way is there; its decision, if one was due, follows."""
 
 
 @dataclass(frozen=True)
-class Unread:
+class ProfileUnread:
     """The profile that was on its way could not be read: its decision is dropped."""
 
 
 @dataclass(frozen=True)
-class Dropped:
+class ProfileDropped:
     """The profile on its way is of no use any more: what it was for is due again."""
 
 
@@ -239,10 +239,10 @@ class Settled:
 
 Event = (
     BatchEnded
-    | Posted
-    | Read
-    | Unread
-    | Dropped
+    | ProfilePosted
+    | ProfileRead
+    | ProfileUnread
+    | ProfileDropped
     | ModelChanged
     | Asked
     | NotMade
@@ -323,7 +323,7 @@ class Cycle:
         if not self.config.enabled:
             return self.due.request is not None
         steps = range(step, step + self.config.profile.batches)
-        return self.due.measurement or self.due.request is not None or any(map(self._is_interval, steps))
+        return self.due.measurement or self.due.request is not None or any(map(self.is_interval, steps))
 
     def is_profile_due(self, profiled_batches: int) -> bool:
         """Return whether what is due is to be measured now, after so many profiled batches."""
@@ -334,14 +334,16 @@ class Cycle:
         """Return whether the decision that was requested weighs other shapes than the present one."""
         return request.reason != Reason.INTERVAL or self.since_shapes >= _SHAPE_SPAN
 
-    def _is_interval(self, step: int) -> bool:
+    def is_interval(self, step: int) -> bool:
+        """Return whether the interval makes a decision due after ``step``."""
         config = self.config
         if config.interval == 0 or step < max(config.start_step, 1):
             return False
         return (config.stop_step is None or step <= config.stop_step) and step % config.interval == 0
 
     @property
-    def _places_once(self) -> bool:
+    def places_once(self) -> bool:
+        """Whether one profile places the layers for good."""
         return not self.config.enabled and self.config.initial_partition == "profile"
 
     # -- checkpoints ------------------------------------------------------------------------------------
@@ -376,7 +378,7 @@ class Cycle:
         request = None if saved["request"] is None else Request(Reason[saved["request"][0]], saved["request"][1])
         due = Due(saved["measurement"], request, saved["urgent"])
         if not self.config.enabled:
-            places = self._places_once and not saved["placed"]
+            places = self.places_once and not saved["placed"]
             due = Due(due.measurement, Request(Reason.INITIAL) if places else None)
         return replace(self, state=Idle(), due=due, **counts)
 
@@ -387,7 +389,7 @@ def after(cycle: Cycle, event: Event) -> Cycle:
     match state, event:
         # a batch
         case _, BatchEnded(step):
-            if config.enabled and due.request is None and cycle._is_interval(step):
+            if config.enabled and due.request is None and cycle.is_interval(step):
                 due = due._replace(request=Request(Reason.INTERVAL))
             return replace(
                 cycle,
@@ -401,21 +403,21 @@ def after(cycle: Cycle, event: Event) -> Cycle:
         case _, Interrupted():
             return cycle
         # a profile
-        case Idle(), Posted():
+        case Idle(), ProfilePosted():
             return replace(cycle, state=Measuring(due), due=Due())
-        case Measuring(taken), Read():
-            placed = cycle._places_once if taken.request is not None else cycle.placed
+        case Measuring(taken), ProfileRead():
+            placed = cycle.places_once if taken.request is not None else cycle.placed
             return replace(cycle, state=Idle(), placed=placed)
-        case Measuring(taken), Unread():
-            placed = cycle._places_once if taken.request is not None else cycle.placed
+        case Measuring(taken), ProfileUnread():
+            placed = cycle.places_once if taken.request is not None else cycle.placed
             return replace(cycle, state=Idle(), due=due.joined(taken.without_decision()), placed=placed)
-        case Measuring(taken), Dropped():
+        case Measuring(taken), ProfileDropped():
             return replace(cycle, state=Idle(), due=due.joined(taken))
-        case _, Dropped():
+        case _, ProfileDropped():
             return cycle
         # what is due
         case _, ModelChanged(reason):
-            changed = replace(after(cycle, Dropped()), span=cycle.unchanged, unchanged=0)
+            changed = replace(after(cycle, ProfileDropped()), span=cycle.unchanged, unchanged=0)
             return after(changed, Asked(Request(Reason.MODEL_CHANGED, reason)))
         case _, Asked(request):
             return replace(cycle, due=Due(due.measurement, request, True)) if config.enabled else cycle
@@ -442,7 +444,7 @@ def after(cycle: Cycle, event: Event) -> Cycle:
             return replace(cycle, state=after_it, due=due._replace(measurement=True), since_move=-1)
         case _, Settled(moved, clears):
             if clears:
-                cycle = replace(cycle, due=due.without_decision(), placed=cycle._places_once)
+                cycle = replace(cycle, due=due.without_decision(), placed=cycle.places_once)
                 if isinstance(state, Measuring):
                     cycle = replace(cycle, state=Measuring(state.due.without_decision()))
             if moved:

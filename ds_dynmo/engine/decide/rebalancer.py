@@ -218,7 +218,7 @@ class Rebalancer:
             self._profiler.forget()
             self._profile_seconds = time.perf_counter() - began
         request = self.cycle.due.request
-        self.go(events.Posted())
+        self.go(events.ProfilePosted())
         if request is not None and not waits:
             self._begin_to_decide(request)
 
@@ -241,11 +241,11 @@ class Rebalancer:
             try:
                 profile = self.decider.read()
             except (PartitionError, MigrationError):
-                self.go(events.Unread())
+                self.go(events.ProfileUnread())
                 raise
             self._move_seconds = 0.0
             self._profile_seconds += time.perf_counter() - began
-        self.go(events.Read())
+        self.go(events.ProfileRead())
         if due.measurement:
             self._reporter.measured(measured_report(profile, self.last_move_step), self._stage.counters.samples)
         return due.request
@@ -266,7 +266,7 @@ class Rebalancer:
     def _drop_posted_profile(self) -> None:
         """Drop the profile on the way: layers were elsewhere when it was measured, or cost something else."""
         self.decider.forget()
-        self.go(events.Dropped())
+        self.go(events.ProfileDropped())
 
     def _decided_move(self, request: Request, profile_seconds: float) -> DecidedMove:
         """Decide from the latest profile, if that has not begun yet. Collective."""

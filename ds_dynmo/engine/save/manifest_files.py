@@ -26,7 +26,7 @@ from ds_dynmo.files import path_in_errors
 
 
 def write_part(folder: str, here: RankCoordinates, part: StageManifest) -> None:
-    """Tell the first rank of this rank's stage what this rank wrote."""
+    """Write what this rank wrote for the first rank of its stage."""
     _write(os.path.join(folder, part_file(here.stage, here.replica, here.tp_rank)), part.to_json())
 
 

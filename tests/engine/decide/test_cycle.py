@@ -17,7 +17,6 @@ from ds_dynmo.engine.decide.cycle import (
     Cycle,
     Decided,
     DecidedMove,
-    Dropped,
     Due,
     Ended,
     Event,
@@ -28,13 +27,14 @@ from ds_dynmo.engine.decide.cycle import (
     ModelChanged,
     Moving,
     NotMade,
-    Posted,
-    Read,
+    ProfileDropped,
+    ProfilePosted,
+    ProfileRead,
+    ProfileUnread,
     Reason,
     Request,
     Settled,
     State,
-    Unread,
     Weighed,
     after,
 )
@@ -70,10 +70,10 @@ SAME, NEVER = "same", "never"
 # is not what was: by state, where they differ.
 TABLE: list[tuple[Event, tuple[str, str, str, str], dict[str, Due]]] = [
     (BatchEnded(7), (SAME, SAME, SAME, SAME), {}),
-    (Posted(), ("measuring", NEVER, NEVER, NEVER), {"idle": Due()}),
-    (Read(), (NEVER, "idle", NEVER, NEVER), {}),
-    (Unread(), (NEVER, "idle", NEVER, NEVER), {"measuring": Due(True, INTERVAL)}),
-    (Dropped(), (SAME, "idle", SAME, SAME), {"measuring": Due(True, INTERVAL, True)}),
+    (ProfilePosted(), ("measuring", NEVER, NEVER, NEVER), {"idle": Due()}),
+    (ProfileRead(), (NEVER, "idle", NEVER, NEVER), {}),
+    (ProfileUnread(), (NEVER, "idle", NEVER, NEVER), {"measuring": Due(True, INTERVAL)}),
+    (ProfileDropped(), (SAME, "idle", SAME, SAME), {"measuring": Due(True, INTERVAL, True)}),
     (
         ModelChanged("pruned"),
         (SAME, "idle", SAME, SAME),
@@ -132,7 +132,7 @@ def test_what_is_left_of_a_move_begins_with_the_next_batch() -> None:
 
 
 def test_a_decision_by_hand_takes_the_place_of_one_that_is_measured_for() -> None:
-    cycle = through(Cycle.begin(config()), ModelChanged("pruned"), Posted(), Settled(moved=False), Read())
+    cycle = through(Cycle.begin(config()), ModelChanged("pruned"), ProfilePosted(), Settled(moved=False), ProfileRead())
     assert cycle.due == Due() and cycle.state == Idle()
 
 
@@ -154,7 +154,7 @@ def run(settings: DynMoConfig, steps: int, requests: dict[int, str] | None = Non
         if not cycle.is_profile_due(profiled):
             continue
         due, profiled = cycle.due, 0
-        cycle = through(cycle, Posted(), Read())
+        cycle = through(cycle, ProfilePosted(), ProfileRead())
         if due.measurement:
             seen["outcomes"].append(step)
         if due.request is not None:
@@ -213,7 +213,7 @@ def test_disabled_a_run_resumed_from_one_that_decided_profiles_once() -> None:
 def measuring() -> Cycle:
     """Return a cycle whose measurement and urgent decision are on their way."""
     begun = Cycle.begin(config(interval=1, profile={"warmup_batches": 0}))
-    return through(begun, ModelChanged("pruned"), BatchEnded(1), Posted())
+    return through(begun, ModelChanged("pruned"), BatchEnded(1), ProfilePosted())
 
 
 def test_what_is_measured_for_is_saved_as_due() -> None:
@@ -222,7 +222,7 @@ def test_what_is_measured_for_is_saved_as_due() -> None:
 
 
 def test_a_decision_that_becomes_due_while_another_is_on_its_way_stays_due() -> None:
-    assert through(measuring(), BatchEnded(2), Read()).due == Due(False, INTERVAL, False)
+    assert through(measuring(), BatchEnded(2), ProfileRead()).due == Due(False, INTERVAL, False)
 
 
 def test_start_and_stop_step() -> None:
