@@ -57,7 +57,8 @@ def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path) -> None:
     results = run(2, refuse, start, good, str(tmp_path / "copies"), hurts)
     for found in results:
         for (message, unchanged), (file, how) in zip(found, hurts):
-            assert file in message and unchanged, (file, how, message)
+            named = file.removesuffix(".json")  # beside another save's manifest, the first of a stage is the wrong one
+            assert named in message and unchanged, (file, how, message)
     assert [found[-1][0] for found in results] == run(2, train_undisturbed, start)
 
 
