@@ -226,7 +226,11 @@ def _time_left(timeout: timedelta) -> Callable[[], timedelta]:
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def _split(whole: torch.Tensor, sizes: torch.Tensor) -> list[bytes]:
