@@ -58,7 +58,7 @@ def test_impossible_repackings_are_refused() -> None:
         assert "not strictly increasing" in found[3] and "from 0 to 8, for 1 stage" in found[4]
         assert all("there are 1 to 2 to go on with" in text for text in found[5:7])
         assert (
-            "ranks differ: [0, 4, 8] -> [0, 8] on ranks [0], [0, 4, 8] -> [0, 4, 8] on ranks [1]. No layer has moved"
+            "ranks differ: repack(1, partition=None) on ranks [0], repack(2, partition=None) on ranks [1]. No layer has"
             in found[7]
         )
         failed = "the callbacks of before_release failed on ranks [1], first with ValueError: no room"
