@@ -128,11 +128,11 @@ class Tree:
         sizes = torch.zeros(len(self._branch), dtype=torch.int64, device="cpu")
         sizes[0] = len(data)
         starts = [branch.start - self._branch.start for branch in self._branches]
-        parts = [sizes[start : start + len(branch)] for start, branch in zip(starts, self._branches)]
-        self._wait([self._links.receive(part, child) for part, child in zip(parts, self.children)], left)
+        below = [sizes[start : start + len(branch)] for start, branch in zip(starts, self._branches)]
+        self._wait([self._links.receive(part, child) for part, child in zip(below, self.children)], left)
         whole = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu")
         whole[: len(data)] = _tensor_of(data)
-        theirs = whole[len(data) :].split([int(part.sum()) for part in parts])
+        theirs = whole[len(data) :].split([int(part.sum()) for part in below])
         self._wait([self._links.receive(t, child) for t, child in zip(theirs, self.children) if t.numel()], left)
         if self.parent is not None:
             sends = [self._links.send(tensor, self.parent) for tensor in (sizes, whole) if tensor.numel()]
