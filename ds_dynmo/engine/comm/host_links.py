@@ -1,12 +1,13 @@
 """Messages on the CPU between any two ranks, which connect when they exchange their first one.
 
 A process group of gloo connects each rank with every other. These links belong to none: a rank has sockets for the
-ranks that it exchanges messages with, and forming them waits for nobody.
+ranks that it exchanges messages with, and forming them waits for nobody. But two ranks connect only when both use their
+link: of a pair the one that comes first waits, even to begin a message (seen in torch 2.13.0).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,8 @@ from ds_dynmo.engine.comm.bounded import BoundedStore
 from ds_dynmo.torch_private import lazy_gloo
 
 PeerTensor = tuple[int, torch.Tensor]  # a tensor and the rank it goes to or comes from
+
+_CONNECT = 1 << 20  # tag of the messages that connect
 
 
 class HostLinks:
@@ -32,6 +35,19 @@ class HostLinks:
     def __init__(self, store: BoundedStore, timeout: timedelta) -> None:
         self._addresses = _Addresses(store)  # gloo calls its methods, and does not hold it
         self._gloo = lazy_gloo(self._addresses, dist.get_rank(), dist.get_world_size(), timeout)
+        self._timeout, self._connected = timeout, {dist.get_rank()}
+
+    def connect(self, ranks: Iterable[int]) -> None:
+        """Connect with ranks that connect with this one meanwhile, so that beginning a message waits for nobody.
+
+        All go through their pairs in one order of all pairs, so no ranks wait for each other in a circle.
+        """
+        here = dist.get_rank()
+        for rank in sorted({*ranks} - self._connected, key=lambda rank: (min(here, rank), max(here, rank))):
+            mine, theirs = torch.zeros(2, 1, device="cpu")
+            for work in (self.receive(theirs, rank, _CONNECT), self.send(mine, rank, _CONNECT)):
+                work.wait(self._timeout)
+            self._connected.add(rank)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int = 0) -> Any:
         """Begin to send a contiguous tensor, which must not change until the work that is returned is done."""

@@ -72,6 +72,7 @@ class PointToPoint:
 
     def _swap(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
         sends, receives = ([both for both in tensors.items() if both[1].numel()] for tensors in (outgoing, incoming))
+        self._control.connect(rank for rank, _ in [*sends, *receives])
         for work in self._control.post(sends, receives):
             work.wait(self._timeout_of_batch)
 
@@ -84,19 +85,25 @@ class PointToPoint:
         travel in one message; large ones are sent and received in place. Until the exchange is done, sent tensors must
         not be written to, and received ones must not be used.
         """
+        self._connect(sends, receives)
         return self._posted(Round(_messages(sends), _messages(receives)))
+
+    def _connect(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> None:
+        self._layers.connect(rank for rank, tensor in [*sends, *receives] if tensor.numel())
 
     def begin(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> Rounds:
         """Prepare to send and receive like :meth:`post`, but in rounds, beside a batch: :meth:`Rounds.advance` begins.
 
         A round waits for other ranks as long as the pipeline's messages do: they begin it during their batch.
         """
+        self._connect(sends, receives)
         post = partial(self._posted, timeout=self._timeout_of_batch)
         rounds = rounds_of(_messages(sends), _messages(receives))
         return RoundsOnStream(rounds, post, self._stream) if self._stream.is_queue else RoundsInThread(rounds, post)
 
     def begin_at_once(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> Rounds:
         """Prepare to send and receive like :meth:`begin`, in one round."""
+        self._connect(sends, receives)
         return Rounds([Round(_messages(sends), _messages(receives))], self._posted)
 
     def _posted(self, messages: Round, timeout: timedelta | None = None) -> PendingExchange:
