@@ -79,6 +79,7 @@ def poll_a_late_stage() -> tuple[bool, float, float]:
     """Start stage 1 a second late. Return stage 0's first poll, its seconds, and the seconds until arrival."""
     engine = build(Case(start=(0, 4, 8)))
     engine.train_batch(batches(engine))
+    engine.rebalance([0, 3, 8])  # connects the two
     migrator = migrator_of(engine)
     migrator.prepare(plan_to(engine, [0, 2, 8]), overlapped=True)
     if engine.stage_id == 1:
