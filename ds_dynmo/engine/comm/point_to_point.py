@@ -45,7 +45,7 @@ class PointToPoint:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._timeout_of_batch = max(self._timeout, default_timeout())  # NCCL ends a rank that waits longer
         self._layers: HostLinks | DeviceLinks = (
-            HostLinks(store, self._timeout_of_batch)
+            HostLinks(store, self._timeout)  # to connect; messages wait as long as they say
             if device.type == "cpu"
             else DeviceLinks(device_group(device, self._timeout_of_batch, timeout_seconds))
         )

@@ -104,8 +104,8 @@ class Shrinking:
         except Exception as error:
             if isinstance(error, MigrationError) and error.harmless:
                 raise
-            # A rank that is alive may notice only at the end of its time-out.
-            unresponsive = self._world.unresponsive_ranks(1.5 * self._stage.config.timeout_seconds)
+            # A rank that is alive may notice only at the end of two time-outs: of an address, and of connecting to it.
+            unresponsive = self._world.unresponsive_ranks(2.5 * self._stage.config.timeout_seconds)
             if not unresponsive:
                 raise
             raise MigrationError(
