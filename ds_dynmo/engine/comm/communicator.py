@@ -101,7 +101,7 @@ class Communicator:
         self._world = Tree(self._links, range(here.world_size), here.rank)
         self._pipeline_ranks = [self.rank_of(stage) for stage in range(here.num_stages)]
         self._pipeline = Tree(self._links, self._pipeline_ranks, here.rank)
-        self.p2p = PointToPoint(self.rank_of, self._links, part("layers"), self.device, self._timeout_seconds)
+        self.p2p = PointToPoint(self.rank_of, self._links, self.device, self._timeout_seconds)
         self._tied_groups.clear()
         self._rank_alone: Any = None
         self._neighbour_links: NeighbourLinks | None = None

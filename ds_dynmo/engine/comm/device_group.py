@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,9 +38,6 @@ class DeviceLinks:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-
-    def connect(self, ranks: Iterable[int]) -> None:
-        """Do nothing: the ranks of a group are connected."""
 
     def post(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> list[Any]:
         """Begin several operations together."""

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from ds_dynmo.engine.comm.bounded import BoundedStore, default_timeout
+from ds_dynmo.engine.comm.bounded import default_timeout
 from ds_dynmo.engine.comm.device_group import DeviceLinks, device_group
 from ds_dynmo.engine.comm.host_links import HostLinks, PeerTensor
 from ds_dynmo.engine.comm.pending import PendingExchange
@@ -28,7 +28,6 @@ class PointToPoint:
     Args:
         rank_of: returns the rank that holds a stage.
         control: the links of small numbers.
-        store: a part of the launch's for the links of layers.
         device: the engine's device.
         timeout_seconds: that an operation waits for the other ranks.
     """
@@ -37,18 +36,13 @@ class PointToPoint:
         self,
         rank_of: Callable[[int], int],
         control: HostLinks,
-        store: BoundedStore,
         device: torch.device,
         timeout_seconds: float,
     ) -> None:
         self._rank_of, self._control, self._device = rank_of, control, device
         self._timeout = timedelta(seconds=timeout_seconds)
         self._timeout_of_batch = max(self._timeout, default_timeout())  # NCCL ends a rank that waits longer
-        self._layers: HostLinks | DeviceLinks = (
-            HostLinks(store, self._timeout)  # to connect; messages wait as long as they say
-            if device.type == "cpu"
-            else DeviceLinks(device_group(device, self._timeout_of_batch, timeout_seconds))
-        )
+        self._layers = DeviceLinks(device_group(device, self._timeout_of_batch, timeout_seconds))
         self._stream = TransferStream(device)
 
     # -- byte strings ---------------------------------------------------------------------------------
@@ -85,25 +79,19 @@ class PointToPoint:
         travel in one message; large ones are sent and received in place. Until the exchange is done, sent tensors must
         not be written to, and received ones must not be used.
         """
-        self._connect(sends, receives)
         return self._posted(Round(_messages(sends), _messages(receives)))
-
-    def _connect(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> None:
-        self._layers.connect(rank for rank, tensor in [*sends, *receives] if tensor.numel())
 
     def begin(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> Rounds:
         """Prepare to send and receive like :meth:`post`, but in rounds, beside a batch: :meth:`Rounds.advance` begins.
 
         A round waits for other ranks as long as the pipeline's messages do: they begin it during their batch.
         """
-        self._connect(sends, receives)
         post = partial(self._posted, timeout=self._timeout_of_batch)
         rounds = rounds_of(_messages(sends), _messages(receives))
         return RoundsOnStream(rounds, post, self._stream) if self._stream.is_queue else RoundsInThread(rounds, post)
 
     def begin_at_once(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> Rounds:
         """Prepare to send and receive like :meth:`begin`, in one round."""
-        self._connect(sends, receives)
         return Rounds([Round(_messages(sends), _messages(receives))], self._posted)
 
     def _posted(self, messages: Round, timeout: timedelta | None = None) -> PendingExchange:

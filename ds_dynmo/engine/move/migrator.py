@@ -225,8 +225,6 @@ class Migrator:
     def start(self) -> None:
         """Start to send what only the optimizer's step changes, and return at once.
 
-        Two ranks that exchange layers for the first time connect, and wait for each other.
-
         Raises:
             MigrationError: fatal.
         """
