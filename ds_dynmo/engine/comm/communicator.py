@@ -3,7 +3,7 @@
 Values travel along trees of ranks on the CPU, with a separate time-out. So it never waits for an accelerator, and if a
 rank does not take part, the error names it. Ranks come to it from training and from code of the user, which may keep
 one of them: for that rank they wait as long as a batch does (:meth:`Communicator.enter`). Layers travel from rank to
-rank on other links (:mod:`ds_dynmo.engine.comm.point_to_point`).
+rank on a process group (:mod:`ds_dynmo.engine.comm.point_to_point`).
 """
 
 from __future__ import annotations

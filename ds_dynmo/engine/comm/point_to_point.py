@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_dynmo.engine.comm.bounded import default_timeout
-from ds_dynmo.engine.comm.device_group import DeviceLinks, device_group
+from ds_dynmo.engine.comm.device_group import device_group
 from ds_dynmo.engine.comm.host_links import HostLinks, PeerTensor
 from ds_dynmo.engine.comm.pending import PendingExchange
 from ds_dynmo.engine.comm.rounds import Message, Messages, Round, Rounds, RoundsInThread, RoundsOnStream, rounds_of
@@ -22,8 +24,8 @@ class PointToPoint:
     """One rank's messages to others. Construction is collective.
 
     Byte strings travel on the links of small numbers, on the CPU, and wait as long as a batch does. Tensors travel on
-    links of their own: layers would delay the small numbers, and delay, or be mistaken for, the activations of a batch
-    that runs meanwhile, as messages of a process group arrive in the order of sending.
+    a process group of their own: messages of a group arrive in the order of sending, so layers would delay, or be
+    mistaken for, the activations of a batch that runs meanwhile.
 
     Args:
         rank_of: returns the rank that holds a stage.
@@ -42,7 +44,7 @@ class PointToPoint:
         self._rank_of, self._control, self._device = rank_of, control, device
         self._timeout = timedelta(seconds=timeout_seconds)
         self._timeout_of_batch = max(self._timeout, default_timeout())  # NCCL ends a rank that waits longer
-        self._layers = DeviceLinks(device_group(device, self._timeout_of_batch, timeout_seconds))
+        self._layers = device_group(device, self._timeout_of_batch, timeout_seconds)
         self._stream = TransferStream(device)
 
     # -- byte strings ---------------------------------------------------------------------------------
@@ -95,8 +97,7 @@ class PointToPoint:
         return Rounds([Round(_messages(sends), _messages(receives))], self._posted)
 
     def _posted(self, messages: Round, timeout: timedelta | None = None) -> PendingExchange:
-        sends: list[PeerTensor] = []
-        receives: list[PeerTensor] = []
+        operations: list[Any] = []
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         with self._stream.after_compute():
             for peer, message in messages.receives:
@@ -106,13 +107,13 @@ class PointToPoint:
                     staged.append((whole, buffer))
                 if len(message) > 1:
                     staged += zip(message, torch.split(whole, [tensor.numel() for tensor in message]))
-                receives.append((peer, buffer))
+                operations.append(dist.P2POp(dist.irecv, buffer, peer, group=self._layers))
             for peer, message in messages.sends:
                 whole = message[0] if len(message) == 1 else torch.cat(message)
                 buffer = self._transportable(whole, copy=True)
-                sends.append((peer, buffer))
-            works = self._layers.post(sends, receives)
-        buffers = [tensor for _, tensor in sends + receives]
+                operations.append(dist.P2POp(dist.isend, buffer, peer, group=self._layers))
+            works = dist.batch_isend_irecv(operations) if operations else []
+        buffers = [operation.tensor for operation in operations]
         return PendingExchange(works, buffers, staged, self._stream, timeout or self._timeout)
 
     def exchange(

@@ -11,6 +11,7 @@ import atexit
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from threading import Lock
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Posted:
     def __init__(self, tensor: torch.Tensor, wait: Callable[[], object]) -> None:
         self.tensor = tensor
         self._wait: Callable[[], object] | None = wait
+        self._one_at_a_time = Lock()
         _UNDER_WAY.add(self)
 
     def wait(self) -> None:
@@ -40,11 +42,11 @@ class Posted:
         Raises:
             RuntimeError: another rank is gone.
         """
-        wait = self._wait  # another thread may wait too
-        if wait is not None:
-            _UNDER_WAY.discard(self)
-            wait()
-            self._wait = None
+        with self._one_at_a_time:  # another thread may wait too
+            if self._wait is not None:
+                _UNDER_WAY.discard(self)
+                self._wait()
+                self._wait = None
 
 
 class PostedReduction(Posted):

@@ -207,11 +207,9 @@ class Forgotten:
 
 @dataclass(frozen=True)
 class Begun:
-    """Layers have begun to move by ``plan``, right before a batch; the fields are those of :class:`Moving`."""
+    """Layers have begun to move, right before a batch."""
 
-    move: DecidedMove
-    plan: MigrationPlan
-    rest: DecidedMove | None
+    moving: Moving
 
 
 @dataclass(frozen=True)
@@ -434,8 +432,8 @@ def after(cycle: Cycle, event: Event) -> Cycle:
             return replace(cycle, state=Idle())
         case _, Forgotten():
             return cycle
-        case Decided(), Begun(move, plan, rest):
-            return replace(cycle, state=Moving(move, plan, rest))
+        case Decided(), Begun(moving):
+            return replace(cycle, state=moving)
         case Moving(_, _, rest), Ended(moved):
             if not moved:
                 return replace(cycle, state=Idle())

@@ -401,7 +401,8 @@ class Rebalancer:
         is_whole = new == move.target and not move.has_begun
         part = move if is_whole else self._chosen(new, move.request)
         self._background.begin(plan)
-        self.go(events.Begun(part, plan, None if new == move.target else replace(move, has_begun=True)))
+        rest = None if new == move.target else replace(move, has_begun=True)
+        self.go(events.Begun(Moving(part, plan, rest)))
 
     def _next_placement(self, move: DecidedMove, limit_bytes: int | None) -> Placement:
         """Return where ``move`` goes while the next batch trains."""

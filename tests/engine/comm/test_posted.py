@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.comm.posted import PostedBroadcast, PostedTensor, wait_for_posted
+from ds_dynmo.engine.comm.posted import Posted, PostedBroadcast, PostedTensor, wait_for_posted
 
 
 class Arrival:
@@ -199,3 +200,23 @@ def test_who_does_not_wait_finds_no_number(monkeypatch: pytest.MonkeyPatch) -> N
     sent = torch.ones(2)
     PostedBroadcast(sent, 0, None).wait()
     assert sent.tolist() == [1.0, 1.0]
+
+
+def test_two_threads_that_wait_wait_once() -> None:
+    calls, entered, twice = [0], threading.Event(), threading.Event()
+
+    def wait() -> None:
+        calls[0] += 1
+        entered.set()
+        if calls[0] > 1:
+            twice.set()
+        twice.wait(0.5)  # for the other thread, which has to wait outside
+
+    posted = Posted(torch.zeros(1), wait)
+    threads = [threading.Thread(target=posted.wait) for _ in range(2)]
+    threads[0].start()
+    entered.wait()
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert calls == [1]

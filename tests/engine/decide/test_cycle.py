@@ -86,7 +86,7 @@ TABLE: list[tuple[Event, tuple[str, str, str, str], dict[str, Due]]] = [
     (Chosen(MOVE), ("decided", NEVER, "decided", NEVER), {}),
     (Chosen(BY_HAND), ("decided", NEVER, "decided", NEVER), {"": Due()}),
     (Forgotten(), (SAME, SAME, "idle", SAME), {}),
-    (Begun(MOVE, PLAN, BY_HAND), (NEVER, NEVER, "moving", NEVER), {}),
+    (Begun(Moving(MOVE, PLAN, BY_HAND)), (NEVER, NEVER, "moving", NEVER), {}),
     (Ended(moved=True), (NEVER, NEVER, NEVER, "idle"), {"": Due(True, INTERVAL)}),
     (Ended(moved=False), (NEVER, NEVER, NEVER, "idle"), {}),
     (Interrupted(), (SAME, SAME, SAME, "idle"), {}),
@@ -126,7 +126,7 @@ def test_the_table_has_every_event() -> None:
 
 
 def test_what_is_left_of_a_move_begins_with_the_next_batch() -> None:
-    cycle = through(Cycle(config(), Decided(MOVE)), Begun(MOVE, PLAN, BY_HAND), Ended(moved=True))
+    cycle = through(Cycle(config(), Decided(MOVE)), Begun(Moving(MOVE, PLAN, BY_HAND)), Ended(moved=True))
     assert cycle.state == Decided(BY_HAND) and cycle.decided == BY_HAND
     assert after(Cycle(config(), Moving(MOVE, PLAN, BY_HAND)), Ended(moved=False)).state == Idle()
 
