@@ -83,7 +83,10 @@ class Work(dist._Work):
         ]
         for tensor in self.writes:
             library.as_cpu(tensor).reshape(-1).view(torch.uint8).fill_(0xFF)
-        self._transfers = self._begin([copies[id(tensor)] for tensor in self.reads], self._results)
+        try:
+            self._transfers = self._begin([copies[id(tensor)] for tensor in self.reads], self._results)
+        except RuntimeError as error:  # gloo knows already that the peer is gone; NCCL's host would not
+            self._transfers, self.error = [], error.with_traceback(None)
 
     def is_transferred(self) -> bool:
         """Return whether the transfer is over. gloo says so only to whoever waits: a thread does."""

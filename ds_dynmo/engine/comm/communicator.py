@@ -391,13 +391,12 @@ class Communicator:
         what: str,
         function: Callable[[], tuple[Value, Result]],
         *,
-        same: Callable[[Result], object] | None = None,
         alike: Callable[[Value], object] | None = None,
     ) -> tuple[Callable[[], dict[int, Value]], Result]:
         """Call ``function`` on every rank; once it has succeeded on all, gather the first part of its results.
 
-        Collective over the world: a small reduction, and a gathering if a rank has another value than None. Arguments
-        and errors are those of :meth:`everywhere`. A value that cannot be pickled is a failure too.
+        Collective over the world: a small reduction, and a gathering if a rank has another value than None. Errors are
+        those of :meth:`everywhere`. A value that cannot be pickled is a failure too.
 
         Args:
             function: returns a picklable value for other ranks, and a result for this rank.
@@ -416,7 +415,6 @@ class Communicator:
         (_, data, result), num_values, stages_differ = self._everywhere(
             what,
             encoded,
-            same=None if same is None else lambda each: same(each[2]),
             counts=lambda each: bool(each[1]),
             alike=lambda each: each[0],
         )

@@ -14,8 +14,8 @@ from ds_dynmo.engine.comm.bounded import call_within_seconds
 def device_group(device: torch.device, timeout: timedelta, store_seconds: float) -> Any:
     """Make a group of all ranks on the default backend, and connect it. Collective.
 
-    Some backends, such as NCCL, connect a group in its first operation, in which all ranks have to take part. So the
-    first operation must not be a message between two ranks. gloo groups are connected already.
+    NCCL connects a group in its first operation, in which all ranks have to take part. So the first operation must not
+    be a message between two ranks.
 
     Args:
         device: the engine's device.

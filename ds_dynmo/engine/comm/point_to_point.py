@@ -1,4 +1,4 @@
-"""Messages from rank to rank: byte strings between stages, and the tensors of layers on a separate group."""
+"""Messages from rank to rank: byte strings between stages, and the tensors of layers, apart from a batch's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from ds_dynmo.engine.comm.rounds import Message, Messages, Round, Rounds, Rounds
 from ds_dynmo.engine.comm.transfer_stream import TransferStream
 
 SMALL_BYTES = 1 << 16  # tensors up to this size are packed into one message
+_LAYERS = 1  # tag of the messages with layers
 
 
 class PointToPoint:
     """One rank's messages to others. Construction is collective.
 
     Byte strings travel on the links of small numbers, on the CPU, and wait as long as a batch does. Tensors travel on
-    a process group of their own: messages of a group arrive in the order of sending, so layers would delay, or be
-    mistaken for, the activations of a batch that runs meanwhile.
+    the default group with a tag of their own on gloo, which connects all ranks anyway. Other backends know no tags, and
+    run the messages of a group in the order of posting: there, layers have a process group of their own, or they would
+    delay, or be mistaken for, the activations of a batch that runs meanwhile.
 
     Args:
         rank_of: returns the rank that holds a stage.
@@ -44,7 +46,8 @@ class PointToPoint:
         self._rank_of, self._control, self._device = rank_of, control, device
         self._timeout = timedelta(seconds=timeout_seconds)
         self._timeout_of_batch = max(self._timeout, default_timeout())  # NCCL ends a rank that waits longer
-        self._layers = device_group(device, self._timeout_of_batch, timeout_seconds)
+        is_gloo = dist.get_backend() == "gloo"
+        self._layers = None if is_gloo else device_group(device, self._timeout_of_batch, timeout_seconds)
         self._stream = TransferStream(device)
 
     # -- byte strings ---------------------------------------------------------------------------------
@@ -107,11 +110,11 @@ class PointToPoint:
                     staged.append((whole, buffer))
                 if len(message) > 1:
                     staged += zip(message, torch.split(whole, [tensor.numel() for tensor in message]))
-                operations.append(dist.P2POp(dist.irecv, buffer, peer, group=self._layers))
+                operations.append(dist.P2POp(dist.irecv, buffer, peer, self._layers, _LAYERS))
             for peer, message in messages.sends:
                 whole = message[0] if len(message) == 1 else torch.cat(message)
                 buffer = self._transportable(whole, copy=True)
-                operations.append(dist.P2POp(dist.isend, buffer, peer, group=self._layers))
+                operations.append(dist.P2POp(dist.isend, buffer, peer, self._layers, _LAYERS))
             works = dist.batch_isend_irecv(operations) if operations else []
         buffers = [operation.tensor for operation in operations]
         return PendingExchange(works, buffers, staged, self._stream, timeout or self._timeout)

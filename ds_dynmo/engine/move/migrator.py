@@ -183,9 +183,7 @@ class Migrator:
             state, functions = context.state.describe(), context.changed_functions(plan)
             return None if state is None and not functions else (state, functions), context.pack_leaving(plan)
 
-        way = f"{plan.old} -> {plan.new}"  # each rank has chosen it alone if a batch trains meanwhile
-        same: Callable[[object], object] | None = (lambda _: way) if overlapped else None
-        descriptions, packed = context.comm.agree_and_gather(_GETTING_READY, pack, same=same, alike=str)
+        descriptions, packed = context.comm.agree_and_gather(_GETTING_READY, pack, alike=str)
         try:
             arrivals = _exchange_headers(plan, context, packed)
         except Exception as error:
