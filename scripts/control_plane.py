@@ -10,6 +10,7 @@ seconds are those of all ranks on these cores; the CPU milliseconds, means over 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -149,6 +150,7 @@ def run(stages: int, replicas: int, repeats: int) -> dict[str, Any]:
             context.Process(target=run_rank, args=(rank, world_size, port, results, arguments))
             for rank in range(world_size)
         ]
+        gc.freeze()  # a collection in a rank would copy what it shares with this process
         for process in ranks:
             process.start()
         while any(process.is_alive() for process in ranks) and not any(process.exitcode for process in ranks):

@@ -49,12 +49,13 @@ class EngineProgress:
 def random_states() -> dict[str, Any]:
     """Return the states of this rank's generators, in classes that :func:`safe_load` allows."""
     name, keys, position, has_gauss, cached = np.random.get_state()
+    version, words, next_gauss = random.getstate()
     accelerator = get_accelerator()
     return {
         "torch": torch.get_rng_state(),
         "accelerator": None if accelerator.device_name() == "cpu" else accelerator.get_rng_state(),
         "checkpointing": deepspeeds_tracker().get_states(),
-        "python": random.getstate(),
+        "python": (version, torch.tensor(words, device="cpu"), next_gauss),  # as numbers they are slow to check
         "numpy": (str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
     }
 
@@ -66,6 +67,7 @@ def restore_random_states(saved: dict[str, Any]) -> None:
         get_accelerator().set_rng_state(saved["accelerator"])
     if saved["checkpointing"]:
         deepspeeds_tracker().set_states(saved["checkpointing"])
-    random.setstate(saved["python"])
+    version, words, next_gauss = saved["python"]
+    random.setstate((version, tuple(words.tolist()), next_gauss))
     name, keys, position, has_gauss, cached = saved["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))

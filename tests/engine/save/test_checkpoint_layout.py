@@ -88,7 +88,7 @@ def test_slice_layouts_are_joined_from_those_of_all_ranks() -> None:
     assert [stage.slots[0].layer for stage in second.stages] == [0, 1]
 
 
-@pytest.mark.parametrize("change", ["{", "[]", '{"format": 4}', '{"format": 5}', "null"])
+@pytest.mark.parametrize("change", ["{", "[]", '{"format": 5}', '{"format": 6}', "null"])
 def test_an_invalid_manifest_is_refused(change: str) -> None:
     says = r"it is not a manifest|its format is 4, expected 5|Expecting property name"
     for kind in (Manifest, StageManifest):
