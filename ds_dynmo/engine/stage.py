@@ -138,7 +138,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     differ = any(has_per_replica for has_per_replica, _ in gathered)
     share_whole_modules(model)
     layers = StageLayers(model)
-    comm.adopt_tied_groups(layers.tied_groups(comm.grid))
+    comm.groups.adopt_tied(layers.tied_groups(comm.grid))
     norm = ModelNorm(layers, comm, replicas_differ=differ)
     stage = StageContext(
         config=config,

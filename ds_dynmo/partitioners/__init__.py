@@ -27,7 +27,6 @@ refusals and names                     ``checks``, ``registry``
 
 from ds_dynmo.partitioners.balanced import balanced, balanced_groups, uniform
 from ds_dynmo.partitioners.diffusion import DiffusionTrace, diffusion, diffusion_trace
-from ds_dynmo.partitioners.diffusion_messages import message_capacity
 from ds_dynmo.partitioners.diffusion_node import DiffusionNode
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
 from ds_dynmo.partitioners.history import CostHistory
@@ -79,7 +78,6 @@ __all__ = [
     "loads",
     "loads_of",
     "makespan",
-    "message_capacity",
     "migration_peaks",
     "names",
     "overflow",

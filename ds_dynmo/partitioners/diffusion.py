@@ -29,12 +29,10 @@ class DiffusionTrace:
         partitions: before the first round and after each round: ``rounds + 1`` of them.
         potentials: the paper's phi of each partition. It falls with every step between neighbours of equal speed. The
             sweeps before those steps lower the bottleneck, which may raise phi.
-        floats_sent: summed over all messages.
     """
 
     partitions: tuple[tuple[int, ...], ...]
     potentials: tuple[float, ...]
-    floats_sent: int
 
     @property
     def rounds(self) -> int:
@@ -101,15 +99,14 @@ def diffusion_trace(
     nodes = _nodes(checked, present, memory, speeds)
     partitions = [present]
     potentials = [potential(loads(checked, present, speeds))]
-    floats_sent = 0
     while not nodes[0].done:
-        floats_sent += _deliver(nodes)
+        _deliver(nodes)
         partition = _boundaries(nodes)
         moved = partition != partitions[-1]
         potentials.append(potential(loads(checked, partition, speeds)) if moved else potentials[-1])
         partitions.append(partition)
     _check_fit(nodes[0], present, memory)
-    return DiffusionTrace(tuple(partitions), tuple(potentials), floats_sent)
+    return DiffusionTrace(tuple(partitions), tuple(potentials))
 
 
 def _checked(
@@ -135,13 +132,12 @@ def _nodes(
     return nodes
 
 
-def _deliver(nodes: list[DiffusionNode]) -> int:
-    """Deliver the messages of one round, and count their floats."""
+def _deliver(nodes: list[DiffusionNode]) -> None:
+    """Deliver the messages of one round."""
     sent = [node.messages() for node in nodes]
     no_messages = (None, None)
     for node, before, after in zip(nodes, [no_messages, *sent], [*sent[1:], no_messages]):
         node.receive(before[1], after[0])
-    return sum(len(message) for pair in sent for message in pair if message is not None)
 
 
 def _boundaries(nodes: list[DiffusionNode]) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from ds_dynmo.partitioners.diffusion_messages import (
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
 from ds_dynmo.partitioners.memory import StageMemory
 from ds_dynmo.partitioners.overload import FAILED, Attempt, Bracket, choose, keep_left, keep_right
-from ds_dynmo.partitioners.stretch import Room, Stretch, inner_sizes
+from ds_dynmo.partitioners.stretch import Room, Stretch
 
 __all__ = ["DiffusionNode"]
 
@@ -49,7 +49,7 @@ class _Turn(NamedTuple):
 
 
 Result = TypeVar("Result")
-Turns = Generator[_Turn, Message, Result]  # yields a turn per round, and is sent the message of that round ([]: none)
+Turns = Generator[_Turn, Message | None, Result]  # yields a turn per round, and is sent the message of that round
 
 
 class DiffusionNode:
@@ -62,8 +62,7 @@ class DiffusionNode:
         memory: bytes of the stage's layers and limit of the stage; None: no limit.
         speed: of the stage, relative to the others.
 
-    A message is a flat list of floats; None: no message. The round determines from whom a stage receives
-    (:attr:`expects`). The length varies, and is at most ``message_capacity(num_layers)``.
+    The round determines from whom a stage receives (:attr:`expects`).
 
     Attributes:
         rounds: number of completed rounds; the same on every stage.
@@ -90,7 +89,6 @@ class DiffusionNode:
         self._room = Room.of(memory, speed)
         self.start_bottleneck = self.layers.load(self._room, *self.extent)
         self.end_bottleneck = math.inf
-        self._group_sizes = inner_sizes(memory)
         self._last = num_stages - 1
         self._fits_now = self.layers.fits(self._room, *self.extent)
         self._phases = self._run()
@@ -126,7 +124,7 @@ class DiffusionNode:
         """End this round with the messages of the neighbours."""
         self.rounds += 1
         try:
-            self._turn = self._phases.send(from_left or from_right or [])
+            self._turn = self._phases.send(from_left or from_right)
         except StopIteration:
             self._turn = None
 
@@ -147,12 +145,12 @@ class DiffusionNode:
         for _ in range(rounds):
             yield _Turn()
 
-    def _hear_left(self) -> Turns[Message]:
+    def _hear_left(self) -> Turns[Message | None]:
         """Wait for a sweep to the right, which stage 0 starts."""
         yield from self._idle(self.stage - 1)
         return (yield _Turn(from_left=True))
 
-    def _hear_right(self) -> Turns[Message]:
+    def _hear_right(self) -> Turns[Message | None]:
         """Wait for a sweep to the left, which the last stage starts."""
         yield from self._idle(self._last - self.stage - 1)
         return (yield _Turn(from_right=True))
@@ -171,16 +169,18 @@ class DiffusionNode:
 
     def _survey(self) -> Turns[PipelineSurvey]:
         """Combine the surveys of this stage and those to its right; stage 0 gets that of the whole pipeline."""
-        costs = [demand.cost for demand in self.layers.demands]
+        costs = self.layers.costs
         smallest = min((cost for cost in costs if cost > 0), default=math.inf)
         speed = self._room.speed
         survey = PipelineSurvey(
-            self.start_bottleneck, max(costs), math.fsum(costs), smallest, float(self._fits_now), speed, speed, speed
+            self.start_bottleneck, max(costs), math.fsum(costs), smallest, self._fits_now, speed, speed, speed
         )
         if self.stage < self._last:
-            survey = survey.joined(PipelineSurvey(*(yield from self._hear_right())))
+            others = yield from self._hear_right()
+            assert isinstance(others, PipelineSurvey)
+            survey = survey.joined(others)
         if self.stage > 0:
-            yield from self._tell_left(list(survey))
+            yield from self._tell_left(survey)
         return survey
 
     # Phase 2: pairs of sweeps, right and back left.
@@ -198,31 +198,33 @@ class DiffusionNode:
         while True:
             if self.stage == 0:
                 window = Stretch(self.layers.start, [])
-                attempts = [Attempt(target, 0) for target in ([] if verdict.stop else bracket.targets)]
+                attempts: Sequence[Attempt] = [Attempt(target, 0) for target in bracket.targets if not verdict.stop]
             else:
-                verdict, window, attempts = RightSweep.decoded((yield from self._hear_left()), self._group_sizes)
+                coming = yield from self._hear_left()
+                assert isinstance(coming, RightSweep)
+                verdict, window, attempts = coming
             if verdict.adopt != FAILED:
-                best = known.part(*kept[int(verdict.adopt)])
+                best = known.part(*kept[verdict.adopt])
             known = window.joined(self.layers)
             if self.stage < self._last:
                 passed = [keep_left(known, self._room, self.layers.stop, attempt) for attempt in attempts]
-                sweep = RightSweep.handing_on(verdict, known, self.layers.stop, passed)
-                yield from self._tell_right(sweep.encoded())
+                yield from self._tell_right(RightSweep.handing_on(verdict, known, self.layers.stop, passed))
             if verdict.stop:
                 return verdict, best
             if self.stage < self._last:
-                window, back = LeftSweep.decoded((yield from self._hear_right()), self._group_sizes)
-                known = known.joined(window)
+                returning = yield from self._hear_right()
+                assert isinstance(returning, LeftSweep)
+                back, known = returning.attempts, known.joined(returning.window)
             else:  # the last stage: the sweep turns around
                 back = [Attempt(attempt.target, known.stop) for attempt in attempts]
             settled = [keep_right(known, self._room, left.boundary, right) for left, right in zip(attempts, back)]
             kept = [(first.boundary, end.boundary) for first, end in zip(settled, back)]
             if self.stage > 0:
-                yield from self._tell_left(LeftSweep.handing_on(known, self.layers.start, settled).encoded())
+                yield from self._tell_left(LeftSweep.handing_on(known, self.layers.start, settled))
             else:
                 place, bracket = choose(bracket, settled)
                 bottleneck = verdict.bottleneck if place == FAILED else bracket.high
-                verdict = verdict._replace(adopt=place, stop=float(bracket.closed), bottleneck=bottleneck)
+                verdict = verdict._replace(adopt=place, stop=bracket.closed, bottleneck=bottleneck)
 
     def _first_bracket(self, survey: PipelineSurvey) -> tuple[Bracket, SearchVerdict]:
         """Bound the least bottleneck from the survey, on stage 0."""
@@ -233,20 +235,20 @@ class DiffusionNode:
         high = min(bottleneck, math.nextafter(total * (1 + 1e-9), math.inf))
         bracket = Bracket(low, high)
         max_rounds = lemma2_bound(self.num_stages, total, gap)
-        return bracket, SearchVerdict(FAILED, float(bracket.closed), bottleneck, survey.bottleneck, max_rounds)
+        return bracket, SearchVerdict(FAILED, bracket.closed, bottleneck, survey.bottleneck, max_rounds)
 
     # Phase 3: neighbours even out.
 
-    def _even_out(self, max_rounds: float) -> Turns[None]:
+    def _even_out(self, max_rounds: int) -> Turns[None]:
         """Settle the boundary with one neighbour per round, right and left in turn, until no stage changes."""
         first_round, quiet = self.rounds, 0
         while True:
             to_right = (self.stage - (self.rounds - first_round)) % 2 == 0
             partner = self.stage + (1 if to_right else -1)
             if 0 <= partner < self.num_stages:
-                sent = Offer(quiet, self._room, self.layers).encoded()
-                turn = _Turn(to_right=sent, from_right=True) if to_right else _Turn(to_left=sent, from_left=True)
-                offer = Offer.decoded((yield turn), self._group_sizes)
+                sent = Offer(quiet, self._room, self.layers)
+                offer = yield _Turn(to_right=sent, from_right=True) if to_right else _Turn(to_left=sent, from_left=True)
+                assert isinstance(offer, Offer)
                 before, self.layers = self.extent, self._settled(partner, offer)
                 quiet = 0 if self.extent != before else 1 + min(quiet, offer.quiet)
             else:
@@ -272,6 +274,5 @@ def _meet(left: Stretch, right: Stretch, left_room: Room, right_room: Room) -> t
         boundary = both.start + left_layers
         return both.fits(left_room, both.start, boundary) and both.fits(right_room, boundary, both.stop)
 
-    left_costs, right_costs = ([demand.cost for demand in stretch.demands] for stretch in (left, right))
     speeds = left_room.speed, right_room.speed
-    return both, both.start + diffusion_step(left_costs, right_costs, fits, speeds=speeds)
+    return both, both.start + diffusion_step(left.costs, right.costs, fits, speeds=speeds)

@@ -114,7 +114,6 @@ class StageMemory:
         in_flight: micro-batches whose activations it holds at its peak.
         checkpoint_interval: the same for every stage.
         inner_bytes: as in a :class:`MemoryModel`, of the layers of the stage.
-        group_sizes: as in a :class:`MemoryModel`, of all layers.
     """
 
     static_bytes: tuple[int, ...]
@@ -124,7 +123,6 @@ class StageMemory:
     in_flight: int
     checkpoint_interval: int = 0
     inner_bytes: tuple[tuple[LayerBytes, ...], ...] = ()
-    group_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -203,11 +201,6 @@ class MemoryModel:
             input_bytes=tuple(self.input_bytes[first] for first in groups.boundaries[:-1]),
             inner_bytes=tuple(tuple(layers[start:stop]) for start, stop in itertools.pairwise(groups.boundaries)),
         )
-
-    @property
-    def group_sizes(self) -> tuple[int, ...]:
-        """The number of layers in each group; empty without groups."""
-        return tuple(map(len, self.inner_bytes))
 
     def in_layers(self, partition: Sequence[int]) -> list[int]:
         """Convert boundaries from groups to layers."""
@@ -288,7 +281,6 @@ class MemoryModel:
             self.in_flight(stage),
             self.checkpoint_interval,
             self.inner_bytes[start:stop],
-            self.group_sizes,
         )
 
     def furthest_stops(self, stage: int, extra_bytes: int = 0) -> list[int]:
@@ -315,7 +307,11 @@ class MemoryModel:
     @cached_property
     def _first_layers(self) -> list[int]:
         """The first layer of each layer or group, and the number of layers."""
-        return list(itertools.accumulate(self.group_sizes or (1,) * len(self.static_bytes), initial=0))
+        return list(
+            itertools.accumulate(
+                map(len, self.inner_bytes) if self.inner_bytes else (1,) * len(self.static_bytes), initial=0
+            )
+        )
 
     @cached_property
     def _static(self) -> Ints:

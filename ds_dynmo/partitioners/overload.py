@@ -51,14 +51,6 @@ class Attempt(NamedTuple):
     boundary: int
     bottleneck: float = 0.0
 
-    @classmethod
-    def decoded(cls, values: Sequence[float]) -> list[Attempt]:
-        """Decode all attempts in ``values``."""
-        width = len(cls._fields)
-        return [
-            cls(values[at], int(values[at + 1]), *values[at + 2 : at + width]) for at in range(0, len(values), width)
-        ]
-
 
 @dataclass(frozen=True)
 class Bracket:

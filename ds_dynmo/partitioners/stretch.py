@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ds_dynmo.partitioners.memory import StageMemory, resident_bytes
 
-__all__ = ["LAYER_FLOATS", "LayerDemand", "Room", "Stretch", "inner_sizes"]
+__all__ = ["LayerDemand", "Room", "Stretch"]
 
 
 class LayerDemand(NamedTuple):
@@ -22,9 +24,6 @@ class LayerDemand(NamedTuple):
     activation_bytes: float = 0.0
     input_bytes: float = 0.0
     inner: tuple[float, ...] = ()
-
-
-LAYER_FLOATS = 4  # floats of a layer in a message, without those of inner layers
 
 
 class Room(NamedTuple):
@@ -50,14 +49,22 @@ class Room(NamedTuple):
         return cls(float(memory.limit), memory.in_flight, memory.checkpoint_interval, speed)
 
 
+@dataclass(frozen=True)
 class Stretch:
     """The layers ``[start, stop)``, numbered as in the model."""
 
-    def __init__(self, start: int, demands: Sequence[LayerDemand]) -> None:
-        self.start = start
-        self.stop = start + len(demands)
-        self.demands = list(demands)
-        self._costs = [demand.cost for demand in demands]
+    start: int
+    demands: Sequence[LayerDemand]
+
+    @property
+    def stop(self) -> int:
+        """The number of the last layer, plus one."""
+        return self.start + len(self.demands)
+
+    @cached_property
+    def costs(self) -> Sequence[float]:
+        """The cost of each layer."""
+        return [demand.cost for demand in self.demands]
 
     @classmethod
     def of(cls, start: int, costs: Sequence[float], memory: StageMemory | None) -> Stretch:
@@ -66,7 +73,7 @@ class Stretch:
             return cls(start, [LayerDemand(float(cost)) for cost in costs])
         layers = zip(costs, memory.static_bytes, memory.activation_bytes, memory.input_bytes)
         demands = [LayerDemand(float(cost), float(a), float(b), float(c)) for cost, a, b, c in layers]
-        if inner_sizes(memory):
+        if memory.checkpoint_interval:  # segments may start within a group
             for place, group in enumerate(memory.inner_bytes):
                 if len(group) > 1:
                     inner = tuple(float(value) for layer in group for value in layer)
@@ -75,7 +82,7 @@ class Stretch:
 
     def load(self, room: Room, start: int, stop: int) -> float:
         """Compute the load of layers ``[start, stop)`` on a stage with ``room``; it never falls as layers are added."""
-        return math.fsum(self._costs[start - self.start : stop - self.start]) / room.speed
+        return math.fsum(self.costs[start - self.start : stop - self.start]) / room.speed
 
     def fits(self, room: Room, start: int, stop: int) -> bool:
         """Return whether layers ``[start, stop)`` fit on a stage with ``room``."""
@@ -94,36 +101,6 @@ class Stretch:
         """Join this stretch with ``other``, which starts where this one ends."""
         assert other.start == self.stop, (self.stop, other.start)
         return Stretch(self.start, [*self.demands, *other.demands])
-
-    def encoded(self) -> list[float]:
-        """Encode as flat floats: the start, the number of layers, and the values of each layer."""
-        values = [float(self.start), float(len(self.demands))]
-        for cost, static, activation, inputs, inner in self.demands:
-            values += (cost, static, activation, inputs, *inner)
-        return values
-
-    @classmethod
-    def decoded(cls, values: Sequence[float], group_sizes: Sequence[int] = ()) -> tuple[Stretch, Sequence[float]]:
-        """Decode a stretch from the front of ``values``, and return it and the values behind it.
-
-        Args:
-            group_sizes: of all groups of the model, if inner layers are encoded; else empty.
-        """
-        start, count = int(values[0]), int(values[1])
-        demands, at = [], 2
-        for place in range(start, start + count):
-            inner, end = at + LAYER_FLOATS, at + LAYER_FLOATS
-            if group_sizes and group_sizes[place] > 1:
-                end += 2 * group_sizes[place]
-            cost, static, activation, inputs = values[at:inner]
-            demands.append(LayerDemand(cost, static, activation, inputs, tuple(values[inner:end])))
-            at = end
-        return cls(start, demands), values[at:]
-
-
-def inner_sizes(memory: StageMemory | None) -> Sequence[int]:
-    """Return the size of each group of the model if segments may start within a group; else ()."""
-    return memory.group_sizes if memory is not None and memory.checkpoint_interval else ()
 
 
 def _bytes_of(demands: Sequence[LayerDemand]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:

@@ -71,7 +71,7 @@ MUTATIONS = [
     Mutation(
         "stages of a tied layer that moved do not sum its gradients",
         "Migrator.commit",
-        "context.layers.tie(context.comm.grid, context.comm.tied_group)",
+        "context.layers.tie(context.comm.grid, context.comm.groups.tied)",
         "pass",
         "tests/engine/move/test_moves.py::test_tied_layers_come_to_one_stage_and_part",
     ),

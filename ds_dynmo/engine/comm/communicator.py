@@ -10,29 +10,28 @@ from __future__ import annotations
 
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from ds_dynmo.engine.comm import hosts
 from ds_dynmo.engine.comm.agreement import EncodedValue, Failure, differing_texts, share_of_difference
-from ds_dynmo.engine.comm.bounded import BoundedStore, call_within_seconds, default_timeout
+from ds_dynmo.engine.comm.bounded import BoundedStore, default_timeout
 from ds_dynmo.engine.comm.clock import clock_offset
 from ds_dynmo.engine.comm.coordinates import GroupPlace, RankCoordinates
 from ds_dynmo.engine.comm.host_links import HostLinks
-from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
 from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
 from ds_dynmo.engine.comm.posted import Posted, PostedBroadcast, PostedReduction
 from ds_dynmo.engine.comm.roll_call import RollCall
 from ds_dynmo.engine.comm.store_agreement import StoreAgreement
 from ds_dynmo.engine.comm.tree import Tree, maximum
+from ds_dynmo.engine.comm.world_groups import WorldGroups
 from ds_dynmo.errors import MigrationError, raise_unless_harmless
 from ds_dynmo.torch_private import default_store, prefix_store
 
@@ -66,6 +65,7 @@ class Communicator:
         grid: DeepSpeed's grid of the present world.
         device: the engine's device.
         p2p: messages between two ranks.
+        groups: process groups of the present world.
         worlds_left: number of worlds that this rank has left: a re-packing ends one.
     """
 
@@ -74,7 +74,6 @@ class Communicator:
         self.device = device
         self._timeout_seconds = timeout_seconds
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._tied_groups: dict[tuple[int, ...], Any] = {}
         self._posted: PostedBroadcast | None = None
         self.worlds_left = 0
         self._sent_to_first: Posted | None = None
@@ -102,9 +101,7 @@ class Communicator:
         self._pipeline_ranks = [self.rank_of(stage) for stage in range(here.num_stages)]
         self._pipeline = Tree(self._links, self._pipeline_ranks, here.rank)
         self.p2p = PointToPoint(self.rank_of, self._links, self.device, self._timeout_seconds)
-        self._tied_groups.clear()
-        self._rank_alone: Any = None
-        self._neighbour_links: NeighbourLinks | None = None
+        self.groups = WorldGroups(here, self.rank_of, self.device, self._timeout_seconds)
 
     def leave(self) -> None:
         """Wait until every rank is done, before the present world ends. Collective."""
@@ -511,46 +508,3 @@ class Communicator:
             self._world.reduce(numbers, maximum, self._timeout)
         except RuntimeError as error:
             raise MigrationError(f"another rank did not finish its part of the move ({error})") from error
-
-    def adopt_tied_groups(self, groups: Mapping[tuple[int, ...], Any]) -> None:
-        """Use process groups that DeepSpeed has made in this world, by their ranks; None: this rank is outside."""
-        self._tied_groups.update(groups)
-
-    def prepare_tied_groups(self, present: Iterable[tuple[int, ...]], needed: Sequence[tuple[int, ...]]) -> None:
-        """Create the process groups of ``needed`` ranks, and destroy those that are neither needed nor present.
-
-        Collective over the world, between two batches.
-        """
-        unneeded = sorted(self._tied_groups.keys() - set(present) - set(needed))
-        if unneeded:
-            get_accelerator().synchronize()  # nothing may be under way in them
-        for ranks in unneeded:
-            group = self._tied_groups.pop(ranks)
-            if dist.get_rank() in ranks:
-                dist.destroy_process_group(group)
-        for ranks in needed:
-            self.tied_group(ranks)
-
-    def tied_group(self, ranks: tuple[int, ...]) -> Any:
-        """Return the process group of ``ranks``, created once. Collective over the world, ranks outside included."""
-        if ranks not in self._tied_groups:
-            self._tied_groups[ranks] = call_within_seconds(
-                2 * self._timeout_seconds, lambda: dist.new_group(ranks=list(ranks))
-            )
-        return self._tied_groups[ranks]
-
-    def rank_alone(self) -> Any:
-        """Return the process group of this rank alone, created once per world. Not collective."""
-        if self._rank_alone is None:
-            self._rank_alone = dist.new_group(ranks=[dist.get_rank()], use_local_synchronization=True)
-        return self._rank_alone
-
-    def neighbour_links(self, *, loop: bool) -> NeighbourLinks:
-        """Return the links between neighbouring stages, also around a ``loop``. Collective: groups are made once."""
-        if self._neighbour_links is None:
-            here = self.here
-            self._neighbour_links = NeighbourLinks(
-                here.stage, here.num_stages, self.rank_of, self.device, self._timeout_seconds
-            )
-        self._neighbour_links.connect(loop=loop)
-        return self._neighbour_links

@@ -33,22 +33,25 @@ def check_same(facts: Mapping[str, str]) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = BoundedStore(default_store(), TIMEOUT_SECONDS)
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
-    turn = (store.add("ds_dynmo/same/calls", 1) - 1) // world_size
-    prefix = f"ds_dynmo/same/{turn}"
+    prefix = f"ds_dynmo/same/{(store.add('ds_dynmo/same/calls', 1) - 1) // world_size}"
+    mine = json.dumps(dict(facts))
     try:
-        store.set(f"{prefix}/{rank}", json.dumps(dict(facts)))
         if rank == 0:
-            keys = [f"{prefix}/{number}" for number in range(world_size)]
-            store.wait(keys, timeout)
-            store.set(f"{prefix}/found", "; ".join(differences([json.loads(store.get(key)) for key in keys])))
-        store.wait([f"{prefix}/found"], timeout)
-        differing = store.get(f"{prefix}/found").decode()
+            store.set(f"{prefix}/first", mine)
+        store.wait([f"{prefix}/first"], timeout)
+        first = store.get(f"{prefix}/first").decode()
+        if mine != first:
+            store.set(f"{prefix}/other/{store.add(f'{prefix}/others', 1)}", json.dumps([rank, dict(facts)]))
+        meet(store, f"{prefix}/done", world_size, timeout)
+        numbers = range(1, store.add(f"{prefix}/others", 0) + 1)
+        others = dict(json.loads(store.get(f"{prefix}/other/{number}")) for number in numbers)
     except RuntimeError:
         return
     with suppress(RuntimeError):  # so that the process with the store does not end before all have read it
         meet(store, f"{prefix}/read", world_size, timeout)
-    if differing:
-        raise ConfigError(f"ranks were not given the same: {differing}")
+    if others:
+        differing = differences([others.get(number, json.loads(first)) for number in range(world_size)])
+        raise ConfigError(f"ranks were not given the same: {'; '.join(differing)}")
 
 
 def differences(facts_of_ranks: Sequence[Mapping[str, str]]) -> list[str]:

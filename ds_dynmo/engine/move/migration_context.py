@@ -195,7 +195,7 @@ class MigrationContext:
             [ranks for _, ranks in self.layers.tied_ranks(placement, self.comm.grid)]
             for placement in (self.layers.placement, plan.new)
         )
-        self.comm.prepare_tied_groups(present, needed)
+        self.comm.groups.prepare_tied(present, needed)
 
     # -- changing places ------------------------------------------------------------------------------
 

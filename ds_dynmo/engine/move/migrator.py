@@ -298,7 +298,7 @@ class Migrator:
         with self._errors_are_fatal("handing the parameters over to the optimizer"):
             context.state.install_parameters(context.layers.parameters(), arrived)
         with self._errors_are_fatal("tying layers"):
-            context.layers.tie(context.comm.grid, context.comm.tied_group)
+            context.layers.tie(context.comm.grid, context.comm.groups.tied)
         with self._errors_are_fatal("waiting for the other ranks"):
             waited_seconds = migration.waited_seconds + time.perf_counter() - began - migration.drain_seconds
             mine = waited_seconds, -migration.under_way.share_in_time

@@ -65,7 +65,7 @@ class Shrinking:
             if stays:
                 self._continue_on(plan.staying)
                 stage.layers.renumber(plan.placement, stage.comm.here.stage)
-                stage.layers.tie(stage.comm.grid, stage.comm.tied_group)
+                stage.layers.tie(stage.comm.grid, stage.comm.groups.tied)
                 stage.publish_move(stages_changed=True)
             else:
                 self._release()

@@ -155,7 +155,7 @@ class Executor:
         self.ran, self._unfinished = True, False
 
     def _connect(self) -> Post:
-        return self._stage.comm.neighbour_links(loop=self._stage.placement.shape == "loop").post
+        return self._stage.comm.groups.neighbours(loop=self._stage.placement.shape == "loop").post
 
     def _wrappers(self, training: bool) -> list[LayerWrapper]:
         """Return the wrappers of layers, the innermost first. The profiler does not time random streams."""

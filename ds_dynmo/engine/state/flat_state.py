@@ -294,7 +294,7 @@ class FlatState:
         )  # torch initialises state only if there is none
 
     def use_grid(self) -> None:
-        self._adapter.use_grid(self._comm.grid, self._comm.rank_alone)
+        self._adapter.use_grid(self._comm.grid, self._comm.groups.alone)
 
     def after_step(self) -> None:
         """Link the optimizer's state once it exists. Called after every batch."""
@@ -338,7 +338,7 @@ class FlatState:
 
     def _unshard_per_replica_groups(self) -> None:
         """Hold whole buffers of parameters that differ between replicas, which DeepSpeed's constructor has sharded."""
-        self._adapter.use_grid(self._comm.grid, self._comm.rank_alone)
+        self._adapter.use_grid(self._comm.grid, self._comm.groups.alone)
         for number in self.shards.per_replica_groups:
             self._adapter.masters[number].data = self.shards.build_shard(number, {}, MASTER, detached=False)
         self._wrap(*self._weights.rebuild(self._layers.named_parameters(), self._frozen()))
