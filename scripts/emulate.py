@@ -4,6 +4,7 @@
     deepspeed --num_gpus 2 scripts/emulate.py freezing                     # before and after one rebalance
     deepspeed --num_gpus 2 scripts/emulate.py profile --compute real       # profiled seconds and the layers' own clocks
     deepspeed --num_gpus 2 scripts/emulate.py overhead --compute real      # cost of a profile and a rebalance
+    deepspeed --num_gpus 8 scripts/emulate.py every-batch                  # cost of a decision after every batch
     deepspeed --num_gpus 2 scripts/emulate.py processor                    # what an engine computes for a micro-batch
     deepspeed --num_gpus 4 scripts/emulate.py memory                       # measured and predicted peak bytes of stages
     deepspeed --num_gpus 2 scripts/emulate.py allocated                    # what devices allocate, and as predicted
@@ -18,7 +19,7 @@ import sys
 
 import torch
 
-from benchmarks import allocated, engine_cpu, held_bytes, one_engine
+from benchmarks import allocated, engine_cpu, every_batch, held_bytes, one_engine
 from benchmarks.machine import Machine
 from ds_dynmo.cli.command_line import CommandParser, num_processes, refusals_of, write_json
 from ds_dynmo.cli.startup import begin_rank
@@ -27,13 +28,16 @@ COMMANDS = {
     "freezing": (one_engine, one_engine.freezing),
     "profile": (one_engine, one_engine.profile),
     "overhead": (one_engine, one_engine.overhead),
+    "every-batch": (every_batch, every_batch.measure),
     "processor": (engine_cpu, engine_cpu.measure),
     "memory": (held_bytes, held_bytes.measure),
     "allocated": (allocated, allocated.measure),
 }
 HELP = {  # of the options in a module's OPTIONS
     "compute": "what the layers do: sleep, or real work",
+    "forward_ms": "of an emulated layer",
     "hidden_size": "hidden size of real blocks",
+    "layers": "emulated ones",
     "micro_batches": "per batch",
     "pairs": "pairs of measurements in turns",
     "sequence_length": "sequence length of real blocks",
