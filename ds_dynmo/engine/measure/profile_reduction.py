@@ -17,7 +17,7 @@ from ds_dynmo.engine.measure.layer_sizes import (
     trainable_parameters,
     training_bytes,
 )
-from ds_dynmo.engine.measure.profiler import Profiler
+from ds_dynmo.engine.measure.profiler import Profiler, Samples
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.state.optimizer_state import OptimizerState
 from ds_dynmo.errors import MigrationError, PartitionError
@@ -115,33 +115,39 @@ def _measurement_table(
     samples = profiler.samples
     table = torch.zeros(layers.num_layers + 1, COLUMNS, dtype=torch.float64, device="cpu")
     for index in layers.indices:
-        row = table[index]
-        row[LayerColumn.FORWARD], row[LayerColumn.BACKWARD] = (
-            samples.forward_seconds(index),
-            samples.backward_seconds(index),
-        )
-        row[LayerColumn.INPUT_GRADIENT], row[LayerColumn.WEIGHT_GRADIENT] = samples.part_seconds(index)
-        row[LayerColumn.DEFERRED] = samples.deferred_bytes.get(index, 0)
-        row[LayerColumn.MEASURED] = float(bool(samples.forward[index]))
-        row[LayerColumn.ACTIVATION] = samples.activation_bytes.get(index, 0)
-        if index == layers.num_layers - 1:
-            row[LayerColumn.ACTIVATION] += samples.loss_bytes
-        row[LayerColumn.INPUT] = samples.input_bytes.get(index, 0)
-        row[LayerColumn.OUTPUT] = samples.output_bytes.get(index, 0)
-        module = layers.local_module(index)
-        if module is not None:
-            row[LayerColumn.PARAMETERS] = sum(p.numel() for p in module.parameters())
-            row[LayerColumn.TRAINABLE] = trainable_parameters(module)
-            row[LayerColumn.STATIC] = training_bytes(module, state)
-            row[LayerColumn.HELD :] = torch.tensor(astuple(bytes_between_batches(module, state)), device="cpu")
-            signal = getattr(module, "load_signal", None)
-            # Ranks without the layer have 0, and the maximum of all ranks counts: so 0 means that there is no signal.
-            row[LayerColumn.SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
-            workspace = getattr(module, "workspace_bytes", None)
-            row[LayerColumn.WORKSPACE] = int(workspace()) if workspace is not None else 0
+        table[index] = torch.tensor(_row(index, layers, samples, state), dtype=torch.float64, device="cpu")
     table[-1, SummaryColumn.BATCH] = profiler.batch_seconds
     table[-1, SummaryColumn.MOVES] = move_seconds
     return table
+
+
+def _row(index: int, layers: StageLayers, samples: Samples, state: OptimizerState) -> list[float]:
+    """Return the measurements of one layer of this rank."""
+    row = [0.0] * COLUMNS
+    row[LayerColumn.FORWARD], row[LayerColumn.BACKWARD] = (
+        samples.forward_seconds(index),
+        samples.backward_seconds(index),
+    )
+    row[LayerColumn.INPUT_GRADIENT], row[LayerColumn.WEIGHT_GRADIENT] = samples.part_seconds(index)
+    row[LayerColumn.DEFERRED] = samples.deferred_bytes.get(index, 0)
+    row[LayerColumn.MEASURED] = bool(samples.forward[index])
+    row[LayerColumn.ACTIVATION] = samples.activation_bytes.get(index, 0)
+    if index == layers.num_layers - 1:
+        row[LayerColumn.ACTIVATION] += samples.loss_bytes
+    row[LayerColumn.INPUT] = samples.input_bytes.get(index, 0)
+    row[LayerColumn.OUTPUT] = samples.output_bytes.get(index, 0)
+    module = layers.local_module(index)
+    if module is not None:
+        row[LayerColumn.PARAMETERS] = sum(p.numel() for p in module.parameters())
+        row[LayerColumn.TRAINABLE] = trainable_parameters(module)
+        row[LayerColumn.STATIC] = training_bytes(module, state)
+        row[LayerColumn.HELD :] = astuple(bytes_between_batches(module, state))
+        signal = getattr(module, "load_signal", None)
+        # Ranks without the layer have 0, and the maximum of all ranks counts: so 0 means that there is no signal.
+        row[LayerColumn.SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
+        workspace = getattr(module, "workspace_bytes", None)
+        row[LayerColumn.WORKSPACE] = int(workspace()) if workspace is not None else 0
+    return row
 
 
 def profile_from(
