@@ -33,7 +33,15 @@ from ds_dynmo.partitioners.history import CostHistory
 from ds_dynmo.partitioners.layer_passes import LayerPasses
 from ds_dynmo.partitioners.makespan import makespan
 from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
-from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, loads_of, potential
+from ds_dynmo.partitioners.metrics import (
+    bottleneck,
+    bubble_ratio,
+    imbalance,
+    imbalance_of_loads,
+    loads,
+    loads_of,
+    potential,
+)
 from ds_dynmo.partitioners.move_costs import MoveCosts
 from ds_dynmo.partitioners.move_memory import Overflow, between, migration_peaks, overflow
 from ds_dynmo.partitioners.passes import PassModel
@@ -73,6 +81,7 @@ __all__ = [
     "get",
     "hosts",
     "imbalance",
+    "imbalance_of_loads",
     "iteration_seconds",
     "lemma2_bound",
     "loads",

@@ -21,6 +21,7 @@ __all__ = [
     "bottleneck",
     "bubble_ratio",
     "imbalance",
+    "imbalance_of_loads",
     "loads",
     "loads_of",
     "potential",
@@ -95,11 +96,17 @@ def imbalance(costs: Sequence[float], partition: Sequence[int]) -> float:
     >>> imbalance([1, 1, 4], [0, 2, 3])
     0.6666666666666666
     """
-    stage_loads = loads(costs, partition)
+    return imbalance_of_loads(loads(costs, partition))
+
+
+def imbalance_of_loads(stage_loads: Sequence[float]) -> float:
+    """Compute :func:`imbalance` from the loads of the stages.
+
+    >>> imbalance_of_loads([2.0, 4.0])
+    0.6666666666666666
+    """
     mean = math.fsum(stage_loads) / len(stage_loads)
-    if mean == 0:
-        return 0.0
-    return (max(stage_loads) - min(stage_loads)) / mean
+    return (max(stage_loads) - min(stage_loads)) / mean if mean else 0.0
 
 
 def potential(stage_loads: Sequence[float]) -> float:

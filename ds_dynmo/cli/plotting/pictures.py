@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ds_dynmo.cli.plotting.timelines import PASSES, TimelineRows
 from ds_dynmo.cli.run_records import RunRecords
-from ds_dynmo.partitioners import imbalance, loads_of
+from ds_dynmo.partitioners import imbalance_of_loads, loads_of
 
 MOST_TALL_ROWS = 8
 MOST_NAMED_STAGES = 16
@@ -91,7 +91,7 @@ def _speed(axes: Any, report: RunRecords) -> None:
 def _ratios(axes: Any, report: RunRecords) -> None:
     steps = [profile.step for profile in report.profiles]
     loads = [loads_of(profile.costs("time"), profile.placement) for profile in report.profiles]
-    imbalances = [imbalance(of_stages, range(len(of_stages) + 1)) for of_stages in loads]
+    imbalances = [imbalance_of_loads(of_stages) for of_stages in loads]
     bubbles = [profile.bubble_ratio for profile in report.profiles]
     axes.plot(steps, imbalances, "o-", color=COLORS["receive"], markersize=4, label="imbalance")
     axes.plot(steps, bubbles, "s-", color=COLORS["load"], markersize=4, label="bubble ratio")

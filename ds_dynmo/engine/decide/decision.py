@@ -63,12 +63,12 @@ class Decision:
     @property
     def imbalance_before(self) -> float:
         """The paper's equation 2."""
-        return partitioners.imbalance(self.stage_seconds_before, range(len(self.stage_seconds_before) + 1))
+        return partitioners.imbalance_of_loads(self.stage_seconds_before)
 
     @property
     def imbalance_after(self) -> float:
         """The paper's equation 2."""
-        return partitioners.imbalance(self.stage_seconds_after, range(len(self.stage_seconds_after) + 1))
+        return partitioners.imbalance_of_loads(self.stage_seconds_after)
 
 
 def decide(given: DecisionInput) -> Decision:

@@ -20,7 +20,7 @@ def measured_report(profile: Profile, rebalance_step: int | None) -> MeasuredRep
         rebalance_step=rebalance_step,
         placement=profile.placement,
         bottleneck_seconds=max(loads),
-        imbalance=partitioners.imbalance(loads, range(len(loads) + 1)),
+        imbalance=partitioners.imbalance_of_loads(loads),
         batch_seconds=profile.batch_seconds,
         bubble_ratio=profile.bubble_ratio,
     )

@@ -278,7 +278,8 @@ class Profiler:
             if not self._in_pass:  # a user's code runs it outside of passes
                 return layer(inputs)
             before = self._owner
-            versions = {id(tensor): version_of(tensor) for tensor in _tensors(inputs)}
+            arriving = _tensors(inputs)
+            versions = {id(tensor): version_of(tensor) for tensor in arriving}
             self._mark(index)
             try:
                 outputs = self._sized(index, layer, inputs)
@@ -286,10 +287,11 @@ class Profiler:
                 is_loss_next = self._has_loss and index == self._last and not self._backward
                 self._mark(index if is_loss_next else before)
             if torch.is_grad_enabled():
-                self._watch_entering(inputs)
-                for tensor in _passing(outputs):
+                self._watch_entering(arriving)
+                for tensor in _tensors(outputs):
                     # An unchanged input is watched already, for the layer that computed it.
-                    if tensor.requires_grad and versions.get(id(tensor)) != version_of(tensor):
+                    changed = versions.get(id(tensor)) != version_of(tensor)
+                    if tensor.requires_grad and changed and _is_passing(tensor):
                         tensor.register_hook(partial(self._gradient_complete, index))
             return outputs
 
@@ -299,9 +301,11 @@ class Profiler:
         if self._backward and (self._owner is None or index < self._owner):
             self._mark(index)
 
-    def _watch_entering(self, inputs: Any) -> None:
+    def _watch_entering(self, inputs: Sequence[torch.Tensor]) -> None:
         """End the first layer's backward work once the gradients of all inputs of the stage or segment are complete."""
-        fresh = [t for t in _passing(inputs) if t.requires_grad and t.is_leaf and id(t) not in self._entered]
+        fresh = [t for t in inputs if t.is_leaf and t.requires_grad and id(t) not in self._entered and _is_passing(t)]
+        if not fresh:
+            return
         self._entered.update({id(tensor): tensor for tensor in fresh})
         incomplete = len(fresh)
 
@@ -362,9 +366,9 @@ class Profiler:
         self._passes = []
 
 
-def _passing(value: Any) -> list[torch.Tensor]:
-    """List tensors of one micro-batch, without weights that layers pass on, which would keep hooks."""
-    return [tensor for tensor in _tensors(value) if not isinstance(tensor, nn.Parameter)]
+def _is_passing(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of one micro-batch, and no weight that layers pass on, which would keep a hook."""
+    return not (tensor.is_leaf and isinstance(tensor, nn.Parameter))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -162,9 +162,9 @@ class Migrator:
             MigrationError: on every rank that can still raise it.
         """
         assert self._migration is None, "one plan at a time"
-        context, began = self.make_context(), time.perf_counter()
         if plan.new == plan.old:
             return False
+        context, began = self.make_context(), time.perf_counter()
         if check is not None:
             check(plan, overlapped=overlapped)
         try:
