@@ -4,13 +4,15 @@
     python scripts/control_plane.py --stages 8
     python scripts/control_plane.py --stages 8 --replicas 8 --json FILE
 
-Ranks are processes of this machine, forked from one, with layers that cost nothing. With fewer cores than ranks the
-seconds are those of all ranks on these cores; the CPU milliseconds, means over ranks, are those of a rank anywhere.
+Ranks are processes of this machine, forked from one that has imported what an engine imports, with layers that cost
+nothing. With fewer cores than ranks the seconds are those of all ranks on these cores; the CPU milliseconds, means over
+ranks, are those of a rank anywhere.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import socket
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -88,8 +91,6 @@ def measure(stages: int, replicas: int, repeats: int, folder: str) -> dict[str, 
         engines.append(pipeline_engine(specs, micro_batches=stages, dynmo=dynmo, topology=topology))
 
     ours = {"interval": 0, "log": False, "timeout_seconds": 300}
-    for dynmo in (None, ours):  # the first ones also import
-        build(dynmo)
     before = sockets()
     figures: dict[str, Any] = {"initialize, DeepSpeed": cost(partial(build, None))}
     between = sockets()
@@ -120,7 +121,7 @@ def measure(stages: int, replicas: int, repeats: int, folder: str) -> dict[str, 
 
 
 def run_rank(rank: int, world_size: int, port: int, results: Any, arguments: tuple[Any, ...]) -> None:
-    """Run one rank; rank 0 passes its figures on."""
+    """Run one rank; rank 0 passes its figures on, and the names of all modules that it has imported."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
@@ -130,11 +131,11 @@ def run_rank(rank: int, world_size: int, port: int, results: Any, arguments: tup
     deepspeed.init_distributed("gloo", verbose=False)
     figures = measure(*arguments)
     if rank == 0:
-        results.put(figures)
+        results.put((figures, list(sys.modules)))
 
 
-def run(stages: int, replicas: int, repeats: int) -> dict[str, Any]:
-    """Fork the ranks, and return the figures.
+def run(stages: int, replicas: int, repeats: int) -> tuple[dict[str, Any], list[str]]:
+    """Fork the ranks, and return the figures, and what rank 0 has imported.
 
     Raises:
         RuntimeError: a rank failed.
@@ -153,16 +154,16 @@ def run(stages: int, replicas: int, repeats: int) -> dict[str, Any]:
         gc.freeze()  # a collection in a rank would copy what it shares with this process
         for process in ranks:
             process.start()
-        while any(process.is_alive() for process in ranks) and not any(process.exitcode for process in ranks):
+        while results.empty() and not any(process.exitcode for process in ranks):
             time.sleep(0.1)
         failed = [rank for rank, process in enumerate(ranks) if process.exitcode]
+        found: tuple[dict[str, Any], list[str]] = ({}, []) if failed else results.get()
         for process in ranks:
             process.kill()
             process.join()
     if failed:
         raise RuntimeError(f"ranks {failed} failed")
-    figures: dict[str, Any] = results.get()
-    return figures
+    return found
 
 
 def main(given: list[str]) -> None:
@@ -173,7 +174,11 @@ def main(given: list[str]) -> None:
     arguments = parser.parse_args(given)
     with refusals_of("control_plane.py"):
         check_at_least_1(arguments, "stages", "replicas", "repeats")
-    figures = run(arguments.stages, arguments.replicas, arguments.repeats)
+    _, modules = run(1, 1, 1)
+    for name in modules:
+        with suppress(Exception):  # not under this name
+            importlib.import_module(name)
+    figures, _ = run(arguments.stages, arguments.replicas, arguments.repeats)
     counts = figures.pop("sockets")
     rows = [(name, f"{row['seconds']:.3f}", f"{row['cpu_ms']:.1f}") for name, row in figures.items()]
     print_table(
