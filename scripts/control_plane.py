@@ -101,6 +101,8 @@ def measure(stages: int, replicas: int, repeats: int, folder: str) -> dict[str, 
     engine.rebalance()
     comm = engine.stage.comm
     table = torch.zeros(LAYERS_PER_STAGE * stages + 1, COLUMNS, dtype=torch.float64)
+    figures["nothing"] = cost(lambda: None, repeats)  # what is left of the barrier before it
+    figures["all_reduce of 4 numbers, DeepSpeed's group"] = cost(lambda: dist.all_reduce(torch.zeros(4)), repeats)
     figures["agreement"] = cost(lambda: comm.everywhere("a measurement", int, same=str), repeats)
     figures["reduction of a profile"] = cost(lambda: comm.read_max(comm.post_max(table)), repeats)
     figures["rebalance that moves nothing"] = cost(engine.rebalance, repeats)
