@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,31 +11,6 @@ from typing import Generic, TypeVar
 from ds_dynmo.errors import MigrationError
 
 Result = TypeVar("Result")
-
-_SWITCH_SECONDS = 0.0005  # Python's own are 0.005: as long as a small layer takes
-
-
-class _Yielding:
-    """While threads compute aside, lets the main thread go on soon when it returns from a message or a kernel."""
-
-    def __init__(self) -> None:
-        self._lock, self._threads, self._usual = threading.Lock(), 0, 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._threads += 1
-            if self._threads == 1:
-                self._usual = sys.getswitchinterval()
-                sys.setswitchinterval(min(_SWITCH_SECONDS, self._usual))
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._threads -= 1
-            if self._threads == 0:
-                sys.setswitchinterval(self._usual)
-
-
-_yielding = _Yielding()
 
 
 class Aside(Generic[Result]):
@@ -53,9 +27,7 @@ class Aside(Generic[Result]):
 
     def _run(self, function: Callable[[], Result]) -> None:
         try:
-            with _yielding:
-                result = function()
-            self._future.set_result(result)
+            self._future.set_result(function())
         except BaseException as error:  # raised by the reader
             self._future.set_exception(error)
 
