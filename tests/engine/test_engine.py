@@ -299,7 +299,7 @@ def test_layers_that_share_a_parameter_are_refused_on_every_rank() -> None:
 
 
 def gathered() -> list[Any]:
-    """Gather nothing, values of different lengths beside none, and different results."""
+    """Gather nothing, and values of different lengths beside none."""
     from ds_dynmo.engine.comm.communicator import Communicator
 
     comm, rank = Communicator(module_of(Case(stages=3)).mpu(), torch.device("cpu"), 30.0), dist.get_rank()
@@ -307,8 +307,6 @@ def gathered() -> list[Any]:
     for value in (None, [None, 0, "three" * 99][rank]):
         values, mine = comm.agree_and_gather("a test", lambda value=value: (value, rank))  # type: ignore[misc]
         found.append((list(values().values()), mine))
-    with pytest.raises(ds_dynmo.MigrationError, match=r"0 on ranks \[0\], 1 on ranks \[1\], 2 on ranks \[2\]"):
-        comm.agree_and_gather("a test", lambda: (None, rank), same=str)
     return found
 
 

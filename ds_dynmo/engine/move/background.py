@@ -88,6 +88,7 @@ class BackgroundMove:
         self._began = 0.0
         self._travelling = ExitStack()
         self._outcome: MoveOutcome | None = None
+        self._is_interrupted = False
 
     def begin(self, plan: MigrationPlan) -> None:
         """Begin to move layers by ``plan``, right before a batch. Collective.
@@ -125,14 +126,16 @@ class BackgroundMove:
         """Update after an exception in the batch, which may be one of this rank alone. :meth:`settle` follows."""
         self._stage.deferred_step.cancel()
         self._travelling.close()
+        self._is_interrupted = self._migrator.is_moving
 
     def settle(self) -> None:
-        """Drop a move that an exception has interrupted: nothing has changed. Collective, between two batches.
+        """Drop a move that an exception has interrupted: nothing has changed. Collective.
 
         Raises:
             MigrationError: fatal.
         """
-        if self._migrator.is_moving:
+        if self._is_interrupted:
+            self._is_interrupted = False
             self._migrator.abandon()
 
     def take_outcome(self) -> MoveOutcome | None:
