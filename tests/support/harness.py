@@ -11,8 +11,10 @@ import os
 import pickle
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -59,31 +61,87 @@ def run(
         RankError: a rank raised, died, or was not done in time; or the emulated device found a fault, or its backend
             an order of operations in which real ones would stand still.
     """
-    context = _context(backend)
     call = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(num_ranks):
+        places = [Place(rank, num_ranks, folder, hosts, group_timeout, backend) for rank in range(num_ranks)]
+        with _started(places, call, stays=complete) as (pipes, _):
+            try:
+                results = _collect(pipes, seconds)
+                faults = deadlocks.check(folder, finished=complete)
+            except RankError as error:
+                faults = [str(error), *deadlocks.check(folder, finished=False)]
+    if faults:
+        raise RankError("\n".join(faults))
+    return results
+
+
+@contextmanager
+def _started(places: Sequence[Place], call: bytes, *, stays: bool) -> Iterator[tuple[list[Connection], list[Any]]]:
+    """Start a rank at each place; yield their pipes and processes. End them all afterwards."""
+    context = _context(places[0].backend)
+    pipes, processes = [], []
+    try:
+        for place in places:
             ours, theirs = context.Pipe(duplex=False)
-            place = Place(rank, num_ranks, folder, hosts, group_timeout, backend)
-            process = context.Process(target=_rank_main, args=(place, theirs, call, complete))
+            process = context.Process(target=_rank_main, args=(place, theirs, call, stays))
             with patch.dict(os.environ, BIND_ONCE):
                 process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        try:
-            results = _collect(pipes, seconds)
-            faults = deadlocks.check(folder, finished=complete)
-        except RankError as error:
-            faults = [str(error), *deadlocks.check(folder, finished=False)]
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-    if faults:
-        raise RankError("\n".join(faults))
-    return results
+        yield pipes, processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ended.
+
+    Attributes:
+        result: of its function; None: it returned none.
+        error: the traceback of the error that ended it; "": none did.
+        exit_code: of its process, as Python has it: -9 for SIGKILL.
+        at: ``time.monotonic()`` when it had.
+    """
+
+    result: Any
+    error: str
+    exit_code: int | None
+    at: float
+
+
+def run_to_the_end(num_ranks: int, function: Callable[..., Any], *args: Any, seconds: float) -> list[End]:
+    """Call ``function(*args)`` on every rank, and wait for each, whatever becomes of the others.
+
+    Raises:
+        RankError: a rank had not ended in time.
+    """
+    call, began = pickle.dumps((function, args)), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        places = [Place(rank, num_ranks, folder, None, GROUP_TIMEOUT, "gloo") for rank in range(num_ranks)]
+        with _started(places, call, stays=False) as (pipes, processes):
+            ends: dict[int, End] = {}
+            while len(ends) < num_ranks:
+                running = {process.sentinel: rank for rank, process in enumerate(processes) if rank not in ends}
+                ended = wait([*running], timeout=seconds - (time.monotonic() - began))
+                if not ended:
+                    raise RankError(f"ranks {sorted(running.values())} had not ended after {seconds} s")
+                for rank in (running[sentinel] for sentinel in ended):  # type: ignore[index]
+                    ok, value = _received(pipes[rank])
+                    result, error = (value, "") if ok else (None, value)
+                    ends[rank] = End(result, error, processes[rank].exitcode, time.monotonic())
+    return [ends[rank] for rank in range(num_ranks)]
+
+
+def _received(pipe: Connection) -> tuple[bool, Any]:
+    """Receive what a rank that has ended sent; nothing, if it was killed."""
+    try:
+        return pipe.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        return True, None
 
 
 def _context(backend: str | None) -> Any:

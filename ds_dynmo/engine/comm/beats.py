@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ class Activity:
         self.collectives = 0
         self.failure = ""
         self._under_way: list[list[str]] = []
+        self._began = 0.0
         self._last = "initialize"
 
     @property
@@ -36,11 +38,16 @@ class Activity:
         """Whether code of the user runs, outside of any operation."""
         return not self._under_way
 
+    @property
+    def seconds(self) -> float:
+        """Since when it is in its present operation; 0.0: it is in none."""
+        return 0.0 if self.is_idle else time.monotonic() - self._began
+
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Name an operation, such as "batch 12", or a phase of one. A phase may end after the next has begun."""
         if not self._under_way:
-            self._last, self.failure = what, ""
+            self._last, self.failure, self._began = what, "", time.monotonic()
         entry = [what]
         self._under_way.append(entry)
         try:

@@ -3,15 +3,16 @@
 A thread of each rank writes a beat now and then (:mod:`ds_dynmo.engine.comm.beats`), and reads that of the rank before
 it: the ranks form a ring. A rank is *lost*
 
-- if its process has ended, which ranks on its host see;
-- if it has written nothing for ``timeout_seconds``: its process was stopped, or the link to its host is cut;
-- if the backend failed on another rank, and it then writes nothing while others do.
+- if the backend fails on a rank, which asks: the processes that have ended on its host, and the ranks elsewhere that
+  write nothing while it looks, are lost;
+- if it has written nothing for ``timeout_seconds``, for all of which another has been in one operation of the engine:
+  its process was stopped, or the link to its host is cut.
 
 Who finds that out writes the *verdict*, which every rank reads and the first of each host logs. A rank that is in an
-operation of the engine raises :class:`RankLostError`, or ends if the backend keeps it. If the store does not answer,
-rank 0's process has ended or cannot be reached, and every rank comes to this verdict by itself.
+operation raises :class:`RankLostError`, or ends if the backend keeps it. If the store does not answer, rank 0's process
+has ended or cannot be reached, and every rank comes to this verdict by itself.
 
-While code of the user runs, nothing is done about a lost rank: one whose script has ended is not missed.
+That a process has ended is no fault by itself: one stage is done with its last batch before another.
 """
 
 from __future__ import annotations
@@ -149,29 +150,26 @@ class _Lookout:
             if now - looked_at > self._timeout_seconds / 2:  # this process itself was stopped
                 answered_at, self._changed_at = now, dict.fromkeys(self._changed_at, now)
             looked_at = now
+            waits_too_long = self._activity.seconds > self._timeout_seconds
             try:
                 self._beats.write()
-                self._look(now)
+                self._look(now, decides=waits_too_long)
                 answered_at = time.monotonic()
-            except NoAnswer:
-                if time.monotonic() - answered_at > self._timeout_seconds:
+            except RuntimeError:  # of the store
+                if waits_too_long and now - answered_at > self._timeout_seconds:
                     self.verdict = self.verdict or self._of_lost_store()
-            except RuntimeError:  # the connection has ended
-                self.verdict = self.verdict or self._of_lost_store()
             if self.verdict and not self._activity.is_idle:
                 self._end_process()
                 return
 
-    def _look(self, now: float) -> None:
-        """Read the beats of the watched ranks, and the verdict if there is one; or decide that a rank is lost."""
+    def _look(self, now: float, *, decides: bool) -> None:
+        """Read the beats of the watched ranks, and the verdict, if there is one; or decide that silent ones are lost."""
         for rank, beat in self._beats.read(self._watched).items():
             if self._seen.get(rank) != beat:
                 self._seen[rank], self._changed_at[rank] = beat, now
-        if not self._has_read_verdict() and not self._activity.is_idle:
-            silent = (rank for rank, at in self._changed_at.items() if now - at > self._timeout_seconds)
-            lost = {rank for rank, beat in self._seen.items() if beat.has_ended}.union(silent)
-            if lost:
-                self._decide(lost)
+        silent = {rank for rank, at in self._changed_at.items() if now - at > self._timeout_seconds}
+        if not self._has_read_verdict() and decides and silent:
+            self._decide(silent)
 
     def _end_process(self) -> None:
         """Say the verdict; then end this process, unless the main thread leaves its operation by itself."""
@@ -195,10 +193,16 @@ class _Lookout:
                 self._activity.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
                 self._beats.write()
                 return ""
-        try:
-            self._find_lost()
-        except RuntimeError:
-            self.verdict = self.verdict or self._of_lost_store()
+        began = time.monotonic()
+        while not self.verdict:
+            try:
+                self._find_lost()
+                break
+            except NoAnswer:
+                if time.monotonic() - began > self._timeout_seconds:
+                    self.verdict = self._of_lost_store()
+            except RuntimeError:  # the connection has ended
+                self.verdict = self._of_lost_store()
         return self.say() if self.verdict else ""
 
     def _find_lost(self) -> None:

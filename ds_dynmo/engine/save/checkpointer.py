@@ -119,7 +119,7 @@ class Checkpointer:
         self.wait()
         self._stage.optimizer.match_layers("load_checkpoint")
         found = load(self._context("loading a checkpoint"), load_dir, tag, options)
-        self._last_whole = found[0] or self._last_whole
+        self._last_whole = os.path.dirname(found[0]) if found[0] else self._last_whole
         return found
 
     def _how_to_continue(self) -> str:

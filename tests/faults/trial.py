@@ -1,0 +1,205 @@
+"""One trial: train with a fault, see how each rank ends, resume without it, and compare with undisturbed training."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_dynmo.engine.comm import watch
+from ds_dynmo.errors import CheckpointError, MigrationError, PartitionError, raise_unless_harmless
+from tests.faults.fault import TIMEOUT_SECONDS, Fault
+from tests.support.configs import Case
+from tests.support.harness import End, RankError, run, run_to_the_end
+from tests.support.training import batches, build, partitions, state, whole
+
+STEPS = 6
+SECONDS = 120.0  # for each launch, on a busy machine
+LAST_CHECKPOINT = 4  # after the step of this number
+CASES = {
+    name: Case(stages=3, precision=precision, groups="two", dropout=True)
+    for name, precision in (("fp32", "fp32"), ("bf16 zero1", "bf16 zero1"))
+}
+
+
+def section(*, background: bool) -> dict[str, Any]:
+    """Return a "dynmo" section that profiles and decides in every second batch."""
+    kind = "background" if background else "blocking"
+    return {
+        "interval": 2,
+        "timeout_seconds": TIMEOUT_SECONDS,
+        "profile": {"batches": 1, "warmup_batches": 0},
+        "min_improvement": 0.9,
+        "checkpoint": kind,
+        "migration": kind,
+    }
+
+
+class Notes:
+    """Lines of JSON that the ranks of a launch leave, whatever becomes of them."""
+
+    def __init__(self, folder: str, launch: str) -> None:
+        self._path = Path(folder, f"notes of {launch}")
+
+    def add(self, what: str, value: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps([what, value]) + "\n")
+
+    def all(self, what: str) -> list[Any]:
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        return [value for kind, value in map(json.loads, lines) if kind == what]
+
+
+def train(case: Case, folder: str, launch: str, fault: Fault | None) -> dict[str, Any]:
+    """Train on from the last checkpoint, if there is one: move, save, load and re-pack on the way."""
+    notes = Notes(folder, launch)
+    error, watch.logger.error = watch.logger.error, lambda line: notes.add("said", line)
+    engine = build(case)
+    checkpoints = Path(folder, "checkpoints")
+    if (checkpoints / "latest").exists():
+        engine.load_checkpoint(str(checkpoints))
+    if fault is not None:
+        fault.inject(engine, lambda: notes.add("happened", time.monotonic()))
+    losses: dict[int, float] = {}
+    while engine.global_steps < STEPS:
+        step = engine.global_steps
+        losses[step] = engine.train_batch(islice(batches(engine), step * engine.micro_batches, None)).item()
+        if dist.get_rank() == 0:
+            notes.add("loss", [step, losses[step]])
+        for act in (_move, _save, _load, _repack):
+            if not engine.released:
+                try:
+                    act(engine, case, checkpoints, notes)
+                except (CheckpointError, MigrationError, PartitionError) as failure:
+                    raise_unless_harmless(failure)
+                    notes.add("harmless", str(failure))
+        if engine.released:
+            return {"losses": losses}
+    engine.wait_for_save()
+    watch.logger.error = error
+    return {"losses": losses, "state": state(engine), "replica": 0}
+
+
+def _move(engine: Any, case: Case, checkpoints: Path, notes: Notes) -> None:
+    step, stages = engine.global_steps, engine.num_stages
+    to = partitions(replace(case, stages=stages), step, 1)[0]
+    if stages > 1:
+        engine.rebalance(to, background=step % 2 == 1)
+
+
+def _save(engine: Any, case: Case, checkpoints: Path, notes: Notes) -> None:
+    step = engine.global_steps
+    if step % 2 == 0 and step <= LAST_CHECKPOINT:
+        engine.save_checkpoint(str(checkpoints))
+        if dist.get_rank() == 0 and case.dynmo is not None and case.dynmo["checkpoint"] == "blocking":
+            notes.add("saved", step)
+
+
+def _load(engine: Any, case: Case, checkpoints: Path, notes: Notes) -> None:
+    if engine.global_steps == LAST_CHECKPOINT:
+        engine.wait_for_save()
+        engine.load_checkpoint(str(checkpoints))
+
+
+def _repack(engine: Any, case: Case, checkpoints: Path, notes: Notes) -> None:
+    if engine.global_steps == STEPS - 1 and engine.num_stages == 3:
+        engine.repack(2)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial.
+
+    Attributes:
+        happened: whether a rank came to the fault's place.
+        ended: "" if training went on, else how the launch ended.
+        seconds: from the fault to the end of the last rank that it was not on; None: training went on.
+        problem: "" if all was as it has to be.
+    """
+
+    fault: Fault
+    case: str
+    happened: bool
+    ended: str
+    seconds: float | None
+    problem: str
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """Losses and state of undisturbed training of a case."""
+
+    losses: dict[int, float]
+    state: dict[str, Any]
+
+    @classmethod
+    def of(cls, name: str, folder: Path) -> Undisturbed:
+        """Train a case undisturbed."""
+        folder.mkdir()
+        case = replace(CASES[name], dynmo=section(background=False))
+        ranks = run(3, train, case, str(folder), "undisturbed", None, complete=False)
+        return cls(ranks[0]["losses"], whole([rank for rank in ranks if "state" in rank]))
+
+
+def try_fault(fault: Fault, name: str, seed: int, folder: Path, undisturbed: Undisturbed) -> Outcome:
+    """Train with a fault; if that ends the launch, resume it. Return what became of it."""
+    chooser = random.Random(seed)
+    case = replace(CASES[name], dynmo=section(background=chooser.random() < 0.5))
+    notes = Notes(str(folder), "fault")
+    ended, seconds = "", None
+    try:
+        ends = run_to_the_end(3, train, case, str(folder), "fault", fault, seconds=SECONDS)
+        happened = notes.all("happened")
+        if all(end.exit_code == 0 and not end.error for end in ends):
+            results = [end.result for end in ends]
+        else:
+            ended = _how(ends, fault)
+            others = [end.at for rank, end in enumerate(ends) if rank != fault.rank]
+            seconds = max(others) - happened[0] if happened else None
+            stages = chooser.choice([2, 3])
+            resumed = replace(case, stages=stages)
+            results = run(stages, train, resumed, str(folder), "resumed", None, complete=False)
+        problem = _problem(results, undisturbed, notes, ends, ended, fault)
+    except RankError as error:
+        happened, problem = notes.all("happened"), str(error)
+    return Outcome(fault, name, bool(happened), ended, seconds, problem)
+
+
+def _how(ends: list[End], fault: Fault) -> str:
+    """Say how the ranks ended, the one with the fault last."""
+    texts = []
+    for end in sorted(ends, key=lambda end: end is ends[fault.rank]):
+        lines = end.error.strip().splitlines()
+        texts.append(lines[-1][:400] if lines else f"exit code {end.exit_code}")
+    return " | ".join(texts)
+
+
+def _problem(
+    results: list[dict[str, Any]], undisturbed: Undisturbed, notes: Notes, ends: list[End], ended: str, fault: Fault
+) -> str:
+    """Compare training, or what it resumed with, with the undisturbed one, and check what was said."""
+    losses = {step: loss for step, loss in notes.all("loss")}
+    for seen in (losses, results[0]["losses"]):
+        if seen != {step: undisturbed.losses[step] for step in seen}:
+            return f"losses differ: {seen}, undisturbed: {undisturbed.losses}"
+    if whole([rank for rank in results if "state" in rank]) != undisturbed.state:
+        return "weights or optimizer state differ"
+    if not ended:
+        return ""
+    if min(results[0]["losses"], default=STEPS) < max(notes.all("saved"), default=0):
+        return f"resumed before the last checkpoint, {max(notes.all('saved'))}"
+    said = [line for line in notes.all("said") if line.startswith("rank ") and " has " in line]
+    was_killed = fault.kind in ("SIGKILL", "SIGSTOP for too long")
+    if was_killed and (len(said) != 1 or f"rank {fault.rank} (host" not in said[0]):
+        return f"said: {said}"
+    if was_killed and any("RankLostError" not in end.error for rank, end in enumerate(ends) if rank != fault.rank):
+        codes = [end.exit_code for end in ends]
+        if any(code not in (0, 1, -9) for code in codes):
+            return f"exit codes {codes}"
+    return ""
