@@ -105,7 +105,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run that may take any shape stays in its own where a checkpoint of another is loaded",
-        "reading._may_have_shape",
+        "target._may_have_shape",
         "stage.config.schedule.kind != 'auto'",
         "True",
         "tests/engine/save/test_checkpoint.py::test_a_run_resumes_in_any_shape -k fp32",
