@@ -111,7 +111,7 @@ def load(run: TrainingRun, engine: Any) -> None:
         engine.load_checkpoint(str(run.resume), tag=tag, **newest_whole)
     except CheckpointError as error:
         others = [] if run.newest_whole else [other for other in checkpoints(str(run.resume)) if other != tag]
-        raise CheckpointError(f"--resume {error}{other_checkpoints_hint(others)}") from error
+        raise CheckpointError(f"{error}{other_checkpoints_hint(others)}") from error
 
 
 def as_loaded(run: TrainingRun, engine: Any) -> TrainingRun:

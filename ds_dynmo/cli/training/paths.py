@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ds_dynmo.cli.training.resuming import has_saved
-from ds_dynmo.engine.save.listing import checkpoints
+from ds_dynmo.engine.save.listing import checkpoints, whole_checkpoints
 from ds_dynmo.errors import ConfigError, reason_of
 
 __all__ = ["check_new_folder", "check_writable", "refusing"]
@@ -29,7 +29,7 @@ def check_new_folder(args: argparse.Namespace, resume: Path | None) -> None:
         there = ", ".join(checkpoints(str(save))[:3]) or "of stock DeepSpeed"
         raise ConfigError(
             f"--save {save}: has checkpoints of another run ({there}): name another folder; --resume {save} goes on "
-            "from there, --take-over replaces those of the steps that this run saves"
+            "from there; --take-over saves there too, and replaces those of the same steps"
         )
 
 
@@ -40,8 +40,13 @@ def check_writable(args: argparse.Namespace, report: Path | None) -> None:
         ConfigError: naming the flag and the path.
     """
     if args.save is not None:
-        with refusing("--save", args.save):
-            _check_folder(args.save)
+        try:
+            with refusing("--save", args.save):
+                _check_folder(args.save)
+        except ConfigError as error:
+            whole = ", ".join(whole_checkpoints(str(args.save)))
+            goes_on = f"; whole checkpoints there: {whole}: --resume {args.save} and another folder of --save go on"
+            raise ConfigError(f"{error}{goes_on if whole else ''}") from error
     for option, path in (("--report", report), ("--record", args.record)):
         if path is not None:
             with refusing(option, path):

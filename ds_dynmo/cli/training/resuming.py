@@ -157,7 +157,7 @@ def _first_metadata(folder: Path, tag: str | None, others: Sequence[str]) -> dic
 
 def other_checkpoints_hint(others: Sequence[str]) -> str:
     """Say how to go on from another checkpoint of the folder, if there are ``others``."""
-    return "; --newest-whole goes on from the newest of them, --tag TAG from another" if others else ""
+    return "; --newest-whole goes on from the newest that is whole, --tag TAG from another" if others else ""
 
 
 def _remedy(key: str, folder: Path, model: ModelConfig) -> str:
