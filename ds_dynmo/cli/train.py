@@ -57,6 +57,7 @@ from ds_dynmo.engine.comm.same_facts import check_same
 from ds_dynmo.engine.save.folder import write_latest
 from ds_dynmo.engine.save.listing import checkpoints
 from ds_dynmo.errors import CheckpointError, ConfigError, PartitionError
+from ds_dynmo.files.claims import check_claim
 from ds_dynmo.models import (
     AUXILIARY_LOSS,
     LANGUAGE_MODEL_LOSS,
@@ -237,6 +238,8 @@ def save(run: TrainingRun, engine: Any, cases: list[DynamicCase], tag: str) -> N
         CheckpointError: on every rank, without a "dynmo" section on rank 0; earlier checkpoints are untouched.
     """
     metadata = run_metadata(run, engine, cases)
+    if engine.dynmo is None and engine.global_rank == 0:
+        check_claim(str(run.save))
     engine.save_checkpoint(
         str(run.save),
         tag=tag,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
+from itertools import islice
 
 from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.engine.save.manifest import MANIFEST, Manifest
@@ -12,6 +13,7 @@ from ds_dynmo.engine.save.manifest_files import read_all
 from ds_dynmo.engine.save.safe_load import check_file
 from ds_dynmo.errors import CheckpointError
 
+NAMED = 3  # in a message; to look for all may take long
 NUMBERED = re.compile(r"global_step\d+")  # tags of checkpoints that no one gave a name
 
 
@@ -28,11 +30,12 @@ def checkpoints(save_dir: str) -> list[str]:
 
 
 def whole_checkpoints(save_dir: str, *, besides: str | None = None) -> list[str]:
-    """List the tags of checkpoints whose files are all there, as :func:`checkpoints` but for the tag ``besides``.
+    """List the newest :data:`NAMED` tags of checkpoints whose files are all there, but for the tag ``besides``.
 
     Sizes, and the checksums that files have of their content, are compared with what was written. No tensor is read.
     """
-    return [tag for tag in checkpoints(save_dir) if tag != besides and _is_whole(folders.find(save_dir, tag))]
+    others = (tag for tag in checkpoints(save_dir) if tag != besides)
+    return list(islice((tag for tag in others if _is_whole(folders.find(save_dir, tag))), NAMED))
 
 
 def remove_older(save_dir: str, run: str, keep: int) -> None:

@@ -124,6 +124,7 @@ def test_the_newest_whole_checkpoint_is_found_if_asked_for(tmp_path: Path) -> No
     damaged(tmp_path / "global_step6" / "layer_05-model_states.pt", "flipped")
     damaged(tmp_path / "global_step5" / "mp_rank_01_model_states.pt", "truncated")
     damaged(tmp_path / "global_step4" / "dynmo" / "manifest-pipe_01.json", "missing")
+    assert whole_checkpoints(str(tmp_path)) == ["global_step6", "global_step1"]  # its tensors are not read
     assert whole_checkpoints(str(tmp_path), besides="global_step6") == ["global_step1"]
     results = run(2, load_newest_whole, str(tmp_path))
     for message, tag, _, _, none in results:
