@@ -239,7 +239,7 @@ def test_a_checkpoint_that_cannot_be_the_latest_is_an_error_on_every_rank(tmp_pa
     arguments = [*flags(tmp_path, "dense", 3), "--save", str(folder)]
     for message in run(2, failure_to_save, [*arguments, "--set", "dynmo.checkpoint=background"]):
         assert message.startswith(f"{folder / 'global_step3'}: ") and "[Errno 21]" in message
-    first, other = run(2, failure_to_save, [*arguments, "--set", "dynmo=null"])
+    first, other = run(2, failure_to_save, [*arguments, "--take-over", "--set", "dynmo=null"])
     assert first.startswith(f"{folder}: checkpoint global_step3 cannot be made the latest: [Errno 21]") and other == ""
 
 

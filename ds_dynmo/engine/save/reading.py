@@ -110,7 +110,7 @@ def _choose(context: CheckpointContext, load_dir: str, tag: str | None, *, newes
         first = [] if asked_for is None else [asked_for]
         return [*first, *(other for other in others if other != asked_for)]
 
-    return context.everywhere(choose, same=lambda found: f"{load_dir}: {found or 'no tag'}")
+    return context.everywhere(choose, same=lambda found: f"{load_dir}: {', '.join(map(repr, found)) or 'no tag'}")
 
 
 def _read_first(
