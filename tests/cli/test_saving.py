@@ -40,6 +40,7 @@ def sizes(arguments: list[str], folder: Path) -> tuple[int, int, int]:
     "changes",
     [
         ("model.tied_embedding=true",),
+        pytest.param(('model.case={"kind": "moe", "experts": 4, "expert_parallel": true}',), marks=pytest.mark.nightly),
         pytest.param(('optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}',), marks=pytest.mark.nightly),
         ('bf16={"enabled": true}', 'zero_optimization={"stage": 1}'),
     ],
@@ -51,7 +52,7 @@ def test_the_expected_size_of_a_checkpoint_is_that_of_the_first(tmp_path: Path, 
     for change in ("model.hidden_size=96", *changes):
         arguments += ["--set", change]
     for expected, found, files in run(4, sizes, arguments, folder):
-        assert expected > 2**19 and expected <= found <= expected + files * 6000, (expected, found, files)
+        assert expected > 2**19 and expected <= found <= 1.01 * expected + files * 6000, (expected, found, files)
 
 
 class Room(NamedTuple):

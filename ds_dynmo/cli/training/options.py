@@ -138,7 +138,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--record", type=path_of, metavar="FILE", help="record what each layer costs in each batch")
     parser.add_argument("--save", type=path_of, metavar="DIR", help="write a checkpoint at the end")
     parser.add_argument("--save-interval", type=int, metavar="N", help="also write one after every N batches")
-    parser.add_argument("--keep", type=int, metavar="N", help="keep the newest N of this run's (default: all)")
+    parser.add_argument("--keep", type=int, metavar="N", help="keep the newest N checkpoints of this run")
     parser.add_argument(
         "--take-over",
         action="store_true",
