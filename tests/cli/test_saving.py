@@ -10,11 +10,12 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-from ds_dynmo import ConfigError
+from ds_dynmo import CheckpointError, ConfigError
 from ds_dynmo.cli import command_line
 from ds_dynmo.cli.train import build_cases, build_engine, train
+from ds_dynmo.cli.train import save as save_checkpoint
 from ds_dynmo.cli.training.options import TrainingRun, prepare
-from ds_dynmo.cli.training.saving import check_room, claimed
+from ds_dynmo.cli.training.saving import after_failed_save, check_room, claimed
 from ds_dynmo.files.claims import CLAIM
 from tests.support.checkpoints import damaged
 from tests.support.claimant import Claimant
@@ -114,6 +115,19 @@ def test_a_folder_in_which_a_run_saves_now_is_refused(tmp_path: Path, monkeypatc
             assert f"process {os.getpid()} on" in other.tell("check")
 
 
+def test_without_the_section_a_run_whose_folder_was_taken_over_saves_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    training, engine = prepare([*flags(tmp_path, "dense", 8), "--save", str(tmp_path / "saved")]), Mock(dynmo=None)
+    engine.global_rank = 0
+    with Claimant(tmp_path / "saved") as other:
+        other.tell("claim")
+        with pytest.raises(CheckpointError, match="has claimed it, so this process saves nothing there"):
+            save_checkpoint(training, engine, [], "global_step4")
+    engine.save_checkpoint.assert_not_called()
+
+
 def test_a_folder_that_has_checkpoints_of_another_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +177,18 @@ def test_a_run_keeps_its_newest_checkpoints_and_goes_on_from_the_newest_whole_on
         prepared(resuming)
     resumed = prepared([*resuming, "--newest-whole"]).resumed
     assert resumed is not None and resumed["tag"] == "global_step2"
+    others = (
+        "the last whole checkpoint there is global_step3, others are global_step2: make room or name another folder"
+    )
+    both = [*resuming, "--newest-whole", "--save", str(save)]
+    assert after_failed_save(prepared(both)).startswith(others)
+    with (
+        patch.object(os, "statvfs", return_value=Mock(f_flag=os.ST_RDONLY)),
+        pytest.raises(
+            ConfigError, match=rf"^--save {save}: cannot be written: Read-only file system; whole .* there: "
+        ),
+    ):
+        prepared(both)
 
 
 def refused_command(arguments: list[str]) -> tuple[int, str, str]:

@@ -42,6 +42,13 @@ MUTATIONS = [
         "tests/cli/test_saving.py::test_a_folder_that_has_checkpoints_of_another_run_is_refused",
     ),
     Mutation(
+        "a run that goes on from an older checkpoint has the state of its cases from the damaged one",
+        "train.as_loaded",
+        "engine.global_steps == run.first_step",
+        "True",
+        "tests/cli/test_saving.py::test_a_run_keeps_its_newest_checkpoints_and_goes_on_from_the_newest_whole_one",
+    ),
+    Mutation(
         "old checkpoints of other runs are removed",
         "listing.remove_older",
         "_run_of(save_dir, tag) == run",
