@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ConfigError,
         MigrationError,
         PartitionError,
+        RankLostError,
         ReleasedError,
         ScheduleError,
     )
@@ -39,6 +40,7 @@ __all__ = [
     "MigrationError",
     "PartitionError",
     "Profile",
+    "RankLostError",
     "RebalanceReport",
     "ReleasedError",
     "RepackReport",

@@ -1,8 +1,8 @@
 """The errors of ds_dynmo, and words of messages."""
 
 __all__ = [
-    *("CheckpointError", "ConfigError", "MigrationError", "PackingError", "PartitionError", "ReleasedError"),
-    *("ScheduleError", "counted", "reason_of"),
+    *("CheckpointError", "ConfigError", "MigrationError", "PackingError", "PartitionError", "RankLostError"),
+    *("ReleasedError", "ScheduleError", "counted", "reason_of"),
 ]
 
 
@@ -48,6 +48,14 @@ def raise_unless_harmless(error: Exception) -> None:
     """Raise ``error`` again if layers may have moved, so that training cannot continue."""
     if isinstance(error, MigrationError) and not error.harmless:
         raise error
+
+
+class RankLostError(RuntimeError):
+    """A rank has died, was stopped, or cannot be reached: the message says which, and what it did.
+
+    Training cannot continue: resume the job from its last checkpoint. The first rank on each host has logged the
+    message already, so a process that ends by this error prints no traceback.
+    """
 
 
 class ReleasedError(RuntimeError):

@@ -188,7 +188,7 @@ def _is_adopted(process: psutil.Process) -> bool:
 
 def _end_after(launchers: Sequence[psutil.Process]) -> None:
     """End this process when one of ``launchers`` has died."""
-    while all(map(_runs, launchers)):
+    while all(map(is_running, launchers)):
         time.sleep(POLL_SECONDS)
     _end()
 
@@ -203,7 +203,7 @@ def _end() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _runs(process: psutil.Process) -> bool:
+def is_running(process: psutil.Process) -> bool:
     """Return whether ``process`` runs. An ended one is a zombie until its parent has waited for it."""
     with suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)

@@ -283,6 +283,11 @@ def lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
             os.environ[name] = before
 
 
+def is_of_backend(error: BaseException) -> bool:
+    """Return whether an error is of a process group's backend or store. gloo's has no class of its own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+
+
 def without_prefixes(store: Any) -> Any:
     """Return the store below all views of it."""
     while isinstance(store, dist.distributed_c10d.PrefixStore):

@@ -179,7 +179,7 @@ class DynMoConfig(Section):  # a validator sees only the keys above its own: the
         default=300.0,
         gt=0,
         description="how long ranks that have begun the same operation of ds_dynmo wait for each other, a request for "
-        "the launch's store, and a release for processes to end",
+        "the launch's store, and a release for processes to end; a rank that is silent for longer is lost",
     )
     report: str | None = Field(
         default=None,

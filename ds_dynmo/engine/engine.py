@@ -64,6 +64,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             ConfigError: there is no optimizer, layers were frozen without :meth:`model_changed`, an instruction is the
                 user's, or an error ended the batch before; nothing was trained. Or ``train_batch`` did not run the
                 engine's batch.
+            RankLostError: a rank has died, was stopped, or cannot be reached.
         """
         positional = args if data_iter is None and not args else (data_iter, *args)  # a user's may take no argument
         train = partial(super().train_batch, *positional, **kwargs)
@@ -72,8 +73,9 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         check_at_work(self, "train_batch")
         checked_instructions(self)
         self.stage.optimizer.check_given()
-        self.checkpointer.before_batch()
-        return self._components.step.run(train)
+        with self.stage.comm.operation(f"batch {self.global_steps + 1}"):
+            self.checkpointer.before_batch()
+            return self._components.step.run(train)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch by DeepSpeed's ``eval_batch``.
@@ -341,7 +343,8 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             CheckpointError: on every rank; the last one could not be written. Earlier checkpoints are untouched.
         """
         if self.dynmo is not None:
-            self.checkpointer.wait()
+            with self.stage.comm.operation("wait_for_save"):
+                self.checkpointer.wait()
 
     def load_checkpoint(
         self,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -56,15 +56,21 @@ class EngineEvent(Generic[T]):
 
 
 class Timeline:
-    """Marks of the engine's phases while a batch is traced; without effect otherwise.
+    """Marks of the engine's phases: for other ranks, and while a batch is traced.
+
+    Args:
+        doing: tells other ranks what this one does meanwhile; None: nobody is told.
 
     Attributes:
         record: returns a context manager for a phase of a category and a name; None: no trace.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, doing: Callable[[str], AbstractContextManager[None]] | None = None) -> None:
+        self._doing = doing or (lambda _: nullcontext())
         self.record: Callable[[str, str], AbstractContextManager[None]] | None = None
 
-    def phase(self, category: str, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def phase(self, category: str, name: str) -> Iterator[None]:
         """Mark a phase of a batch, or after it."""
-        return nullcontext() if self.record is None else self.record(category, name)
+        with self._doing(name), nullcontext() if self.record is None else self.record(category, name):
+            yield

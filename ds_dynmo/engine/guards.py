@@ -42,6 +42,7 @@ def doing(engine: Any, what: str) -> Iterator[None]:
     An evaluation that is decorated by ``torch.inference_mode`` may move layers, whose tensors train in the next batch.
 
     Raises:
+        RankLostError: a rank has died, was stopped, or cannot be reached.
         ConfigError, ReleasedError: of :func:`check_at_work`. Or tensors have no values here, as in torch's
             FakeTensorMode.
     """
@@ -52,7 +53,8 @@ def doing(engine: Any, what: str) -> Iterator[None]:
             f"engine.{what} was called in a mode of torch in which new tensors are {kind.__name__}s instead of "
             "torch.Tensors, such as FakeTensorMode: call it outside of that mode"
         )
-    with torch.inference_mode(False), torch.enable_grad():
+    operation = engine.stage.comm.operation(f"{what} after batch {engine.global_steps}")
+    with torch.inference_mode(False), torch.enable_grad(), operation:
         yield
 
 

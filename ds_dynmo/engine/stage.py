@@ -54,7 +54,7 @@ class StageContext:
         replicas_differ: whether some parameters differ between data-parallel replicas.
         layers_moved: published when layers are in place after a move, a re-packing or a load.
         parameters_replaced: published on every rank after parameters of layers that stayed were replaced on any rank.
-        timeline: marks of the engine's phases, for a trace.
+        timeline: marks of the engine's phases.
         schedule: the schedule in force.
         compiled: runs layers compiled, if configured.
         forms: of messages between stages.
@@ -148,6 +148,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
         optimizer=OptimizerBinding(engine, layers, comm, norm),
         counters=TrainingCounters(engine),
         replicas_differ=differ,
+        timeline=Timeline(comm.operation),
         schedule=ScheduleInForce(
             config.schedule,
             use_1f1b_until_decided=config.memory_limit is not None or model.activation_checkpoint_interval > 0,

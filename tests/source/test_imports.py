@@ -86,7 +86,7 @@ PRIVATE_OF_TORCH = PACKAGE / "torch_private.py"
 NO_NAMES_OF_TORCH = {  # of classes of ours, of Python's, of DeepSpeed's (engine/deepspeed has those) and others
     "_replace", "_asdict", "_fields", "_count", "_found", "_constants", "_hand_over", "_value", "_wait",
     "_attn_implementation", "_init_weights", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_unexpected",
-    "_model_mapping", "_supports_sdpa", "_apply",
+    "_model_mapping", "_supports_sdpa", "_apply", "_exit",
 }  # fmt: skip
 
 

@@ -129,6 +129,11 @@ class BoundedStore:
         value: bytes = self._run(lambda: self.raw.get(key))
         return value
 
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Read keys, all of which exist."""
+        values: list[bytes] = self._run(lambda: self.raw.multi_get(list(keys)))
+        return values
+
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys exist."""
         return bool(self._run(lambda: self.raw.check(list(keys))))

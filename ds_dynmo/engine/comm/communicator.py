@@ -21,6 +21,7 @@ from deepspeed.utils import logger
 
 from ds_dynmo.engine.comm import hosts
 from ds_dynmo.engine.comm.agreement import EncodedValue, Failure, differing_texts, share_of_difference
+from ds_dynmo.engine.comm.beats import Activity
 from ds_dynmo.engine.comm.bounded import BoundedStore, default_timeout
 from ds_dynmo.engine.comm.clock import clock_offset
 from ds_dynmo.engine.comm.coordinates import GroupPlace, RankCoordinates
@@ -28,9 +29,9 @@ from ds_dynmo.engine.comm.host_links import HostLinks
 from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
 from ds_dynmo.engine.comm.posted import Posted, PostedBroadcast, PostedReduction
-from ds_dynmo.engine.comm.roll_call import RollCall
 from ds_dynmo.engine.comm.store_agreement import StoreAgreement
 from ds_dynmo.engine.comm.tree import Tree, maximum
+from ds_dynmo.engine.comm.watch import TracebackOfOthers, Watch
 from ds_dynmo.engine.comm.world_groups import WorldGroups
 from ds_dynmo.errors import MigrationError, raise_unless_harmless
 from ds_dynmo.torch_private import default_store, prefix_store
@@ -66,6 +67,7 @@ class Communicator:
         device: the engine's device.
         p2p: messages between two ranks.
         groups: process groups of the present world.
+        how_to_continue: says how to go on with the job after a rank was lost.
         worlds_left: number of worlds that this rank has left: a re-packing ends one.
     """
 
@@ -75,8 +77,11 @@ class Communicator:
         self._timeout_seconds = timeout_seconds
         self._timeout = timedelta(seconds=timeout_seconds)
         self._posted: PostedBroadcast | None = None
+        self._activity = Activity()
+        self.how_to_continue: Callable[[], str] = lambda: "Resume the job from its last checkpoint"
         self.worlds_left = 0
         self._sent_to_first: Posted | None = None
+        TracebackOfOthers.install()
         self.sum_over_world(torch.zeros(1, device="cpu"))
         self.connect("initialize")
 
@@ -96,7 +101,14 @@ class Communicator:
             return BoundedStore(prefix_store(f"{name}/{of_name}", default_store()), self._timeout_seconds)
 
         self._links = HostLinks(part("links"), self._timeout)
-        self._roll_call = RollCall(part("roll call"), here.rank, here.world_size)
+        self._watch = Watch(
+            BoundedStore(prefix_store(f"{name}/watch", default_store().clone()), self._timeout_seconds / 2),
+            here.rank,
+            here.world_size,
+            timeout_seconds=self._timeout_seconds,
+            activity=self._activity,
+            remedy=lambda: self.how_to_continue(),
+        )
         self._world = Tree(self._links, range(here.world_size), here.rank)
         self._pipeline_ranks = [self.rank_of(stage) for stage in range(here.num_stages)]
         self._pipeline = Tree(self._links, self._pipeline_ranks, here.rank)
@@ -107,7 +119,29 @@ class Communicator:
         """Wait until every rank is done, before the present world ends. Collective."""
         self.wait_for_posted_broadcast()
         self.all_done()
+        self._watch.end()
         self.worlds_left += 1
+
+    @contextmanager
+    def operation(self, what: str) -> Iterator[None]:
+        """Let other ranks know what this one does, and itself notice if one of them is lost meanwhile.
+
+        Args:
+            what: such as "batch 12"; inside of another operation, a phase of it.
+
+        Raises:
+            RankLostError: a rank has died, was stopped, or cannot be reached.
+        """
+        is_outermost = self._activity.is_idle
+        if is_outermost:
+            self._watch.check()
+        with self._activity.doing(what):
+            try:
+                yield
+            except Exception as error:
+                if is_outermost:
+                    self._watch.explain(error)
+                raise
 
     def enter(self, what: str) -> None:
         """Announce that this rank takes part in the collective ``what``, which starts now.
@@ -148,7 +182,7 @@ class Communicator:
     def _over_world(self) -> Iterator[timedelta]:
         """Come to a collective over the world, and turn its error into one that says who is missing."""
         timeout, self._next_timeout = self._next_timeout, self._timeout
-        number = self._roll_call.come()
+        number = self._watch.come()
         try:
             yield timeout
         except RuntimeError as error:
@@ -158,7 +192,7 @@ class Communicator:
         who, waited = "a rank failed, or the link to it", f"{timeout.total_seconds():g} s"
         timed_out = "timed out" in str(error).lower()
         try:
-            missing = self._roll_call.missing(number, timed_out=timed_out)
+            missing = self._watch.missing(number, timed_out=timed_out)
         except RuntimeError as silence:  # report the first error anyway
             if timed_out:
                 who = f"after {waited} a rank is missing, and it is not known which: {silence}"
@@ -179,7 +213,7 @@ class Communicator:
         """
         timeout = self._timeout_of_batch()
         wait = self._world.post_reduce(numbers, maximum, timeout)
-        return PostedReduction(numbers, wait, self._roll_call.come(), timeout)
+        return PostedReduction(numbers, wait, self._watch.come(), timeout)
 
     def read_max(self, posted: PostedReduction) -> torch.Tensor:
         """Wait for the numbers of :meth:`post_max`."""
@@ -198,7 +232,7 @@ class Communicator:
             self._sent_to_first.wait()  # it has left long since
         timeout = self._timeout_of_batch()
         wait = self._world.post_reduce_to_first(numbers, maximum, timeout)
-        self._sent_to_first = posted = PostedReduction(numbers, wait, self._roll_call.come(), timeout)
+        self._sent_to_first = posted = PostedReduction(numbers, wait, self._watch.come(), timeout)
         return posted
 
     def read_max_on_first(self, posted: PostedReduction) -> torch.Tensor | None:

@@ -63,10 +63,10 @@ def check_hosts(store: BoundedStore, rank: int, world_size: int, timeout_seconds
     if loopback is not None:
         store.set(f"{prefix}/loopback/{store.add(f'{prefix}/loopbacks', 1)}", loopback)
     if rank == 0:
-        store.set(f"{prefix}/first", _identity())
+        store.set(f"{prefix}/first", identity())
     try:
         store.wait([f"{prefix}/first"], timedelta(seconds=timeout_seconds))
-        store.add(f"{prefix}/elsewhere", int(store.get(f"{prefix}/first").decode() != _identity()))
+        store.add(f"{prefix}/elsewhere", int(store.get(f"{prefix}/first").decode() != identity()))
         meet(store, f"{prefix}/done", world_size, timedelta(seconds=timeout_seconds))
     except RuntimeError:
         return
@@ -115,7 +115,7 @@ def _usable_address(host: str) -> str | None:
     return None
 
 
-def _identity() -> str:
+def identity() -> str:
     """Identify this host, or this container: those that share a network have the same identity."""
     facts = [socket.gethostname()]
     readers: tuple[Callable[[], str], ...] = (

@@ -57,8 +57,7 @@ class Shrinking:
         stage, world, began = self._stage, self._world, time.perf_counter()
         stays = stage.comm.here.stage in plan.staying
         leaving = world.ranks_of(plan.migration.leaving)
-        with self._naming_unresponsive_ranks():
-            bytes_moved = self._migrator.migrate(plan.migration, self._check)
+        bytes_moved = self._migrator.migrate(plan.migration, self._check)
         moved = time.perf_counter()
         with _errors_are_fatal():
             world.end()
@@ -95,22 +94,6 @@ class Shrinking:
         """Free what the engine holds besides the layers, which have left; the rank leaves the training."""
         gc.collect()  # attributes that DeepSpeed sets on parameters form reference cycles
         get_accelerator().empty_cache()
-
-    @contextmanager
-    def _naming_unresponsive_ranks(self) -> Iterator[None]:
-        """Add the ranks that do not answer to a fatal error while layers travel."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, MigrationError) and error.harmless:
-                raise
-            # A rank that is alive may notice only at the end of two time-outs: of an address, and of connecting to it.
-            unresponsive = self._world.unresponsive_ranks(2.5 * self._stage.config.timeout_seconds)
-            if not unresponsive:
-                raise
-            raise MigrationError(
-                f"ranks {unresponsive} (as numbered at the launch) do not answer any more: {error}"
-            ) from error
 
 
 @contextmanager

@@ -101,13 +101,6 @@ class World:
         )
         return self._topology, deepspeed.comm.new_group(ranks=range(len(launch_ranks)))
 
-    def unresponsive_ranks(self, timeout_seconds: float) -> list[int]:
-        """Find ranks of the present world, as numbered at the launch, that do not call this too within the time-out."""
-        try:
-            return self._absent("alive", self.launch_ranks, timeout_seconds)
-        except STORE_LOST:
-            return [0]
-
     def released_and_staying(self) -> tuple[list[RankLocation], list[RankLocation]]:
         """List all ranks that were released so far, and those at work, on rank 0."""
         released = [at for at in self.locations if at.rank not in self.launch_ranks]
@@ -130,32 +123,23 @@ class World:
 
     def _wait_for_ranks(self, launch_ranks: Sequence[int]) -> None:
         """Wait until every one of ``launch_ranks`` is here: torch would wait for half an hour and not say for whom."""
+        store = self._part("here")
+        attendance = Attendance(store, "ranks", len(launch_ranks))
         try:
-            unresponsive = self._absent("here", launch_ranks, self._timeout_seconds)
+            if attendance.come(launch_ranks.index(self.launch_rank)):
+                store.set("all", "")
+            store.wait(["all"], timedelta(seconds=self._timeout_seconds))
         except STORE_LOST as error:
             raise MigrationError(
                 "rank 0's process is gone or out of reach, and with it the store of the launch. Resume the job from "
                 "its last checkpoint"
             ) from error
-        if unresponsive:
+        except RuntimeError as error:
+            missing = [launch_ranks[place] for place in attendance.missing()]
             raise MigrationError(
-                f"ranks {unresponsive} (as numbered at the launch) did not come to the new world within "
+                f"ranks {missing} (as numbered at the launch) did not come to the new world within "
                 f"{self._timeout_seconds:g} s. Resume the job from its last checkpoint, with as many stages as are left"
-            )
-
-    def _absent(self, name: str, launch_ranks: Sequence[int], timeout_seconds: float) -> list[int]:
-        """Wait until all of these ranks are here, and return those that do not come within the time-out."""
-        store = self._part(name)
-        attendance = Attendance(store, "ranks", len(launch_ranks))
-        try:
-            if attendance.come(launch_ranks.index(self.launch_rank)):
-                store.set("all", "")
-            store.wait(["all"], timedelta(seconds=timeout_seconds))
-        except STORE_LOST:
-            raise
-        except RuntimeError:
-            return [launch_ranks[place] for place in attendance.missing()]
-        return []
+            ) from error
 
 
 def of_stages(topology: ProcessTopology, stages: Sequence[int]) -> tuple[ProcessTopology, tuple[int, ...]]:

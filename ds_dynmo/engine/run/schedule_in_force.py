@@ -62,10 +62,15 @@ class ScheduleInForce:
     def decide(self, found: Schedule | None, costs: PassCosts | None = None, *, over_bound: float = 0.0) -> None:
         """Train by ``found``, which was searched under ``costs``, from the next batch on; None: by 1F1B.
 
+        The costs of a schedule that stays in force stay too: they order its messages, and to order them again takes
+        longer than any order saves.
+
         Args:
             over_bound: as in a :class:`FoundSchedule`.
         """
-        self.found, self._found_for, self.over_bound, self._decided = found, costs, over_bound, True
+        if found is None or found != self.found:
+            self.found, self._found_for = found, costs
+        self.over_bound, self._decided = over_bound, True
 
     def forget(self) -> None:
         """Train as before the first decision until the next one: new ranks do not know the latest."""

@@ -54,6 +54,8 @@ class Checkpointer:
         self._trainable, self._progress, self._reporter = trainable, progress, reporter
         self._under_way: BackgroundSave | None = None
         self._has_warned = False
+        self._last_whole: str | None = None
+        stage.comm.how_to_continue = self._how_to_continue
         self._origin = InitialModelSpec.of(stage, engine.get_data_types()[0], references.is_shared)
         stage.optimizer.changed.subscribe("a checkpoint describes its files", self._describe_optimizer)
 
@@ -125,7 +127,19 @@ class Checkpointer:
         """Load a checkpoint: :func:`ds_dynmo.engine.save.reading.load`. Collective."""
         self.wait()
         self._stage.optimizer.match_layers("load_checkpoint")
-        return load(self._context("loading a checkpoint"), load_dir, tag, options, newest_whole=newest_whole)
+        found = load(self._context("loading a checkpoint"), load_dir, tag, options, newest_whole=newest_whole)
+        self._last_whole = found[0] or self._last_whole
+        return found
+
+    def _how_to_continue(self) -> str:
+        """Say how to go on with the job after a rank was lost."""
+        if self._last_whole is None:
+            return "This run has saved no checkpoint, and loaded none: start it again"
+        folder, tag = os.path.split(self._last_whole)
+        return (
+            f"The last whole checkpoint is {self._last_whole}: start again, on as many ranks as there are, with "
+            f"engine.load_checkpoint({folder!r}, {tag!r})"
+        )
 
     def _context(self, operation: str) -> CheckpointContext:
         return CheckpointContext(
@@ -165,7 +179,7 @@ class Checkpointer:
         self, unfinished: UnfinishedCheckpoint, began: float, wait_seconds: float | None, bytes_saved: int
     ) -> None:
         """Report a checkpoint that is whole, and remove older ones; ``wait_seconds``: None: training waited for it."""
-        save_seconds = time.perf_counter() - began
+        save_seconds, self._last_whole = time.perf_counter() - began, unfinished.path
         self._reporter.saved(
             SaveReport(
                 step=unfinished.step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from ds_dynmo.engine.deepspeed.instruction_map import check_steps
 from ds_dynmo.engine.run.schedule_in_force import ScheduleInForce, with_some_split
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
-from ds_dynmo.schedules import Schedule, one_f_one_b, schedule_for_equal_costs
+from ds_dynmo.schedules import PassCosts, Schedule, one_f_one_b, schedule_for_equal_costs
 from tests.support.split_orders import zb_h1
 
 
@@ -51,6 +52,16 @@ def test_a_schedule_of_the_users_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ConfigError, match=r"schedule.TrainSchedule.steps = tests.engine.run.test_schedule_in_force\..*lambda"
     ):
         check_steps(deepspeeds.TrainSchedule(**shape), training=True)
+
+
+def test_costs_order_the_messages_of_a_schedule_as_long_as_it_is_in_force() -> None:
+    ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"))
+    first, later = (replace(PassCosts.equal((0, 1, 2)), link_seconds=(seconds,) * 2) for seconds in (0.1, 0.2))
+    in_force = []
+    for schedule, costs in ((zb_h1(3, 4), first), (zb_h1(3, 4), later), (schedule_for_equal_costs(3, 4), later)):
+        ours.decide(schedule, costs)
+        in_force.append(ours.next(Placement.chain(range(4)), 4))
+    assert in_force == [(zb_h1(3, 4), first), (zb_h1(3, 4), first), (schedule_for_equal_costs(3, 4), later)]
 
 
 def test_a_decided_schedule_applies_to_its_shape_only() -> None:

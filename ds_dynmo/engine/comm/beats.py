@@ -1,0 +1,143 @@
+"""What each rank writes of itself into the launch's store, now and then: that it runs, and what it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+
+import psutil  # comes with DeepSpeed
+
+from ds_dynmo.engine.comm.bounded import BoundedStore
+from ds_dynmo.engine.comm.hosts import identity
+from ds_dynmo.launch import is_running
+
+
+class Activity:
+    """What this rank does for the engine: operations, and phases of them. Two threads use it.
+
+    Attributes:
+        collectives: the number of collectives over the world that this rank has come to.
+        failure: the error that ended the last operation; "": none did.
+    """
+
+    def __init__(self) -> None:
+        self.collectives = 0
+        self.failure = ""
+        self._under_way: list[list[str]] = []
+        self._last = "initialize"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether code of the user runs, outside of any operation."""
+        return not self._under_way
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Name an operation, such as "batch 12", or a phase of one. A phase may end after the next has begun."""
+        if not self._under_way:
+            self._last, self.failure = what, ""
+        entry = [what]
+        self._under_way.append(entry)
+        try:
+            yield
+        finally:
+            self._under_way = [other for other in self._under_way if other is not entry]
+
+    def __str__(self) -> str:
+        names = [what for (what,) in self._under_way]
+        return f"in {': '.join(dict.fromkeys((names[0], names[-1])))}" if names else f"after {self._last}"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """An entry of a rank.
+
+    Attributes:
+        count: of its entries.
+        collectives, doing, failure: see :class:`Activity`.
+        host: the name of its host.
+        processes: identifies the processes that it sees: a pid means the same to ranks that see the same.
+        pid: of its process.
+    """
+
+    count: int
+    collectives: int
+    doing: str
+    failure: str
+    host: str
+    processes: str
+    pid: int
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether this process can tell if that of the beat runs."""
+        return self.processes == _processes()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process has ended, as far as this process can tell."""
+        return self.is_seen and not _runs(self.pid)
+
+    def __str__(self) -> str:
+        why = f", {self.failure}" if self.failure else ""
+        return f"host {self.host}, process {self.pid}, {self.doing}{why}"
+
+
+class Beats:
+    """The entries of all ranks of a world, a key for each.
+
+    Args:
+        store: whose keys belong to this object.
+    """
+
+    def __init__(self, store: BoundedStore, rank: int, activity: Activity) -> None:
+        self._store, self._rank, self._activity = store, rank, activity
+        self._count = 0
+
+    def write(self) -> None:
+        """Write this rank's entry."""
+        self._count += 1
+        now = self._activity
+        beat = Beat(
+            count=self._count,
+            collectives=now.collectives,
+            doing=str(now),
+            failure=now.failure,
+            host=socket.gethostname(),
+            processes=_processes(),
+            pid=os.getpid(),
+        )
+        self._store.set(_key(self._rank), json.dumps(asdict(beat)))
+
+    def read(self, ranks: Iterable[int]) -> dict[int, Beat]:
+        """Read the entries of ``ranks``. Those that have not written one are left out."""
+        there = list(ranks)
+        if not self._store.check([*map(_key, there)]):
+            there = [rank for rank in there if self._store.check([_key(rank)])]
+        values = self._store.multi_get([*map(_key, there)]) if there else []
+        return {rank: Beat(**json.loads(value)) for rank, value in zip(there, values, strict=True)}
+
+
+def _key(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+@cache
+def _processes() -> str:
+    """Identify the processes that this one sees: those of its host, or of its container."""
+    try:
+        return f"{identity()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return identity()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return is_running(psutil.Process(pid))
+    except psutil.Error:
+        return False

@@ -1,0 +1,337 @@
+"""Notice that a rank has died or cannot be reached, say so in one line, and let no rank wait for it.
+
+A thread of each rank writes a beat now and then (:mod:`ds_dynmo.engine.comm.beats`), and reads that of the rank before
+it: the ranks form a ring. A rank is *lost*
+
+- if its process has ended, which ranks on its host see;
+- if it has written nothing for ``timeout_seconds``: its process was stopped, or the link to its host is cut;
+- if the backend failed on another rank, and it then writes nothing while others do.
+
+Who finds that out writes the *verdict*, which every rank reads and the first of each host logs. A rank that is in an
+operation of the engine raises :class:`RankLostError`, or ends if the backend keeps it. If the store does not answer,
+rank 0's process has ended or cannot be reached, and every rank comes to this verdict by itself.
+
+While code of the user runs, nothing is done about a lost rank: one whose script has ended is not missed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from types import TracebackType
+
+from deepspeed.utils import logger
+
+from ds_dynmo.engine.comm.beats import Activity, Beat, Beats
+from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer
+from ds_dynmo.errors import RankLostError
+from ds_dynmo.torch_private import is_of_backend
+
+LONGEST_PERIOD_SECONDS = 0.5  # between two beats
+_SURE_PERIODS = 3  # after which the thread of each rank has written, also on a busy machine
+GRACE_SECONDS = 2.0  # for the main thread to raise by itself, once there is a verdict
+
+
+class Watch:
+    """One rank's view of the other ranks of a world.
+
+    Args:
+        store: over a connection of its own, which no other thread keeps busy; keys belong to this object.
+        timeout_seconds: of silence after which a rank is lost.
+        activity: what this rank does.
+        remedy: says how to go on with the job.
+
+    Attributes:
+        end: stops the thread, before the world ends.
+    """
+
+    def __init__(
+        self,
+        store: BoundedStore,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_seconds: float,
+        activity: Activity,
+        remedy: Callable[[], str],
+    ) -> None:
+        self._activity = activity
+        self._lookout = lookout = _Lookout(store, rank, world_size, timeout_seconds, activity, remedy)
+        thread = threading.Thread(target=lookout.run, name="ds_dynmo watch", daemon=True)
+        thread.start()
+        self.end = weakref.finalize(self, _end, lookout, thread)
+
+    def come(self) -> int:
+        """Note that this rank has come to the next collective over the world; return its number."""
+        self._activity.collectives += 1
+        return self._activity.collectives
+
+    def missing(self, number: int, *, timed_out: bool) -> list[int]:
+        """Return the ranks that had not come to a collective when the first rank had waited for too long.
+
+        Args:
+            number: of the collective.
+            timed_out: whether this rank has waited for too long. Else another may have, and have closed its links.
+
+        Raises:
+            RuntimeError: the store does not answer, or no rank has waited for too long.
+        """
+        return self._lookout.missing(number, timed_out=timed_out)
+
+    def check(self) -> None:
+        """Refuse to begin an operation after a rank was lost.
+
+        Raises:
+            RankLostError: one was.
+        """
+        if self._lookout.verdict:
+            raise RankLostError(self._lookout.say())
+
+    def explain(self, error: Exception) -> None:
+        """Find out whether ``error``, which ended an operation of this rank, came because a rank is lost.
+
+        Raises:
+            RankLostError: it did.
+        """
+        with _undisturbed():
+            message = self._lookout.find_out(error)
+        if message:
+            raise RankLostError(message) from error
+
+
+class _Lookout:
+    """What the thread and the main thread of a rank share: see :class:`Watch`.
+
+    Attributes:
+        verdict: which ranks are lost; "": none, as far as this rank knows.
+        ended: set when the world ends.
+    """
+
+    def __init__(
+        self,
+        store: BoundedStore,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        activity: Activity,
+        remedy: Callable[[], str],
+    ) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._timeout_seconds, self._activity, self._remedy = timeout_seconds, activity, remedy
+        self._beats = Beats(store, rank, activity)
+        self._period_seconds = min(LONGEST_PERIOD_SECONDS, timeout_seconds / 8)
+        self._sure_seconds = _SURE_PERIODS * self._period_seconds
+        self._watched = {0, (rank - 1) % world_size} - {rank}
+        self._seen: dict[int, Beat] = {}
+        self._changed_at: dict[int, float] = {}
+        self._lock, self._has_said = threading.Lock(), False
+        self._said_by = socket.socket(socket.AF_UNIX)
+        self.verdict = ""
+        self.ended = threading.Event()
+
+    # -- the thread -----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Write and read beats until the world ends, or a rank is lost while this one waits for others."""
+        if self._world_size == 1:
+            return
+        answered_at = looked_at = time.monotonic()
+        while not self.ended.wait(self._period_seconds):
+            now = time.monotonic()
+            if now - looked_at > self._timeout_seconds / 2:  # this process itself was stopped
+                answered_at, self._changed_at = now, dict.fromkeys(self._changed_at, now)
+            looked_at = now
+            try:
+                self._beats.write()
+                self._look(now)
+                answered_at = time.monotonic()
+            except NoAnswer:
+                if time.monotonic() - answered_at > self._timeout_seconds:
+                    self.verdict = self.verdict or self._of_lost_store()
+            except RuntimeError:  # the connection has ended
+                self.verdict = self.verdict or self._of_lost_store()
+            if self.verdict and not self._activity.is_idle:
+                self._end_process()
+                return
+
+    def _look(self, now: float) -> None:
+        """Read the beats of the watched ranks, and the verdict if there is one; or decide that a rank is lost."""
+        for rank, beat in self._beats.read(self._watched).items():
+            if self._seen.get(rank) != beat:
+                self._seen[rank], self._changed_at[rank] = beat, now
+        if not self._has_read_verdict() and not self._activity.is_idle:
+            silent = (rank for rank, at in self._changed_at.items() if now - at > self._timeout_seconds)
+            lost = {rank for rank, beat in self._seen.items() if beat.has_ended}.union(silent)
+            if lost:
+                self._decide(lost)
+
+    def _end_process(self) -> None:
+        """Say the verdict; then end this process, unless the main thread leaves its operation by itself."""
+        self.say()
+        until = time.monotonic() + GRACE_SECONDS
+        while not self._activity.is_idle:
+            if time.monotonic() > until:
+                for stream in (sys.stdout, sys.stderr):
+                    with suppress(OSError, ValueError):
+                        stream.flush()
+                os._exit(1)
+            if self.ended.wait(self._period_seconds / 4):
+                return
+
+    # -- verdicts -------------------------------------------------------------------------------------
+
+    def find_out(self, error: Exception) -> str:
+        """Say the verdict after an error of the main thread, and return it; "": no rank is lost."""
+        with suppress(RuntimeError):  # the store may be lost with rank 0
+            if not any(map(is_of_backend, _causes(error))):
+                self._activity.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+                self._beats.write()
+                return ""
+        try:
+            self._find_lost()
+        except RuntimeError:
+            self.verdict = self.verdict or self._of_lost_store()
+        return self.say() if self.verdict else ""
+
+    def _find_lost(self) -> None:
+        """Look for ranks that have ended, or write nothing while this rank looks, until there is a verdict."""
+        before, until = self._beats.read(self._others()), time.monotonic() + self._sure_seconds
+        while not self._has_read_verdict():
+            beats = self._beats.read(self._others())
+            lost = {rank for rank, beat in beats.items() if beat.has_ended}
+            if not lost and time.monotonic() > until:
+                lost = {rank for rank, beat in beats.items() if beat == before.get(rank) and not beat.is_seen}
+                if not lost:
+                    return
+            if lost:
+                self._decide(lost)
+            else:
+                self.ended.wait(self._period_seconds / 4)
+
+    def _others(self) -> Iterable[int]:
+        return (rank for rank in range(self._world_size) if rank != self._rank)
+
+    def _has_read_verdict(self) -> bool:
+        """Read the verdict, once there is one."""
+        if not self.verdict and self._store.check(["verdict"]):
+            self.verdict = self._store.get("verdict").decode()
+            self._store.add("heard", 1)
+        return bool(self.verdict)
+
+    def _decide(self, lost: set[int]) -> None:
+        """Write the verdict that ranks are lost, unless another rank has, and read it."""
+        if self._store.add("verdicts", 1) == 1:
+            beats = self._beats.read(sorted(lost))
+            ended = all(beat.has_ended for beat in beats.values())
+            what = "ended" if ended else "ended or was stopped, or the link to its host is cut"
+            who = "; ".join(f"rank {rank} ({beat})" for rank, beat in beats.items())
+            self._store.set("verdict", f"{who} has {what}")
+        self._store.wait(["verdict"])
+        self._has_read_verdict()
+
+    def _of_lost_store(self) -> str:
+        """Return the verdict where the launch's store, which rank 0's process holds, does not answer."""
+        first = self._seen.get(0)
+        if first is not None and first.has_ended:
+            return f"rank 0 ({first}) has ended"
+        return f"rank 0 ({first or 'with the store of the launch'}) has ended, or the link to its host is cut"
+
+    def say(self) -> str:
+        """Log the verdict, once on each host, and return it with a remedy.
+
+        On rank 0, wait until the others have read it: it holds the store.
+        """
+        message = f"{self.verdict}. {self._remedy()}"
+        with self._lock:
+            if not self._has_said and self._is_first_on_host():
+                logger.error(message)
+            self._has_said = True
+        until = time.monotonic() + self._sure_seconds
+        with suppress(RuntimeError):
+            while self._rank == 0 and time.monotonic() < until and self._store.add("heard", 0) < self._world_size - 1:
+                time.sleep(self._period_seconds / 4)
+        return message
+
+    def _is_first_on_host(self) -> bool:
+        """Return whether no rank of this host has asked before; without the store, none whose process still runs."""
+        try:
+            return self._store.add(f"said/{socket.gethostname()}", 1) == 1
+        except RuntimeError:
+            try:
+                self._said_by.bind(f"\0ds_dynmo {os.environ.get('MASTER_PORT', '')} {os.getpgrp()}")
+            except OSError:
+                return False
+            return True
+
+    def missing(self, number: int, *, timed_out: bool) -> list[int]:
+        """See :meth:`Watch.missing`."""
+        self._beats.write()
+        answer = f"missing/{number}"
+        if timed_out and self._store.add(f"asked/{number}", 1) == 1:
+            self.ended.wait(self._sure_seconds)
+            beats = self._beats.read(range(self._world_size))
+            come = {rank for rank, beat in beats.items() if beat.collectives >= number}
+            self._store.set(answer, " ".join(str(rank) for rank in range(self._world_size) if rank not in come))
+        self._store.wait([answer], timedelta(seconds=2 * self._sure_seconds))
+        return [int(rank) for rank in self._store.get(answer).decode().split()]
+
+
+class TracebackOfOthers:
+    """Print the traceback of an error that ends the process, unless it is a lost rank's, which is logged in one line.
+
+    Args:
+        before: what prints other errors.
+    """
+
+    def __init__(self, before: Callable[..., None]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print it, or nothing."""
+        if not issubclass(kind, RankLostError):
+            self._before(kind, error, trace)
+
+    @classmethod
+    def install(cls) -> None:
+        """Let Python call this for errors that end the process."""
+        if not isinstance(sys.excepthook, cls):
+            sys.excepthook = cls(sys.excepthook)
+
+
+def _end(lookout: _Lookout, thread: threading.Thread) -> None:
+    """Stop the thread: at the end of the process none may be in a call of the store."""
+    lookout.ended.set()
+    if thread is not threading.current_thread():
+        thread.join(LONGEST_PERIOD_SECONDS)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """List an error and those that it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Delay SIGTERM, by which a launcher ends its other ranks as soon as one has ended."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if received:
+            os.kill(os.getpid(), signal.SIGTERM)

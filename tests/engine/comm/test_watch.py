@@ -1,0 +1,145 @@
+"""A rank that dies, stops or fails: the others say which, and do not wait for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_dynmo.engine.comm import watch
+from ds_dynmo.engine.comm.beats import Activity
+from ds_dynmo.errors import RankLostError
+from ds_dynmo.torch_private import is_of_backend
+from tests.support.configs import Case
+from tests.support.harness import RankError, run
+from tests.support.training import batches, build, train
+
+TIMEOUT_SECONDS = 2.0
+CASE = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": TIMEOUT_SECONDS})
+
+
+def test_a_rank_says_what_it_does_and_what_it_did_last() -> None:
+    activity = Activity()
+    with activity.doing("batch 3"):
+        with activity.doing("decide"), activity.doing("migrate"):
+            assert str(activity) == "in batch 3: migrate" and not activity.is_idle
+        assert str(activity) == "in batch 3"
+    assert str(activity) == "after batch 3" and activity.is_idle
+
+
+def test_a_phase_may_end_after_the_next_has_begun() -> None:
+    activity = Activity()
+    with activity.doing("batch 3"):
+        travel, step = activity.doing("layers travel"), activity.doing("optimizer step")
+        travel.__enter__()
+        step.__enter__()
+        travel.__exit__(None, None, None)
+        assert str(activity) == "in batch 3: optimizer step"
+        step.__exit__(None, None, None)
+    assert activity.is_idle
+
+
+def fail() -> None:
+    raise ValueError("a bad label\nand more")
+
+
+def lose(case: Case, folder: str) -> tuple[str, list[str], str]:
+    """Train, save, and let rank 1 fail in a batch. Return the error, what was logged, and the next error."""
+    watch.GRACE_SECONDS = 60.0  # the error is wanted
+    engine, lines = build(case), list[str]()
+    watch.logger.error = lines.append  # type: ignore[method-assign]
+    data = batches(engine)
+    engine.train_batch(data)
+    engine.save_checkpoint(folder, "first")
+    if engine.global_rank == 1:
+        engine.before_step(fail)
+    errors = []
+    for _ in range(1 if engine.global_rank == 1 else 2):
+        try:
+            engine.train_batch(data)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors[0], lines, errors[-1]
+
+
+@pytest.mark.ranks
+def test_a_failed_rank_is_named_with_its_error_and_what_to_do(tmp_path: Path) -> None:
+    """Its own error is its own."""
+    ends = run(3, lose, CASE, str(tmp_path), complete=False, seconds=60)
+    assert ends[1][0] == "ValueError: a bad label\nand more"
+    logged = []
+    for message, lines, again in (ends[0], ends[2]):
+        assert message.startswith("RankLostError: rank 1 (host ")
+        assert "in batch 2, ValueError: a bad label) has ended. The last whole checkpoint is " in message
+        assert f"engine.load_checkpoint({str(tmp_path)!r}, 'first')" in message
+        assert again == message
+        logged += lines
+    assert len(logged) == 1 and logged[0] in ends[0][0]
+
+
+@pytest.mark.ranks
+def test_a_rank_that_was_stopped_for_less_than_the_timeout_costs_time_only() -> None:
+    case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 20.0})
+    stopped, still = run(3, stopped_for_a_while, case), run(3, train, case, [], 3, 1)
+    assert stopped == [rank["losses"] for rank in still]
+
+
+def stopped_for_a_while(case: Case) -> list[float]:
+    """Train three batches; in the second rank 1 is stopped for longer than a beat takes."""
+    engine = build(case)
+    data, losses = batches(engine), []
+    for step in range(3):
+        if step == 1 and engine.global_rank == 1:
+            wakes = f"import os, signal, time; time.sleep({4 * watch.LONGEST_PERIOD_SECONDS}); "
+            subprocess.Popen([sys.executable, "-c", f"{wakes}os.kill({os.getpid()}, signal.SIGCONT)"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        losses.append(engine.train_batch(data).item())
+    return losses
+
+
+def stopped_for_good(case: Case) -> None:
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    if engine.global_rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    engine.train_batch(data)
+
+
+@pytest.mark.ranks
+def test_ranks_end_that_wait_for_a_stopped_one_in_the_backend() -> None:
+    """Long before the time-out of the default group, of minutes."""
+    with pytest.raises(RankError, match=r"rank [02] died|rank 1 \(host .* or was stopped, or the link"):
+        run(3, stopped_for_good, CASE, complete=False, seconds=60)
+
+
+def ends_early(case: Case) -> list[str]:
+    """Let the script of rank 1 end, while the others go on without it."""
+    engine = build(case)
+    engine.train_batch(batches(engine))
+    if engine.global_rank == 1:
+        return []
+    engine.stage.comm._watch._lookout.ended.wait(3 * TIMEOUT_SECONDS)  # beats go on
+    return [engine.stage.comm._watch._lookout.verdict]
+
+
+@pytest.mark.ranks
+def test_a_rank_whose_script_has_ended_is_not_missed() -> None:
+    assert run(3, ends_early, CASE, complete=False) == [[""], [], [""]]
+
+
+def test_an_error_is_the_backends_by_its_class_or_text() -> None:
+    assert is_of_backend(RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    assert not is_of_backend(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_a_lost_rank_leaves_no_traceback() -> None:
+    printed: list[str] = []
+    hook = watch.TracebackOfOthers(lambda kind, error, trace: printed.append(str(error)))
+    for error in (RankLostError("rank 1 has ended"), ValueError("a bad label")):
+        hook(type(error), error, None)
+    assert printed == ["a bad label"]
