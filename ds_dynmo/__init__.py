@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ReleasedError,
         ScheduleError,
     )
+    from ds_dynmo.files import claim_folder
     from ds_dynmo.launch import end_with_launcher, set_rank_variables
     from ds_dynmo.layer import Layer, LayerParameter
     from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport, RepackReport
@@ -45,6 +46,7 @@ __all__ = [
     "RepackReport",
     "ScheduleError",
     "__version__",
+    "claim_folder",
     "defer_weight_gradient",
     "end_with_launcher",
     "initialize",
@@ -54,6 +56,7 @@ __all__ = [
 
 _MODULES = {
     "DynMoConfig": "config",
+    "claim_folder": "files",
     "defer_weight_gradient": "weight_gradients",
     **dict.fromkeys(("DynMoPipelineEngine", "initialize", "skip_shm_operator"), "engine"),
     **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "errors"),

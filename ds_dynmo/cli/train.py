@@ -14,6 +14,8 @@ import random
 import signal
 import sys
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -41,13 +43,21 @@ from ds_dynmo.cli.training.report import (
     summary,
     validation_record,
 )
-from ds_dynmo.cli.training.resuming import client_state, find_checkpoint, has_saved, write_restart
+from ds_dynmo.cli.training.resuming import (
+    client_state,
+    other_checkpoints_hint,
+    read_run_metadata,
+    write_restart,
+)
+from ds_dynmo.cli.training.saving import after_failed_save, check_room, claimed
 from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.data import TokenBatches
 from ds_dynmo.engine.comm.hosts import check_launch
 from ds_dynmo.engine.comm.same_facts import check_same
 from ds_dynmo.engine.save.folder import write_latest
+from ds_dynmo.engine.save.listing import checkpoints
 from ds_dynmo.errors import CheckpointError, ConfigError, PartitionError
+from ds_dynmo.files.claims import check_claim
 from ds_dynmo.models import (
     AUXILIARY_LOSS,
     LANGUAGE_MODEL_LOSS,
@@ -86,8 +96,30 @@ def build_engine(run: TrainingRun, partition_method: str = "uniform") -> Any:
                 f"--resume {run.resume}: was saved under partition {run.resumed['partition']}, this run has "
                 f'{engine.partition}; a "dynmo" section loads it'
             )
-        engine.load_checkpoint(str(run.resume), tag=run.resumed["tag"])
+        load(run, engine)
     return engine
+
+
+def load(run: TrainingRun, engine: Any) -> None:
+    """Load the checkpoint of a resumed run. Collective.
+
+    Raises:
+        CheckpointError: on every rank: it, or with ``--newest-whole`` any in its folder, cannot be loaded.
+    """
+    assert run.resumed is not None
+    tag, newest_whole = run.resumed["tag"], {"newest_whole": True} if run.newest_whole else {}
+    try:
+        engine.load_checkpoint(str(run.resume), tag=tag, **newest_whole)
+    except CheckpointError as error:
+        others = [] if run.newest_whole else [other for other in checkpoints(str(run.resume)) if other != tag]
+        raise CheckpointError(f"{error}{other_checkpoints_hint(others)}") from error
+
+
+def as_loaded(run: TrainingRun, engine: Any) -> TrainingRun:
+    """Return the run as it goes on from the checkpoint that was loaded, another one if its own was damaged."""
+    if run.resume is None or run.resumed is None or engine.global_steps == run.first_step:
+        return run
+    return replace(run, resumed=read_run_metadata(run.resume, f"global_step{engine.global_steps}"))
 
 
 def build_cases(run: TrainingRun, engine: Any) -> list[DynamicCase]:
@@ -206,6 +238,8 @@ def save(run: TrainingRun, engine: Any, cases: list[DynamicCase], tag: str) -> N
         CheckpointError: on every rank, without a "dynmo" section on rank 0; earlier checkpoints are untouched.
     """
     metadata = run_metadata(run, engine, cases)
+    if engine.dynmo is None and engine.global_rank == 0:
+        check_claim(str(run.save))
     engine.save_checkpoint(
         str(run.save),
         tag=tag,
@@ -233,27 +267,20 @@ def stopped_line(run: TrainingRun, number: int, tag: str, step: int) -> str:
     return f"stopped by {signal.Signals(number).name}; the same command with {flags} continues from step {step}"
 
 
-def after_failed_save(run: TrainingRun) -> str:
-    """Say what is saved of a run whose save failed, and how to continue."""
-    room = "make room or name another folder by --save, and"
-    if run.save is None or not has_saved(run.save):
-        return f"nothing of this run is saved: {room} start again; --save-interval N saves on the way"
-    try:
-        there = f"the last whole checkpoint there is {find_checkpoint(run.save)}"
-    except ConfigError as error:  # it is not known which is the last
-        there = str(error)
-    return f"{there}: {room} the same command with --resume {run.save} continues from it"
-
-
 def main(arguments: list[str] | None = None) -> int:
     ds_dynmo.end_with_launcher()  # also while data are read, which may take minutes
     try:
         launched = ds_dynmo.set_rank_variables()
         run = prepare(sys.argv[1:] if arguments is None else arguments)
+        first_rank = int(os.environ["RANK"]) == 0
+        with claimed(run) if first_rank else nullcontext():
+            return train_and_export(run, first_rank=first_rank, launched=launched)
     except (ConfigError, PartitionError) as error:
         return refuse_on_ranks(error)
 
-    first_rank = int(os.environ["RANK"]) == 0
+
+def train_and_export(run: TrainingRun, *, first_rank: bool, launched: bool) -> int:
+    """Train, save and export what a run is to, and return the exit code of the command."""
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # all stages share this machine's cores
     if not launched:
@@ -272,6 +299,11 @@ def main(arguments: list[str] | None = None) -> int:
         take_device(run.local_rank)
         init_distributed()
         engine = build_engine(run)
+        if (loaded := as_loaded(run, engine)) is not run:
+            run = loaded
+            if first_rank:
+                print(resumed_line(run), flush=True)
+        check_room(run, engine)
         cases = build_cases(run, engine)
         record = continue_report(run, engine, unwritten) if first_rank else record_nothing
         try:

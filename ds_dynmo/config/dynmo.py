@@ -76,6 +76,12 @@ class CheckpointConfig(Section):
         description='"blocking": training waits until a checkpoint is written; "background": it waits until its state '
         "is copied to host memory, and goes on while a thread writes the copy",
     )
+    keep: int | None = Field(
+        default=None,
+        ge=1,
+        description="checkpoints of a run that stay in a folder; older ones named global_stepN are removed once a new "
+        "one is whole; null: all stay",
+    )
 
 
 class TraceConfig(Section):

@@ -331,6 +331,11 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         with doing(self, "save_checkpoint"):
             return self.checkpointer.save(SaveOptions(*arguments))
 
+    @at_work
+    def checkpoint_bytes(self, exclude_frozen_parameters: bool = False) -> int:
+        """Estimate the bytes of a checkpoint, also before the optimizer has state. Collective."""
+        return self.checkpointer.expected_bytes(exclude_frozen=exclude_frozen_parameters)
+
     def wait_for_save(self) -> None:
         """Wait until no checkpoint is being written in the background. Collective.
 
@@ -350,6 +355,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
+        newest_whole: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint of any partition and any number of stages and replicas. Collective.
 
@@ -357,16 +363,23 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         stages, layers move to the saved partition, if ``memory_limit`` allows it; otherwise they stay. No code in a
         file is run.
 
+        Args:
+            newest_whole: where the checkpoint that is asked for is damaged or missing, load that of the others which
+                was written last and can be loaded.
+
         Raises:
             CheckpointError: on every rank; the engine is as it was, unless the message says otherwise.
             MigrationError: see its message; a layer cannot be moved to the saved partition.
-            ConfigError: ``custom_load_fn`` was given, which pipelines do not support.
+            ConfigError: ``custom_load_fn`` was given, which pipelines do not support; or ``newest_whole`` without the
+                section.
         """
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         if self.dynmo is None:
+            if newest_whole:
+                raise ConfigError('newest_whole: needs a "dynmo" section: stock DeepSpeed writes no checksums')
             return super().load_checkpoint(load_dir, tag, *flags, custom_load_fn)  # type: ignore[no-any-return]
         with doing(self, "load_checkpoint"):
             if custom_load_fn is not None:
                 raise ConfigError("custom_load_fn: a pipeline's layers are loaded one by one, as in DeepSpeed")
             self.rebalancer.settle()
-            return self.checkpointer.load(load_dir, tag, LoadOptions(*flags))
+            return self.checkpointer.load(load_dir, tag, LoadOptions(*flags), newest_whole=newest_whole)

@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ds_dynmo.errors import reason_of
+from ds_dynmo.files.claims import claim_folder
 
-__all__ = ["append_line", "atomic_write", "overwrite", "path_in_errors", "why_unreadable", "write_text"]
+__all__ = ["append_line", "atomic_write", "claim_folder", "overwrite", "path_in_errors", "why_unreadable", "write_text"]
 
 _PROBE_BYTES = 2**20
 

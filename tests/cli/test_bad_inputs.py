@@ -70,6 +70,7 @@ def checkpoint(file: str | bytes) -> dict[str, str | bytes]:
     return {"here__a__mp_rank_00_model_states_dot_pt": file, "here__latest": "a"}
 
 
+WHOLE = {"here__a__dynmo__manifest_dot_json": "", "here__latest": "a"}
 SAVED = r"--resume here/a/mp_rank_00_model_states\.pt"
 TABLE = (
     # the file
@@ -152,6 +153,13 @@ TABLE = (
     flags(r"--stop-at 9: should be in 1 to 8.*", "--steps", "8", "--stop-at", "9"),
     flags(r"--stop-at 0: should be in 1 to 150.*", "--stop-at", "0"),
     flags(r"--save-interval 3: needs --save.*", "--save-interval", "3"),
+    flags(r"--keep 0: should be at least 1", "--save", "unused", "--keep", "0"),
+    flags(r"--keep 2: needs --save DIR.*", "--keep", "2"),
+    flags(r"--keep 2: needs a .dynmo. section.*", "--set", "dynmo=null", "--save", "unused", "--keep", "2"),
+    flags(r"--take-over: needs --save DIR.*", "--take-over"),
+    flags(r"--newest-whole: needs --resume DIR.*", "--newest-whole"),
+    flags(r"--save here: has checkpoints of another run \(a\): .*--resume here .*", "--save", "here", **WHOLE),
+    block(r"dynmo\.checkpoint\.keep = 0.*", checkpoint={"keep": 0}),
     flags(r"--save-interval 0: should be at least 1", "--save", "unused", "--save-interval", "0"),
     flags(r"--save /dev/null/checkpoints: cannot be written: Not a directory", "--save", "/dev/null/checkpoints"),
     flags(r"--save file: cannot be written: File exists", "--save", "file", file="text"),

@@ -33,7 +33,7 @@ from tests.support.case_runs import SIZES
 from tests.support.full_disk import files_of_at_most
 from tests.support.harness import run
 from tests.support.saved_runs import metadata_of
-from tests.support.script import flags, run_script
+from tests.support.script import flags, run_command, run_script
 from tests.support.training import Warnings, state, whole
 from tests.support.watched_command import ROOT
 
@@ -239,7 +239,7 @@ def test_a_checkpoint_that_cannot_be_the_latest_is_an_error_on_every_rank(tmp_pa
     arguments = [*flags(tmp_path, "dense", 3), "--save", str(folder)]
     for message in run(2, failure_to_save, [*arguments, "--set", "dynmo.checkpoint=background"]):
         assert message.startswith(f"{folder / 'global_step3'}: ") and "[Errno 21]" in message
-    first, other = run(2, failure_to_save, [*arguments, "--set", "dynmo=null"])
+    first, other = run(2, failure_to_save, [*arguments, "--take-over", "--set", "dynmo=null"])
     assert first.startswith(f"{folder}: checkpoint global_step3 cannot be made the latest: [Errno 21]") and other == ""
 
 
@@ -297,13 +297,6 @@ def test_a_disk_that_is_full_at_the_first_save_gives_one_line_and_leaves_no_fold
     assert not folder.parent.exists()
 
 
-def printed_by_the_command(arguments: list[str]) -> tuple[int, str]:
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")  # of the world that is there
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        return main(arguments), said.getvalue()
-
-
 def test_the_whole_command(tmp_path: Path) -> None:
     """It reports, traces and prints what it did."""
     letters = random.Random(0).choices(string.printable, k=512)
@@ -316,8 +309,8 @@ def test_the_whole_command(tmp_path: Path) -> None:
     config.write_text(json.dumps(settings))
     trace = {"path": str(tmp_path / "trace.json"), "steps": [7, 8]}
     given = ["--deepspeed_config", str(config), "--data", str(tmp_path / "text"), "--report", str(report)]
-    (code, printed), (other_code, nothing) = run(
-        2, printed_by_the_command, [*given, "--steps", "8", "--set", f"dynmo.trace={json.dumps(trace)}"]
+    (code, printed, _), (other_code, nothing, _) = run(
+        2, run_command, [*given, "--steps", "8", "--set", f"dynmo.trace={json.dumps(trace)}"]
     )
     assert (code, other_code, nothing) == (0, 0, "")
     records = [json.loads(line) for line in report.read_text().splitlines()]

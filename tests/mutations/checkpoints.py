@@ -7,9 +7,82 @@ from tests.mutations.mutation import Mutation
 RESUMES = "tests/engine/save/test_checkpoint.py::test_a_run_resumes_in_an_engine_that_trained_at_another_partition"
 DAMAGE = "tests/engine/save/test_checkpoint_damage.py"
 CHANGED = "tests/engine/save/test_checkpoint_changed_layers.py"
+LISTING = "tests/engine/save/test_checkpoint_listing.py"
+KEPT = f"{LISTING}::test_the_newest_checkpoints_of_a_run_stay_and_all_of_others[blocking]"
+CLAIMS = "tests/engine/save/test_claims.py::test_a_second_process_is_refused_until_the_first_has_ended_in_whatever_way"
 BACKGROUND = "tests/engine/save/test_background_saves.py"
 
 MUTATIONS = [
+    Mutation(
+        "a run begins to save into a folder into which another one saves",
+        "claims.claim_folder",
+        "not _lock(descriptor)",
+        "False",
+        CLAIMS,
+    ),
+    Mutation(
+        "a process saves into a folder that another has claimed",
+        "CheckpointFolder.begin",
+        "check_claim(self._save_dir)",
+        "pass",
+        CLAIMS,
+    ),
+    Mutation(
+        "a run whose folder was taken over saves again when the other has ended",
+        "claims.check_claim",
+        "_lock(descriptor, unknown=False)",
+        "_lock(descriptor) or True",
+        "tests/engine/save/test_claims.py::test_the_process_whose_folder_was_taken_over_saves_no_more[flock]",
+    ),
+    Mutation(
+        "the command saves into a folder that has checkpoints of another run",
+        "paths.check_new_folder",
+        "has_saved(save)",
+        "False",
+        "tests/cli/test_saving.py::test_a_folder_that_has_checkpoints_of_another_run_is_refused",
+    ),
+    Mutation(
+        "a run that goes on from an older checkpoint has the state of its cases from the damaged one",
+        "train.as_loaded",
+        "engine.global_steps == run.first_step",
+        "True",
+        "tests/cli/test_saving.py::test_a_run_keeps_its_newest_checkpoints_and_goes_on_from_the_newest_whole_one",
+    ),
+    Mutation(
+        "old checkpoints of other runs are removed",
+        "listing.remove_older",
+        "_run_of(save_dir, tag) == run",
+        "True",
+        KEPT,
+    ),
+    Mutation(
+        "a resumed run does not remove its checkpoints from before",
+        "EngineProgress.restore_counters",
+        "saved.get('run', self.run)",
+        "self.run",
+        KEPT,
+    ),
+    Mutation(
+        "the checkpoint that `latest` names is removed",
+        "listing.remove_older",
+        "tag != latest",
+        "True",
+        f"{LISTING}::test_what_latest_names_stays_and_a_failed_removal_is_a_warning",
+    ),
+    Mutation(
+        "a checkpoint with a truncated file is called whole",
+        "listing._is_whole",
+        "check_file(os.path.join(folder, name), saved)",
+        "pass",
+        f"{LISTING}::test_the_newest_whole_checkpoint_is_found_if_asked_for",
+    ),
+    Mutation(
+        "a run for whose checkpoints there is no room begins",
+        "saving.check_room",
+        "free < least * expected",
+        "False",
+        "tests/cli/test_saving.py -k free_space",
+    ),
     Mutation(
         "the file `latest` names a checkpoint before it is whole",
         "CheckpointFolder.commit",
@@ -76,7 +149,7 @@ MUTATIONS = [
     ),
     Mutation(
         "frozen weights that were left out of a checkpoint may have other values",
-        "reading.load",
+        "reading._read_tag",
         "context.everywhere(lambda: _check_left_out(context, saved))",
         "pass",
         "tests/engine/save/test_checkpoint_files.py"
@@ -105,7 +178,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run that may take any shape stays in its own where a checkpoint of another is loaded",
-        "reading._may_have_shape",
+        "target._may_have_shape",
         "stage.config.schedule.kind != 'auto'",
         "True",
         "tests/engine/save/test_checkpoint.py::test_a_run_resumes_in_any_shape -k fp32",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ds_dynmo.cli.train import build_cases, build_engine, train
+from ds_dynmo.cli.train import build_cases, build_engine, main, train
 from ds_dynmo.cli.training.options import prepare
 from tests.support.case_runs import CASES, SIZES
 from tests.support.training import state
@@ -74,3 +77,11 @@ def run_script(
         "state": state(engine),
         "replica": engine.grid.get_data_parallel_id(),
     }
+
+
+def run_command(arguments: list[str]) -> tuple[int, str, str]:
+    """Run the whole command on ranks that have met; return its exit code, and what this rank prints and its errors."""
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")  # of the world that is there
+    said, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+        return main(arguments), said.getvalue(), errors.getvalue()

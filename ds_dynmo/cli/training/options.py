@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ds_dynmo.cli.command_line import OneLineParser, add_changes, check_at_least_1, path_of
 from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data, say
+from ds_dynmo.cli.training.paths import check_new_folder, check_writable
 from ds_dynmo.cli.training.resuming import has_saved, read_resumed, total_steps
 from ds_dynmo.config import DynMoConfig, check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
 from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.engine.deepspeed.settings import check_settings
 from ds_dynmo.engine.initialization import check_configuration
 from ds_dynmo.engine.validation import check_initial_partition
-from ds_dynmo.errors import ConfigError, PackingError, reason_of
+from ds_dynmo.errors import ConfigError, PackingError
 from ds_dynmo.models import (
     ByteText,
     FreezingConfig,
@@ -63,6 +61,8 @@ class TrainingRun:
         packed: sequences hold several documents, and inputs their positions.
         stop: batches after which this part of the run ends.
         save_interval: batches between checkpoints; None: only one when this part ends.
+        take_over: save into a folder that has checkpoints of another run, or into which one that runs saves.
+        newest_whole: where the checkpoint to resume from is damaged, resume from another in the folder.
         resumed: the metadata of the resumed run: :func:`read_resumed`; None for a new run.
         record: where to record what layers cost; None: nowhere.
         interval: between decisions, as configured: a recording has one after every batch.
@@ -82,6 +82,8 @@ class TrainingRun:
     save: Path | None
     export: Path | None
     save_interval: int | None
+    take_over: bool
+    newest_whole: bool
     resume: Path | None
     resumed: dict[str, Any] | None
     record: Path | None
@@ -136,6 +138,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--record", type=path_of, metavar="FILE", help="record what each layer costs in each batch")
     parser.add_argument("--save", type=path_of, metavar="DIR", help="write a checkpoint at the end")
     parser.add_argument("--save-interval", type=int, metavar="N", help="also write one after every N batches")
+    parser.add_argument("--keep", type=int, metavar="N", help="keep the newest N checkpoints of this run")
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="save into DIR also if it is another run's, which then saves no more",
+    )
     parser.add_argument("--export", type=path_of, metavar="DIR", help="write a Hugging Face model's weights at the end")
     parser.add_argument(
         "--resume",
@@ -144,6 +152,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help="continue from the latest checkpoint in DIR; begin if DIR is that of --save, and empty",
     )
     parser.add_argument("--tag", help="continue from this checkpoint in the folder of --resume, not the latest")
+    parser.add_argument(
+        "--newest-whole", action="store_true", help="if that one is damaged, continue from the newest that is not"
+    )
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -176,7 +187,8 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
     if dynmo is not None:
         check_initial_partition(dynmo, layers, stages)
     resume = folder_to_resume(args)
-    resumed = None if resume is None else read_resumed(resume, args.tag, model)
+    resumed = None if resume is None else read_resumed(resume, args.tag, model, newest_whole=args.newest_whole)
+    check_new_folder(args, resume)
     text = load_data(args.data, settings, model, packed=packed)
     text.check_length(model.sequence_length)
     if resume is not None and resumed is not None:
@@ -201,6 +213,8 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
         save=args.save,
         export=args.export,
         save_interval=args.save_interval,
+        take_over=args.take_over,
+        newest_whole=args.newest_whole,
         resume=resume,
         resumed=resumed,
         record=args.record,
@@ -216,13 +230,19 @@ def check_flags(args: argparse.Namespace, model: ModelConfig, dynmo: DynMoConfig
     """
     if dynmo is None:
         check_without_block(args, model)
-    check_at_least_1(args, "steps", "save_interval")
+    check_at_least_1(args, "steps", "save_interval", "keep")
     if args.save_interval is not None and args.save is None:
         raise ConfigError(f"--save-interval {args.save_interval}: needs --save DIR, where to write to")
+    if args.keep is not None and args.save is None:
+        raise ConfigError(f"--keep {args.keep}: needs --save DIR, where to write to")
+    if args.take_over and args.save is None:
+        raise ConfigError("--take-over: needs --save DIR, the folder to take over")
     if args.export is not None:
         check_export(args, model)
     if args.tag is not None and args.resume is None:
         raise ConfigError(f"--tag {args.tag}: needs --resume DIR, the folder of the checkpoint")
+    if args.newest_whole and args.resume is None:
+        raise ConfigError("--newest-whole: needs --resume DIR, the folder of the checkpoints")
     if args.record is not None and dynmo is not None and dynmo.repack.enabled:
         raise ConfigError(f"--record {args.record}: needs dynmo.repack.enabled = false: stages must stay")
 
@@ -254,22 +274,6 @@ def check_steps(
     return steps, stop
 
 
-def check_writable(args: argparse.Namespace, report: Path | None) -> None:
-    """Check that files can be written before hours are spent on what they should hold. Make their folders.
-
-    Raises:
-        ConfigError: naming the flag and the path.
-    """
-    if args.save is not None:
-        with refusing("--save", args.save):
-            check_folder(args.save)
-    for option, path in (("--report", report), ("--record", args.record)):
-        if path is not None:
-            with refusing(option, path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.open("a").close()
-
-
 def engine_settings(
     settings: dict[str, Any],
     args: argparse.Namespace,
@@ -289,6 +293,8 @@ def engine_settings(
     changed = {**settings, "training": training}
     if dynmo is not None:
         section = {**settings["dynmo"]} if report is None else {**settings["dynmo"], "report": str(report)}
+        if args.keep is not None:
+            section["checkpoint"] = {**dynmo.checkpoint.model_dump(), "keep": args.keep}
         if args.record is not None:
             section |= RECORDING
             if section.get("initial_partition") == "profile":
@@ -354,6 +360,8 @@ def check_without_block(args: argparse.Namespace, model: ModelConfig) -> None:
         (moe and moe.expert_parallel, "model.case.expert_parallel", "stock DeepSpeed would average the experts"),
         (pruning, 'model.case.kind = "pruning"', "stock DeepSpeed cannot sum over its stages"),
         (args.record, f"--record {args.record}", "stock DeepSpeed profiles no layer"),
+        (args.keep, f"--keep {args.keep}", "stock DeepSpeed does not say of which run a checkpoint is"),
+        (args.newest_whole, "--newest-whole", "checkpoints of stock DeepSpeed have no checksums"),
     ):
         if asked:
             raise ConfigError(f'{name}: needs a "dynmo" section, {why}')
@@ -371,29 +379,3 @@ def check_stages(stages: int | None, world_size: int) -> int:
             f"deepspeed --num_gpus {stages} or torchrun --nproc_per_node {stages}"
         )
     return stages
-
-
-def check_folder(folder: Path) -> None:
-    """Check that a folder can be written to, or made. The first save makes it, as this run may still be refused.
-
-    Raises:
-        OSError: with the reason.
-    """
-    there = folder
-    while not there.exists():
-        there = there.parent
-    number = errno.EACCES
-    if not there.is_dir():
-        number = errno.EEXIST if there == folder else errno.ENOTDIR
-    elif os.access(there, os.W_OK | os.X_OK):
-        return
-    raise OSError(number, os.strerror(number), str(there))
-
-
-@contextmanager
-def refusing(option: str, path: Path) -> Iterator[None]:
-    """Turn an OSError into a ConfigError that names the option."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {reason_of(error)}") from error

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ds_dynmo.config import load_json
 from ds_dynmo.config.explain import show
 from ds_dynmo.engine.save import folder as folders
+from ds_dynmo.engine.save.listing import checkpoints, whole_checkpoints
 from ds_dynmo.engine.save.manifest import MANIFEST, stage_file
 from ds_dynmo.engine.save.safe_load import safe_load
 from ds_dynmo.errors import CheckpointError, ConfigError
@@ -22,6 +25,7 @@ __all__ = [
     "client_state",
     "find_checkpoint",
     "has_saved",
+    "other_checkpoints_hint",
     "read_resumed",
     "read_run_metadata",
     "total_steps",
@@ -103,14 +107,17 @@ def read_run_metadata(folder: Path, tag: str) -> dict[str, Any]:
     return {**metadata, "tag": tag}
 
 
-def read_resumed(folder: Path, tag: str | None, model: ModelConfig) -> dict[str, Any]:
+def read_resumed(folder: Path, tag: str | None, model: ModelConfig, *, newest_whole: bool = False) -> dict[str, Any]:
     """Read the metadata of the run that is resumed, and check that this one can continue it.
+
+    Args:
+        newest_whole: those of another checkpoint will do, the newest first.
 
     Raises:
         ConfigError: naming ``--resume``, and what is missing or differs.
     """
     try:
-        resumed = read_run_metadata(folder, find_checkpoint(folder, tag))
+        resumed = _first_metadata(folder, tag, checkpoints(str(folder)) if newest_whole else [])
     except ConfigError as error:
         raise ConfigError(f"--resume {error}") from error
     try:
@@ -127,6 +134,30 @@ def read_resumed(folder: Path, tag: str | None, model: ModelConfig) -> dict[str,
                 f"{_remedy(key, folder, model)}"
             )
     return resumed
+
+
+def _first_metadata(folder: Path, tag: str | None, others: Sequence[str]) -> dict[str, Any]:
+    """Read the metadata of the checkpoint that is meant, or else of the first of ``others`` whose can be read.
+
+    Raises:
+        ConfigError: none can: the first error; or ``others`` is empty: names the checkpoints that are whole.
+    """
+    chosen = None
+    try:
+        chosen = find_checkpoint(folder, tag)
+        return read_run_metadata(folder, chosen)
+    except ConfigError as error:
+        for other in others:
+            with suppress(ConfigError):
+                return read_run_metadata(folder, other)
+        whole = whole_checkpoints(str(folder), besides=chosen) if chosen is not None and not others else []
+        there = f"; other checkpoints there that are whole: {', '.join(whole)}" if whole else ""
+        raise ConfigError(f"{error}{there}{other_checkpoints_hint(whole)}") from error
+
+
+def other_checkpoints_hint(others: Sequence[str]) -> str:
+    """Say how to go on from another checkpoint of the folder, if there are ``others``."""
+    return "; --newest-whole goes on from the newest that is whole, --tag TAG from another" if others else ""
 
 
 def _remedy(key: str, folder: Path, model: ModelConfig) -> str:

@@ -163,7 +163,7 @@ class _Lookout:
                 return
 
     def _look(self, now: float, *, decides: bool) -> None:
-        """Read the beats of the watched ranks, and the verdict, if there is one; or decide that silent ones are lost."""
+        """Read the beats of the watched ranks and the verdict, if there is one; or decide that silent ones are lost."""
         for rank, beat in self._beats.read(self._watched).items():
             if self._seen.get(rank) != beat:
                 self._seen[rank], self._changed_at[rank] = beat, now

@@ -19,8 +19,10 @@ from ds_dynmo.engine.save.background import BackgroundSave
 from ds_dynmo.engine.save.context import CheckpointContext
 from ds_dynmo.engine.save.destinations import Destination, ToDisk, ToMemory
 from ds_dynmo.engine.save.initial_model import InitialModelSpec
+from ds_dynmo.engine.save.listing import remove_older
 from ds_dynmo.engine.save.progress import EngineProgress
 from ds_dynmo.engine.save.reading import load
+from ds_dynmo.engine.save.size import expected_bytes
 from ds_dynmo.engine.save.writing import SaveOptions, UnfinishedCheckpoint, begin_save
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.placement import Placement
@@ -71,12 +73,12 @@ class Checkpointer:
         destination: Destination = ToMemory() if self._saves_in_background() else ToDisk()
         unfinished = begin_save(context, options, destination)
         if not destination.writes_later:
-            self._report(unfinished, began, None, unfinished.finish(context))
+            self._saved(unfinished, began, None, unfinished.finish(context))
             return True
         self._under_way = BackgroundSave(
             unfinished,
             self._stage.comm,
-            saved=partial(self._report, unfinished, began, time.perf_counter() - began),
+            saved=partial(self._saved, unfinished, began, time.perf_counter() - began),
             failed=partial(self._report_failure, unfinished),
         )
         return True
@@ -114,11 +116,18 @@ class Checkpointer:
         if self._under_way is not None and self._under_way.is_over_now():
             self.wait()
 
-    def load(self, load_dir: str, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
+    def expected_bytes(self, *, exclude_frozen: bool) -> int:
+        """Estimate the size of a checkpoint: :func:`ds_dynmo.engine.save.size.expected_bytes`. Collective."""
+        self._stage.optimizer.match_layers("checkpoint_bytes")
+        return expected_bytes(self._stage, exclude_frozen=exclude_frozen)
+
+    def load(
+        self, load_dir: str, tag: str | None, options: LoadOptions, *, newest_whole: bool
+    ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint: :func:`ds_dynmo.engine.save.reading.load`. Collective."""
         self.wait()
         self._stage.optimizer.match_layers("load_checkpoint")
-        found = load(self._context("loading a checkpoint"), load_dir, tag, options)
+        found = load(self._context("loading a checkpoint"), load_dir, tag, options, newest_whole=newest_whole)
         self._last_whole = os.path.dirname(found[0]) if found[0] else self._last_whole
         return found
 
@@ -166,10 +175,10 @@ class Checkpointer:
         self._has_warned = True
         return False
 
-    def _report(
+    def _saved(
         self, unfinished: UnfinishedCheckpoint, began: float, wait_seconds: float | None, bytes_saved: int
     ) -> None:
-        """Report a checkpoint that is whole; ``wait_seconds``: None: training waited until now."""
+        """Report a checkpoint that is whole, and remove older ones; ``wait_seconds``: None: training waited for it."""
         save_seconds, self._last_whole = time.perf_counter() - began, unfinished.path
         self._reporter.saved(
             SaveReport(
@@ -181,6 +190,13 @@ class Checkpointer:
                 save_seconds=save_seconds,
             )
         )
+        keep = self._stage.config.checkpoint.keep
+        if keep is not None and unfinished.manifest is not None:
+            folder = os.path.dirname(unfinished.path)
+            try:
+                remove_older(folder, unfinished.manifest.state["run"], keep)
+            except OSError as error:
+                self._reporter.warn(f"DynMo step {unfinished.step}: a checkpoint older than {keep} stays: {error}")
 
     def _report_failure(self, unfinished: UnfinishedCheckpoint, error: str) -> None:
         self._reporter.warn(f"DynMo step {unfinished.step}: checkpoint {unfinished.path} was not saved: {error}")

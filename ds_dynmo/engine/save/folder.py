@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ds_dynmo.files import path_in_errors
 from ds_dynmo.files.checkpoints import FOLDER
+from ds_dynmo.files.claims import check_claim, missing_folders
 
 LATEST = "latest"
 ABANDONED_SECONDS = 3600.0  # a temporary folder without writes for so long is abandoned
@@ -50,8 +51,13 @@ class CheckpointFolder:
         self._path, self.temporary, self._removed = _paths(save_dir, tag)
 
     def begin(self) -> None:
-        """Make an empty temporary folder, and remove what killed jobs left."""
-        self._made = _missing_folders(self._save_dir)
+        """Make an empty temporary folder, and remove what killed jobs left.
+
+        Raises:
+            CheckpointError: another process has claimed ``save_dir``.
+        """
+        check_claim(self._save_dir)
+        self._made = missing_folders(self._save_dir)
         os.makedirs(self._save_dir, exist_ok=True)
         tidy(self._save_dir)
         _clear(self._save_dir, self._tag)  # whoever began it: this job has the tag now
@@ -107,6 +113,17 @@ def tag_of(name: str) -> str | None:
     if not name.startswith("."):
         return name
     return name[1:].removesuffix(_REMOVED) if name.endswith(_REMOVED) else None
+
+
+def remove(save_dir: str, tag: str) -> None:
+    """Remove a checkpoint. No part of it is taken for one, whenever this is killed.
+
+    Raises:
+        OSError: it stays, or its files do under a name that is none of a checkpoint.
+    """
+    path, _, removed = _paths(save_dir, tag)
+    os.rename(path, removed)
+    shutil.rmtree(removed)
 
 
 def tidy(save_dir: str) -> None:
@@ -231,13 +248,3 @@ def _last_change(folder: str) -> float:
             except FileNotFoundError:
                 return math.inf
     return max(times, default=math.inf)
-
-
-def _missing_folders(path: str) -> list[str]:
-    """List a folder and those above it that are not there, the innermost first."""
-    missing = []
-    folder = os.path.abspath(path)
-    while not os.path.isdir(folder):
-        missing.append(folder)
-        folder = os.path.dirname(folder)
-    return missing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,22 @@ from ds_dynmo.engine.deepspeed.counters import (
 
 
 class EngineProgress:
-    """The counters of an engine and what it has measured, the same on every rank."""
+    """The counters of an engine and what it has measured, the same on every rank.
+
+    Attributes:
+        run: identifies the run in its checkpoints; a run that is resumed keeps it. Only rank 0 uses it.
+    """
 
     def __init__(self, engine: Any, rebalancer: Rebalancer) -> None:
         self._engine, self._rebalancer = engine, rebalancer
+        self.run = uuid.uuid4().hex
 
     def counters(self) -> dict[str, Any]:
         """Return the counters that DeepSpeed's checkpoints lack, as plain JSON, for a checkpoint."""
         rebalancer = self._rebalancer
         return {
             **micro_batch_counters(self._engine),
+            "run": self.run,
             "last_move_step": rebalancer.last_move_step,
             "controller": rebalancer.cycle.saved(),
             "experience": rebalancer.decider.cost_model.state_dict(),
@@ -37,6 +44,7 @@ class EngineProgress:
         """Restore :meth:`counters`; those of decisions, and what was learnt for them, only at the saved placement."""
         rebalancer = self._rebalancer
         set_micro_batch_counters(self._engine, saved)
+        self.run = saved.get("run", self.run)
         if same_placement:
             rebalancer.last_move_step = saved["last_move_step"]
             rebalancer.resume(saved["controller"])

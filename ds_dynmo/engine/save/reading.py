@@ -33,6 +33,7 @@ from ds_dynmo.engine.save.layer_content import (
     replica_optimizer_state,
     replica_weights,
 )
+from ds_dynmo.engine.save.listing import checkpoints, whole_checkpoints
 from ds_dynmo.engine.save.manifest import (
     MANIFEST,
     Manifest,
@@ -44,59 +45,36 @@ from ds_dynmo.engine.save.manifest import (
 from ds_dynmo.engine.save.manifest_files import read_all
 from ds_dynmo.engine.save.matching import check_common, check_model
 from ds_dynmo.engine.save.saved_files import SavedCheckpoint
+from ds_dynmo.engine.save.target import target_of, within_memory
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.engine.state.pieces import FLAT, StatePieces
-from ds_dynmo.errors import CheckpointError, MigrationError
+from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files.checkpoints import LEFT_OUT, layer_file
 from ds_dynmo.placement import Placement
-from ds_dynmo.plan import MigrationPlan
 
 
 def load(
-    context: CheckpointContext, load_dir: str, tag: str | None, options: LoadOptions
+    context: CheckpointContext, load_dir: str, tag: str | None, options: LoadOptions, *, newest_whole: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Restore the engine from a checkpoint. Collective.
+
+    Args:
+        newest_whole: where the checkpoint cannot be loaded, load that of the others in ``load_dir`` which was written
+            last and can be.
 
     Returns:
         The file that counters and client state came from, and the client state; ``None, None`` if ``tag`` is None and
         there is no ``latest``.
 
     Raises:
-        CheckpointError: on every rank, naming the file. The engine is as it was, unless the message says otherwise.
+        CheckpointError: on every rank, naming the file, and other checkpoints there that are whole. The engine is as it
+            was, unless the message says otherwise.
     """
-    given = tag
-
-    def choose() -> str | None:
-        if context.here.rank == 0:
-            folders.tidy(load_dir)
-        return folders.read_latest(load_dir) if given is None else str(given)
-
-    tag = context.everywhere(choose, same=lambda found: f"{load_dir}: {'no tag' if found is None else repr(found)}")
-    if tag is None:
+    tags = _choose(context, load_dir, tag, newest_whole=newest_whole)
+    if not tags:
         logger.warning(f"{os.path.join(load_dir, folders.LATEST)}: there is no such file; nothing was loaded")
         return None, None
-    saved = _open(context, load_dir, tag, options)
-    manifest = saved.manifest
-    target = _within_memory(
-        context,
-        context.stage.comm.everywhere(
-            "loading at a saved partition",
-            lambda: _target(context, manifest, options),
-            same=context.stage.placement_change_text,
-        ),
-    )
-    present = context.gather_layers(lambda _, module: present_shapes(module))
-    how = how_it_is_read(os.path.join(load_dir, tag))
-    if manifest.stock and context.here.rank == 0:
-        logger.warning(how)
-    try:
-        loaded = context.everywhere(lambda: _read(context, saved, target, present, options))
-        if manifest.frozen_excluded:
-            context.everywhere(lambda: _check_left_out(context, saved))
-    except CheckpointError as error:
-        if not manifest.stock:
-            raise
-        raise CheckpointError(f"{how}. {error}") from error
+    manifest, target, loaded = _read_first(context, load_dir, tags, options)
     if target != context.stage.placement:
         context.rebalancer.move_to(target, Request(Reason.CHECKPOINT), clears_pending_decision=False)
     try:
@@ -114,7 +92,87 @@ def load(
     return loaded.path, client_state_of(context, loaded, options)
 
 
+# -- choose -------------------------------------------------------------------------------------------
+
+
+def _choose(context: CheckpointContext, load_dir: str, tag: str | None, *, newest_whole: bool) -> list[str]:
+    """Return the tags of the checkpoints to try, the same on every rank: the one that is asked for first. Collective.
+
+    Args:
+        tag: None: what ``latest`` names, if it is there.
+    """
+
+    def choose() -> list[str]:
+        if context.here.rank == 0:
+            folders.tidy(load_dir)
+        asked_for = folders.read_latest(load_dir) if tag is None else str(tag)
+        others = checkpoints(load_dir) if newest_whole else []
+        first = [] if asked_for is None else [asked_for]
+        return [*first, *(other for other in others if other != asked_for)]
+
+    return context.everywhere(choose, same=lambda found: f"{load_dir}: {', '.join(map(repr, found)) or 'no tag'}")
+
+
+def _read_first(
+    context: CheckpointContext, load_dir: str, tags: Sequence[str], options: LoadOptions
+) -> tuple[Manifest, Placement, Loaded]:
+    """Read the first checkpoint of ``tags`` that can be. Nothing changes. Collective.
+
+    Returns:
+        Its manifest, where layers go, and what this rank has read for that.
+
+    Raises:
+        CheckpointError: on every rank: the error of the first one.
+    """
+    errors = []
+    for tag in tags:
+        try:
+            found = _read_tag(context, load_dir, tag, options)
+        except CheckpointError as error:
+            errors.append(error)
+        else:
+            if errors and context.here.rank == 0:
+                logger.warning(f"{load_dir}: {tag} is loaded, the newest that can be: {errors[0]}")
+            return found
+    others: list[str] = []
+    if len(tags) == 1:
+        first = context.here.rank == 0
+        context.stage.comm.enter(context.operation)
+        others = context.stage.comm.broadcast_object(whole_checkpoints(load_dir, besides=tags[0]) if first else None)
+    there = f"; other checkpoints there that are whole: {', '.join(others)}" if others else ""
+    raise CheckpointError(f"{errors[0]}{there}") from errors[0]
+
+
 # -- read ---------------------------------------------------------------------------------------------
+
+
+def _read_tag(
+    context: CheckpointContext, load_dir: str, tag: str, options: LoadOptions
+) -> tuple[Manifest, Placement, Loaded]:
+    """Read a checkpoint, as :func:`_read_first`."""
+    saved = _open(context, load_dir, tag, options)
+    manifest = saved.manifest
+    target = within_memory(
+        context,
+        context.stage.comm.everywhere(
+            "loading at a saved partition",
+            lambda: target_of(context, manifest, options),
+            same=context.stage.placement_change_text,
+        ),
+    )
+    present = context.gather_layers(lambda _, module: present_shapes(module))
+    how = how_it_is_read(os.path.join(load_dir, tag))
+    if manifest.stock and context.here.rank == 0:
+        logger.warning(how)
+    try:
+        loaded = context.everywhere(lambda: _read(context, saved, target, present, options))
+        if manifest.frozen_excluded:
+            context.everywhere(lambda: _check_left_out(context, saved))
+    except CheckpointError as error:
+        if not manifest.stock:
+            raise
+        raise CheckpointError(f"{how}. {error}") from error
+    return manifest, target, loaded
 
 
 def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOptions) -> SavedCheckpoint:
@@ -165,54 +223,6 @@ def _content(found: tuple[str, str | list[str]]) -> str:
     if isinstance(held, list):
         return f"{folder} holds {held}"
     return f"{os.path.join(folder, MANIFEST)} is {hashlib.sha256(held.encode()).hexdigest()}"
-
-
-def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> Placement:
-    """Choose where layers go before they are loaded.
-
-    It is the saved placement, if all of these hold, else the present one:
-
-    - it has as many stages as this job, and their present shape, or with ``schedule.kind`` "auto" any that trains here;
-    - rebalancing is on, or this run continues one whose profile at the start placed the layers for good.
-    """
-    present, saved = context.stage.placement, manifest.placement
-    if saved.num_stages != present.num_stages:
-        return present
-    if not _may_have_shape(context, saved):
-        if context.here.rank == 0:
-            logger.info(f"layers stay at {present}, where the checkpoint is loaded: {saved} is another shape")
-        return present
-    return saved if context.stage.config.enabled or _was_placed(context, manifest, options) else present
-
-
-def _may_have_shape(context: CheckpointContext, saved: Placement) -> bool:
-    """Return whether layers may go to a placement of the shape of ``saved``, on as many stages as this job has."""
-    stage = context.stage
-    if saved.shape == stage.placement.shape or stage.config.schedule.kind != "auto":
-        return saved.shape == stage.placement.shape
-    rebalancer = context.rebalancer
-    return saved.shape == "chain" or not (
-        rebalancer.why_not(saved) or rebalancer.decider.groups.shortage(saved.num_chunks)
-    )
-
-
-def _within_memory(context: CheckpointContext, target: Placement) -> Placement:
-    """Return ``target``, or the present placement if a move to ``target`` would exceed the memory limit. Collective."""
-    present = context.stage.placement
-    context.stage.comm.enter(context.operation)
-    try:
-        context.rebalancer.decider.memory.check(MigrationPlan.between(present, target))
-    except MigrationError as error:
-        if context.here.rank == 0:
-            logger.warning(f"layers stay at {present}, where the checkpoint is loaded: {error}")
-        return present
-    return target
-
-
-def _was_placed(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> bool:
-    """Return whether this run continues one whose profile at the start placed the layers for good."""
-    goes_on = context.stage.config.initial_partition == "profile" and not manifest.stock and not options.module_only
-    return goes_on and bool(manifest.state["controller"]["placed"])
 
 
 def _read(
