@@ -1,0 +1,2 @@
+"""To do."""
+def measure(moves, repacks): return 0
