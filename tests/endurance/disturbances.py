@@ -25,7 +25,7 @@ def draw(chooser: random.Random, engine: Any, save: Disturbance, *, has_two_chun
     def partition(of_stages: int) -> list[int]:
         return random_partition(chooser, layers, of_stages, has_two_chunks=has_two_chunks)
 
-    choices: list[tuple[int, str, Disturbance]] = [(3, "save", save), (1, "model_changed", _changed)]
+    choices: list[tuple[int, str, Disturbance]] = [(5, "save", save), (1, "model_changed", _changed)]
     if stages > 1:
         to = partition(stages)
         choices.append((6, f"move{how} to {to}", lambda engine: engine.rebalance(to, background=background)))

@@ -82,7 +82,11 @@ def num_layers(case: Case | CaseRun) -> int:
 def random_partition(chooser: random.Random, layers: int, stages: int, *, has_two_chunks: bool) -> list[int]:
     """Draw boundaries of a chain, or of two chunks per stage where there may be, each with a layer at least."""
     is_chain = not has_two_chunks or layers < 2 * stages or stages == 1 or chooser.random() < 1 / 3
-    return [0, *sorted(chooser.sample(range(1, layers), (stages if is_chain else 2 * stages) - 1)), layers]
+    return _boundaries(chooser, layers, stages if is_chain else 2 * stages)
+
+
+def _boundaries(chooser: random.Random, layers: int, chunks: int) -> list[int]:
+    return [0, *sorted(chooser.sample(range(1, layers), chunks - 1)), layers]
 
 
 def _plain(chooser: random.Random) -> Case:
@@ -150,11 +154,11 @@ def _launch(chooser: random.Random, case: Case | CaseRun, stages: int) -> Launch
         "timeout_seconds": 60,
     }
     if chooser.random() < 0.3:
-        has_two_chunks = section["schedule"] in ("v", "loop")
-        section["initial_partition"] = random_partition(chooser, layers, stages, has_two_chunks=has_two_chunks)
+        chunks = 2 * stages if section["schedule"] in ("v", "loop") and stages > 1 else stages
+        section["initial_partition"] = _boundaries(chooser, layers, chunks)
     return Launch(stages, section, disturbed=chooser.choice([0.3, 0.6, 0.9]))
 
 
 def _death(chooser: random.Random, case: Case | CaseRun, launch: Launch, steps: int) -> Death:
     ranks = launch.stages * case.ranks // case.stages
-    return Death(chooser.randrange(ranks), chooser.randrange(steps), int(10 ** chooser.uniform(0, 5)))
+    return Death(chooser.randrange(ranks), chooser.randrange(steps // 3, steps), int(10 ** chooser.uniform(0, 5)))
