@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ import deepspeed
 import psutil
 import torch.distributed as dist
 
+from ds_dynmo.engine.comm.posted import wait_for_posted
 from tests.endurance.plan import random_partition
 from tests.support.configs import Case
 from tests.support.harness import run
@@ -113,28 +115,38 @@ def move_often(case: Case, milestones: Sequence[int]) -> list[Held]:
 
 
 def repack_often(case: Case, milestones: Sequence[int]) -> list[Held]:
-    """Re-pack to one stage, each time by an engine and a world of their own, and return what this rank holds."""
-    store, held = _store(), []
-    for number in range(1, milestones[-1] + 1):
-        _meet(dist.PrefixStore(f"world {number}", store))
-        _repack(case)
-        if dist.is_initialized():
-            deepspeed.comm.destroy_process_group()
-        if number in milestones:
+    """Re-pack by engines made one after the other, each in a world of its own, and return what this rank holds.
+
+    Each goes from ``case.stages`` down to one stage. A released rank, whose process would end, waits for the next.
+    """
+    store, held, repacks = _store(), [], 0
+    for world in itertools.count():
+        _meet(dist.PrefixStore(f"world {world}", store))
+        if world:
+            engine.destroy()  # else DeepSpeed's ZeRO-1 keeps the engine
+        dist.barrier()  # all ranks have left the world before
+        while len(held) < len(milestones) and repacks >= milestones[len(held)]:
             held.append(Held.now())
-    _meet(dist.PrefixStore("last world", store))
+        if len(held) == len(milestones):
+            break
+        engine = _repack(case)
+        repacks += case.stages - 1
     return held
 
 
-def _repack(case: Case) -> None:
+def _repack(case: Case) -> Any:
     engine = build(case)
     data = batches(engine)
     engine.train_batch(data)
     for stages in range(case.stages - 1, 0, -1):
-        engine.repack(stages)
-        if engine.released:
-            return
-        engine.train_batch(data)
+        if not engine.released:
+            engine.repack(stages)
+        if not engine.released:
+            engine.train_batch(data)
+    wait_for_posted()  # as a process does that ends
+    if dist.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    return engine
 
 
 def _store() -> Any:
