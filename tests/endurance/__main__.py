@@ -4,7 +4,7 @@ A round draws a case from its seed: a model, a wrapper, a topology and a schedul
 with random moves, decisions, re-packs and saves between batches, also in the background; ranks kill themselves at any
 moment, and the job resumes from its last whole checkpoint, on as many stages or others. Losses, weights and optimizer
 state have to be equal to the bit, and nothing may be left behind. Each round adds a line of JSON to ``rounds.jsonl`` in
-the folder; the end, or Ctrl-C, prints what was done. What is decided by measured times differs when a round is repeated.
+the folder; the end, or Ctrl-C, prints what was done. Decisions by measured times differ when a round is repeated.
 
 ``--growth`` instead moves layers a thousand times in the same processes, and looks whether these grow: growth.py.
 """
@@ -64,7 +64,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hours", type=float, default=2.0, help="no round begins later; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=sys.maxsize, help="how many at most; default: any number")
     parser.add_argument("--seed", type=int, default=0, help="of the first round; the next ones have the next numbers")
-    parser.add_argument("--folder", type=Path, default=Path("endurance"), help="for rounds.jsonl, and rounds that failed")
+    parser.add_argument("--folder", type=Path, default=Path("endurance"), help="for rounds.jsonl and failed rounds")
     parser.add_argument("--seconds", type=float, default=300.0, help="after which a launch hangs; default: %(default)s")
     parser.add_argument("--keep-going", action="store_true", help="go on after a failure")
     parser.add_argument("--growth", action="store_true", help="measure what processes hold after many moves instead")

@@ -119,10 +119,10 @@ def repack_often(case: Case, milestones: Sequence[int]) -> list[Held]:
 
     Each goes from ``case.stages`` down to one stage. A released rank, whose process would end, waits for the next.
     """
-    store, held, repacks = _store(), [], 0
+    store, held, repacks, engine = _store(), [], 0, None
     for world in itertools.count():
         _meet(dist.PrefixStore(f"world {world}", store))
-        if world:
+        if engine is not None:
             engine.destroy()  # else DeepSpeed's ZeRO-1 keeps the engine
         dist.barrier()  # all ranks have left the world before
         while len(held) < len(milestones) and repacks >= milestones[len(held)]:

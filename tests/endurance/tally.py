@@ -25,8 +25,9 @@ class Tally:
         self.failed += [result.seed] if result.failure else []
 
     def table(self) -> str:
-        """Return it as lines of a name and a number."""
-        rows = {"rounds": self.rounds, **dict(sorted(self.counts.items())), "failures": len(self.failed)}
+        """Return it as lines of a name and a number, and which rounds failed."""
+        rows = dict(sorted(self.counts.items()))
         lines = [f"{name:<32}{number:>8,}" for name, number in rows.items()]
-        seeds = [f"seeds that failed: {', '.join(map(str, self.failed))}"] if self.failed else []
-        return "\n".join([*lines, f"{'hours':<32}{self.seconds / 3600:>8.2f}", *seeds])
+        seeds = [f"failed: seeds {', '.join(map(str, self.failed))}"] if self.failed else []
+        passed = f"{self.rounds - len(self.failed)} of {self.rounds} rounds passed"
+        return "\n".join([*lines, f"{'hours':<32}{self.seconds / 3600:>8.2f}", *seeds, passed])
