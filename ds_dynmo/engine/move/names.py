@@ -113,7 +113,7 @@ class Names:
         return id(part) not in self._in_several
 
     def update(self) -> None:
-        """Give the pipeline's names to the objects that have them now: a re-packing makes other process groups.
+        """Name what is now at the pipeline's paths: a re-packing makes other process groups.
 
         The groups of the world before would keep its connections and threads.
         """
