@@ -60,6 +60,9 @@ def run_round(seed: int, folder: Path, seconds: float) -> Result:
         _train_and_compare(plan, folder, seconds)
     except (RankError, Difference) as error:
         failure = str(error)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder)
+        raise
     except Exception:
         failure = traceback.format_exc()
     did = tuple(tuple(notes(folder, number)) for number in range(len(plan.launches)))
