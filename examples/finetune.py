@@ -65,7 +65,7 @@ def finetune(args: argparse.Namespace) -> list[float]:
     engine, *_ = ds_dynmo.initialize(
         model=module, model_parameters=list(module.parameters()), config=configuration(args.lr)
     )
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True, trust_remote_code=False)
     batches = itertools.cycle(micro_batches_of(args.text, tokenizer))
     losses = []
     while engine.global_steps < args.steps:

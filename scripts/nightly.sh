@@ -7,6 +7,7 @@
 #   long        tests marked nightly: random sequences, more combinations, programs that are launched or installed
 #   compiled    tests in which DeepSpeed compiles its own Adam; needs a C++ compiler and Python's headers
 #   emulated    tests on ranks on the emulated device, and of the nightly ones those of moves
+#   endurance   random rounds of training, for HOURS (default: 2), and what processes hold after many moves
 #   mutations   the code broken in small ways: tests have to fail
 #   versions    the lowest and highest tested versions of DeepSpeed, torch, transformers and peft
 #   pythons     scripts/test.sh under each other Python of PYTHONS (default: 3.12 and 3.13) that is installed
@@ -16,7 +17,8 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 FOLDER="${FOLDER:-nightly}"
 PYTHONS="${PYTHONS:-3.12 3.13}"
-STEPS=(short long compiled emulated mutations versions pythons)
+HOURS="${HOURS:-2}"
+STEPS=(short long compiled emulated endurance mutations versions pythons)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # as scripts/test.sh
 mkdir -p "$FOLDER" || exit 1
 
@@ -26,6 +28,15 @@ compiled() { bash scripts/test.sh -m compiled; }
 emulated() {
     DS_ACCELERATOR=emulated bash scripts/test.sh -m "ranks and not nightly and not compiled" &&
         DS_ACCELERATOR=emulated bash scripts/test.sh -m nightly tests/engine/test_bitwise.py tests/engine/move/test_moves.py
+}
+endurance() {
+    (
+        source scripts/setup_env.sh test cpu || exit 1
+        python -m tests.endurance --growth
+        grown=$?
+        python -m tests.endurance --hours "$HOURS" --seed "$(date +%Y%m%d)0000" --folder "$FOLDER/endurance" --keep-going &&
+            exit "$grown"
+    )
 }
 mutations() { (source scripts/setup_env.sh test cpu && python -m tests.mutations); }
 versions() { bash scripts/test_versions.sh; }
@@ -62,7 +73,7 @@ for step in "${@:-${STEPS[@]}}"; do
             fi
         done
         ;;
-    short | long | compiled | emulated | mutations | versions) run_step "$step" "$step" ;;
+    short | long | compiled | emulated | endurance | mutations | versions) run_step "$step" "$step" ;;
     *)
         echo "nightly.sh: no step \"$step\"; steps: ${STEPS[*]}" >&2
         exit 2

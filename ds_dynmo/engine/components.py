@@ -126,6 +126,9 @@ def _prepare_layers(engine: Any, config: DynMoConfig) -> References:
     references = References(
         engine.module, stage.layers.modules, stage.comm.gather_over_pipeline, config.rank_attributes, engine
     )
+    stage.layers_moved.subscribe(
+        "names are of the process groups before", lambda moved: references.update() if moved.stages_changed else None
+    )
     stage.layers.split_uses()
     stage.connect_replicas()
     return references

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from ds_dynmo.engine.decide.cycle import Asked, Reason, Request
 from ds_dynmo.engine.move import arriving
 from ds_dynmo.torch_private import default_store
 from tests.support.configs import Case
+from tests.support.deaths import die_at
 from tests.support.harness import RankError, run
 from tests.support.training import Warnings, batches, build, layers_of, partitions, state, whole
 
@@ -280,24 +279,11 @@ def _continue(engine: Any, case: Case, folder: str, background: bool) -> dict[st
     return {"losses": losses, "state": state(engine), "replica": engine.grid.get_data_parallel_id()}
 
 
-def _die_at(calls: int) -> None:
-    """Send SIGKILL to this process when it enters its ``calls``-th function from now on."""
-    left = calls
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal left
-        left -= event in ("call", "c_call")
-        if left <= 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.setprofile(count)
-
-
 def train_and_save(case: Case, folder: str, background: bool, victim: int = -1, calls: int = 0) -> dict[str, Any]:
     """Rebalance after every batch, save after every second. Rank ``victim`` kills itself at its ``calls``-th call."""
     engine = build(case)
     if engine.global_rank == victim:
-        _die_at(calls)
+        die_at(calls)
     return _continue(engine, case, folder, background)
 
 

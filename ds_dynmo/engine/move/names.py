@@ -112,6 +112,23 @@ class Names:
         """Return whether ``part``, which is registered in a layer, is registered in no other layer."""
         return id(part) not in self._in_several
 
+    def update(self) -> None:
+        """Name what is now at the pipeline's paths: a re-packing makes other process groups.
+
+        The groups of the world before would keep its connections and threads.
+        """
+        for key, (value, name) in list(self._names.items()):
+            if name.anchor[0] == _PIPELINE and (present := self._present(name)) is not value:
+                del self._names[key]
+                if present is not None:
+                    self._names.setdefault(id(present), (present, name))
+
+    def _present(self, name: ObjectName) -> Any:
+        """Find the object with this name; None: there is none."""
+        with suppress(LookupError):
+            return self.find(name)
+        return None
+
     def find(self, name: ObjectName) -> Any:
         """Find the object with this name on this rank.
 

@@ -112,6 +112,10 @@ class References:
         """Return whether ``value`` has a name, and so belongs to the rank rather than to a layer."""
         return self._names.is_shared(value)
 
+    def update(self) -> None:
+        """Name what the ``PipelineModule`` and its grid hold now, after a re-packing."""
+        self._names.update()
+
     def shared_generators(self) -> dict[str, Any]:
         """Find the random generators that belong to the rank rather than to a layer, by name."""
         return self._names.generators()

@@ -143,6 +143,8 @@ class StageManifest:
         """
         try:
             read = json.loads(text)
+            if outside := [path for path in read["files"] if os.path.isabs(path) or ".." in path.split("/")]:
+                raise ValueError(f"{outside[0]} is not in the checkpoint's folder")
             return cls(
                 slices=tuple(map(SliceManifest.from_parsed, read.pop("slices"))),
                 files={path: SavedFile(**file) for path, file in read.pop("files").items()},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -208,3 +210,26 @@ def same_number(case: Case) -> Any:
 def test_a_repacking_to_the_same_number_of_stages_is_a_move() -> None:
     for partition, reported, moved in run(2, same_number, Case(stages=2)):
         assert partition == [0, 1, 8] and reported == (0, 1, 8) and moved == 3
+
+
+def connections_after_repacking(case: Case) -> tuple[int, int, list[str]]:
+    """Return the most groups of the world before that are left, the number of those, and the names of present ones."""
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    before = [weakref.ref(group) for group in vars(engine.grid).values() if isinstance(group, dist.ProcessGroup)]
+    engine.repack(2)
+    if engine.released:
+        return 0, len(before), []
+    engine.train_batch(data)
+    gc.collect()
+    names = engine.migrator.make_context().references._names
+    groups = [group for group in vars(engine.grid).values() if isinstance(group, dist.ProcessGroup)]
+    return sum(group() is not None for group in before), len(before), [str(names.of(group)) for group in groups]
+
+
+def test_groups_of_the_world_before_are_freed_and_the_present_ones_have_their_names() -> None:
+    """They would keep the connections to ranks that have left, and threads."""
+    for left, before, names in run(3, connections_after_repacking, Case(stages=3)):
+        assert left == 0 and before > 3
+        assert all(name.startswith("the PipelineModule._grid.") for name in names), names
