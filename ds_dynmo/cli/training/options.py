@@ -64,6 +64,7 @@ class TrainingRun:
         stop: batches after which this part of the run ends.
         save_interval: batches between checkpoints; None: only one when this part ends.
         resumed: the metadata of the resumed run: :func:`read_resumed`; None for a new run.
+        tag: of the checkpoint to resume, as ``--tag`` names it.
         record: where to record what layers cost; None: nowhere.
         interval: between decisions, as configured: a recording has one after every batch.
     """
@@ -84,6 +85,7 @@ class TrainingRun:
     save_interval: int | None
     resume: Path | None
     resumed: dict[str, Any] | None
+    tag: str | None
     record: Path | None
     interval: int
 
@@ -203,6 +205,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
         save_interval=args.save_interval,
         resume=resume,
         resumed=resumed,
+        tag=args.tag,
         record=args.record,
         interval=0 if dynmo is None else dynmo.interval,
     )
