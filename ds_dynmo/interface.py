@@ -45,8 +45,8 @@ def local_size(environment: Mapping[str, str]) -> str | None:
 def interface_to(master: str, *, alone: bool) -> str | None:
     """Return the interface by which this host reaches ``master``; None if there is none, or no way to tell.
 
-    If that is a loopback interface, ``master`` is this host. Others then reach it by the interface of its default route,
-    or by the only one it has.
+    If that is a loopback interface, ``master`` is this host. Others then reach it by the interface of its default
+    route, or by the only one it has.
 
     Args:
         alone: all ranks are on this host.

@@ -91,7 +91,7 @@ def _refuse_tasks(environment: Mapping[str, str]) -> None:
         if name in environment and environment.get(count) != "1" and not of_batch_script:
             raise ConfigError(
                 f"{name} = {environment[name]}, and RANK is not set: srun, mpirun or the like has started this "
-                "process; let it start torchrun, once on each host, or start deepspeed, see docs/scripts.md#launchers"
+                "process; let it start torchrun, once on each host, or start deepspeed, see docs/hosts.md"
             )
 
 
