@@ -17,6 +17,7 @@ from itertools import dropwhile
 import psutil  # comes with DeepSpeed
 
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.interface import choose_interface
 
 OF_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 OF_MEETING = ("MASTER_ADDR", "MASTER_PORT")
@@ -43,6 +44,8 @@ NODE_LAUNCHER = "deepspeed.launcher.launch"
 def set_rank_variables(environment: MutableMapping[str, str] = os.environ) -> bool:
     """Set torch's variables where no launcher has: this rank is alone. ``MASTER_ADDR`` and ``MASTER_PORT`` may be set.
 
+    Where ``GLOO_SOCKET_IFNAME`` is not set, it is set too (:mod:`ds_dynmo.interface`).
+
     Returns:
         Whether a launcher has started this rank.
 
@@ -58,6 +61,7 @@ def set_rank_variables(environment: MutableMapping[str, str] = os.environ) -> bo
         variables = {name: environment.get(name) or value for name, value in ALONE.items()}
     _check(variables)
     environment.update(variables)
+    choose_interface(environment)
     return launched
 
 
@@ -87,7 +91,7 @@ def _refuse_tasks(environment: Mapping[str, str]) -> None:
         if name in environment and environment.get(count) != "1" and not of_batch_script:
             raise ConfigError(
                 f"{name} = {environment[name]}, and RANK is not set: srun, mpirun or the like has started this "
-                "process; let it start torchrun, once on each host, or start deepspeed, see docs/scripts.md#launchers"
+                "process; let it start torchrun, once on each host, or start deepspeed, see docs/hosts.md"
             )
 
 
@@ -105,6 +109,20 @@ def _check(variables: Mapping[str, str]) -> None:
         raise ConfigError(f"RANK = {rank}: should be less than WORLD_SIZE, {world_size}")
     if not (1 <= port < 2**16 or (port == 0 and world_size == 1)):
         raise ConfigError(f"MASTER_PORT = {port}: should be in 1 to 65535")
+
+
+# -- end the launcher ----------------------------------------------------------------------------------
+
+
+def end_restarts() -> None:
+    """End the agent of torchrun that started this rank, if it would start it again after a failure.
+
+    For an error that every start would repeat. Each host's ranks end their own agent.
+    """
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        for agent in _launchers()[:1]:
+            with suppress(psutil.Error):
+                agent.terminate()
 
 
 # -- end with the launcher -----------------------------------------------------------------------------

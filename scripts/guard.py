@@ -1,4 +1,4 @@
-"""End the processes that a program started, and remove its scratch folder, however the program ends."""
+"""End the processes that a program started, and remove what it made, however the program ends."""
 
 from __future__ import annotations
 
@@ -26,6 +26,22 @@ def guarded_group(leader: subprocess.Popen[Any]) -> Iterator[None]:
         with suppress(ProcessLookupError):  # the group may have ended; or ranks outlive their launcher
             os.killpg(leader.pid, signal.SIGKILL)
         leader.wait()
+        os.close(held)
+
+
+@contextmanager
+def guarded_removal(action: str, argument: str) -> Iterator[None]:
+    """Run ``action`` at the end of the block, or when this program is killed in it.
+
+    Args:
+        action: a shell's command, which removes ``$1`` if that is there.
+        argument: its ``$1``.
+    """
+    held = _guard(action, argument)
+    try:
+        yield
+    finally:
+        subprocess.run(["sh", "-c", action, "guard", argument], capture_output=True, check=False)
         os.close(held)
 
 

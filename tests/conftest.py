@@ -23,7 +23,8 @@ LAUNCHES = {
     "test_left_behind.py",
     "test_resumed_training.py",
     "test_slurm.py",
-    "test_two_nodes.py",
+    "test_launchers.py",
+    "test_elastic_launch.py",
 }
 
 

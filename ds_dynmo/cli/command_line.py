@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from ds_dynmo.config.explain import suggest
 from ds_dynmo.errors import ConfigError, reason_of
 from ds_dynmo.files import write_text
+from ds_dynmo.launch import end_restarts
 
 FIRST_RANK_SECONDS = 10.0
 
@@ -82,11 +83,14 @@ def refuse(command: str, reason: object) -> int:
     return 2
 
 
-def refuse_on_ranks(error: Exception) -> int:
+def refuse_on_ranks(error: Exception, *, retry: bool = False) -> int:
     """Print an error of ds-dynmo-train, and return the exit code, 2.
 
     The launcher ends all ranks when one has exited. So other ranks wait, and only rank 0 prints an error that all
     have. A rank that still runs after that has another error and prints it.
+
+    Args:
+        retry: let torchrun start the ranks again, if it would: another start may succeed.
     """
     rank = int(os.environ.get("RANK", 0))
     where = ""
@@ -94,6 +98,8 @@ def refuse_on_ranks(error: Exception) -> int:
         time.sleep(FIRST_RANK_SECONDS)
         where = f" on rank {rank}"
     print(f"ds-dynmo-train: error{where}: {error}", file=sys.stderr, flush=True)
+    if not retry:
+        end_restarts()
     return 2
 
 

@@ -262,8 +262,8 @@ def resumed_line(run: TrainingRun) -> str:
 
 
 def stopped_line(run: TrainingRun, number: int, tag: str, step: int) -> str:
-    """Say which signal ended a run, and how to continue it. ``--tag`` of a resumed run named another checkpoint."""
-    flags = f"--resume {run.save}" if run.resumed is None else f"--resume {run.save} --tag {tag}"
+    """Say which signal ended a run, and how to continue it. A ``--tag`` of its command named another checkpoint."""
+    flags = f"--resume {run.save}" if run.tag is None else f"--resume {run.save} --tag {tag}"
     return f"stopped by {signal.Signals(number).name}; the same command with {flags} continues from step {step}"
 
 
@@ -298,6 +298,9 @@ def train_and_export(run: TrainingRun, *, first_rank: bool, launched: bool) -> i
         check_launch()
         take_device(run.local_rank)
         init_distributed()
+    except ConfigError as error:
+        return refuse_on_ranks(error, retry=True)
+    try:
         engine = build_engine(run)
         if (loaded := as_loaded(run, engine)) is not run:
             run = loaded
@@ -311,7 +314,7 @@ def train_and_export(run: TrainingRun, *, first_rank: bool, launched: bool) -> i
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {after_failed_save(run)}") from error
     except (CheckpointError, ConfigError, PartitionError) as error:
-        return refuse_on_ranks(error)
+        return refuse_on_ranks(error, retry=isinstance(error, CheckpointError))
     if first_rank and not history.stopped:
         numbers = summary(run, engine, history)
         record(numbers)

@@ -1,4 +1,4 @@
-"""Which processes are a rank's launchers, and that a rank ends with them: real process trees, without torch."""
+"""Which processes are a rank's launchers, that a rank ends with them, and when it ends one: without torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from ds_dynmo.cli.command_line import refuse_on_ranks
+from ds_dynmo.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = """
@@ -22,6 +25,14 @@ end_with_launcher()
 print(len(_launchers()), threading.active_count() - 1, flush=True)
 time.sleep(60)
 print("outlived")
+"""
+REFUSED = """
+import sys
+sys.path.insert(0, {root!r})
+from ds_dynmo.cli.command_line import refuse_on_ranks
+from ds_dynmo.errors import ConfigError
+
+sys.exit(refuse_on_ranks(ConfigError("wrong")))
 """
 LAUNCHER = """
 import subprocess, sys
@@ -80,3 +91,26 @@ def test_a_program_without_a_launcher_continues(scripts: tuple[Path, Path]) -> N
         assert shell.stdout is not None
         assert shell.stdout.readline() == "0 0\n"
         os.killpg(shell.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("restarts", "ends"), [("2", True), ("1", False), ("0", False)])
+def test_an_error_that_every_start_repeats_ends_the_agent_that_would_start_again(
+    restarts: str, ends: bool, tmp_path: Path
+) -> None:
+    """The rank was started once more already. Without another start left, torchrun fails by itself and says why."""
+    rank, launcher = tmp_path / "rank.py", tmp_path / "launcher.py"
+    rank.write_text(REFUSED.format(root=str(ROOT)))
+    launcher.write_text(LAUNCHER)
+    environment = {**os.environ, "TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_RESTART_COUNT": "1"}
+    command = [sys.executable, str(launcher), "1", "--", str(rank)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == (-signal.SIGTERM if ends else 2), done.stderr
+    assert "ds-dynmo-train: error: wrong" in done.stderr
+
+
+def test_an_error_that_another_start_may_not_have_lets_the_agent_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr("ds_dynmo.cli.command_line.end_restarts", lambda: ended.append(True))
+    monkeypatch.delenv("RANK", raising=False)
+    assert refuse_on_ranks(ConfigError("ranks cannot meet"), retry=True) == 2 and not ended
+    assert refuse_on_ranks(ConfigError("wrong")) == 2 and ended

@@ -22,6 +22,11 @@ def test_ranks_are_those_of_torchrun_and_deepspeed_whatever_started_these(said: 
     assert set_rank_variables(environment) and environment == said
 
 
+def test_gloo_uses_an_interface_that_reaches_rank_0() -> None:
+    environment = {**TORCHS, "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "4"}
+    assert set_rank_variables(environment) and environment["GLOO_SOCKET_IFNAME"].startswith("lo")
+
+
 @pytest.mark.parametrize(
     ("said", "expected"),
     [

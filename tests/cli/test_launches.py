@@ -1,8 +1,10 @@
-"""Training under torchrun, and under torchrun that srun starts: it ends as a whole, and leaves nothing behind."""
+"""Training under torchrun, under torchrun that srun starts, and deepspeed: it ends as a whole, and leaves nothing."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +13,16 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.configs import Case
+from tests.support.harness import run
+from tests.support.ports import free_port
 from tests.support.slurm_cluster import Cluster, skip_without_slurm
+from tests.support.training import train
 from tests.support.watched_command import OF_LAUNCHERS, ROOT, WatchedCommand
 
 TRAIN = ["-m", "ds_dynmo.cli.train", "--data", __file__]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+SCRIPT = ROOT / "tests" / "support" / "repack_script.py"
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}
 
 pytestmark = [pytest.mark.nightly, pytest.mark.ranks]
@@ -86,3 +93,20 @@ def test_a_released_rank_ends_and_the_launcher_succeeds(launcher: list[str], tmp
         assert not command.left(*OF_LAUNCHERS), command.output()
         assert command.launcher.returncode == 0, command.output()
         assert "2 -> 1 stage, " in command.output() and "step 10/10" in command.output(), command.output()
+
+
+def test_released_ranks_end_and_the_launcher_succeeds(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "3", "--master_port", str(free_port())]
+    done = subprocess.run(
+        [*launcher, str(SCRIPT), str(tmp_path), "exit"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads((tmp_path / f"exit-{rank}.json").read_text()) for rank in range(3)]
+    straight = run(3, train, Case(stages=3), [], 6, 1)[0]["losses"]
+    assert found[0] == {"losses": straight, "steps": 6, "released": False}
+    assert found[1] == found[2] == {"losses": straight[:2], "steps": 2, "released": True}

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -309,6 +310,8 @@ def test_a_run_is_resumed_from_a_checkpoint_that_is_known(tmp_path: Path) -> Non
         run = prepare([*flags, "--tag", "global_step3", "--save", str(tmp_path)])
         assert train.resumed_line(run).endswith("global_step3: step 3 of 8; stages: 3 when saved, 2 now")
         assert f"with --resume {tmp_path} --tag global_step4 continues" in train.stopped_line(run, 2, "global_step4", 4)
+        untagged = replace(run, tag=None)
+        assert f"with --resume {tmp_path} continues from step 4" in train.stopped_line(untagged, 2, "global_step4", 4)
     with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: --tag global_step4, which is not there; {there}$"):
         prepare([*flags, "--tag", "global_step4"])
     with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: --tag is empty; {there}$"):
@@ -435,7 +438,7 @@ def test_a_rank_ends_with_its_launcher_while_it_reads_data(monkeypatch: pytest.M
         called.append("prepare")
         raise ConfigError("unreadable")
 
-    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("ds_dynmo.end_with_launcher", lambda: called.append("end_with_launcher"))
     monkeypatch.setattr(train, "prepare", read)

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest.mock import patch
 
+from ds_dynmo.interface import choose_interface
 from tests import emulated
 from tests.emulated import deadlocks
 from tests.emulated.operation_log import log_operations
@@ -234,6 +235,7 @@ class Place:
     def _initialize(self, dist: Any, backend: str) -> None:
         if self.hosts is not None:
             enter(self.hosts, self.rank)
+            choose_interface()
             dist.init_process_group(backend, timeout=self.timeout)
             return
         store = dist.FileStore(os.path.join(self.folder, "store"), self.num_ranks)

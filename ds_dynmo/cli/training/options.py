@@ -64,6 +64,7 @@ class TrainingRun:
         take_over: save into a folder that has checkpoints of another run, or into which one that runs saves.
         newest_whole: where the checkpoint to resume from is damaged, resume from another in the folder.
         resumed: the metadata of the resumed run: :func:`read_resumed`; None for a new run.
+        tag: of the checkpoint to resume, as ``--tag`` names it.
         record: where to record what layers cost; None: nowhere.
         interval: between decisions, as configured: a recording has one after every batch.
     """
@@ -86,6 +87,7 @@ class TrainingRun:
     newest_whole: bool
     resume: Path | None
     resumed: dict[str, Any] | None
+    tag: str | None
     record: Path | None
     interval: int
 
@@ -217,6 +219,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
         newest_whole=args.newest_whole,
         resume=resume,
         resumed=resumed,
+        tag=args.tag,
         record=args.record,
         interval=0 if dynmo is None else dynmo.interval,
     )

@@ -34,6 +34,7 @@ from ds_dynmo.engine.comm.tree import Tree, maximum
 from ds_dynmo.engine.comm.watch import TracebackOfOthers, Watch
 from ds_dynmo.engine.comm.world_groups import WorldGroups
 from ds_dynmo.errors import MigrationError, raise_unless_harmless
+from ds_dynmo.interface import choose_interface
 from ds_dynmo.torch_private import default_store, prefix_store
 
 Result = TypeVar("Result")
@@ -43,9 +44,13 @@ Value = TypeVar("Value")
 def check_hosts(timeout_seconds: float) -> None:
     """Refuse a job whose hosts cannot reach each other. Collective once the ranks are connected.
 
+    Groups of gloo that begin later use the interface that is chosen here, if none was.
+
     Raises:
         ConfigError: see :mod:`ds_dynmo.engine.comm.hosts`. No group has been created.
     """
+    if not dist.is_initialized() or "gloo" not in dist.get_backend_config():
+        choose_interface()
     if not dist.is_initialized():
         hosts.check_launch()
     elif dist.get_world_size() > 1:

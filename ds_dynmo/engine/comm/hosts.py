@@ -13,9 +13,7 @@ from pathlib import Path
 
 from ds_dynmo.engine.comm.bounded import BoundedStore, meet
 from ds_dynmo.errors import ConfigError
-
-INTERFACE = "GLOO_SOCKET_IFNAME"
-_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # of torchrun, and of DeepSpeed's launcher
+from ds_dynmo.interface import INTERFACE, local_size
 
 
 def check_launch(environment: Mapping[str, str] = os.environ) -> None:
@@ -26,7 +24,7 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
             would offer an address that only it can reach.
     """
     _check_master(environment.get("MASTER_ADDR"))
-    here = next((environment[name] for name in _LOCAL_SIZES if name in environment), None)
+    here = local_size(environment)
     loopback = _loopback(environment)
     if loopback is not None and here is not None and int(here) < int(environment.get("WORLD_SIZE", 1)):
         raise ConfigError(_refusal([loopback]))

@@ -7,8 +7,8 @@ import re
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from ds_dynmo.engine.comm.hosts import check_launch
 from ds_dynmo.errors import ConfigError
 from tests.support.configs import Case
 from tests.support.harness import run
-from tests.support.namespaces import Network, network, rename
+from tests.support.namespaces import Network, network
 from tests.support.training import batches, build
 
 pytestmark = pytest.mark.ranks
@@ -132,43 +132,48 @@ def test_every_rank_ends_with_an_error_when_a_cable_is_pulled(moment: str, victi
 BY_NAME = Case(stages=2, dynmo={"interval": 0, "timeout_seconds": 30.0})
 
 
-def start(case: Case, name: str, address: str, folder: str) -> str:
-    """Build an engine on a host of this name, by which gloo finds its address, and return the error.
+def start(case: Case, begun: str) -> str:
+    """Build an engine where no interface was chosen before the default group began, and return the error.
 
-    The groups before it exist already, as with NCCL: gloo begins with the engine.
+    Args:
+        begun: the backends of the default group, as the engine sees them: gloo has begun with it, or begins later.
     """
     initialize = ds_dynmo.initialize
 
-    def by_name(**arguments: Any) -> Any:
-        rename(f"{name}{dist.get_rank()}", address, Path(folder) / str(dist.get_rank()))
+    def without_interface(**arguments: Any) -> Any:
         del os.environ["GLOO_SOCKET_IFNAME"]
-        return initialize(**arguments)
+        with patch.object(dist, "get_backend_config", lambda: begun):
+            return initialize(**arguments)
 
-    ds_dynmo.initialize = by_name
+    ds_dynmo.initialize = without_interface
     try:
         engine = build(case)
     except ConfigError as error:
         return str(error)
-    return f"trained: {engine.train_batch(batches(engine)).item() > 0}"
+    loss = engine.train_batch(batches(engine)).item()
+    return f"trained: {loss > 0}, by {os.environ.get('GLOO_SOCKET_IFNAME')}"
 
 
-def test_a_name_that_resolves_to_loopback_is_refused_where_ranks_span_hosts(tmp_path: Path) -> None:
+def test_a_name_that_resolves_to_loopback_is_refused_where_gloo_has_begun_by_it() -> None:
     """Debian's 127.0.1.1 would make each host tell the others to connect to themselves."""
     with network(2) as hosts:
-        found = run(2, start, BY_NAME, "node", "127.0.1.1", str(tmp_path), hosts=hosts)
+        found = run(2, start, BY_NAME, "cpu:gloo", hosts=hosts)
     for message in found:
         assert "node0, whose name resolves to 127.0.1.1; node1, whose name resolves to 127.0.1.1" in message
         assert "Set GLOO_SOCKET_IFNAME" in message
 
 
-def start_by_address(case: Case, network: Network, folder: str) -> str:
-    return start(case, "node", network.address(dist.get_rank()), folder)
-
-
-def test_names_that_resolve_to_an_address_of_the_host_are_accepted(tmp_path: Path) -> None:
+def test_gloo_that_begins_with_the_engine_uses_the_interface_that_reaches_rank_0() -> None:
+    """As with NCCL: the groups before are not gloo's."""
     with network(2) as hosts:
-        found = run(2, start_by_address, BY_NAME, hosts, str(tmp_path), hosts=hosts)
-    assert found == ["trained: True"] * 2
+        found = run(2, start, BY_NAME, "cuda:nccl", hosts=hosts)
+    assert found == ["trained: True, by eth0"] * 2
+
+
+def test_names_that_resolve_to_an_address_of_the_host_are_accepted() -> None:
+    with network(2, own_name="") as hosts:
+        found = run(2, start, BY_NAME, "cpu:gloo", hosts=hosts)
+    assert found == ["trained: True, by None"] * 2
 
 
 def test_the_environment_of_a_launch_is_enough_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
