@@ -42,7 +42,11 @@ def trials(first: int, count: int, folder: Path) -> Iterator[tuple[int, Outcome]
         fault, name = random_fault(seed)
         place = folder / str(seed)
         place.mkdir()
-        yield seed, try_fault(fault, name, seed, place, undisturbed[name])
+        outcome = try_fault(fault, name, seed, place, undisturbed[name])
+        if outcome.problem:
+            print(f"--seed {seed} --count 1: {outcome}", flush=True)
+            print(*(path.read_text() for path in sorted(place.glob("stacks of *"))), sep="\n", flush=True)
+        yield seed, outcome
         shutil.rmtree(place)
 
 
@@ -79,8 +83,6 @@ def main() -> int:
             if arguments.out is not None:
                 with arguments.out.open("a") as file:
                     file.write(json.dumps({"seed": seed, **asdict(outcome)}) + "\n")
-            if outcome.problem:
-                print(f"--seed {seed} --count 1: {outcome}", flush=True)
     print("\n".join(table(outcomes)), flush=True)
     return int(any(outcome.problem for outcome in outcomes))
 

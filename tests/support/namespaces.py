@@ -17,8 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from guard import guarded_removal
-
 PORT = 29500  # nothing else runs in these namespaces
 _NET, _MOUNTS, _NAMES = 0x40000000, 0x00020000, 0x04000000  # of setns and unshare
 _FILES = Path("/etc/netns")  # NAME/hosts there is /etc/hosts of what `ip netns exec NAME` runs
@@ -67,6 +65,8 @@ def network(num_hosts: int, *, own_name: str = "127.0.1.1") -> Iterator[Network]
         pytest.skip("needs network namespaces: no command ip (Debian: iproute2)")
     own = f"dynmo{os.getpid()}-{secrets.token_hex(2)}"
     made = Network(f"{own}s", tuple(f"{own}h{host}" for host in range(num_hosts)))
+    from guard import guarded_removal  # in scripts/, which pytest has on its path; programs that import this have not
+
     with guarded_removal(_REMOVE, " ".join((made.switch, *made.hosts))):
         try:
             _build(made, own_name)
