@@ -6,6 +6,7 @@ A rank needs ten seconds and more to import torch and DeepSpeed. A typo should n
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import suppress
 
@@ -22,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         with suppress(ConfigError):  # the first error is said
             set_rank_variables()
         return refuse_on_ranks(error)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost store logs stacks; the engine says it in one line
     from ds_dynmo.cli.train import main as train
 
     return train(arguments)

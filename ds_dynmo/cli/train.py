@@ -16,6 +16,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -49,7 +50,7 @@ from ds_dynmo.cli.training.resuming import (
     read_run_metadata,
     write_restart,
 )
-from ds_dynmo.cli.training.saving import after_failed_save, check_room, claimed
+from ds_dynmo.cli.training.saving import after_failed_save, check_room, claimed, how_to_continue
 from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.data import TokenBatches
 from ds_dynmo.engine.comm.hosts import check_launch
@@ -71,6 +72,7 @@ from ds_dynmo.models.vocabulary import takes_labels, with_labels
 VALIDATIONS = 5
 SPEED_SERIES = "Train/Samples/tokens_per_second"  # in DeepSpeed's monitors, beside the losses that it sends itself
 ALONE = "One process, so one stage: no layer can move. Start several by deepspeed or torchrun."
+NOT_BEGUN = "Nothing was trained"
 UNSAVED = "Weights will not be saved. Pass --save DIR, and --export DIR for a folder that transformers reads."
 
 
@@ -269,6 +271,7 @@ def stopped_line(run: TrainingRun, number: int, tag: str, step: int) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     ds_dynmo.end_with_launcher()  # also while data are read, which may take minutes
+    run = None
     try:
         launched = ds_dynmo.set_rank_variables()
         run = prepare(sys.argv[1:] if arguments is None else arguments)
@@ -277,6 +280,10 @@ def main(arguments: list[str] | None = None) -> int:
             return train_and_export(run, first_rank=first_rank, launched=launched)
     except (ConfigError, PartitionError) as error:
         return refuse_on_ranks(error)
+    except KeyboardInterrupt:
+        if os.environ["RANK"] == "0":
+            print(f"stopped by SIGINT. {how_to_continue(run) if run is not None else NOT_BEGUN}", flush=True)
+        return 128 + signal.SIGINT
 
 
 def train_and_export(run: TrainingRun, *, first_rank: bool, launched: bool) -> int:
@@ -307,6 +314,8 @@ def train_and_export(run: TrainingRun, *, first_rank: bool, launched: bool) -> i
             if first_rank:
                 print(resumed_line(run), flush=True)
         check_room(run, engine)
+        if engine.dynmo is not None:
+            engine.stage.comm.how_to_continue = partial(how_to_continue, run)
         cases = build_cases(run, engine)
         record = continue_report(run, engine, unwritten) if first_rank else record_nothing
         try:

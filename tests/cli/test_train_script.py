@@ -21,6 +21,7 @@ from ds_dynmo.cli.training.resuming import find_checkpoint, read_resumed
 from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.engine.save.manifest import MANIFEST
 from ds_dynmo.errors import ConfigError, PartitionError
+from ds_dynmo.launch import ALONE
 from ds_dynmo.models import read_model_config
 from tests.support.ports import free_port
 from tests.support.saved_runs import metadata_of, save_metadata
@@ -321,6 +322,20 @@ def test_a_run_is_resumed_from_a_checkpoint_that_is_known(tmp_path: Path) -> Non
         prepare(flags)
 
 
+def test_ctrl_c_without_save_says_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "train_and_export", interrupted)
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
+    assert train.main(["--deepspeed_config", str(write(tmp_path))]) == 130
+    saves = "--save DIR --save-interval N saves on the way"
+    assert capsys.readouterr().out == f"stopped by SIGINT. Nothing of this run is saved: start it again; {saves}\n"
+
+
 def test_a_run_that_has_saved_nothing_yet_begins_where_it_would_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -478,7 +493,11 @@ def test_after_a_failed_save_it_says_what_is_saved_and_how_to_go_on(tmp_path: Pa
     assert train.after_failed_save(run) == (
         f"nothing of this run is saved: {room}start again; --save-interval N saves on the way"
     )
+    assert train.how_to_continue(run).startswith("Nothing of this run is saved: start it again")
     save_metadata(saved / "global_step30", run.state_dict())
+    assert train.how_to_continue(run) == (
+        f"The last whole checkpoint is {saved}/global_step30: the same command with --resume {saved} continues from it"
+    )
     assert train.after_failed_save(run) == (
         f"the last whole checkpoint there is global_step30: {room}the same command with --resume {saved} continues "
         "from it"

@@ -14,7 +14,7 @@ from ds_dynmo.engine.save.listing import checkpoints, whole_checkpoints
 from ds_dynmo.errors import ConfigError, counted
 from ds_dynmo.files.claims import claim_folder
 
-__all__ = ["after_failed_save", "check_room", "claimed"]
+__all__ = ["after_failed_save", "check_room", "claimed", "how_to_continue"]
 
 
 @contextmanager
@@ -82,6 +82,17 @@ def after_failed_save(run: TrainingRun) -> str:
     except ConfigError as error:  # it is not known which is the last
         there = str(error)
     return f"{there}: {room} the same command with --resume {run.save} continues from it"
+
+
+def how_to_continue(run: TrainingRun) -> str:
+    """Say how to go on with a run that has ended on the way."""
+    if run.save is None or not has_saved(run.save):
+        return "Nothing of this run is saved: start it again; --save DIR --save-interval N saves on the way"
+    try:
+        last = f"The last whole checkpoint is {run.save / find_checkpoint(run.save)}"
+    except ConfigError as error:  # it is not known which is the last
+        last = str(error)
+    return f"{last}: the same command with --resume {run.save} continues from it"
 
 
 def _text(num_bytes: int) -> str:

@@ -134,6 +134,7 @@ class _Lookout:
         self._seen: dict[int, Beat] = {}
         self._changed_at: dict[int, float] = {}
         self._lock, self._has_said = threading.Lock(), False
+        self._has_store = True  # after its connection has ended, torch logs a stack for each call
         self._said_by = socket.socket(socket.AF_UNIX)
         self.verdict = ""
         self.ended = threading.Event()
@@ -152,12 +153,16 @@ class _Lookout:
             looked_at = now
             waits_too_long = self._activity.seconds > self._timeout_seconds
             try:
-                self._beats.write()
-                self._look(now, decides=waits_too_long)
-                answered_at = time.monotonic()
-            except RuntimeError:  # of the store
-                if waits_too_long and now - answered_at > self._timeout_seconds:
-                    self.verdict = self.verdict or self._of_lost_store()
+                if self._has_store:
+                    self._beats.write()
+                    self._look(now, decides=waits_too_long)
+                    answered_at = time.monotonic()
+            except NoAnswer:
+                pass
+            except RuntimeError:
+                self._has_store = False
+            if waits_too_long and now - answered_at > self._timeout_seconds:
+                self.verdict = self.verdict or self._of_lost_store()
             if self.verdict and not self._activity.is_idle:
                 self._end_process()
                 return
@@ -188,22 +193,22 @@ class _Lookout:
 
     def find_out(self, error: Exception) -> str:
         """Say the verdict after an error of the main thread, and return it; "": no rank is lost."""
-        with suppress(RuntimeError):  # the store may be lost with rank 0
-            if not any(map(is_of_backend, _causes(error))):
-                self._activity.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        if not any(map(is_of_backend, _causes(error))):
+            self._activity.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            with suppress(RuntimeError):  # of the store
                 self._beats.write()
-                return ""
+            return ""
         began = time.monotonic()
-        while not self.verdict:
+        while self._has_store and time.monotonic() - began < self._timeout_seconds:
             try:
                 self._find_lost()
-                break
+                return self.say() if self.verdict else ""
             except NoAnswer:
-                if time.monotonic() - began > self._timeout_seconds:
-                    self.verdict = self._of_lost_store()
-            except RuntimeError:  # the connection has ended
-                self.verdict = self._of_lost_store()
-        return self.say() if self.verdict else ""
+                continue
+            except RuntimeError:
+                self._has_store = False
+        self.verdict = self.verdict or self._of_lost_store()
+        return self.say()
 
     def _find_lost(self) -> None:
         """Look for ranks that have ended, or write nothing while this rank looks, until there is a verdict."""
@@ -257,6 +262,8 @@ class _Lookout:
         with self._lock:
             if not self._has_said and self._is_first_on_host():
                 logger.error(message)
+                if not self._has_store:
+                    time.sleep(self._sure_seconds)  # others on this host ask whether this process runs
             self._has_said = True
         until = time.monotonic() + self._sure_seconds
         with suppress(RuntimeError):
@@ -266,14 +273,14 @@ class _Lookout:
 
     def _is_first_on_host(self) -> bool:
         """Return whether no rank of this host has asked before; without the store, none whose process still runs."""
+        with suppress(RuntimeError):
+            if self._has_store:
+                return self._store.add(f"said/{socket.gethostname()}", 1) == 1
         try:
-            return self._store.add(f"said/{socket.gethostname()}", 1) == 1
-        except RuntimeError:
-            try:
-                self._said_by.bind(f"\0ds_dynmo {os.environ.get('MASTER_PORT', '')} {os.getpgrp()}")
-            except OSError:
-                return False
-            return True
+            self._said_by.bind(f"\0ds_dynmo {os.environ.get('MASTER_PORT', '')} {os.getpgrp()}")
+        except OSError:
+            return False
+        return True
 
     def missing(self, number: int, *, timed_out: bool) -> list[int]:
         """See :meth:`Watch.missing`."""
