@@ -66,6 +66,7 @@ class Watch:
     ) -> None:
         self._activity = activity
         self._lookout = lookout = _Lookout(store, rank, world_size, timeout_seconds, activity, remedy)
+        lookout.introduce()
         thread = threading.Thread(target=lookout.run, name="ds_dynmo watch", daemon=True)
         thread.start()
         self.end = weakref.finalize(self, _end, lookout, thread)
@@ -140,6 +141,11 @@ class _Lookout:
         self.ended = threading.Event()
 
     # -- the thread -----------------------------------------------------------------------------------
+
+    def introduce(self) -> None:
+        """Write the first beat, so that others know this process."""
+        if self._world_size > 1:
+            self._beats.write()
 
     def run(self) -> None:
         """Write and read beats until the world ends, or a rank is lost while this one waits for others."""
