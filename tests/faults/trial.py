@@ -209,7 +209,8 @@ def _problem(
     said = [line for line in notes.all("said") if line.startswith("rank ") and " has " in line]
     between_worlds = fault.place in ("re-pack: end the world", "re-pack: begin a world", "re-pack: release")
     was_killed = fault.kind in ("SIGKILL", "SIGSTOP for too long") and not between_worlds
-    if was_killed and (len(said) != 1 or f"rank {fault.rank} (host" not in said[0]):
+    names = (f"rank {fault.rank} (host", f", {fault.rank} at the launch (host")
+    if was_killed and (len(said) != 1 or not any(name in said[0] for name in names)):
         return f"said: {said}"
     if was_killed and any("RankLostError" not in end.error for rank, end in enumerate(ends) if rank != fault.rank):
         codes = [end.exit_code for end in ends]

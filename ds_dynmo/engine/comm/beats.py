@@ -70,6 +70,7 @@ class Beat:
         host: the name of its host.
         processes: identifies the processes that it sees: a pid means the same to ranks that see the same.
         pid: of its process.
+        launch_rank: its number at the launch.
     """
 
     count: int
@@ -79,6 +80,7 @@ class Beat:
     host: str
     processes: str
     pid: int
+    launch_rank: str
 
     @property
     def is_seen(self) -> bool:
@@ -90,9 +92,13 @@ class Beat:
         """Whether its process has ended, as far as this process can tell."""
         return self.is_seen and not _runs(self.pid)
 
-    def __str__(self) -> str:
+    def describe(self, rank: int) -> str:
+        """Say which rank it is, by its number in the present world, where, and what it did."""
+        number = (
+            f"rank {rank}" if self.launch_rank in ("", str(rank)) else f"rank {rank}, {self.launch_rank} at the launch"
+        )
         why = f", {self.failure}" if self.failure else ""
-        return f"host {self.host}, process {self.pid}, {self.doing}{why}"
+        return f"{number} (host {self.host}, process {self.pid}, {self.doing}{why})"
 
 
 class Beats:
@@ -118,6 +124,7 @@ class Beats:
             host=socket.gethostname(),
             processes=_processes(),
             pid=os.getpid(),
+            launch_rank=os.environ.get("RANK", ""),
         )
         self._store.set(_key(self._rank), json.dumps(asdict(beat)))
 

@@ -247,7 +247,7 @@ class _Lookout:
             beats = self._beats.read(sorted(lost))
             ended = all(beat.has_ended for beat in beats.values())
             what = "ended" if ended else "ended or was stopped, or the link to its host is cut"
-            who = "; ".join(f"rank {rank} ({beat})" for rank, beat in beats.items())
+            who = "; ".join(beat.describe(rank) for rank, beat in beats.items())
             self._store.set("verdict", f"{who} has {what}")
         self._store.wait(["verdict"])
         self._has_read_verdict()
@@ -255,9 +255,9 @@ class _Lookout:
     def _of_lost_store(self) -> str:
         """Return the verdict where the launch's store, which rank 0's process holds, does not answer."""
         first = self._seen.get(0)
-        if first is not None and first.has_ended:
-            return f"rank 0 ({first}) has ended"
-        return f"rank 0 ({first or 'with the store of the launch'}) has ended, or the link to its host is cut"
+        who = "rank 0, with the store of the launch," if first is None else first.describe(0)
+        has_ended = first is not None and first.has_ended
+        return f"{who} has ended" if has_ended else f"{who} has ended, or the link to its host is cut"
 
     def say(self) -> str:
         """Log the verdict, once on each host, and return it with a remedy.

@@ -129,17 +129,19 @@ class World:
             if attendance.come(launch_ranks.index(self.launch_rank)):
                 store.set("all", "")
             store.wait(["all"], timedelta(seconds=self._timeout_seconds))
+            missing = [self.launch_rank] if store.check(["given up"]) else []
         except STORE_LOST as error:
             raise MigrationError(
-                "rank 0's process is gone or out of reach, and with it the store of the launch. Resume the job from "
-                "its last checkpoint"
+                "rank 0's process is gone or out of reach, and with it the store of the launch"
             ) from error
-        except RuntimeError as error:
+        except RuntimeError:
+            store.set("given up", "")  # for ranks that come later
             missing = [launch_ranks[place] for place in attendance.missing()]
+        if missing:
             raise MigrationError(
                 f"ranks {missing} (as numbered at the launch) did not come to the new world within "
-                f"{self._timeout_seconds:g} s. Resume the job from its last checkpoint, with as many stages as are left"
-            ) from error
+                f"{self._timeout_seconds:g} s"
+            )
 
 
 def of_stages(topology: ProcessTopology, stages: Sequence[int]) -> tuple[ProcessTopology, tuple[int, ...]]:
