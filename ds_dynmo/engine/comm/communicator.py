@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import traceback
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -106,13 +107,14 @@ class Communicator:
             return BoundedStore(prefix_store(f"{name}/{of_name}", default_store()), self._timeout_seconds)
 
         self._links = HostLinks(part("links"), self._timeout)
+        weakly = weakref.proxy(self)  # else the watch's thread would keep a deleted engine
         self._watch = Watch(
             BoundedStore(prefix_store(f"{name}/watch", default_store().clone()), self._timeout_seconds / 2),
             here.rank,
             here.world_size,
             timeout_seconds=self._timeout_seconds,
             activity=self._activity,
-            remedy=lambda: self.how_to_continue(),
+            remedy=lambda: weakly.how_to_continue(),
         )
         self._world = Tree(self._links, range(here.world_size), here.rank)
         self._pipeline_ranks = [self.rank_of(stage) for stage in range(here.num_stages)]

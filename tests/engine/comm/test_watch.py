@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,6 +134,21 @@ def ends_early(case: Case) -> list[str]:
 @pytest.mark.ranks
 def test_a_rank_whose_script_has_ended_is_not_missed() -> None:
     assert run(3, ends_early, CASE, complete=False) == [[""], [], [""]]
+
+
+def deleted(case: Case) -> tuple[bool, list[str]]:
+    """Delete an engine. Return whether it is gone, and the threads that are left."""
+    engine = build(case)
+    engine.train_batch(batches(engine))
+    kept = weakref.ref(engine)
+    del engine
+    gc.collect()
+    return kept() is None, [thread.name for thread in threading.enumerate() if "ds_dynmo" in thread.name]
+
+
+@pytest.mark.ranks
+def test_a_deleted_engine_is_gone_and_so_is_its_watch() -> None:
+    assert run(2, deleted, replace(CASE, stages=2)) == [(True, [])] * 2
 
 
 def test_an_error_is_the_backends_by_its_class_or_text() -> None:
