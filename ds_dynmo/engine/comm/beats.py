@@ -92,6 +92,11 @@ class Beat:
         """Whether its process has ended, as far as this process can tell."""
         return self.is_seen and not _runs(self.pid)
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether its process runs and was not stopped, as far as this process can tell: it may just be busy."""
+        return self.is_seen and _runs(self.pid, unless=psutil.STATUS_STOPPED)
+
     def describe(self, rank: int) -> str:
         """Say which rank it is, by its number in the present world, where, and what it did."""
         number = (
@@ -150,8 +155,9 @@ def _processes() -> str:
         return identity()
 
 
-def _runs(pid: int) -> bool:
+def _runs(pid: int, unless: str = "") -> bool:
     try:
-        return is_running(psutil.Process(pid))
+        process = psutil.Process(pid)
+        return is_running(process) and process.status() != unless
     except psutil.Error:
         return False

@@ -6,7 +6,7 @@ it: the ranks form a ring. A rank is *lost*
 - if the backend fails on a rank, which asks: the processes that have ended on its host, and the ranks elsewhere that
   write nothing while it looks, are lost;
 - if it has written nothing for ``timeout_seconds``, for all of which another has been in one operation of the engine:
-  its process was stopped, or the link to its host is cut.
+  its process was stopped, or the link to its host is cut. One that runs on the same host is just busy.
 
 Who finds that out writes the *verdict*, which every rank reads and the first of each host logs. A rank that is in an
 operation raises :class:`RankLostError`, or ends if the backend keeps it. If the store does not answer, rank 0's process
@@ -179,8 +179,10 @@ class _Lookout:
             if self._seen.get(rank) != beat:
                 self._seen[rank], self._changed_at[rank] = beat, now
         silent = {rank for rank, at in self._changed_at.items() if now - at > self._timeout_seconds}
-        if not self._has_read_verdict() and decides and silent:
-            self._decide(silent)
+        if not self._has_read_verdict() and decides:
+            lost = {rank for rank in silent if not self._seen[rank].is_at_work}
+            if lost:
+                self._decide(lost)
 
     def _end_process(self) -> None:
         """Say the verdict; then end this process, unless the main thread leaves its operation by itself."""
@@ -243,8 +245,8 @@ class _Lookout:
 
     def _decide(self, lost: set[int]) -> None:
         """Write the verdict that ranks are lost, unless another rank has, and read it."""
+        beats = self._beats.read(sorted(lost))
         if self._store.add("verdicts", 1) == 1:
-            beats = self._beats.read(sorted(lost))
             ended = all(beat.has_ended for beat in beats.values())
             what = "ended" if ended else "ended or was stopped, or the link to its host is cut"
             who = "; ".join(beat.describe(rank) for rank, beat in beats.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -103,6 +104,23 @@ def stopped_for_a_while(case: Case) -> list[float]:
             os.kill(os.getpid(), signal.SIGSTOP)
         losses.append(engine.train_batch(data).item())
     return losses
+
+
+def busy_for_long(case: Case) -> list[float]:
+    """Train; in the second batch rank 1 keeps the interpreter's lock for longer than the time-out."""
+    engine = build(case)
+    data, losses = batches(engine), []
+    if engine.global_rank == 1:
+        microseconds = int(1.6e6 * TIMEOUT_SECONDS)
+        engine.before_step(lambda: engine.global_steps == 1 and ctypes.PyDLL(None).usleep(microseconds))
+    for _ in range(3):
+        losses.append(engine.train_batch(data).item())
+    return losses
+
+
+@pytest.mark.ranks
+def test_a_busy_rank_on_the_same_host_is_not_lost() -> None:
+    assert run(3, busy_for_long, CASE) == [rank["losses"] for rank in run(3, train, CASE, [], 3, 1)]
 
 
 def stopped_for_good(case: Case) -> None:
