@@ -8,6 +8,7 @@
 #   compiled    tests in which DeepSpeed compiles its own Adam; needs a C++ compiler and Python's headers
 #   emulated    tests on ranks on the emulated device, and of the nightly ones those of moves
 #   endurance   random rounds of training, for HOURS (default: 2), and what processes hold after many moves
+#   faults      FAULTS (default: 1000) faults, one per trial, at places of a run on random ranks
 #   mutations   the code broken in small ways: tests have to fail
 #   versions    the lowest and highest tested versions of DeepSpeed, torch, transformers and peft
 #   pythons     scripts/test.sh under each other Python of PYTHONS (default: 3.12 and 3.13) that is installed
@@ -18,7 +19,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 FOLDER="${FOLDER:-nightly}"
 PYTHONS="${PYTHONS:-3.12 3.13}"
 HOURS="${HOURS:-2}"
-STEPS=(short long compiled emulated endurance mutations versions pythons)
+FAULTS="${FAULTS:-1000}"
+STEPS=(short long compiled emulated endurance faults mutations versions pythons)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # as scripts/test.sh
 mkdir -p "$FOLDER" || exit 1
 
@@ -38,6 +40,7 @@ endurance() {
             exit "$grown"
     )
 }
+faults() { (source scripts/setup_env.sh test cpu && python -m tests.faults --count "$FAULTS"); }
 mutations() { (source scripts/setup_env.sh test cpu && python -m tests.mutations); }
 versions() { bash scripts/test_versions.sh; }
 
@@ -59,7 +62,7 @@ run_step() { # NAME COMMAND...
     echo "nightly.sh: $name: $FOLDER/$name.log"
     "$@" >"$FOLDER/$name.log" 2>&1 || { failed=1 result=FAILED; }
     summary+=("$(printf '%-12s %-8s %6d s  %s' "$name" "$result" $((SECONDS - seconds)) \
-        "$(grep -E '[0-9]+ (passed|caught)|^[0-9]+ of [0-9]+' "$FOLDER/$name.log" | tail -n 1)")")
+        "$(grep -E '[0-9]+ (passed|caught)|^[0-9]+ (of|trials)' "$FOLDER/$name.log" | tail -n 1)")")
 }
 
 for step in "${@:-${STEPS[@]}}"; do
@@ -73,7 +76,7 @@ for step in "${@:-${STEPS[@]}}"; do
             fi
         done
         ;;
-    short | long | compiled | emulated | endurance | mutations | versions) run_step "$step" "$step" ;;
+    short | long | compiled | emulated | endurance | faults | mutations | versions) run_step "$step" "$step" ;;
     *)
         echo "nightly.sh: no step \"$step\"; steps: ${STEPS[*]}" >&2
         exit 2

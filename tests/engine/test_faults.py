@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -20,14 +19,13 @@ import torch.distributed as dist
 from ds_dynmo import MigrationError, RankLostError
 from ds_dynmo.engine.comm import point_to_point
 from ds_dynmo.engine.comm.rounds import Rounds, RoundsInThread
-from ds_dynmo.engine.decide.cost_model import CostModel
 from ds_dynmo.engine.decide.cycle import Asked, Reason, Request
-from ds_dynmo.engine.move import arriving
 from ds_dynmo.torch_private import default_store
+from tests.faults.fault import Fault, Injected
 from tests.support.configs import Case
 from tests.support.deaths import die_at
 from tests.support.harness import RankError, run
-from tests.support.training import Warnings, batches, build, layers_of, partitions, state, whole
+from tests.support.training import Warnings, batches, build, partitions, state, whole
 
 pytestmark = pytest.mark.ranks
 
@@ -53,26 +51,12 @@ def grid(points: Any) -> list[Any]:
     ]
 
 
-class Injected(RuntimeError):
-    """The injected failure."""
-
-
-def broken(*_: Any, **__: Any) -> Any:
-    raise Injected("the cable is gone")
-
-
-def _no_load_signal(engine: Any) -> None:
-    for module in layers_of(engine).values():
-        module.load_signal = broken
-
-
-TRADEOFF = CostModel.tradeoff
-HARMLESS: dict[str, Callable[[Any], None]] = {
-    "gather": _no_load_signal,
-    "decide": lambda _: setattr(CostModel, "tradeoff", broken),
-    "describe": lambda engine: setattr(engine.stage.state, "describe", broken),
-    "prepare": lambda engine: setattr(engine.stage.state, "prepare", broken),
-    "pack": lambda engine: setattr(engine.stage.state, "record", broken),
+HARMLESS = {
+    "gather": "profile: measure a layer",
+    "decide": "decide",
+    "describe": "move: describe",
+    "prepare": "move: make room",
+    "pack": "move: pack",
 }
 
 
@@ -81,8 +65,7 @@ def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
     engine = build(case)
     data, losses = batches(engine), []
     losses.append(engine.train_batch(data).item())
-    if engine.global_rank == (0 if point == "decide" else rank):  # rank 0 decides
-        HARMLESS[point](engine)
+    Fault(0 if point == "decide" else rank, 0, HARMLESS[point], "exception").inject(engine)  # rank 0 decides
     if point in ("gather", "decide"):
         engine.rebalancer.go(Asked(Request(Reason.MODEL_CHANGED, "a test")))
     for _ in range(2):
@@ -94,12 +77,6 @@ def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
         except MigrationError as error:
             assert error.harmless
             message = str(error)
-    CostModel.tradeoff = TRADEOFF  # type: ignore[method-assign]
-    if engine.global_rank == rank:
-        for name in ("describe", "prepare", "record"):
-            vars(engine.stage.state).pop(name, None)
-        for module in layers_of(engine).values():
-            vars(module).pop("load_signal", None)
     engine.rebalance(MOVES[rank])
     losses.append(engine.train_batch(data).item())
     return {"message": message, "losses": losses, "state": state(engine), "replica": 0}
@@ -179,17 +156,13 @@ def test_before_bytes_move_a_failure_is_harmless(point: str, rank: int, precisio
     assert whole(results) == whole(expected)
 
 
-def _arriving(engine: Any) -> None:
-    arriving.ArrivingLayer.materialize = broken  # type: ignore[method-assign]
-
-
-FATAL: dict[str, Callable[[Any], None]] = {
-    "headers": lambda engine: setattr(engine.stage.comm.p2p, "exchange_headers", broken),
-    "send": lambda engine: setattr(engine.stage.comm.p2p, "post", broken),
-    "unpack": _arriving,
-    "rebuild": lambda engine: setattr(engine.stage.layers, "rebuild", broken),
-    "rewrap": lambda engine: setattr(engine.stage.state, "install_parameters", broken),
-    "tie": lambda engine: setattr(engine.stage.layers, "tie", broken),
+FATAL = {
+    "headers": "move: exchange headers",
+    "send": "move: send the rest",
+    "unpack": "move: unpack",
+    "rebuild": "move: rebuild",
+    "rewrap": "move: hand over to the optimizer",
+    "tie": "move: tie",
 }
 
 
@@ -197,8 +170,7 @@ def fatal(case: Case, point: str, rank: int, background: bool) -> str:
     engine = build(case)
     data = batches(engine)
     engine.train_batch(data)
-    if engine.global_rank == rank:
-        FATAL[point](engine)
+    Fault(rank, 0, FATAL[point], "exception").inject(engine)
     try:
         engine.rebalance(MOVES[rank], background=background)
         engine.train_batch(data)

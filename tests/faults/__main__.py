@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.faults.fault import KINDS, ON_FIRST, ON_RELEASED, PLACES, Fault
+from tests.faults.fault import ON_FIRST, ON_RELEASED, PLACES, Fault, kinds_at
 from tests.faults.trial import CASES, STEPS, Outcome, Undisturbed, try_fault
 
 
@@ -27,7 +27,7 @@ def random_fault(seed: int) -> tuple[Fault, str]:
     """Draw a fault, and the case that it happens in. All pairs of a place and a kind come in turn."""
     chooser = random.Random(seed)
     place = [*PLACES][seed % len(PLACES)]
-    kinds = [kind for kind in KINDS if kind != "disk full" or place.startswith("save")]
+    kinds = kinds_at(place)
     rank = 0 if place in ON_FIRST else 1 if place in ON_RELEASED else chooser.randrange(3)
     kind = kinds[seed // len(PLACES) % len(kinds)]
     in_batch = place.startswith("batch")

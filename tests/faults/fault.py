@@ -11,24 +11,34 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 TIMEOUT_SECONDS = 2.0  # of the runs in which faults happen
 
-PLACES = {  # the functions in which a fault may happen, by the phase and what is done there
+PLACES = {  # functions of modules and of the engine in which a fault may happen, by the phase and what is done there
+    "profile: measure a layer": "ds_dynmo.engine.measure.profile_reduction:_row",
     "profile: post": "ds_dynmo.engine.measure.profile_reduction:measurement_table",
     "profile: read": "ds_dynmo.engine.measure.profile_reduction:profile_from",
     "decide": "ds_dynmo.engine.decide.decider:decide",
     "move: prepare": "ds_dynmo.engine.move.migrator:Migrator.prepare",
-    "move: pack": "ds_dynmo.engine.move.migrator:Migrator._prepared",
+    "move: describe": "engine:stage.state.describe",
+    "move: pack": "ds_dynmo.engine.move.migration_context:pack",
+    "move: exchange headers": "ds_dynmo.engine.move.migrator:_exchange_headers",
+    "move: make room": "engine:stage.state.prepare",
     "move: start": "ds_dynmo.engine.move.migrator:Migrator.start",
     "move: poll": "ds_dynmo.engine.move.migrator:Migrator.poll",
     "move: commit": "ds_dynmo.engine.move.migrator:Migrator.commit",
+    "move: send the rest": "engine:stage.comm.p2p.post",
+    "move: unpack": "ds_dynmo.engine.move.arriving:ArrivingLayer.materialize",
     "move: rebuild": "ds_dynmo.engine.move.migration_context:MigrationContext.rebuild",
+    "move: hand over to the optimizer": "engine:stage.state.install_parameters",
+    "move: tie": "engine:stage.layers.tie",
     "save: begin": "ds_dynmo.engine.save.folder:CheckpointFolder.begin",
     "save: take a file": "ds_dynmo.engine.save.writing:_take",
+    "save: write a file": "ds_dynmo.engine.save.destinations:write_records",
     "save: write the rest": "ds_dynmo.engine.save.writing:UnfinishedCheckpoint._write_rest",
     "save: describe a file": "ds_dynmo.engine.save.writing:describe",
     "save: write the stage's manifest": "ds_dynmo.engine.save.writing:write_stage",
@@ -53,17 +63,27 @@ ON_FIRST = {  # places to which only rank 0 comes
     *("profile: read", "decide", "save: begin", "save: write the manifest", "save: commit"),
 }
 ON_RELEASED = {"re-pack: release"}  # to which only a rank comes that is released
+DAMAGES = ("a file cut", "a file flipped")
+WITH_FILES = {  # places whose functions begin with the path of files that were written
+    *("save: describe a file", "save: write the stage's manifest", "save: write the manifest"),
+}
+
+
+def kinds_at(place: str) -> list[str]:
+    """Return the kinds of faults that can happen at a place."""
+    damages, fills = place in WITH_FILES, place.startswith("save")
+    return [kind for kind in KINDS if (kind not in DAMAGES or damages) and (kind != "disk full" or fills)]
 
 
 class Injected(RuntimeError):
     """The error of a fault."""
 
 
-def _raise() -> None:
+def _raise(*_: Any) -> None:
     raise Injected("the cable is gone")
 
 
-def _kill() -> None:
+def _kill(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -74,16 +94,36 @@ def _stop(seconds: float) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _fill_disk() -> None:
+def _fill_disk(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-KINDS: dict[str, Callable[[], None]] = {
+def _cut(path: str, *_: Any) -> None:
+    file = _last_written(path)
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _flip(path: str, *_: Any) -> None:
+    file = _last_written(path)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _last_written(path: str) -> Path:
+    """Return a file, or that of tensors in a folder which was written last."""
+    files = [Path(path), *Path(path).rglob("*.pt")]
+    return max(filter(Path.is_file, files), key=lambda file: file.stat().st_mtime_ns)
+
+
+KINDS: dict[str, Callable[..., None]] = {  # called as the place's function is
     "exception": _raise,
     "SIGKILL": _kill,
-    "SIGSTOP for a while": lambda: _stop(TIMEOUT_SECONDS / 4),
-    "SIGSTOP for too long": lambda: _stop(4 * TIMEOUT_SECONDS),
+    "SIGSTOP for a while": lambda *_: _stop(TIMEOUT_SECONDS / 4),
+    "SIGSTOP for too long": lambda *_: _stop(4 * TIMEOUT_SECONDS),
     "disk full": _fill_disk,
+    "a file cut": _cut,
+    "a file flipped": _flip,
 }
 
 
@@ -113,7 +153,7 @@ class Fault:
         """
         if dist.get_rank() != self.rank:
             return
-        owner, name = _owner_of(PLACES[self.place])
+        owner, name = owner_of(PLACES[self.place], engine)
         function, left = getattr(owner, name), self.after
 
         @wraps(function)
@@ -123,16 +163,16 @@ class Fault:
                 left -= 1
                 if left == -1:
                     happens()
-                    KINDS[self.kind]()
+                    KINDS[self.kind](*args)
             return function(*args, **kwargs)
 
         setattr(owner, name, failing)
 
 
-def _owner_of(path: str) -> tuple[Any, str]:
-    """Return the module or class that has a function, and its name there."""
+def owner_of(path: str, engine: Any) -> tuple[Any, str]:
+    """Return the module, class or part of the engine that has a function, and its name there."""
     module, _, names = path.partition(":")
-    owner = importlib.import_module(module)
+    owner = engine if module == "engine" else importlib.import_module(module)
     *outer, name = names.split(".")
     for part in outer:
         owner = getattr(owner, part)

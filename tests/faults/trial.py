@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from ds_dynmo.engine.comm import watch
 from ds_dynmo.errors import CheckpointError, MigrationError, PartitionError, raise_unless_harmless
-from tests.faults.fault import TIMEOUT_SECONDS, Fault
+from tests.faults.fault import DAMAGES, TIMEOUT_SECONDS, Fault
 from tests.support.configs import Case
 from tests.support.harness import End, RankError, run, run_to_the_end
-from tests.support.training import batches, build, partitions, state, whole
+from tests.support.training import Warnings, batches, build, partitions, state, whole
 
 STEPS = 6
 SECONDS = 60.0  # for each launch, on a busy machine
@@ -39,6 +39,7 @@ def section(*, background: bool) -> dict[str, Any]:
         "min_improvement": 0.9,
         "checkpoint": kind,
         "migration": kind,
+        "schedule": "zero_bubble" if background else "1f1b",  # training is the same to the bit
     }
 
 
@@ -73,7 +74,7 @@ def _train(case: Case, folder: str, launch: str, fault: Fault | None) -> dict[st
     engine = build(case)
     checkpoints = Path(folder, "checkpoints")
     if (checkpoints / "latest").exists():
-        engine.load_checkpoint(str(checkpoints))
+        engine.load_checkpoint(str(checkpoints), newest_whole=True)
     if fault is not None:
         fault.inject(engine, lambda: notes.add("happened", time.monotonic()))
     losses: dict[int, float] = {}
@@ -107,16 +108,24 @@ def _move(engine: Any, case: Case, checkpoints: Path, notes: Notes) -> None:
 
 def _save(engine: Any, case: Case, checkpoints: Path, notes: Notes) -> None:
     step = engine.global_steps
-    if step % 2 == 0 and step <= LAST_CHECKPOINT:
+    if _is_saved(step):
         engine.save_checkpoint(str(checkpoints))
         if dist.get_rank() == 0 and case.dynmo is not None and case.dynmo["checkpoint"] == "blocking":
             notes.add("saved", step)
 
 
+def _is_saved(step: int) -> bool:
+    return step % 2 == 0 and step <= LAST_CHECKPOINT
+
+
 def _load(engine: Any, case: Case, checkpoints: Path, notes: Notes) -> None:
-    if engine.global_steps == LAST_CHECKPOINT:
+    """Load what was saved last. If that is damaged, train on from the one before, or, without one, from here."""
+    if _is_saved(engine.global_steps):
         engine.wait_for_save()
-        engine.load_checkpoint(str(checkpoints))
+        warnings = Warnings(watch.logger)
+        engine.load_checkpoint(str(checkpoints), newest_whole=True)
+        for message in warnings.messages:  # which checkpoint was refused, and why
+            notes.add("harmless", message)
 
 
 def _repack(engine: Any, case: Case, checkpoints: Path, notes: Notes) -> None:
@@ -202,6 +211,10 @@ def _problem(
             return f"losses differ: {seen}, undisturbed: {undisturbed.losses}"
     if whole([rank for rank in results if "state" in rank]) != undisturbed.state:
         return "weights or optimizer state differ"
+    if fault.kind in DAMAGES and ended:
+        return f"a damaged file ended it: {ended}"
+    if fault.kind == "a file cut" and notes.all("happened") and not any(".pt: " in t for t in notes.all("harmless")):
+        return f"nothing refused the file: {notes.all('harmless')}"
     if not ended:
         return ""
     if min(results[0]["losses"], default=STEPS) < max(notes.all("saved"), default=0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,11 @@ import pytest
 import torch.distributed as dist
 
 from ds_dynmo import partitioners
-from ds_dynmo.engine.move.migration_context import MigrationContext
-from ds_dynmo.engine.move.migrator import Migrator
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, RankLostError
+from tests.faults.fault import Fault
 from tests.support.configs import Case
 from tests.support.elastic import losses, train_alone, train_and_repack, train_through_checkpoint
-from tests.support.harness import run
+from tests.support.harness import run, run_to_the_end
 from tests.support.training import batches, build
 
 pytestmark = pytest.mark.ranks
@@ -101,58 +101,45 @@ def test_a_repacking_that_does_not_fit_names_one_that_would() -> None:
         assert text.startswith("repack onto 1 stage:") and text.endswith("; 2 stages would do")
 
 
-def _leave(*_: Any, **__: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def _fail(*_: Any, **__: Any) -> None:
+def _fail() -> None:
     raise ValueError("no room")
 
 
-def killed(case: Case, who: str) -> str:
-    """Let a rank die while it sends layers, or between two worlds. With "failing" it raises an error instead."""
+def failing(case: Case, place: str, kind: str) -> str:
+    """Re-pack with a fault on rank 2. Return the error."""
     engine = build(case)
-    data = batches(engine)
-    engine.train_batch(data)
-    launch_rank = dist.get_rank()
-    if launch_rank == 2 and who == "sending":
-        Migrator.start = _leave  # type: ignore[method-assign]
-    elif launch_rank == 2 and who == "failing":
-        MigrationContext.rebuild = _fail  # type: ignore[method-assign]
-    elif launch_rank == 2:
-        engine.repacker.world.begin = _leave
+    engine.train_batch(batches(engine))
+    Fault(2, 0, place, kind).inject(engine)
     try:
         engine.repack(2, partition=[0, 1, 8])
     except (MigrationError, RankLostError) as error:
         return str(error)
-    except KeyboardInterrupt:
-        return "gone"
     return "went on"
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16 zero1"])
 def test_a_rank_that_dies_while_layers_move_is_named(precision: str) -> None:
     case = Case(stages=3, precision=precision, dynmo={"interval": 0, "timeout_seconds": 4.0})
-    *left, died = run(3, killed, case, "sending", complete=False)
-    assert died == "gone"
-    for text in left:
-        assert text.startswith("rank 2 (host ") and "has ended" in text
+    *left, died = run_to_the_end(3, failing, case, "move: start", "SIGKILL", seconds=60.0)
+    assert died.exit_code == -signal.SIGKILL
+    for end in left:
+        assert end.result.startswith("rank 2 (host ") and "has ended" in end.result
 
 
 @pytest.mark.nightly
 def test_a_rank_that_fails_while_layers_move_is_not_reported_as_dead() -> None:
     case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 3.0})
-    *others, failed = run(3, killed, case, "failing")
-    assert "rank 2 failed rebuilding the stage" in failed and "no room" in failed
+    *others, failed = run(3, failing, case, "move: rebuild", "exception")
+    assert "rank 2 failed rebuilding the stage" in failed and "the cable is gone" in failed
     assert not any("has ended" in text for text in [*others, failed]), others
 
 
 @pytest.mark.nightly
 def test_a_rank_that_dies_between_two_worlds_is_named() -> None:
     case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 4.0})
-    left, _, died = run(3, killed, case, "at work")
-    assert died == "gone"
-    assert "ranks [2] (as numbered at the launch) did not come to the new world within 4 s" in left
+    left, _, died = run_to_the_end(3, failing, case, "re-pack: begin a world", "SIGKILL", seconds=60.0)
+    assert died.exit_code == -signal.SIGKILL
+    assert "ranks [2] (as numbered at the launch) did not come to the new world within 4 s" in left.result
 
 
 def test_a_job_that_stops_for_a_restart_says_how_to_resume(tmp_path: Path) -> None:

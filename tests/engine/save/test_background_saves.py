@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ import torch
 from ds_dynmo import CheckpointError
 from ds_dynmo.engine.save import checkpointer, destinations, folder
 from ds_dynmo.engine.save.safe_load import safe_load
+from tests.faults.fault import Fault
 from tests.support.checkpoints import STEPS, check_same, load_and_continue, save_and_continue, train_on
 from tests.support.configs import Case
 from tests.support.harness import run, run_each
@@ -40,14 +40,6 @@ def write_after(event: threading.Event) -> None:
         write_records(records, path)
 
     destinations.write_records = write
-
-
-def write_in_time() -> None:
-    destinations.write_records = write_records
-
-
-def full_disk(records: Any, path: str) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 # -- what is written ----------------------------------------------------------------------------------
@@ -226,8 +218,7 @@ def call_after_failure(case: Case, into: str, call: str) -> tuple[str, list[str]
     train_on(engine, 0)
     engine.save_checkpoint(into, tag="good")
     engine.wait_for_save()
-    if engine.global_rank == 1:
-        destinations.write_records = full_disk
+    Fault(1, 0, "save: write a file", "disk full").inject(engine)
     engine.save_checkpoint(into, tag="bad")
     engine.checkpointer._under_way._thread.join()
     gather(None)  # now the failure is known on every rank
@@ -246,7 +237,6 @@ def call_after_failure(case: Case, into: str, call: str) -> tuple[str, list[str]
         calls[call]()
     assert (engine.global_steps, engine.partition) == (steps, partition)
     assert sorted(os.listdir(into)) == ["good", "latest"] and folder.read_latest(into) == "good"
-    write_in_time()
     train_on(engine, STEPS + 2, 1)
     engine.save_checkpoint(into, tag="next")
     engine.wait_for_save()
