@@ -29,10 +29,11 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 
+import torch.distributed as dist
 from deepspeed.utils import logger
 
 from ds_dynmo.engine.comm.beats import Activity, Beat, Beats
-from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer
+from ds_dynmo.engine.comm.bounded import BoundedStore
 from ds_dynmo.errors import RankLostError
 from ds_dynmo.torch_private import is_of_backend
 
@@ -163,10 +164,10 @@ class _Lookout:
                     self._beats.write()
                     self._look(now, decides=waits_too_long)
                     answered_at = time.monotonic()
-            except NoAnswer:
-                pass
-            except RuntimeError:
+            except dist.DistNetworkError:
                 self._has_store = False
+            except RuntimeError:  # no answer in time
+                pass
             if waits_too_long and now - answered_at > self._timeout_seconds:
                 self.verdict = self.verdict or self._of_lost_store()
             if self.verdict and not self._activity.is_idle:
@@ -211,10 +212,10 @@ class _Lookout:
             try:
                 self._find_lost()
                 return self.say() if self.verdict else ""
-            except NoAnswer:
-                continue
-            except RuntimeError:
+            except dist.DistNetworkError:
                 self._has_store = False
+            except RuntimeError:  # no answer in time
+                continue
         self.verdict = self.verdict or self._of_lost_store()
         return self.say()
 
