@@ -219,10 +219,10 @@ def _problem(
         return ""
     if min(results[0]["losses"], default=STEPS) < max(notes.all("saved"), default=0):
         return f"resumed before the last checkpoint, {max(notes.all('saved'))}"
-    said = [line for line in notes.all("said") if line.startswith("rank ") and " has " in line]
-    between_worlds = fault.place in ("re-pack: end the world", "re-pack: begin a world", "re-pack: release")
-    was_killed = fault.kind in ("SIGKILL", "SIGSTOP for too long") and not between_worlds
-    names = (f"rank {fault.rank} (host", f", {fault.rank} at the launch (host")
+    said = [line for line in notes.all("said") if line.startswith("rank")]
+    was_needed = fault.place != "re-pack: release"
+    was_killed = fault.kind in ("SIGKILL", "SIGSTOP for too long") and was_needed
+    names = (f"rank {fault.rank} (host", f", {fault.rank} at the launch (host", f"ranks [{fault.rank}] (as numbered")
     if was_killed and (len(said) != 1 or not any(name in said[0] for name in names)):
         return f"said: {said}"
     if was_killed and any("RankLostError" not in end.error for rank, end in enumerate(ends) if rank != fault.rank):

@@ -135,9 +135,8 @@ class _Lookout:
         self._watched = {0, (rank - 1) % world_size} - {rank}
         self._seen: dict[int, Beat] = {}
         self._changed_at: dict[int, float] = {}
-        self._lock, self._has_said = threading.Lock(), False
+        self._lock, self._has_said, self._voice = threading.Lock(), False, Voice(store)
         self._has_store = True  # after its connection has ended, torch logs a stack for each call
-        self._said_by = socket.socket(socket.AF_UNIX)
         self.verdict = ""
         self.ended = threading.Event()
 
@@ -269,27 +268,14 @@ class _Lookout:
         """
         message = f"{self.verdict}. {self._remedy()}"
         with self._lock:
-            if not self._has_said and self._is_first_on_host():
-                logger.error(message)
-                if not self._has_store:
-                    time.sleep(self._sure_seconds)  # others on this host ask whether this process runs
+            if not self._has_said and self._voice.say(message, has_store=self._has_store) and not self._has_store:
+                time.sleep(self._sure_seconds)  # others on this host ask whether this process runs
             self._has_said = True
         until = time.monotonic() + self._sure_seconds
         with suppress(RuntimeError):
             while self._rank == 0 and time.monotonic() < until and self._store.add("heard", 0) < self._world_size - 1:
                 time.sleep(self._period_seconds / 4)
         return message
-
-    def _is_first_on_host(self) -> bool:
-        """Return whether no rank of this host has asked before; without the store, none whose process still runs."""
-        with suppress(RuntimeError):
-            if self._has_store:
-                return self._store.add(f"said/{socket.gethostname()}", 1) == 1
-        try:
-            self._said_by.bind(f"\0ds_dynmo {os.environ.get('MASTER_PORT', '')} {os.getpgrp()}")
-        except OSError:
-            return False
-        return True
 
     def missing(self, number: int, *, timed_out: bool) -> list[int]:
         """See :meth:`Watch.missing`."""
@@ -302,6 +288,34 @@ class _Lookout:
             self._store.set(answer, " ".join(str(rank) for rank in range(self._world_size) if rank not in come))
         self._store.wait([answer], timedelta(seconds=2 * self._sure_seconds))
         return [int(rank) for rank in self._store.get(answer).decode().split()]
+
+
+class Voice:
+    """Logs a line once on each host.
+
+    Args:
+        store: whose keys belong to the line.
+    """
+
+    def __init__(self, store: BoundedStore) -> None:
+        self._store, self._held = store, socket.socket(socket.AF_UNIX)
+
+    def say(self, line: str, *, has_store: bool = True) -> bool:
+        """Log it and return True, unless a rank of this host has; without the store, one whose process still runs."""
+        is_first = self._is_first(has_store)
+        if is_first:
+            logger.error(line)
+        return is_first
+
+    def _is_first(self, has_store: bool) -> bool:
+        with suppress(RuntimeError):
+            if has_store:
+                return self._store.add(f"said/{socket.gethostname()}", 1) == 1
+        try:
+            self._held.bind(f"\0ds_dynmo {os.environ.get('MASTER_PORT', '')} {os.getpgrp()}")
+        except OSError:
+            return False
+        return True
 
 
 class TracebackOfOthers:

@@ -21,7 +21,7 @@ from ds_dynmo.engine.move.migrator import Migrator, MoveCheck
 from ds_dynmo.engine.resize.repack_plan import RepackPlan
 from ds_dynmo.engine.resize.world import World
 from ds_dynmo.engine.stage import StageContext
-from ds_dynmo.errors import MigrationError
+from ds_dynmo.errors import MigrationError, RankLostError
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ def _errors_are_fatal() -> Iterator[None]:
     """Make every error fatal, harmless ones too, because the last steps cannot be undone."""
     try:
         yield
+    except RankLostError:
+        raise
     except Exception as error:
         raise MigrationError(
             f"the re-packing failed after layers had begun to move or the ranks had parted: {error}. Resume the job "

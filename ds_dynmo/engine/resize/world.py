@@ -20,8 +20,9 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from ds_dynmo.engine.comm.attendance import Attendance
 from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, bindable_device, default_timeout
 from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.comm.watch import Voice
 from ds_dynmo.engine.resize.release import RankLocation
-from ds_dynmo.errors import MigrationError
+from ds_dynmo.errors import RankLostError
 from ds_dynmo.torch_private import default_store, prefix_store, without_prefixes
 
 STORE_LOST = (dist.DistNetworkError, NoAnswer)  # errors of a store whose server, rank 0's process, is out of reach
@@ -85,7 +86,7 @@ class World:
             Its topology, and DeepSpeed's group of all its ranks.
 
         Raises:
-            MigrationError: names the ranks that did not come.
+            RankLostError: names the ranks that did not come.
         """
         launch_ranks = self.ranks_of(stages)
         self._wait_for_ranks(launch_ranks)
@@ -122,26 +123,32 @@ class World:
         return store_part(self._store, f"{name}/{self._comm.worlds_left}")
 
     def _wait_for_ranks(self, launch_ranks: Sequence[int]) -> None:
-        """Wait until every one of ``launch_ranks`` is here: torch would wait for half an hour and not say for whom."""
+        """Wait until every one of ``launch_ranks`` is here: torch would wait for half an hour and not say for whom.
+
+        Raises:
+            RankLostError: one did not come in time.
+        """
         store = self._part("here")
+        if lost := self._lost(store, launch_ranks):
+            message = f"{lost}. {self._comm.how_to_continue()}"
+            Voice(store).say(message)
+            raise RankLostError(message)
+
+    def _lost(self, store: BoundedStore, launch_ranks: Sequence[int]) -> str:
+        """Wait for ``launch_ranks``; say which did not come; "": all did."""
         attendance = Attendance(store, "ranks", len(launch_ranks))
         try:
             if attendance.come(launch_ranks.index(self.launch_rank)):
                 store.set("all", "")
             store.wait(["all"], timedelta(seconds=self._timeout_seconds))
-            missing = [self.launch_rank] if store.check(["given up"]) else []
-        except STORE_LOST as error:
-            raise MigrationError(
-                "rank 0's process is gone or out of reach, and with it the store of the launch"
-            ) from error
+            late = [self.launch_rank] if store.check(["given up"]) else []
+        except STORE_LOST:
+            return "rank 0's process is gone or out of reach, and with it the store of the launch"
         except RuntimeError:
             store.set("given up", "")  # for ranks that come later
-            missing = [launch_ranks[place] for place in attendance.missing()]
-        if missing:
-            raise MigrationError(
-                f"ranks {missing} (as numbered at the launch) did not come to the new world within "
-                f"{self._timeout_seconds:g} s"
-            )
+            late = [launch_ranks[place] for place in attendance.missing()]
+        within = f"within {self._timeout_seconds:g} s"
+        return f"ranks {late} (as numbered at the launch) did not come to the new world {within}" if late else ""
 
 
 def of_stages(topology: ProcessTopology, stages: Sequence[int]) -> tuple[ProcessTopology, tuple[int, ...]]:
