@@ -39,7 +39,11 @@ from ds_dynmo.torch_private import is_of_backend
 
 LONGEST_PERIOD_SECONDS = 0.5  # between two beats
 _SURE_PERIODS = 3  # after which the thread of each rank has written, also on a busy machine
-GRACE_SECONDS = 2.0  # for the main thread to raise by itself, once there is a verdict
+
+
+def grace_seconds(timeout_seconds: float) -> float:
+    """Return how long the main thread may take to raise by itself, once there is a verdict."""
+    return min(2.0, timeout_seconds / 4)
 
 
 class Watch:
@@ -187,7 +191,7 @@ class _Lookout:
     def _end_process(self) -> None:
         """Say the verdict; then end this process, unless the main thread leaves its operation by itself."""
         self.say()
-        until = time.monotonic() + GRACE_SECONDS
+        until = time.monotonic() + grace_seconds(self._timeout_seconds)
         while not self._activity.is_idle:
             if time.monotonic() > until:
                 for stream in (sys.stdout, sys.stderr):
