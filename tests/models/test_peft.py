@@ -408,7 +408,7 @@ def test_sections_that_do_not_fit_are_refused(block: dict[str, Any], said: str) 
 def test_stock_deepspeed_trains_no_adapters() -> None:
     model = parse_section(ModelConfig, {"huggingface": LLAMA, "peft": ALL}, "model")
     with pytest.raises(ConfigError, match=r'model\.peft: needs a "dynmo" section'):
-        check_without_block(Namespace(record=None), model)
+        check_without_block(Namespace(record=None, keep=None, newest_whole=False), model)
 
 
 def test_the_base_of_split_backward_passes_has_no_weight_gradients() -> None:

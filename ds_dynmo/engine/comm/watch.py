@@ -205,7 +205,7 @@ class _Lookout:
 
     def find_out(self, error: Exception) -> str:
         """Say the verdict after an error of the main thread, and return it; "": no rank is lost."""
-        if not any(map(is_of_backend, _causes(error))):
+        if not any(map(is_of_backend, causes(error))):
             self._activity.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             with suppress(RuntimeError):  # of the store
                 self._beats.write()
@@ -351,11 +351,13 @@ def _end(lookout: _Lookout, thread: threading.Thread) -> None:
         thread.join(LONGEST_PERIOD_SECONDS)
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """List an error and those that it came from."""
-    while error is not None:
-        yield error
+def causes(error: BaseException | None) -> list[BaseException]:
+    """List an error and those that it came from, each once: an error that is raised again may come from itself."""
+    found: list[BaseException] = []
+    while error is not None and not any(error is other for other in found):
+        found.append(error)
         error = error.__cause__ or error.__context__
+    return found
 
 
 @contextmanager

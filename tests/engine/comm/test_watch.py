@@ -174,6 +174,12 @@ def test_an_error_is_the_backends_by_its_class_or_text() -> None:
     assert not is_of_backend(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
+def test_an_error_may_come_from_itself() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__context__, second.__cause__ = second, first
+    assert watch.causes(first) == [first, second] and watch.causes(None) == []
+
+
 def test_a_lost_rank_leaves_no_traceback() -> None:
     printed: list[str] = []
     hook = watch.TracebackOfOthers(lambda kind, error, trace: printed.append(str(error)))
