@@ -217,8 +217,8 @@ class _Lookout:
                 return self.say() if self.verdict else ""
             except dist.DistNetworkError:
                 self._has_store = False
-            except RuntimeError:  # no answer in time
-                continue
+            except RuntimeError:  # no answer in time, or at once after that
+                self.ended.wait(self._period_seconds / 4)
         self.verdict = self.verdict or self._of_lost_store()
         return self.say()
 
@@ -302,7 +302,8 @@ class Voice:
     """
 
     def __init__(self, store: BoundedStore) -> None:
-        self._store, self._held = store, socket.socket(socket.AF_UNIX)
+        self._store = store
+        self._held: socket.socket | None = None
 
     def say(self, line: str, *, has_store: bool = True) -> bool:
         """Log it and return True, unless a rank of this host has; without the store, one whose process still runs."""
@@ -315,6 +316,7 @@ class Voice:
         with suppress(RuntimeError):
             if has_store:
                 return self._store.add(f"said/{socket.gethostname()}", 1) == 1
+        self._held = socket.socket(socket.AF_UNIX)  # open for as long as this process runs
         try:
             self._held.bind(f"\0ds_dynmo {os.environ.get('MASTER_PORT', '')} {os.getpgrp()}")
         except OSError:
