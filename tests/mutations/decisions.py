@@ -181,14 +181,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank waits in the backend for one that was stopped",
-        "_Lookout._end_process",
+        "Lookout._end_process",
         "os._exit(1)",
         "return",
         "tests/engine/comm/test_watch.py::test_ranks_end_that_wait_for_a_stopped_one_in_the_backend",
     ),
     Mutation(
         "a busy process on the same host is lost",
-        "_Lookout._look",
+        "Lookout._look",
         "not self._seen[rank].is_at_work",
         "True",
         "tests/engine/comm/test_watch.py::test_a_busy_rank_on_the_same_host_is_not_lost",

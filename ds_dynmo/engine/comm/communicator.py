@@ -32,7 +32,7 @@ from ds_dynmo.engine.comm.point_to_point import PointToPoint
 from ds_dynmo.engine.comm.posted import Posted, PostedBroadcast, PostedReduction
 from ds_dynmo.engine.comm.store_agreement import StoreAgreement
 from ds_dynmo.engine.comm.tree import Tree, maximum
-from ds_dynmo.engine.comm.watch import TracebackOfOthers, Watch
+from ds_dynmo.engine.comm.watch import Lookout, TracebackOfOthers, Watch
 from ds_dynmo.engine.comm.world_groups import WorldGroups
 from ds_dynmo.errors import MigrationError, raise_unless_harmless
 from ds_dynmo.interface import choose_interface
@@ -108,7 +108,7 @@ class Communicator:
 
         self._links = HostLinks(part("links"), self._timeout)
         weakly = weakref.proxy(self)  # else the watch's thread would keep a deleted engine
-        self._watch = Watch(
+        lookout = Lookout(
             BoundedStore(prefix_store(f"{name}/watch", default_store().clone()), self._timeout_seconds / 2),
             here.rank,
             here.world_size,
@@ -116,6 +116,7 @@ class Communicator:
             activity=self._activity,
             remedy=lambda: weakly.how_to_continue(),
         )
+        self._watch = Watch(lookout)
         self._world = Tree(self._links, range(here.world_size), here.rank)
         self._pipeline_ranks = [self.rank_of(stage) for stage in range(here.num_stages)]
         self._pipeline = Tree(self._links, self._pipeline_ranks, here.rank)

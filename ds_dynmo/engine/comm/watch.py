@@ -50,27 +50,14 @@ class Watch:
     """One rank's view of the other ranks of a world.
 
     Args:
-        store: over a connection of its own, which no other thread keeps busy; keys belong to this object.
-        timeout_seconds: of silence after which a rank is lost.
-        activity: what this rank does.
-        remedy: says how to go on with the job.
+        lookout: runs in a thread that this object starts, and ends with it.
 
     Attributes:
         end: stops the thread, before the world ends.
     """
 
-    def __init__(
-        self,
-        store: BoundedStore,
-        rank: int,
-        world_size: int,
-        *,
-        timeout_seconds: float,
-        activity: Activity,
-        remedy: Callable[[], str],
-    ) -> None:
-        self._activity = activity
-        self._lookout = lookout = _Lookout(store, rank, world_size, timeout_seconds, activity, remedy)
+    def __init__(self, lookout: Lookout) -> None:
+        self._lookout = lookout
         lookout.introduce()
         thread = threading.Thread(target=lookout.run, name="ds_dynmo watch", daemon=True)
         thread.start()
@@ -78,8 +65,8 @@ class Watch:
 
     def come(self) -> int:
         """Note that this rank has come to the next collective over the world; return its number."""
-        self._activity.collectives += 1
-        return self._activity.collectives
+        self._lookout.activity.collectives += 1
+        return self._lookout.activity.collectives
 
     def missing(self, number: int, *, timed_out: bool) -> list[int]:
         """Return the ranks that had not come to a collective when the first rank had waited for too long.
@@ -114,10 +101,16 @@ class Watch:
             raise RankLostError(message) from error
 
 
-class _Lookout:
+class Lookout:
     """What the thread and the main thread of a rank share: see :class:`Watch`.
 
+    Args:
+        store: over a connection of its own, which no other thread keeps busy; keys belong to this object.
+        timeout_seconds: of silence after which a rank is lost.
+        remedy: says how to go on with the job.
+
     Attributes:
+        activity: what this rank does.
         verdict: which ranks are lost; "": none, as far as this rank knows.
         ended: set when the world ends.
     """
@@ -127,12 +120,13 @@ class _Lookout:
         store: BoundedStore,
         rank: int,
         world_size: int,
+        *,
         timeout_seconds: float,
         activity: Activity,
         remedy: Callable[[], str],
     ) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._timeout_seconds, self._activity, self._remedy = timeout_seconds, activity, remedy
+        self._timeout_seconds, self.activity, self._remedy = timeout_seconds, activity, remedy
         self._beats = Beats(store, rank, activity)
         self._period_seconds = min(LONGEST_PERIOD_SECONDS, timeout_seconds / 8)
         self._sure_seconds = _SURE_PERIODS * self._period_seconds
@@ -161,7 +155,7 @@ class _Lookout:
             if now - looked_at > self._timeout_seconds / 2:  # this process itself was stopped
                 answered_at, self._changed_at = now, dict.fromkeys(self._changed_at, now)
             looked_at = now
-            waits_too_long = self._activity.seconds > self._timeout_seconds
+            waits_too_long = self.activity.seconds > self._timeout_seconds
             try:
                 if self._has_store:
                     self._beats.write()
@@ -173,7 +167,7 @@ class _Lookout:
                 pass
             if waits_too_long and now - answered_at > self._timeout_seconds:
                 self.verdict = self.verdict or self._of_lost_store()
-            if self.verdict and not self._activity.is_idle:
+            if self.verdict and not self.activity.is_idle:
                 self._end_process()
                 return
 
@@ -192,7 +186,7 @@ class _Lookout:
         """Say the verdict; then end this process, unless the main thread leaves its operation by itself."""
         self.say()
         until = time.monotonic() + grace_seconds(self._timeout_seconds)
-        while not self._activity.is_idle:
+        while not self.activity.is_idle:
             if time.monotonic() > until:
                 for stream in (sys.stdout, sys.stderr):
                     with suppress(OSError, ValueError):
@@ -206,7 +200,7 @@ class _Lookout:
     def find_out(self, error: Exception) -> str:
         """Say the verdict after an error of the main thread, and return it; "": no rank is lost."""
         if not any(map(is_of_backend, causes(error))):
-            self._activity.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            self.activity.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             with suppress(RuntimeError):  # of the store
                 self._beats.write()
             return ""
@@ -346,7 +340,7 @@ class TracebackOfOthers:
             sys.excepthook = cls(sys.excepthook)
 
 
-def _end(lookout: _Lookout, thread: threading.Thread) -> None:
+def _end(lookout: Lookout, thread: threading.Thread) -> None:
     """Stop the thread: at the end of the process none may be in a call of the store."""
     lookout.ended.set()
     if thread is not threading.current_thread():
