@@ -12,9 +12,10 @@ import pytest
 
 from tests.hosts.ssh import sshd_on
 from tests.support.harness import run
-from tests.support.namespaces import Network
+from tests.support.namespaces import Network, name
 from tests.support.pages import code_blocks
 from tests.support.script import flags, run_script
+from tests.support.slurm_cluster import Cluster, skip_without_slurm
 from tests.support.watched_command import MARK, OF_LAUNCHERS, WatchedCommand
 
 pytestmark = [pytest.mark.nightly, pytest.mark.ranks]
@@ -65,7 +66,29 @@ def test_a_run_on_three_hosts_goes_on_with_two(
             for watched in launched:
                 assert not watched.left(*OF_LAUNCHERS), watched.output()
                 assert watched.launcher.returncode == 0, watched.output()
-    records = [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()]
+    check_report(tmp_path)
+
+
+def test_a_job_of_slurm_on_three_hosts_goes_on_with_two(three_hosts: Network, checkout: Path, tmp_path: Path) -> None:
+    skip_without_slurm()
+    _, _, *more = flags(tmp_path, "dense", STEPS)
+    more += ["--report", str(tmp_path / "report.jsonl")]
+    (block,) = code_blocks("hosts.md", "Slurm", "bash")
+    script = f"cd {checkout}; export OMP_NUM_THREADS=1\n{block.rstrip()} {shlex.join(more)}"
+    script = script.replace("--nproc-per-node 8", "--nproc-per-node 1")
+    (tmp_path / "cluster").mkdir()
+    cluster = Cluster(tmp_path / "cluster", [name(host) for host in range(3)], three_hosts)
+    try:
+        for nodes, of_run in ((3, f"--stop-at {STOP}"), (2, f"--stop-at {STEPS} --resume run")):
+            cluster.run(f"{script} {of_run}", nodes, tmp_path)
+    finally:
+        cluster.close()
+    check_report(tmp_path)
+
+
+def check_report(folder: Path) -> None:
+    """Check that the run went on where it had stopped, with two stages, and trained as it does on one host."""
+    records = [json.loads(line) for line in (folder / "report.jsonl").read_text().splitlines()]
     assert [record["stages"] for record in records if record["kind"] == "start"] == [3, 2]
     losses = [record["train_loss"] for record in records if record["kind"] == "step"]
-    assert losses == run(3, run_script, flags(tmp_path, "dense", STEPS))[0]["losses"]
+    assert losses == run(3, run_script, flags(folder, "dense", STEPS))[0]["losses"]

@@ -43,6 +43,10 @@ class Activity:
         """Since when it is in its present operation; 0.0: it is in none."""
         return 0.0 if self.is_idle else time.monotonic() - self._began
 
+    def waits_for(self, beat: Beat) -> bool:
+        """Whether this rank is in the operation that the beat's rank has left by an error."""
+        return bool(beat.failure) and not self.is_idle and beat.doing == f"after {self._last}"
+
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Name an operation, such as "batch 12", or a phase of one. A phase may end after the next has begun."""

@@ -6,7 +6,8 @@ it: the ranks form a ring. A rank is *lost*
 - if the backend fails on a rank, which asks: the processes that have ended on its host, and the ranks elsewhere that
   write nothing while it looks, are lost;
 - if it has written nothing for ``timeout_seconds``, for all of which another has been in one operation of the engine:
-  its process was stopped, or the link to its host is cut. One that runs on the same host is just busy.
+  its process was stopped, or the link to its host is cut. One that runs on the same host is just busy;
+- or if it has left that operation by an error, and its process does not end.
 
 Who finds that out writes the *verdict*, which every rank reads and the first of each host logs. A rank that is in an
 operation raises :class:`RankLostError`, or ends if the backend keeps it. If the store does not answer, rank 0's process
@@ -178,9 +179,10 @@ class Lookout:
                 self._seen[rank], self._changed_at[rank] = beat, now
         silent = {rank for rank, at in self._changed_at.items() if now - at > self._timeout_seconds}
         if not self._has_read_verdict() and decides:
+            failed = {rank for rank, beat in self._seen.items() if self.activity.waits_for(beat)}
             lost = {rank for rank in silent if not self._seen[rank].is_at_work}
-            if lost:
-                self._decide(lost)
+            if failed or lost:
+                self._decide(failed or lost)
 
     def _end_process(self) -> None:
         """Say the verdict; then end this process, unless the main thread leaves its operation by itself."""
@@ -245,8 +247,12 @@ class Lookout:
         """Write the verdict that ranks are lost, unless another rank has, and read it."""
         beats = self._beats.read(sorted(lost))
         if self._store.add("verdicts", 1) == 1:
-            ended = all(beat.has_ended for beat in beats.values())
-            what = "ended" if ended else "ended or was stopped, or the link to its host is cut"
+            if all(beat.has_ended for beat in beats.values()):
+                what = "ended"
+            elif all(map(self.activity.waits_for, beats.values())):
+                what = "failed, and its process has not ended"
+            else:
+                what = "ended or was stopped, or the link to its host is cut"
             who = "; ".join(beat.describe(rank) for rank, beat in beats.items())
             self._store.set("verdict", f"{who} has {what}")
         self._store.wait(["verdict"])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,6 +138,27 @@ def test_ranks_end_that_wait_for_a_stopped_one_in_the_backend() -> None:
     """Long before the time-out of the default group, of minutes."""
     with pytest.raises(RankError, match=r"rank [02] died|rank 1 \(host .* or was stopped, or the link"):
         run(3, stopped_for_good, CASE, complete=False, seconds=60)
+
+
+def fails_and_stays(case: Case, folder: str) -> None:
+    """Let rank 1 fail in a batch, and its process go on; write what is logged."""
+    watch.logger.error = Path(folder, "logged").write_text  # type: ignore[method-assign, assignment]
+    engine = build(case)
+    if engine.global_rank == 1:
+        engine.before_step(fail)
+    with suppress(ValueError):
+        engine.train_batch(batches(engine))
+    lookout = engine.stage.comm._watch._lookout
+    while not lookout.verdict:
+        lookout.ended.wait(TIMEOUT_SECONDS)
+
+
+@pytest.mark.ranks
+def test_ranks_end_that_wait_for_a_failed_one_whose_process_goes_on(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank [02] died|and its process has not ended"):
+        run(3, fails_and_stays, CASE, str(tmp_path), complete=False, seconds=60)
+    logged = (tmp_path / "logged").read_text()
+    assert "after batch 1, ValueError: a bad label) has failed, and its process has not ended. " in logged
 
 
 def ends_early(case: Case) -> list[str]:
