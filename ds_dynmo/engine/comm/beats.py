@@ -44,7 +44,7 @@ class Activity:
         return 0.0 if self.is_idle else time.monotonic() - self._began
 
     def waits_for(self, beat: Beat) -> bool:
-        """Whether this rank is in the operation that the beat's rank has left by an error."""
+        """Return whether this rank is in the operation that the beat's rank has left by an error."""
         return bool(beat.failure) and not self.is_idle and beat.doing == f"after {self._last}"
 
     @contextmanager
