@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from tests.support import namespaces
 
 TIMEOUT_SECONDS = 2.0  # of the runs in which faults happen
 
@@ -50,6 +53,7 @@ PLACES = {  # functions of modules and of the engine in which a fault may happen
     "re-pack: move": "ds_dynmo.engine.resize.shrinking:Shrinking.shrink",
     "re-pack: end the world": "ds_dynmo.engine.resize.world:World.end",
     "re-pack: begin a world": "ds_dynmo.engine.resize.world:World.begin",
+    "re-pack: form groups": "ds_dynmo.engine.deepspeed.process_groups:refit",
     "re-pack: release": "ds_dynmo.engine.resize.shrinking:Shrinking._release",
     "batch: forward": "ds_dynmo.engine.run.executor:Executor._forward",
     "batch: backward": "ds_dynmo.engine.run.executor:Executor._backward",
@@ -64,6 +68,7 @@ ON_FIRST = {  # places to which only rank 0 comes
 }
 ON_RELEASED = {"re-pack: release"}  # to which only a rank comes that is released
 DAMAGES = ("a file cut", "a file flipped")
+OF_LINKS = ("link cut for a while", "link cut")  # each rank has to run on a host of its own
 WITH_FILES = {  # places whose functions begin with the path of files that were written
     *("save: describe a file", "save: write the stage's manifest", "save: write the manifest"),
 }
@@ -94,6 +99,15 @@ def _stop(seconds: float) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def _cut_link(seconds: float | None = None) -> None:
+    """Pull the cable of this rank's host, and let another process plug it in again."""
+    assert namespaces.entered is not None
+    network, host = namespaces.entered
+    network.pull_cable(host)
+    if seconds is not None:
+        threading.Timer(seconds, network.plug_cable, (host,)).start()
+
+
 def _fill_disk(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -121,6 +135,8 @@ KINDS: dict[str, Callable[..., None]] = {  # called as the place's function is
     "SIGKILL": _kill,
     "SIGSTOP for a while": lambda *_: _stop(TIMEOUT_SECONDS / 4),
     "SIGSTOP for too long": lambda *_: _stop(4 * TIMEOUT_SECONDS),
+    "link cut for a while": lambda *_: _cut_link(TIMEOUT_SECONDS / 4),
+    "link cut": lambda *_: _cut_link(),
     "disk full": _fill_disk,
     "a file cut": _cut,
     "a file flipped": _flip,

@@ -6,6 +6,7 @@ import faulthandler
 import json
 import random
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,9 +16,10 @@ import torch.distributed as dist
 
 from ds_dynmo.engine.comm import watch
 from ds_dynmo.errors import CheckpointError, MigrationError, PartitionError, raise_unless_harmless
-from tests.faults.fault import DAMAGES, TIMEOUT_SECONDS, Fault
+from tests.faults.fault import DAMAGES, OF_LINKS, TIMEOUT_SECONDS, Fault
 from tests.support.configs import Case
 from tests.support.harness import End, RankError, run, run_to_the_end
+from tests.support.namespaces import network
 from tests.support.training import Warnings, batches, build, partitions, state, whole
 
 STEPS = 6
@@ -70,7 +72,8 @@ def train(case: Case, folder: str, launch: str, fault: Fault | None) -> dict[str
 
 def _train(case: Case, folder: str, launch: str, fault: Fault | None) -> dict[str, Any]:
     notes = Notes(folder, launch)
-    error, watch.logger.error = watch.logger.error, lambda line: notes.add("said", line)
+    rank = dist.get_rank()
+    error, watch.logger.error = watch.logger.error, lambda line: notes.add("said", [rank, line])
     engine = build(case)
     checkpoints = Path(folder, "checkpoints")
     if (checkpoints / "latest").exists():
@@ -175,7 +178,8 @@ def try_fault(fault: Fault, name: str, seed: int, folder: Path, undisturbed: Und
     notes = Notes(str(folder), "fault")
     ended, seconds = "", None
     try:
-        ends = run_to_the_end(3, train, case, str(folder), "fault", fault, seconds=SECONDS)
+        with network(3) if fault.kind in OF_LINKS else nullcontext() as hosts:
+            ends = run_to_the_end(3, train, case, str(folder), "fault", fault, seconds=SECONDS, hosts=hosts)
         happened = notes.all("happened")
         if all(end.exit_code == 0 and not end.error for end in ends):
             results = [end.result for end in ends]
@@ -219,11 +223,13 @@ def _problem(
         return ""
     if min(results[0]["losses"], default=STEPS) < max(notes.all("saved"), default=0):
         return f"resumed before the last checkpoint, {max(notes.all('saved'))}"
-    said = [line for line in notes.all("said") if line.startswith("rank")]
+    cut = fault.kind in OF_LINKS
+    said = [line for rank, line in notes.all("said") if line.startswith("rank") and not (cut and rank == fault.rank)]
     was_needed = fault.place != "re-pack: release"
-    was_killed = fault.kind in ("SIGKILL", "SIGSTOP for too long") and was_needed
+    was_killed = fault.kind in ("SIGKILL", "SIGSTOP for too long", "link cut") and was_needed
     names = (f"rank {fault.rank} (host", f", {fault.rank} at the launch (host", f"ranks [{fault.rank}] (as numbered")
-    if was_killed and (len(said) != 1 or not any(name in said[0] for name in names)):
+    is_right = len(said) in ((1, 2) if cut else (1,))  # one on each other host
+    if was_killed and not (is_right and all(any(name in line for name in names) for line in said)):
         return f"said: {said}"
     if was_killed and any("RankLostError" not in end.error for rank, end in enumerate(ends) if rank != fault.rank):
         codes = [end.exit_code for end in ends]

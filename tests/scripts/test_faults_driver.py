@@ -67,9 +67,9 @@ def test_a_trial_finds_nothing_wrong(tmp_path: Path, fault: Fault) -> None:
 @pytest.mark.parametrize(
     ("fault", "notes", "changed", "ended", "problem"),
     [
-        (KILL, [("said", "rank 1 (host a) has ended")], {}, "exit code -9", ""),
+        (KILL, [("said", [0, "rank 1 (host a) has ended"])], {}, "exit code -9", ""),
         (KILL, [], {}, "exit code -9", "said: []"),
-        (KILL, [("said", "rank 2 (host a) has ended")], {}, "exit code -9", "said: ['rank 2 (host a) has ended']"),
+        (KILL, [("said", [0, "rank 2 (host a) has ended"])], {}, "exit code -9", "said: ['rank 2 (host a) has ended']"),
         (KILL, [("saved", 4)], {}, "exit code -9", "resumed before the last checkpoint, 4"),
         (KILL, [("loss", [2, 0.5])], {}, "", "losses differ: {2: 0.5}, undisturbed: {2: 1.5}"),
         (KILL, [], {"losses": {2: 0.5}}, "", "losses differ: {2: 0.5}, undisturbed: {2: 1.5}"),

@@ -114,15 +114,17 @@ class End:
     at: float
 
 
-def run_to_the_end(num_ranks: int, function: Callable[..., Any], *args: Any, seconds: float) -> list[End]:
-    """Call ``function(*args)`` on every rank, and wait for each, whatever becomes of the others.
+def run_to_the_end(
+    num_ranks: int, function: Callable[..., Any], *args: Any, seconds: float, hosts: Network | None = None
+) -> list[End]:
+    """Call ``function(*args)`` on every rank, and wait for each, whatever becomes of the others: see :func:`run`.
 
     Raises:
         RankError: a rank had not ended in time.
     """
     call, began = pickle.dumps((function, args)), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        places = [Place(rank, num_ranks, folder, None, GROUP_TIMEOUT, "gloo") for rank in range(num_ranks)]
+        places = [Place(rank, num_ranks, folder, hosts, GROUP_TIMEOUT, "gloo") for rank in range(num_ranks)]
         with _started(places, call, stays=False) as (pipes, processes):
             ends: dict[int, End] = {}
             while len(ends) < num_ranks:

@@ -26,6 +26,9 @@ _REMOVE = (
 )
 
 
+entered: tuple[Network, int] | None = None  # where this process runs, if it does on a host of a test
+
+
 @dataclass(frozen=True)
 class Network:
     """Hosts and the switch between them, by the names of their namespaces."""
@@ -105,6 +108,8 @@ def _ip(*arguments: str) -> None:
 
 def enter(network: Network, rank: int) -> None:
     """Move this process to the host of that number, as the only rank there; they meet at the first host."""
+    global entered
+    entered = network, rank
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{network.hosts[rank]}") as namespace:
         if libc.setns(namespace.fileno(), _NET):

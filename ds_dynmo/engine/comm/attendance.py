@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from ds_dynmo.engine.comm.bounded import BoundedStore
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer
 
 _RANKS_PER_COUNTER = 60  # a counter has 63 bits
 
@@ -46,3 +52,32 @@ class Attendance:
 
     def _block(self, number: int) -> str:
         return f"{self._name}/{number}"
+
+
+def absent(store: BoundedStore, num_ranks: int, rank: int, timeout: timedelta) -> list[int]:
+    """Wait until all ranks have called this. Return those that have not in time, the same on every rank. Collective.
+
+    The last rank to come, or the first that gives up, writes who is absent, and all others go by that.
+
+    Args:
+        store: whose keys belong to this call.
+
+    Raises:
+        RuntimeError: the store does not answer.
+    """
+    attendance = Attendance(store, "ranks", num_ranks)
+    if attendance.come(rank):
+        _settle(store, [])
+    try:
+        store.wait(["settled"], timeout)
+    except (dist.DistNetworkError, NoAnswer):
+        raise
+    except RuntimeError:  # not in time
+        _settle(store, attendance.missing())
+    ranks: list[int] = json.loads(store.get("settled"))
+    return ranks
+
+
+def _settle(store: BoundedStore, ranks: Sequence[int]) -> None:
+    if store.add("settling", 1) == 1:
+        store.set("settled", json.dumps(ranks))

@@ -89,9 +89,30 @@ class Communicator:
         self._sent_to_first: Posted | None = None
         TracebackOfOthers.install()
         self.sum_over_world(torch.zeros(1, device="cpu"))
+        store = BoundedStore(default_store(), timeout_seconds)
+        world_size = dist.get_world_size()
+        launch = (store.add("ds_dynmo/watches", 1) - 1) // world_size  # a launcher may start a job again on this store
+        self.watch(prefix_store(f"ds_dynmo/watch/{launch}", store.raw), dist.get_rank(), world_size)
         self.connect("initialize")
 
     # -- who takes part -------------------------------------------------------------------------------
+
+    def watch(self, store: Any, rank: int, world_size: int) -> None:
+        """Watch over the ranks of a world until :meth:`leave`, also while it forms.
+
+        Args:
+            store: of torch, whose keys belong to this world's watch.
+        """
+        weakly = weakref.proxy(self)  # else the watch's thread would keep a deleted engine
+        lookout = Lookout(
+            BoundedStore(store.clone(), self._timeout_seconds / 2),
+            rank,
+            world_size,
+            timeout_seconds=self._timeout_seconds,
+            activity=self._activity,
+            remedy=lambda: weakly.how_to_continue(),
+        )
+        self._watch = Watch(lookout)
 
     def connect(self, what: str) -> None:
         """Form what the present world needs for the operation ``what``. Collective over the world.
@@ -107,16 +128,6 @@ class Communicator:
             return BoundedStore(prefix_store(f"{name}/{of_name}", default_store()), self._timeout_seconds)
 
         self._links = HostLinks(part("links"), self._timeout)
-        weakly = weakref.proxy(self)  # else the watch's thread would keep a deleted engine
-        lookout = Lookout(
-            BoundedStore(prefix_store(f"{name}/watch", default_store().clone()), self._timeout_seconds / 2),
-            here.rank,
-            here.world_size,
-            timeout_seconds=self._timeout_seconds,
-            activity=self._activity,
-            remedy=lambda: weakly.how_to_continue(),
-        )
-        self._watch = Watch(lookout)
         self._world = Tree(self._links, range(here.world_size), here.rank)
         self._pipeline_ranks = [self.rank_of(stage) for stage in range(here.num_stages)]
         self._pipeline = Tree(self._links, self._pipeline_ranks, here.rank)

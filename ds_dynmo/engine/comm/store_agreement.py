@@ -101,10 +101,10 @@ class StoreAgreement:
         deadline, pause_seconds, key = time.monotonic() + self._timeout_seconds, 0.001, self._key("verdict")
         while not self._store.check([key]):
             if time.monotonic() > deadline:
-                missing = self._attendance(self._round).missing()
-                self._decide(
-                    f"ranks {missing} have not done their part {self._timeout_seconds:g} s after rank {self._rank}"
-                )
+                if missing := self._attendance(self._round).missing():
+                    self._decide(
+                        f"ranks {missing} have not done their part {self._timeout_seconds:g} s after rank {self._rank}"
+                    )
                 break
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)

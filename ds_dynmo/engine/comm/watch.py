@@ -3,8 +3,8 @@
 A thread of each rank writes a beat now and then (:mod:`ds_dynmo.engine.comm.beats`), and reads that of the rank before
 it: the ranks form a ring. A rank is *lost*
 
-- if the backend fails on a rank, which asks: the processes that have ended on its host, and the ranks elsewhere that
-  write nothing while it looks, are lost;
+- if the backend fails on a rank, which asks: the processes that have ended on its host, or that were stopped, and the
+  ranks elsewhere that write nothing while it looks, are lost;
 - if it has written nothing for ``timeout_seconds``, for all of which another has been in one operation of the engine:
   its process was stopped, or the link to its host is cut. One that runs on the same host is just busy;
 - or if it has left that operation by an error, and its process does not end.
@@ -202,21 +202,25 @@ class Lookout:
     def find_out(self, error: Exception) -> str:
         """Say the verdict after an error of the main thread, and return it; "": no rank is lost."""
         if not any(map(is_of_backend, causes(error))):
-            self.activity.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            with suppress(RuntimeError):  # of the store
-                self._beats.write()
-            return ""
+            return self._note(error)
         began = time.monotonic()
         while self._has_store and time.monotonic() - began < self._timeout_seconds:
             try:
                 self._find_lost()
-                return self.say() if self.verdict else ""
+                return self.say() if self.verdict else self._note(error)
             except dist.DistNetworkError:
                 self._has_store = False
             except RuntimeError:  # no answer in time, or at once after that
                 self.ended.wait(self._period_seconds / 4)
         self.verdict = self.verdict or self._of_lost_store()
         return self.say()
+
+    def _note(self, error: Exception) -> str:
+        """Let the others know by what error this rank ends, for which none is lost."""
+        self.activity.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        with suppress(RuntimeError):  # of the store
+            self._beats.write()
+        return ""
 
     def _find_lost(self) -> None:
         """Look for ranks that have ended, or write nothing while this rank looks, until there is a verdict."""
@@ -225,7 +229,7 @@ class Lookout:
             beats = self._beats.read(self._others())
             lost = {rank for rank, beat in beats.items() if beat.has_ended}
             if not lost and time.monotonic() > until:
-                lost = {rank for rank, beat in beats.items() if beat == before.get(rank) and not beat.is_seen}
+                lost = {rank for rank, beat in beats.items() if beat == before.get(rank) and not beat.is_at_work}
                 if not lost:
                     return
             if lost:
@@ -295,7 +299,8 @@ class Lookout:
 
 
 class Voice:
-    """Logs a line once on each host.
+    """Logs a line once on each host: the rank that is first in the store does, and, as the store may cease to answer
+    any time, holds a name of the host as well.
 
     Args:
         store: whose keys belong to the line.
@@ -303,25 +308,28 @@ class Voice:
 
     def __init__(self, store: BoundedStore) -> None:
         self._store = store
+        self._name = f"\0ds_dynmo {os.environ.get('MASTER_PORT', '')} {os.getppid()}"  # the parent started them all
         self._held: socket.socket | None = None
 
     def say(self, line: str, *, has_store: bool = True) -> bool:
         """Log it and return True, unless a rank of this host has; without the store, one whose process still runs."""
-        is_first = self._is_first(has_store)
-        if is_first:
-            logger.error(line)
-        return is_first
+        if not (self._is_first(has_store) and self._holds_name()):
+            return False
+        logger.error(line)
+        return True
 
     def _is_first(self, has_store: bool) -> bool:
         with suppress(RuntimeError):
             if has_store:
                 return self._store.add(f"said/{socket.gethostname()}", 1) == 1
-        self._held = socket.socket(socket.AF_UNIX)  # open for as long as this process runs
-        try:
-            self._held.bind(f"\0ds_dynmo {os.environ.get('MASTER_PORT', '')} {os.getpgrp()}")
-        except OSError:
-            return False
         return True
+
+    def _holds_name(self) -> bool:
+        with suppress(OSError):
+            self._held = socket.socket(socket.AF_UNIX)  # open for as long as this process runs
+            self._held.bind(self._name)
+            return True
+        return False
 
 
 class TracebackOfOthers:

@@ -17,15 +17,13 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
-from ds_dynmo.engine.comm.attendance import Attendance
-from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, bindable_device, default_timeout
+from ds_dynmo.engine.comm.attendance import absent
+from ds_dynmo.engine.comm.bounded import BoundedStore, bindable_device, default_timeout
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.watch import Voice
 from ds_dynmo.engine.resize.release import RankLocation
 from ds_dynmo.errors import RankLostError
 from ds_dynmo.torch_private import default_store, prefix_store, without_prefixes
-
-STORE_LOST = (dist.DistNetworkError, NoAnswer)  # errors of a store whose server, rank 0's process, is out of reach
 
 
 class World:
@@ -91,6 +89,7 @@ class World:
         launch_ranks = self.ranks_of(stages)
         self._wait_for_ranks(launch_ranks)
         self.launch_ranks, (self._topology, _) = launch_ranks, of_stages(self._topology, stages)
+        self._comm.watch(self._part("watch").raw, self.rank, len(launch_ranks))
         several = len(launch_ranks) > 1
         dist.init_process_group(
             self._backend,
@@ -128,27 +127,19 @@ class World:
         Raises:
             RankLostError: one did not come in time.
         """
-        store = self._part("here")
-        if lost := self._lost(store, launch_ranks):
-            message = f"{lost}. {self._comm.how_to_continue()}"
-            Voice(store).say(message)
-            raise RankLostError(message)
-
-    def _lost(self, store: BoundedStore, launch_ranks: Sequence[int]) -> str:
-        """Wait for ``launch_ranks``; say which did not come; "": all did."""
-        attendance = Attendance(store, "ranks", len(launch_ranks))
+        store, here = self._part("here"), launch_ranks.index(self.launch_rank)
         try:
-            if attendance.come(launch_ranks.index(self.launch_rank)):
-                store.set("all", "")
-            store.wait(["all"], timedelta(seconds=self._timeout_seconds))
-            late = [self.launch_rank] if store.check(["given up"]) else []
-        except STORE_LOST:
-            return "rank 0's process is gone or out of reach, and with it the store of the launch"
+            absent_ranks = absent(store, len(launch_ranks), here, timedelta(seconds=self._timeout_seconds))
         except RuntimeError:
-            store.set("given up", "")  # for ranks that come later
-            late = [launch_ranks[place] for place in attendance.missing()]
-        within = f"within {self._timeout_seconds:g} s"
-        return f"ranks {late} (as numbered at the launch) did not come to the new world {within}" if late else ""
+            lost = "rank 0's process is gone or out of reach, and with it the store of the launch"
+        else:
+            if not absent_ranks:
+                return
+            lost = f"ranks {[launch_ranks[rank] for rank in absent_ranks]} (as numbered at the launch) did not come"
+            lost += f" to the new world within {self._timeout_seconds:g} s"
+        message = f"{lost}. {self._comm.how_to_continue()}"
+        Voice(store).say(message)
+        raise RankLostError(message)
 
 
 def of_stages(topology: ProcessTopology, stages: Sequence[int]) -> tuple[ProcessTopology, tuple[int, ...]]:

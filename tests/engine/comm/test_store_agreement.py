@@ -113,3 +113,26 @@ def test_a_store_that_does_not_answer_is_an_error_of_this_rank() -> None:
     agreement = StoreAgreement(BoundedStore(Silent(), 1.0), 3, 4, 1.0)
     message = error_of(agreement, lambda: None)
     assert message == "rank 3: it is not known whether other ranks did their part: Connection reset by peer"
+
+
+class ComesAtLast(BoundedStore):
+    """A store at which another rank comes just as this one gives up, and decides once this one asks for the verdict."""
+
+    def __init__(self, raw: dist.Store, other: StoreAgreement) -> None:
+        super().__init__(raw, 10.0)
+        self._other = other
+        other._round = 1
+
+    def check(self, keys: object) -> bool:
+        assert self._other._attendance(1).come(1)
+        return False
+
+    def get(self, key: str) -> bytes:
+        self._other._decide("")
+        return super().get(key)
+
+
+def test_a_rank_that_comes_while_another_gives_up_is_not_missing() -> None:
+    raw = dist.HashStore()
+    other = StoreAgreement(BoundedStore(raw, 10.0), 1, 2, 10.0)
+    assert StoreAgreement(ComesAtLast(raw, other), 0, 2, -1.0).everywhere(lambda: "done") == "done"
