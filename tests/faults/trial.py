@@ -227,7 +227,12 @@ def _problem(
     said = [line for rank, line in notes.all("said") if line.startswith("rank") and not (cut and rank == fault.rank)]
     was_needed = fault.place != "re-pack: release"
     was_killed = fault.kind in ("SIGKILL", "SIGSTOP for too long", "link cut") and was_needed
-    names = (f"rank {fault.rank} (host", f", {fault.rank} at the launch (host", f"ranks [{fault.rank}] (as numbered")
+    names = (
+        f"rank {fault.rank} (host",
+        f"rank {fault.rank}, with the store",
+        f", {fault.rank} at the launch (host",
+        f"ranks [{fault.rank}] (as numbered",
+    )
     is_right = len(said) in ((1, 2) if cut else (1,))  # one on each other host
     if was_killed and not (is_right and all(any(name in line for name in names) for line in said)):
         return f"said: {said}"

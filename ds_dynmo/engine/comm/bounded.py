@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
+from contextlib import suppress
 from copy import copy
 from datetime import timedelta
 from typing import Any
@@ -47,17 +49,22 @@ class CallThread:
     def run(self, call: Callable[[], Any], seconds: float) -> Any:
         """Run a ``call`` of the store in the thread, and return its result.
 
+        Time in which this process is stopped does not count.
+
         Raises:
             NoAnswer: not within so many seconds, or an earlier call has not returned yet.
         """
         if self._pending is not None and not self._pending.done():
             raise NoAnswer("the store of the launch, which rank 0's process holds, does not answer this rank any more")
-        answer = self.post(call)
+        answer, began = self.post(call), time.monotonic()
         try:
             return answer.result(seconds)
         except NotDone:
             if answer.done():
                 return answer.result()
+            if time.monotonic() - began > 1.5 * seconds:  # it was stopped, and the call with it
+                with suppress(NotDone):
+                    return answer.result(seconds)
             self._pending = answer
             raise NoAnswer(
                 f"the store of the launch, which rank 0's process holds, has not answered this rank in {seconds:g} s"
