@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from ds_dynmo import partitioners
+from ds_dynmo.engine.comm import watch
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, RankLostError
 from tests.faults.fault import Fault
 from tests.support.configs import Case
@@ -132,6 +133,22 @@ def test_a_rank_that_fails_while_layers_move_is_not_reported_as_dead() -> None:
     *others, failed = run(3, failing, case, "move: rebuild", "exception")
     assert "rank 2 failed rebuilding the stage" in failed and "the cable is gone" in failed
     assert not any("has ended" in text for text in [*others, failed]), others
+
+
+def killed_as_a_world_forms(case: Case, log: str) -> str:
+    """Lose rank 2 while torch waits for it, with a time-out of its own, of minutes."""
+    watch.logger.error = Path(log).write_text  # type: ignore[method-assign, assignment]
+    return failing(case, "re-pack: form groups", "SIGKILL")
+
+
+def test_a_rank_that_dies_while_a_world_forms_is_named(tmp_path: Path) -> None:
+    case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 4.0})
+    log = str(tmp_path / "log")
+    left, released, died = run_to_the_end(3, killed_as_a_world_forms, case, log, seconds=60.0)
+    assert died.exit_code == -signal.SIGKILL and released.result == "went on"
+    said = Path(log).read_text()
+    assert said.startswith("rank 1, 2 at the launch (host ") and "has ended" in said
+    assert left.result == said or left.exit_code == 1
 
 
 @pytest.mark.nightly
