@@ -193,4 +193,18 @@ MUTATIONS = [
         "True",
         "tests/engine/comm/test_watch.py::test_a_busy_rank_on_the_same_host_is_not_lost",
     ),
+    Mutation(
+        "a rank waits for one that has failed, and whose process goes on",
+        "Lookout._look",
+        "if self.activity.waits_for(beat)",
+        "if False",
+        "tests/engine/comm/test_watch.py::test_ranks_end_that_wait_for_a_failed_one_whose_process_goes_on",
+    ),
+    Mutation(
+        "nobody watches while a world forms",
+        "World.begin",
+        'self._comm.watch(self._part("watch").raw, self.rank, len(launch_ranks))',
+        "pass",
+        f"{FAILURES}::test_a_rank_that_dies_while_a_world_forms_is_named",
+    ),
 ]
