@@ -203,7 +203,7 @@ MUTATIONS = [
     Mutation(
         "nobody watches while a world forms",
         "World.begin",
-        'self._comm.watch(self._part("watch").raw, self.rank, len(launch_ranks))',
+        "self._comm.watch(self._part('watch').raw, self.rank, len(launch_ranks))",
         "pass",
         f"{FAILURES}::test_a_rank_that_dies_while_a_world_forms_is_named",
     ),
