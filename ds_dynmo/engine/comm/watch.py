@@ -150,12 +150,11 @@ class Lookout:
         """Write and read beats until the world ends, or a rank is lost while this one waits for others."""
         if self._world_size == 1:
             return
-        answered_at = looked_at = time.monotonic()
+        answered_at = waits_from = time.monotonic()
         while not self.ended.wait(self._period_seconds):
             now = time.monotonic()
-            if now - looked_at > self._timeout_seconds / 2:  # this process itself was stopped
+            if now - waits_from > self._timeout_seconds / 2:  # this process itself was stopped
                 answered_at, self._changed_at = now, dict.fromkeys(self._changed_at, now)
-            looked_at = now
             waits_too_long = self.activity.seconds > self._timeout_seconds
             try:
                 if self._has_store:
@@ -171,6 +170,7 @@ class Lookout:
             if self.verdict and not self.activity.is_idle:
                 self._end_process()
                 return
+            waits_from = time.monotonic()
 
     def _look(self, now: float, *, decides: bool) -> None:
         """Read the beats of the watched ranks and the verdict, if there is one; or decide that silent ones are lost."""

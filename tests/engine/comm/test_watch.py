@@ -10,14 +10,17 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from ds_dynmo.engine.comm import watch
+from ds_dynmo.engine.comm import beats, watch
 from ds_dynmo.engine.comm.beats import Activity
+from ds_dynmo.engine.comm.bounded import NoAnswer
 from ds_dynmo.errors import RankLostError
 from ds_dynmo.torch_private import is_of_backend
 from tests.support.configs import Case
@@ -47,6 +50,16 @@ def test_a_phase_may_end_after_the_next_has_begun() -> None:
         assert str(activity) == "in batch 3: optimizer step"
         step.__exit__(None, None, None)
     assert activity.is_idle
+
+
+class WaitedClock:
+    """A clock that goes on where a thread waits."""
+
+    now = 0.0
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        return False
 
 
 def fail() -> None:
@@ -159,6 +172,43 @@ def test_ranks_end_that_wait_for_a_failed_one_whose_process_goes_on(tmp_path: Pa
         run(3, fails_and_stays, CASE, str(tmp_path), complete=False, seconds=60)
     logged = (tmp_path / "logged").read_text()
     assert "after batch 1, ValueError: a bad label) has failed, and its process has not ended. " in logged
+
+
+class SilentStore:
+    """A store that ceases to answer: the first call waits for it, as long as calls may."""
+
+    def __init__(self, told: WaitedClock) -> None:
+        self._told, self._waits = told, True
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*_: object) -> None:
+            if self._waits:
+                self._told.now += TIMEOUT_SECONDS / 2
+                self._waits = False
+            raise NoAnswer("no answer")
+
+        return call
+
+
+def test_a_store_out_of_reach_is_noticed_within_half_as_long_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a call waits for the store is not taken for a stop of this process."""
+    told = WaitedClock()
+    for module in (watch, beats):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: told.now))
+    activity, ends = Activity(), list[float]()
+    lookout = watch.Lookout(
+        SilentStore(told),  # type: ignore[arg-type]
+        1,
+        2,
+        timeout_seconds=TIMEOUT_SECONDS,
+        activity=activity,
+        remedy=lambda: "start again",
+    )
+    monkeypatch.setattr(lookout.ended, "wait", told.wait)
+    monkeypatch.setattr(lookout, "_end_process", lambda: ends.append(told.now))
+    with activity.doing("batch 1"):
+        lookout.run()
+    assert ends[0] <= 1.5 * TIMEOUT_SECONDS
 
 
 def ends_early(case: Case) -> list[str]:
