@@ -23,15 +23,17 @@ class Activity:
 
     Attributes:
         collectives: the number of collectives over the world that this rank has come to.
+        operation: the name of the last one that it has begun.
+        attempt: the number of times in a row that it has.
         failure: the error that ended the last operation; "": none did.
     """
 
     def __init__(self) -> None:
         self.collectives = 0
+        self.operation, self.attempt = "initialize", 1
         self.failure = ""
         self._under_way: list[list[str]] = []
         self._began = 0.0
-        self._last = "initialize"
 
     @property
     def is_idle(self) -> bool:
@@ -44,14 +46,16 @@ class Activity:
         return 0.0 if self.is_idle else time.monotonic() - self._began
 
     def waits_for(self, beat: Beat) -> bool:
-        """Return whether this rank is in the operation that the beat's rank has left by an error."""
-        return bool(beat.failure) and not self.is_idle and beat.doing == f"after {self._last}"
+        """Return whether this rank is in the operation that an error ended on the beat's rank."""
+        is_same = (beat.operation, beat.attempt) == (self.operation, self.attempt)
+        return is_same and bool(beat.failure) and not self.is_idle
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Name an operation, such as "batch 12", or a phase of one. A phase may end after the next has begun."""
         if not self._under_way:
-            self._last, self.failure, self._began = what, "", time.monotonic()
+            self.attempt = self.attempt + 1 if what == self.operation else 1
+            self.operation, self.failure, self._began = what, "", time.monotonic()
         entry = [what]
         self._under_way.append(entry)
         try:
@@ -61,7 +65,7 @@ class Activity:
 
     def __str__(self) -> str:
         names = [what for (what,) in self._under_way]
-        return f"in {': '.join(dict.fromkeys((names[0], names[-1])))}" if names else f"after {self._last}"
+        return f"in {': '.join(dict.fromkeys((names[0], names[-1])))}" if names else f"after {self.operation}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ class Beat:
 
     Attributes:
         count: of its entries.
-        collectives, doing, failure: see :class:`Activity`.
+        collectives, operation, attempt, failure: see :class:`Activity`.
+        doing: says what the rank does.
         host: the name of its host.
         processes: identifies the processes that it sees: a pid means the same to ranks that see the same.
         pid: of its process.
@@ -79,6 +84,8 @@ class Beat:
 
     count: int
     collectives: int
+    operation: str
+    attempt: int
     doing: str
     failure: str
     host: str
@@ -128,6 +135,8 @@ class Beats:
         beat = Beat(
             count=self._count,
             collectives=now.collectives,
+            operation=now.operation,
+            attempt=now.attempt,
             doing=str(now),
             failure=now.failure,
             host=socket.gethostname(),

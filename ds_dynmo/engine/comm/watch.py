@@ -7,7 +7,7 @@ it: the ranks form a ring. A rank is *lost*
   ranks elsewhere that write nothing while it looks, are lost;
 - if it has written nothing for ``timeout_seconds``, for all of which another has been in one operation of the engine:
   its process was stopped, or the link to its host is cut. One that runs on the same host is just busy;
-- or if it has left that operation by an error, and its process does not end.
+- or if an error has ended that operation there, and its process does not end.
 
 Who finds that out writes the *verdict*, which every rank reads and the first of each host logs. A rank that is in an
 operation raises :class:`RankLostError`, or ends if the backend keeps it. If the store does not answer, rank 0's process

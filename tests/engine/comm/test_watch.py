@@ -211,6 +211,22 @@ def test_a_store_out_of_reach_is_noticed_within_half_as_long_again(monkeypatch: 
     assert ends[0] <= 1.5 * TIMEOUT_SECONDS
 
 
+def test_a_rank_waits_for_a_failed_one_in_the_same_operation_alone() -> None:
+    """Not once it tries again, while the other may still be doing something about the failure."""
+    here, there = Activity(), Activity()
+    for activity in (here, there):
+        with activity.doing("load"):
+            activity.failure = "ValueError"
+    with here.doing("load"):
+        beat = SimpleNamespace(**vars(there))
+        assert not here.waits_for(beat)  # type: ignore[arg-type]
+        with there.doing("load"):
+            there.failure = "ValueError"
+            beat = SimpleNamespace(**vars(there))
+        assert here.waits_for(beat)  # type: ignore[arg-type]
+    assert not here.waits_for(beat)  # type: ignore[arg-type]
+
+
 def ends_early(case: Case) -> list[str]:
     """Let the script of rank 1 end, while the others go on without it."""
     engine = build(case)
