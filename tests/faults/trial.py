@@ -223,8 +223,9 @@ def _problem(
         return ""
     if min(results[0]["losses"], default=STEPS) < max(notes.all("saved"), default=0):
         return f"resumed before the last checkpoint, {max(notes.all('saved'))}"
-    cut = fault.kind in OF_LINKS
-    said = [line for rank, line in notes.all("said") if line.startswith("rank") and not (cut and rank == fault.rank)]
+    cut, comes_back = fault.kind in OF_LINKS, fault.kind != "exception"  # when the others have gone on without it
+    said = [line for rank, line in notes.all("said") if not (comes_back and rank == fault.rank)]
+    said = [line for line in said if line.startswith("rank")]
     was_needed = fault.place != "re-pack: release"
     was_killed = fault.kind in ("SIGKILL", "SIGSTOP for too long", "link cut") and was_needed
     names = (

@@ -1,7 +1,7 @@
 """Run a function on real ranks, one process each, forked from a server that has imported torch and DeepSpeed.
 
-A fork costs a fraction of a second, an import ten. The ranks meet in a ``FileStore`` (no ports). The first error or
-the first rank that dies ends them all.
+A fork costs a fraction of a second, an import ten. The ranks meet in a ``FileStore`` (no ports); where some may die, in
+a ``TCPStore``, which ends with rank 0 as a launch's does. The first error or the first rank that dies ends them all.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests import emulated
 from tests.emulated import deadlocks
 from tests.emulated.operation_log import log_operations
 from tests.support.namespaces import Network, enter
+from tests.support.ports import free_port
 
 GROUP_TIMEOUT = timedelta(minutes=4)  # a rank that compiles lets others wait, on a busy machine for minutes
 BIND_ONCE = {"LD_BIND_NOW": "1"}  # in the fork server; else each rank looks up torch's functions: 5% of its time
@@ -124,7 +125,8 @@ def run_to_the_end(
     """
     call, began = pickle.dumps((function, args)), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        places = [Place(rank, num_ranks, folder, hosts, GROUP_TIMEOUT, "gloo") for rank in range(num_ranks)]
+        port = free_port()
+        places = [Place(rank, num_ranks, folder, hosts, GROUP_TIMEOUT, "gloo", port) for rank in range(num_ranks)]
         with _started(places, call, stays=False) as (pipes, processes):
             ends: dict[int, End] = {}
             while len(ends) < num_ranks:
@@ -215,6 +217,7 @@ class Place:
     hosts: Network | None
     timeout: timedelta
     backend: str | None
+    port: int | None = None  # of a TCPStore; None: the store is a file
 
     def meet(self) -> None:
         """Take this rank's device, and initialize communication."""
@@ -240,7 +243,10 @@ class Place:
             choose_interface()
             dist.init_process_group(backend, timeout=self.timeout)
             return
-        store = dist.FileStore(os.path.join(self.folder, "store"), self.num_ranks)
+        if self.port is None:
+            store = dist.FileStore(os.path.join(self.folder, "store"), self.num_ranks)
+        else:
+            store = dist.TCPStore("127.0.0.1", self.port, self.num_ranks, is_master=self.rank == 0)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.num_ranks, timeout=self.timeout)
 
 

@@ -134,6 +134,10 @@ class Communicator:
         self.p2p = PointToPoint(self.rank_of, self._links, self.device, self._timeout_seconds)
         self.groups = WorldGroups(here, self.rank_of, self.device, self._timeout_seconds)
 
+    def of_lost_store(self) -> str:
+        """See :meth:`ds_dynmo.engine.comm.watch.Watch.of_lost_store`."""
+        return self._watch.of_lost_store()
+
     def leave(self) -> None:
         """Wait until every rank is done, before the present world ends. Collective."""
         self.wait_for_posted_broadcast()

@@ -81,6 +81,10 @@ class Watch:
         """
         return self._lookout.missing(number, timed_out=timed_out)
 
+    def of_lost_store(self) -> str:
+        """Say that the store of the launch is out of reach, and what is known of rank 0, whose process holds it."""
+        return self._lookout.of_lost_store()
+
     def check(self) -> None:
         """Refuse to begin an operation after a rank was lost.
 
@@ -151,6 +155,7 @@ class Lookout:
         if self._world_size == 1:
             return
         answered_at = waits_from = time.monotonic()
+        self._changed_at = dict.fromkeys(self._watched, answered_at)
         while not self.ended.wait(self._period_seconds):
             now = time.monotonic()
             if now - waits_from > self._timeout_seconds / 2:  # this process itself was stopped
@@ -165,8 +170,10 @@ class Lookout:
                 self._has_store = False
             except RuntimeError:  # no answer in time
                 pass
-            if waits_too_long and now - answered_at > self._timeout_seconds:
-                self.verdict = self.verdict or self._of_lost_store()
+            if answered_at < now and not self.verdict and self._voice.is_heard():
+                self.verdict, self._has_said = self.of_lost_store(), True
+            if waits_too_long and now - answered_at > self._timeout_seconds and not self._runs_first():
+                self.verdict = self.verdict or self.of_lost_store()
             if self.verdict and not self.activity.is_idle:
                 self._end_process()
                 return
@@ -180,7 +187,7 @@ class Lookout:
         silent = {rank for rank, at in self._changed_at.items() if now - at > self._timeout_seconds}
         if not self._has_read_verdict() and decides:
             failed = {rank for rank, beat in self._seen.items() if self.activity.waits_for(beat)}
-            lost = {rank for rank in silent if not self._seen[rank].is_at_work}
+            lost = {rank for rank in silent if rank not in self._seen or not self._seen[rank].is_at_work}
             if failed or lost:
                 self._decide(failed or lost)
 
@@ -212,7 +219,9 @@ class Lookout:
                 self._has_store = False
             except RuntimeError:  # no answer in time, or at once after that
                 self.ended.wait(self._period_seconds / 4)
-        self.verdict = self.verdict or self._of_lost_store()
+        if not self.verdict and self._runs_first():
+            return self._note(error)
+        self.verdict = self.verdict or self.of_lost_store()
         return self.say()
 
     def _note(self, error: Exception) -> str:
@@ -229,7 +238,8 @@ class Lookout:
             beats = self._beats.read(self._others())
             lost = {rank for rank, beat in beats.items() if beat.has_ended}
             if not lost and time.monotonic() > until:
-                lost = {rank for rank, beat in beats.items() if beat == before.get(rank) and not beat.is_at_work}
+                silent = {rank for rank in self._others() if beats.get(rank) == before.get(rank)}
+                lost = {rank for rank in silent if rank not in beats or not beats[rank].is_at_work}
                 if not lost:
                     return
             if lost:
@@ -251,18 +261,22 @@ class Lookout:
         """Write the verdict that ranks are lost, unless another rank has, and read it."""
         beats = self._beats.read(sorted(lost))
         if self._store.add("verdicts", 1) == 1:
-            if all(beat.has_ended for beat in beats.values()):
+            if beats and all(beat.has_ended for beat in beats.values()):
                 what = "ended"
-            elif all(map(self.activity.waits_for, beats.values())):
+            elif beats and all(map(self.activity.waits_for, beats.values())):
                 what = "failed, and its process has not ended"
             else:
                 what = "ended or was stopped, or the link to its host is cut"
-            who = "; ".join(beat.describe(rank) for rank, beat in beats.items())
+            who = "; ".join(beats[rank].describe(rank) if rank in beats else f"rank {rank}" for rank in sorted(lost))
             self._store.set("verdict", f"{who} has {what}")
         self._store.wait(["verdict"])
         self._has_read_verdict()
 
-    def _of_lost_store(self) -> str:
+    def _runs_first(self) -> bool:
+        """Return whether rank 0's process runs, as far as this one can tell: it may just be busy."""
+        return self._rank == 0 or (0 in self._seen and self._seen[0].is_at_work)
+
+    def of_lost_store(self) -> str:
         """Return the verdict where the launch's store, which rank 0's process holds, does not answer."""
         first = self._seen.get(0)
         who = "rank 0, with the store of the launch," if first is None else first.describe(0)
@@ -276,8 +290,8 @@ class Lookout:
         """
         message = f"{self.verdict}. {self._remedy()}"
         with self._lock:
-            if not self._has_said and self._voice.say(message, has_store=self._has_store) and not self._has_store:
-                time.sleep(self._sure_seconds)  # others on this host ask whether this process runs
+            if not self._has_said and self._voice.say(message, has_store=self._has_store):
+                time.sleep(self._sure_seconds)  # threads of others on this host hear it
             self._has_said = True
         until = time.monotonic() + self._sure_seconds
         with suppress(RuntimeError):
@@ -299,8 +313,9 @@ class Lookout:
 
 
 class Voice:
-    """Logs a line once on each host: the rank that is first in the store does, and, as the store may cease to answer
-    any time, holds a name of the host as well.
+    """Logs a line once on each host.
+
+    The rank that is first in the store does. It holds a name of the host as well, as the store may cease to answer.
 
     Args:
         store: whose keys belong to the line.
@@ -312,21 +327,32 @@ class Voice:
         self._held: socket.socket | None = None
 
     def say(self, line: str, *, has_store: bool = True) -> bool:
-        """Log it and return True, unless a rank of this host has; without the store, one whose process still runs."""
-        if not (self._is_first(has_store) and self._holds_name()):
+        """Log it, unless a rank of this host has; without the store, one whose process still runs.
+
+        Returns:
+            Whether this process has to stay for a while, as others cannot ask the store.
+        """
+        by_store = False
+        if has_store:
+            with suppress(RuntimeError):
+                if self._store.add(f"said/{socket.gethostname()}", 1) > 1:
+                    return False
+                by_store = True
+        if not self._holds_name():
             return False
         logger.error(line)
-        return True
+        return not by_store
 
-    def _is_first(self, has_store: bool) -> bool:
-        with suppress(RuntimeError):
-            if has_store:
-                return self._store.add(f"said/{socket.gethostname()}", 1) == 1
-        return True
+    def is_heard(self) -> bool:
+        """Return whether a rank of this host, whose process still runs, has logged it."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks, suppress(OSError):
+            asks.connect(self._name)
+            return True
+        return False
 
     def _holds_name(self) -> bool:
         with suppress(OSError):
-            self._held = socket.socket(socket.AF_UNIX)  # open for as long as this process runs
+            self._held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)  # open for as long as this process runs
             self._held.bind(self._name)
             return True
         return False

@@ -131,7 +131,7 @@ class World:
         try:
             absent_ranks = absent(store, len(launch_ranks), here, timedelta(seconds=self._timeout_seconds))
         except RuntimeError:
-            lost = "rank 0's process is gone or out of reach, and with it the store of the launch"
+            lost = self._comm.of_lost_store()
         else:
             if not absent_ranks:
                 return

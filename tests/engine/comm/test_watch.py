@@ -190,8 +190,8 @@ class SilentStore:
         return call
 
 
-def test_a_store_out_of_reach_is_noticed_within_half_as_long_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That a call waits for the store is not taken for a stop of this process."""
+def ends_at(monkeypatch: pytest.MonkeyPatch) -> tuple[float, bool]:
+    """Return after how long a rank ends whose store does not answer, and whether another said why."""
     told = WaitedClock()
     for module in (watch, beats):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: told.now))
@@ -199,7 +199,7 @@ def test_a_store_out_of_reach_is_noticed_within_half_as_long_again(monkeypatch: 
     lookout = watch.Lookout(
         SilentStore(told),  # type: ignore[arg-type]
         1,
-        2,
+        3,
         timeout_seconds=TIMEOUT_SECONDS,
         activity=activity,
         remedy=lambda: "start again",
@@ -208,7 +208,27 @@ def test_a_store_out_of_reach_is_noticed_within_half_as_long_again(monkeypatch: 
     monkeypatch.setattr(lookout, "_end_process", lambda: ends.append(told.now))
     with activity.doing("batch 1"):
         lookout.run()
-    assert ends[0] <= 1.5 * TIMEOUT_SECONDS
+    return ends[0], lookout._has_said
+
+
+def test_a_store_out_of_reach_is_noticed_within_half_as_long_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a call waits for the store is not taken for a stop of this process."""
+    monkeypatch.setenv("MASTER_PORT", "of this test")
+    seconds, is_said = ends_at(monkeypatch)
+    assert seconds <= 1.5 * TIMEOUT_SECONDS and not is_said
+
+
+def test_without_the_store_a_line_is_said_once_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who says it first ends the others of its host, long before the time-out."""
+    monkeypatch.setenv("MASTER_PORT", "of that test")
+    logged: list[str] = []
+    monkeypatch.setattr(watch.logger, "error", logged.append)
+    first, second = (watch.Voice(SilentStore(WaitedClock())) for _ in range(2))  # type: ignore[arg-type]
+    assert not second.is_heard()
+    assert first.say("rank 0 has ended") and not second.say("rank 0 has ended", has_store=False)
+    assert logged == ["rank 0 has ended"] and second.is_heard()
+    seconds, is_said = ends_at(monkeypatch)
+    assert seconds < TIMEOUT_SECONDS and is_said
 
 
 def test_a_rank_waits_for_a_failed_one_in_the_same_operation_alone() -> None:
