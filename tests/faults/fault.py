@@ -100,7 +100,7 @@ def _stop(seconds: float) -> None:
 
 
 def _cut_link(seconds: float | None = None) -> None:
-    """Pull the cable of this rank's host, and let another process plug it in again."""
+    """Pull the cable of this rank's host, and plug it in again after so many seconds."""
     assert namespaces.entered is not None
     network, host = namespaces.entered
     network.pull_cable(host)

@@ -86,9 +86,9 @@ def after_failed_save(run: TrainingRun) -> str:
 
 def how_to_continue(run: TrainingRun) -> str:
     """Say how to go on with a run that has ended on the way."""
-    if run.save is None or not has_saved(run.save):
-        return "Nothing of this run is saved: start it again; --save DIR --save-interval N saves on the way"
     try:
+        if run.save is None or not has_saved(run.save):
+            return "Nothing of this run is saved: start it again; --save DIR --save-interval N saves on the way"
         last = f"The last whole checkpoint is {run.save / find_checkpoint(run.save)}"
     except ConfigError as error:  # it is not known which is the last
         last = str(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -67,17 +66,12 @@ def absent(store: BoundedStore, num_ranks: int, rank: int, timeout: timedelta) -
     """
     attendance = Attendance(store, "ranks", num_ranks)
     if attendance.come(rank):
-        _settle(store, [])
+        store.set_first("absent", json.dumps([]))
     try:
-        store.wait(["settled"], timeout)
+        store.wait(["absent"], timeout)
     except (dist.DistNetworkError, NoAnswer):
         raise
     except RuntimeError:  # not in time
-        _settle(store, attendance.missing())
-    ranks: list[int] = json.loads(store.get("settled"))
+        store.set_first("absent", json.dumps(attendance.missing()))
+    ranks: list[int] = json.loads(store.get("absent"))
     return ranks
-
-
-def _settle(store: BoundedStore, ranks: Sequence[int]) -> None:
-    if store.add("settling", 1) == 1:
-        store.set("settled", json.dumps(ranks))

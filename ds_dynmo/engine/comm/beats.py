@@ -54,8 +54,9 @@ class Activity:
     def doing(self, what: str) -> Iterator[None]:
         """Name an operation, such as "batch 12", or a phase of one. A phase may end after the next has begun."""
         if not self._under_way:
+            self.failure, self._began = "", time.monotonic()
             self.attempt = self.attempt + 1 if what == self.operation else 1
-            self.operation, self.failure, self._began = what, "", time.monotonic()
+            self.operation = what
         entry = [what]
         self._under_way.append(entry)
         try:

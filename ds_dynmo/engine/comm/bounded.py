@@ -62,7 +62,7 @@ class CallThread:
         except NotDone:
             if answer.done():
                 return answer.result()
-            if time.monotonic() - began > 1.5 * seconds:  # it was stopped, and the call with it
+            if time.monotonic() - began > seconds + min(1.0, seconds / 4):  # it was stopped, and the call with it
                 with suppress(NotDone):
                     return answer.result(seconds)
             self._pending = answer
@@ -153,6 +153,10 @@ class BoundedStore:
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, and return its new value."""
         return int(self._run(lambda: self.raw.add(key, amount)))
+
+    def set_first(self, key: str, value: str) -> None:
+        """Write a key, unless a rank has."""
+        self._run(lambda: self.raw.compare_set(key, "", value))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there.

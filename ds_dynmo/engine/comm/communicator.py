@@ -29,12 +29,12 @@ from ds_dynmo.engine.comm.coordinates import GroupPlace, RankCoordinates
 from ds_dynmo.engine.comm.host_links import HostLinks
 from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
-from ds_dynmo.engine.comm.posted import Posted, PostedBroadcast, PostedReduction
+from ds_dynmo.engine.comm.posted import Posted, PostedBroadcast, PostedReduction, forget_posted
 from ds_dynmo.engine.comm.store_agreement import StoreAgreement
 from ds_dynmo.engine.comm.tree import Tree, maximum
-from ds_dynmo.engine.comm.watch import Lookout, TracebackOfOthers, Watch
+from ds_dynmo.engine.comm.watch import RESUME, Lookout, TracebackOfOthers, Watch
 from ds_dynmo.engine.comm.world_groups import WorldGroups
-from ds_dynmo.errors import MigrationError, raise_unless_harmless
+from ds_dynmo.errors import MigrationError, RankLostError, raise_unless_harmless
 from ds_dynmo.interface import choose_interface
 from ds_dynmo.torch_private import default_store, prefix_store
 
@@ -84,7 +84,7 @@ class Communicator:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._posted: PostedBroadcast | None = None
         self._activity = Activity()
-        self.how_to_continue: Callable[[], str] = lambda: "Resume the job from its last checkpoint"
+        self.how_to_continue: Callable[[], str] = lambda: RESUME
         self.worlds_left = 0
         self._sent_to_first: Posted | None = None
         TracebackOfOthers.install()
@@ -134,9 +134,9 @@ class Communicator:
         self.p2p = PointToPoint(self.rank_of, self._links, self.device, self._timeout_seconds)
         self.groups = WorldGroups(here, self.rank_of, self.device, self._timeout_seconds)
 
-    def of_lost_store(self) -> str:
-        """See :meth:`ds_dynmo.engine.comm.watch.Watch.of_lost_store`."""
-        return self._watch.of_lost_store()
+    def lose(self, verdict: str = "") -> RankLostError:
+        """Say that ranks are lost, and return the error: see :meth:`ds_dynmo.engine.comm.watch.Watch.say`."""
+        return RankLostError(self._watch.say(verdict))
 
     def leave(self) -> None:
         """Wait until every rank is done, before the present world ends. Collective."""
@@ -156,15 +156,19 @@ class Communicator:
             RankLostError: a rank has died, was stopped, or cannot be reached.
         """
         is_outermost = self._activity.is_idle
-        if is_outermost:
-            self._watch.check()
-        with self._activity.doing(what):
-            try:
-                yield
-            except Exception as error:
-                if is_outermost:
-                    self._watch.explain(error)
-                raise
+        try:
+            if is_outermost:
+                self._watch.check()
+            with self._activity.doing(what):
+                try:
+                    yield
+                except Exception as error:
+                    if is_outermost:
+                        self._watch.explain(error)
+                    raise
+        except RankLostError:
+            forget_posted()
+            raise
 
     def enter(self, what: str) -> None:
         """Announce that this rank takes part in the collective ``what``, which starts now.
@@ -268,7 +272,10 @@ class Communicator:
         store = BoundedStore(default_store(), self._timeout_seconds)
         prefixed = store.view(prefix_store(f"ds_dynmo/agreement/{name}", store.raw))
         timeout_seconds = self._timeout_of_batch().total_seconds()  # a rank may write longer than others
-        return StoreAgreement(prefixed, dist.get_rank(), dist.get_world_size(), timeout_seconds)
+        watch = self._watch
+        return StoreAgreement(
+            prefixed, dist.get_rank(), dist.get_world_size(), timeout_seconds, is_lost=lambda: watch.knows_of_loss
+        )
 
     # -- small numbers --------------------------------------------------------------------------------
 

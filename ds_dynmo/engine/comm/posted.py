@@ -85,6 +85,11 @@ def wait_for_posted() -> None:
 atexit.register(wait_for_posted)
 
 
+def forget_posted() -> None:
+    """Wait for nothing at the end: a rank is lost, and the others end, too."""
+    _UNDER_WAY.clear()
+
+
 class PostedTensor(torch.Tensor):
     """A tensor whose value has yet to arrive. Each use waits for it, and returns plain tensors.
 

@@ -42,11 +42,20 @@ class StoreAgreement:
     Args:
         store: its keys belong to this object.
         timeout_seconds: that a rank waits for others when it has done its part.
+        is_lost: returns whether a rank is lost: then it waits no longer.
     """
 
-    def __init__(self, store: BoundedStore, rank: int, world_size: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        store: BoundedStore,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        *,
+        is_lost: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._is_lost = timeout_seconds, is_lost
         self._round = 0
 
     def everywhere(self, function: Callable[[], Result]) -> Result:
@@ -97,9 +106,14 @@ class StoreAgreement:
         """Return the first failure by rank, or which ranks are missing; "" if all have done their part.
 
         It looks again and again: a wait in the store would keep the main thread from it.
+
+        Raises:
+            RuntimeError: a rank is lost, or the store does not answer.
         """
         deadline, pause_seconds, key = time.monotonic() + self._timeout_seconds, 0.001, self._key("verdict")
         while not self._store.check([key]):
+            if self._is_lost():
+                raise RuntimeError("a rank is lost")
             if time.monotonic() > deadline:
                 if missing := self._attendance(self._round).missing():
                     self._decide(

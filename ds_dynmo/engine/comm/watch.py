@@ -18,6 +18,7 @@ That a process has ended is no fault by itself: one stage is done with its last 
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -34,11 +35,14 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 
 from ds_dynmo.engine.comm.beats import Activity, Beat, Beats
-from ds_dynmo.engine.comm.bounded import BoundedStore
+from ds_dynmo.engine.comm.bounded import BoundedStore, CallThread
+from ds_dynmo.engine.comm.hosts import identity
 from ds_dynmo.errors import RankLostError
 from ds_dynmo.torch_private import is_of_backend
 
 LONGEST_PERIOD_SECONDS = 0.5  # between two beats
+RESUME = "Resume the job from its last checkpoint"
+OUT_OF_REACH = "ended or was stopped, or the link to its host is cut"
 _SURE_PERIODS = 3  # after which the thread of each rank has written, also on a busy machine
 
 
@@ -81,9 +85,19 @@ class Watch:
         """
         return self._lookout.missing(number, timed_out=timed_out)
 
-    def of_lost_store(self) -> str:
-        """Say that the store of the launch is out of reach, and what is known of rank 0, whose process holds it."""
-        return self._lookout.of_lost_store()
+    def say(self, verdict: str = "") -> str:
+        """Log that ranks are lost, once on each host, and return it with a remedy.
+
+        Args:
+            verdict: "": the store of the launch does not answer.
+        """
+        self._lookout.verdict = verdict or self._lookout.of_lost_store()
+        return self._lookout.say()
+
+    @property
+    def knows_of_loss(self) -> bool:
+        """Whether a rank is lost, as far as this rank knows."""
+        return bool(self._lookout.verdict)
 
     def check(self) -> None:
         """Refuse to begin an operation after a rank was lost.
@@ -138,7 +152,8 @@ class Lookout:
         self._watched = {0, (rank - 1) % world_size} - {rank}
         self._seen: dict[int, Beat] = {}
         self._changed_at: dict[int, float] = {}
-        self._lock, self._has_said, self._voice = threading.Lock(), False, Voice(store)
+        self._failed_at: dict[int, float] = {}
+        self._lock, self._has_said, self._voice = threading.RLock(), False, Voice(store)
         self._has_store = True  # after its connection has ended, torch logs a stack for each call
         self.verdict = ""
         self.ended = threading.Event()
@@ -148,7 +163,8 @@ class Lookout:
     def introduce(self) -> None:
         """Write the first beat, so that others know this process."""
         if self._world_size > 1:
-            self._beats.write()
+            with suppress(RuntimeError):  # the thread writes again
+                self._beats.write()
 
     def run(self) -> None:
         """Write and read beats until the world ends, or a rank is lost while this one waits for others."""
@@ -170,7 +186,7 @@ class Lookout:
                 self._has_store = False
             except RuntimeError:  # no answer in time
                 pass
-            if answered_at < now and not self.verdict and self._voice.is_heard():
+            if not (self._has_store or self.verdict) and self._voice.is_heard():
                 self.verdict, self._has_said = self.of_lost_store(), True
             if waits_too_long and now - answered_at > self._timeout_seconds and not self._runs_first():
                 self.verdict = self.verdict or self.of_lost_store()
@@ -180,13 +196,22 @@ class Lookout:
             waits_from = time.monotonic()
 
     def _look(self, now: float, *, decides: bool) -> None:
-        """Read the beats of the watched ranks and the verdict, if there is one; or decide that silent ones are lost."""
-        for rank, beat in self._beats.read(self._watched).items():
-            if self._seen.get(rank) != beat:
-                self._seen[rank], self._changed_at[rank] = beat, now
-        silent = {rank for rank, at in self._changed_at.items() if now - at > self._timeout_seconds}
+        """Read the beats of the watched ranks and the verdict, if there is one; or decide that silent ones are lost.
+
+        Args:
+            decides: whether this rank has waited for too long: then it watches all, as others may not be waiting.
+        """
+        watched = set(self._others()) if decides else self._watched
+        beats = self._beats.read(watched)
+        for rank in watched:
+            self._changed_at.setdefault(rank, now)
+            if rank in beats and self._seen.get(rank) != beats[rank]:
+                self._seen[rank], self._changed_at[rank] = beats[rank], now
+        failed_at = {rank: self._failed_at.get(rank, now) for rank in beats if self.activity.waits_for(beats[rank])}
+        self._failed_at = failed_at
         if not self._has_read_verdict() and decides:
-            failed = {rank for rank, beat in self._seen.items() if self.activity.waits_for(beat)}
+            failed = {rank for rank, at in failed_at.items() if now - at > self._sure_seconds}
+            silent = {rank for rank in watched if now - self._changed_at[rank] > self._timeout_seconds}
             lost = {rank for rank in silent if rank not in self._seen or not self._seen[rank].is_at_work}
             if failed or lost:
                 self._decide(failed or lost)
@@ -208,7 +233,7 @@ class Lookout:
 
     def find_out(self, error: Exception) -> str:
         """Say the verdict after an error of the main thread, and return it; "": no rank is lost."""
-        if not any(map(is_of_backend, causes(error))):
+        if self.ended.is_set() or not any(map(is_of_backend, causes(error))):
             return self._note(error)
         began = time.monotonic()
         while self._has_store and time.monotonic() - began < self._timeout_seconds:
@@ -252,43 +277,53 @@ class Lookout:
 
     def _has_read_verdict(self) -> bool:
         """Read the verdict, once there is one."""
-        if not self.verdict and self._store.check(["verdict"]):
-            self.verdict = self._store.get("verdict").decode()
-            self._store.add("heard", 1)
-        return bool(self.verdict)
+        with self._lock:
+            if not self.verdict and self._store.check(["verdict"]):
+                self.verdict = self._store.get("verdict").decode()
+                self._store.add("heard", 1)
+            return bool(self.verdict)
 
     def _decide(self, lost: set[int]) -> None:
         """Write the verdict that ranks are lost, unless another rank has, and read it."""
         beats = self._beats.read(sorted(lost))
-        if self._store.add("verdicts", 1) == 1:
-            if beats and all(beat.has_ended for beat in beats.values()):
-                what = "ended"
-            elif beats and all(map(self.activity.waits_for, beats.values())):
-                what = "failed, and its process has not ended"
-            else:
-                what = "ended or was stopped, or the link to its host is cut"
-            who = "; ".join(beats[rank].describe(rank) if rank in beats else f"rank {rank}" for rank in sorted(lost))
-            self._store.set("verdict", f"{who} has {what}")
-        self._store.wait(["verdict"])
+        if beats and all(beat.has_ended for beat in beats.values()):
+            what = "ended"
+        elif beats and all(map(self.activity.waits_for, beats.values())):
+            what = "failed, and its process has not ended"
+        else:
+            what = OUT_OF_REACH
+        who = "; ".join(beats[rank].describe(rank) if rank in beats else f"rank {rank}" for rank in sorted(lost))
+        self._store.set_first("verdict", f"{who} has {what}")
         self._has_read_verdict()
 
     def _runs_first(self) -> bool:
-        """Return whether rank 0's process runs, as far as this one can tell: it may just be busy."""
-        return self._rank == 0 or (0 in self._seen and self._seen[0].is_at_work)
+        """Return whether rank 0's process runs, as far as this one can tell: it may just be busy.
+
+        One whose connections have ended is about to end.
+        """
+        return self._rank == 0 or (self._has_store and 0 in self._seen and self._seen[0].is_at_work)
 
     def of_lost_store(self) -> str:
         """Return the verdict where the launch's store, which rank 0's process holds, does not answer."""
         first = self._seen.get(0)
         who = "rank 0, with the store of the launch," if first is None else first.describe(0)
         has_ended = first is not None and first.has_ended
-        return f"{who} has ended" if has_ended else f"{who} has ended, or the link to its host is cut"
+        return f"{who} has {'ended' if has_ended else OUT_OF_REACH}"
+
+    def _remedy_in_time(self) -> str:
+        """Return how to go on, for which files are read: on a host that may be out of reach, too."""
+        try:
+            found = CallThread("ds_dynmo remedy").run(self._remedy, grace_seconds(self._timeout_seconds))
+        except Exception:  # the first error matters
+            return RESUME
+        return str(found)
 
     def say(self) -> str:
         """Log the verdict, once on each host, and return it with a remedy.
 
         On rank 0, wait until the others have read it: it holds the store.
         """
-        message = f"{self.verdict}. {self._remedy()}"
+        message = f"{self.verdict}. {self._remedy_in_time()}"
         with self._lock:
             if not self._has_said and self._voice.say(message, has_store=self._has_store):
                 time.sleep(self._sure_seconds)  # threads of others on this host hear it
@@ -323,7 +358,8 @@ class Voice:
 
     def __init__(self, store: BoundedStore) -> None:
         self._store = store
-        self._name = f"\0ds_dynmo {os.environ.get('MASTER_PORT', '')} {os.getppid()}"  # the parent started them all
+        launch = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+        self._name = f"\0ds_dynmo {' '.join(launch) if all(launch) else os.getppid()}"
         self._held: socket.socket | None = None
 
     def say(self, line: str, *, has_store: bool = True) -> bool:
@@ -335,26 +371,28 @@ class Voice:
         by_store = False
         if has_store:
             with suppress(RuntimeError):
-                if self._store.add(f"said/{socket.gethostname()}", 1) > 1:
+                if self._store.add(f"said/{identity()}", 1) > 1:
                     return False
                 by_store = True
-        if not self._holds_name():
+        if self._is_taken():
             return False
         logger.error(line)
         return not by_store
 
     def is_heard(self) -> bool:
         """Return whether a rank of this host, whose process still runs, has logged it."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks, suppress(OSError):
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks:
             asks.connect(self._name)
             return True
         return False
 
-    def _holds_name(self) -> bool:
-        with suppress(OSError):
-            self._held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)  # open for as long as this process runs
+    def _is_taken(self) -> bool:
+        """Return whether another process of this host has the name. Else this one has it for as long as it runs."""
+        try:
+            self._held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._held.bind(self._name)
-            return True
+        except OSError as error:  # where there are no such names, none is taken
+            return error.errno == errno.EADDRINUSE
         return False
 
 

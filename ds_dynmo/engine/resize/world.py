@@ -20,9 +20,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from ds_dynmo.engine.comm.attendance import absent
 from ds_dynmo.engine.comm.bounded import BoundedStore, bindable_device, default_timeout
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.comm.watch import Voice
 from ds_dynmo.engine.resize.release import RankLocation
-from ds_dynmo.errors import RankLostError
 from ds_dynmo.torch_private import default_store, prefix_store, without_prefixes
 
 
@@ -130,16 +128,11 @@ class World:
         store, here = self._part("here"), launch_ranks.index(self.launch_rank)
         try:
             absent_ranks = absent(store, len(launch_ranks), here, timedelta(seconds=self._timeout_seconds))
-        except RuntimeError:
-            lost = self._comm.of_lost_store()
-        else:
-            if not absent_ranks:
-                return
-            lost = f"ranks {[launch_ranks[rank] for rank in absent_ranks]} (as numbered at the launch) did not come"
-            lost += f" to the new world within {self._timeout_seconds:g} s"
-        message = f"{lost}. {self._comm.how_to_continue()}"
-        Voice(store).say(message)
-        raise RankLostError(message)
+        except RuntimeError as error:
+            raise self._comm.lose() from error
+        if absent_ranks:
+            who = f"ranks {[launch_ranks[rank] for rank in absent_ranks]} (as numbered at the launch)"
+            raise self._comm.lose(f"{who} did not come to the new world within {self._timeout_seconds:g} s")
 
 
 def of_stages(topology: ProcessTopology, stages: Sequence[int]) -> tuple[ProcessTopology, tuple[int, ...]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from ds_dynmo.engine.comm import beats, watch
 from ds_dynmo.engine.comm.beats import Activity
@@ -177,27 +178,27 @@ def test_ranks_end_that_wait_for_a_failed_one_whose_process_goes_on(tmp_path: Pa
 class SilentStore:
     """A store that ceases to answer: the first call waits for it, as long as calls may."""
 
-    def __init__(self, told: WaitedClock) -> None:
-        self._told, self._waits = told, True
+    def __init__(self, told: WaitedClock, error: type[Exception] = NoAnswer) -> None:
+        self._told, self._error, self._waits = told, error, True
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def call(*_: object) -> None:
             if self._waits:
                 self._told.now += TIMEOUT_SECONDS / 2
                 self._waits = False
-            raise NoAnswer("no answer")
+            raise self._error("no answer")
 
         return call
 
 
-def ends_at(monkeypatch: pytest.MonkeyPatch) -> tuple[float, bool]:
+def ends_at(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> tuple[float, bool]:
     """Return after how long a rank ends whose store does not answer, and whether another said why."""
     told = WaitedClock()
     for module in (watch, beats):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: told.now))
     activity, ends = Activity(), list[float]()
     lookout = watch.Lookout(
-        SilentStore(told),  # type: ignore[arg-type]
+        SilentStore(told, error),  # type: ignore[arg-type]
         1,
         3,
         timeout_seconds=TIMEOUT_SECONDS,
@@ -213,21 +214,21 @@ def ends_at(monkeypatch: pytest.MonkeyPatch) -> tuple[float, bool]:
 
 def test_a_store_out_of_reach_is_noticed_within_half_as_long_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """That a call waits for the store is not taken for a stop of this process."""
-    monkeypatch.setenv("MASTER_PORT", "of this test")
-    seconds, is_said = ends_at(monkeypatch)
+    monkeypatch.setattr("os.getppid", lambda: "of this test")
+    seconds, is_said = ends_at(monkeypatch, NoAnswer)
     assert seconds <= 1.5 * TIMEOUT_SECONDS and not is_said
 
 
 def test_without_the_store_a_line_is_said_once_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who says it first ends the others of its host, long before the time-out."""
-    monkeypatch.setenv("MASTER_PORT", "of that test")
+    monkeypatch.setattr("os.getppid", lambda: "of that test")
     logged: list[str] = []
     monkeypatch.setattr(watch.logger, "error", logged.append)
     first, second = (watch.Voice(SilentStore(WaitedClock())) for _ in range(2))  # type: ignore[arg-type]
     assert not second.is_heard()
     assert first.say("rank 0 has ended") and not second.say("rank 0 has ended", has_store=False)
     assert logged == ["rank 0 has ended"] and second.is_heard()
-    seconds, is_said = ends_at(monkeypatch)
+    seconds, is_said = ends_at(monkeypatch, dist.DistNetworkError)
     assert seconds < TIMEOUT_SECONDS and is_said
 
 
