@@ -136,3 +136,9 @@ def test_a_rank_that_comes_while_another_gives_up_is_not_missing() -> None:
     raw = dist.HashStore()
     other = StoreAgreement(BoundedStore(raw, 10.0), 1, 2, 10.0)
     assert StoreAgreement(ComesAtLast(raw, other), 0, 2, -1.0).everywhere(lambda: "done") == "done"
+
+
+def test_nobody_waits_for_others_once_a_rank_is_lost() -> None:
+    agreement = StoreAgreement(BoundedStore(dist.HashStore(), 10.0), 0, 2, 1e6, is_lost=lambda: True)
+    assert "a rank is lost" in error_of(agreement, lambda: None)
+    agreement.close()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,8 @@ import pytest
 import torch.distributed as dist
 
 from ds_dynmo.engine.comm import beats, watch
-from ds_dynmo.engine.comm.beats import Activity
-from ds_dynmo.engine.comm.bounded import NoAnswer
+from ds_dynmo.engine.comm.beats import Activity, Beat
+from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer
 from ds_dynmo.errors import RankLostError
 from ds_dynmo.torch_private import is_of_backend
 from tests.support.configs import Case
@@ -246,6 +246,77 @@ def test_a_rank_waits_for_a_failed_one_in_the_same_operation_alone() -> None:
             beat = SimpleNamespace(**vars(there))
         assert here.waits_for(beat)  # type: ignore[arg-type]
     assert not here.waits_for(beat)  # type: ignore[arg-type]
+
+
+class Ranks:
+    """Ranks of one process, each with its own view, at one store and one clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int, remedy: Callable[[], str] = str) -> None:
+        self.clock, raw = WaitedClock(), dist.HashStore()
+        for module in (watch, beats):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.clock.now))
+        monkeypatch.setattr(Beat, "is_at_work", False)  # as on another host
+        monkeypatch.setattr(Beat, "has_ended", False)
+        self.lookouts = [
+            watch.Lookout(
+                BoundedStore(raw, 10.0),
+                rank,
+                world_size,
+                timeout_seconds=TIMEOUT_SECONDS,
+                activity=Activity(),
+                remedy=remedy,
+            )
+            for rank in range(world_size)
+        ]
+
+    def goes_on(self, watching: int, writing: Sequence[int], seconds: float) -> str:
+        """Let time pass in which some ranks write and one, which has waited for too long, looks. Return the verdict."""
+        for _ in range(round(seconds / 0.25)):
+            self.clock.now += 0.25
+            for rank in writing:
+                self.lookouts[rank]._beats.write()
+            self.lookouts[watching]._look(self.clock.now, decides=True)
+        return self.lookouts[watching].verdict
+
+
+def test_a_rank_that_waits_too_long_watches_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that watches the stopped one may not be waiting."""
+    ranks = Ranks(monkeypatch, 4)
+    for lookout in ranks.lookouts:
+        lookout.introduce()
+    assert not ranks.goes_on(1, [0, 2, 3], 2 * TIMEOUT_SECONDS)
+    assert ranks.goes_on(1, [0, 3], 2 * TIMEOUT_SECONDS).startswith("rank 2 (host ")
+
+
+def test_a_rank_that_never_came_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Ranks(monkeypatch, 3).goes_on(0, [1], 2 * TIMEOUT_SECONDS) == f"rank 2 has {watch.OUT_OF_REACH}"
+
+
+def test_an_error_that_ends_an_operation_on_all_ranks_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One leaves it before another; but one that stays alone in it has lost the other."""
+    ranks = Ranks(monkeypatch, 2)
+    here, there = (lookout.activity for lookout in ranks.lookouts)
+    with here.doing("load"):
+        with there.doing("load"):
+            there.failure = "ValueError: no"
+        assert not ranks.goes_on(0, [1], ranks.lookouts[0]._sure_seconds)
+    with here.doing("batch 1"), there.doing("batch 1"):
+        assert not ranks.goes_on(0, [1], TIMEOUT_SECONDS)
+        there.failure = "ValueError: no"
+        assert "ValueError: no) has failed, and its process" in ranks.goes_on(0, [1], TIMEOUT_SECONDS)
+
+
+def test_a_folder_that_cannot_be_read_does_not_keep_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(watch.logger, "error", logged.append)
+    monkeypatch.setattr("os.getppid", lambda: "of these ranks")
+
+    def unreadable() -> str:
+        raise OSError("stale file handle")
+
+    (lookout,) = Ranks(monkeypatch, 1, unreadable).lookouts
+    lookout.verdict = "rank 1 has ended"
+    assert lookout.say() == f"rank 1 has ended. {watch.RESUME}" and logged == [lookout.say()]
 
 
 def ends_early(case: Case) -> list[str]:
