@@ -31,12 +31,16 @@ CASES = {
 }
 
 
-def section(*, background: bool) -> dict[str, Any]:
-    """Return a "dynmo" section that profiles and decides in every second batch."""
+def section(*, background: bool, timeout_seconds: float = 60.0) -> dict[str, Any]:
+    """Return a "dynmo" section that profiles and decides in every second batch.
+
+    Args:
+        timeout_seconds: short only where a fault happens: ranks may need longer to begin, on a busy machine.
+    """
     kind = "background" if background else "blocking"
     return {
         "interval": 2,
-        "timeout_seconds": TIMEOUT_SECONDS,
+        "timeout_seconds": timeout_seconds,
         "profile": {"batches": 1, "warmup_batches": 0},
         "min_improvement": 0.9,
         "checkpoint": kind,
@@ -174,7 +178,8 @@ class Undisturbed:
 def try_fault(fault: Fault, name: str, seed: int, folder: Path, undisturbed: Undisturbed) -> Outcome:
     """Train with a fault; if that ends the launch, resume it. Return what became of it."""
     chooser = random.Random(seed)
-    case = replace(CASES[name], dynmo=section(background=chooser.random() < 0.5))
+    background = chooser.random() < 0.5
+    case = replace(CASES[name], dynmo=section(background=background, timeout_seconds=TIMEOUT_SECONDS))
     notes = Notes(str(folder), "fault")
     ended, seconds = "", None
     try:
@@ -188,7 +193,7 @@ def try_fault(fault: Fault, name: str, seed: int, folder: Path, undisturbed: Und
             others = [end.at for rank, end in enumerate(ends) if rank != fault.rank]
             seconds = max(others) - happened[0] if happened else None
             stages = chooser.choice([2, 3])
-            resumed = replace(case, stages=stages)
+            resumed = replace(case, stages=stages, dynmo=section(background=background))
             results = run(stages, train, resumed, str(folder), "resumed", None, complete=False)
         problem = _problem(results, undisturbed, notes, ends, ended, fault)
     except RankError as error:
