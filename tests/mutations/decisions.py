@@ -196,7 +196,7 @@ MUTATIONS = [
     Mutation(
         "a rank waits for one that has failed, and whose process goes on",
         "Lookout._look",
-        "if self.activity.waits_for(beat)",
+        "if self.activity.waits_for(beats[rank])",
         "if False",
         "tests/engine/comm/test_watch.py::test_ranks_end_that_wait_for_a_failed_one_whose_process_goes_on",
     ),
