@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ from torch import nn
 import ds_dynmo
 from ds_dynmo.engine.deepspeed import passes
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.torch_private import default_store
 from tests.support.configs import Case, config, parameter_groups
 from tests.support.harness import RankError, run
 from tests.support.models import (
@@ -273,16 +274,25 @@ def test_after_data_that_end_no_batch_is_trained(case: Case, read: int, ends_on:
         assert after.startswith("ConfigError: a batch ended in an error on this rank") and "Resume" in after
 
 
+def one_micro_batch(engine: Any) -> Iterator[Any]:
+    """Yield one; the first stage's data end once the last stage has trained it, and looks for another."""
+    yield next(batches(engine))
+    if engine.is_first_stage():
+        default_store().wait(["the data ended"])
+    else:
+        default_store().set("the data ended", "")
+
+
 def evaluate_over_ends() -> tuple[list[str], float, float]:
     """Return how evaluations of four micro-batches end that find none and one, and the losses before and after."""
     engine = build(Case(micro_batches=4))
     before = engine.eval_batch(batches(engine)).item()
     said = []
-    for read in (0, 1):
+    for data in (iter(()), one_micro_batch(engine)):
         with pytest.raises(StopIteration) as ended:
-            engine.eval_batch(itertools.islice(batches(engine), read))
+            engine.eval_batch(data)
         said.append(str(ended.value))
-        if read == 0:
+        if len(said) == 1:
             after = engine.eval_batch(batches(engine)).item()
     for another in (engine.eval_batch, engine.train_batch):
         with pytest.raises(ConfigError) as refused:
