@@ -53,7 +53,7 @@ class PostedReduction(Posted):
     """A reduction over the world.
 
     Attributes:
-        number: of the collective (:class:`RollCall`).
+        number: of the collective (:class:`ds_dynmo.engine.comm.watch.Watch`).
         timeout: that it waits for the other ranks.
     """
 

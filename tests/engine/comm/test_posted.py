@@ -8,6 +8,7 @@ import math
 import pickle
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_dynmo.engine.comm.beats import Activity
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.posted import Posted, PostedBroadcast, PostedTensor, wait_for_posted
+from ds_dynmo.errors import RankLostError
 
 
 class Arrival:
@@ -220,3 +223,20 @@ def test_two_threads_that_wait_wait_once() -> None:
     for thread in threads:
         thread.join()
     assert calls == [1]
+
+
+def test_a_process_does_not_wait_at_its_end_once_a_rank_is_lost() -> None:
+    """What it has posted, others do not receive any more."""
+    comm, waits = Communicator.__new__(Communicator), []
+
+    def check() -> None:
+        raise RankLostError("rank 1 has ended")
+
+    comm._activity, comm._watch = Activity(), SimpleNamespace(check=check)  # type: ignore[assignment]
+    posted = Posted(torch.zeros(1), lambda: waits.append("waited"))
+    with pytest.raises(RankLostError), comm.operation("batch 1"):
+        pass
+    wait_for_posted()
+    assert waits == []
+    posted.wait()
+    assert waits == ["waited"]
