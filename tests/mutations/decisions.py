@@ -175,8 +175,8 @@ MUTATIONS = [
     Mutation(
         "a rank that died while layers moved is not named",
         "Communicator.operation",
-        "self._watch.explain(error)",
-        "pass",
+        "self._watch.explaining()",
+        "self._activity.waiting()",
         f"{FAILURES}::test_a_rank_that_dies_while_layers_move_is_named",
     ),
     Mutation(
@@ -185,6 +185,13 @@ MUTATIONS = [
         "os._exit(1)",
         "return",
         "tests/engine/comm/test_watch.py::test_ranks_end_that_wait_for_a_stopped_one_in_the_backend",
+    ),
+    Mutation(
+        "a rank waits for the loss of one that was stopped",
+        "PostedBroadcast.element",
+        "self.read",
+        "self.wait",
+        "tests/engine/comm/test_watch.py::test_ranks_end_that_read_the_loss_of_a_stopped_one",
     ),
     Mutation(
         "a busy process on the same host is lost",

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -19,7 +19,7 @@ from ds_dynmo.launch import is_running
 
 
 class Activity:
-    """What this rank does for the engine: operations, and phases of them. Two threads use it.
+    """What this rank does for the engine: operations, phases of them, and waits of the user's code. Threads share it.
 
     Attributes:
         collectives: the number of collectives over the world that this rank has come to.
@@ -33,17 +33,23 @@ class Activity:
         self.operation, self.attempt = "initialize", 1
         self.failure = ""
         self._under_way: list[list[str]] = []
-        self._began = 0.0
+        self._began: list[float] = []  # the operation and waits
+
+    @property
+    def is_in_operation(self) -> bool:
+        """Whether an operation is under way."""
+        return bool(self._under_way)
 
     @property
     def is_idle(self) -> bool:
-        """Whether code of the user runs, outside of any operation."""
-        return not self._under_way
+        """Whether code of the user runs, outside of any operation, and waits for nothing that a batch has posted."""
+        return not self._began
 
     @property
     def seconds(self) -> float:
-        """Since when it is in its present operation; 0.0: it is in none."""
-        return 0.0 if self.is_idle else time.monotonic() - self._began
+        """Since when it waits, or is in its present operation; 0.0: neither."""
+        now = time.monotonic()
+        return now - min(self._began, default=now)
 
     def waits_for(self, beat: Beat) -> bool:
         """Return whether this rank is in the operation that an error ended on the beat's rank."""
@@ -53,20 +59,34 @@ class Activity:
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Name an operation, such as "batch 12", or a phase of one. A phase may end after the next has begun."""
-        if not self._under_way:
-            self.failure, self._began = "", time.monotonic()
+        is_phase = self.is_in_operation
+        if not is_phase:
+            self.failure = ""
             self.attempt = self.attempt + 1 if what == self.operation else 1
             self.operation = what
         entry = [what]
         self._under_way.append(entry)
         try:
-            yield
+            with nullcontext() if is_phase else self.waiting():
+                yield
         finally:
             self._under_way = [other for other in self._under_way if other is not entry]
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note since when this rank waits for others, in any thread."""
+        began = time.monotonic()
+        self._began.append(began)
+        try:
+            yield
+        finally:
+            self._began.remove(began)
+
     def __str__(self) -> str:
         names = [what for (what,) in self._under_way]
-        return f"in {': '.join(dict.fromkeys((names[0], names[-1])))}" if names else f"after {self.operation}"
+        if names:
+            return f"in {': '.join(dict.fromkeys((names[0], names[-1])))}"
+        return f"after {self.operation}" + ("" if self.is_idle else ", waiting for its result")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import traceback
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from ds_dynmo.engine.comm.coordinates import GroupPlace, RankCoordinates
 from ds_dynmo.engine.comm.host_links import HostLinks
 from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
-from ds_dynmo.engine.comm.posted import Posted, PostedBroadcast, PostedReduction, forget_posted
+from ds_dynmo.engine.comm.posted import Posted, PostedBroadcast, PostedReduction
 from ds_dynmo.engine.comm.store_agreement import StoreAgreement
 from ds_dynmo.engine.comm.tree import Tree, maximum
 from ds_dynmo.engine.comm.watch import RESUME, Lookout, TracebackOfOthers, Watch
@@ -155,20 +155,13 @@ class Communicator:
         Raises:
             RankLostError: a rank has died, was stopped, or cannot be reached.
         """
-        is_outermost = self._activity.is_idle
-        try:
-            if is_outermost:
-                self._watch.check()
+        if self._activity.is_in_operation:
             with self._activity.doing(what):
-                try:
-                    yield
-                except Exception as error:
-                    if is_outermost:
-                        self._watch.explain(error)
-                    raise
-        except RankLostError:
-            forget_posted()
-            raise
+                yield
+            return
+        self._watch.check()
+        with self._activity.doing(what), self._watch.explaining():
+            yield
 
     def enter(self, what: str) -> None:
         """Announce that this rank takes part in the collective ``what``, which starts now.
@@ -196,8 +189,13 @@ class Communicator:
         Collective over ``group``.
         """
         self.wait_for_posted_broadcast()
-        self._posted = PostedBroadcast(tensor, src, group)
+        self._posted = PostedBroadcast(tensor, src, group, self._watched())
         return self._posted
+
+    def _watched(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return the context of waits outside of operations. It does not keep a deleted engine's watch."""
+        waiting = weakref.WeakMethod(self._watch.waiting)
+        return lambda: (waiting() or nullcontext)()
 
     def wait_for_posted_broadcast(self) -> None:
         """Wait for the broadcast that was posted last. Ranks that are still in an earlier batch are not missing."""
@@ -240,7 +238,7 @@ class Communicator:
         """
         timeout = self._timeout_of_batch()
         wait = self._world.post_reduce(numbers, maximum, timeout)
-        return PostedReduction(numbers, wait, self._watch.come(), timeout)
+        return PostedReduction(numbers, wait, self._watched(), self._watch.come(), timeout)
 
     def read_max(self, posted: PostedReduction) -> torch.Tensor:
         """Wait for the numbers of :meth:`post_max`."""
@@ -259,7 +257,7 @@ class Communicator:
             self._sent_to_first.wait()  # it has left long since
         timeout = self._timeout_of_batch()
         wait = self._world.post_reduce_to_first(numbers, maximum, timeout)
-        self._sent_to_first = posted = PostedReduction(numbers, wait, self._watch.come(), timeout)
+        self._sent_to_first = posted = PostedReduction(numbers, wait, self._watched(), self._watch.come(), timeout)
         return posted
 
     def read_max_on_first(self, posted: PostedReduction) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from threading import Lock
 from typing import Any
@@ -28,11 +28,19 @@ class Posted:
     Args:
         tensor: nothing else may write to it until the result has arrived.
         wait: waits until the result has arrived or left.
+        watched: in which this rank waits outside of the engine's operations
+            (:meth:`ds_dynmo.engine.comm.watch.Watch.waiting`).
     """
 
-    def __init__(self, tensor: torch.Tensor, wait: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        wait: Callable[[], object],
+        watched: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.tensor = tensor
         self._wait: Callable[[], object] | None = wait
+        self._watched = watched
         self._one_at_a_time = Lock()
         _UNDER_WAY.add(self)
 
@@ -46,7 +54,16 @@ class Posted:
             if self._wait is not None:
                 _UNDER_WAY.discard(self)
                 self._wait()
-                self._wait = None
+                self._wait, self._watched = None, nullcontext
+
+    def read(self) -> None:
+        """Wait like :meth:`wait` in code of the user, or at the end of the process, and notice if a rank is lost.
+
+        Raises:
+            RankLostError: one is.
+        """
+        with self._watched():
+            self.wait()
 
 
 class PostedReduction(Posted):
@@ -57,29 +74,42 @@ class PostedReduction(Posted):
         timeout: that it waits for the other ranks.
     """
 
-    def __init__(self, tensor: torch.Tensor, wait: Callable[[], object], number: int, timeout: timedelta) -> None:
-        super().__init__(tensor, wait)
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        wait: Callable[[], object],
+        watched: Callable[[], AbstractContextManager[None]],
+        number: int,
+        timeout: timedelta,
+    ) -> None:
+        super().__init__(tensor, wait, watched)
         self.number, self.timeout = number, timeout
 
 
 class PostedBroadcast(Posted):
     """A broadcast from rank ``src``. Construction is collective."""
 
-    def __init__(self, tensor: torch.Tensor, src: int, group: Any) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        src: int,
+        group: Any,
+        watched: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         if dist.get_rank() != src:
             tensor.fill_(torch.nan)  # so that a read without a wait is noticed
-        super().__init__(tensor, dist.broadcast(tensor, src, group=group, async_op=True).wait)
+        super().__init__(tensor, dist.broadcast(tensor, src, group=group, async_op=True).wait, watched)
 
     def element(self, index: int) -> PostedTensor:
         """Return a tensor for one element of the value."""
-        return PostedTensor(self.tensor[index], self.wait)
+        return PostedTensor(self.tensor[index], self.read)
 
 
 def wait_for_posted() -> None:
     """Wait for all that this process has posted, so that it does not end before others have received them."""
     for posted in tuple(_UNDER_WAY):
         with suppress(RuntimeError):
-            posted.wait()
+            posted.read()
 
 
 atexit.register(wait_for_posted)

@@ -37,6 +37,7 @@ from deepspeed.utils import logger
 from ds_dynmo.engine.comm.beats import Activity, Beat, Beats
 from ds_dynmo.engine.comm.bounded import BoundedStore, CallThread
 from ds_dynmo.engine.comm.hosts import identity
+from ds_dynmo.engine.comm.posted import forget_posted
 from ds_dynmo.errors import RankLostError
 from ds_dynmo.torch_private import is_of_backend
 
@@ -108,16 +109,32 @@ class Watch:
         if self._lookout.verdict:
             raise RankLostError(self._lookout.say())
 
-    def explain(self, error: Exception) -> None:
-        """Find out whether ``error``, which ended an operation of this rank, came because a rank is lost.
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Find out whether an error came because a rank is lost.
 
         Raises:
             RankLostError: it did.
         """
-        with _undisturbed():
-            message = self._lookout.find_out(error)
-        if message:
-            raise RankLostError(message) from error
+        try:
+            yield
+        except Exception as error:
+            with _undisturbed():
+                message = self._lookout.find_out(error)
+            if message:
+                raise RankLostError(message) from error
+            raise
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Notice if a rank is lost while this one waits for others outside of an operation, in any thread.
+
+        Raises:
+            RankLostError: one is.
+        """
+        self.check()
+        with self._lookout.activity.waiting(), self.explaining():
+            yield
 
 
 class Lookout:
@@ -321,8 +338,9 @@ class Lookout:
     def say(self) -> str:
         """Log the verdict, once on each host, and return it with a remedy.
 
-        On rank 0, wait until the others have read it: it holds the store.
+        Nothing waits for what was posted any more. On rank 0, wait until the others have read it: it holds the store.
         """
+        forget_posted()
         message = f"{self.verdict}. {self._remedy_in_time()}"
         with self._lock:
             if not self._has_said and self._voice.say(message, has_store=self._has_store):

@@ -7,8 +7,8 @@ import io
 import math
 import pickle
 import threading
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ds_dynmo.engine.comm.beats import Activity
+from ds_dynmo.engine.comm.bounded import BoundedStore
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.posted import Posted, PostedBroadcast, PostedTensor, wait_for_posted
-from ds_dynmo.errors import RankLostError
+from ds_dynmo.engine.comm.watch import Lookout
 
 
 class Arrival:
@@ -165,6 +166,30 @@ def test_a_process_that_ends_waits_for_what_it_sends(works: list[Work]) -> None:
     assert [work.waits for work in works] == [1, 1, 1]
 
 
+def test_what_an_operation_does_not_wait_for_is_watched(works: list[Work]) -> None:
+    """Readers and the end of the process; but what has arrived keeps no watch."""
+    watched = list[str]()
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        watched.append("begins")
+        yield
+        watched.append("ends")
+
+    first, second, third = (PostedBroadcast(torch.ones(2), 0, None, waiting) for _ in works)
+    first.wait()
+    first.element(0).item()
+    assert watched == []
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        second.element(0).item()
+    third.element(0).item()
+    third.element(1).item()
+    assert watched == ["begins", "begins", "ends"]
+    Posted(torch.zeros(1), Work().wait, waiting)
+    wait_for_posted()
+    assert watched[-2:] == ["begins", "ends"] and len(watched) == 5
+
+
 def test_elements_share_one_wait(works: list[Work]) -> None:
     posted = PostedBroadcast(torch.tensor([1.0, 2.0]), 0, None)
     first, second = posted.element(0), posted.element(1)
@@ -175,7 +200,7 @@ def test_elements_share_one_wait(works: list[Work]) -> None:
 
 def test_never_more_than_one_is_under_way(works: list[Work]) -> None:
     comm = Communicator.__new__(Communicator)
-    comm._posted = None
+    comm._posted, comm._watched = None, lambda: nullcontext  # type: ignore[method-assign]
     comm.post(torch.zeros(2), 0, None)
     assert [work.waits for work in works] == [0, 0, 0]
     comm.post(torch.zeros(2), 0, None)
@@ -227,15 +252,13 @@ def test_two_threads_that_wait_wait_once() -> None:
 
 def test_a_process_does_not_wait_at_its_end_once_a_rank_is_lost() -> None:
     """What it has posted, others do not receive any more."""
-    comm, waits = Communicator.__new__(Communicator), []
-
-    def check() -> None:
-        raise RankLostError("rank 1 has ended")
-
-    comm._activity, comm._watch = Activity(), SimpleNamespace(check=check)  # type: ignore[assignment]
+    waits: list[str] = []
+    lookout = Lookout(
+        BoundedStore(dist.HashStore(), 10.0), 0, 1, timeout_seconds=1.0, activity=Activity(), remedy=lambda: "resume"
+    )
     posted = Posted(torch.zeros(1), lambda: waits.append("waited"))
-    with pytest.raises(RankLostError), comm.operation("batch 1"):
-        pass
+    lookout.verdict = "rank 1 has ended"
+    assert lookout.say() == "rank 1 has ended. resume"
     wait_for_posted()
     assert waits == []
     posted.wait()

@@ -25,11 +25,12 @@ from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer
 from ds_dynmo.errors import RankLostError
 from ds_dynmo.torch_private import is_of_backend
 from tests.support.configs import Case
-from tests.support.harness import RankError, run
+from tests.support.harness import RankError, run, run_to_the_end
 from tests.support.training import batches, build, train
 
 TIMEOUT_SECONDS = 2.0
 CASE = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": TIMEOUT_SECONDS})
+POSTS = replace(CASE, dynmo={**(CASE.dynmo or {}), "schedule": "zero_bubble"})  # losses
 
 
 def test_a_rank_says_what_it_does_and_what_it_did_last() -> None:
@@ -39,6 +40,21 @@ def test_a_rank_says_what_it_does_and_what_it_did_last() -> None:
             assert str(activity) == "in batch 3: migrate" and not activity.is_idle
         assert str(activity) == "in batch 3"
     assert str(activity) == "after batch 3" and activity.is_idle
+
+
+def test_a_wait_of_the_users_code_is_none_of_the_operations() -> None:
+    """It may go on in a thread while the next operation begins and ends."""
+    activity = Activity()
+    with activity.doing("batch 3"):
+        activity.failure = "ValueError"
+    with activity.waiting():
+        assert str(activity) == "after batch 3, waiting for its result"
+        assert not activity.is_idle and not activity.is_in_operation
+        assert (activity.operation, activity.attempt, activity.failure) == ("batch 3", 1, "ValueError")
+        with activity.doing("batch 4"):
+            assert str(activity) == "in batch 4"
+        assert not activity.is_idle
+    assert activity.is_idle and activity.seconds == 0
 
 
 def test_a_phase_may_end_after_the_next_has_begun() -> None:
@@ -173,6 +189,30 @@ def test_ranks_end_that_wait_for_a_failed_one_whose_process_goes_on(tmp_path: Pa
         run(3, fails_and_stays, CASE, str(tmp_path), complete=False, seconds=60)
     logged = (tmp_path / "logged").read_text()
     assert "after batch 1, ValueError: a bad label) has failed, and its process has not ended. " in logged
+
+
+def reads_the_loss_of_a_lost_rank(case: Case, signal_number: int) -> None:
+    """Stop or kill the last rank before it sends the loss: the others are done with the batch, and read it."""
+    engine = build(case)
+    if engine.is_last_stage():
+        engine.stage.comm.post = lambda *_: os.kill(os.getpid(), signal_number)
+    loss = engine.train_batch(batches(engine))
+    if signal_number == signal.SIGKILL:
+        watch.grace_seconds = lambda timeout_seconds: 60.0  # the error is wanted
+    assert engine.stage.comm._activity.is_idle
+    loss.item()
+
+
+@pytest.mark.ranks
+def test_ranks_end_that_read_the_loss_of_a_stopped_one() -> None:
+    with pytest.raises(RankError, match=r"rank [01] died|rank 2 \(host .* or was stopped, or the link"):
+        run(3, reads_the_loss_of_a_lost_rank, POSTS, signal.SIGSTOP, complete=False, seconds=60)
+
+
+@pytest.mark.ranks
+def test_who_reads_the_loss_of_a_killed_rank_learns_which_it_was() -> None:
+    for end in run_to_the_end(3, reads_the_loss_of_a_lost_rank, POSTS, signal.SIGKILL, seconds=60)[:2]:
+        assert "RankLostError: rank 2 (host " in end.error and "has ended. " in end.error
 
 
 class SilentStore:
