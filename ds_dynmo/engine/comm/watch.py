@@ -19,6 +19,7 @@ That a process has ended is no fault by itself: one stage is done with its last 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
@@ -166,13 +167,15 @@ class Lookout:
         self._beats = Beats(store, rank, activity)
         self._period_seconds = min(LONGEST_PERIOD_SECONDS, timeout_seconds / 8)
         self._sure_seconds = _SURE_PERIODS * self._period_seconds
+        self._heard_seconds = min(timeout_seconds / 2, 5.0)  # on a busy machine; ranks hear within two periods
         self._watched = {0, (rank - 1) % world_size} - {rank}
         self._seen: dict[int, Beat] = {}
         self._changed_at: dict[int, float] = {}
         self._failed_at: dict[int, float] = {}
         self._lock, self._has_said, self._voice = threading.RLock(), False, Voice(store)
+        self._message = ""  # that the verdict was said by
         self._has_store = True  # after its connection has ended, torch logs a stack for each call
-        self.verdict = ""
+        self.verdict, self._num_lost = "", 1
         self.ended = threading.Event()
 
     # -- the thread -----------------------------------------------------------------------------------
@@ -293,10 +296,12 @@ class Lookout:
         return (rank for rank in range(self._world_size) if rank != self._rank)
 
     def _has_read_verdict(self) -> bool:
-        """Read the verdict, once there is one."""
+        """Read the verdict, once there is one, and say it at once: rank 0, whose process holds the store, may end."""
         with self._lock:
             if not self.verdict and self._store.check(["verdict"]):
-                self.verdict = self._store.get("verdict").decode()
+                found = json.loads(self._store.get("verdict"))
+                self.verdict, self._num_lost = found["text"], found["num_lost"]
+                self._announce()
                 self._store.add("heard", 1)
             return bool(self.verdict)
 
@@ -310,7 +315,7 @@ class Lookout:
         else:
             what = OUT_OF_REACH
         who = "; ".join(beats[rank].describe(rank) if rank in beats else f"rank {rank}" for rank in sorted(lost))
-        self._store.set_first("verdict", f"{who} has {what}")
+        self._store.set_first("verdict", json.dumps({"text": f"{who} has {what}", "num_lost": len(lost)}))
         self._has_read_verdict()
 
     def _runs_first(self) -> bool:
@@ -338,19 +343,24 @@ class Lookout:
     def say(self) -> str:
         """Log the verdict, once on each host, and return it with a remedy.
 
-        Nothing waits for what was posted any more. On rank 0, wait until the others have read it: it holds the store.
+        Nothing waits for what was posted any more. On rank 0, wait until the others have said it: it holds the store.
         """
         forget_posted()
-        message = f"{self.verdict}. {self._remedy_in_time()}"
-        with self._lock:
-            if not self._has_said and self._voice.say(message, has_store=self._has_store):
-                time.sleep(self._sure_seconds)  # threads of others on this host hear it
-            self._has_said = True
-        until = time.monotonic() + self._sure_seconds
+        message = self._announce()
+        until, hear = time.monotonic() + self._heard_seconds, self._world_size - self._num_lost
         with suppress(RuntimeError):
-            while self._rank == 0 and time.monotonic() < until and self._store.add("heard", 0) < self._world_size - 1:
+            while self._rank == 0 and time.monotonic() < until and self._store.add("heard", 0) < hear:
                 time.sleep(self._period_seconds / 4)
         return message
+
+    def _announce(self) -> str:
+        with self._lock:
+            if not self._message:
+                self._message = f"{self.verdict}. {self._remedy_in_time()}"
+                if not self._has_said and self._voice.say(self._message, has_store=self._has_store):
+                    time.sleep(self._sure_seconds)  # threads of others on this host hear it
+                self._has_said = True
+            return self._message
 
     def missing(self, number: int, *, timed_out: bool) -> list[int]:
         """See :meth:`Watch.missing`."""

@@ -215,6 +215,29 @@ def test_who_reads_the_loss_of_a_killed_rank_learns_which_it_was() -> None:
         assert "RankLostError: rank 2 (host " in end.error and "has ended. " in end.error
 
 
+def test_the_first_rank_stays_until_all_that_run_have_said_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process holds the store, without which another may say it, too. Who is idle says it as well."""
+    logged: list[str] = []
+    monkeypatch.setattr(watch.logger, "error", logged.append)
+    ranks = Ranks(monkeypatch, 4)
+    first, idle, second, _ = ranks.lookouts
+    slept = list[float]()
+
+    def sleep(seconds: float) -> None:
+        ranks.clock.now += seconds
+        slept.append(seconds)
+        if len(slept) == 3:
+            idle._look(ranks.clock.now, decides=False)
+        if len(slept) == 5:
+            second._look(ranks.clock.now, decides=False)
+
+    monkeypatch.setattr(watch.time, "sleep", sleep, raising=False)
+    first._decide({3})
+    message = first.say()
+    assert len(slept) == 5 and logged == [message]
+    assert idle._has_said and second.say() == message and logged == [message]
+
+
 class SilentStore:
     """A store that ceases to answer: the first call waits for it, as long as calls may."""
 
