@@ -160,8 +160,12 @@ class Communicator:
                 yield
             return
         self._watch.check()
-        with self._activity.doing(what), self._watch.explaining():
-            yield
+        with self._activity.doing(what):
+            try:
+                yield
+            except Exception as error:
+                self._watch.explain(error)  # of the world that there is now
+                raise
 
     def enter(self, what: str) -> None:
         """Announce that this rank takes part in the collective ``what``, which starts now.

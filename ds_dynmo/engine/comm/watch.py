@@ -110,21 +110,16 @@ class Watch:
         if self._lookout.verdict:
             raise RankLostError(self._lookout.say())
 
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Find out whether an error came because a rank is lost.
+    def explain(self, error: Exception) -> None:
+        """Find out whether ``error``, which ended what this rank did, came because a rank is lost.
 
         Raises:
             RankLostError: it did.
         """
-        try:
-            yield
-        except Exception as error:
-            with _undisturbed():
-                message = self._lookout.find_out(error)
-            if message:
-                raise RankLostError(message) from error
-            raise
+        with _undisturbed():
+            message = self._lookout.find_out(error)
+        if message:
+            raise RankLostError(message) from error
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -134,8 +129,12 @@ class Watch:
             RankLostError: one is.
         """
         self.check()
-        with self._lookout.activity.waiting(), self.explaining():
-            yield
+        with self._lookout.activity.waiting():
+            try:
+                yield
+            except Exception as error:
+                self.explain(error)
+                raise
 
 
 class Lookout:

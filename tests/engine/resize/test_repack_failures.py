@@ -106,11 +106,11 @@ def _fail() -> None:
     raise ValueError("no room")
 
 
-def failing(case: Case, place: str, kind: str) -> str:
-    """Re-pack with a fault on rank 2. Return the error."""
+def failing(case: Case, place: str, kind: str, rank: int = 2) -> str:
+    """Re-pack with a fault on a rank. Return the error."""
     engine = build(case)
     engine.train_batch(batches(engine))
-    Fault(2, 0, place, kind).inject(engine)
+    Fault(rank, 0, place, kind).inject(engine)
     try:
         engine.repack(2, partition=[0, 1, 8])
     except (MigrationError, RankLostError) as error:
@@ -135,19 +135,22 @@ def test_a_rank_that_fails_while_layers_move_is_not_reported_as_dead() -> None:
     assert not any("has ended" in text for text in [*others, failed]), others
 
 
-def killed_as_a_world_forms(case: Case, log: str) -> str:
-    """Lose rank 2 while torch waits for it, with a time-out of its own, of minutes."""
+def killed_as_a_world_forms(case: Case, log: str, rank: int) -> str:
+    """Lose a rank while torch waits for it, with a time-out of its own, of minutes."""
     watch.logger.error = Path(log).write_text  # type: ignore[method-assign, assignment]
-    return failing(case, "re-pack: form groups", "SIGKILL")
+    return failing(case, "re-pack: form groups", "SIGKILL", rank)
 
 
-def test_a_rank_that_dies_while_a_world_forms_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "name"), [(0, "rank 0"), (2, "rank 1, 2 at the launch (host ")])
+def test_a_rank_that_dies_while_a_world_forms_is_named(tmp_path: Path, rank: int, name: str) -> None:
+    """It may be noticed by an error of the main thread, whose operation began in the world before."""
     case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 4.0})
     log = str(tmp_path / "log")
-    left, released, died = run_to_the_end(3, killed_as_a_world_forms, case, log, seconds=60.0)
+    ends = run_to_the_end(3, killed_as_a_world_forms, case, log, rank, seconds=60.0)
+    left, released, died = ends[2 - rank], ends[1], ends[rank]
     assert died.exit_code == -signal.SIGKILL and released.result == "went on"
     said = Path(log).read_text()
-    assert said.startswith("rank 1, 2 at the launch (host ") and "has ended" in said
+    assert said.startswith(name) and "has ended" in said
     assert left.result == said or left.exit_code == 1
 
 
