@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import Any, overload
@@ -47,10 +48,11 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     _components: Components
 
     def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
-        super().__init__(*args, dynmo=dynmo, **kwargs)
-        if dynmo is None:
-            return
-        components = self._components = build_components(self, dynmo)
+        with ExitStack() as self.__dict__["_until_initialized"]:
+            super().__init__(*args, dynmo=dynmo, **kwargs)
+            if dynmo is None:
+                return
+            components = self._components = build_components(self, dynmo)
         self.profiler, self.rebalancer, self.migrator = components.profiler, components.rebalancer, components.migrator
         self.repacker, self.checkpointer = components.repacker, components.checkpointer
 

@@ -99,7 +99,8 @@ def initialize(
     if dynmo is not None:
         if engine.global_rank == 0 and (missing := engine.stage.optimizer.missing()) is not None:
             logger.warning(f"{missing}; until then train_batch is refused")
-        _go_to_first_partition(engine, dynmo)
+        with engine.stage.comm.operation("initialize"):
+            _go_to_first_partition(engine, dynmo)
     return engine, used_optimizer, loader, scheduler
 
 

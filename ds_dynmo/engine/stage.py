@@ -110,14 +110,13 @@ class StageContext:
         self.layers_moved.publish(LayersMoved(self.placement, self.counters.steps, stages_changed))
 
 
-def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
+def stage_of(engine: Any, comm: Communicator, config: DynMoConfig, model: Any) -> StageContext:
     """Build the stage of an engine whose constructor is about to place ``model``. Collective.
 
     Raises:
         ConfigError: on every rank, if a rank has another "dynmo" section or a layer that cannot be moved, layers share
             a parameter without being tied, or a function of the layer list holds weights.
     """
-    comm = Communicator(engine.mpu, engine.device, config.timeout_seconds)
     comm.enter("initialize")
     of_rank_0 = comm.broadcast_object(config)
     flat = engine.zero_optimization() or engine.bfloat16_enabled()

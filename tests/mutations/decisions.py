@@ -175,7 +175,7 @@ MUTATIONS = [
     Mutation(
         "a rank that died while layers moved is not named",
         "Communicator.operation",
-        "self._watch.explain(error)",
+        "self._watch.explain(error, ends_operation=True)",
         "pass",
         f"{FAILURES}::test_a_rank_that_dies_while_layers_move_is_named",
     ),
@@ -188,9 +188,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank waits for the loss of one that was stopped",
-        "PostedBroadcast.element",
-        "self.read",
-        "self.wait",
+        "PostedBroadcast._wait_watched",
+        "watch is not None and self.tensor.is_cpu",
+        "False",
         "tests/engine/comm/test_watch.py::test_ranks_end_that_read_the_loss_of_a_stopped_one",
     ),
     Mutation(

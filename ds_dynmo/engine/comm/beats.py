@@ -19,7 +19,7 @@ from ds_dynmo.launch import is_running
 
 
 class Activity:
-    """What this rank does for the engine: operations, phases of them, and waits of the user's code. Threads share it.
+    """What this rank does for the engine: operations, phases of them, and waits for other ranks. Threads share it.
 
     Attributes:
         collectives: the number of collectives over the world that this rank has come to.
@@ -33,33 +33,28 @@ class Activity:
         self.operation, self.attempt = "initialize", 1
         self.failure = ""
         self._under_way: list[list[str]] = []
-        self._began: list[float] = []  # the operation and waits
-
-    @property
-    def is_in_operation(self) -> bool:
-        """Whether an operation is under way."""
-        return bool(self._under_way)
+        self._began: list[float] = []  # when the present operation did, and waits
 
     @property
     def is_idle(self) -> bool:
-        """Whether code of the user runs, outside of any operation, and waits for nothing that a batch has posted."""
-        return not self._began
+        """Whether code of the user runs, outside of any operation."""
+        return not self._under_way
 
     @property
     def seconds(self) -> float:
-        """Since when it waits, or is in its present operation; 0.0: neither."""
+        """Since when it is in its present operation, or waits; 0.0: neither."""
         now = time.monotonic()
         return now - min(self._began, default=now)
 
     def waits_for(self, beat: Beat) -> bool:
-        """Return whether this rank is in the operation that an error ended on the beat's rank."""
+        """Return whether an error ended on the beat's rank what this one is in, or waits for the result of."""
         is_same = (beat.operation, beat.attempt) == (self.operation, self.attempt)
-        return is_same and bool(beat.failure) and not self.is_idle
+        return is_same and bool(beat.failure) and bool(self._began)
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Name an operation, such as "batch 12", or a phase of one. A phase may end after the next has begun."""
-        is_phase = self.is_in_operation
+        is_phase = not self.is_idle
         if not is_phase:
             self.failure = ""
             self.attempt = self.attempt + 1 if what == self.operation else 1
@@ -67,14 +62,14 @@ class Activity:
         entry = [what]
         self._under_way.append(entry)
         try:
-            with nullcontext() if is_phase else self.waiting():
+            with nullcontext() if is_phase else self.lasting():
                 yield
         finally:
             self._under_way = [other for other in self._under_way if other is not entry]
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Note since when this rank waits for others, in any thread."""
+    def lasting(self) -> Iterator[None]:
+        """Note since when an operation, or a wait for other ranks outside of one, lasts; that may be in any thread."""
         began = time.monotonic()
         self._began.append(began)
         try:
@@ -86,7 +81,7 @@ class Activity:
         names = [what for (what,) in self._under_way]
         if names:
             return f"in {': '.join(dict.fromkeys((names[0], names[-1])))}"
-        return f"after {self.operation}" + ("" if self.is_idle else ", waiting for its result")
+        return f"after {self.operation}" + (", waiting for other ranks" if self._began else "")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import traceback
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -155,7 +155,7 @@ class Communicator:
         Raises:
             RankLostError: a rank has died, was stopped, or cannot be reached.
         """
-        if self._activity.is_in_operation:
+        if not self._activity.is_idle:
             with self._activity.doing(what):
                 yield
             return
@@ -164,7 +164,7 @@ class Communicator:
             try:
                 yield
             except Exception as error:
-                self._watch.explain(error)  # of the world that there is now
+                self._watch.explain(error, ends_operation=True)  # the watch of the world that there is now
                 raise
 
     def enter(self, what: str) -> None:
@@ -193,13 +193,8 @@ class Communicator:
         Collective over ``group``.
         """
         self.wait_for_posted_broadcast()
-        self._posted = PostedBroadcast(tensor, src, group, self._watched())
+        self._posted = PostedBroadcast(tensor, src, group, self._watch)
         return self._posted
-
-    def _watched(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return the context of waits outside of operations. It does not keep a deleted engine's watch."""
-        waiting = weakref.WeakMethod(self._watch.waiting)
-        return lambda: (waiting() or nullcontext)()
 
     def wait_for_posted_broadcast(self) -> None:
         """Wait for the broadcast that was posted last. Ranks that are still in an earlier batch are not missing."""
@@ -242,7 +237,7 @@ class Communicator:
         """
         timeout = self._timeout_of_batch()
         wait = self._world.post_reduce(numbers, maximum, timeout)
-        return PostedReduction(numbers, wait, self._watched(), self._watch.come(), timeout)
+        return PostedReduction(numbers, wait, self._watch.come(), timeout)
 
     def read_max(self, posted: PostedReduction) -> torch.Tensor:
         """Wait for the numbers of :meth:`post_max`."""
@@ -261,7 +256,7 @@ class Communicator:
             self._sent_to_first.wait()  # it has left long since
         timeout = self._timeout_of_batch()
         wait = self._world.post_reduce_to_first(numbers, maximum, timeout)
-        self._sent_to_first = posted = PostedReduction(numbers, wait, self._watched(), self._watch.come(), timeout)
+        self._sent_to_first = posted = PostedReduction(numbers, wait, self._watch.come(), timeout)
         return posted
 
     def read_max_on_first(self, posted: PostedReduction) -> torch.Tensor | None:
@@ -274,10 +269,7 @@ class Communicator:
         store = BoundedStore(default_store(), self._timeout_seconds)
         prefixed = store.view(prefix_store(f"ds_dynmo/agreement/{name}", store.raw))
         timeout_seconds = self._timeout_of_batch().total_seconds()  # a rank may write longer than others
-        watch = self._watch
-        return StoreAgreement(
-            prefixed, dist.get_rank(), dist.get_world_size(), timeout_seconds, is_lost=lambda: watch.knows_of_loss
-        )
+        return StoreAgreement(prefixed, dist.get_rank(), dist.get_world_size(), timeout_seconds, self._watch)
 
     # -- small numbers --------------------------------------------------------------------------------
 

@@ -8,18 +8,24 @@ rank may read at any time, or not at all.
 from __future__ import annotations
 
 import atexit
+import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ds_dynmo.torch_private import subclassed, tree_map, without_torch_function
 
+if TYPE_CHECKING:
+    from ds_dynmo.engine.comm.watch import Watch
+
 _UNDER_WAY: set[Posted] = set()
+_MOMENT = timedelta(seconds=0.25)  # after which a reader looks whether a rank is lost
 
 
 class Posted:
@@ -28,19 +34,11 @@ class Posted:
     Args:
         tensor: nothing else may write to it until the result has arrived.
         wait: waits until the result has arrived or left.
-        watched: in which this rank waits outside of the engine's operations
-            (:meth:`ds_dynmo.engine.comm.watch.Watch.waiting`).
     """
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        wait: Callable[[], object],
-        watched: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, wait: Callable[[], object]) -> None:
         self.tensor = tensor
         self._wait: Callable[[], object] | None = wait
-        self._watched = watched
         self._one_at_a_time = Lock()
         _UNDER_WAY.add(self)
 
@@ -52,18 +50,15 @@ class Posted:
         """
         with self._one_at_a_time:  # another thread may wait too
             if self._wait is not None:
-                _UNDER_WAY.discard(self)
-                self._wait()
-                self._wait, self._watched = None, nullcontext
+                try:
+                    self._wait()
+                finally:
+                    _UNDER_WAY.discard(self)
+                self._wait = None
 
-    def read(self) -> None:
-        """Wait like :meth:`wait` in code of the user, or at the end of the process, and notice if a rank is lost.
-
-        Raises:
-            RankLostError: one is.
-        """
-        with self._watched():
-            self.wait()
+    def wait_at_end(self) -> None:
+        """Wait like :meth:`wait` when the process ends."""
+        self.wait()
 
 
 class PostedReduction(Posted):
@@ -74,42 +69,65 @@ class PostedReduction(Posted):
         timeout: that it waits for the other ranks.
     """
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        wait: Callable[[], object],
-        watched: Callable[[], AbstractContextManager[None]],
-        number: int,
-        timeout: timedelta,
-    ) -> None:
-        super().__init__(tensor, wait, watched)
+    def __init__(self, tensor: torch.Tensor, wait: Callable[[], object], number: int, timeout: timedelta) -> None:
+        super().__init__(tensor, wait)
         self.number, self.timeout = number, timeout
 
 
 class PostedBroadcast(Posted):
-    """A broadcast from rank ``src``. Construction is collective."""
+    """A broadcast from rank ``src``. Construction is collective.
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        src: int,
-        group: Any,
-        watched: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+    Args:
+        watch: notices that a rank is lost while this one waits outside of the engine's operations.
+    """
+
+    def __init__(self, tensor: torch.Tensor, src: int, group: Any, watch: Watch) -> None:
         if dist.get_rank() != src:
             tensor.fill_(torch.nan)  # so that a read without a wait is noticed
-        super().__init__(tensor, dist.broadcast(tensor, src, group=group, async_op=True).wait, watched)
+        self._work = dist.broadcast(tensor, src, group=group, async_op=True)
+        self._watch = weakref.ref(watch)  # that of a deleted engine ends, unless one of its losses is still to be read
+        super().__init__(tensor, self._work.wait)
 
     def element(self, index: int) -> PostedTensor:
         """Return a tensor for one element of the value."""
-        return PostedTensor(self.tensor[index], self.read)
+        return PostedTensor(self.tensor[index], partial(self._read, self._watch()))
+
+    def _read(self, watch: Watch | None) -> None:
+        """Wait in code of the user.
+
+        Raises:
+            RankLostError: a rank is lost.
+        """
+        try:
+            self._wait_watched(watch)
+        except Exception as error:
+            if watch is not None:
+                watch.explain(error)
+            raise
+
+    def wait_at_end(self) -> None:
+        """Wait like :meth:`wait` when the process ends."""
+        self._wait_watched(self._watch())
+
+    def _wait_watched(self, watch: Watch | None) -> None:
+        if watch is not None and self.tensor.is_cpu:  # a wait for an accelerator's returns at once
+            with watch.waiting():
+                while self._wait is not None and not self._comes():
+                    watch.check()
+        self.wait()
+
+    def _comes(self) -> bool:
+        """Wait for a moment; return whether the result has come, or an error."""
+        with suppress(RuntimeError):  # of the time-out
+            self._work.wait(_MOMENT)
+        return bool(self._work.is_completed())
 
 
 def wait_for_posted() -> None:
     """Wait for all that this process has posted, so that it does not end before others have received them."""
     for posted in tuple(_UNDER_WAY):
         with suppress(RuntimeError):
-            posted.read()
+            posted.wait_at_end()
 
 
 atexit.register(wait_for_posted)
@@ -157,4 +175,9 @@ def _arrived(value: Any) -> Any:
     if not isinstance(value, PostedTensor):
         return value
     value._wait()
+    value._wait = _has_arrived  # it keeps nothing any more
     return value._value
+
+
+def _has_arrived() -> None:
+    pass

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from ds_dynmo.engine.comm.attendance import Attendance
 from ds_dynmo.engine.comm.bounded import BoundedStore
+from ds_dynmo.engine.comm.watch import Watch
 from ds_dynmo.errors import CheckpointError
 
 _LONGEST_PAUSE_SECONDS = 0.25  # between two looks for a key
@@ -42,7 +43,7 @@ class StoreAgreement:
     Args:
         store: its keys belong to this object.
         timeout_seconds: that a rank waits for others when it has done its part.
-        is_lost: returns whether a rank is lost: then it waits no longer.
+        watch: notices that a rank is lost: then this one waits no longer.
     """
 
     def __init__(
@@ -51,11 +52,10 @@ class StoreAgreement:
         rank: int,
         world_size: int,
         timeout_seconds: float,
-        *,
-        is_lost: Callable[[], bool] = lambda: False,
+        watch: Watch,
     ) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._timeout_seconds, self._is_lost = timeout_seconds, is_lost
+        self._timeout_seconds, self._watch = timeout_seconds, watch
         self._round = 0
 
     def everywhere(self, function: Callable[[], Result]) -> Result:
@@ -74,7 +74,8 @@ class StoreAgreement:
             failure = f"{type(error).__name__}: {error}"
         try:
             self._arrive(failure)
-            verdict = self._wait_for_verdict()
+            with self._watch.waiting():
+                verdict = self._wait_for_verdict()
         except RuntimeError as error:
             raise CheckpointError(
                 f"rank {self._rank}: it is not known whether other ranks did their part: {error}"
@@ -88,7 +89,8 @@ class StoreAgreement:
         with suppress(RuntimeError):  # ranks that are gone read nothing
             self._arrive("")
             if self._rank == 0:
-                self._wait_for_verdict()
+                with self._watch.waiting():
+                    self._wait_for_verdict()
                 self._delete(self._round)
 
     def _arrive(self, failure: str) -> None:
@@ -112,8 +114,7 @@ class StoreAgreement:
         """
         deadline, pause_seconds, key = time.monotonic() + self._timeout_seconds, 0.001, self._key("verdict")
         while not self._store.check([key]):
-            if self._is_lost():
-                raise RuntimeError("a rank is lost")
+            self._watch.check()
             if time.monotonic() > deadline:
                 if missing := self._attendance(self._round).missing():
                     self._decide(

@@ -5,13 +5,14 @@ it: the ranks form a ring. A rank is *lost*
 
 - if the backend fails on a rank, which asks: the processes that have ended on its host, or that were stopped, and the
   ranks elsewhere that write nothing while it looks, are lost;
-- if it has written nothing for ``timeout_seconds``, for all of which another has been in one operation of the engine:
-  its process was stopped, or the link to its host is cut. One that runs on the same host is just busy;
+- if it has written nothing for ``timeout_seconds``, for all of which another has been in one operation of the engine,
+  or has waited outside of one (for a loss that is read, or the end of a save): its process was stopped, or the link to
+  its host is cut. One that runs on the same host is just busy;
 - or if an error has ended that operation there, and its process does not end.
 
 Who finds that out writes the *verdict*, which every rank reads and the first of each host logs. A rank that is in an
-operation raises :class:`RankLostError`, or ends if the backend keeps it. If the store does not answer, rank 0's process
-has ended or cannot be reached, and every rank comes to this verdict by itself.
+operation raises :class:`RankLostError`, or ends if the backend keeps it; one that waits outside raises it. If the store
+does not answer, rank 0's process has ended or cannot be reached, and every rank comes to this verdict by itself.
 
 That a process has ended is no fault by itself: one stage is done with its last batch before another.
 """
@@ -28,7 +29,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 
@@ -96,13 +97,15 @@ class Watch:
         self._lookout.verdict = verdict or self._lookout.of_lost_store()
         return self._lookout.say()
 
-    @property
-    def knows_of_loss(self) -> bool:
-        """Whether a rank is lost, as far as this rank knows."""
-        return bool(self._lookout.verdict)
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context in which this rank waits for others outside of an operation, in any thread.
+
+        It has to call :meth:`check` now and then: unlike an operation, a wait does not end the process.
+        """
+        return self._lookout.activity.lasting()
 
     def check(self) -> None:
-        """Refuse to begin an operation after a rank was lost.
+        """Refuse to begin an operation, or to wait, after a rank was lost.
 
         Raises:
             RankLostError: one was.
@@ -110,31 +113,21 @@ class Watch:
         if self._lookout.verdict:
             raise RankLostError(self._lookout.say())
 
-    def explain(self, error: Exception) -> None:
-        """Find out whether ``error``, which ended what this rank did, came because a rank is lost.
+    def explain(self, error: Exception, *, ends_operation: bool = False) -> None:
+        """Find out whether ``error`` came because a rank is lost.
 
-        Raises:
-            RankLostError: it did.
-        """
-        with _undisturbed():
-            message = self._lookout.find_out(error)
-        if message:
-            raise RankLostError(message) from error
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Notice if a rank is lost while this one waits for others outside of an operation, in any thread.
+        Args:
+            ends_operation: then others learn of the error, if none is lost.
 
         Raises:
             RankLostError: one is.
         """
-        self.check()
-        with self._lookout.activity.waiting():
-            try:
-                yield
-            except Exception as error:
-                self.explain(error)
-                raise
+        with _undisturbed():
+            message = self._lookout.find_out(error)
+            if ends_operation and not message:
+                self._lookout.note(error)
+        if message and not isinstance(error, RankLostError):
+            raise RankLostError(message) from error
 
 
 class Lookout:
@@ -253,27 +246,26 @@ class Lookout:
     def find_out(self, error: Exception) -> str:
         """Say the verdict after an error of the main thread, and return it; "": no rank is lost."""
         if self.ended.is_set() or not any(map(is_of_backend, causes(error))):
-            return self._note(error)
+            return ""
         began = time.monotonic()
         while self._has_store and time.monotonic() - began < self._timeout_seconds:
             try:
                 self._find_lost()
-                return self.say() if self.verdict else self._note(error)
+                return self.say() if self.verdict else ""
             except dist.DistNetworkError:
                 self._has_store = False
             except RuntimeError:  # no answer in time, or at once after that
                 self.ended.wait(self._period_seconds / 4)
         if not self.verdict and self._runs_first():
-            return self._note(error)
+            return ""
         self.verdict = self.verdict or self.of_lost_store()
         return self.say()
 
-    def _note(self, error: Exception) -> str:
-        """Let the others know by what error this rank ends, for which none is lost."""
+    def note(self, error: Exception) -> None:
+        """Let the others know by what error this rank has ended its operation, for which none is lost."""
         self.activity.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         with suppress(RuntimeError):  # of the store
             self._beats.write()
-        return ""
 
     def _find_lost(self) -> None:
         """Look for ranks that have ended, or write nothing while this rank looks, until there is a verdict."""

@@ -7,6 +7,7 @@ With one most runs do, if only because DeepSpeed clips gradients at 1.0 unless t
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extr
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.comm import replicas
+from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed.checkpointing import checkpoint_any_input
 from ds_dynmo.engine.deepspeed.instruction_map import check_steps, is_deepspeeds
 from ds_dynmo.engine.deepspeed.losses import share_loss
@@ -36,6 +38,7 @@ class PatchedPipelineEngine(PipelineEngine):
     dynmo: Any
     stage: StageContext
     _timers_started: set[str]
+    _until_initialized: ExitStack
     _micro_batches_read = 0  # in this batch or evaluation
 
     def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
@@ -69,7 +72,9 @@ class PatchedPipelineEngine(PipelineEngine):
     def _configure_distributed_model(self, model: Any) -> None:
         """Set up the module as DeepSpeed does, but refuse on every rank if any holds a layer that cannot be moved."""
         if self.dynmo is not None:
-            self.stage = stage_of(self, self.dynmo, model)
+            comm = Communicator(self.mpu, self.device, self.dynmo.timeout_seconds)
+            self._until_initialized.enter_context(comm.operation("initialize"))
+            self.stage = stage_of(self, comm, self.dynmo, model)
         super()._configure_distributed_model(model)
 
     def _broadcast_model(self) -> None:

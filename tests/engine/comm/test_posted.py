@@ -7,8 +7,9 @@ import io
 import math
 import pickle
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,10 @@ from ds_dynmo.engine.comm.bounded import BoundedStore
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.posted import Posted, PostedBroadcast, PostedTensor, wait_for_posted
 from ds_dynmo.engine.comm.watch import Lookout
+from ds_dynmo.errors import RankLostError
+from tests.support.watches import ToldWatch
+
+QUIET = ToldWatch()
 
 
 class Arrival:
@@ -140,18 +145,25 @@ class Work:
     """A broadcast that was posted; it fails if the others are gone."""
 
     def __init__(self, *, fails: bool = False) -> None:
-        self.fails, self.waits = fails, 0
+        self.fails, self.waits, self.arrives_after = fails, 0, 0
 
-    def wait(self) -> None:
-        self.waits += 1
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self.waits += 1
+        self.arrives_after -= 1
+        if not self.is_completed():
+            raise RuntimeError("Operation timed out!")
         if self.fails:
             raise RuntimeError("connection closed by peer")
+
+    def is_completed(self) -> bool:
+        return self.arrives_after <= 0
 
 
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
     """What broadcasts give, in their order."""
-    given = [Work(), Work(fails=True), Work()]
+    given = [Work(), Work(fails=True), Work(), Work()]
     left = iter(given)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: next(left))
@@ -159,39 +171,73 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
 
 
 def test_a_process_that_ends_waits_for_what_it_sends(works: list[Work]) -> None:
-    posted = [PostedBroadcast(torch.zeros(2), 0, None) for _ in works]
+    posted = [PostedBroadcast(torch.zeros(2), 0, None, QUIET) for _ in works[:3]]
     posted[2].wait()
     wait_for_posted()
     wait_for_posted()
-    assert [work.waits for work in works] == [1, 1, 1]
+    assert [work.waits for work in works] == [1, 1, 1, 0]
 
 
-def test_what_an_operation_does_not_wait_for_is_watched(works: list[Work]) -> None:
-    """Readers and the end of the process; but what has arrived keeps no watch."""
-    watched = list[str]()
-
-    @contextmanager
-    def waiting() -> Iterator[None]:
-        watched.append("begins")
-        yield
-        watched.append("ends")
-
-    first, second, third = (PostedBroadcast(torch.ones(2), 0, None, waiting) for _ in works)
+def test_what_code_of_the_user_reads_is_watched(works: list[Work]) -> None:
+    """So is what a process that ends waits for; not what an operation waits for, nor what has arrived."""
+    watch = ToldWatch()
+    first, second, third = (PostedBroadcast(torch.ones(2), 0, None, watch) for _ in works[:3])
     first.wait()
-    first.element(0).item()
-    assert watched == []
+    loss = first.element(0)
+    assert loss.item() == loss.item() == 1 and watch.waits == 1
     with pytest.raises(RuntimeError, match="closed by peer"):
         second.element(0).item()
-    third.element(0).item()
-    third.element(1).item()
-    assert watched == ["begins", "begins", "ends"]
-    Posted(torch.zeros(1), Work().wait, waiting)
+    assert watch.waits == 2 and len(watch.explained) == 1
+    works[2].arrives_after = 2
+    assert third.element(0).item() == 1 and watch.waits == 3
+    PostedBroadcast(torch.ones(2), 0, None, watch)
     wait_for_posted()
-    assert watched[-2:] == ["begins", "ends"] and len(watched) == 5
+    assert watch.waits == 4 and len(watch.explained) == 1
+
+
+def test_a_loss_that_has_arrived_is_read_although_a_rank_is_lost(works: list[Work]) -> None:
+    watch = ToldWatch()
+    arrived, missing = (PostedBroadcast(torch.ones(2), 0, None, watch).element(0) for _ in range(2))
+    watch.verdict = "rank 1 has ended"
+    assert arrived.item() == 1
+    works[1].arrives_after = 1000
+    with pytest.raises(RankLostError, match="rank 1 has ended"):
+        missing.item()
+
+
+def test_a_loss_keeps_a_deleted_engines_watch_until_it_is_read(works: list[Work]) -> None:
+    watch = ToldWatch()
+    posted, kept = PostedBroadcast(torch.ones(2), 0, None, watch), weakref.ref(watch)
+    loss = posted.element(0)
+    del watch
+    assert kept() is not None
+    loss.item()
+    assert kept() is None
+
+
+def test_a_process_that_ends_waits_for_what_a_thread_reads() -> None:
+    """It may have to pass it on to other ranks."""
+    reads, arrives, ends = threading.Event(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reads.set()
+        arrives.wait()
+
+    posted = Posted(torch.zeros(1), wait)
+    reader = threading.Thread(target=posted.wait)
+    reader.start()
+    reads.wait()
+    process = threading.Thread(target=lambda: (wait_for_posted(), ends.set()))
+    process.start()
+    assert not ends.wait(0.2)
+    arrives.set()
+    assert ends.wait()
+    reader.join()
+    process.join()
 
 
 def test_elements_share_one_wait(works: list[Work]) -> None:
-    posted = PostedBroadcast(torch.tensor([1.0, 2.0]), 0, None)
+    posted = PostedBroadcast(torch.tensor([1.0, 2.0]), 0, None, QUIET)
     first, second = posted.element(0), posted.element(1)
     assert works[0].waits == 0
     assert (first.item(), second.item(), first.item()) == (1.0, 2.0, 1.0)
@@ -200,11 +246,11 @@ def test_elements_share_one_wait(works: list[Work]) -> None:
 
 def test_never_more_than_one_is_under_way(works: list[Work]) -> None:
     comm = Communicator.__new__(Communicator)
-    comm._posted, comm._watched = None, lambda: nullcontext  # type: ignore[method-assign]
+    comm._posted, comm._watch = None, QUIET  # type: ignore[assignment]
     comm.post(torch.zeros(2), 0, None)
-    assert [work.waits for work in works] == [0, 0, 0]
+    assert [work.waits for work in works] == [0, 0, 0, 0]
     comm.post(torch.zeros(2), 0, None)
-    assert [work.waits for work in works] == [1, 0, 0]
+    assert [work.waits for work in works] == [1, 0, 0, 0]
     with pytest.raises(RuntimeError, match="closed by peer"):
         comm.wait_for_posted_broadcast()
     comm.wait_for_posted_broadcast()
@@ -215,18 +261,21 @@ def test_who_does_not_wait_finds_no_number(monkeypatch: pytest.MonkeyPatch) -> N
     memory = torch.zeros(2)
 
     class Arriving:
-        def wait(self) -> None:
+        def wait(self, timeout: timedelta | None = None) -> None:
             memory.copy_(torch.tensor([2.5, 3.5]))
+
+        def is_completed(self) -> bool:
+            return True
 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: Arriving())
-    posted = PostedBroadcast(memory, 1, None)
+    posted = PostedBroadcast(memory, 1, None, QUIET)
     loss = posted.element(1)
     assert torch.from_dlpack(torch.utils.dlpack.to_dlpack(loss)).isnan()  # type: ignore[attr-defined]
     assert loss.item() == 3.5
     posted.wait()
     sent = torch.ones(2)
-    PostedBroadcast(sent, 0, None).wait()
+    PostedBroadcast(sent, 0, None, QUIET).wait()
     assert sent.tolist() == [1.0, 1.0]
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ds_dynmo import CheckpointError
 from ds_dynmo.engine.comm.bounded import BoundedStore
 from ds_dynmo.engine.comm.store_agreement import StoreAgreement
+from tests.support.watches import ToldWatch
 
 ROUNDS = 3
 
@@ -37,7 +38,10 @@ class CountedStore:
 
 
 def agreements(store: Any, world_size: int, timeout_seconds: float = 100.0) -> list[StoreAgreement]:
-    return [StoreAgreement(BoundedStore(store, 100.0), rank, world_size, timeout_seconds) for rank in range(world_size)]
+    return [
+        StoreAgreement(BoundedStore(store, 100.0), rank, world_size, timeout_seconds, ToldWatch())
+        for rank in range(world_size)
+    ]
 
 
 def on_all(world_size: int, call: Callable[[int], Any]) -> list[Any]:
@@ -56,7 +60,10 @@ def most_operations(world_size: int) -> int:
     """Return the most operations that a rank needs for some rounds, the end included; nothing is left of them."""
     store = dist.HashStore()
     counted = [CountedStore(store) for _ in range(world_size)]
-    ranks = [StoreAgreement(BoundedStore(own, 100.0), rank, world_size, 100.0) for rank, own in enumerate(counted)]
+    ranks = [
+        StoreAgreement(BoundedStore(own, 100.0), rank, world_size, 100.0, ToldWatch())
+        for rank, own in enumerate(counted)
+    ]
 
     def take_part(rank: int) -> list[int]:
         results = [ranks[rank].everywhere(lambda: rank) for _ in range(ROUNDS)]
@@ -95,7 +102,7 @@ def test_the_first_failure_by_rank_is_an_error_on_every_rank() -> None:
 
 def test_missing_ranks_are_named_and_learn_what_the_others_were_told() -> None:
     ranks = agreements(dist.HashStore(), 130)
-    missing, first = (5, 64, 129), StoreAgreement(ranks[0]._store, 0, 130, timeout_seconds=0.0)
+    missing, first = (5, 64, 129), StoreAgreement(ranks[0]._store, 0, 130, 0.0, ToldWatch())
     present = [agreement for rank, agreement in enumerate(ranks) if rank and rank not in missing]
     for agreement in present:
         agreement._arrive("")
@@ -110,7 +117,7 @@ def test_a_store_that_does_not_answer_is_an_error_of_this_rank() -> None:
         def add(self, *_: Any) -> int:
             raise RuntimeError("Connection reset by peer")
 
-    agreement = StoreAgreement(BoundedStore(Silent(), 1.0), 3, 4, 1.0)
+    agreement = StoreAgreement(BoundedStore(Silent(), 1.0), 3, 4, 1.0, ToldWatch())
     message = error_of(agreement, lambda: None)
     assert message == "rank 3: it is not known whether other ranks did their part: Connection reset by peer"
 
@@ -134,11 +141,14 @@ class ComesAtLast(BoundedStore):
 
 def test_a_rank_that_comes_while_another_gives_up_is_not_missing() -> None:
     raw = dist.HashStore()
-    other = StoreAgreement(BoundedStore(raw, 10.0), 1, 2, 10.0)
-    assert StoreAgreement(ComesAtLast(raw, other), 0, 2, -1.0).everywhere(lambda: "done") == "done"
+    other = StoreAgreement(BoundedStore(raw, 10.0), 1, 2, 10.0, ToldWatch())
+    assert StoreAgreement(ComesAtLast(raw, other), 0, 2, -1.0, ToldWatch()).everywhere(lambda: "done") == "done"
 
 
 def test_nobody_waits_for_others_once_a_rank_is_lost() -> None:
-    agreement = StoreAgreement(BoundedStore(dist.HashStore(), 10.0), 0, 2, 1e6, is_lost=lambda: True)
-    assert "a rank is lost" in error_of(agreement, lambda: None)
+    watch = ToldWatch()
+    agreement = StoreAgreement(BoundedStore(dist.HashStore(), 10.0), 0, 2, 1e6, watch)
+    watch.verdict = "rank 1 has ended"
+    assert "rank 1 has ended" in error_of(agreement, lambda: None)
+    assert watch.waits == 1
     agreement.close()

@@ -19,11 +19,13 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from ds_dynmo.engine import engine as engines
 from ds_dynmo.engine.comm import beats, watch
 from ds_dynmo.engine.comm.beats import Activity, Beat
 from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer
 from ds_dynmo.errors import RankLostError
 from ds_dynmo.torch_private import is_of_backend
+from tests.faults.fault import Fault
 from tests.support.configs import Case
 from tests.support.harness import RankError, run, run_to_the_end
 from tests.support.training import batches, build, train
@@ -42,19 +44,19 @@ def test_a_rank_says_what_it_does_and_what_it_did_last() -> None:
     assert str(activity) == "after batch 3" and activity.is_idle
 
 
-def test_a_wait_of_the_users_code_is_none_of_the_operations() -> None:
+def test_a_wait_outside_of_operations_lasts_without_being_one() -> None:
     """It may go on in a thread while the next operation begins and ends."""
     activity = Activity()
     with activity.doing("batch 3"):
         activity.failure = "ValueError"
-    with activity.waiting():
-        assert str(activity) == "after batch 3, waiting for its result"
-        assert not activity.is_idle and not activity.is_in_operation
+    with activity.lasting():
+        assert str(activity) == "after batch 3, waiting for other ranks" and activity.is_idle
         assert (activity.operation, activity.attempt, activity.failure) == ("batch 3", 1, "ValueError")
+        assert activity.waits_for(SimpleNamespace(**vars(activity)))  # type: ignore[arg-type]
         with activity.doing("batch 4"):
             assert str(activity) == "in batch 4"
-        assert not activity.is_idle
-    assert activity.is_idle and activity.seconds == 0
+        assert activity.seconds > 0
+    assert activity.seconds == 0 and not activity.waits_for(SimpleNamespace(**vars(activity)))  # type: ignore[arg-type]
 
 
 def test_a_phase_may_end_after_the_next_has_begun() -> None:
@@ -189,6 +191,39 @@ def test_ranks_end_that_wait_for_a_failed_one_whose_process_goes_on(tmp_path: Pa
         run(3, fails_and_stays, CASE, str(tmp_path), complete=False, seconds=60)
     logged = (tmp_path / "logged").read_text()
     assert "after batch 1, ValueError: a bad label) has failed, and its process has not ended. " in logged
+
+
+def stopped_in_initialize(case: Case) -> None:
+    if dist.get_rank() == 1:
+        engines.build_components = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
+    build(case)
+
+
+@pytest.mark.ranks
+def test_ranks_end_that_initialize_while_another_is_stopped() -> None:
+    with pytest.raises(RankError, match=r"rank [02] died|rank 1 \(host .*, in initialize\) .* or was stopped, or the"):
+        run(3, stopped_in_initialize, CASE, complete=False, seconds=60)
+
+
+def killed_while_it_saves(case: Case, folder: str) -> None:
+    """Save at the end, in the background; rank 1 is killed before it has done its part."""
+    engine = build(replace(case, dynmo={**(case.dynmo or {}), "checkpoint": "background"}))
+    engine.train_batch(batches(engine))
+    if engine.global_rank == 1:
+        Fault(1, 0, "save: write the rest", "SIGKILL").inject(engine)
+    engine.save_checkpoint(folder)
+    watch.logger.error = Path(folder, f"logged by {engine.global_rank}").write_text  # type: ignore[method-assign, assignment]
+    for thread in threading.enumerate():
+        if thread.name == "ds_dynmo save":
+            thread.join()  # as Python does when the process ends
+
+
+@pytest.mark.ranks
+def test_a_save_at_the_end_does_not_wait_for_a_killed_rank(tmp_path: Path) -> None:
+    """Nor does it end the process: its thread raises."""
+    first, killed, last = run_to_the_end(3, killed_while_it_saves, CASE, str(tmp_path), seconds=60)
+    assert (first.exit_code, killed.exit_code, last.exit_code) == (0, -signal.SIGKILL, 0)
+    assert any("rank 1 (host " in path.read_text() for path in tmp_path.glob("logged by *"))
 
 
 def reads_the_loss_of_a_lost_rank(case: Case, signal_number: int) -> None:
