@@ -44,7 +44,7 @@ class World:
         self.launch_ranks = tuple(range(topology.world_size()))
         self.launch_rank = dist.get_rank()
         job: str = comm.broadcast_object(uuid.uuid4().hex)  # a launcher may start a job again on the same store
-        self._store = store_part(launch_store(timeout_seconds / 2), job)
+        self._store = store_part(launch_store(timeout_seconds), job)
         config = dist.get_backend_config()
         self._backend = config if "," in config else dist.get_backend()  # the name determines torch's default time-outs
         self._timeout = default_timeout()

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from ds_dynmo import partitioners
 from ds_dynmo.engine.comm import watch
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, RankLostError
-from tests.faults.fault import Fault
+from tests.faults.fault import TIMEOUT_SECONDS, Fault
 from tests.support.configs import Case
 from tests.support.elastic import losses, train_alone, train_and_repack, train_through_checkpoint
 from tests.support.harness import run, run_to_the_end
+from tests.support.namespaces import network
 from tests.support.training import batches, build
 
 pytestmark = pytest.mark.ranks
@@ -152,6 +153,17 @@ def test_a_rank_that_dies_while_a_world_forms_is_named(tmp_path: Path, rank: int
     said = Path(log).read_text()
     assert said.startswith(name) and "has ended" in said
     assert left.result == said or left.exit_code == 1
+
+
+@pytest.mark.nightly
+def test_a_link_that_is_cut_for_a_while_between_two_worlds_costs_time_only() -> None:
+    """A quarter of the time-out: TCP sends again later than that."""
+    case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": TIMEOUT_SECONDS})
+    with network(3) as hosts:
+        ends = run_to_the_end(
+            3, failing, case, "re-pack: begin a world", "link cut for a while", seconds=60.0, hosts=hosts
+        )
+    assert [(end.result, end.error) for end in ends] == [("went on", "")] * 3
 
 
 @pytest.mark.nightly
