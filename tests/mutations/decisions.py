@@ -188,7 +188,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank waits for the loss of one that was stopped",
-        "PostedBroadcast._wait_watched",
+        "PostedBroadcast._read",
         "watch is not None and self.tensor.is_cpu",
         "False",
         "tests/engine/comm/test_watch.py::test_ranks_end_that_read_the_loss_of_a_stopped_one",

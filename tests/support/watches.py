@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from ds_dynmo.errors import RankLostError
 
@@ -22,9 +22,12 @@ class ToldWatch:
         self.explained: list[Exception] = []
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self, *, aside: bool = False) -> Iterator[None]:
         self.waits += 1
         yield
+
+    def ending(self) -> AbstractContextManager[None]:
+        return self.waiting()
 
     def check(self) -> None:
         if self.verdict:

@@ -33,7 +33,8 @@ class Activity:
         self.operation, self.attempt = "initialize", 1
         self.failure = ""
         self._under_way: list[list[str]] = []
-        self._began: list[float] = []  # when the present operation did, and waits
+        self._began: list[float] = []  # when the present operation did, and waits for the result of one
+        self._began_aside: list[float] = []  # when waits did that belong to no operation
 
     @property
     def is_idle(self) -> bool:
@@ -42,9 +43,15 @@ class Activity:
 
     @property
     def seconds(self) -> float:
-        """Since when it is in its present operation, or waits; 0.0: neither."""
+        """Since when it is in its present operation, or waits for the result of one; 0.0: neither."""
         now = time.monotonic()
         return now - min(self._began, default=now)
+
+    @property
+    def seconds_of_any_wait(self) -> float:
+        """Like :attr:`seconds`, or since when it waits for others aside; 0.0: it does nothing of all this."""
+        now = time.monotonic()
+        return max(self.seconds, now - min(self._began_aside, default=now))
 
     def waits_for(self, beat: Beat) -> bool:
         """Return whether an error ended on the beat's rank what this one is in, or waits for the result of."""
@@ -68,20 +75,24 @@ class Activity:
             self._under_way = [other for other in self._under_way if other is not entry]
 
     @contextmanager
-    def lasting(self) -> Iterator[None]:
-        """Note since when an operation, or a wait for other ranks outside of one, lasts; that may be in any thread."""
-        began = time.monotonic()
-        self._began.append(began)
+    def lasting(self, *, aside: bool = False) -> Iterator[None]:
+        """Note since when an operation, or a wait for other ranks outside of one, lasts; that may be in any thread.
+
+        Args:
+            aside: others may be late without a fault: a save goes on beside operations.
+        """
+        began, entries = time.monotonic(), self._began_aside if aside else self._began
+        entries.append(began)
         try:
             yield
         finally:
-            self._began.remove(began)
+            entries.remove(began)
 
     def __str__(self) -> str:
         names = [what for (what,) in self._under_way]
         if names:
             return f"in {': '.join(dict.fromkeys((names[0], names[-1])))}"
-        return f"after {self.operation}" + (", waiting for other ranks" if self._began else "")
+        return f"after {self.operation}" + (", waiting for other ranks" if self._began or self._began_aside else "")
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ class Communicator:
         """
         timeout = self._timeout_of_batch()
         wait = self._world.post_reduce(numbers, maximum, timeout)
-        return PostedReduction(numbers, wait, self._watch.come(), timeout)
+        return PostedReduction(numbers, wait, self._watch, self._watch.come(), timeout)
 
     def read_max(self, posted: PostedReduction) -> torch.Tensor:
         """Wait for the numbers of :meth:`post_max`."""
@@ -256,7 +256,7 @@ class Communicator:
             self._sent_to_first.wait()  # it has left long since
         timeout = self._timeout_of_batch()
         wait = self._world.post_reduce_to_first(numbers, maximum, timeout)
-        self._sent_to_first = posted = PostedReduction(numbers, wait, self._watch.come(), timeout)
+        self._sent_to_first = posted = PostedReduction(numbers, wait, self._watch, self._watch.come(), timeout)
         return posted
 
     def read_max_on_first(self, posted: PostedReduction) -> torch.Tensor | None:

@@ -8,12 +8,14 @@ rank may read at any time, or not at all.
 from __future__ import annotations
 
 import atexit
+import faulthandler
+import os
+import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from ds_dynmo.engine.comm.watch import Watch
 
 _UNDER_WAY: set[Posted] = set()
+_SECONDS_TO_END = 5.0  # that Python and torch may take, after a rank was lost
 _MOMENT = timedelta(seconds=0.25)  # after which a reader looks whether a rank is lost
 
 
@@ -34,12 +37,14 @@ class Posted:
     Args:
         tensor: nothing else may write to it until the result has arrived.
         wait: waits until the result has arrived or left.
+        watch: notices that a rank is lost while this one waits outside of the engine's operations.
     """
 
-    def __init__(self, tensor: torch.Tensor, wait: Callable[[], object]) -> None:
+    def __init__(self, tensor: torch.Tensor, wait: Callable[[], object], watch: Watch) -> None:
         self.tensor = tensor
+        self.watch = weakref.ref(watch)  # that of a deleted engine ends, unless one of its losses is still to be read
         self._wait: Callable[[], object] | None = wait
-        self._one_at_a_time = Lock()
+        self._one_at_a_time = threading.Lock()
         _UNDER_WAY.add(self)
 
     def wait(self) -> None:
@@ -56,10 +61,6 @@ class Posted:
                     _UNDER_WAY.discard(self)
                 self._wait = None
 
-    def wait_at_end(self) -> None:
-        """Wait like :meth:`wait` when the process ends."""
-        self.wait()
-
 
 class PostedReduction(Posted):
     """A reduction over the world.
@@ -69,28 +70,25 @@ class PostedReduction(Posted):
         timeout: that it waits for the other ranks.
     """
 
-    def __init__(self, tensor: torch.Tensor, wait: Callable[[], object], number: int, timeout: timedelta) -> None:
-        super().__init__(tensor, wait)
+    def __init__(
+        self, tensor: torch.Tensor, wait: Callable[[], object], watch: Watch, number: int, timeout: timedelta
+    ) -> None:
+        super().__init__(tensor, wait, watch)
         self.number, self.timeout = number, timeout
 
 
 class PostedBroadcast(Posted):
-    """A broadcast from rank ``src``. Construction is collective.
-
-    Args:
-        watch: notices that a rank is lost while this one waits outside of the engine's operations.
-    """
+    """A broadcast from rank ``src``. Construction is collective."""
 
     def __init__(self, tensor: torch.Tensor, src: int, group: Any, watch: Watch) -> None:
         if dist.get_rank() != src:
             tensor.fill_(torch.nan)  # so that a read without a wait is noticed
         self._work = dist.broadcast(tensor, src, group=group, async_op=True)
-        self._watch = weakref.ref(watch)  # that of a deleted engine ends, unless one of its losses is still to be read
-        super().__init__(tensor, self._work.wait)
+        super().__init__(tensor, self._work.wait, watch)
 
     def element(self, index: int) -> PostedTensor:
         """Return a tensor for one element of the value."""
-        return PostedTensor(self.tensor[index], partial(self._read, self._watch()))
+        return PostedTensor(self.tensor[index], partial(self._read, self.watch()))
 
     def _read(self, watch: Watch | None) -> None:
         """Wait in code of the user.
@@ -99,22 +97,15 @@ class PostedBroadcast(Posted):
             RankLostError: a rank is lost.
         """
         try:
-            self._wait_watched(watch)
+            if watch is not None and self.tensor.is_cpu:  # a wait for an accelerator's returns at once
+                with watch.waiting():
+                    while self._wait is not None and not self._comes():
+                        watch.check()
+            self.wait()
         except Exception as error:
             if watch is not None:
                 watch.explain(error)
             raise
-
-    def wait_at_end(self) -> None:
-        """Wait like :meth:`wait` when the process ends."""
-        self._wait_watched(self._watch())
-
-    def _wait_watched(self, watch: Watch | None) -> None:
-        if watch is not None and self.tensor.is_cpu:  # a wait for an accelerator's returns at once
-            with watch.waiting():
-                while self._wait is not None and not self._comes():
-                    watch.check()
-        self.wait()
 
     def _comes(self) -> bool:
         """Wait for a moment; return whether the result has come, or an error."""
@@ -125,17 +116,29 @@ class PostedBroadcast(Posted):
 
 def wait_for_posted() -> None:
     """Wait for all that this process has posted, so that it does not end before others have received them."""
-    for posted in tuple(_UNDER_WAY):
-        with suppress(RuntimeError):
-            posted.wait_at_end()
+    while _UNDER_WAY:
+        posted = next(iter(_UNDER_WAY))
+        watch = posted.watch()
+        with suppress(RuntimeError), nullcontext() if watch is None else watch.ending():
+            posted.wait()
+        _UNDER_WAY.discard(posted)
 
 
-atexit.register(wait_for_posted)
+_ENDS_IN_TIME = threading.Event()
 
 
 def forget_posted() -> None:
     """Wait for nothing at the end: a rank is lost, and the others end, too."""
     _UNDER_WAY.clear()
+    _ENDS_IN_TIME.set()
+
+
+@atexit.register
+def _end() -> None:
+    """Let this process end; after a rank was lost in time, as gloo waits for what a stopped one was to send."""
+    wait_for_posted()
+    if _ENDS_IN_TIME.is_set():  # nothing of Python runs by then
+        faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
 
 class PostedTensor(torch.Tensor):

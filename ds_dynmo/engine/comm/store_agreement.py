@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from ds_dynmo.engine.comm.attendance import Attendance
 from ds_dynmo.engine.comm.bounded import BoundedStore
 from ds_dynmo.engine.comm.watch import Watch
-from ds_dynmo.errors import CheckpointError
+from ds_dynmo.errors import CheckpointError, RankLostError
 
 _LONGEST_PAUSE_SECONDS = 0.25  # between two looks for a key
 
@@ -74,8 +74,10 @@ class StoreAgreement:
             failure = f"{type(error).__name__}: {error}"
         try:
             self._arrive(failure)
-            with self._watch.waiting():
+            with self._watch.waiting(aside=True):
                 verdict = self._wait_for_verdict()
+        except RankLostError as error:  # which has been said
+            raise CheckpointError(f"rank {self._rank}: a rank is lost") from error
         except RuntimeError as error:
             raise CheckpointError(
                 f"rank {self._rank}: it is not known whether other ranks did their part: {error}"
@@ -89,7 +91,7 @@ class StoreAgreement:
         with suppress(RuntimeError):  # ranks that are gone read nothing
             self._arrive("")
             if self._rank == 0:
-                with self._watch.waiting():
+                with self._watch.waiting(aside=True):
                     self._wait_for_verdict()
                 self._delete(self._round)
 

@@ -97,12 +97,19 @@ class Watch:
         self._lookout.verdict = verdict or self._lookout.of_lost_store()
         return self._lookout.say()
 
-    def waiting(self) -> AbstractContextManager[None]:
+    def waiting(self, *, aside: bool = False) -> AbstractContextManager[None]:
         """Return a context in which this rank waits for others outside of an operation, in any thread.
 
         It has to call :meth:`check` now and then: unlike an operation, a wait does not end the process.
+
+        Args:
+            aside: not for the result of an operation.
         """
-        return self._lookout.activity.lasting()
+        return self._lookout.activity.lasting(aside=aside)
+
+    def ending(self) -> AbstractContextManager[None]:
+        """Return a context in which this process waits before it ends: it ends at once if a rank is lost."""
+        return self._lookout.activity.doing("the end of the process")
 
     def check(self) -> None:
         """Refuse to begin an operation, or to wait, after a rank was lost.
@@ -165,7 +172,7 @@ class Lookout:
         self._changed_at: dict[int, float] = {}
         self._failed_at: dict[int, float] = {}
         self._lock, self._has_said, self._voice = threading.RLock(), False, Voice(store)
-        self._message = ""  # that the verdict was said by
+        self._message, self._hears_until = "", 0.0  # that the verdict was said by; until when others may hear it
         self._has_store = True  # after its connection has ended, torch logs a stack for each call
         self.verdict, self._num_lost = "", 1
         self.ended = threading.Event()
@@ -188,7 +195,7 @@ class Lookout:
             now = time.monotonic()
             if now - waits_from > self._timeout_seconds / 2:  # this process itself was stopped
                 answered_at, self._changed_at = now, dict.fromkeys(self._changed_at, now)
-            waits_too_long = self.activity.seconds > self._timeout_seconds
+            waits_too_long = self.activity.seconds_of_any_wait > self._timeout_seconds
             try:
                 if self._has_store:
                     self._beats.write()
@@ -222,7 +229,8 @@ class Lookout:
         failed_at = {rank: self._failed_at.get(rank, now) for rank in beats if self.activity.waits_for(beats[rank])}
         self._failed_at = failed_at
         if not self._has_read_verdict() and decides:
-            failed = {rank for rank, at in failed_at.items() if now - at > self._sure_seconds}
+            misses_result = self.activity.seconds > self._timeout_seconds
+            failed = {rank for rank, at in failed_at.items() if misses_result and now - at > self._sure_seconds}
             silent = {rank for rank in watched if now - self._changed_at[rank] > self._timeout_seconds}
             lost = {rank for rank in silent if rank not in self._seen or not self._seen[rank].is_at_work}
             if failed or lost:
@@ -336,15 +344,16 @@ class Lookout:
 
         Nothing waits for what was posted any more. On rank 0, wait until the others have said it: it holds the store.
         """
-        forget_posted()
         message = self._announce()
-        until, hear = time.monotonic() + self._heard_seconds, self._world_size - self._num_lost
+        self._hears_until = self._hears_until or time.monotonic() + self._heard_seconds
+        hear = self._world_size - self._num_lost
         with suppress(RuntimeError):
-            while self._rank == 0 and time.monotonic() < until and self._store.add("heard", 0) < hear:
+            while self._rank == 0 and time.monotonic() < self._hears_until and self._store.add("heard", 0) < hear:
                 time.sleep(self._period_seconds / 4)
         return message
 
     def _announce(self) -> str:
+        forget_posted()
         with self._lock:
             if not self._message:
                 self._message = f"{self.verdict}. {self._remedy_in_time()}"

@@ -6,10 +6,13 @@ import copy
 import io
 import math
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -223,7 +226,7 @@ def test_a_process_that_ends_waits_for_what_a_thread_reads() -> None:
         reads.set()
         arrives.wait()
 
-    posted = Posted(torch.zeros(1), wait)
+    posted = Posted(torch.zeros(1), wait, QUIET)
     reader = threading.Thread(target=posted.wait)
     reader.start()
     reads.wait()
@@ -289,7 +292,7 @@ def test_two_threads_that_wait_wait_once() -> None:
             twice.set()
         twice.wait(0.5)  # for the other thread, which has to wait outside
 
-    posted = Posted(torch.zeros(1), wait)
+    posted = Posted(torch.zeros(1), wait, QUIET)
     threads = [threading.Thread(target=posted.wait) for _ in range(2)]
     threads[0].start()
     entered.wait()
@@ -299,13 +302,53 @@ def test_two_threads_that_wait_wait_once() -> None:
     assert calls == [1]
 
 
+READS_FROM_A_STOPPED_RANK = """
+import os, signal, sys, torch
+import torch.distributed as dist
+from ds_dynmo.engine.comm.posted import PostedBroadcast, forget_posted
+from ds_dynmo.errors import RankLostError
+from tests.support.watches import ToldWatch
+
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+group = dist.new_group([0, 1])
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+watch = ToldWatch()
+watch.verdict = "rank 1 was stopped"
+loss = PostedBroadcast(torch.zeros(1), 1, group, watch).element(0)
+try:
+    loss.item()
+except RankLostError:
+    forget_posted()
+    raise
+"""
+
+
+def test_a_process_ends_although_a_stopped_rank_has_not_sent_a_loss(tmp_path: Path) -> None:
+    """gloo waits at the end for what was posted, half an hour in a group that DeepSpeed has made."""
+    program = [sys.executable, "-c", READS_FROM_A_STOPPED_RANK]
+    root = str(Path(__file__).resolve().parents[3])
+    reader, stopped = (
+        subprocess.Popen([*program, str(rank), str(tmp_path / "store")], cwd=root, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    )
+    try:
+        _, said = reader.communicate(timeout=120)
+    finally:
+        for process in (reader, stopped):
+            process.kill()
+            process.communicate()
+    assert reader.returncode == 1 and said.rstrip().endswith("RankLostError: rank 1 was stopped")
+
+
 def test_a_process_does_not_wait_at_its_end_once_a_rank_is_lost() -> None:
     """What it has posted, others do not receive any more."""
     waits: list[str] = []
     lookout = Lookout(
         BoundedStore(dist.HashStore(), 10.0), 0, 1, timeout_seconds=1.0, activity=Activity(), remedy=lambda: "resume"
     )
-    posted = Posted(torch.zeros(1), lambda: waits.append("waited"))
+    posted = Posted(torch.zeros(1), lambda: waits.append("waited"), QUIET)
     lookout.verdict = "rank 1 has ended"
     assert lookout.say() == "rank 1 has ended. resume"
     wait_for_posted()

@@ -404,6 +404,19 @@ def test_an_error_that_ends_an_operation_on_all_ranks_loses_none(monkeypatch: py
         assert "ValueError: no) has failed, and its process" in ranks.goes_on(0, [1], TIMEOUT_SECONDS)
 
 
+def test_a_save_that_waits_for_one_that_writes_for_long_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an error that has ended an operation on all ranks; but one that was stopped is lost."""
+    ranks = Ranks(monkeypatch, 2)
+    here, there = (lookout.activity for lookout in ranks.lookouts)
+    with here.lasting(aside=True):
+        for activity in (here, there):
+            with activity.doing("rebalance"):
+                activity.failure = "PartitionError: no"
+        assert not ranks.goes_on(0, [1], 3 * TIMEOUT_SECONDS)
+        assert here.seconds_of_any_wait > TIMEOUT_SECONDS > here.seconds
+        assert ranks.goes_on(0, [], 2 * TIMEOUT_SECONDS).startswith("rank 1 (host ")
+
+
 def test_a_folder_that_cannot_be_read_does_not_keep_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[str] = []
     monkeypatch.setattr(watch.logger, "error", logged.append)
