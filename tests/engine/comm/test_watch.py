@@ -446,13 +446,16 @@ def test_a_rank_whose_script_has_ended_is_not_missed() -> None:
 
 
 def deleted(case: Case) -> tuple[bool, list[str]]:
-    """Delete an engine. Return whether it is gone, and the threads that are left."""
+    """Delete an engine. Return whether it is gone, and the threads that stay."""
     engine = build(case)
     engine.train_batch(batches(engine))
     kept = weakref.ref(engine)
     del engine
     gc.collect()
-    return kept() is None, [thread.name for thread in threading.enumerate() if "ds_dynmo" in thread.name]
+    threads = [thread for thread in threading.enumerate() if "ds_dynmo" in thread.name]
+    for thread in threads:
+        thread.join(30)  # it has been told to end
+    return kept() is None, [thread.name for thread in threads if thread.is_alive()]
 
 
 @pytest.mark.ranks
