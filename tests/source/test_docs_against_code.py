@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 import key_tables
 from ds_dynmo import DynMoPipelineEngine
 from ds_dynmo.config import load_settings, read_dynmo_config
+from ds_dynmo.interface import INTERFACE
 from ds_dynmo.launch import OF_MEETING, OF_RANK
 from ds_dynmo.models import model_layers, read_model_config
 from tests.support.pages import PAGES, ROOT, names
@@ -131,7 +132,11 @@ HELPED = sorted({asked(command) for command in EVERY})
 def test_every_flag_of_a_command_is_one_of_its_script(
     script: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (*OF_RANK, *OF_MEETING):  # as a launcher does: otherwise a command sets them itself, for all tests
+    for name in (
+        *OF_RANK,
+        *OF_MEETING,
+        INTERFACE,
+    ):  # a command would set them, for all tests
         monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
     path, *subcommand = script
     if path.startswith("ds-dynmo-"):
