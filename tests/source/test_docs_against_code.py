@@ -132,11 +132,7 @@ HELPED = sorted({asked(command) for command in EVERY})
 def test_every_flag_of_a_command_is_one_of_its_script(
     script: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (
-        *OF_RANK,
-        *OF_MEETING,
-        INTERFACE,
-    ):  # a command would set them, for all tests
+    for name in (*OF_RANK, *OF_MEETING, INTERFACE):  # a command would set them, for all tests
         monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
     path, *subcommand = script
     if path.startswith("ds-dynmo-"):

@@ -252,7 +252,7 @@ class Lookout:
     # -- verdicts -------------------------------------------------------------------------------------
 
     def find_out(self, error: Exception) -> str:
-        """Say the verdict after an error of the main thread, and return it; "": no rank is lost."""
+        """Say the verdict after an error of this rank, and return it; "": no rank is lost."""
         if self.ended.is_set() or not any(map(is_of_backend, causes(error))):
             return ""
         began = time.monotonic()
@@ -342,7 +342,7 @@ class Lookout:
     def say(self) -> str:
         """Log the verdict, once on each host, and return it with a remedy.
 
-        Nothing waits for what was posted any more. On rank 0, wait until the others have said it: it holds the store.
+        On rank 0, wait until the others have said it: it holds the store.
         """
         message = self._announce()
         self._hears_until = self._hears_until or time.monotonic() + self._heard_seconds
@@ -353,6 +353,7 @@ class Lookout:
         return message
 
     def _announce(self) -> str:
+        """Log the verdict, unless this host has, and return it with a remedy; nothing waits for what was posted."""
         forget_posted()
         with self._lock:
             if not self._message:

@@ -348,10 +348,18 @@ def test_a_process_does_not_wait_at_its_end_once_a_rank_is_lost() -> None:
     lookout = Lookout(
         BoundedStore(dist.HashStore(), 10.0), 0, 1, timeout_seconds=1.0, activity=Activity(), remedy=lambda: "resume"
     )
-    posted = Posted(torch.zeros(1), lambda: waits.append("waited"), QUIET)
+
+    def wait() -> None:
+        waits.append("waited")
+        lookout.say()  # another thread has read it meanwhile
+
+    posted = Posted(torch.zeros(1), wait, QUIET)
     lookout.verdict = "rank 1 has ended"
     assert lookout.say() == "rank 1 has ended. resume"
     wait_for_posted()
     assert waits == []
     posted.wait()
     assert waits == ["waited"]
+    both = [Posted(torch.zeros(1), wait, QUIET) for _ in range(2)]
+    wait_for_posted()
+    assert len(both) == len(waits) == 2

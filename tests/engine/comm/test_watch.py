@@ -414,6 +414,10 @@ def test_a_save_that_waits_for_one_that_writes_for_long_loses_none(monkeypatch: 
                 activity.failure = "PartitionError: no"
         assert not ranks.goes_on(0, [1], 3 * TIMEOUT_SECONDS)
         assert here.seconds_of_any_wait > TIMEOUT_SECONDS > here.seconds
+        with here.doing("batch 1"):
+            with there.doing("batch 1"):
+                there.failure = "PartitionError: no"
+            assert not ranks.goes_on(0, [1], TIMEOUT_SECONDS)  # of the batch, however long the save has waited
         assert ranks.goes_on(0, [], 2 * TIMEOUT_SECONDS).startswith("rank 1 (host ")
 
 
