@@ -56,7 +56,7 @@ class Executor:
     """Runs the batches of one stage.
 
     Attributes:
-        ran: whether a batch has run; the code that starts one sets it to False.
+        ran: whether all of a batch has run; the code that starts one sets it to False.
 
     Args:
         engine: DeepSpeed's engine.
@@ -123,6 +123,7 @@ class Executor:
                 self._stage.deferred_step.poll()
             self._end()
         self._stage.deferred_step.run(self._stage.timeline)
+        self._over()
 
     def evaluate(self, micro_batches: int) -> None:
         """Run the forward passes of an evaluation."""
@@ -133,6 +134,7 @@ class Executor:
         with self._batch(owners, evaluation_plan(owners, orders, here, place), training=False):
             for action in orders[here]:
                 self._carry_out(action)
+        self._over()
 
     @contextmanager
     def _batch(self, owners: tuple[int, ...], plan: LinkPlan, *, training: bool) -> Iterator[None]:
@@ -152,6 +154,9 @@ class Executor:
         finally:
             self._held, self._handed, self._labels = {}, {}, {}
             self._split = frozenset()
+
+    def _over(self) -> None:
+        """Note that all of a batch has run, the optimizer's step too."""
         self.ran, self._unfinished = True, False
 
     def _connect(self) -> Post:

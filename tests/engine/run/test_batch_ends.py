@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 import ds_dynmo
+from ds_dynmo import ConfigError
 from ds_dynmo.engine.comm.posted import PostedTensor
 from ds_dynmo.schedules import Kind
 from tests.support.configs import Case, config
@@ -320,3 +321,49 @@ def one_fails(case: Case) -> str:
 def test_a_loss_that_never_comes_is_an_error_where_it_is_read() -> None:
     """Over gloo, which notices at once that a rank is gone."""
     assert run(3, one_fails, FREE, backend="gloo", complete=False) == ["gone", "gone", "fails in its last pass"]
+
+
+# -- what raises at the end of a batch, and is caught ------------------------------------------------------
+
+
+def fail_once(owner: Any, name: str) -> None:
+    """Let a method of an object raise once."""
+    method = getattr(owner, name)
+
+    def failing(*_: Any, **__: Any) -> None:
+        setattr(owner, name, method)
+        raise OSError(f"{name} fails once")
+
+    setattr(owner, name, failing)
+
+
+def step_fails(case: Case, moves: bool, folder: str) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """Let the optimizer's step fail; return how further batches end, the state, and that which is saved and loaded."""
+    engine = build(case)
+    data, refused = batches(engine), []
+    engine.train_batch(data)
+    fail_once(engine.optimizer, "step")
+    if moves:
+        engine.rebalance([0, 2, 8], background=True)
+    with pytest.raises(OSError, match="step fails once"):
+        engine.train_batch(data)
+    for another in (engine.eval_batch, engine.train_batch):
+        with pytest.raises(ConfigError) as error:
+            another(data)
+        refused.append(str(error.value))
+    engine.save_checkpoint(f"{folder}/{moves}")
+    loaded = build(case)
+    loaded.load_checkpoint(f"{folder}/{moves}")
+    assert loaded.partition == engine.partition == ([0, 2, 8] if moves else [0, 4, 8])
+    return refused, outcome_of(engine, []), outcome_of(loaded, [])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+def test_no_batch_follows_a_step_that_failed_while_layers_moved(precision: str, tmp_path: Path) -> None:
+    """Nor one without a move. What is saved then is the state before the step, on both ways."""
+    case = Case(precision=precision, start=(0, 4, 8))
+    still, moved = run_each(2, step_fails, (case, False, str(tmp_path)), (case, True, str(tmp_path)))
+    states = [whole([result[place] for result in ranks]) for ranks in (still, moved) for place in (1, 2)]
+    assert all(state == states[0] for state in states)
+    for refused, *_ in still + moved:
+        assert all(said.startswith("a batch ended in an error on this rank") for said in refused)
