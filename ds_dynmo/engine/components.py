@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -83,7 +84,7 @@ def build_components(engine: Any, config: DynMoConfig) -> Components:
         lacks_data=lambda: engine.data_iterator is None and (engine.is_first_stage() or engine.is_last_stage()),
     )
     trainable = TrainableLayers(stage)
-    progress = EngineProgress(engine, rebalancer)
+    progress = EngineProgress(engine, rebalancer, stage.comm.broadcast_object(uuid.uuid4().hex))
     checkpointer = Checkpointer(engine, stage, references, rebalancer, trainable, progress, reporter)
     tracer = Tracer(config.trace, stage, clock, reporter) if config.trace is not None else None
     states = TrackedStates(stage.comm.gather_over_slices)

@@ -19,7 +19,7 @@ from ds_dynmo.engine.save.background import BackgroundSave
 from ds_dynmo.engine.save.context import CheckpointContext
 from ds_dynmo.engine.save.destinations import Destination, ToDisk, ToMemory
 from ds_dynmo.engine.save.initial_model import InitialModelSpec
-from ds_dynmo.engine.save.listing import remove_older
+from ds_dynmo.engine.save.listing import is_of_run, remove_older
 from ds_dynmo.engine.save.progress import EngineProgress
 from ds_dynmo.engine.save.reading import load
 from ds_dynmo.engine.save.size import expected_bytes
@@ -54,7 +54,7 @@ class Checkpointer:
         self._trainable, self._progress, self._reporter = trainable, progress, reporter
         self._under_way: BackgroundSave | None = None
         self._has_warned = False
-        self._last_whole: str | None = None
+        self._paths: list[str] = []  # of checkpoints that were loaded, or begun to be saved; the last one last
         stage.comm.how_to_continue = self._how_to_continue
         self._origin = InitialModelSpec.of(stage, engine.get_data_types()[0], references.is_shared)
         stage.optimizer.changed.subscribe("a checkpoint describes its files", self._describe_optimizer)
@@ -72,6 +72,7 @@ class Checkpointer:
         context = self._context("saving a checkpoint")
         destination: Destination = ToMemory() if self._saves_in_background() else ToDisk()
         unfinished = begin_save(context, options, destination)
+        self._paths.append(unfinished.path)
         if not destination.writes_later:
             self._saved(unfinished, began, None, unfinished.finish(context))
             return True
@@ -128,18 +129,20 @@ class Checkpointer:
         self.wait()
         self._stage.optimizer.match_layers("load_checkpoint")
         found = load(self._context("loading a checkpoint"), load_dir, tag, options, newest_whole=newest_whole)
-        self._last_whole = os.path.dirname(found[0]) if found[0] else self._last_whole
+        if found[0] is not None:
+            self._paths.append(os.path.dirname(found[0]))
         return found
 
     def _how_to_continue(self) -> str:
-        """Say how to go on with the job after a rank was lost."""
-        if self._last_whole is None:
-            return "This run has saved no checkpoint, and loaded none: start it again"
-        folder, tag = os.path.split(self._last_whole)
-        return (
-            f"The last whole checkpoint is {self._last_whole}: start again, on as many ranks as there are, with "
-            f"engine.load_checkpoint({folder!r}, {tag!r})"
-        )
+        """Say how to go on with the job after a rank was lost, by what is on the disk: a thread may still be saving."""
+        for path in reversed(self._paths):
+            folder, tag = os.path.split(path)
+            if is_of_run(folder, tag, self._progress.run):
+                return (
+                    f"The last whole checkpoint is {path}: start again, on as many ranks as there are, with "
+                    f"engine.load_checkpoint({folder!r}, {tag!r})"
+                )
+        return "There is no checkpoint of this run: start it again as before"
 
     def _context(self, operation: str) -> CheckpointContext:
         return CheckpointContext(
@@ -179,7 +182,7 @@ class Checkpointer:
         self, unfinished: UnfinishedCheckpoint, began: float, wait_seconds: float | None, bytes_saved: int
     ) -> None:
         """Report a checkpoint that is whole, and remove older ones; ``wait_seconds``: None: training waited for it."""
-        save_seconds, self._last_whole = time.perf_counter() - began, unfinished.path
+        save_seconds = time.perf_counter() - began
         self._reporter.saved(
             SaveReport(
                 step=unfinished.step,

@@ -45,10 +45,17 @@ def remove_older(save_dir: str, run: str, keep: int) -> None:
         OSError: one cannot be removed.
     """
     latest = folders.read_latest(save_dir)
-    of_run = [tag for tag in checkpoints(save_dir) if NUMBERED.fullmatch(tag) and _run_of(save_dir, tag) == run]
+    of_run = [tag for tag in checkpoints(save_dir) if NUMBERED.fullmatch(tag) and is_of_run(save_dir, tag, run)]
     for tag in of_run[keep:]:
         if tag != latest:
             folders.remove(save_dir, tag)
+
+
+def is_of_run(save_dir: str, tag: str, run: str) -> bool:
+    """Return whether a checkpoint is there and was saved by a run. A checkpoint is there once all of it is."""
+    with suppress(OSError, ValueError), open(os.path.join(save_dir, tag, MANIFEST), encoding="utf-8") as file:
+        return bool(Manifest.from_json(file.read()).state.get("run") == run)
+    return False
 
 
 def _is_whole(folder: str | None) -> bool:
@@ -62,11 +69,3 @@ def _is_whole(folder: str | None) -> bool:
     except (CheckpointError, OSError):
         return False
     return True
-
-
-def _run_of(save_dir: str, tag: str) -> str | None:
-    """Return what identifies the run of a checkpoint; None: its manifest cannot be read, or does not say."""
-    with suppress(OSError, ValueError), open(os.path.join(save_dir, tag, MANIFEST), encoding="utf-8") as file:
-        run: str | None = Manifest.from_json(file.read()).state.get("run")
-        return run
-    return None

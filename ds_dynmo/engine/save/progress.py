@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import uuid
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,11 @@ class EngineProgress:
     """The counters of an engine and what it has measured, the same on every rank.
 
     Attributes:
-        run: identifies the run in its checkpoints; a run that is resumed keeps it. Only rank 0 uses it.
+        run: identifies the run in its checkpoints; a run that is resumed keeps it.
     """
 
-    def __init__(self, engine: Any, rebalancer: Rebalancer) -> None:
-        self._engine, self._rebalancer = engine, rebalancer
-        self.run = uuid.uuid4().hex
+    def __init__(self, engine: Any, rebalancer: Rebalancer, run: str) -> None:
+        self._engine, self._rebalancer, self.run = engine, rebalancer, run
 
     def counters(self) -> dict[str, Any]:
         """Return the counters that DeepSpeed's checkpoints lack, as plain JSON, for a checkpoint."""

@@ -86,13 +86,19 @@ def fail() -> None:
 
 
 def lose(case: Case, folder: str) -> tuple[str, list[str], str]:
-    """Train, save, and let rank 1 fail in a batch. Return the error, what was logged, and the next error."""
+    """Train, save twice, and let rank 1 fail in a batch. Return the error, what was logged, and the next error.
+
+    No rank has noticed yet that the second save, in the background, is over.
+    """
     watch.grace_seconds = lambda timeout_seconds: 60.0  # the error is wanted
     engine, lines = build(case), list[str]()
     watch.logger.error = lines.append  # type: ignore[method-assign]
     data = batches(engine)
     engine.train_batch(data)
     engine.save_checkpoint(folder, "first")
+    engine.checkpointer._saves_in_background = lambda: True
+    engine.save_checkpoint(folder, "second")
+    engine.checkpointer._under_way._thread.join()
     if engine.global_rank == 1:
         engine.before_step(fail)
     errors = []
@@ -113,7 +119,7 @@ def test_a_failed_rank_is_named_with_its_error_and_what_to_do(tmp_path: Path) ->
     for message, lines, again in (ends[0], ends[2]):
         assert message.startswith("RankLostError: rank 1 (host ")
         assert "in batch 2, ValueError: a bad label) has ended. The last whole checkpoint is " in message
-        assert f"engine.load_checkpoint({str(tmp_path)!r}, 'first')" in message
+        assert f"engine.load_checkpoint({str(tmp_path)!r}, 'second')" in message
         assert again == message
         logged += lines
     assert len(logged) == 1 and logged[0] in ends[0][0]

@@ -44,7 +44,9 @@ def save_steps(engine: Any, folder: str, steps: int) -> list[list[str]]:
 
 def keep_two(kind: str, folder: str) -> list[list[str]]:
     other = build(Case(stages=2))
+    assert "no checkpoint of this run" in other.stage.comm.how_to_continue()
     save_steps(other, folder, 1)
+    assert f"engine.load_checkpoint({folder!r}, 'global_step1')" in other.stage.comm.how_to_continue()
     other.save_checkpoint(folder, tag="global_step9", save_latest=False)
     case = Case(stages=2, dynmo=section(kind, keep=2))
     engine = build(case)
@@ -53,6 +55,8 @@ def keep_two(kind: str, folder: str) -> list[list[str]]:
     found = save_steps(engine, folder, 3)
     resumed = build(case)
     resumed.load_checkpoint(folder)
+    resumed.checkpointer._paths.append(f"{folder}/global_step9")  # begun, to take the place of another run's
+    assert f"{folder}/global_step4: start again" in resumed.stage.comm.how_to_continue()
     return [*found, *save_steps(resumed, folder, 1)]
 
 
