@@ -43,6 +43,11 @@ class Reason(Enum):
         """Whether a move has to repay its cost; decisions by hand, and the first of a run, need only be better."""
         return self in (Reason.INTERVAL, Reason.MODEL_CHANGED)
 
+    @property
+    def is_from_costs(self) -> bool:
+        """Whether the placement was decided from measured costs; else it was given."""
+        return self not in (Reason.EXPLICIT, Reason.CHECKPOINT)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -169,7 +174,7 @@ class ProfileDropped:
 
 @dataclass(frozen=True)
 class ModelChanged:
-    """The costs of layers have changed, because of ``reason``."""
+    """The costs of layers have changed, because of ``reason``: a move that was decided from them does not begin."""
 
     reason: str
 
@@ -414,6 +419,12 @@ def after(cycle: Cycle, event: Event) -> Cycle:
         case _, ProfileDropped():
             return cycle
         # what is due
+        case Decided(move), ModelChanged() if config.enabled and move.request.reason.is_from_costs:
+            return after(after(cycle, Forgotten()), event)
+        case Moving(_, _, DecidedMove() as rest), ModelChanged() if (
+            config.enabled and rest.request.reason.is_from_costs
+        ):
+            return after(replace(cycle, state=replace(state, rest=None)), event)
         case _, ModelChanged(reason):
             changed = replace(after(cycle, ProfileDropped()), span=cycle.unchanged, unchanged=0)
             return after(changed, Asked(Request(Reason.MODEL_CHANGED, reason)))

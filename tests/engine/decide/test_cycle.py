@@ -76,7 +76,7 @@ TABLE: list[tuple[Event, tuple[str, str, str, str], dict[str, Due]]] = [
     (ProfileDropped(), (SAME, "idle", SAME, SAME), {"measuring": Due(True, INTERVAL, True)}),
     (
         ModelChanged("pruned"),
-        (SAME, "idle", SAME, SAME),
+        (SAME, "idle", "idle", SAME),
         {"measuring": Due(True, PRUNED, True), "": Due(False, PRUNED, True)},
     ),
     (Asked(PRUNED), (SAME, SAME, SAME, SAME), {"": Due(False, PRUNED, True)}),
@@ -129,6 +129,21 @@ def test_what_is_left_of_a_move_begins_with_the_next_batch() -> None:
     cycle = through(Cycle(config(), Decided(MOVE)), Begun(Moving(MOVE, PLAN, BY_HAND)), Ended(moved=True))
     assert cycle.state == Decided(BY_HAND) and cycle.decided == BY_HAND
     assert after(Cycle(config(), Moving(MOVE, PLAN, BY_HAND)), Ended(moved=False)).state == Idle()
+
+
+GIVEN = DecidedMove(THERE, Request(Reason.EXPLICIT), None, None, (0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("move", "enabled", "stays"),
+    [(MOVE, True, False), (BY_HAND, True, False), (GIVEN, True, True), (MOVE, False, True)],
+)
+def test_a_move_decided_from_the_costs_of_before_does_not_begin(move: DecidedMove, enabled: bool, stays: bool) -> None:
+    """A partition that was given stays, and the only move of a run that does not re-balance."""
+    cycle = Cycle(config(enabled=enabled), Decided(move))
+    assert after(cycle, ModelChanged("pruned")).decided == (move if stays else None)
+    moving = through(cycle, Begun(Moving(move, PLAN, move)), ModelChanged("pruned"), Ended(moved=True))
+    assert moving.decided == (move if stays else None)
 
 
 def test_a_decision_by_hand_takes_the_place_of_one_that_is_measured_for() -> None:
