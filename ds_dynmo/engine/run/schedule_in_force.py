@@ -82,23 +82,26 @@ class ScheduleInForce:
         costs = self._found_for if schedule is not None and schedule is self.found else None
         if schedule is None:
             schedule = one_f_one_b(placement.num_stages, micro_batches)
-        elif self.is_profiled():
+        if self.is_profiled() and not self._is_always_1f1b(placement):
             schedule = with_some_split(schedule)
         self.running = schedule
         return NextSchedule(schedule, costs)
 
     def schedule_for(self, placement: Placement, micro_batches: int) -> Schedule | None:
         """Return the schedule of the next batch of a placement; None: 1F1B of a chain."""
-        owners, is_chain = placement.owners, placement.shape == "chain"
-        if is_chain and (self._config.kind == "1f1b" or placement.num_stages == 1):
-            return None
-        if self._decided and self.found is None and is_chain:
+        owners = placement.owners
+        decided_1f1b = self._decided and self.found is None and placement.shape == "chain"
+        if decided_1f1b or self._is_always_1f1b(placement):
             return None
         for known in (self.found, self._before_decision):
             if known is not None and (known.owners, known.micro_batches) == (owners, micro_batches):
                 return known
         self._before_decision = self._for_equal_costs(placement, micro_batches)
         return self._before_decision
+
+    def _is_always_1f1b(self, placement: Placement) -> bool:
+        """Return whether no decision can find another schedule."""
+        return placement.shape == "chain" and (self._config.kind == "1f1b" or placement.num_stages == 1)
 
     def _for_equal_costs(self, placement: Placement, micro_batches: int) -> Schedule:
         stages, shape = placement.num_stages, placement.shape

@@ -73,6 +73,20 @@ def test_a_decided_schedule_applies_to_its_shape_only() -> None:
     assert next_of(ours) == one_f_one_b(3, 4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "stages", "splits"), [("auto", 3, 6), ("zero_bubble", 3, 6), ("auto", 1, 0), ("1f1b", 3, 0)]
+)
+def test_a_profile_splits_passes_whatever_was_decided(kind: Any, stages: int, splits: int) -> None:
+    """Where no decision can find another order than 1F1B, none is split."""
+    ours = ScheduleInForce(ScheduleConfig(kind=kind), use_1f1b_until_decided=True)
+    ours.is_profiled = lambda: True
+    assert next_of(ours, stages).splits == splits
+    ours.decide(None)
+    assert next_of(ours, stages).splits == splits
+    ours.is_profiled = lambda: False
+    assert next_of(ours, stages) == one_f_one_b(stages, 4)
+
+
 def test_a_decided_schedule_is_forgotten_when_the_world_changes() -> None:
     ours, new = (ScheduleInForce(ScheduleConfig(kind="zero_bubble")) for _ in range(2))
     ours.decide(one_f_one_b(3, 4))
