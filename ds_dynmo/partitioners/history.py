@@ -1,7 +1,8 @@
 """Estimates from earlier profiles: smoothed costs and their errors, stage speeds.
 
-A cost that stays within the noise is averaged over the latest profiles. If a cost leaves this range, or a whole stage
-shifts, it has changed: the average starts again from the new value.
+A cost that stays within the noise is averaged over the latest profiles. If a cost leaves this range in two profiles in
+a row, or a whole stage shifts, it has changed: the average starts again from the new value. One profile alone may be a
+stall of the machine, unless the layer says that its load is another.
 
 Noise has two parts. Each layer varies from one profile to the next. So does each stage as a whole, because its
 processor shares a machine with other work. The second part averages out over profiles, but not over layers.
@@ -32,6 +33,7 @@ _SHIFTED = 3.5  # likewise for all layers of a stage together
 _NEAR = 8  # steps between profiles; after more, a shift of a stage counts at once
 _LASTING = 3  # profiles in a row after which a shift of a stage counts
 _LARGE = 1.0  # in logs: a larger shift counts at once
+_SECONDS = ("forward_seconds", "backward_seconds", "input_gradient_seconds", "weight_gradient_seconds")
 _SIGNIFICANT_SHARE = 0.1  # of the largest layer's cost: smaller layers have other noise, and matter less
 _SAME_LOAD = 0.02  # largest difference of load signals that count as equal
 
@@ -55,9 +57,8 @@ class CostHistory:
     def __init__(self) -> None:
         self._placement: Placement | None = None  # of the latest profile
         self._step = 0  # of the latest profile
-        self._means: list[
-            list[float]
-        ] = []  # per layer: mean forward and backward seconds on its stage, number of profiles
+        self._means: list[list[float]] = []  # per layer: mean _seconds on its stage, and the number of profiles
+        self._suspects: list[int] = []  # layers that left the range of noise in the latest profile
         self._loads: list[list[float | None]] = []  # per layer: trainable parameters, load signal
         self._noises: list[float] = []
         self._stage_variances: list[float] = []  # per profile, the mean over stages
@@ -74,7 +75,7 @@ class CostHistory:
     def errors(self) -> tuple[float, ...]:
         """Per layer, the relative standard error of its smoothed cost."""
         noise = self.noise
-        return tuple(noise / math.sqrt(count) for _, _, count in self._means)
+        return tuple(noise / math.sqrt(mean[-1]) for mean in self._means)
 
     @property
     def stage_noise(self) -> float:
@@ -88,7 +89,7 @@ class CostHistory:
     def stage_errors(self) -> tuple[float, ...]:
         """Per layer, the part of the relative error of its smoothed cost that it shares with its stage."""
         noise = self.stage_noise
-        return tuple(noise / math.sqrt(count) for _, _, count in self._means)
+        return tuple(noise / math.sqrt(mean[-1]) for mean in self._means)
 
     @property
     def speeds(self) -> tuple[float, ...] | None:
@@ -126,29 +127,30 @@ class CostHistory:
                 doubtful={layer for layer in stayed if new.stage_of(layer) in doubtful},
             )
         else:
-            self._means = [[cost.forward_seconds, cost.backward_seconds, 1] for cost in profile.layers]
-            self._doubts = {}
+            self._means = [[*_seconds(cost), 1] for cost in profile.layers]
+            self._doubts, self._suspects = {}, []
         self._placement, self._step = new, profile.step
         self._loads = [[cost.trainable_parameters, cost.load_signal] for cost in profile.layers]
 
     def smoothed(self, profile: Profile) -> Profile:
         """Return the latest profile with smoothed costs."""
-        layers = tuple(
-            replace(cost, forward_seconds=forward, backward_seconds=backward)
-            for cost, (forward, backward, _) in zip(profile.layers, self._means)
-        )
+        layers = tuple(replace(cost, **dict(zip(_SECONDS, mean))) for cost, mean in zip(profile.layers, self._means))
         return replace(profile, layers=layers)
 
     def _logs(self, layers: Sequence[LayerCost]) -> dict[int, float]:
         """Compute log(new cost / average cost) of comparable layers: those of the same load that are not tiny."""
         least = _SIGNIFICANT_SHARE * max(cost.seconds for cost in layers)
         logs = {}
-        for layer, (cost, mean, (trainable, signal)) in enumerate(zip(layers, self._means, self._loads)):
+        for layer, (cost, mean) in enumerate(zip(layers, self._means)):
             known = mean[0] + mean[1]
-            same = trainable == cost.trainable_parameters and _close(signal, cost.load_signal)
-            if same and known > 0 and cost.seconds > least:
+            if self._has_load_of(layer, cost) and known > 0 and cost.seconds > least:
                 logs[layer] = log(cost.seconds / known)
         return logs
+
+    def _has_load_of(self, layer: int, cost: LayerCost) -> bool:
+        """Return whether the layer says that it had the load of ``cost`` in the profile before."""
+        trainable, signal = self._loads[layer]
+        return trainable == cost.trainable_parameters and _close(signal, cost.load_signal)
 
     def _shifts(self, logs: dict[int, float], stayed: Sequence[int], placement: Placement) -> dict[int, _Shift]:
         """Compare whole stages with their averages, if they have at least two comparable layers."""
@@ -157,8 +159,11 @@ class CostHistory:
             here = placement.layers_of(stage)
             layers = [layer for layer in stayed if layer in here]
             if len(layers) > 1:
-                variances = [1 + 1 / self._means[layer][2] for layer in layers]
-                shift = statistics.fmean(logs[layer] for layer in layers)
+                variances = [1 + 1 / self._means[layer][-1] for layer in layers]
+                middle, most = statistics.median(logs[layer] for layer in layers), _CHANGED * self.noise
+                # One layer alone is no shift of its stage.
+                near = [min(max(logs[layer], middle - most), middle + most) for layer in layers]
+                shift = statistics.fmean(near)
                 shifts[stage] = _Shift(shift, statistics.fmean(variances), statistics.fmean(variances) / len(layers))
         return shifts
 
@@ -196,7 +201,7 @@ class CostHistory:
 
     def _learn_noise(self, residuals: Sequence[float]) -> None:
         if len(residuals) > 2:
-            counts = [mean[2] for mean in self._means]
+            counts = [mean[-1] for mean in self._means]
             noise = 1.4826 * statistics.median(map(abs, residuals)) / math.sqrt(1 + 1 / statistics.median(counts))
             self._noises = [*self._noises, noise][-_WINDOW:]
 
@@ -208,23 +213,24 @@ class CostHistory:
         speeds = self.speeds or (1.0,) * new.num_stages
         for layer, mean in enumerate(self._means):
             ratio = level * speeds[old.stage_of(layer)] / speeds[new.stage_of(layer)]
-            mean[:2] = mean[0] * ratio, mean[1] * ratio
+            mean[:-1] = [seconds * ratio for seconds in mean[:-1]]
 
     def _take(self, layers: Sequence[LayerCost], *, changed: set[int], doubtful: set[int]) -> None:
         noise = math.hypot(self.noise, self.stage_noise)
+        suspects, self._suspects = self._suspects, []
         for layer, (cost, mean) in enumerate(zip(layers, self._means)):
             if layer in doubtful:
                 continue
-            known, count = mean[0] + mean[1], mean[2]
+            known, count = mean[0] + mean[1], mean[-1]
             tolerance = _CHANGED * noise * math.sqrt(1 + 1 / count)
             same = known > 0 and cost.seconds > 0 and abs(log(cost.seconds / known)) <= tolerance
-            if not same or layer in changed:
-                mean[:] = cost.forward_seconds, cost.backward_seconds, 1
-                continue
-            count = min(count + 1, _WINDOW)
-            mean[0] += (cost.forward_seconds - mean[0]) / count
-            mean[1] += (cost.backward_seconds - mean[1]) / count
-            mean[2] = count
+            if layer in changed or (not same and (layer in suspects or not self._has_load_of(layer, cost))):
+                mean[:] = [*_seconds(cost), 1]
+            elif not same:
+                self._suspects.append(layer)
+            else:
+                count = min(count + 1, _WINDOW)
+                mean[:] = [*(_averaged(old, new, count) for old, new in zip(mean, _seconds(cost))), count]
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values, for a checkpoint."""
@@ -239,6 +245,15 @@ class CostHistory:
         self._placement = Placement.of(boundaries, owners) if boundaries else None
         vars(self).update(values)
         self._doubts = {int(stage): variances for stage, variances in self._doubts.items()}  # JSON keys are strings
+
+
+def _seconds(cost: LayerCost) -> list[float]:
+    return [getattr(cost, name) for name in _SECONDS]
+
+
+def _averaged(mean: float, seconds: float, count: int) -> float:
+    """Return the mean of ``count`` values, the last of which is ``seconds``; 0: no pass was of this kind."""
+    return mean + (seconds - mean) / count if mean and seconds else mean or seconds
 
 
 def _close(a: float | None, b: float | None) -> bool:

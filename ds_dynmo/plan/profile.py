@@ -63,8 +63,8 @@ class LayerCost:
 
     Attributes:
         forward_seconds, backward_seconds: per micro-batch; recomputation under activation checkpointing
-            belongs to backward. Mean over micro-batches without the largest and the smallest eighth, slowest
-            data-parallel replica.
+            belongs to backward. Mean over micro-batches without the largest and the smallest eighth, of three or more
+            at least one each; slowest data-parallel replica.
         parameters, trainable_parameters: numbers of elements, with and without frozen ones.
         static_bytes: weights, gradients, optimizer state and buffers while the layer trains: what each stage has to
             have room for.

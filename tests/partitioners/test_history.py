@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -42,15 +44,46 @@ def test_jitter_is_averaged_away_and_measured() -> None:
     assert sum(o * o for o in off) < 0.3 * sum((m.seconds / s - 1) ** 2 for m, s in zip(measured.layers, work))
 
 
-def test_a_changed_layer_is_not_averaged() -> None:
+@pytest.mark.parametrize("says", [True, False])
+def test_a_changed_layer_is_not_averaged_once_two_profiles_or_the_layer_say_so(says: bool) -> None:
     rng, work = random.Random(4), [1.0] * 12
     history = CostHistory()
     for _ in range(5):
         history.observe(profile(jittered(rng, work)))
-    measured = profile([*jittered(rng, work[:11]), 0.4])
+    measured = profile([*jittered(rng, work[:11]), 0.4], signals=[None] * 11 + [0.4 if says else None])
     history.observe(measured)
+    if not says:
+        assert history.smoothed(measured).layers[11].seconds == pytest.approx(1.0, rel=0.15)
+        history.load(json.loads(json.dumps(history.state())))
+        history.observe(measured)
     assert history.smoothed(measured).layers[11] == measured.layers[11]
     assert history.errors[11] == history.noise and history.errors[0] < 0.5 * history.noise
+
+
+@pytest.mark.parametrize("step", [1, 100])
+def test_a_stall_in_one_layer_changes_neither_it_nor_its_stage(step: int) -> None:
+    rng, work, history = random.Random(8), [1.0] * 12, CostHistory()
+    for _ in range(6):
+        history.observe(profile(jittered(rng, work)))
+    for seconds, after in ((5.0, step), (1.0, step + 1), (5.0, step + 2)):
+        history.observe(measured := profile([seconds, *jittered(rng, work[:11])], step=after))
+        assert [layer.seconds for layer in history.smoothed(measured).layers] == pytest.approx(work, rel=0.1)
+        assert max(history.errors) < 0.5 * history.noise
+
+
+def test_the_parts_of_split_passes_are_averaged_as_the_whole_is() -> None:
+    rng, history = random.Random(9), CostHistory()
+    for parts in (*[True] * 9, False):
+        measured = profile(jittered(rng, [3.0] * 12))
+        if parts:
+            first, second = (jittered(rng, [1.1] * 12) for _ in range(2))
+            layers = zip(measured.layers, first, second)
+            split = [replace(c, input_gradient_seconds=i, weight_gradient_seconds=w) for c, i, w in layers]
+            measured = replace(measured, layers=tuple(split))
+        history.observe(measured)
+    for name in ("input_gradient_seconds", "weight_gradient_seconds"):
+        seconds = [getattr(layer, name) for layer in history.smoothed(measured).layers]
+        assert statistics.pstdev(seconds) < 0.03 * statistics.fmean(seconds) == pytest.approx(0.03 * 1.1, rel=0.05)
 
 
 def test_a_stage_that_changed_as_a_whole_is_not_averaged() -> None:
@@ -71,7 +104,7 @@ def test_noise_that_a_stage_s_layers_share_is_measured_beside_theirs() -> None:
         together = rng.lognormvariate(0.0, 0.3)  # of all stages: decides nothing
         history.observe(profile(jittered(rng, [together * stages[layer // 6] for layer in range(12)])))
     assert 0.06 < history.stage_noise < 0.14
-    assert history.stage_errors == pytest.approx([history.stage_noise / error[2] ** 0.5 for error in history._means])
+    assert history.stage_errors == pytest.approx([history.stage_noise / error[-1] ** 0.5 for error in history._means])
 
 
 def test_nothing_is_averaged_across_an_announced_change() -> None:

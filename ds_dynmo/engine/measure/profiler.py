@@ -124,15 +124,15 @@ class Samples:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Average without the largest and the smallest eighth.
+    """Average without the largest and the smallest eighth; of three values or more at least one of each is left out.
 
     It is a mean, because a stage takes the sum over its micro-batches: a layer with work in half of them costs half as
-    much, which a median would miss. Stalls of the machine are in the outer eighths.
+    much, which a median of many would miss. Stalls of the machine are in what is left out: no single value counts.
 
-    >>> typical([1.0] * 7 + [50.0]), typical([0.0, 4.0, 0.0, 4.0]), typical([])
+    >>> typical([1.0] * 3 + [50.0]), typical([0.0, 4.0, 0.0, 4.0]), typical([])
     (1.0, 2.0, 0.0)
     """
-    cut = len(seconds) // 8
+    cut = max(len(seconds) // 8, len(seconds) > 2)
     kept = sorted(seconds)[cut : len(seconds) - cut]
     return statistics.fmean(kept) if kept else 0.0
 

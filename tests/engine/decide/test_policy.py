@@ -17,7 +17,7 @@ from ds_dynmo.engine.decide.cost_model import CostModel
 from ds_dynmo.engine.decide.decision import Decision
 from ds_dynmo.engine.decide.decision_input import DecisionInput
 from ds_dynmo.engine.decide.tradeoff import MoveTradeoff
-from ds_dynmo.engine.measure.profiler import Samples
+from ds_dynmo.engine.measure.profiler import Samples, typical
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MoveCosts, balanced, registry
@@ -417,6 +417,28 @@ def test_a_constant_load_on_a_busy_machine_settles(work: list[float], start: tup
             run.interval(work)
         moves.append(len(run.moves))
     assert sum(moves) <= 2 * len(moves), moves  # the first settling is one of them
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4, 7, 8])
+def test_one_stall_of_the_machine_moves_no_layer(micro_batches: int) -> None:
+    def measured(rng: random.Random, stall: float, here: Placement, step: int) -> Profile:
+        layers = []
+        for number in range(24):
+            forward, backward = ([each * rng.gauss(1, 0.03) for _ in range(micro_batches)] for each in (0.001, 0.002))
+            forward[-1] += stall * (number == 8)
+            layers.append(LayerCost(typical(forward), typical(backward), 1000, 1000, 16000, 1000, 1000))
+        return Profile(step, here, tuple(layers), micro_batches, batch_seconds=0.07)
+
+    for stall in (0.005, 0.02, 0.1):
+        decisions, here = [], Placement.chain((0, 6, 12, 18, 24))
+        for seconds in (0.0, stall):
+            rng, cost_model = random.Random(0), CostModel()
+            cost_model.move_costs.record(16000, 0.001)
+            for step in range(0, 800, 100):
+                cost_model.profiled(measured(rng, 0.0, here, step), 0.0)
+            cost_model.profiled(latest := measured(rng, seconds, here, 800), 0.0)
+            decisions.append(informed(cost_model, latest, config(balancer="makespan"), 100).partition)
+        assert decisions[0] == decisions[1]
 
 
 def test_a_real_change_on_a_busy_machine_is_followed_within_a_few_batches() -> None:

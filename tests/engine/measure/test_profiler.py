@@ -327,8 +327,11 @@ def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most_or_of_the
     [
         ([], 0.0),
         ([3.0], 3.0),
-        ([0.0, 0.0, 0.0, 4.0], 1.0),  # work in one micro-batch of four
-        ([1.0] * 7 + [50.0], 1.0),  # a hiccup
+        ([1.0, 2.0], 1.5),
+        ([0.0, 0.0, 4.0, 4.0], 2.0),  # work in half of the micro-batches
+        ([1.0, 1.0, 50.0], 1.0),  # a stall of the machine
+        ([1.0] * 4 + [50.0, 1.0, 1.0], 1.0),
+        ([1.0] * 7 + [50.0], 1.0),
         ([0.0] * 9 + [2.0] * 7, 10 / 12),
     ],
 )
