@@ -1,4 +1,4 @@
-"""The messages of a batch's passes: sends never wait, and receives are posted ahead, in one order on both sides.
+"""The messages of a batch's passes: sends of training never wait, receives are posted ahead, in one order on both sides.
 
 A *lane* carries the activations, or the gradients, of one boundary between two chunks of layers. A receiver posts the
 next receives of a lane before it needs them, so that messages arrive while it computes.
@@ -24,6 +24,11 @@ until that stream waits for their operation, or for a later one between the same
 memory may be reused, as later uses are queued after it. A stage waits for its sends only after it has waited for a
 later receive, and at the end of the batch.
 
+**Evaluations.** Between two stages messages may go one way only. So no receive ends the sends, and a stage that is
+ahead would keep the outputs of all micro-batches. It waits for a send before it posts the next but one. There is no
+deadlock: all stages run their passes in one order (:mod:`ds_dynmo.schedules.forward_only`), in which the pass that
+needs a message comes before the pass that makes the next but one.
+
 gloo, on a CPU, runs the same code. There a send ends when its receive is posted, and a posted receive progresses by
 itself. Neither can be asked whether it has ended (``is_completed`` is False until ``wait``).
 """
@@ -43,7 +48,7 @@ from ds_dynmo.engine.comm.message_forms import Content, KnownForms, MessageForm
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.torch_private import version_of
 
-AHEAD = 2  # receives of a lane that are posted before they are needed
+AHEAD = 2  # receives of a lane that are posted before they are needed; sends of an evaluation that may be under way
 
 
 class MessageKind(IntEnum):
@@ -137,6 +142,7 @@ class _Link:
     groups: deque[tuple[Transfer, ...]]  # still to post
     lanes: dict[Lane, _LaneState]
     posted: deque[_PostedOperations] = field(default_factory=deque)  # in order; not known to have ended
+    sent: deque[_PostedOperations] = field(default_factory=deque)  # of an evaluation: the latest sends
 
 
 class Links:
@@ -195,13 +201,17 @@ class Links:
     # -- one message ----------------------------------------------------------------------------------
 
     def send(self, lane: Lane, tensors: Sequence[torch.Tensor], form: MessageForm | None = None) -> None:
-        """Send the next message of a lane, and return. The tensors may not be changed afterwards.
+        """Send the next message of a lane, and return; in an evaluation, once few are under way.
+
+        The tensors may not be changed afterwards.
 
         Args:
             form: of an activation message.
         """
         link = self._links[lane]
         state = link.lanes[lane]
+        while not self._training and len(link.sent) >= AHEAD:
+            self._wait(link, link.sent.popleft())
         sent = [kept(tensor, lane.kind) for tensor in tensors]
         is_announced = state.announced > len(state.ready)
         state.ready.append(_Sent([(tensor, version_of(tensor)) for tensor in sent], form if is_announced else None))
@@ -299,6 +309,8 @@ class Links:
                 receives.append((state, tensors))
                 operations += [(tensor, None) for tensor in tensors]
         posted = self._posted(link, operations)
+        if not self._training and any(transfer.is_sent for transfer in group):
+            link.sent.append(posted)
         for state, tensors in receives:
             state.arriving.append((posted, tensors))
 

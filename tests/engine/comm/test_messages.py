@@ -9,16 +9,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from ds_dynmo.engine.comm.links import Lane, LinkPlan, Links, MessageKind, Operation, Transfer
 from ds_dynmo.engine.comm.message_forms import KnownForms, MessageForm
-from ds_dynmo.engine.run.link_plans import link_plan
+from ds_dynmo.engine.run.link_plans import evaluation_plan, link_plan
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import (
+    Action,
     Kind,
     PassBytes,
     PassCosts,
@@ -28,6 +29,7 @@ from ds_dynmo.schedules import (
     one_f_one_b_limit,
     schedule_for_equal_costs,
 )
+from ds_dynmo.schedules.forward_only import forward_orders, forward_place
 from tests.support.split_orders import gradient_first_1f1b, zb_h1
 
 Sizes = Callable[[MessageKind, int], list[int]]  # of the tensors of a message, by kind and micro-batch
@@ -117,6 +119,17 @@ def content(kind: MessageKind, chunk: int, micro_batch: int) -> int:
     return 10_000 * kind.value + 100 * chunk + micro_batch
 
 
+class ForwardOnly(NamedTuple):
+    """The orders of an evaluation."""
+
+    owners: tuple[int, ...]
+    orders: Sequence[Sequence[Action]]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.orders)
+
+
 class Stage:
     """Runs a stage's actions as the executor does, without layers."""
 
@@ -125,9 +138,9 @@ class Stage:
         self.links = Links(self.forms, lambda: lambda *args: backend.post(number, *args), torch.device("cpu"))
         self._number = number
 
-    def batch(self, schedule: Schedule, plan: LinkPlan, sizes: Sizes, dynamic: bool) -> None:
+    def batch(self, schedule: Schedule | ForwardOnly, plan: LinkPlan, sizes: Sizes, dynamic: bool) -> None:
         owners = schedule.owners
-        with self.links.batch(plan, training=True, dynamic=dynamic):
+        with self.links.batch(plan, training=isinstance(schedule, Schedule), dynamic=dynamic):
             for kind, chunk, micro_batch in schedule.orders[self._number]:
                 if kind == Kind.WEIGHT_GRADIENT:
                     continue
@@ -159,7 +172,7 @@ class Stage:
         self.links.send(lane, tensors, form)
 
 
-def run(*batches: tuple[Schedule, Sizes, Sequence[LinkPlan]], dynamic: bool = False) -> StrictBackend:
+def run(*batches: tuple[Schedule | ForwardOnly, Sizes, Sequence[LinkPlan]], dynamic: bool = False) -> StrictBackend:
     """Run batches in turn, on a thread per stage; each with the sizes of its messages, and a plan for each stage."""
     backend = StrictBackend(batches[0][0].num_stages)
     stages = [Stage(number, backend) for number in range(batches[0][0].num_stages)]
@@ -221,6 +234,27 @@ def test_messages_come_to_the_right_micro_batch(name: str) -> None:
     run(*[(schedule, same, planned)] * 3)
     run(*[(schedule, without_gradients, planned)] * 2)
     run(*[(schedule, changing, planned)] * 2, dynamic=True)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize(
+    "owners",
+    [(0, 1), (0, 1, 2, 3), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0), (0, 1, 0, 1), (0, 1, 2, 0, 1, 2), (0, 1, 2, 3) * 2],
+    ids=str,
+)
+def test_an_evaluation_keeps_few_outputs_however_many_micro_batches_it_has(
+    owners: tuple[int, ...], dynamic: bool
+) -> None:
+    stages, most_kept = max(owners) + 1, []
+    for micro_batches in (6, 30):
+        batches = []
+        for one_by_one in (len(owners) > stages, False):  # as an executor runs the first one, and others
+            place = forward_place(owners, one_by_one=one_by_one)
+            orders = forward_orders(owners, micro_batches, place)
+            planned = [evaluation_plan(owners, orders, stage, place) for stage in range(stages)]
+            batches.append((ForwardOnly(owners, orders), same, planned))
+        most_kept.append(run(*batches, dynamic=dynamic).most_kept)
+    assert max(most_kept) <= 14, most_kept  # tensors: of 3 messages to each of 2 neighbours, and an announcement
 
 
 def test_one_micro_batch_after_the_other() -> None:
