@@ -206,13 +206,16 @@ def ends_part(step: int, steps: int, parts: int) -> bool:
 
 
 def batches(run: TrainingRun, engine: Any, split: Any) -> Batches | TokenBatches:
+    replicas, size = engine.grid.get_data_parallel_world_size(), engine.train_micro_batch_size_per_gpu()
+    # A run of other replicas may have ended within a round of micro-batches, one for each replica.
+    begun = engine.global_samples // size % replicas if split == "train" else 0
     return run.text.batches(
         split,
-        micro_batch_size=engine.train_micro_batch_size_per_gpu(),
+        micro_batch_size=size,
         sequence_length=run.model.sequence_length,
         seed=run.model.seed,
-        replica=engine.grid.get_data_parallel_rank(),
-        replicas=engine.grid.get_data_parallel_world_size(),
+        replica=begun + engine.grid.get_data_parallel_rank(),
+        replicas=replicas,
         sampling=run.model.sampling if split == "train" else "random",
     )
 

@@ -20,11 +20,11 @@ import torch
 
 from ds_dynmo.data.config import Documents
 from ds_dynmo.data.order import Numbers, Shuffle, draw
-from ds_dynmo.data.rows import DocumentRows, TokenRows, Windows, document_rows
+from ds_dynmo.data.rows import DocumentRows, Ids, TokenRows, Windows, document_rows
 from ds_dynmo.data.tokens import Tokens
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["Batch", "Sampling", "Split", "TokenBatches", "TokenData"]
+__all__ = ["VALIDATION_SHARE", "Batch", "Sampling", "Split", "TokenBatches", "TokenData", "windows"]
 
 Sampling = Literal["random", "epochs"]
 Split = Literal["train", "validation"]
@@ -208,7 +208,7 @@ class TokenData:
         text = self.tokens if split == "train" or self.validation is None else self.validation
         share = VALIDATION_SHARE if self.validation is None else 0
         if self.documents == "joined":
-            return _windows(text, split, length, sampling, share)
+            return windows(text.ids, text.name, split, length, sampling, share)
         numbers = np.arange(len(text.starts) - 1)
         if share:
             numbers = numbers[(numbers % share == share - 1) == (split == "validation")]
@@ -222,19 +222,31 @@ class TokenData:
         return rows
 
 
-def _windows(text: Tokens, split: Split, length: int, sampling: Sampling, share: int) -> Windows:
-    stretches = max(1, len(text.ids) // STRETCH) if share else 1
-    stretch = len(text.ids) // stretches
+def windows(
+    ids: Ids, name: str, split: Split, length: int, sampling: Sampling, share: int, *, unit: str = "tokens"
+) -> Windows:
+    """Cut a text into equal stretches, and these into sequences of adjacent tokens.
+
+    Args:
+        name: of the text, for messages.
+        share: one token in so many, the last ones of each stretch, is for validation; 0: none is.
+        unit: the word for tokens in messages.
+
+    Raises:
+        ConfigError: there is too little text for one sequence of each split.
+    """
+    stretches = max(1, len(ids) // STRETCH) if share else 1
+    stretch = len(ids) // stretches
     validation = stretch // share if share else 0
     needed = share * (length + 1) if share else length + 1
     if stretch < needed:
         kept = f" in the {100 // share}% kept for validation" if share else ""
         raise ConfigError(
-            f"{text.name}: {len(text.ids)} tokens are too few: one sequence of {length} tokens{kept} needs {needed}"
+            f"{name}: {len(ids)} {unit} are too few: one sequence of {length} {unit}{kept} needs {needed}"
         )
     first, size = (stretch - validation, validation) if share and split == "validation" else (0, stretch - validation)
     step, each = (1, size - length) if sampling == "random" else (length, (size - 1) // length)
-    return Windows(text, length, stretches, stretch, first, step, each)
+    return Windows(ids, length, stretches, stretch, first, step, each)
 
 
 @lru_cache(maxsize=8)

@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds_dynmo.data.order import Numbers
 from ds_dynmo.data.tokens import Tokens
 
-__all__ = ["IGNORED", "Arrays", "DocumentRows", "TokenRows", "Windows", "document_rows", "pack"]
+__all__ = ["IGNORED", "Arrays", "DocumentRows", "Ids", "TokenRows", "Windows", "document_rows", "pack"]
 
 IGNORED = -100  # label of a token that predicts nothing; torch's cross_entropy leaves it out
 
 Arrays = tuple[Numbers, Numbers | None, Numbers]  # ids, position ids (None: 0, 1, ...), labels: ``[rows, length]`` each
+
+
+class Ids(Protocol):
+    """The token ids of a text, one after the other."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Return the ids from ``start`` up to ``stop``, at least one."""
 
 
 class TokenRows(Protocol):
@@ -38,7 +48,7 @@ class Windows:
         each: sequences in a stretch.
     """
 
-    tokens: Tokens
+    ids: Ids
     length: int
     stretches: int
     stretch: int
@@ -49,10 +59,13 @@ class Windows:
     def __len__(self) -> int:
         return self.stretches * self.each
 
+    def starts(self, numbers: Numbers) -> Numbers:
+        """Return the places where some sequences begin."""
+        return numbers // self.each * self.stretch + self.first + numbers % self.each * self.step
+
     def take(self, numbers: Numbers) -> Arrays:
         """See :class:`TokenRows`."""
-        starts = numbers // self.each * self.stretch + self.first + numbers % self.each * self.step
-        ids = np.stack([self.tokens.ids.read(start, start + self.length + 1) for start in starts.tolist()])
+        ids = np.stack([self.ids.read(start, start + self.length + 1) for start in self.starts(numbers).tolist()])
         ids = ids.astype(np.int64)
         return ids[:, :-1], None, ids[:, 1:]
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ds_dynmo.models.pruning.config import PruningConfig
     from ds_dynmo.models.pruning.gradual import Pruning
     from ds_dynmo.models.sparse_attention.config import SparseAttentionConfig
-    from ds_dynmo.models.text import Batches, ByteText, EpochBatches, load_text
+    from ds_dynmo.models.text import Batches, ByteText, load_text
     from ds_dynmo.models.vocabulary import with_labels
 
 _MODULES = {
@@ -53,7 +53,7 @@ _MODULES = {
     "PruningConfig": "pruning.config",
     "Pruning": "pruning.gradual",
     "SparseAttentionConfig": "sparse_attention.config",
-    **dict.fromkeys(("Batches", "ByteText", "EpochBatches", "load_text"), "text"),
+    **dict.fromkeys(("Batches", "ByteText", "load_text"), "text"),
     "with_labels": "vocabulary",
 }
 """Per name, the module that has it."""
@@ -69,7 +69,6 @@ __all__ = [
     "EarlyExitConfig",
     "Egeria",
     "EgeriaController",
-    "EpochBatches",
     "Freezing",
     "FreezingConfig",
     "FreezingController",

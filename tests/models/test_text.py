@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from ds_dynmo.data.batches import STRETCH
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.text import STRETCH_BYTES, Batches, ByteText, FileBytes, load_text
+from ds_dynmo.models.text import Batches, ByteText, FileBytes, load_text
 
 
 def counting(length: int) -> ByteText:
@@ -19,7 +20,7 @@ def counting(length: int) -> ByteText:
 def content(text: ByteText) -> bytes:
     assert isinstance(text.tokens, FileBytes)
     found = b"".join(text.tokens.pieces())
-    assert len(found) == len(text.tokens) and found[:99] == bytes(text.tokens[torch.arange(len(found[:99]))].tolist())
+    assert len(found) == len(text.tokens) and found[:99] == bytes(text.read(0, len(found[:99])))
     return found
 
 
@@ -36,19 +37,11 @@ def test_labels_are_the_inputs_shifted_by_one_byte() -> None:
 
 
 def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
-    file, place = tmp_path / "text", torch.tensor([0])
+    file = tmp_path / "text"
     for byte in b"xy":
         (tmp_path / "new").write_bytes(bytes([byte] * 9))
         (tmp_path / "new").rename(file)
-        assert FileBytes([file])[place].tolist() == [byte]
-
-
-def test_the_order_of_an_epoch_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, draw = [], torch.randperm
-    monkeypatch.setattr(torch, "randperm", lambda count, **options: drawn.append(count) or draw(count, **options))
-    epochs = train_batches(counting(2000), seed=77, sampling="epochs")
-    list(islice(epochs.iterate(), 3))
-    assert len(drawn) == 2  # the micro-batches, and their order in the first epoch
+        assert FileBytes([file]).read(0, 1).tolist() == [byte]
 
 
 def test_a_micro_batch_is_reached_by_its_number() -> None:
@@ -76,7 +69,7 @@ def test_batches_do_not_use_the_global_generator() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("length", [180, 1000, 3 * STRETCH_BYTES + 17])
+@pytest.mark.parametrize("length", [180, 1000, 3 * STRETCH + 17])
 def test_training_never_shows_a_byte_of_validation(length: int) -> None:
     text = counting(length)
     text.tokens = torch.arange(len(text.tokens))  # every byte is its position
@@ -95,10 +88,10 @@ def test_training_never_shows_a_byte_of_validation(length: int) -> None:
 
 
 def test_a_long_text_is_validated_in_every_part() -> None:
-    text = counting(3 * STRETCH_BYTES)
+    text = counting(3 * STRETCH)
     text.tokens = torch.arange(len(text.tokens))
     inputs, _ = text.batches("validation", micro_batch_size=100, sequence_length=8, seed=0).micro_batch(0)
-    assert set((inputs // STRETCH_BYTES).flatten().tolist()) == {0, 1, 2}
+    assert set((inputs // STRETCH).flatten().tolist()) == {0, 1, 2}
 
 
 def test_a_folder_is_read_whole_whatever_the_suffix(tmp_path: Path) -> None:
@@ -190,33 +183,60 @@ def test_too_short_a_text_is_refused_with_both_numbers(tmp_path: Path) -> None:
     load_text(path).batches("validation", micro_batch_size=1, sequence_length=8, seed=0).micro_batch(0)
 
 
-@pytest.mark.parametrize("length", [1000, 3 * STRETCH_BYTES // 64 * 64 + 17])
+@pytest.mark.parametrize("length", [1000, 3 * STRETCH // 64 * 64 + 17])
 def test_an_epoch_shows_every_sequence_once_and_the_next_one_again_in_another_order(length: int) -> None:
     text = counting(length)
     text.tokens = torch.arange(len(text.tokens))  # every byte is its position
     sequence = 8 if length == 1000 else 1024
-    replicas = [
-        train_batches(text, sampling="epochs", replica=replica, replicas=2, sequence_length=sequence)
-        for replica in range(2)
-    ]
-    epochs = []
+    batches = train_batches(text, sampling="epochs", sequence_length=sequence)
+    count, epochs = len(batches.epoch), []
     for epoch in range(2):
-        seen = []
-        for batches in replicas:
-            each = len(batches.epoch)  # type: ignore[attr-defined]
-            seen += [batches.micro_batch(number) for number in range(epoch * each, (epoch + 1) * each)]
+        seen = [batches.micro_batch(number) for number in range(epoch * count, (epoch + 1) * count)]
         assert all(torch.equal(inputs + 1, labels) for inputs, labels in seen)
         epochs.append([tuple(inputs[:, 0].tolist()) for inputs, _ in seen])
     first, second = epochs
     assert first != second and sorted(first) == sorted(second)  # whole micro-batches are repeated
     places = [place for starts in first for place in starts]
-    assert len(set(places)) == len(places) and len(text.tokens) * 0.95 / sequence - len(places) < 4 + 3
-    in_stretch = [place % text.stretch for place in places]
-    assert all(place % sequence == 0 and place + sequence < text.stretch * 0.95 + 1 for place in in_stretch)
+    assert len(set(places)) == len(places) and len(text.tokens) * 0.95 / sequence - len(places) < 2 + 3
+    stretch = batches.rows.stretch
+    in_stretch = [place % stretch for place in places]
+    assert all(place % sequence == 0 and place + sequence < stretch * 0.95 + 1 for place in in_stretch)
 
 
-def test_an_epoch_needs_a_micro_batch_for_each_replica() -> None:
+def test_an_epoch_needs_a_micro_batch() -> None:
     text = counting(180)  # 171 for training: 21 sequences
-    assert train_batches(text, sampling="epochs", micro_batch_size=7, replicas=3).micro_batch(0)
-    with pytest.raises(ConfigError, match=r"21 sequences of 8 bytes are too few: .* each of 3 replicas needs 24"):
-        train_batches(text, sampling="epochs", micro_batch_size=8, replicas=3)
+    assert train_batches(text, sampling="epochs", micro_batch_size=21).micro_batch(0)
+    with pytest.raises(ConfigError, match=r"21 sequences of 8 bytes are too few for a micro-batch of 22 \(train\)"):
+        train_batches(text, sampling="epochs", micro_batch_size=22)
+
+
+def starts(text: ByteText, sampling: Any, replicas: int, numbers: range) -> list[int]:
+    """Give where the sequences of the micro-batches ``numbers`` of the whole run begin, as ``replicas`` read them."""
+    first = numbers.start // replicas
+    return sorted(
+        start
+        for replica in range(replicas)
+        for number in range(first, first + len(numbers) // replicas)
+        for start in train_batches(
+            text, sampling=sampling, replica=replica + numbers.start % replicas, replicas=replicas
+        )
+        .starts(number)
+        .tolist()
+    )
+
+
+@pytest.mark.parametrize("sampling", ["random", "epochs"])
+def test_a_batch_is_the_same_whatever_the_replicas(sampling: str) -> None:
+    text = counting(3000)
+    for batch in (range(0, 12), range(12, 24), range(600, 612)):
+        assert len({str(starts(text, sampling, replicas, batch)) for replicas in (1, 2, 3, 4)}) == 1
+
+
+def test_an_epoch_that_other_replicas_end_shows_every_sequence_once() -> None:
+    text = counting(2000)
+    count = len(train_batches(text, sampling="epochs").epoch)
+    assert count == 118
+    begun = starts(text, "epochs", 2, range(54))  # no multiple of 4: the next round of four begins within one
+    for replicas in (1, 2, 4):
+        seen = begun + starts(text, "epochs", replicas, range(54, count))
+        assert len(seen) == len(set(seen)) == 2 * count
