@@ -37,7 +37,11 @@ class RandomnessConfig(Section):
         "index, wherever the layer is; false: on the rank's generators",
     )
     seed: int | None = Field(
-        default=None, ge=0, lt=2**64, description="seed of these numbers; null: the PipelineModule's base_seed"
+        default=None,
+        ge=0,
+        lt=2**64,
+        description="seed of these numbers; null: the PipelineModule's base_seed, if it is not 1234, its default; else "
+        "rank 0's torch.initial_seed() at initialize, which checkpoints save: a resumed run keeps that",
     )
 
 

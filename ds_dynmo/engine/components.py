@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.decide.rebalancer import Rebalancer
 from ds_dynmo.engine.decide.reporter import Reporter
-from ds_dynmo.engine.deepspeed.module import layer_specs
+from ds_dynmo.engine.deepspeed.module import DEFAULT_BASE_SEED, layer_specs
 from ds_dynmo.engine.measure.profiler import Profiler, device_clock
 from ds_dynmo.engine.measure.trace import Tracer
 from ds_dynmo.engine.move.background import BackgroundMove
@@ -84,12 +85,13 @@ def build_components(engine: Any, config: DynMoConfig) -> Components:
         lacks_data=lambda: engine.data_iterator is None and (engine.is_first_stage() or engine.is_last_stage()),
     )
     trainable = TrainableLayers(stage)
-    progress = EngineProgress(engine, rebalancer, stage.comm.broadcast_object(uuid.uuid4().hex))
-    checkpointer = Checkpointer(engine, stage, references, rebalancer, trainable, progress, reporter)
-    tracer = Tracer(config.trace, stage, clock, reporter) if config.trace is not None else None
     states = TrackedStates(stage.comm.gather_over_slices)
     states.add("the program", SharedGenerators(references.shared_generators))
-    streams = _random_streams(engine, config, states)
+    streams = _random_streams(engine, config, states, reporter)
+    run = stage.comm.broadcast_object(uuid.uuid4().hex)
+    progress = EngineProgress(engine, rebalancer, streams, reporter.inform, run)
+    checkpointer = Checkpointer(engine, stage, references, rebalancer, trainable, progress, reporter)
+    tracer = Tracer(config.trace, stage, clock, reporter) if config.trace is not None else None
     executor = Executor(engine, stage, trainable, profiler, tracer, streams)
     trainable.agree("initialize")
     repacker = Repacker(
@@ -135,9 +137,20 @@ def _prepare_layers(engine: Any, config: DynMoConfig) -> References:
     return references
 
 
-def _random_streams(engine: Any, config: DynMoConfig, states: TrackedStates) -> LayerStreams | None:
-    """Build the layers' random streams; None: layers use the rank's generators."""
+def _random_streams(engine: Any, config: DynMoConfig, states: TrackedStates, reporter: Reporter) -> LayerStreams | None:
+    """Build the layers' random streams; None: layers use the rank's generators. Collective."""
     if not config.randomness.per_layer:
         return None
-    seed = engine.module.base_seed if config.randomness.seed is None else config.randomness.seed
-    return LayerStreams(seed, engine.stage.comm.here.replica, states)
+    comm = engine.stage.comm
+    seed, of_user, source = comm.broadcast_object(_seed(engine, config))
+    reporter.inform(f"DynMo: random numbers of layers are of seed {seed}, {source}")
+    return LayerStreams(seed, comm.here.replica, states, seed_of_user=of_user)
+
+
+def _seed(engine: Any, config: DynMoConfig) -> tuple[int, bool, str]:
+    """Return the seed of the run, whether the user chose it for layers, and where it is from."""
+    if config.randomness.seed is not None:
+        return config.randomness.seed, True, "dynmo.randomness.seed"
+    if engine.module.base_seed != DEFAULT_BASE_SEED:
+        return engine.module.base_seed, True, "the PipelineModule's base_seed"
+    return torch.initial_seed(), False, "rank 0's torch.initial_seed()"

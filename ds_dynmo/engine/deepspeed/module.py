@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
-from deepspeed.pipe import TiedLayerSpec
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
@@ -17,6 +18,7 @@ from ds_dynmo.torch_private import children_of
 HOLDS_LAYERS = frozenset(  # attributes of a PipelineModule that hold its layers
     ("_layer_specs", "forward_funcs", "fwd_map", "tied_modules", "tied_comms", "tied_weight_attrs")
 )
+DEFAULT_BASE_SEED: int = inspect.signature(PipelineModule.__init__).parameters["base_seed"].default
 
 
 LayerWrapper = Callable[[int, Callable[[Any], Any]], Callable[[Any], Any]]

@@ -127,13 +127,18 @@ class LayerStreams:
     after every layer.
 
     Args:
-        seed: of the run.
         replica: data-parallel index.
         trackers: named random states that layers fork.
+
+    Attributes:
+        seed: of the run, the same on every rank.
+        seed_of_user: whether the user chose it for layers; else a run that is resumed keeps its own.
     """
 
-    def __init__(self, seed: int, replica: int, trackers: TrackedStates | None = None) -> None:
-        self._seed = seed
+    def __init__(
+        self, seed: int, replica: int, trackers: TrackedStates | None = None, *, seed_of_user: bool = True
+    ) -> None:
+        self.seed, self.seed_of_user = seed, seed_of_user
         self._replica = replica
         self._torch = TorchGenerators()
         self._trackers = TrackedStates(lambda mine: [mine]) if trackers is None else trackers
@@ -189,7 +194,7 @@ class LayerStreams:
             if not begun.recomputes:
                 self._outer = self._outer or self._state()
             seed = stream_seed(
-                self._seed, layer=number, replica=self._replica, micro_batch=begun.micro_batch, **self._now
+                self.seed, layer=number, replica=self._replica, micro_batch=begun.micro_batch, **self._now
             )
             for generators in self._swapped:
                 generators.seed(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,30 @@ from ds_dynmo.engine.deepspeed.counters import (
     micro_batch_counters,
     set_micro_batch_counters,
 )
+from ds_dynmo.engine.run.random_streams import LayerStreams
 
 
 class EngineProgress:
-    """The counters of an engine and what it has measured, the same on every rank.
+    """The counters of an engine, what it has measured and its seed, the same on every rank.
+
+    Args:
+        streams: random numbers per layer; None: layers use the rank's generators.
+        inform: logs an action on rank 0.
 
     Attributes:
         run: identifies the run in its checkpoints; a run that is resumed keeps it.
     """
 
-    def __init__(self, engine: Any, rebalancer: Rebalancer, run: str) -> None:
-        self._engine, self._rebalancer, self.run = engine, rebalancer, run
+    def __init__(
+        self,
+        engine: Any,
+        rebalancer: Rebalancer,
+        streams: LayerStreams | None,
+        inform: Callable[[str], None],
+        run: str,
+    ) -> None:
+        self._engine, self._rebalancer, self._streams, self._inform = engine, rebalancer, streams, inform
+        self.run = run
 
     def counters(self) -> dict[str, Any]:
         """Return the counters that DeepSpeed's checkpoints lack, as plain JSON, for a checkpoint."""
@@ -33,6 +47,7 @@ class EngineProgress:
         return {
             **micro_batch_counters(self._engine),
             "run": self.run,
+            "random_seed": None if self._streams is None else self._streams.seed,
             "last_move_step": rebalancer.last_move_step,
             "controller": rebalancer.cycle.saved(),
             "experience": rebalancer.decider.cost_model.state_dict(),
@@ -43,6 +58,10 @@ class EngineProgress:
         rebalancer = self._rebalancer
         set_micro_batch_counters(self._engine, saved)
         self.run = saved.get("run", self.run)
+        seed = saved.get("random_seed")
+        if self._streams is not None and not self._streams.seed_of_user and seed is not None:
+            self._streams.seed = seed
+            self._inform(f"DynMo: random numbers of layers are of seed {seed}, the checkpoint's")
         if same_placement:
             rebalancer.last_move_step = saved["last_move_step"]
             rebalancer.resume(saved["controller"])

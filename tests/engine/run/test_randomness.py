@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+import ds_dynmo
 from ds_dynmo.schedules import schedule_for_equal_costs
-from tests.support.configs import Case
+from tests.support.configs import Case, config
 from tests.support.harness import run
-from tests.support.models import WIDTH, Block, Embedding, Head, loss, project
+from tests.support.models import WIDTH, Block, Embedding, Head, loss, module_of, project
 from tests.support.training import batches, build, micro_batch, reports_of, state, whole
 
 pytestmark = pytest.mark.ranks
@@ -236,10 +237,46 @@ def test_streams_take_precedence_over_deepspeeds_seed_layers() -> None:
     assert whole(seeded) == whole(still())
 
 
-def test_the_seed_is_the_modules_unless_the_configuration_has_one() -> None:
-    same, other = (run(2, train, Case(dynmo={"interval": 0, "randomness": {"seed": seed}})) for seed in (1234, 1235))
-    check_same(same, still())
-    assert other[0]["losses"] != still()[0]["losses"]
+def train_with_seeds(folder: str) -> dict[str, list[float]]:
+    """Train two batches of runs of other seeds, and one more of resumed ones."""
+    rank = torch.distributed.get_rank()
+
+    def built(of_torch: int, *, of_module: int = 1234, of_section: int | None = None) -> Any:
+        case = Case(dynmo={"interval": 0, "randomness": {"seed": of_section}})
+        module = module_of(case, drawing_layers, base_seed=of_module)
+        torch.manual_seed(of_torch + 100 * rank)  # rank 0's counts
+        parameters = list(module.parameters())
+        return ds_dynmo.initialize(model=module, model_parameters=parameters, config=config(case))[0]
+
+    def losses(engine: Any, count: int) -> list[float]:
+        data = islice(batches(engine), engine.global_steps * Case().micro_batches, None)
+        return [engine.train_batch(data).item() for _ in range(count)]
+
+    def resumed(engine: Any) -> list[float]:
+        engine.load_checkpoint(folder)
+        return losses(engine, 1)
+
+    first = built(5)
+    found = {"torch": losses(first, 2)}
+    first.save_checkpoint(folder)
+    return found | {
+        "goes on": losses(first, 1),
+        "torch again": losses(built(5), 2),
+        "other": losses(built(6), 2),
+        "module": losses(built(6, of_module=5), 2),
+        "section": losses(built(6, of_module=7, of_section=5), 2),
+        "resumed": resumed(built(6)),
+        "resumed by the section": resumed(built(5, of_section=5)),
+        "resumed by another section": resumed(built(5, of_section=6)),
+    }
+
+
+def test_the_seed_is_torchs_unless_the_user_gave_one(tmp_path: Path) -> None:
+    found = run(2, train_with_seeds, str(tmp_path))[0]
+    assert found["torch"] == found["torch again"] == found["module"] == found["section"]
+    assert not set(found["torch"]) & set(found["other"])
+    assert found["goes on"] == found["resumed"] == found["resumed by the section"]
+    assert found["goes on"] != found["resumed by another section"]
 
 
 def test_without_streams_a_move_changes_the_random_numbers() -> None:
