@@ -101,6 +101,7 @@ def initialize(
             logger.warning(f"{missing}; until then train_batch is refused")
         with engine.stage.comm.operation("initialize"):
             _go_to_first_partition(engine, dynmo)
+            engine.stage.chunks.loss_stage = engine.stage.placement.owners[-1]
     return engine, used_optimizer, loader, scheduler
 
 

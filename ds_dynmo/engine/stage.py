@@ -30,6 +30,7 @@ from ds_dynmo.engine.move.sharing import Extent, check_not_shared, parameter_ext
 from ds_dynmo.engine.run.chunks import StageChunks
 from ds_dynmo.engine.run.compiled_layers import CompiledLayers
 from ds_dynmo.engine.run.deferred_step import DeferredStep
+from ds_dynmo.engine.run.readings import Readings
 from ds_dynmo.engine.run.schedule_in_force import ScheduleInForce
 from ds_dynmo.engine.state.clipping import ModelNorm
 from ds_dynmo.engine.state.optimizer_binding import OptimizerBinding
@@ -58,6 +59,7 @@ class StageContext:
         schedule: the schedule in force.
         compiled: runs layers compiled, if configured.
         forms: of messages between stages.
+        readings: of data, by this rank.
         deferred_step: the optimizer's step of a batch at whose end layers change places.
         on_arrival: the user's callbacks for layers that arrive, called with number and module.
         before_step: the user's callbacks before the optimizer's step.
@@ -77,6 +79,7 @@ class StageContext:
     schedule: ScheduleInForce = field(default_factory=ScheduleInForce)
     compiled: CompiledLayers = field(default_factory=CompiledLayers)
     forms: KnownForms = field(default_factory=KnownForms)
+    readings: Readings = field(default_factory=Readings)
     deferred_step: DeferredStep = field(default_factory=DeferredStep)
     on_arrival: list[Callable[[int, nn.Module], None]] = field(default_factory=list)
     before_step: list[Callable[[], None]] = field(default_factory=list)

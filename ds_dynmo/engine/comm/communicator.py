@@ -353,6 +353,14 @@ class Communicator:
         received = self.p2p.exchange_bytes(dict.fromkeys(others, encoded), others)
         return self._received([received.get(rank, encoded) for rank in ranks], ranks)
 
+    def gather_on_first_stage(self, value: Any) -> list[Any]:
+        """Gather one small picklable value of every stage on the first, by stage; other stages get an empty list.
+
+        Collective over this pipeline. The first stage waits for the others as long as a batch does.
+        """
+        gathered = self._pipeline.gather(to_bytes(EncodedValue.of(value)), self._timeout_of_batch())
+        return self._received(gathered, self._pipeline_ranks)
+
     def clock_offset(self, now: Callable[[], float]) -> tuple[float, float]:
         """Measure by how many seconds this rank's clock is ahead of rank 0's, and the error bound.
 

@@ -194,6 +194,7 @@ class PatchedPipelineEngine(PipelineEngine):
                 "needs an iterator on the first and the last stage, or initialize needs training_data"
             )
         self._micro_batches_read += 1
+        self.stage.readings.saw(batch)
         return batch
 
     def _aggregate_total_loss(self) -> Any:

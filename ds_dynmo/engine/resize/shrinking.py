@@ -64,6 +64,7 @@ class Shrinking:
             if stays:
                 self._continue_on(plan.staying)
                 stage.layers.renumber(plan.placement, stage.comm.here.stage)
+                stage.chunks.loss_stage = plan.placement.owners[-1]
                 stage.layers.tie(stage.comm.grid, stage.comm.groups.tied)
                 stage.publish_move(stages_changed=True)
             else:

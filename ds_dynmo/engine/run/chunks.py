@@ -53,7 +53,8 @@ class StageChunks:
 
     Attributes:
         active: the chunk whose pass runs; None: no batch does.
-        loss_stage: of the latest batch: layers may have moved since; None: there was none.
+        loss_stage: of the latest batch: layers may have moved since. Before one in this world that of the next; None:
+            the engine is being built.
     """
 
     def __init__(self, module: Any, layers: StageLayers) -> None:

@@ -29,6 +29,7 @@ from ds_dynmo.engine.measure.profiler import Profiler
 from ds_dynmo.engine.measure.trace import Tracer
 from ds_dynmo.engine.run import messages, split_modules
 from ds_dynmo.engine.run.chunks import Chunk, HeldPass
+from ds_dynmo.engine.run.data_check import DataCheck
 from ds_dynmo.engine.run.link_plans import evaluation_plan, lane_of, link_plan
 from ds_dynmo.engine.run.random_streams import LayerStreams
 from ds_dynmo.engine.run.trainable import TrainableLayers
@@ -78,6 +79,7 @@ class Executor:
         self._slices = MessageSlices(stage.comm.grid) if engine.is_pipe_partitioned else None
         as_sent = self._slices.content if self._slices is not None else None
         self._links = Links(stage.forms, self._connect, engine.device, as_sent)
+        self._data = DataCheck(stage)
         self._gradients = WeightGradients()
         self._planned: tuple[Any, ...] = ()  # schedule, costs and stage of the latest plan
         self._plan: LinkPlan = {}
@@ -92,7 +94,8 @@ class Executor:
         self._split: frozenset[Pass] = frozenset()  # passes whose backward part is in two
         self._held: dict[Pass, HeldPass] = {}
         self._handed: dict[tuple[Lane, int], tuple[list[torch.Tensor], MessageForm | None]] = {}  # within this stage
-        self._labels: dict[int, Any] = {}  # by micro-batch
+        self._loaded: dict[int, Any] = {}  # inputs that were read ahead, by micro-batch
+        self._labels: dict[int, Any] = {}  # likewise
 
     def profiled(self) -> AbstractContextManager[None]:
         """Measure the layers of the batch inside."""
@@ -117,7 +120,11 @@ class Executor:
             schedule = first_batch(schedule)
         if self._planned != (schedule, costs, here):
             self._planned, self._plan = (schedule, costs, here), link_plan(schedule, here, costs)
-        with self._batch(schedule.owners, self._plan, training=True), self._splitting(schedule.orders[here]):
+        with (
+            self._reading(training=True),
+            self._batch(schedule.owners, self._plan, training=True),
+            self._splitting(schedule.orders[here]),
+        ):
             for action in schedule.orders[here]:
                 self._carry_out(action)
                 self._stage.deferred_step.poll()
@@ -131,7 +138,8 @@ class Executor:
         several = len(owners) > self._stage.placement.num_stages
         place = forward_place(owners, one_by_one=several and not self._stage.forms.are_known(training=False))
         orders = forward_orders(owners, micro_batches, place)
-        with self._batch(owners, evaluation_plan(owners, orders, here, place), training=False):
+        plan = evaluation_plan(owners, orders, here, place)
+        with self._reading(training=False), self._batch(owners, plan, training=False):
             for action in orders[here]:
                 self._carry_out(action)
         self._over()
@@ -152,7 +160,7 @@ class Executor:
             ):
                 yield
         finally:
-            self._held, self._handed, self._labels = {}, {}, {}
+            self._held, self._handed = {}, {}
             self._split = frozenset()
 
     def _over(self) -> None:
@@ -304,11 +312,27 @@ class Executor:
 
     # -- data and messages ----------------------------------------------------------------------------
 
+    @contextmanager
+    def _reading(self, *, training: bool) -> Iterator[None]:
+        """Read the data of the batch inside, and compare what the stages read where that is due."""
+
+        def read_ahead() -> None:
+            self._stage.chunks.loss_stage = self._stage.placement.owners[-1]
+            self._loaded[0] = self._load(0)
+
+        try:
+            with self._data.batch(training=training, profiled=training and self._profiler.measures, load=read_ahead):
+                yield
+        finally:
+            self._loaded, self._labels = {}, {}
+
     def _load(self, micro_batch: int) -> Any:
         """Read a micro-batch, on the first stage and the last, for the first of their chunks.
 
         So where there are no more data, both know before they have run a pass. Labels are kept for the last chunk.
         """
+        if micro_batch in self._loaded:
+            return self._loaded.pop(micro_batch)
         with self._phase("load", "load", micro_batch):
             inputs, labels = passes.load_micro_batch(self._engine)
         if self._stage.chunks.holds_last:

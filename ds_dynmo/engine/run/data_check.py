@@ -1,0 +1,187 @@
+"""Compare what the first and the last stage of a pipeline read, and refuse stand-ins that would be trained.
+
+The first stage uses the inputs of a micro-batch, and the stage that computes the loss the labels. Each reads whole
+micro-batches for itself. The first stage compares them, half by half, in the first batch, in each profiled one, and in
+the first one after the loss has come to another stage (a chain that becomes a V, a re-packing to one stage):
+
+    first stage      last stage      means
+    inputs labels    inputs labels   the same: either may compute the loss
+    inputs labels    noise  labels   one half the same: they are in step
+    inputs zeros     zeros  labels   nothing can be said: each was given what it uses, and a blank for the rest
+    inputs labels    others others   they are not in step: a warning
+
+Labels that the stage without the loss read in place of those that were trained are *stand-ins*. If the loss comes to
+that stage, and it still reads the same, the program does not know: the batch is refused before anything is trained.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from ds_dynmo.engine.run.readings import Half, MicroBatch
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import ConfigError
+
+_logger = logging.getLogger("DynMo")
+ASK = (
+    "Ask engine.is_first_stage() and engine.is_last_stage() each time that a micro-batch is read, or give whole "
+    "micro-batches on every rank"
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a stage read in a batch."""
+
+    rank: int
+    host: str
+    micro_batches: Sequence[MicroBatch]
+
+    @property
+    def name(self) -> str:
+        """The rank, for messages."""
+        return f"rank {self.rank} ({self.host})"
+
+
+@dataclass
+class _Known:
+    """What is known of the data of training, or of evaluations. Of stand-ins the first stage knows.
+
+    Attributes:
+        loss_on_first: whether the first stage computed the loss of the latest batch; None: there was none.
+        stand_in: what the stage without the loss read as the labels of each micro-batch; None: the right ones, or
+            changing ones.
+        stand_ins_change: whether it read changing ones that are not those that were trained.
+        warned: of what.
+    """
+
+    loss_on_first: bool | None = None
+    stand_in: Half | None = None
+    stand_ins_change: bool = False
+    warned: set[str] = field(default_factory=set)
+
+
+class DataCheck:
+    """One rank's part in comparing the data of the stages."""
+
+    def __init__(self, stage: StageContext) -> None:
+        self._stage = stage
+        self._known = {training: _Known() for training in (True, False)}
+
+    @contextmanager
+    def batch(self, *, training: bool, profiled: bool, load: Callable[[], None]) -> Iterator[None]:
+        """Compare the data of the batch inside, if that is due. Then collective over the pipeline.
+
+        Args:
+            training: else it is an evaluation.
+            load: reads the first micro-batch ahead.
+
+        Raises:
+            ConfigError: the loss has come to a stage that reads stand-ins; in training on every rank.
+        """
+        stage, known = self._stage, self._known[training]
+        on_first = stage.placement.owners[-1] == 0
+        changed = known.loss_on_first not in (None, on_first)
+        if known.loss_on_first is not None and not changed and not profiled:
+            yield
+            return
+        what = f"batch {stage.counters.steps + 1}" if training else "an evaluation"
+        with stage.readings.recorded() as micro_batches:
+            if changed:
+                check = partial(self._check_new_reader, known, what, micro_batches, load)
+                if training:
+                    stage.comm.enter(what)
+                    stage.comm.everywhere(f"the data of {what}", check, error=ConfigError)
+                else:  # a single pipeline may evaluate
+                    check()
+            known.loss_on_first = on_first
+            yield
+        if stage.comm.here.num_stages > 1:
+            self._compare(known, what, micro_batches)
+
+    def _gathered(self, micro_batches: Sequence[MicroBatch]) -> list[Reading]:
+        """Gather what the stages read on the first one; others get an empty list. Collective over the pipeline."""
+        mine = Reading(self._stage.comm.here.rank, socket.gethostname(), tuple(micro_batches))
+        return self._stage.comm.gather_on_first_stage(mine)
+
+    def _check_new_reader(
+        self, known: _Known, what: str, micro_batches: Sequence[MicroBatch], load: Callable[[], None]
+    ) -> None:
+        """Refuse stand-ins of the stage that the loss has come to. Collective over the pipeline.
+
+        Raises:
+            ConfigError: on the first stage.
+        """
+        placement = self._stage.placement
+        reader = placement.owners[-1]
+        if self._stage.comm.here.stage == reader:
+            load()
+        if not (readings := self._gathered(micro_batches)):
+            return
+        new, until_now = readings[reader], "as layers have moved; until now it has read"
+        labels = new.micro_batches[0].labels
+        if known.stand_in is not None and labels.digest == known.stand_in.digest:
+            raise ConfigError(
+                f"{new.name} computes the loss from {what} on, {until_now} {labels.shown} as labels, which were not "
+                f"those that were trained, and reads the same again. {ASK}. Nothing of this batch was trained"
+            )
+        if known.stand_ins_change:
+            self._warn(
+                known,
+                "other labels",
+                f"{new.name} computes the loss from {what} on, {until_now} other labels than were trained. If it reads "
+                f"what it did, training goes on with other data than where layers stay. {ASK}",
+            )
+
+    def _compare(self, known: _Known, what: str, micro_batches: Sequence[MicroBatch]) -> None:
+        """Compare what the first and the last stage have read. Collective over the pipeline."""
+        if not (readings := self._gathered(micro_batches)):
+            return
+        first, last = readings[0], readings[-1]
+        pairs = [*zip(first.micro_batches, last.micro_batches)]
+        if not pairs:  # the last stage has no data, as it needs none
+            return
+        apart = next((number for number, pair in enumerate(pairs) if _are_apart(*pair)), None)
+        if apart is not None and not known.loss_on_first:
+            one, other = pairs[apart]
+            self._warn(
+                known,
+                "apart",
+                f"{what}: the first stage and the last read other data. As micro-batch {apart} {first.name} has inputs "
+                f"{one.inputs.shown} and labels {one.labels.shown}, {last.name} has inputs {other.inputs.shown} and "
+                f"labels {other.labels.shown}: inputs train with labels of other samples, unless one of these stands in "
+                "for what its stage does not use. Let all ranks of a pipeline read one order: seed samplers by the "
+                "replica, not by the rank",
+            )
+        reader, beside = (first, last) if known.loss_on_first else (last, first)
+        labels = [(used.labels, unused.labels) for used, unused in zip(reader.micro_batches, beside.micro_batches)]
+        if all(used.is_blank and not unused.is_blank for used, unused in labels):
+            self._warn(
+                known,
+                "blank",
+                f"{what}: {reader.name} computes the loss, and reads {labels[0][0].shown} as labels; {beside.name}, "
+                f"which does not, reads {labels[0][1].shown}. {ASK}",
+            )
+        differ = any(used.digest != unused.digest for used, unused in labels)
+        is_one = len({unused.digest for _, unused in labels}) == 1
+        known.stand_in = labels[0][1] if differ and is_one else None
+        known.stand_ins_change = differ and not is_one
+
+    def _warn(self, known: _Known, kind: str, text: str) -> None:
+        """Warn once of each kind; tensor-parallel slices read the same."""
+        if kind not in known.warned and self._stage.comm.here.tp_rank == 0:
+            _logger.warning(text)
+        known.warned.add(kind)
+
+
+def _are_apart(first: MicroBatch, last: MicroBatch) -> bool:
+    """Return whether two stages have read different micro-batches: no half is the same, and one has values on both."""
+    halves = [*zip(first, last)]
+    return all(one.digest != other.digest for one, other in halves) and any(
+        not (one.is_blank or other.is_blank) for one, other in halves
+    )
