@@ -57,6 +57,7 @@ NEEDED = (  # module, then a name within it
     "torch.nn:Module._apply",
     "torch.nn:Module._compiled_call_impl",
     "torch.serialization:_save",
+    "torch.serialization:_open_zipfile_reader",
     "torch.serialization:_open_zipfile_writer",
     "torch.utils.hooks:RemovableHandle.next_id",
 )
@@ -179,6 +180,13 @@ def write_records(records: Iterable[Record], path: str) -> None:
     with torch.serialization._open_zipfile_writer(path) as file:
         for record in records:
             file.write_record(*record)
+
+
+def pickle_of(path: str) -> bytes:
+    """Read what is pickled beside the tensors of a file, as ``torch.load`` finds it."""
+    with torch.serialization._open_zipfile_reader(path) as file:
+        pickled: bytes = file.get_record("data.pkl")
+        return pickled
 
 
 class _Records:

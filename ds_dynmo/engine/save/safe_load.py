@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import hashlib
 import io
 import os
@@ -11,32 +12,43 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.serialization import get_safe_globals, safe_globals
+from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
-from ds_dynmo.engine.deepspeed.files import PICKLED, ZeroStageEnum
+from ds_dynmo.engine.deepspeed.files import PICKLED
 from ds_dynmo.engine.save.manifest import SavedFile
+from ds_dynmo.engine.save.pickled_names import NUMPY, Name, lines_to_allow, names_in
 from ds_dynmo.errors import CheckpointError, reason_of
 from ds_dynmo.files import why_unreadable
 
 # Beyond what torch allows (tensors, OrderedDict, Counter, set, torch.Size, ...): plain containers of values that
 # DeepSpeed or its users put into checkpoints. Constructing them runs no other code.
-_CLASSES = (*PICKLED, argparse.Namespace, frozenset)
+_CLASSES = (*PICKLED, argparse.Namespace, bytes, frozenset)
 
 
-def _member(enum: Any, name: str) -> Any:
-    """Replace ``getattr`` in a file, by which some Pythons (3.11.2) pickle a member of an enum."""
-    if enum is not ZeroStageEnum:
-        raise CheckpointError(f"it reads an attribute of {enum!r}")
-    return ZeroStageEnum[name]
+def _attribute(owner: Any, name: str) -> Any:
+    """Replace ``getattr`` in a file, by which Python pickles a class within a class, and 3.11.2 a member of an enum.
+
+    A file can have such a class called only if it is allowed itself.
+    """
+    if isinstance(owner, enum.EnumMeta) and name in owner.__members__:
+        return owner.__members__[name]
+    if isinstance(owner, type) and isinstance(vars(owner).get(name), type):
+        return vars(owner)[name]
+    raise CheckpointError(f"it reads an attribute of {owner!r}")
+
+
+def _full_name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 Checksums = set[tuple[int, int]]
 
 # Each with its name, so an entry of ours is never the same as one that the user adds to torch's list, a class alone.
-_ALLOWED = (*((kind, f"{kind.__module__}.{kind.__qualname__}") for kind in _CLASSES), (_member, "builtins.getattr"))
+_ALLOWED = (*((kind, _full_name(kind)) for kind in _CLASSES), (_attribute, "builtins.getattr"))
 _list_lock = threading.Lock()  # the list is of the process: a thread's load must not end the permission of another's
 
 
@@ -67,12 +79,53 @@ def safe_load(
                 return storage
             return storage.clone() if device is None or location == "cpu" else storage.to(device=device)
 
-        with _list_lock, safe_globals([entry for entry in _ALLOWED if entry not in get_safe_globals()]):
+        with _allowed(path if is_archive else None) as refused:
+            if refused:
+                raise CheckpointError(
+                    f"it holds what could run code: {', '.join(map(str, sorted(refused)))}. If you trust it, allow it "
+                    f"before you load it: {lines_to_allow(refused)}"
+                )
             content = torch.load(path, map_location=place, weights_only=True, mmap=is_archive)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except Exception as error:  # torch raises many kinds for a damaged file
         raise CheckpointError(f"{path}: cannot be read: {_reason(error)}") from error
     refuse_damaged(damaged, content, path)
     return content
+
+
+@contextmanager
+def _allowed(archive: str | None) -> Iterator[set[Name]]:
+    """Allow our classes inside, and yield the names in a file that are not allowed then.
+
+    Args:
+        archive: the file, of which numpy's values are allowed once they were read; None: it is in torch's old format.
+
+    Raises:
+        CheckpointError: the file holds what cannot be loaded safely.
+    """
+    with _list_lock:
+        present = get_safe_globals()
+        of_user = {entry[1] if isinstance(entry, tuple) else _full_name(entry) for entry in present}
+        names = set() if archive is None else names_in(archive, of_user)
+        entries = _ALLOWED if archive is None else (*_ALLOWED, *NUMPY)
+        with safe_globals([entry for entry in entries if entry not in present]):
+            unsafe = set() if archive is None else {*get_unsafe_globals_in_checkpoint(archive)}
+            nested = {name for name in names if "." in name.name and str(name) not in of_user}
+            yield {name for name in names if str(name) in unsafe} | nested
+
+
+def names_to_allow(path: str) -> set[Name]:
+    """Return the names in a file of ``torch.save`` that nobody has allowed yet.
+
+    Raises:
+        CheckpointError: the file cannot be loaded, whatever is allowed.
+    """
+    try:
+        with _allowed(path) as refused:
+            return refused
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def refuse_damaged(damaged: set[int], content: Any, path: str) -> None:

@@ -22,14 +22,16 @@ import torch
 from ds_dynmo.engine.comm.coordinates import RankCoordinates
 from ds_dynmo.engine.comm.store_agreement import Agreement
 from ds_dynmo.engine.deepspeed import files
+from ds_dynmo.engine.deepspeed.logs import warning_once
 from ds_dynmo.engine.save.context import CheckpointContext, local_slice, universal_info
 from ds_dynmo.engine.save.destinations import Destination
 from ds_dynmo.engine.save.folder import LATEST, CheckpointFolder, sync
 from ds_dynmo.engine.save.layer_content import add_per_replica, digests_of_frozen, extras_of
 from ds_dynmo.engine.save.manifest import Manifest, StageManifest, flat_file, rank_file
 from ds_dynmo.engine.save.manifest_files import write_all, write_part, write_stage
+from ds_dynmo.engine.save.pickled_names import Name, lines_to_allow
 from ds_dynmo.engine.save.progress import random_states
-from ds_dynmo.engine.save.safe_load import describe, safe_load
+from ds_dynmo.engine.save.safe_load import describe, names_to_allow, safe_load
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.files.checkpoints import LEFT_OUT, layer_file
 
@@ -214,8 +216,8 @@ class UnfinishedCheckpoint:
             The bytes of all files on rank 0, 0 on other ranks.
 
         Raises:
-            CheckpointError: on every rank, if a rank could not write, or wrote what could not be loaded again (a class
-                in ``client_state``). Earlier checkpoints are untouched.
+            CheckpointError: on every rank, if a rank could not write, or wrote what cannot be loaded safely even if the
+                user allows it (in ``client_state``). Earlier checkpoints are untouched.
         """
         with _discarded_on_error(self.folder, self.here.rank, agreement):
             agreement.everywhere(self._write_rest)
@@ -223,13 +225,24 @@ class UnfinishedCheckpoint:
             return agreement.everywhere(self._commit)
 
     def _write_rest(self) -> None:
-        """Write the files that are not on the disk yet, check that each can be loaded, and tell which they are."""
+        """Write the files that are not on the disk yet, check that each can be loaded, and tell which they are.
+
+        A class that the user has not allowed is no reason to lose the checkpoint: a warning says how to allow it.
+        """
         self.destination.write_rest()
-        written, folder = {}, self.folder.temporary
+        written, folder, not_allowed = {}, self.folder.temporary, set[Name]()
         for path in self.destination.paths:
             sync(path)  # by the rank that wrote: another host has nothing of it in memory
-            safe_load(path, mapped=True, checks_values=False)  # they are as in memory still
+            if names := names_to_allow(path):
+                not_allowed |= names
+            else:
+                safe_load(path, mapped=True, checks_values=False)  # they are as in memory still
             written[os.path.relpath(path, folder)] = describe(path)
+        if not_allowed:
+            warning_once(
+                "save_checkpoint: the client state, or a layer's, has classes that load_checkpoint refuses until you "
+                f"allow them. Run this before it, and before the next save: {lines_to_allow(not_allowed)}"
+            )
         write_part(folder, self.here, replace(self.part, files=written))
 
     def _write_stage(self) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from torch.serialization import safe_globals
 
 import ds_dynmo
-from ds_dynmo.engine.save import destinations
+from ds_dynmo.engine.save import destinations, writing
 from ds_dynmo.engine.save import folder as folders
 from tests.support.checkpoints import (
     STEPS,
@@ -308,7 +312,7 @@ def failure_at_the_end(engine: Any, folder: str) -> str:
 
 
 def save_fails(case: Case, folder: str) -> tuple[list[str], dict[str, Any]]:
-    """Save while one rank's disk is full; then save a client state that cannot be loaded."""
+    """Save while one rank's disk is full; then client states that cannot be loaded, or not before they are allowed."""
     engine = build(case)
     train_on(engine, 0)
     engine.save_checkpoint(folder, tag="good")
@@ -322,16 +326,40 @@ def save_fails(case: Case, folder: str) -> tuple[list[str], dict[str, Any]]:
             messages.append(str(error))
     assert sorted(os.listdir(folder)) == ["good", "latest"], os.listdir(folder)
     found = outcome(engine, train_on(engine, STEPS))
-    return [*messages, failure_at_the_end(engine, folder)], found
+    about_allowing = allow_later(engine, folder)
+    return [*messages, failure_at_the_end(engine, folder), *about_allowing], found
+
+
+class Kind(enum.Enum):
+    CAUSAL = 1
+
+
+def allow_later(engine: Any, folder: str) -> list[str]:
+    """Save what both Megatrons put into a client state, with an enum of theirs; return a warning, and a load's error."""
+    state = {"args": Namespace(kind=Kind.CAUSAL), "random": numpy.random.get_state(), "loss": numpy.float64(1.5)}
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "warning_once", lines.append)
+        engine.save_checkpoint(folder, tag="own", client_state=state)
+        with pytest.raises(ds_dynmo.CheckpointError) as error:
+            engine.load_checkpoint(folder, tag="own")
+        with safe_globals([Kind]):
+            engine.save_checkpoint(folder, tag="own", client_state=state)
+            loaded = engine.load_checkpoint(folder, tag="own")[1]
+    numpy.testing.assert_equal({key: loaded[key] for key in state}, state)
+    (line,) = lines
+    return [line, str(error.value)]
 
 
 def test_a_failure_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     case = Case(stages=2)
     results = run(2, save_fails, case, str(tmp_path))
-    for (to_new_folder, full, unsafe, at_the_end), _ in results:
+    for (to_new_folder, full, unsafe, at_the_end, *about_allowing), _ in results:
         for message, written in ((to_new_folder, tmp_path / "new" / "one"), (full, tmp_path)):
             assert message.startswith(f"rank 1: OSError: [Errno 27] File too large: '{written}/.bad.writing/")
         assert "could run code" in unsafe and "mp_rank_00" in unsafe
         assert "neither what it was nor what was saved: rank 1: IndexError" in at_the_end
+        line = f"from {__name__} import Kind; torch.serialization.add_safe_globals([Kind])"
+        assert all(line in message for message in about_allowing)
     saved = run(2, save_and_continue, case, str(tmp_path / "reference"))
     check_same(saved, [found for _, found in results])

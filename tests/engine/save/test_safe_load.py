@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import collections
+import enum
+import pathlib
+import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch.serialization import get_safe_globals, safe_globals
 
-from ds_dynmo.engine.save.safe_load import safe_load
+from ds_dynmo.engine.save.pickled_names import Name
+from ds_dynmo.engine.save.safe_load import names_to_allow, safe_load
 from ds_dynmo.engine.save.saved_files import MappedFile
 from ds_dynmo.errors import CheckpointError
+
+
+class Marked(numpy.ndarray[Any, Any]):
+    """A subclass of numpy's arrays."""
 
 
 class Reduced:
@@ -35,6 +45,122 @@ def test_files_that_deepspeed_writes_are_loaded(tmp_path: Path) -> None:
     assert safe_load(str(tmp_path / "file"))["stage"] is ZeroStageEnum.optimizer_states
     torch.save(Reduced(getattr, ZeroStageEnum, "optimizer_states"), tmp_path / "file")  # as Python 3.11.2 writes it
     assert safe_load(str(tmp_path / "file")) is ZeroStageEnum.optimizer_states
+
+
+NUMPY = [
+    *(
+        numpy.random.get_state(),
+        numpy.float64(1.5),
+        numpy.float32(0.1),
+        numpy.int64(-3),
+        numpy.bool_(True),
+        numpy.str_("a"),
+    ),
+    *(numpy.dtype("f2"), numpy.dtype(">i4"), numpy.float32, numpy.bool_, numpy.array(3.0), numpy.zeros((0, 3))),
+    *(numpy.arange(6).reshape(2, 3), numpy.asfortranarray(numpy.eye(3)[:2]), numpy.array(["long", "s"])),
+    *(numpy.ones(2, numpy.float16), numpy.array([1j]), numpy.array([b"ab", b"c"]), numpy.arange(3, dtype=">f8")),
+    {"args": argparse.Namespace(decay=numpy.float32(0.1), empty=b"", of_bytes=b"ab")},
+]
+
+
+@pytest.mark.parametrize("modules", ["numpy.core.multiarray", "numpy._core.multiarray"])
+def test_numbers_of_numpy_are_loaded(tmp_path: Path, modules: str) -> None:
+    """Of numpy 1 and of numpy 2, which name their functions otherwise."""
+    torch.save(NUMPY, tmp_path / "file")
+    present = numpy.empty(0).__reduce__()[0].__module__.encode()
+    with zipfile.ZipFile(tmp_path / "file") as archive, zipfile.ZipFile(tmp_path / "other", "w") as other:
+        for name in archive.namelist():
+            other.writestr(name, archive.read(name).replace(b"c" + present, b"c" + modules.encode()))
+    loaded = safe_load(str(tmp_path / "other"), checks_values=False)
+    for written, read in zip(NUMPY, loaded, strict=True):
+        assert type(read) is type(written)
+        numpy.testing.assert_equal(read, written)
+        assert getattr(read, "dtype", None) == getattr(written, "dtype", None) or written.dtype.byteorder == ">"
+    numpy.random.RandomState().set_state(loaded[0])
+    assert not names_to_allow(str(tmp_path / "other"))
+
+
+def hidden_objects() -> numpy.dtype[Any]:
+    """Return a dtype with a reference to an object, by a state of which numpy believes that it has none."""
+    dtype = numpy.dtype("V8", False, True)  # type: ignore[call-overload]
+    dtype.__setstate__((3, "|", None, ("a",), {"a": (numpy.dtype("O"), 0)}, 8, 1, 0))
+    assert not dtype.hasobject
+    return dtype  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            numpy.array([1, None]),
+            "numpy's 'O8' .allowed are bool, .*; make an array of objects a list",
+        ),
+        (numpy.zeros(1, [("a", "f4")]), "an array or a dtype of numpy's 'V4'"),
+        (numpy.zeros(1, hidden_objects()), "an array or a dtype of numpy's 'V8'"),
+        (Reduced(numpy.ndarray, (10,)), "a call of numpy.ndarray"),
+        (Reduced(numpy.float64(0).__reduce__()[0], 3), "a scalar that numpy does not write"),
+        (numpy.zeros(1).view(Marked), "Marked .make it a numpy.ndarray"),
+        (collections.deque([1]), "a collections.deque .make it a list"),
+        ([collections.deque([1]), collections.defaultdict(int, a=1)], "make it a dict.; a collections.deque"),
+        (Reduced(eval, "1"), "what could run code: builtins.eval"),
+    ],
+)
+def test_what_cannot_be_loaded_safely_is_named_at_once(tmp_path: Path, value: Any, message: str) -> None:
+    torch.save(value, tmp_path / "file")
+    for read in (safe_load, names_to_allow):
+        with pytest.raises(CheckpointError, match=f"it holds .*{message}.*, which cannot be loaded safely"):
+            read(str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ((3, "<", (numpy.dtype("f4"), (2,)), None, None, -1, -1, 0), "a dtype that numpy does not write: float64"),
+        ((3, "<", None, ("a",), {"a": (numpy.dtype("f8"), 0)}, -1, -1, 0), "a dtype that numpy does not write"),
+    ],
+)
+def test_the_state_of_a_dtype_is_numpys(tmp_path: Path, state: Any, message: str) -> None:
+    class Stated(Reduced):
+        def __reduce__(self) -> Any:
+            return *self.call, state
+
+    torch.save(Stated(numpy.dtype, "f8", False, True), tmp_path / "file")
+    with pytest.raises(CheckpointError, match=message):
+        safe_load(str(tmp_path / "file"))
+
+
+class Kind(enum.Enum):
+    CAUSAL = 1
+
+
+class Arguments:
+    class Kind(enum.Enum):
+        MASKED = 2
+
+
+def test_all_names_that_are_not_allowed_are_named_at_once_with_the_line_that_allows_them(tmp_path: Path) -> None:
+    state = {"kind": Kind.CAUSAL, "inner": Arguments.Kind.MASKED, "path": pathlib.PurePosixPath("a"), "rate": numpy.pi}
+    torch.save(state, tmp_path / "file")
+    module = __name__
+    assert names_to_allow(str(tmp_path / "file")) == {
+        *(Name(module, "Kind"), Name(module, "Arguments"), Name(module, "Arguments.Kind")),
+        Name("pathlib", "PurePosixPath"),
+    }
+    with pytest.raises(CheckpointError) as error:
+        safe_load(str(tmp_path / "file"))
+    line = str(error.value).partition("before you load it: ")[2]
+    assert line == (
+        f"from pathlib import PurePosixPath; from {module} import Arguments; from {module} import Kind; "
+        "torch.serialization.add_safe_globals([PurePosixPath, Arguments, Arguments.Kind, Kind])"
+    )
+    allowed = get_safe_globals()
+    try:
+        exec(line, {"torch": torch})
+        assert not names_to_allow(str(tmp_path / "file"))
+        assert safe_load(str(tmp_path / "file")) == state
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(allowed)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
