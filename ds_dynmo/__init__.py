@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from ds_dynmo.config import DynMoConfig
-    from ds_dynmo.engine import DynMoPipelineEngine, initialize, skip_shm_operator
+    from ds_dynmo.engine import DynMoPipelineEngine, initialize, skip_shm_operator, weigh_by_tokens
     from ds_dynmo.errors import (
         CheckpointError,
         ConfigError,
@@ -52,13 +52,14 @@ __all__ = [
     "initialize",
     "set_rank_variables",
     "skip_shm_operator",
+    "weigh_by_tokens",
 ]
 
 _MODULES = {
     "DynMoConfig": "config",
     "claim_folder": "files",
     "defer_weight_gradient": "weight_gradients",
-    **dict.fromkeys(("DynMoPipelineEngine", "initialize", "skip_shm_operator"), "engine"),
+    **dict.fromkeys(("DynMoPipelineEngine", "initialize", "skip_shm_operator", "weigh_by_tokens"), "engine"),
     **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "errors"),
     **dict.fromkeys(("end_with_launcher", "set_rank_variables"), "launch"),
     **dict.fromkeys(("Layer", "LayerParameter"), "layer"),

@@ -14,6 +14,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -154,7 +155,7 @@ def train_until(
 ) -> History:
     """Train up to ``run.stop``, or to the batch in which ranks agree to ``stop``."""
     history = History()
-    data = batches(run, engine, "train").iterate(engine.micro_batches_taken)
+    data = micro_batches(batches(run, engine, "train"), engine, engine.micro_batches_taken)
     progress = ProgressLines(run, engine)
     recording = Recording(run, engine, run.record if engine.global_rank == 0 else None)
     validation = batches(run, engine, "validation")
@@ -220,9 +221,14 @@ def batches(run: TrainingRun, engine: Any, split: Any) -> Batches | TokenBatches
     )
 
 
+def micro_batches(data: Batches | TokenBatches, engine: Any, first: int = 0) -> Iterator[Any]:
+    """Iterate over micro-batches from ``first`` on; of token ids the loss may be the mean over a batch's tokens."""
+    return data.iterate(first) if isinstance(data, Batches) else data.iterate(first, micro_batches=engine.micro_batches)
+
+
 def validate(engine: Any, validation: Batches | TokenBatches) -> float:
     """Measure the validation loss, every time on the same micro-batches."""
-    return float(engine.eval_batch(validation.iterate()))
+    return float(engine.eval_batch(micro_batches(validation, engine)))
 
 
 def run_metadata(run: TrainingRun, engine: Any, cases: list[DynamicCase]) -> dict[str, Any]:

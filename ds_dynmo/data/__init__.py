@@ -5,7 +5,7 @@
 """
 
 from ds_dynmo.data.batches import TokenBatches, TokenData
-from ds_dynmo.data.config import DataConfig, read_data_config
+from ds_dynmo.data.config import DataConfig, Loss, read_data_config
 from ds_dynmo.data.opening import open_data
 from ds_dynmo.data.sources import check_text, holds_rows
 from ds_dynmo.data.tokens import Column, Tokens
@@ -13,6 +13,7 @@ from ds_dynmo.data.tokens import Column, Tokens
 __all__ = [
     "Column",
     "DataConfig",
+    "Loss",
     "TokenBatches",
     "TokenData",
     "Tokens",

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ds_dynmo.data.config import Documents
+from ds_dynmo.data.config import Documents, Loss
 from ds_dynmo.data.order import Numbers, Shuffle, draw
 from ds_dynmo.data.rows import DocumentRows, Ids, TokenRows, Windows, document_rows
 from ds_dynmo.data.tokens import Tokens
@@ -30,6 +30,7 @@ Sampling = Literal["random", "epochs"]
 Split = Literal["train", "validation"]
 Inputs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Batch = tuple[Inputs, torch.Tensor]
+CountedBatch = tuple[Inputs, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
 VALIDATION_SHARE = 20  # one token, or one document, in 20
 STRETCH = 2**20  # tokens
@@ -41,6 +42,7 @@ class TokenBatches:
 
     Attributes:
         key: what the order depends on.
+        loss: see :class:`~ds_dynmo.data.DataConfig`.
     """
 
     rows: TokenRows
@@ -49,6 +51,7 @@ class TokenBatches:
     key: tuple[int | str, ...]
     replica: int
     replicas: int
+    loss: Loss
 
     @property
     def epoch(self) -> range:
@@ -57,18 +60,23 @@ class TokenBatches:
 
     def sequence_indices(self, number: int) -> Numbers:
         """Return the indices of the sequences of micro-batch ``number``."""
-        number = number * self.replicas + self.replica
+        return self._indices(np.array([number * self.replicas + self.replica]))
+
+    def _indices(self, numbers: Numbers) -> Numbers:
+        """Return the indices of the sequences of micro-batches, by their ascending numbers in the whole run."""
         size, count = self.micro_batch_size, len(self.rows)
-        places = number * size + np.arange(size)
         if self.sampling == "epochs":
-            epoch, place = divmod(number, count // size)
-            batch = _shuffle(count // size, *self.key, "epoch", epoch).at(np.array([place]))[0]
-            return _shuffle(count, *self.key, "micro-batches").at(batch * size + np.arange(size))
+            batches = self._in_epochs(numbers, count // size, "epoch")
+            return _shuffle(count, *self.key, "micro-batches").at(_places(batches, size))
         if isinstance(self.rows, Windows):
-            return draw(count, places, *self.key)
+            return draw(count, _places(numbers, size), *self.key)
+        return self._in_epochs(_places(numbers, size), count)
+
+    def _in_epochs(self, places: Numbers, count: int, *name: str) -> Numbers:
+        """Look ascending ``places`` up in epochs of ``count`` numbers, each in an order of its own."""
         epochs, within = np.divmod(places, count)
         return np.concatenate(
-            [_shuffle(count, *self.key, int(epoch)).at(within[epochs == epoch]) for epoch in np.unique(epochs)]
+            [_shuffle(count, *self.key, *name, int(epoch)).at(within[epochs == epoch]) for epoch in np.unique(epochs)]
         )
 
     def micro_batch(self, number: int) -> Batch:
@@ -84,11 +92,35 @@ class TokenBatches:
         assert ids is not None and labels is not None
         return (ids if positions is None else (ids, positions)), labels
 
-    def iterate(self, first: int = 0) -> Iterator[Batch]:
-        """Iterate over micro-batches ``first``, ``first + 1``, ... without end."""
+    def iterate(self, first: int = 0, *, micro_batches: int) -> Iterator[CountedBatch]:
+        """Iterate over micro-batches ``first``, ``first + 1``, ... without end.
+
+        For the mean over tokens, unless all are trained, labels are a tuple: the labels, and a number by which to
+        divide the sum of their losses (:meth:`tokens_per_micro_batch`).
+
+        Args:
+            micro_batches: those of a batch that a replica trains: ``engine.micro_batches``. A batch begins at
+                ``first``.
+        """
         while True:
-            yield self.micro_batch(first)
-            first += 1
+            tokens = self.tokens_per_micro_batch(first, micro_batches) if self.loss == "token_mean" else None
+            for number in range(first, first + micro_batches):
+                inputs, labels = self.micro_batch(number)
+                yield inputs, labels if tokens is None else (labels, tokens)
+            first += micro_batches
+
+    def tokens_per_micro_batch(self, first: int, micro_batches: int) -> torch.Tensor | None:
+        """Return how many tokens are trained in a micro-batch of a batch, in the mean of all replicas' ones.
+
+        Every replica counts them all, without reading them. fp32 ``[]``; None: each token of the data is trained.
+
+        Args:
+            first: the replica's first micro-batch in the batch.
+        """
+        if self.rows.trained is None:
+            return None
+        numbers = np.arange(first * self.replicas, (first + micro_batches) * self.replicas)
+        return torch.tensor(self.rows.trained[self._indices(numbers)].sum() / len(numbers), dtype=torch.float32)
 
 
 class TokenData:
@@ -99,19 +131,27 @@ class TokenData:
         documents: see :class:`~ds_dynmo.data.DataConfig`.
         validation: None: a twentieth of ``tokens``, which is not trained on: the last of each of equal stretches of
             about a million tokens; of documents every twentieth one.
+        loss: see :class:`~ds_dynmo.data.DataConfig`.
 
     Raises:
         ConfigError: documents are to be joined, and not all of their tokens are trained.
     """
 
-    def __init__(self, tokens: Tokens, *, documents: Documents = "joined", validation: Tokens | None = None) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        documents: Documents = "joined",
+        validation: Tokens | None = None,
+        loss: Loss = "token_mean",
+    ) -> None:
         for text in (tokens, validation):
             if documents == "joined" and text is not None and text.trained is not None:
                 raise ConfigError(
                     f'{text.name}: prompts in it are not trained; data.documents = "joined" would cut them from their '
                     'answers: should be "separate", "packed" or "padded"'
                 )
-        self.tokens, self.documents, self.validation = tokens, documents, validation
+        self.tokens, self.documents, self.validation, self.loss = tokens, documents, validation, loss
         self.name = tokens.name
         self._known: dict[tuple[Split, int, Sampling], TokenRows] = {}
 
@@ -119,8 +159,8 @@ class TokenData:
     def identity(self) -> dict[str, Any]:
         """What a resumed run has to have too.
 
-        As many tokens, as many of them trained, the same among up to 4,096 that are compared, and the same documents if
-        they are kept apart.
+        As many tokens, as many of them trained, the same among up to 4,096 that are compared, and the same documents
+        and loss if they are kept apart.
         """
         return {
             "tokens": len(self.tokens.ids),
@@ -128,6 +168,7 @@ class TokenData:
             "trained": self.tokens.trained_tokens,
             "documents": self.documents,
             "boundaries": self._boundaries(self.tokens),
+            "loss": None if self.documents == "joined" else self.loss,
             "validation": self.validation is not None,
         }
 
@@ -167,7 +208,7 @@ class TokenData:
                 f"{self.name}: {len(rows)} sequences of {sequence_length} tokens are too few for a micro-batch of "
                 f"{micro_batch_size} ({split})"
             )
-        return TokenBatches(rows, micro_batch_size, sampling, (split, seed), replica, replicas)
+        return TokenBatches(rows, micro_batch_size, sampling, (split, seed), replica, replicas, self.loss)
 
     def check_length(self, sequence_length: int) -> None:
         """Refuse a text that does not hold one sequence of each split.
@@ -247,6 +288,11 @@ def windows(
     first, size = (stretch - validation, validation) if share and split == "validation" else (0, stretch - validation)
     step, each = (1, size - length) if sampling == "random" else (length, (size - 1) // length)
     return Windows(ids, length, stretches, stretch, first, step, each)
+
+
+def _places(numbers: Numbers, size: int) -> Numbers:
+    """Return the places of the sequences of micro-batches of ``size``."""
+    return (numbers[:, None] * size + np.arange(size)).ravel()
 
 
 @lru_cache(maxsize=8)

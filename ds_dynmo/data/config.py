@@ -9,11 +9,12 @@ from pydantic import Field
 from ds_dynmo.config import parse_section
 from ds_dynmo.config.section import Section
 
-__all__ = ["SECTION", "DataConfig", "Documents", "read_data_config"]
+__all__ = ["SECTION", "DataConfig", "Documents", "Loss", "read_data_config"]
 
 SECTION = "data"
 
 Documents = Literal["joined", "packed", "padded"]
+Loss = Literal["token_mean", "micro_batch_mean"]
 
 
 class DataConfig(Section):
@@ -24,6 +25,11 @@ class DataConfig(Section):
         description='"joined": documents one after the other, cut into sequences anywhere; "packed": whole documents '
         'side by side in a sequence, each with positions and attention of its own; "padded": one in each sequence; '
         '"separate": packed where the model keeps packed documents apart, else padded',
+    )
+    loss: Loss = Field(
+        default="token_mean",
+        description='"token_mean": the mean over all trained tokens of a batch; "micro_batch_mean": the mean of its '
+        "micro-batches' means, in which a token weighs more where few are trained; the same where all are",
     )
     tokenizer: str | None = Field(
         default=None, min_length=1, description="folder with a tokenizer; null: the model's folder"

@@ -58,6 +58,7 @@ def open_data(
         _tokens(path, "train", encoder, config.cache),
         documents=documents,
         validation=None if validation is None else _tokens(validation, "validation", encoder, config.cache),
+        loss=config.loss,
     )
 
 

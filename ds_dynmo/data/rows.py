@@ -32,6 +32,10 @@ class Ids(Protocol):
 class TokenRows(Protocol):
     """Sequences of one length, by number."""
 
+    @property
+    def trained(self) -> Numbers | None:
+        """How many tokens of each sequence are trained; None: all of all."""
+
     def __len__(self) -> int: ...
 
     def take(self, numbers: Numbers) -> Arrays:
@@ -59,6 +63,10 @@ class Windows:
     def __len__(self) -> int:
         return self.stretches * self.each
 
+    @property
+    def trained(self) -> None:
+        """See :class:`TokenRows`."""
+
     def starts(self, numbers: Numbers) -> Numbers:
         """Return the places where some sequences begin."""
         return numbers // self.each * self.stretch + self.first + numbers % self.each * self.step
@@ -78,6 +86,7 @@ class DocumentRows:
         starts, lengths: of pieces, in the order in which they stand in sequences. A piece has ``lengths`` inputs; its
             labels are the ids one token on.
         counts: of each sequence's pieces.
+        trained: see :class:`TokenRows`.
         resets: position ids begin at 0 with every piece, and with the padding.
     """
 
@@ -86,6 +95,7 @@ class DocumentRows:
     starts: Numbers
     lengths: Numbers
     counts: Numbers
+    trained: Numbers
     resets: bool
 
     def __len__(self) -> int:
@@ -137,17 +147,16 @@ def document_rows(tokens: Tokens, documents: Numbers, length: int, *, packed: bo
     piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     starts = np.repeat(firsts, pieces) + piece * length
     lengths = np.minimum(np.repeat(inputs, pieces) - piece * length, length)
+    trained = lengths
     if tokens.trained is not None:
-        kept = np.repeat(pieces == 1, pieces)  # a whole document has a token that is trained
-        for number in np.flatnonzero(~kept).tolist():
-            start = int(starts[number]) + 1
-            kept[number] = tokens.trained.read(start, start + int(lengths[number])).any()
-        starts, lengths = starts[kept], lengths[kept]
+        trained = tokens.trained.count(starts + 1, starts + 1 + lengths)
+        starts, lengths, trained = (values[trained > 0] for values in (starts, lengths, trained))
     if not packed:
-        return DocumentRows(tokens, length, starts, lengths, np.ones_like(starts), resets=False)
+        return DocumentRows(tokens, length, starts, lengths, np.ones_like(starts), trained, resets=False)
     rows = pack(lengths, length)
     order = np.argsort(rows, kind="stable")
-    return DocumentRows(tokens, length, starts[order], lengths[order], np.bincount(rows), resets=True)
+    of_rows = np.bincount(rows, trained).astype(np.int64)
+    return DocumentRows(tokens, length, starts[order], lengths[order], np.bincount(rows), of_rows, resets=True)
 
 
 def pack(lengths: Sequence[int] | Numbers, space: int) -> Numbers:

@@ -43,6 +43,19 @@ class Column:
             start, number = end, number + 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def count(self, starts: Numbers, stops: Numbers) -> Numbers:
+        """Count the values that are true from each of ``starts`` up to its stop, with one array in memory at a time."""
+        places = np.concatenate((starts, stops))
+        order = np.argsort(places)
+        ordered, before = places[order], np.zeros(len(places), np.int64)
+        first = place = true = 0
+        for array, end in zip(self._arrays, self._ends):
+            counts = np.concatenate(([0], np.cumsum(array.to_numpy(zero_copy_only=False), dtype=np.int64)))
+            last = int(np.searchsorted(ordered, end, side="right"))
+            before[order[place:last]] = true + counts[ordered[place:last] - first]
+            first, place, true = end, last, true + int(counts[-1])
+        return before[len(starts) :] - before[: len(starts)]
+
 
 @dataclass(frozen=True, eq=False)
 class Tokens:

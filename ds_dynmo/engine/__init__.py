@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from ds_dynmo.engine.deepspeed.shm_operator import skip_shm_operator
     from ds_dynmo.engine.engine import DynMoPipelineEngine
     from ds_dynmo.engine.initialization import initialize
+    from ds_dynmo.engine.token_mean import weigh_by_tokens
 
-__all__ = ["DynMoPipelineEngine", "initialize", "skip_shm_operator"]
+__all__ = ["DynMoPipelineEngine", "initialize", "skip_shm_operator", "weigh_by_tokens"]
 
 
 def __getattr__(name: str) -> Any:
@@ -33,4 +34,8 @@ def __getattr__(name: str) -> Any:
         from ds_dynmo.engine.deepspeed.shm_operator import skip_shm_operator
 
         return skip_shm_operator
+    if name == "weigh_by_tokens":
+        from ds_dynmo.engine.token_mean import weigh_by_tokens
+
+        return weigh_by_tokens
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

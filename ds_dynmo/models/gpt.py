@@ -21,7 +21,7 @@ from torch.nn.utils import skip_init
 from ds_dynmo.models.batch_counts import CountsPerBatch
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.seeding import generator_for
-from ds_dynmo.models.stream import Activations, Stream
+from ds_dynmo.models.stream import Activations, Labels, Stream
 from ds_dynmo.models.vocabulary import NO_LABEL
 
 __all__ = [
@@ -246,28 +246,35 @@ def gpt_layers(
     return [embedding, *blocks, LayerSpec(FinalNorm, config), head]
 
 
-def language_model_loss(outputs: Activations, labels: torch.Tensor) -> torch.Tensor:
+def language_model_loss(outputs: Activations, labels: Labels) -> torch.Tensor:
     """Compute the loss that is trained: the sum of :func:`language_model_losses`."""
     loss, auxiliary = language_model_losses(outputs, labels)
     return loss if auxiliary is None else loss + auxiliary
 
 
-def language_model_losses(outputs: Activations, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def language_model_losses(outputs: Activations, labels: Labels) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the mean cross entropy in nats, in fp32, and what training adds to it, None if that is nothing.
+
+    With a number of tokens the first is the sum over the micro-batch, divided by that number: the mean of these over a
+    batch's micro-batches and replicas is the mean over all of its tokens.
 
     Args:
         outputs: logits ``[batch, sequence, vocabulary]``, or them and the sum of the auxiliary losses, ``[1]``. Early
             exit also passes ``w``, ``[1]``: the total is ``w`` x cross entropy + auxiliary losses, and what is returned
             is (cross entropy, total - cross entropy). Of a vocabulary in slices the cross entropy of each token
             ``[batch, sequence]`` stands in place of logits.
-        labels: int64 ``[batch, sequence]``; those of -100 do not count.
+        labels: int64 ``[batch, sequence]``; those of -100 do not count. Or these and a number of tokens, as
+            :func:`ds_dynmo.weigh_by_tokens` gives them.
     """
+    labels, tokens = (labels, None) if isinstance(labels, torch.Tensor) else labels
     logits, auxiliary, *weight = outputs if isinstance(outputs, tuple) else (outputs, None)
     if logits.dim() == labels.dim():
         counts = labels != NO_LABEL
-        loss = torch.where(counts, logits, 0.0).sum() / counts.sum()
-    else:
+        loss = torch.where(counts, logits, 0.0).sum() / (counts.sum() if tokens is None else tokens)
+    elif tokens is None:
         loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    else:
+        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum") / tokens
     if auxiliary is None:
         return loss, None
     added = auxiliary.squeeze()

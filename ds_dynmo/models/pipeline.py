@@ -9,7 +9,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 
 from ds_dynmo.models.gpt import language_model_losses
-from ds_dynmo.models.stream import Activations
+from ds_dynmo.models.stream import Activations, Labels
 
 __all__ = ["AUXILIARY_LOSS", "LANGUAGE_MODEL_LOSS", "LanguageModelPipeline"]
 
@@ -36,7 +36,7 @@ class LanguageModelPipeline(PipelineModule):
         nothing = torch.zeros(())
         self._reported = {LANGUAGE_MODEL_LOSS: nothing, AUXILIARY_LOSS: nothing}
 
-    def _loss(self, outputs: Activations, labels: torch.Tensor) -> torch.Tensor:
+    def _loss(self, outputs: Activations, labels: Labels) -> torch.Tensor:
         loss, auxiliary = language_model_losses(outputs, labels)
         added = torch.zeros_like(loss) if auxiliary is None else auxiliary
         self._reported = {LANGUAGE_MODEL_LOSS: loss.detach(), AUXILIARY_LOSS: added.detach()}

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Activations", "Stream"]
+__all__ = ["Activations", "Labels", "Stream"]
 
 Activations = torch.Tensor | tuple[torch.Tensor, ...]  # hidden states alone, or with other tensors
+Labels = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # alone, or with the tokens that their losses are divided by
 
 
 @dataclass(frozen=True)

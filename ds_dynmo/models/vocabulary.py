@@ -31,10 +31,11 @@ NO_LABEL = -100
 def with_labels(batch: tuple[Any, Any]) -> tuple[tuple[Any, ...], Any]:
     """Put the labels of a batch behind its inputs too, for a model whose vocabulary is in slices.
 
-    ``engine.set_batch_fn(with_labels)`` does it for every batch.
+    ``engine.set_batch_fn(with_labels)`` does it for every batch. A number of tokens beside the labels stays there.
     """
     inputs, labels = batch
-    return (*(inputs if isinstance(inputs, Sequence) else (inputs,)), labels), labels
+    alone = labels[0] if isinstance(labels, Sequence) else labels
+    return (*(inputs if isinstance(inputs, Sequence) else (inputs,)), alone), labels
 
 
 def takes_labels(layers: Sequence[LayerSpec]) -> bool:

@@ -67,7 +67,7 @@ def validation_loss(model: Any, made: Path, out: Path, documents: Any) -> float:
     data = open_data(made / "text.jsonl", config, vocabulary=400, tokenizer=made / "model")
     batches = data.batches("validation", micro_batch_size=SEQUENCES, sequence_length=LENGTH, seed=0)
     losses = []
-    for inputs, labels in islice(batches.iterate(), MICRO_BATCHES):
+    for inputs, labels in islice(batches.iterate(micro_batches=MICRO_BATCHES), MICRO_BATCHES):
         ids, positions = inputs if isinstance(inputs, tuple) else (inputs, torch.arange(LENGTH).expand_as(inputs))
         summed, counted = 0.0, 0
         for row in range(len(ids)):

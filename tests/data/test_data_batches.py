@@ -116,7 +116,7 @@ DATA = {
 def places(batches: TokenBatches, first: int, count: int) -> list[list[int]]:
     """Give the ids of micro-batches."""
     found = []
-    for inputs, _ in islice(batches.iterate(first), count):
+    for inputs, _ in islice(batches.iterate(first, micro_batches=1), count):
         found.append((inputs if isinstance(inputs, torch.Tensor) else inputs[0]).flatten().tolist())
     return found
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ds_dynmo.data import TokenData, check_text, holds_rows, open_data, read_data_config
+from ds_dynmo.data import DataConfig, Loss, TokenData, check_text, holds_rows, open_data, read_data_config
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, ModelConfig, huggingface, load_text, vocabulary_of
 from ds_dynmo.models.text import FileBytes
@@ -20,13 +20,21 @@ PIECES, PIECE = 2**12, 2**8  # bytes: each piece may bring 128 KiB around it fro
 TO_BYTES = '"tokens": "bytes" in the "model" section trains on its bytes'
 
 
-def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig, *, packed: bool) -> ByteText | TokenData:
+def load_data(
+    path: str | None,
+    settings: dict[str, Any],
+    model: ModelConfig,
+    *,
+    packed: bool,
+    resumed: dict[str, Any] | None = None,
+) -> ByteText | TokenData:
     """Read what ``--data`` names, and check it against the model. Rank 0 says what it found.
 
     Args:
         path: None: Python's standard library, as bytes.
         settings: the DeepSpeed configuration, whose "data" section says more.
         packed: are the model's layers built for packed documents?
+        resumed: the metadata of the run that is resumed, which keeps its loss; None: the run is new.
 
     Raises:
         ConfigError: naming the path or key, and what is wrong.
@@ -49,9 +57,29 @@ def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig, *,
     if path is None:
         raise ConfigError(f"--data: should name text for a model with a tokenizer; {TO_BYTES}")
     tokenizer = folder if huggingface.tokenizer_files(folder) else None
+    config = config.model_copy(update={"loss": _loss(config, resumed)})
     data = open_data(path, config, vocabulary=vocabulary_of(model), tokenizer=tokenizer, packs=packed)
     say(data.describe(model.sequence_length))
     return data
+
+
+def _loss(config: DataConfig, resumed: dict[str, Any] | None) -> Loss:
+    """Return the loss of a run, which one that is resumed keeps; rank 0 says so where a new run has another.
+
+    Raises:
+        ConfigError: the section asks for another.
+    """
+    before = resumed.get("data") if resumed is not None else None
+    if not isinstance(before, dict) or before.get("documents", "joined") == "joined":
+        return config.loss
+    had: Loss = before.get("loss", "micro_batch_mean")  # what runs had before there was a choice
+    if had != config.loss:
+        if "loss" in config.model_fields_set:
+            raise ConfigError(
+                f'data.loss = "{config.loss}": the run that is resumed has "{had}": should be that, or left out'
+            )
+        say(f'data.loss = "{had}", as in the run that is resumed; new runs have "{config.loss}"')
+    return had
 
 
 def check_same_data(resume: Path, resumed: dict[str, Any], data: ByteText | TokenData) -> None:

@@ -191,7 +191,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
     resume = folder_to_resume(args)
     resumed = None if resume is None else read_resumed(resume, args.tag, model, newest_whole=args.newest_whole)
     check_new_folder(args, resume)
-    text = load_data(args.data, settings, model, packed=packed)
+    text = load_data(args.data, settings, model, packed=packed, resumed=resumed)
     text.check_length(model.sequence_length)
     if resume is not None and resumed is not None:
         check_same_data(resume, resumed, text)

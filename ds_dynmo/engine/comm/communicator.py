@@ -30,6 +30,7 @@ from ds_dynmo.engine.comm.host_links import HostLinks
 from ds_dynmo.engine.comm.objects import from_bytes, to_bytes
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
 from ds_dynmo.engine.comm.posted import Posted, PostedBroadcast, PostedReduction
+from ds_dynmo.engine.comm.replicas import sum_over_replicas
 from ds_dynmo.engine.comm.store_agreement import StoreAgreement
 from ds_dynmo.engine.comm.tree import Tree, maximum
 from ds_dynmo.engine.comm.watch import RESUME, Lookout, TracebackOfOthers, Watch
@@ -298,9 +299,7 @@ class Communicator:
 
     def sum_over_replicas(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum elementwise over the replicas of this stage, on the device of ``numbers``. Collective over them."""
-        moved = numbers.to(self.device, copy=True)
-        dist.all_reduce(moved, group=self.grid.get_data_parallel_group())
-        return moved.to(numbers.device)
+        return sum_over_replicas(self.grid, self.device, numbers)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Gather one small picklable value of every rank, in rank order. Collective over the world.

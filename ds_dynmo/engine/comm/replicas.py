@@ -1,10 +1,10 @@
-"""Parameters that differ between data-parallel replicas, such as each replica's share of a layer's experts.
+"""Sums over data-parallel replicas, and parameters that differ between them.
 
-A layer marks such a parameter with ``parameter.replica_own = True``. It is neither broadcast at the start nor averaged
-over replicas. After the backward passes of a batch, its gradient has to be the sum over the samples of all replicas.
-The layer gets the process group of the replicas by a method ``use_replicas(group)``, which is called when the engine is
-built, before the optimizer, and again on each stage where the layer arrives. The group belongs to the stage: it must
-not be pickled or copied with the layer.
+A layer marks such a parameter, as of each replica's share of its experts, with ``parameter.replica_own = True``. It is
+neither broadcast at the start nor averaged over replicas. After the backward passes of a batch, its gradient has to be
+the sum over the samples of all replicas. The layer gets the process group of the replicas by a method
+``use_replicas(group)``, which is called when the engine is built, before the optimizer, and again on each stage where
+the layer arrives. The group belongs to the stage: it must not be pickled or copied with the layer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+
+
+def sum_over_replicas(grid: Any, device: torch.device, numbers: torch.Tensor) -> torch.Tensor:
+    """Sum elementwise over the replicas of this stage, on the device of ``numbers``. Collective over them.
+
+    Args:
+        grid: DeepSpeed's ``PipelineParallelGrid``.
+        device: the engine's device.
+    """
+    moved = numbers.to(device, copy=True)
+    dist.all_reduce(moved, group=grid.get_data_parallel_group())
+    return moved.to(numbers.device)
 
 
 def is_per_replica(parameter: nn.Parameter) -> bool:
