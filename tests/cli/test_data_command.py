@@ -298,6 +298,33 @@ def test_a_run_is_resumed_on_the_same_documents_if_they_are_kept_apart() -> None
     assert TokenData(tokens(ids, starts, 9)).identity != data[0].identity
 
 
+def test_a_resumed_run_keeps_its_loss(tmp_path: Path, folder: Path, capsys: Any) -> None:
+    model, given = huggingface(folder), ("--data", str(lines_of(tmp_path)))
+    run = prepared(tmp_path, model, *given, documents="packed")
+    assert isinstance(run.text, TokenData) and run.text.loss == run.text.identity["loss"] == "token_mean"
+    said = {"step": 5, "steps": 8, "stages": 1, "partition": [0, 4], "cases": {}}
+    said["model"] = run.model.model_dump(mode="json")
+    new, old = run.text.identity, {key: value for key, value in run.text.identity.items() if key != "loss"}
+    resume = ("--resume", str(tmp_path))
+    line = 'data.loss = "micro_batch_mean", as in the run that is resumed; new runs have "token_mean"\n'
+    for kept, loss, other in (
+        (new, "token_mean", "micro_batch_mean"),
+        (old, "micro_batch_mean", "token_mean"),  # saved before there was such a key
+        ({**new, "loss": "micro_batch_mean"}, "micro_batch_mean", "token_mean"),
+    ):
+        save_facts(tmp_path, {**said, "data": kept})
+        capsys.readouterr()
+        for asked in ({}, {"loss": loss}):
+            resumed = prepared(tmp_path, model, *given, *resume, documents="packed", **asked)
+            assert isinstance(resumed.text, TokenData) and resumed.state_dict()["data"]["loss"] == loss
+        assert capsys.readouterr().out.count(line) == (loss != "token_mean")
+        refusal = f'data.loss = "{other}": the run that is resumed has "{loss}": should be that, or left out'
+        with pytest.raises(ConfigError, match=refusal):
+            prepared(tmp_path, model, *given, *resume, documents="packed", loss=other)
+    joined = prepared(tmp_path, model, *given, documents="joined").text
+    assert isinstance(joined, TokenData) and joined.identity["loss"] is None
+
+
 def test_a_resume_file_with_other_things_in_it_is_refused(tmp_path: Path, text: Path) -> None:
     said: dict[str, Any] = {"step": 5, "steps": 8, "stages": 1, "partition": [0, 4], "cases": {}}
     said["model"] = prepared(tmp_path, OURS, "--data", str(text)).model.model_dump(mode="json")

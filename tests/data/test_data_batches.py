@@ -166,6 +166,51 @@ def test_documents_come_all_before_one_comes_again() -> None:
         )
 
 
+# -- trained tokens -----------------------------------------------------------------------------------------
+
+
+def partly_trained(**settings: Any) -> TokenData:
+    """Make documents of which some tokens are trained, in columns of several arrays, one of them empty."""
+    lengths = np.random.default_rng(3).integers(2, 20, 200)
+    trained = np.random.default_rng(4).random(lengths.sum()) < 0.3
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    trained[starts[1:] - 1] = True
+    columns = (
+        Column([pyarrow.array(part) for part in np.split(values, [700, 700, 1500])])
+        for values in (np.arange(len(trained)), trained)
+    )
+    ids, of_ids = columns
+    return TokenData(Tokens("chats", ids, starts, of_ids, int(trained.sum())), **settings)
+
+
+def test_true_values_are_counted_over_several_arrays() -> None:
+    values = np.random.default_rng(0).random(50) < 0.5
+    column = Column([pyarrow.array(part) for part in np.split(values, [0, 7, 7, 30, 49])])
+    starts, stops = (ends.ravel() for ends in np.meshgrid(np.arange(51), np.arange(51)))
+    expected = [values[start:stop].sum() for start, stop in zip(starts, np.maximum(starts, stops))]
+    assert column.count(starts, np.maximum(starts, stops)).tolist() == expected
+
+
+@pytest.mark.parametrize("sampling", ["random", "epochs"])
+@pytest.mark.parametrize("documents", ["packed", "padded"])
+def test_every_replica_counts_the_trained_tokens_of_all(documents: Any, sampling: str) -> None:
+    for made in (partly_trained(documents=documents), DATA[documents]):
+        for replicas, micro_batches in ((1, 6), (2, 3), (3, 2)):
+            shards = [train(made, sampling=sampling, replica=one, replicas=replicas) for one in range(replicas)]
+            iterators = [shard.iterate(5, micro_batches=micro_batches) for shard in shards]
+            for _ in range(40):  # some batches lie in two epochs
+                batch = [labels for one in iterators for _, labels in islice(one, micro_batches)]
+                counts = [int((labels != -100).sum()) for labels, _ in batch]
+                expected = torch.tensor(sum(counts) / len(counts))
+                assert all(torch.equal(tokens, expected) for _, tokens in batch)
+
+
+def test_labels_come_alone_where_all_are_trained_or_micro_batches_weigh_the_same() -> None:
+    for data in (DATA["joined"], partly_trained(documents="packed", loss="micro_batch_mean")):
+        _, labels = next(train(data).iterate(micro_batches=4))
+        assert isinstance(labels, torch.Tensor)
+
+
 # -- documents ----------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from ds_dynmo.models.gpt import (
 )
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.seeding import generator_for
+from ds_dynmo.models.vocabulary import with_labels
 
 SMALL = GPTConfig(vocab_size=50, sequence_length=16, layers=3, hidden_size=32, heads=4, seed=7, tied_embedding=False)
 TIED = SMALL.model_copy(update={"tied_embedding": True})
@@ -197,6 +198,37 @@ def test_the_loss_is_computed_in_fp32() -> None:
     rows = -logits.float().log_softmax(-1)
     expected = sum(rows[b, s, labels[b, s]] for b in range(2) for s in range(3)) / 6
     torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_mean_of_micro_batches_is_that_of_their_tokens(per_token: bool) -> None:
+    """One of them has no label. With logits, and with the cross entropy of each token, as slices give it."""
+    logits = torch.randn(3, 2, 20, 50, generator=generator_for("logits")).requires_grad_()
+    labels = tokens(3, 2, 20).masked_fill(torch.arange(40).view(2, 20) >= torch.tensor([1, 0, 40]).view(3, 1, 1), -100)
+    entropies = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none").view(3, 2, 20)
+    expected = F.cross_entropy(logits.flatten(0, 2), labels.flatten())
+    count = torch.tensor(41 / 3)
+    outputs = entropies if per_token else logits
+    losses = [language_model_loss(one, (of, count)) for one, of in zip(outputs, labels)]
+    assert losses[1].item() == 0.0
+    torch.testing.assert_close(sum(losses) / 3, expected)
+    gradients = [torch.autograd.grad(one, logits, retain_graph=True)[0] for one in (sum(losses) / 3, expected)]
+    torch.testing.assert_close(*gradients)
+    assert gradients[0][1].count_nonzero() == 0
+
+
+def test_auxiliary_losses_are_means_of_micro_batches_beside_the_mean_over_tokens() -> None:
+    logits, labels = torch.randn(2, 5, 50, generator=generator_for("logits")), tokens(2, 5)
+    entropy, auxiliary, weight = F.cross_entropy(logits.flatten(0, 1), labels.flatten()), torch.ones(1), torch.ones(1)
+    counted = labels, torch.tensor(20.0)
+    torch.testing.assert_close(language_model_loss((logits, auxiliary), counted), entropy / 2 + 1)
+    torch.testing.assert_close(language_model_loss((logits, auxiliary, 0.3 * weight), counted), 0.3 * entropy / 2 + 1)
+
+
+def test_labels_go_with_inputs_and_their_count_does_not() -> None:
+    ids, labels, count = tokens(2, 5), tokens(2, 5), torch.tensor(3.0)
+    assert with_labels((ids, labels)) == ((ids, labels), labels)
+    assert with_labels(((ids, ids), (labels, count))) == ((ids, ids, labels), (labels, count))
 
 
 @pytest.mark.parametrize("config", [SMALL, TIED])
