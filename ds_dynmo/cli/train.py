@@ -14,7 +14,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -63,7 +62,6 @@ from ds_dynmo.files.claims import check_claim
 from ds_dynmo.models import (
     AUXILIARY_LOSS,
     LANGUAGE_MODEL_LOSS,
-    Batches,
     DynamicCase,
     LanguageModelPipeline,
     dynamic_cases,
@@ -155,7 +153,7 @@ def train_until(
 ) -> History:
     """Train up to ``run.stop``, or to the batch in which ranks agree to ``stop``."""
     history = History()
-    data = micro_batches(batches(run, engine, "train"), engine, engine.micro_batches_taken)
+    data = batches(run, engine, "train").iterate(engine.micro_batches_taken, micro_batches=engine.micro_batches)
     progress = ProgressLines(run, engine)
     recording = Recording(run, engine, run.record if engine.global_rank == 0 else None)
     validation = batches(run, engine, "validation")
@@ -206,29 +204,25 @@ def ends_part(step: int, steps: int, parts: int) -> bool:
     return (step + 1) * parts // steps > step * parts // steps
 
 
-def batches(run: TrainingRun, engine: Any, split: Any) -> Batches | TokenBatches:
+def batches(run: TrainingRun, engine: Any, split: Any) -> TokenBatches:
     replicas, size = engine.grid.get_data_parallel_world_size(), engine.train_micro_batch_size_per_gpu()
     # A run of other replicas may have ended within a round of micro-batches, one for each replica.
     begun = engine.global_samples // size % replicas if split == "train" else 0
-    return run.text.batches(
+    found = run.text.batches(
         split,
         micro_batch_size=size,
         sequence_length=run.model.sequence_length,
         seed=run.model.seed,
-        replica=begun + engine.grid.get_data_parallel_rank(),
+        replica=engine.grid.get_data_parallel_rank(),
         replicas=replicas,
         sampling=run.model.sampling if split == "train" else "random",
     )
+    return replace(found, begun=begun)
 
 
-def micro_batches(data: Batches | TokenBatches, engine: Any, first: int = 0) -> Iterator[Any]:
-    """Iterate over micro-batches from ``first`` on; of token ids the loss may be the mean over a batch's tokens."""
-    return data.iterate(first) if isinstance(data, Batches) else data.iterate(first, micro_batches=engine.micro_batches)
-
-
-def validate(engine: Any, validation: Batches | TokenBatches) -> float:
+def validate(engine: Any, validation: TokenBatches) -> float:
     """Measure the validation loss, every time on the same micro-batches."""
-    return float(engine.eval_batch(micro_batches(validation, engine)))
+    return float(engine.eval_batch(validation.iterate(micro_batches=engine.micro_batches)))
 
 
 def run_metadata(run: TrainingRun, engine: Any, cases: list[DynamicCase]) -> dict[str, Any]:

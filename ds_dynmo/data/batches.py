@@ -43,6 +43,7 @@ class TokenBatches:
     Attributes:
         key: what the order depends on.
         loss: see :class:`~ds_dynmo.data.DataConfig`.
+        begun: micro-batches that a run of other replicas has trained of the next round, in which each replica has one.
     """
 
     rows: TokenRows
@@ -52,6 +53,7 @@ class TokenBatches:
     replica: int
     replicas: int
     loss: Loss
+    begun: int = 0
 
     @property
     def epoch(self) -> range:
@@ -60,7 +62,7 @@ class TokenBatches:
 
     def sequence_indices(self, number: int) -> Numbers:
         """Return the indices of the sequences of micro-batch ``number``."""
-        return self._indices(np.array([number * self.replicas + self.replica]))
+        return self._indices(np.array([number * self.replicas + self.begun + self.replica]))
 
     def _indices(self, numbers: Numbers) -> Numbers:
         """Return the indices of the sequences of micro-batches, by their ascending numbers in the whole run."""
@@ -119,7 +121,7 @@ class TokenBatches:
         """
         if self.rows.trained is None:
             return None
-        numbers = np.arange(first * self.replicas, (first + micro_batches) * self.replicas)
+        numbers = np.arange(first * self.replicas, (first + micro_batches) * self.replicas) + self.begun
         return torch.tensor(self.rows.trained[self._indices(numbers)].sum() / len(numbers), dtype=torch.float32)
 
 

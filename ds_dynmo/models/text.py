@@ -140,7 +140,7 @@ class ByteText:
                 f"{self.name}: {len(rows)} sequences of {sequence_length} bytes are too few for a micro-batch of "
                 f"{micro_batch_size} ({split})"
             )
-        return Batches(rows, micro_batch_size, sampling, (split, seed), replica, replicas)
+        return Batches(rows, micro_batch_size, sampling, (split, seed), replica, replicas, loss="micro_batch_mean")
 
     def check_length(self, sequence_length: int) -> None:
         """Refuse a text whose validation part does not hold one sequence and the byte that follows it.

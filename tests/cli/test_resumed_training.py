@@ -338,9 +338,10 @@ def losses_apart(arguments: list[str]) -> dict[str, Any]:
     parameters = list(module.parameters())
     plain = ds_dynmo.initialize(model=module, model_parameters=parameters, config=run.settings)[0]
     data = batches(run, plain, "train")
-    totals = [plain.train_batch(data.iterate(step * plain.micro_batches)).item() for step in range(run.steps)]
+    count = plain.micro_batches
+    totals = [plain.train_batch(data.iterate(step * count, micro_batches=count)).item() for step in range(run.steps)]
     engine = build_engine(run)
-    evaluated = engine.eval_batch(data.iterate(0)).item()
+    evaluated = engine.eval_batch(data.iterate(micro_batches=count)).item()
     history = train(run, engine, build_cases(run, engine))
     return {
         "totals": totals,

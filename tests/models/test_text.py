@@ -1,5 +1,6 @@
 import errno
 import os
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,10 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
 
 def test_a_micro_batch_is_reached_by_its_number() -> None:
     batches = train_batches(counting(5000))
-    walked = list(islice(batches.iterate(), 6))
+    walked = list(islice(batches.iterate(micro_batches=1), 6))
     for number in (5, 0, 3):
         assert all(torch.equal(a, b) for a, b in zip(batches.micro_batch(number), walked[number], strict=True))
-    resumed = next(batches.iterate(first=4))
+    resumed = next(batches.iterate(4, micro_batches=1))
     assert torch.equal(resumed[0], walked[4][0])
 
 
@@ -217,8 +218,8 @@ def starts(text: ByteText, sampling: Any, replicas: int, numbers: range) -> list
         start
         for replica in range(replicas)
         for number in range(first, first + len(numbers) // replicas)
-        for start in train_batches(
-            text, sampling=sampling, replica=replica + numbers.start % replicas, replicas=replicas
+        for start in replace(
+            train_batches(text, sampling=sampling, replica=replica, replicas=replicas), begun=numbers.start % replicas
         )
         .starts(number)
         .tolist()

@@ -59,7 +59,7 @@ def within_limit(given: list[str], stay_dense: bool = False) -> dict[str, Any] |
     engine = build_engine(unlimited)
     data = batches(unlimited, engine, "train")
     while engine.profile is None:
-        engine.train_batch(data.iterate(engine.micro_batches_taken))
+        engine.train_batch(data.iterate(engine.micro_batches_taken, micro_batches=engine.micro_batches))
     limit = max(needed_bytes(engine))
     limited = ["--set", f"dynmo.memory_limit={limit}"]
     limited += ["--set", 'dynmo.repack={"enabled": true, "planner": "first_fit"}']
