@@ -134,7 +134,8 @@ class CostHistory:
 
     def smoothed(self, profile: Profile) -> Profile:
         """Return the latest profile with smoothed costs."""
-        layers = tuple(replace(cost, **dict(zip(_SECONDS, mean))) for cost, mean in zip(profile.layers, self._means))
+        smoothed: list[dict[str, Any]] = [dict(zip(_SECONDS, mean)) for mean in self._means]
+        layers = tuple(replace(cost, **seconds) for cost, seconds in zip(profile.layers, smoothed))
         return replace(profile, layers=layers)
 
     def _logs(self, layers: Sequence[LayerCost]) -> dict[int, float]:
@@ -251,7 +252,7 @@ def _seconds(cost: LayerCost) -> list[float]:
     return [getattr(cost, name) for name in _SECONDS]
 
 
-def _averaged(mean: float, seconds: float, count: int) -> float:
+def _averaged(mean: float, seconds: float, count: float) -> float:
     """Return the mean of ``count`` values, the last of which is ``seconds``; 0: no pass was of this kind."""
     return mean + (seconds - mean) / count if mean and seconds else mean or seconds
 

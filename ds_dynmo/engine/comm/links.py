@@ -1,4 +1,4 @@
-"""The messages of a batch's passes: sends of training never wait, receives are posted ahead, in one order on both sides.
+"""The messages of a batch's passes: sends of training never wait, receives are posted ahead, in one order everywhere.
 
 A *lane* carries the activations, or the gradients, of one boundary between two chunks of layers. A receiver posts the
 next receives of a lane before it needs them, so that messages arrive while it computes.
