@@ -44,7 +44,7 @@ from ds_dynmo.cli.command_line import (
     write_json,
 )
 from ds_dynmo.cli.startup import begin_rank
-from ds_dynmo.cli.train import batches, build_engine, micro_batches
+from ds_dynmo.cli.train import batches, build_engine
 from ds_dynmo.cli.training.options import TrainingRun, prepare
 from ds_dynmo.partitioners import balanced
 
@@ -124,7 +124,7 @@ def prepared(arguments: argparse.Namespace, arm: str) -> TrainingRun:
 def build(arm: str, run: TrainingRun) -> Arm:
     """Build an engine. Collective."""
     engine = build_engine(run, STOCK.get(arm, "uniform"))
-    return Arm(arm, engine, micro_batches(batches(run, engine, "train"), engine))
+    return Arm(arm, engine, batches(run, engine, "train").iterate(micro_batches=engine.micro_batches))
 
 
 def measure(arguments: argparse.Namespace) -> list[Arm]:
