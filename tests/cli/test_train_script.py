@@ -22,7 +22,7 @@ from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.engine.save.manifest import MANIFEST
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.launch import ALONE
-from ds_dynmo.models import read_model_config
+from ds_dynmo.models import huggingface, read_model_config
 from tests.support.ports import free_port
 from tests.support.saved_runs import metadata_of, save_metadata
 
@@ -266,12 +266,39 @@ def test_a_run_in_other_pieces_is_refused_and_begins_from_an_export(key: str, va
     remedy = f"; ds-dynmo-export {tmp_path} DIR, then --set model.huggingface=DIR without --resume begins with any"
     facts = {"step": 5, "steps": 8, "stages": 2, "partition": [0, 3, 7], "cases": {}}
     for sizes, said in ((SIZES, ""), ({"huggingface": {"model_type": "llama"}, "sequence_length": 8}, remedy)):
-        save_metadata(tmp_path / "global_step5", {**facts, "model": {**sizes, **pieces}})
+        config = sizes.get("huggingface")
+        save_metadata(tmp_path / "global_step5", {**facts, "model": {**sizes, **pieces}, "config": config})
         model = read_model_config({"model": {**sizes, **pieces, key: value}})
         with pytest.raises(ConfigError) as error:
-            read_resumed(tmp_path, None, model)
+            read_resumed(tmp_path, None, model, config)
         saved, given = (json.dumps(one) for one in (pieces[key], value))
         assert str(error.value).endswith(f": was trained with model.{key} = {saved}, this run has {given}{said}")
+
+
+def test_a_model_is_known_by_its_config_wherever_its_folder_is(tmp_path: Path) -> None:
+    """A file that was written by another version of transformers is the same; one that was edited is not."""
+    config = {"model_type": "llama", "hidden_size": 8, "transformers_version": "5"}
+    for name, changes in (("model", {}), ("moved", {"transformers_version": "6"}), ("other", {"hidden_size": 16})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**config, **changes}))
+    facts = {"step": 5, "steps": 8, "stages": 2, "partition": [0, 3, 7], "cases": {}, "config": config}
+    saved = f"{tmp_path}/model"
+    save_metadata(tmp_path / "global_step5", {**facts, "model": {"huggingface": saved}})
+
+    def resume(model: Any) -> dict[str, Any]:
+        section = read_model_config({"model": {"huggingface": model}})
+        return read_resumed(tmp_path, None, section, huggingface.config_json(model))
+
+    for same in (saved, f"{tmp_path}/./model/", f"{saved}/config.json", f"{tmp_path}/moved", config):
+        assert resume(same)["step"] == 5
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "hidden_size": 16}))
+    for other in (saved, f"{tmp_path}/other"):
+        with pytest.raises(ConfigError) as error:
+            resume(other)
+        assert str(error.value) == (
+            f'--resume {tmp_path}: was trained with model.huggingface = "{saved}", this run has "{other}": its '
+            "hidden_size was 8, is 16"
+        )
 
 
 def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from ds_dynmo.models import (
     ModelConfig,
     MoEConfig,
     PruningConfig,
+    huggingface,
     model_layers,
     read_model_config,
 )
@@ -56,6 +57,7 @@ class TrainingRun:
 
     Attributes:
         name: of the configuration.
+        config: what ``config.json`` of its Hugging Face model holds; None: it has none.
         layers: the LayerSpecs of ``model``.
         steps: batches of the whole run, of which schedules are fractions.
         packed: sequences hold several documents, and inputs their positions.
@@ -72,6 +74,7 @@ class TrainingRun:
     name: str
     settings: dict[str, Any]
     model: ModelConfig
+    config: dict[str, Any] | None
     layers: list[Any]
     text: ByteText | TokenData
     packed: bool
@@ -97,7 +100,8 @@ class TrainingRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the run."""
-        return {"steps": self.steps, "model": self.model.model_dump(mode="json"), "data": identity_of(self.text)}
+        model = self.model.model_dump(mode="json")
+        return {"steps": self.steps, "model": model, "config": self.config, "data": identity_of(self.text)}
 
 
 def settings_all_ranks_share(run: TrainingRun) -> dict[str, str]:
@@ -189,7 +193,10 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
     if dynmo is not None:
         check_initial_partition(dynmo, layers, stages)
     resume = folder_to_resume(args)
-    resumed = None if resume is None else read_resumed(resume, args.tag, model, newest_whole=args.newest_whole)
+    config = None if model.huggingface is None else huggingface.config_json(model.huggingface)
+    resumed = None
+    if resume is not None:
+        resumed = read_resumed(resume, args.tag, model, config, newest_whole=args.newest_whole)
     check_new_folder(args, resume)
     text = load_data(args.data, settings, model, packed=packed, resumed=resumed)
     text.check_length(model.sequence_length)
@@ -204,6 +211,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
         name=Path(args.deepspeed_config).stem,
         settings=engine_settings(settings, args, steps, stop, text, report, dynmo),
         model=model,
+        config=config,
         layers=layers,
         text=text,
         packed=packed,

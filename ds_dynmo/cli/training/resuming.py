@@ -34,6 +34,7 @@ __all__ = [
 
 METADATA_KEY = "ds_dynmo_train"  # in the client state of each checkpoint: the metadata of the run, as JSON
 RESTART_FILE = "restart.json"  # the metadata, beside the checkpoint that the engine writes to stop a run for a restart
+ABOUT_CONFIG = ("_name_or_path", "transformers_version")  # in a config.json, and say nothing of the model
 METADATA = {"step": int, "steps": int, "stages": int, "partition": list, "model": dict, "cases": dict}
 
 
@@ -107,10 +108,13 @@ def read_run_metadata(folder: Path, tag: str) -> dict[str, Any]:
     return {**metadata, "tag": tag}
 
 
-def read_resumed(folder: Path, tag: str | None, model: ModelConfig, *, newest_whole: bool = False) -> dict[str, Any]:
+def read_resumed(
+    folder: Path, tag: str | None, model: ModelConfig, config: dict[str, Any] | None, *, newest_whole: bool = False
+) -> dict[str, Any]:
     """Read the metadata of the run that is resumed, and check that this one can continue it.
 
     Args:
+        config: what ``config.json`` of a Hugging Face model holds, by which it is known wherever its folder is.
         newest_whole: those of another checkpoint will do, the newest first.
 
     Raises:
@@ -124,8 +128,9 @@ def read_resumed(folder: Path, tag: str | None, model: ModelConfig, *, newest_wh
         saved_model = read_model_config(resumed)
     except ConfigError as error:
         raise ConfigError(f"--resume {folder}: {error}") from error
+    _check_config(folder, resumed.get("config"), config, saved_model, model)
     for key in ModelConfig.model_fields:
-        if key in ("tokens", "verified"):  # the data that the one leads to are compared; the other changes nothing
+        if key in ("tokens", "verified", "huggingface"):  # data and configs are compared; the other changes nothing
             continue
         if getattr(model, key) != getattr(saved_model, key):
             saved, given = (show(one.model_dump(mode="json").get(key)) for one in (saved_model, model))
@@ -134,6 +139,23 @@ def read_resumed(folder: Path, tag: str | None, model: ModelConfig, *, newest_wh
                 f"{_remedy(key, folder, model)}"
             )
     return resumed
+
+
+def _check_config(
+    folder: Path,
+    before: dict[str, Any] | None,
+    now: dict[str, Any] | None,
+    saved_model: ModelConfig,
+    model: ModelConfig,
+) -> None:
+    """Refuse another ``config.json`` than the run began with. Weights are the checkpoint's."""
+    before, now = before or {}, now or {}
+    for key in sorted({*before, *now}.difference(ABOUT_CONFIG)):
+        if before.get(key) != now.get(key):
+            raise ConfigError(
+                f"--resume {folder}: was trained with model.huggingface = {show(saved_model.huggingface)}, this run "
+                f"has {show(model.huggingface)}: its {key} was {show(before.get(key))}, is {show(now.get(key))}"
+            )
 
 
 def _first_metadata(folder: Path, tag: str | None, others: Sequence[str]) -> dict[str, Any]:

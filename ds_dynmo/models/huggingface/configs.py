@@ -20,7 +20,8 @@ from ds_dynmo.config.explain import show, suggest
 from ds_dynmo.errors import ConfigError
 
 __all__ = [
-    *("TOP_K", "check_blocks_draw_nothing", "config_of", "default_attention", "differs_by_layer", "experts_key"),
+    *("TOP_K", "check_blocks_draw_nothing", "config_json", "config_of", "default_attention", "differs_by_layer"),
+    "experts_key",
     *("families", "library_module", "name_of", "plan_of", "tokenizer_files", "transformers"),
 ]
 
@@ -112,12 +113,24 @@ def config_of(model: Any) -> Any:
                 f"{path}: has {ADAPTER}: transformers would load the adapter too. Give the PeftModel that peft's "
                 "from_pretrained(..., is_trainable=True) makes, or the folder of a model without adapters"
             )
-        path = path / "config.json" if path.is_dir() else path
-        config = _read(library, load_json(path), str(path))
+        config = _read(library, config_json(path), str(_config_file(path)))
     else:
         raise ConfigError(f"a model should be a path, config or model of transformers, got {type(model).__name__}")
     _check_family(config, name_of(model))
     return config
+
+
+def config_json(model: str | os.PathLike[str] | dict[str, Any]) -> dict[str, Any]:
+    """Return what a ``config.json`` holds, given by its path, by the model's folder, or as it is.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    return model if isinstance(model, dict) else load_json(_config_file(Path(model)))
+
+
+def _config_file(model: Path) -> Path:
+    return model / "config.json" if model.is_dir() else model
 
 
 def default_attention(kind: Any) -> str:
