@@ -10,19 +10,17 @@ of that layer of the same model without pruning and slices.
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
 from ds_dynmo.cli.command_line import OneLineParser, refuse
 from ds_dynmo.cli.training.resuming import checkpoint_folder, find_checkpoint, read_run_metadata
+from ds_dynmo.config.explain import show
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import PruningConfig, huggingface, model_layers, read_model_config
 from ds_dynmo.models.pruning.exporting import export as export_plain
 
 __all__ = ["export"]
-
-BESIDE_WEIGHTS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "generation_config.json")
 
 
 def export(checkpoint: Path, folder: Path, *, tag: str | None = None, merge: bool = False) -> None:
@@ -40,6 +38,11 @@ def export(checkpoint: Path, folder: Path, *, tag: str | None = None, merge: boo
     tag = find_checkpoint(checkpoint, tag)
     model, weights = read_model_config(read_run_metadata(checkpoint, tag)), checkpoint_folder(checkpoint, tag)
     if model.huggingface is not None:
+        if isinstance(model.huggingface, str) and not Path(model.huggingface).exists():
+            raise ConfigError(
+                f"{checkpoint}: was trained with model.huggingface = {show(model.huggingface)}, where nothing is: make "
+                "a link there to the model's folder, or start in the folder that the path begins in"
+            )
         huggingface.export(
             *(model.huggingface, weights, folder),
             peft=model.peft,
@@ -48,8 +51,6 @@ def export(checkpoint: Path, folder: Path, *, tag: str | None = None, merge: boo
             split_blocks=model.split_blocks,
             untie=model.untie,
         )
-        if isinstance(model.huggingface, str):
-            copy_tokenizer(Path(model.huggingface), folder)
     elif model.find_case(PruningConfig) is not None or model.num_vocabulary_slices:
         export_plain(model_layers(model), weights, folder)
     else:
@@ -57,13 +58,6 @@ def export(checkpoint: Path, folder: Path, *, tag: str | None = None, merge: boo
             f'{checkpoint}: model.case has no kind "pruning", model.vocabulary_slices is null: its weights are dense '
             "and whole already"
         )
-
-
-def copy_tokenizer(model: Path, folder: Path) -> None:
-    """Copy what a model's folder has beside its weights."""
-    for name in (*huggingface.tokenizer_files(model), *BESIDE_WEIGHTS):
-        if (model / name).is_file():
-            shutil.copyfile(model / name, folder / name)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import tiny_model
 from ds_dynmo.cli import export
 from ds_dynmo.cli.train import main
 from ds_dynmo.data import DataConfig, open_data
+from tests.support.full_disk import files_of_at_most
 from tests.support.harness import run
 
 pytestmark = pytest.mark.ranks
@@ -125,8 +127,18 @@ def test_what_was_pruned_is_exported_with_zeros(made: Path, tmp_path: Path) -> N
     assert loss == pytest.approx(reported_loss(tmp_path), rel=1e-5)
 
 
+def check_refused(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that an export is refused in one line, and leaves nothing."""
+    out = Path(arguments[1]).parent
+    before = sorted(out.iterdir())
+    capsys.readouterr()
+    assert export.main(arguments) == 2
+    assert re.fullmatch(rf"ds-dynmo-export: error: .*{reason}.*\n", capsys.readouterr().err)
+    assert sorted(out.iterdir()) == before
+
+
 @torch.no_grad()
-def test_adapters_are_exported_alone_or_merged(made: Path, tmp_path: Path) -> None:
+def test_adapters_are_exported_alone_or_merged(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(2, command, [*finetune(made, tmp_path), "--set", "model.peft={}"]) == [0, 0]
     base = AutoModelForCausalLM.from_pretrained(made / "model")
     untrained = validation_loss(base, made, tmp_path, "packed")
@@ -136,7 +148,13 @@ def test_adapters_are_exported_alone_or_merged(made: Path, tmp_path: Path) -> No
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     prompt = tokenizer("def main(", return_tensors="pt")
     generated = adapted.generate(**prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False)
-    assert export.main([str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
+    merging = [str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]
+    with files_of_at_most(2000):  # it is the tokenizer that finds no room
+        check_refused(merging, rf"{tmp_path}/merged: cannot be written: .*File too large: '{made}/model/tokeni", capsys)
+    (made / "model").rename(made / "moved")
+    check_refused(merging, rf'model.huggingface = "{made}/model", where nothing is: make a link there', capsys)
+    (made / "model").symlink_to(made / "moved")
+    assert export.main(merging) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.generate(**prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False).equal(generated)
     assert validation_loss(merged, made, tmp_path, "packed") == pytest.approx(loss, rel=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
@@ -17,7 +18,7 @@ from ds_dynmo.files.checkpoints import REPLICA_OWN, layer_file
 from ds_dynmo.models.exporting import load, new_folder, tag_folder, weights_file
 from ds_dynmo.models.huggingface.adapter import PART, source_of
 from ds_dynmo.models.huggingface.adapter_files import SavedLayer, merged, write_adapters
-from ds_dynmo.models.huggingface.configs import name_of
+from ds_dynmo.models.huggingface.configs import name_of, tokenizer_files
 from ds_dynmo.models.huggingface.conversions import to_files
 from ds_dynmo.models.huggingface.pruning import prunable_shapes
 from ds_dynmo.models.huggingface.source import Source
@@ -28,6 +29,8 @@ from ds_dynmo.models.pruning.sparse_linear import dense_tensors
 from ds_dynmo.models.slice_counts import Slices
 
 __all__ = ["export"]
+
+BESIDE_WEIGHTS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "generation_config.json")
 
 
 def export(
@@ -50,7 +53,8 @@ def export(
 
     Args:
         model, peft, vocabulary_slices, split_blocks, untie: what :func:`~ds_dynmo.models.huggingface.layers` made the
-            layers of. Only configs count, unless adapters are merged with a base that the checkpoint lacks.
+            layers of. Only configs count, unless adapters are merged with a base that the checkpoint lacks; the
+            tokenizer in the folder ``model`` is copied.
         checkpoint: what ``engine.save_checkpoint`` wrote: the folder with the file ``latest``, or that of a tag.
         folder: gets ``config.json``, safetensors files and their index; or ``adapter_config.json`` and
             ``adapter_model.safetensors``. Has to be empty or not there.
@@ -72,6 +76,7 @@ def export(
         if not path.is_file():
             raise CheckpointError(f"{path}: there is no such file{_hint(source)}")
     with new_folder(out) as new:
+        _copy_tokenizer(model, new)
         if source.adapters is not None and not merge:
             parts = ((source.outline.paths[layer], _saved_layer(source, layer, saved)) for layer in layers)
             write_adapters(source.adapters, _base_of(model, source), parts, new)
@@ -89,6 +94,14 @@ def export(
         if beyond.is_file():  # looked for last: the layers before say more, if they are others too
             why = ", whose head is its embedding: was it trained with untie?" if source.tied else ""
             raise CheckpointError(f"{beyond}: is no layer of the model{why}")
+
+
+def _copy_tokenizer(model: Any, folder: Path) -> None:
+    """Copy what a model's folder has beside its weights."""
+    if isinstance(model, (str, os.PathLike)):
+        for path in (Path(model) / name for name in (*tokenizer_files(model), *BESIDE_WEIGHTS)):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
 
 
 def _write_model(source: Source, layers: Iterable[dict[str, torch.Tensor]], num_files: int, folder: Path) -> None:
