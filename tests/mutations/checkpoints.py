@@ -51,7 +51,7 @@ MUTATIONS = [
     Mutation(
         "old checkpoints of other runs are removed",
         "listing.remove_older",
-        "_run_of(save_dir, tag) == run",
+        "is_of_run(save_dir, tag, run)",
         "True",
         KEPT,
     ),
