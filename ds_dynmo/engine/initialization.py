@@ -17,7 +17,7 @@ from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.communicator import check_hosts
 from ds_dynmo.engine.decide.cycle import Reason, Request
 from ds_dynmo.engine.deepspeed.engine_class import engine_class as built_upon
-from ds_dynmo.engine.deepspeed.instruction_map import checked_instructions
+from ds_dynmo.engine.deepspeed.instruction_map import check_schedules, checked_instructions
 from ds_dynmo.engine.deepspeed.logs import warning_once
 from ds_dynmo.engine.deepspeed.module import layer_specs
 from ds_dynmo.engine.deepspeed.pipeline_module import is_dual_pipe_v, num_stages_of, use_as_v
@@ -76,6 +76,7 @@ def initialize(
         use_as_v(model)
     of_user = built_upon(engine_class or deepspeed.PipelineEngine)
     if dynmo is not None:
+        check_schedules()
         checked_instructions(of_user.func)
     with _constructing(partial(of_user, dynmo=dynmo)):
         engine, used_optimizer, loader, scheduler = deepspeed.initialize(

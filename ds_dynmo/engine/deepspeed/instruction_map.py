@@ -15,9 +15,11 @@ Instruction = Callable[..., None]
 Instructions = Mapping[type, Instruction]
 
 AT_THE_END = (schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep)
+_SCHEDULES = ("TrainSchedule", "InferenceSchedule")
 _INSTEAD = (
-    "call engine.before_step, hook the layers, or override train_batch in a subclass of PipelineEngine given as "
-    "engine_class"
+    'remove the patch; the "dynmo" section chooses the order of passes, as by "schedule": {"kind": "zero_bubble"}; for '
+    "other work call engine.before_step, hook layers, or override train_batch in a subclass of PipelineEngine given "
+    "as engine_class"
 )
 
 
@@ -35,12 +37,28 @@ def checked_instructions(engine: Any) -> Instructions:
     instructions: Instructions = engine._INSTRUCTION_MAP
     for kind, instruction in instructions.items():
         if kind not in AT_THE_END and not is_deepspeeds(instruction):
-            name = getattr(instruction, "__qualname__", repr(instruction))
             raise ConfigError(
-                f"_INSTRUCTION_MAP[{kind.__name__}] = {instruction.__module__}.{name}: only the instructions at the "
-                f"end of a batch may be yours, {', '.join(kind.__name__ for kind in AT_THE_END)}; {_INSTEAD}"
+                f"_INSTRUCTION_MAP[{kind.__name__}] = {_full_name(instruction)}: only the instructions at the end of a "
+                f"batch may be yours, {', '.join(kind.__name__ for kind in AT_THE_END)}; {_INSTEAD}"
             )
     return instructions
+
+
+def check_schedules() -> None:
+    """Refuse a schedule class of DeepSpeed's that was replaced, or of which a method was.
+
+    Raises:
+        ConfigError: naming what took its place.
+    """
+    for kind in _SCHEDULES:
+        present, place = getattr(schedule, kind), f"{schedule.__name__}.{kind}"
+        if present.__module__ != schedule.__name__:
+            raise _not_deepspeeds(f"{place} = {_full_name(present)}", kind)
+        for owner in present.__mro__:
+            methods = {name: method for name, method in vars(owner).items() if inspect.isfunction(method)}
+            for name, method in methods.items():
+                if method.__globals__ is not vars(schedule):
+                    raise _not_deepspeeds(f"{place}.{name} = {_full_name(method)}", kind)
 
 
 def check_steps(steps: Any, *, training: bool) -> None:
@@ -49,14 +67,17 @@ def check_steps(steps: Any, *, training: bool) -> None:
     Raises:
         ConfigError: naming their class.
     """
-    kind = schedule.TrainSchedule if training else schedule.InferenceSchedule
-    named = f"{type(steps).__module__}.{type(steps).__qualname__}"
-    if type(steps) is kind:
-        methods = {name: method for name, method in vars(kind).items() if inspect.isfunction(method)}
-        replaced = [name for name, method in methods.items() if method.__globals__ is not vars(schedule)]
-        if not replaced:
-            return
-        named = f"{named}.{replaced[0]} = {methods[replaced[0]].__module__}.{methods[replaced[0]].__qualname__}"
-    raise ConfigError(
-        f"{named}: batches run DeepSpeed's {kind.__name__} or a schedule of dynmo.schedule, none of yours; {_INSTEAD}"
+    check_schedules()
+    kind = _SCHEDULES[0 if training else 1]
+    if type(steps) is not getattr(schedule, kind):
+        raise _not_deepspeeds(_full_name(type(steps)), kind)
+
+
+def _full_name(of: Any) -> str:
+    return f"{of.__module__}.{getattr(of, '__qualname__', repr(of))}"
+
+
+def _not_deepspeeds(named: str, kind: str) -> ConfigError:
+    return ConfigError(
+        f"{named}: batches run DeepSpeed's {kind} or a schedule of dynmo.schedule, none of yours; {_INSTEAD}"
     )

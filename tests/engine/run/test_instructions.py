@@ -17,6 +17,7 @@ from ds_dynmo.engine.deepspeed.instruction_map import AT_THE_END, checked_instru
 from ds_dynmo.errors import ConfigError
 
 STOCK = PipelineEngine._INSTRUCTION_MAP
+REMEDY = r'"schedule": {"kind": "zero_bubble"}; .* call engine.before_step'
 
 
 class OwnKind(schedule.PipeInstruction):  # type: ignore[misc]
@@ -35,7 +36,8 @@ def test_only_instructions_at_the_end_of_a_batch_may_be_the_users() -> None:
                 assert checked_instructions(engine)[kind] is instruction
                 continue
             with pytest.raises(
-                ConfigError, match=rf"_INSTRUCTION_MAP\[{kind.__name__}\] = .*; call engine.before_step"
+                ConfigError,
+                match=rf"_INSTRUCTION_MAP\[{kind.__name__}\] = .*{REMEDY}",
             ):
                 checked_instructions(engine)
     assert checked_instructions(PipelineEngine) is STOCK
@@ -95,3 +97,42 @@ def test_a_wrong_engine_class_is_refused_before_anything_is_created(monkeypatch:
     with pytest.raises(ConfigError, match="engine_class = 3"):
         ds_dynmo.initialize(model=None, config={}, engine_class=3)
     assert not calls
+
+
+# -- schedules ----------------------------------------------------------------------------------------
+
+
+def loads_first(self: Any) -> Any:
+    """Order DeepSpeed's own instructions otherwise, as diffusion-pipe does."""
+    for commands in TRAIN_STEPS(self):
+        yield sorted(commands, key=lambda command: not isinstance(command, schedule.LoadMicroBatch))
+
+
+class ZeroBubble(schedule.PipeSchedule):  # type: ignore[misc]
+    """A schedule in the place of DeepSpeed's, as Megatron-DeepSpeed's --enable-zbh1-pipeline has one."""
+
+
+TRAIN_STEPS = schedule.TrainSchedule.steps
+
+
+@pytest.mark.parametrize(
+    ("place", "attribute", "own"),
+    [
+        (schedule.TrainSchedule, "steps", loads_first),
+        (schedule.InferenceSchedule, "num_pipe_buffers", loads_first),
+        (schedule.PipeSchedule, "_buffer_idx", loads_first),
+        (schedule, "TrainSchedule", ZeroBubble),
+    ],
+)
+def test_a_schedule_of_the_users_is_refused_before_anything_is_created(
+    monkeypatch: pytest.MonkeyPatch, place: Any, attribute: str, own: Any
+) -> None:
+    for name in ("check_module", "check_partitioned_activations", "check_initial_partition", "check_shapes"):
+        monkeypatch.setattr(f"ds_dynmo.engine.validation.{name}", lambda *_: None)
+    for name in ("is_dual_pipe_v", "check_uses", "layer_specs", "num_stages_of"):
+        monkeypatch.setattr(f"ds_dynmo.engine.initialization.{name}", lambda *_: None)
+    monkeypatch.setattr("deepspeed.initialize", lambda **_: pytest.fail("an engine is built"))
+    monkeypatch.setattr(place, attribute, own)
+    message = rf"{attribute} = {__name__}.{own.__qualname__}: batches .*remove the patch; .*{REMEDY}"
+    with pytest.raises(ConfigError, match=message):
+        ds_dynmo.initialize(model=None, config={"train_batch_size": 1, "dynmo": {}})

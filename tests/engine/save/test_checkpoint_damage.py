@@ -335,7 +335,7 @@ class Kind(enum.Enum):
 
 
 def allow_later(engine: Any, folder: str) -> list[str]:
-    """Save what both Megatrons put into a client state, with an enum; return a warning, and a load's error."""
+    """Save what both Megatrons put into a client state, with an enum of theirs; return a warning and a load's error."""
     state = {"args": Namespace(kind=Kind.CAUSAL), "random": numpy.random.get_state(), "loss": numpy.float64(1.5)}
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
