@@ -12,10 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
+from deepspeed.utils import set_full_hp_param
 from torch import nn
+from torch.autograd.graph import increment_version
 
 Groups = list[list[nn.Parameter]]
 REPLICA_OWN = "replica_own"  # an option of the parameter groups whose parameters differ between replicas
@@ -63,6 +66,16 @@ def unbind(parameter: nn.Parameter) -> None:
     parameter.grad = None
 
 
+def _set_state(parameter: Any, value: torch.Tensor, optim_state_key: str | None = None) -> None:
+    """Set this rank's part of the fp32 weights or of a moment as DeepSpeed does, which writes through ``tensor.data``.
+
+    Without a count of the change, what was sent ahead of a move in the background would stay as it was.
+    """
+    set_full_hp_param(parameter, value, optim_state_key)
+    if parameter._hp_mapping is not None:
+        increment_version(parameter._hp_mapping.get_hp_fragment(optim_state_key))
+
+
 class FlatOptimizerAdapter(ABC):
     """One of DeepSpeed's flat optimizer wrappers, with the operations that moving layers needs.
 
@@ -76,6 +89,7 @@ class FlatOptimizerAdapter(ABC):
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
+        self._count_set_state()
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -202,8 +216,14 @@ class FlatOptimizerAdapter(ABC):
         self._wrapper._lazy_init_hp_params_optimizer_state()
         return True
 
+    def _count_set_state(self) -> None:
+        """Let what ``safe_set_full_fp32_param`` and the like set count as changes in place: see :func:`_set_state`."""
+        for parameter in (parameter for group in self.groups for parameter in group):
+            parameter.set_full_hp_param = MethodType(_set_state, parameter)  # type: ignore[attr-defined]
+
     def _link(self) -> None:
         self._wrapper._link_all_hp_params()
+        self._count_set_state()
         self._wrapper._enable_universal_checkpoint()
         self._wrapper._param_slice_mappings = self._wrapper._create_param_mapping()
         for master, group in zip(self.masters, self.inner.param_groups):

@@ -161,7 +161,8 @@ NEEDED: tuple[PrivateName, ...] = (
         non_reentrant_checkpoint="function",
     ),
     # Files, and the operator for shared memory.
-    *_of("deepspeed.utils.tensor_fragment", "fragment_address"),
+    *_of("deepspeed.utils.tensor_fragment", "fragment_address", set_full_hp_param="value optim_state_key"),
+    *_of("deepspeed.utils.tensor_fragment:tensor_fragment", "", get_hp_fragment="optim_state_key"),
     *_of("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     *_of(
         "deepspeed.checkpoint.constants",

@@ -30,6 +30,7 @@ from ds_dynmo.engine.measure.trace import Tracer
 from ds_dynmo.engine.run import messages, split_modules
 from ds_dynmo.engine.run.chunks import Chunk, HeldPass
 from ds_dynmo.engine.run.data_check import DataCheck
+from ds_dynmo.engine.run.hidden_changes import CountHiddenChanges
 from ds_dynmo.engine.run.link_plans import evaluation_plan, lane_of, link_plan
 from ds_dynmo.engine.run.random_streams import LayerStreams
 from ds_dynmo.engine.run.trainable import TrainableLayers
@@ -397,8 +398,9 @@ class Executor:
             instructions[deepspeeds.ReduceTiedGrads](engine)
         with stage.timeline.phase("reduce", "reduce gradients"):
             instructions[deepspeeds.ReduceGrads](engine)
-        for callback in stage.before_step:
-            callback()
+        with CountHiddenChanges() if stage.deferred_step.is_deferred else _NOTHING:
+            for callback in stage.before_step:
+                callback()
         step: Callable[[], None] = partial(instructions[deepspeeds.OptimizerStep], engine)
         if not stage.deferred_step.keep(step):
             with stage.timeline.phase("optimizer step", "optimizer step"):

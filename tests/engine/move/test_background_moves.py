@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import nn
 
 import ds_dynmo
@@ -697,34 +698,77 @@ def test_a_batch_that_an_exception_ends_drops_its_move(precision: str) -> None:
     check_moves_changed_nothing(still, moved)
 
 
-def zeroed_meanwhile(case: Case, moves: bool) -> dict[str, Any]:
-    """Zero weights, with masters and moments, before the step of a batch in which their layer moves."""
-    engine = build(case)
-    data, at = batches(engine), 0 if case.precision.startswith("fp16") else 2  # fp16: the step is skipped
+def zero_places(engine: Any, layer: Any) -> None:
+    weight = layer.up.weight
+    places = torch.arange(weight.numel(), device=weight.device).view(weight.shape)
+    engine.zero_elements(weight, places % 3 == 0)
 
-    def zero() -> None:
+
+def set_quarter(weight: nn.Parameter) -> None:
+    safe_set_full_fp32_param(weight, torch.full(weight.shape, 0.25, device=weight.device))
+
+
+def set_quarter_of_layer(engine: Any, layer: Any) -> None:
+    set_quarter(layer.up.weight)
+
+
+def set_in_hook(engine: Any, layer: Any) -> None:
+    weight = layer.up.weight
+    handle = weight.register_post_accumulate_grad_hook(lambda weight: (set_quarter(weight), handle.remove())[0])
+
+
+def set_moments(engine: Any, layer: Any) -> None:
+    weight = layer.up.weight
+    safe_set_full_optimizer_state(weight, torch.full(weight.shape, 0.5, device=weight.device), "exp_avg")
+
+
+def change_hidden_from_torch(engine: Any, layer: Any) -> None:
+    layer.up.weight.data.fill_(0.25)
+    layer.down.weight.data = layer.down.weight.data * 0.5
+    layer.norm.weight.detach().cpu().numpy().fill(0.25)
+    engine.basic_optimizer.state[layer.down.bias]["exp_avg"].data.fill_(0.5)
+
+
+def changed_meanwhile(case: Case, change: Callable[[Any, Any], None], moves: bool) -> dict[str, Any]:
+    """Change weights, masters or moments before the step of a batch in which one of their layers moves."""
+    engine = build(case)
+    data, at = batches(engine), 0 if case.precision.startswith("fp16") else 1  # fp16: the step is skipped
+
+    def change_layers() -> None:
         if engine.global_steps == at:
             for index, layer in layers_of(engine).items():
-                if index in (2, 3, 5):
-                    weight = layer.up.weight
-                    places = torch.arange(weight.numel(), device=weight.device).view(weight.shape)
-                    engine.zero_elements(weight, places % 3 == index % 3)
+                if index in ((2, 5) if change is set_in_hook else (2, 3, 5)):  # with such a hook a layer stays
+                    change(engine, layer)
 
-    engine.before_step(zero)
+    if change is not set_in_hook:
+        engine.before_step(change_layers)
     losses = []
-    for step in range(5):
+    for step in range(3):
         if moves and step == at:
             engine.rebalance([0, 3, 8], background=True)
+        if change is set_in_hook:
+            change_layers()
         losses.append(engine.train_batch(data).item())
     return outcome_of(engine, losses)
 
 
 @pytest.mark.every_variant
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1", "fp16 zero1"])
-def test_state_that_changes_meanwhile_is_sent_again(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "changes"),
+    [
+        ("fp32", [zero_places, change_hidden_from_torch]),
+        ("bf16", [zero_places, set_quarter_of_layer, set_moments]),
+        ("bf16 zero1", [zero_places, set_in_hook]),
+        ("fp32 zero1", [set_quarter_of_layer, set_moments]),
+        ("fp16 zero1", [zero_places]),
+    ],
+)
+def test_state_that_changes_meanwhile_is_sent_again(precision: str, changes: list[Any]) -> None:
     case = Case(stages=2, precision=precision, start=(0, 4, 8))
-    still, moved = run_each(2, zeroed_meanwhile, (case, False), (case, True))
-    check_moves_changed_nothing(still, moved)
+    calls = [(case, change, moves) for change in changes for moves in (False, True)]
+    outcomes = iter(run_each(2, changed_meanwhile, *calls))
+    for still, moved in zip(outcomes, outcomes, strict=True):
+        check_moves_changed_nothing(still, moved)
 
 
 # -- re-packing ------------------------------------------------------------------------------------------------
