@@ -36,6 +36,7 @@ from ds_dynmo.engine.state.membership import Membership
 from ds_dynmo.engine.state.optimizer_state import Named
 from ds_dynmo.engine.state.parameter_groups import check_alike, options_of
 from ds_dynmo.engine.state.pieces import FLAT, StageSlots, StatePieces, in_memory
+from ds_dynmo.engine.state.planned_move import Held, PlannedMove
 from ds_dynmo.engine.state.resharding import Resharding, ReshardingPlan, plan_resharding
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.plan import HeldBytes, MigrationPlan
@@ -83,10 +84,7 @@ class FlatState:
         self._adapter, self._layers, self._comm = adapter, layers, comm
         self.shards = FlatShards(adapter, layers, comm, groups, placeholders)
         self._weights = FlatWeights(self.shards, placeholders)
-        self._next: Resharding | None = None
-        self._copied: dict[int, tuple[int, int]] = {}  # weights in the next buffers, by id of the parameter
-        self._gradients: HeldGradients | None = None  # of the batch that trained during a move
-        self._lacks_gradients = False  # their buffers are freed until the next wrap
+        self._move: PlannedMove | None = None
         self._linked = False
         self._masters_are_stale = False
         if self.shards.per_replica_groups:
@@ -116,6 +114,15 @@ class FlatState:
         """Return whether each parameter is where its ``requires_grad`` says: in the optimizer, or detached."""
         return all(self._membership.is_current(p) for p in self._layers.parameters() if p in self._membership)
 
+    def _planned(self) -> PlannedMove:
+        assert self._move is not None, "prepare comes first"
+        return self._move
+
+    def _held(self) -> Held:
+        """List the parameters of the stage's layers that are in a group, in the order of the layers."""
+        named = self._layers.named_parameters().items()
+        return [(key, parameter) for key, parameter in named if parameter in self._membership]
+
     def _frozen(self) -> set[ParamKey]:
         return {key for key, parameter in self._layers.named_parameters().items() if not parameter.requires_grad}
 
@@ -137,9 +144,8 @@ class FlatState:
         self.shards.zero_elements(parameter, where)
 
     def export(self, named: Named, kept: Mapping[ParamKey, torch.Tensor]) -> StatePieces:
-        assert self._next is None, "layers are on their way"
-        self._adapter.free_gradients()
-        self._lacks_gradients = True
+        assert self._move is None, "layers are on their way"
+        self._adapter.free_gradients()  # load follows
         return self.shards.export(kept)
 
     def describe(self) -> Inventory:
@@ -158,30 +164,30 @@ class FlatState:
         self, plan: MigrationPlan, descriptions: Mapping[int, Inventory], *, overlapped: bool = False
     ) -> tuple[int, str]:
         """Plan all copies and messages, and allocate the next flat weights."""
-        assert self._next is None and not self._copied, "abandon comes first"
+        assert self._move is None, "abandon comes first"
         check_alike({rank: inventory.options for rank, inventory in descriptions.items()})
         inventories = list(descriptions.values())
         if not overlapped:
             _check_no_gradients(inventories)
         planned = plan_resharding(plan, inventories, self._layers, self._comm.here)
-        self._next = self._resharding(planned)
+        resharding = self._resharding(planned)
+        self._move = PlannedMove(resharding, self._held(), overlapped)
         if not overlapped:  # gradients are zero until the next batch; free memory for weights
             self._adapter.free_gradients()
-            self._lacks_gradients = True
         self._weights.allocate(planned.members[self._stage])
         if overlapped:
-            self._next.allocate()
-        return self._next.bytes_sent, planned.route.digest
+            resharding.allocate()
+        return resharding.bytes_sent, planned.route.digest
 
     def abandon(self) -> None:
-        self._next = self._gradients = None
-        self._copied.clear()
+        move, self._move = self._move, None
         self._weights.abandon()
-        if self._lacks_gradients:
+        if move is not None and not move.overlapped:
             self._wrap(self._adapter.groups, self._adapter.flats)
 
     def record(self, module: nn.Module) -> LayerRecord:
-        groups, gradients = self._adapter.inner.param_groups, self._gradients.whole if self._gradients else {}
+        groups = self._adapter.inner.param_groups
+        gradients = self._move.gradients.whole if self._move and self._move.gradients else {}
         return LayerRecord.of(
             module,
             group_of=self._membership.group,
@@ -193,16 +199,15 @@ class FlatState:
         return self._adapter.gradient_dtype
 
     def recv_buffer_of(self, key: ParamKey) -> torch.Tensor | None:
-        assert self._next is not None, "prepare comes first"
+        assert self._move is not None, "prepare comes first"
         return self._weights.next_view(key)
 
     def transfers(self) -> Transfers:
-        assert self._next is not None, "prepare comes first"
-        return self._next.transfers()
+        return self._planned().resharding.transfers()
 
     def copying(self, staying: Mapping[int, nn.Module]) -> Iterator[None]:
-        assert self._next is not None, "prepare comes first"
-        copies, weights = self._next.copies_of_staying(), []
+        move = self._planned()
+        copies, weights = move.resharding.copies_of_staying(), []
         for index, module in staying.items():
             for name, parameter in module.named_parameters():
                 view = self.recv_buffer_of(ParamKey(self._layers.first_use(index), name))
@@ -219,35 +224,37 @@ class FlatState:
                 if copied >= part_bytes:
                     copied = 0
                     yield
-        self._next.mark_copied()
-        self._copied = known
+        move.resharding.mark_copied()
+        move.copied = known
 
     def take_gradients(self) -> None:
-        self._gradients = self._adapter.export_gradients()
+        self._planned().gradients = self._adapter.export_gradients()
 
     def changes(self) -> _ShardChanges:
-        assert self._next is not None, "prepare comes first"
+        move = self._planned()
+        move.check_still_held(self._held())
         return _ShardChanges(
             tp_rank=self._comm.here.tp_rank,
             scalars={number: self.shards.scalars(number) for number in self.shards.numbers},
-            have_changed=self._next.has_changed_since_sent,
+            have_changed=move.resharding.has_changed_since_sent,
         )
 
     def apply_changes(self, changes: Sequence[_ShardChanges]) -> None:
-        assert self._next is not None, "prepare comes first"
+        resharding = self._planned().resharding
         of_slice = (rank.scalars for rank in changes if rank.tp_rank == self._comm.here.tp_rank)
-        self._next.plan = replace(self._next.plan, scalars=merge_scalars(of_slice))
+        resharding.plan = replace(resharding.plan, scalars=merge_scalars(of_slice))
         if any(rank.have_changed for rank in changes):
-            self._next.discard_sent_ahead()
+            resharding.discard_sent_ahead()
 
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
         """Copy the weights of layers that stay to the next buffers."""
+        copied = self._planned().copied
         for index, module in staying.items():
             for name, parameter in module.named_parameters():
                 view = self.recv_buffer_of(ParamKey(self._layers.first_use(index), name))
                 if view is not None:
                     unbind(parameter)
-                    if self._copied.pop(id(parameter), None) != _state_of_memory(parameter):
+                    if copied.pop(id(parameter), None) != _state_of_memory(parameter):
                         view.copy_(parameter.data.view(-1))
                     parameter.data = view.view(parameter.shape)
 
@@ -257,9 +264,8 @@ class FlatState:
             self._membership.leave(parameter)
 
     def install_parameters(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
-        resharding, self._next = self._next, None
-        assert resharding is not None, "prepare comes first"
-        gradients, self._gradients = self._gradients, None
+        move, self._move = self._planned(), None
+        resharding, gradients = move.resharding, move.gradients
         assert gradients is not None or not self._adapter.holds_gradients, "take_gradients comes first"
         whole = dict(gradients.whole) if gradients is not None else {}
         for record in (record for layer in arrived.values() for record in layer.parameters.values()):
@@ -284,8 +290,6 @@ class FlatState:
         for parameter in [p for group in self._adapter.groups for p in group if id(p) not in kept]:
             unbind(parameter)
         self._adapter.rewrap(groups, flats)
-        self.shards.note_detached()
-        self._lacks_gradients = False
         self._linked = self._adapter.link_state()
         self._mark_tied()
         counted = {frozenset(self.shards.scalars(n)) for n in self.shards.numbers if len(self.shards.live(n)) > 1}
@@ -306,14 +310,15 @@ class FlatState:
 
     def match_layers(self) -> None:
         """Make the buffers hold exactly the parameters of the layers, in their order. Collective."""
-        assert self._next is None, "layers are on their way"
+        assert self._move is None, "layers are on their way"
         what = "listing what the optimizer holds"
         inventories, _ = self._comm.agree_and_gather(what, lambda: (self.take_inventory(), None), alike=str)
         every = list(inventories().values())
         if not all(inventory.is_current for inventory in every):
             _check_no_gradients(every)
             stays = MigrationPlan.between(self._layers.placement, self._layers.placement)
-            self._next = self._resharding(plan_resharding(stays, every, self._layers, self._comm.here))
+            planned = plan_resharding(stays, every, self._layers, self._comm.here)
+            self._move = PlannedMove(self._resharding(planned), self._held(), overlapped=False)
             self.install_parameters(self._layers.parameters(), {})
         if self._masters_are_stale:
             self.shards.follow_weights()

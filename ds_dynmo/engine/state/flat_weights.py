@@ -81,6 +81,7 @@ class FlatWeights:
         groups = [[*group.values()] or [placeholder] for group, placeholder in zip(live, self._placeholders)]
         flats = [self._flatten(number, group) for number, group in enumerate(groups)]
         self.abandon()
+        self._shards.note_detached()
         return groups, flats
 
     def _flatten(self, number: int, group: Sequence[nn.Parameter]) -> torch.Tensor:

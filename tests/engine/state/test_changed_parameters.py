@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,11 +12,24 @@ from torch import nn
 from torch.nn.utils import prune
 
 import ds_dynmo
+from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.engine.state.planned_move import PlannedMove
+from ds_dynmo.engine.state.resharding import Resharding
 from ds_dynmo.errors import ConfigError, MigrationError
 from tests.support.configs import Case, config
 from tests.support.harness import run, run_each
 from tests.support.models import Block, Embedding, Head, layers, loss
-from tests.support.training import batches, build, check_moves_changed_nothing, layers_of, outcome_of, whole
+from tests.support.training import (
+    Warnings,
+    batches,
+    build,
+    check_moves_changed_nothing,
+    drop_decision,
+    freeze,
+    layers_of,
+    outcome_of,
+    whole,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -73,6 +86,79 @@ def test_changed_layers_move_and_are_saved_as_what_they_are(precision: str, tmp_
     for through in (saved, announced):
         assert [rank["losses"] for rank in through] == [rank["losses"] for rank in still]
         assert whole(through) == whole(still)
+
+
+def train_and_change_meanwhile(precision: str, moves: bool) -> dict[str, Any]:
+    """Change layers before the step of a batch in which one of them is on its way; decide again later."""
+    engine = build(Case(blocks=3, precision=precision))
+    data, losses, seen, warnings = batches(engine), [], [], Warnings()
+    engine.before_step(lambda: change(engine) if engine.global_steps == CHANGED else None)
+    for step in range(STEPS):
+        if moves and step in (CHANGED, CHANGED + 1):
+            engine.rebalance([0, 2, 6], background=True)
+        losses.append(engine.train_batch(data).item())
+        seen.append(engine.partition)
+    return {**outcome_of(engine, losses), "seen": seen, "warnings": warnings.messages}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_layers_that_change_on_their_way_arrive_so_or_stay_until_the_next_move(precision: str) -> None:
+    still, moved = run_each(2, train_and_change_meanwhile, (precision, False), (precision, True))
+    check_moves_changed_nothing(still, moved)
+    stays = precision != "fp32"  # state in flat buffers follows the order in which it was planned
+    assert moved[0]["seen"][CHANGED : CHANGED + 2] == [[0, 3, 6] if stays else [0, 2, 6], [0, 2, 6]]
+    said = [message for message in moved[0]["warnings"] if "parameters of layer 1 were renamed" in message]
+    assert len(said) == stays and all("norm.weight" in message and "up.bias" in message for message in said)
+
+
+def test_a_planned_move_knows_each_change_of_parameters() -> None:
+    weight, bias, other = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    keys = [ParamKey(1, "weight"), ParamKey(1, "bias")]
+    held = list(zip(keys, (weight, bias)))
+    planned = PlannedMove(cast("Resharding", None), held, overlapped=True)
+    planned.check_still_held(list(held))
+    for now, names in (
+        ([(ParamKey(1, "weight_orig"), weight), held[1]], "weight, weight_orig"),
+        (held[::-1], "weight, bias"),
+        (list(zip(keys, (bias, weight))), "bias, weight"),
+        (list(zip(keys, (weight, other))), "bias"),
+        (held[:1], "bias"),
+        ([*held, (ParamKey(1, "other"), other)], "other"),
+    ):
+        with pytest.raises(MigrationError, match=f"on their way: {names}. "):
+            planned.check_still_held(now)
+
+
+def refused_while_frozen(precision: str, refused: bool) -> dict[str, Any]:
+    """Rename frozen parameters, let a move be refused, and thaw them."""
+    engine = build(Case(blocks=3, precision=precision))
+    data, losses, spoilt = batches(engine), [], [refused]
+    engine.on_layer_arrival(lambda number, layer: setattr(layer, "spoilt", 1) if spoilt[0] else None)
+    freeze(engine, 5)
+    engine.model_changed("all but the head are frozen")
+    for step in range(4):
+        drop_decision(engine)
+        if step == 1:
+            for layer in changed_layers(engine):
+                prune.l1_unstructured(layer.up, "weight", amount=0.3)
+            if refused:
+                with pytest.raises(MigrationError, match="spoilt") as raised:
+                    engine.rebalance([0, 2, 6])
+                assert raised.value.harmless
+                spoilt[0] = False
+            engine.model_changed("renamed")
+        if step == 2:
+            freeze(engine, 0)
+            engine.model_changed("all train")
+        losses.append(engine.train_batch(data).item())
+    return outcome_of(engine, losses)
+
+
+@pytest.mark.parametrize("precision", ["fp32 zero1", "bf16"])
+def test_after_a_refused_move_thawed_layers_have_the_state_that_they_had(precision: str) -> None:
+    still, refused = run_each(2, refused_while_frozen, (precision, False), (precision, True))
+    assert [rank["losses"] for rank in refused] == [rank["losses"] for rank in still]
+    assert whole(refused) == whole(still)
 
 
 def repack(fewer: bool) -> list[float]:
