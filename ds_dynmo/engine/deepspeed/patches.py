@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extract_module_and_param_names
 
 from ds_dynmo.config import DynMoConfig
@@ -129,14 +129,19 @@ class PatchedPipelineEngine(PipelineEngine):
         """Run a training batch, or the forward passes of an evaluation, in ds_dynmo's order of passes.
 
         Raises:
-            ConfigError: the steps are the user's.
+            ConfigError: the steps are the user's, or data are refused; another batch may follow.
         """
         if self.dynmo is None:
             super()._exec_schedule(pipe_schedule)
             return
-        check_steps(pipe_schedule, training=torch.is_grad_enabled())
-        self._micro_batches_read = 0
-        self._run_batch(pipe_schedule.num_micro_batches)
+        try:
+            check_steps(pipe_schedule, training=torch.is_grad_enabled())
+            self._micro_batches_read = 0
+            self._run_batch(pipe_schedule.num_micro_batches)
+        except ConfigError:
+            if (timer := self.timers(TRAIN_BATCH_TIMER)).started_:
+                timer.stop()
+            raise
 
     def _run_batch(self, micro_batches: int) -> None:
         """Run it by the engine's components, which are built upon this class."""

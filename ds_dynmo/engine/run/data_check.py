@@ -154,8 +154,8 @@ class DataCheck:
                 "apart",
                 f"{what}: the first stage and the last read other data. As micro-batch {apart} {first.name} has inputs "
                 f"{one.inputs.shown} and labels {one.labels.shown}, {last.name} has inputs {other.inputs.shown} and "
-                f"labels {other.labels.shown}: inputs train with labels of other samples, unless one of these stands in "
-                "for what its stage does not use. Let all ranks of a pipeline read one order: seed samplers by the "
+                f"labels {other.labels.shown}: inputs train with labels of other samples, unless one of these stands "
+                "in for what its stage does not use. Let all ranks of a pipeline read one order: seed samplers by the "
                 "replica, not by the rank",
             )
         reader, beside = (first, last) if known.loss_on_first else (last, first)
