@@ -122,7 +122,8 @@ class TokenBatches:
         if self.rows.trained is None:
             return None
         numbers = np.arange(first * self.replicas, (first + micro_batches) * self.replicas) + self.begun
-        return torch.tensor(self.rows.trained[self._indices(numbers)].sum() / len(numbers), dtype=torch.float32)
+        tokens = self.rows.trained[self._indices(numbers)].sum() / len(numbers)
+        return torch.tensor(tokens, dtype=torch.float32, device="cpu")
 
 
 class TokenData:

@@ -41,10 +41,10 @@ def weigh_by_tokens(
 
 def _weighed(iterator: Iterator[Any], engine: Any, micro_batches: int | None) -> Iterator[Any]:
     while batch := list(islice(iterator, micro_batches or engine.micro_batches)):
-        counted = torch.tensor([sum(_count(labels) for _, labels, *_ in batch)])
+        counted = torch.tensor([sum(_count(labels) for _, labels, *_ in batch)], device="cpu")
         total = int(sum_over_replicas(engine.grid, engine.device, counted))
         every = len(batch) * engine.grid.get_data_parallel_world_size()
-        tokens = torch.tensor(max(total, 1) / every, dtype=torch.float32)
+        tokens = torch.tensor(max(total, 1) / every, dtype=torch.float32, device="cpu")
         for inputs, labels, *others in batch:
             yield inputs, (labels, tokens), *others
 

@@ -44,6 +44,20 @@ MUTATIONS = [
         "tests/engine/run/test_schedules.py::test_a_decision_finds_an_order_that_all_ranks_run",
     ),
     Mutation(
+        "a replica divides its losses by its own tokens",
+        "TokenBatches.tokens_per_micro_batch",
+        "np.arange(first * self.replicas, (first + micro_batches) * self.replicas)",
+        "np.arange(first, first + micro_batches) * self.replicas + self.replica",
+        "tests/data/test_data_batches.py::test_every_replica_counts_the_trained_tokens_of_all",
+    ),
+    Mutation(
+        "a token weighs more in a micro-batch of few",
+        "token_mean._weighed",
+        "sum_over_replicas(engine.grid, engine.device, counted)",
+        "counted * engine.grid.get_data_parallel_world_size()",
+        "tests/engine/run/test_token_mean.py::test_gradients_are_those_of_one_micro_batch_with_all_rows_and_moves_change_nothing",
+    ),
+    Mutation(
         "a slice of the head forgets the logits of those before it",
         "vocabulary.add_logits",
         "torch.logaddexp(scores[0], total)",
