@@ -209,17 +209,19 @@ def train_and_move(
     moves: Sequence[Sequence[int]],
     steps: int,
     after: Callable[[int], None] = lambda step: None,
+    background: bool = False,
 ) -> list[float]:
     """Train ``steps`` batches, go to the next of ``moves`` after each, and return the losses.
 
     Args:
         after: called with the number of the batch after each batch and its move.
+        background: whether layers move while the next batch trains.
     """
     losses, waiting = [], list(moves)
     for step in range(steps):
         losses.append(engine.train_batch(data).item())
         if waiting:
-            engine.rebalance(waiting.pop(0))
+            engine.rebalance(waiting.pop(0), background=background)
         after(step)
     return losses
 

@@ -106,11 +106,9 @@ class Bf16Adapter(FlatOptimizerAdapter):
         wrapper.get_grads_for_reduction = get_grads_for_reduction
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        wrapper = self._wrapper
-        for group, gradients, held in zip(
-            wrapper.bf16_groups, wrapper.fp32_groups_gradients, wrapper.fp32_groups_has_gradients
-        ):
-            yield from ((p, gradient) for p, gradient, has in zip(group, gradients, held) if has)
+        """List all sums, also where DeepSpeed notes no gradient: zeros, or those of other uses of a tied layer."""
+        for group, gradients in zip(self._wrapper.bf16_groups, self._wrapper.fp32_groups_gradients):
+            yield from zip(group, gradients)
 
     def export_gradients(self) -> HeldGradients:
         return HeldGradients(whole={id(parameter): gradient for parameter, gradient in self.gradients()})
@@ -124,22 +122,18 @@ class Bf16Adapter(FlatOptimizerAdapter):
                     wrapper.fp32_groups_has_gradients[number][place] = True
 
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
-        stock, wrapper = self._wrapper.get_grads_for_norm, self._wrapper
+        wrapper = self._wrapper
 
         def one_number(for_clipping: bool = False) -> Any:
             """Return the norm on one rank and 0 on the others: DeepSpeed takes the 2-norm of them over all stages."""
             if for_clipping:
-                return stock(for_clipping=True)
+                return [gradient for _, gradient in self.gradients()]
             value = norm().float()
             return [value if wrapper.mpu.get_model_parallel_rank() == 0 else torch.zeros_like(value)], {}
 
         wrapper.get_grads_for_norm = one_number
 
     def mark_tied(self, parameters: Iterable[nn.Parameter]) -> None:
-        buffers = {
-            id(parameter): gradient
-            for group, gradients in zip(self._wrapper.bf16_groups, self._wrapper.fp32_groups_gradients)
-            for parameter, gradient in zip(group, gradients)
-        }
+        buffers = {id(parameter): gradient for parameter, gradient in self.gradients()}
         for parameter in parameters:
             parameter._hp_grad = buffers.get(id(parameter))  # type: ignore[attr-defined]  # None where it is frozen

@@ -82,10 +82,12 @@ class FlatOptimizerAdapter(ABC):
     Attributes:
         wraps: DeepSpeed's class.
         shards_gradients: this rank has its shard of the summed gradients, not all of them, when its step begins.
+        sums_apart: gradients are summed over micro-batches where DeepSpeed's sum of tied layers does not look.
     """
 
     wraps: type
     shards_gradients: bool
+    sums_apart = False
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper

@@ -146,10 +146,6 @@ class StageLayers(LayerList):
         """List the parameters of this stage's tied layers."""
         return [parameter for _, parameters in self.tied_by_key() for parameter in parameters]
 
-    def untied_parameters(self) -> list[nn.Parameter]:
-        """List the parameters of this stage's tied layers that ``tied_weight_attr`` does not name."""
-        return [parameter for index in self.modules() for _, parameter in self._untied(index)]
-
     def _untied(self, index: int) -> list[tuple[str, nn.Parameter]]:
         """List what layer ``index`` of this stage has beside the weights that it shares; a tied alias has its own."""
         key, module = self.key(index), self.modules_that_run().get(index)
@@ -160,6 +156,9 @@ class StageLayers(LayerList):
     def add_uses(self, attribute: str, *, accumulated: bool) -> None:
         """Add the gradients of all uses of tied layers on this stage, before DeepSpeed sums them over stages.
 
+        A use without a gradient counts as zeros, wherever it is. DeepSpeed sums a gradient only where there is one, so
+        a stage without would keep the others waiting; and of parameters without one it makes zeros afterwards.
+
         Args:
             attribute: of a parameter, which holds its gradient.
             accumulated: whether the optimizer has summed gradients over micro-batches itself.
@@ -167,17 +166,17 @@ class StageLayers(LayerList):
         Raises:
             ConfigError: see :meth:`check_untied`.
         """
-        untied = self.untied_parameters()
-        if not (self.tied_aliases or untied):
+        tied = [*self.tied_parameters(), *self.tied_aliases.parameters()]
+        if not tied:
             return
         self.check_untied(attribute)
         if accumulated:
             self.tied_aliases.add_accumulated()
             return
-        self.tied_aliases.add_gradients()
-        for parameter in untied:  # one use has gradients, and DeepSpeed sums them
+        for parameter in tied:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        self.tied_aliases.add_gradients()
 
     def check_untied(self, attribute: str) -> None:
         """Refuse a use that trained what ``tied_weight_attr`` does not name, unless it is the :meth:`main_use`.

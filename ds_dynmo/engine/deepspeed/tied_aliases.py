@@ -36,6 +36,10 @@ class TiedAliases:
     def modules(self) -> list[nn.Module]:
         return list(self._aliases.values())
 
+    def parameters(self) -> list[nn.Parameter]:
+        """List the parameters of the later uses, which have gradients of their own."""
+        return [later for _, later in self._pairs()]
+
     def replace(self, owners: Mapping[int, nn.Module]) -> Mapping[int, nn.Module]:
         """Make an alias for each layer in place of those that were there.
 
@@ -61,8 +65,8 @@ class TiedAliases:
         """Add the gradients of later uses to those of the first, in layer order."""
         for parameter, later in self._pairs():
             if later.grad is not None:
-                parameter.grad = later.grad if parameter.grad is None else parameter.grad + later.grad
-                later.grad = None
+                assert parameter.grad is not None, "zeros are set where there is no gradient"
+                parameter.grad, later.grad = parameter.grad + later.grad, None
 
     def accumulate_gradients(self, dtype: torch.dtype) -> None:
         """Add the aliases' gradients of a micro-batch to separate sums, as BF16_Optimizer does."""

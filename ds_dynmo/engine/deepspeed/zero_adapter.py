@@ -21,6 +21,10 @@ class ZeroAdapter(FlatOptimizerAdapter):
     _wrapper: DeepSpeedZeroOptimizer
 
     @property
+    def sums_apart(self) -> bool:  # type: ignore[override]
+        return bool(self._wrapper.use_grad_accum_attribute)
+
+    @property
     def masters(self) -> list[torch.Tensor]:
         return list(self._wrapper.single_partition_of_fp32_groups)
 

@@ -143,6 +143,13 @@ class OptimizerBinding:
             self._state = PerParameterState(self.inner, self._comm.gather_over_pipeline)
             return
         assert self._placeholders is not None
+        several = [key for key in self._layers.tied_keys() if len(self._layers.uses(key)) > 1]
+        if several and adapter.sums_apart:
+            raise ConfigError(
+                "data_types.grad_accum_dtype is not the model's precision, with layers tied by the key "
+                f"{several[0]!r}: DeepSpeed would not add up their gradients on several stages; remove it (in bf16 it "
+                "may be fp32)"
+            )
         norm = self.norm.of_shards if adapter.shards_gradients else self.norm.of_sums
         adapter.clip_by(lambda: norm(adapter.gradients()))
         self.adapter = adapter

@@ -73,6 +73,25 @@ def whole_up(layer: Up, hidden: torch.Tensor) -> torch.Tensor:
     return layer(hidden)
 
 
+class Gated(Up):
+    """Both of its parameters are tied. Its own use trains the weight alone; the other one the gain too, if ``on``."""
+
+    on = True
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.tanh(hidden @ self.weight)
+
+
+def gated(layer: Gated, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * layer.gain if layer.on else hidden
+
+
+def one_use_trains(case: Case) -> list[Any]:
+    tie = partial(TiedLayerSpec, "gated", Gated, 3, tied_weight_attr=["weight", "gain"])
+    blocks = [LayerSpec(Block, index) for index in range(4)]
+    return [LayerSpec(Embedding, 1), tie(), *blocks[:2], tie(forward_fn=gated), *blocks[2:], HEAD]
+
+
 def in_the_middle(
     case: Case, first: Callable[..., Any] | None = None, second: Callable[..., Any] | None = back
 ) -> list[Any]:
@@ -89,6 +108,7 @@ WAYS: dict[str, Callable[[Case], list[Any]]] = {
     "last whole": partial(in_the_middle, first=back, second=None),
     "both train the gain": partial(in_the_middle, second=whole_up),
     "both whole": partial(in_the_middle, second=None),
+    "one use trains": one_use_trains,
 }
 
 
@@ -99,16 +119,19 @@ def check_same(still: list[dict[str, Any]], moved: list[dict[str, Any]]) -> None
     assert whole(moved) == whole(still)
 
 
-def train(case: Case, way: str, moves: Sequence[Sequence[int]], steps: int) -> dict[str, Any]:
-    """Train ``steps`` batches, and go to the next of ``moves`` after each."""
+def train(case: Case, way: str, moves: Sequence[Sequence[int]], steps: int, background: bool = False) -> dict[str, Any]:
+    """Train ``steps`` batches, and go to the next of ``moves`` after each, or in the ``background`` of the next."""
     engine = build(case, WAYS[way])
     norms, evaluations = [], []
 
     def after(step: int) -> None:
+        for module in engine.stage.layers.modules_that_run().values():
+            if isinstance(module, Gated):
+                module.on = step % 3 > 0
         norms.append(engine.get_global_grad_norm())
         evaluations.append(engine.eval_batch(batches(engine, seed=7)).item())
 
-    losses = train_and_move(engine, batches(engine), moves, steps, after)
+    losses = train_and_move(engine, batches(engine), moves, steps, after, background)
     known = [float(norm) for norm in norms if norm is not None]
     return {**outcome_of(engine, losses), "norms": known, "evaluations": evaluations}
 
@@ -137,6 +160,18 @@ def test_tied_ends_of_a_model_stay_equal(precision: str, replicas: int) -> None:
     case = Case(stages=2, clip=0.5, precision=precision, replicas=replicas)
     moves = [[0, 1, 8], [0, 6, 8], [0, 7, 8], [0, 4, 8]]
     check_same(*run_each(case.ranks, train, *((case, "megatron", moved, 5) for moved in ([], moves))))
+
+
+@pytest.mark.every_variant
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
+def test_a_use_without_a_gradient_counts_as_zeros(precision: str) -> None:
+    """Also in the batches in which no use of the gain has one."""
+    case = Case(stages=2, clip=0.05, precision=precision)
+    moves = [[0, 5, 8], [0, 2, 8], [0, 6, 8], [0, 3, 8]]
+    ways = [([], False), (moves, False), (moves, True)]
+    still, *moved = run_each(2, train, *((case, "one use trains", way, 6, background) for way, background in ways))
+    for each in moved:
+        check_same(still, each)
 
 
 def losses_of(which: str, case: Case, way: str) -> list[float]:
@@ -216,24 +251,33 @@ def test_a_use_that_trains_what_is_not_tied_is_refused(precision: str, stages: i
         run(stages, train, case, "both train the gain", [], 1)
 
 
-def refused(case: Case, way: str) -> str:
-    """Let a tied weight decay on the first stage and not on the last, and return the error of initialize."""
+def refused(case: Case, way: str, decays: bool, more: dict[str, Any]) -> str:
+    """Return the error of initialize.
+
+    Args:
+        decays: whether a weight decays on the first stage and not on the last.
+        more: blocks of DeepSpeed's configuration.
+    """
     module = module_of(case, WAYS[way])
-    decay = 0.1 if module.stage_id == 0 else 0.0
+    decay = 0.1 if module.stage_id == 0 and decays else 0.0
     groups = [{"params": list(module.parameters()), "weight_decay": decay}]
     try:
-        ds_dynmo.initialize(model=module, model_parameters=groups, config=config(case))
+        ds_dynmo.initialize(model=module, model_parameters=groups, config={**config(case), **more})
     except ConfigError as error:
         return str(error)
     return "taken"
 
 
 def test_initialize_refuses_ties_that_would_part() -> None:
-    groups, both_whole = run_each(2, refused, *((Case(stages=2), way) for way in ("megatron", "both whole")))
+    apart = Case(stages=2, precision="fp16 zero1"), "megatron", False, {"data_types": {"grad_accum_dtype": "fp32"}}
+    calls = [*((Case(stages=2), way, True, {}) for way in ("megatron", "both whole")), apart]
+    groups, both_whole, sums = run_each(2, refused, *calls)
     for message in groups:
         assert "is in different parameter groups where they are: ['0', '1']" in message
     for message in both_whole:
         assert "layers [1, 4], tied by the key 'up', run the whole module" in message and "['gain']" in message
+    for message in sums:
+        assert "grad_accum_dtype is not the model's precision, with layers tied by the key 'embed'" in message
 
 
 # -- torch --------------------------------------------------------------------------------------------
