@@ -58,6 +58,7 @@ from ds_dynmo.engine.comm.same_facts import check_same
 from ds_dynmo.engine.save.folder import write_latest
 from ds_dynmo.engine.save.listing import checkpoints
 from ds_dynmo.errors import CheckpointError, ConfigError, PartitionError
+from ds_dynmo.files import path_in_errors
 from ds_dynmo.files.claims import check_claim
 from ds_dynmo.models import (
     AUXILIARY_LOSS,
@@ -243,20 +244,26 @@ def save(run: TrainingRun, engine: Any, cases: list[DynamicCase], tag: str) -> N
         CheckpointError: on every rank, without a "dynmo" section on rank 0; earlier checkpoints are untouched.
     """
     metadata = run_metadata(run, engine, cases)
-    if engine.dynmo is None and engine.global_rank == 0:
-        check_claim(str(run.save))
-    engine.save_checkpoint(
+    save_checkpoint = partial(
+        engine.save_checkpoint,
         str(run.save),
         tag=tag,
         client_state=client_state(metadata),
         save_latest=engine.dynmo is not None,
         exclude_frozen_parameters=not run.model.save_base,
     )
-    if engine.dynmo is None and engine.global_rank == 0:  # DeepSpeed would name it while other ranks write
-        try:
+    if engine.dynmo is not None:
+        save_checkpoint()
+        return
+    if engine.global_rank == 0:
+        check_claim(str(run.save))
+    try:
+        with path_in_errors(f"{run.save}/{tag}"):
+            save_checkpoint()
+        if engine.global_rank == 0:  # DeepSpeed would name it while other ranks write
             write_latest(str(run.save), tag)
-        except OSError as error:
-            raise CheckpointError(f"{run.save}: checkpoint {tag} cannot be made the latest: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{run.save}: checkpoint {tag} was not saved: {error}") from error
 
 
 def resumed_line(run: TrainingRun) -> str:

@@ -23,7 +23,7 @@ from ds_dynmo.cli import command_line
 from ds_dynmo.cli.train import batches, build_cases, build_engine, main, save, train
 from ds_dynmo.cli.training.options import prepare
 from ds_dynmo.cli.training.report import begin_report, continue_report, record_nothing
-from ds_dynmo.cli.training.resuming import find_checkpoint
+from ds_dynmo.cli.training.resuming import find_checkpoint, has_saved
 from ds_dynmo.engine.save.destinations import ToMemory
 from ds_dynmo.engine.save.folder import write_latest
 from ds_dynmo.errors import CheckpointError
@@ -31,7 +31,7 @@ from ds_dynmo.models import DynamicCase, language_model_loss, model_layers
 from simulation import Recorded
 from tests.support.case_runs import SIZES
 from tests.support.full_disk import files_of_at_most
-from tests.support.harness import run
+from tests.support.harness import run, run_each
 from tests.support.saved_runs import metadata_of
 from tests.support.script import flags, run_command, run_script
 from tests.support.training import Warnings, state, whole
@@ -240,7 +240,7 @@ def test_a_checkpoint_that_cannot_be_the_latest_is_an_error_on_every_rank(tmp_pa
     for message in run(2, failure_to_save, [*arguments, "--set", "dynmo.checkpoint=background"]):
         assert message.startswith(f"{folder / 'global_step3'}: ") and "[Errno 21]" in message
     first, other = run(2, failure_to_save, [*arguments, "--take-over", "--set", "dynmo=null"])
-    assert first.startswith(f"{folder}: checkpoint global_step3 cannot be made the latest: [Errno 21]") and other == ""
+    assert first.startswith(f"{folder}: checkpoint global_step3 was not saved: [Errno 21]") and other == ""
 
 
 def saved_by_stock_deepspeed(arguments: list[str], folder: Path) -> list[int]:
@@ -286,15 +286,21 @@ def command_on_a_full_disk(arguments: list[str]) -> tuple[int, str]:
 
 def test_a_disk_that_is_full_at_the_first_save_gives_one_line_and_leaves_no_folder(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "saved"
-    answers = run(2, command_on_a_full_disk, [*flags(tmp_path, "dense", 2), "--save", str(folder)])
-    for (code, said), where in zip(answers, ("", " on rank 1")):
-        line = (
-            rf"ds-dynmo-train: error{where}: rank \d: OSError: \[Errno 27\] File too large: '{folder}/.*'; nothing of "
-            rf"this run is saved: make room or name another folder by --save, and start again; --save-interval N saves "
-            rf"on the way\n"
-        )
-        assert code == 2 and re.fullmatch(line, said), said
-    assert not folder.parent.exists()
+    given = [*flags(tmp_path, "dense", 2), "--save"]
+    stock = tmp_path / "stock"  # DeepSpeed's files stay, and are not taken for a checkpoint
+    answers = run_each(
+        2, command_on_a_full_disk, ([*given, str(folder)],), ([*given, str(stock), "--set", "dynmo=null"],)
+    )
+    begins = (r"rank \d: OSError: ", f"{stock}: checkpoint global_step2 was not saved: ")
+    for of_ranks, begin, saved in zip(answers, begins, (folder, stock)):
+        for (code, said), where in zip(of_ranks, ("", " on rank 1")):
+            line = (
+                rf"ds-dynmo-train: error{where}: {begin}\[Errno 27\] File too large: '{saved}/.*'; nothing of this run "
+                rf"is saved: make room or name another folder by --save, and start again; --save-interval N saves on "
+                rf"the way\n"
+            )
+            assert code == 2 and re.fullmatch(line, said), said
+    assert not folder.parent.exists() and not has_saved(stock)
 
 
 def test_the_whole_command(tmp_path: Path) -> None:
