@@ -9,6 +9,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from ds_dynmo.unread_section import refuse_unread_section
+
 if TYPE_CHECKING:
     __version__: str
     from ds_dynmo.config import DynMoConfig
@@ -66,6 +68,9 @@ _MODULES = {
     **dict.fromkeys(("LayerCost", "MeasuredReport", "Profile", "RebalanceReport", "RepackReport"), "plan"),
 }
 """By name, the module that defines it."""
+
+
+refuse_unread_section()
 
 
 def __getattr__(name: str) -> Any:

@@ -16,10 +16,9 @@ from pydantic import ValidationError
 from ds_dynmo.config.dynmo import DynMoConfig
 from ds_dynmo.config.explain import show
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.unread_section import SECTION
 
 __all__ = ["DEEPSPEED_KEYS", "SECTION", "check_section_name", "check_top_level"]
-
-SECTION = "dynmo"
 
 DEEPSPEED_KEYS = frozenset(
     (
