@@ -242,6 +242,15 @@ def hooks_of(parameter: torch.Tensor, method: str) -> list[Any]:
     return list((getattr(parameter, HOOKS_OF_PARAMETERS[method], None) or {}).values())
 
 
+def replace_hooks(parameter: torch.Tensor, method: str, replaced: Callable[[dict[int, Any]], dict[int, Any]]) -> None:
+    """Replace the hooks by number that were registered on a parameter by ``method``; their handles stay valid."""
+    table = getattr(parameter, HOOKS_OF_PARAMETERS[method], None)
+    if table:
+        hooks = replaced(dict(table))
+        table.clear()
+        table.update(hooks)
+
+
 def number_hooks_after(number: int) -> None:
     """Let hooks that are registered from now on have larger numbers than ``number``."""
     RemovableHandle.next_id = max(RemovableHandle.next_id, number + 1)

@@ -67,7 +67,7 @@ class Bf16Adapter(FlatOptimizerAdapter):
 
     def rewrap(self, groups: Groups, flats: list[torch.Tensor]) -> None:
         wrapper = self._wrapper
-        self.remove_hooks()
+        self._vacate_hooks()
         self.free_gradients()
         self.free_weights()
         wrapper.bf16_groups[:], wrapper.bf16_groups_flat[:] = groups, flats
@@ -89,7 +89,7 @@ class Bf16Adapter(FlatOptimizerAdapter):
             wrapper.fp32_groups_has_gradients.append([False] * len(group))
             wrapper.group_paddings.append(flat.numel() - sum(sizes) if index == count - 1 else 0)
         if wrapper.immediate_grad_update:
-            wrapper.create_grad_acc_hooks()
+            self._register_hooks(wrapper.create_grad_acc_hooks)
         self._link()
 
     def use_grid(self, grid: Any, rank_alone: Callable[[], Any]) -> None:

@@ -20,12 +20,12 @@ from deepspeed.utils import set_full_hp_param
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from ds_dynmo.torch_private import replace_hooks
+
 Groups = list[list[nn.Parameter]]
 REPLICA_OWN = "replica_own"  # an option of the parameter groups whose parameters differ between replicas
 
 _BOUND = (
-    "allreduce",
-    "group_name",
     "_hp_mapping",
     "_hp_grad",
     "_dp_group",
@@ -36,9 +36,10 @@ _BOUND = (
     "set_full_hp_param",
     "set_full_hp_grad",
     "load_hp_checkpoint_state",
-    "grad_accum",
-    "param_idx_in_group",
 )
+_BOUND_BY_ZERO = ("grad_accum", "param_idx_in_group")
+_OF_REPLICA_OWN = ("allreduce", "group_name")
+_HOOKED_BY = "register_post_accumulate_grad_hook"
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,53 @@ class HeldGradients:
     shards: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
 
 
-def bound_by_wrapper(name: str) -> bool:
-    """Return whether ``name`` is an attribute that DeepSpeed's wrappers set on their parameters."""
-    return name in _BOUND
+def _bound(parameter: nn.Parameter) -> set[str]:
+    """Return the names of the attributes that a wrapper has set; names that others use too: if it was the wrapper."""
+    held, names = vars(parameter), {*_BOUND}
+    if held.keys() >= {"_hp_mapping", *_BOUND_BY_ZERO}:
+        names.update(_BOUND_BY_ZERO)
+    if held.get("group_name") == REPLICA_OWN:
+        names.update(_OF_REPLICA_OWN)
+    return names
+
+
+def marks_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the attributes set on a parameter, except those that a wrapper has set."""
+    bound = _bound(parameter)
+    return {name: value for name, value in vars(parameter).items() if name not in bound}
 
 
 def unbind(parameter: nn.Parameter) -> None:
     """Remove what a wrapper bound to a parameter: it holds the wrapper's old buffers by reference cycles."""
-    for name in _BOUND:
+    for name in _bound(parameter):
         vars(parameter).pop(name, None)
     parameter.grad = None
+
+
+def place_of_hook(*_: Any) -> None:
+    """Do nothing: it stands where the wrapper's hook was, among the user's hooks on a parameter, until there is one."""
+
+
+def is_of_wrapper(hook: Any) -> bool:
+    """Return whether a hook on a parameter is a wrapper's, or stands in its place."""
+    return hook is place_of_hook or str(getattr(hook, "__module__", "")).startswith("deepspeed.")
+
+
+def _vacated(hooks: dict[int, Any]) -> dict[int, Any]:
+    """Replace the wrapper's hook by :func:`place_of_hook`; remove it where there is no other hook."""
+    if all(map(is_of_wrapper, hooks.values())):
+        return {}
+    return {number: place_of_hook if is_of_wrapper(hook) else hook for number, hook in hooks.items()}
+
+
+def _in_place(hooks: dict[int, Any]) -> dict[int, Any]:
+    """Put the wrapper's new hook, the last one, where its hook was before."""
+    places = [number for number, hook in hooks.items() if hook is place_of_hook]
+    *_, (last, own) = hooks.items()
+    if not places or own is place_of_hook or not is_of_wrapper(own):
+        return hooks
+    kept = {number: hook for number, hook in hooks.items() if number not in (last, *places[1:])}
+    return dict((last, own) if number == places[0] else (number, hook) for number, hook in kept.items())
 
 
 def _set_state(parameter: Any, value: torch.Tensor, optim_state_key: str | None = None) -> None:
@@ -230,6 +268,18 @@ class FlatOptimizerAdapter(ABC):
         self._wrapper._param_slice_mappings = self._wrapper._create_param_mapping()
         for master, group in zip(self.masters, self.inner.param_groups):
             group["params"] = [master]
+
+    def _register_hooks(self, register: Callable[[], None]) -> None:
+        """Let the wrapper register its hooks on gradients, each at its place among the user's hooks."""
+        register()
+        for parameter in (parameter for group in self.groups for parameter in group):
+            replace_hooks(parameter, _HOOKED_BY, _in_place)
+
+    def _vacate_hooks(self) -> None:
+        """Remove the wrapper's hooks, and keep their places. :meth:`_register_hooks` follows."""
+        for parameter in (parameter for group in self.groups for parameter in group):
+            replace_hooks(parameter, _HOOKED_BY, _vacated)
+        self._wrapper._grad_acc_hooks = []
 
     def remove_hooks(self) -> None:
         """Stop reacting to gradients, because another wrapper takes over the parameters."""

@@ -69,7 +69,7 @@ class ZeroAdapter(FlatOptimizerAdapter):
 
     def rewrap(self, groups: Groups, flats: list[torch.Tensor]) -> None:
         wrapper = self._wrapper
-        self.remove_hooks()
+        self._vacate_hooks()
         wrapper.bit16_groups[:], wrapper.round_robin_bit16_groups[:] = groups, groups
         wrapper.round_robin_bit16_indices[:] = [list(range(len(group))) for group in groups]
         wrapper.round_robin_bit16_meta[:] = [[torch.zeros_like(p.data, device="meta") for p in g] for g in groups]
@@ -106,7 +106,7 @@ class ZeroAdapter(FlatOptimizerAdapter):
         wrapper.initialize_gradient_partitioning_data_structures()
         wrapper.reset_partition_gradient_structures()
         if wrapper.use_grad_accum_attribute or wrapper.contiguous_gradients:
-            wrapper.create_gradient_handling_hooks()
+            self._register_hooks(wrapper.create_gradient_handling_hooks)
         self._link()
 
     def _number_parameters(self) -> None:

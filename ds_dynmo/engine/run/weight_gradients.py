@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ds_dynmo.engine.deepspeed.flat_adapter import is_of_wrapper
 from ds_dynmo.engine.run import split_modules
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.torch_private import backward_pass_number, hooks_of, is_only_tensor_of_its_memory
@@ -204,8 +205,8 @@ def _check_hooks(parameter: nn.Parameter) -> None:
         ConfigError: there is such a hook.
     """
     accumulated = hooks_of(parameter, "register_post_accumulate_grad_hook")
-    of_user = [hook for hook in accumulated if not getattr(hook, "__module__", "").startswith("deepspeed")]
-    if of_user or len(hooks_of(parameter, "register_hook")) > 1:  # one is from splitting()
+    on_gradient = hooks_of(parameter, "register_hook")  # one is from splitting()
+    if not all(map(is_of_wrapper, accumulated)) or len(on_gradient) > 1:
         raise ConfigError(
             f"a weight of shape {list(parameter.shape)} has a hook of yours on its gradient, and is used outside its "
             "module too (in a penalty, say): a backward pass in two parts would call the hook in each; set "

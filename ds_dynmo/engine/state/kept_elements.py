@@ -11,11 +11,10 @@ from torch import nn
 
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.replicas import is_per_replica
-from ds_dynmo.engine.deepspeed.flat_adapter import bound_by_wrapper
 from ds_dynmo.engine.deepspeed.module import is_split
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.state.keys import ParamKey
-from ds_dynmo.engine.state.layer_record import register_hooks, user_hooks
+from ds_dynmo.engine.state.layer_record import take_over
 from ds_dynmo.engine.state.optimizer_state import select
 from ds_dynmo.errors import ConfigError, MigrationError
 from ds_dynmo.torch_private import parameters_of
@@ -180,6 +179,5 @@ def _shorter(old: nn.Parameter, index: torch.Tensor) -> nn.Parameter:
     """Build the parameter that replaces ``old``, with its gradient, attributes and hooks."""
     new = nn.Parameter(select(old, index), requires_grad=old.requires_grad)
     new.grad = None if old.grad is None else select(old.grad, index)
-    vars(new).update({name: value for name, value in vars(old).items() if not bound_by_wrapper(name)})
-    register_hooks(new, user_hooks(old))
+    take_over(new, old)
     return new

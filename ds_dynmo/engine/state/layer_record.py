@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.deepspeed.flat_adapter import bound_by_wrapper
+from ds_dynmo.engine.deepspeed.flat_adapter import is_of_wrapper, marks_of, place_of_hook
 from ds_dynmo.engine.move.description import can_be_sent, why_it_stays
 from ds_dynmo.torch_private import HOOKS_OF_PARAMETERS, hooks_of
 
@@ -86,11 +86,11 @@ def without_gradients(layer: LayerRecord) -> LayerRecord:
 
 def parameter_attributes(parameter: nn.Parameter) -> dict[str, Any]:
     """Collect the attributes set on a parameter that can travel."""
-    return {name: value for name, value in vars(parameter).items() if not bound_by_wrapper(name) and can_be_sent(value)}
+    return {name: value for name, value in marks_of(parameter).items() if can_be_sent(value)}
 
 
 def parameter_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
-    """Collect the user's hooks on a parameter, by the method that registers them. DeepSpeed registers its hooks again.
+    """Collect the user's hooks on a parameter, as :func:`user_hooks` does. DeepSpeed registers its hooks again.
 
     Raises:
         TypeError: a hook cannot be pickled: it would be lost.
@@ -107,15 +107,22 @@ def parameter_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
 
 
 def user_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
-    """Collect the user's hooks on a parameter, including those that cannot be pickled."""
+    """Collect the user's hooks on a parameter, by the method that registers them; they may fail to be pickled.
+
+    The place among them that DeepSpeed's hook has is marked by :func:`place_of_hook`.
+    """
+    hooks = {method: hooks_of(parameter, method) for method in HOOKS_OF_PARAMETERS}
     return {
-        method: [hook for hook in hooks_of(parameter, method) if not _is_deepspeeds(hook)]
-        for method in HOOKS_OF_PARAMETERS
+        method: [place_of_hook if is_of_wrapper(hook) else hook for hook in registered]
+        for method, registered in hooks.items()
+        if not all(map(is_of_wrapper, registered))
     }
 
 
-def _is_deepspeeds(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
+def take_over(parameter: nn.Parameter, old: nn.Parameter) -> None:
+    """Give a parameter that replaces ``old`` the attributes and the hooks that users set on that one."""
+    vars(parameter).update(marks_of(old))
+    register_hooks(parameter, user_hooks(old))
 
 
 def register_hooks(parameter: nn.Parameter, hooks: dict[str, list[Any]]) -> None:

@@ -762,6 +762,7 @@ def changed_meanwhile(case: Case, change: Callable[[Any, Any], None], moves: boo
         ("fp32 zero1", [set_quarter_of_layer, set_moments]),
         ("fp16 zero1", [zero_places]),
     ],
+    ids=["fp32", "bf16", "bf16 zero1", "fp32 zero1", "fp16 zero1"],
 )
 def test_state_that_changes_meanwhile_is_sent_again(precision: str, changes: list[Any]) -> None:
     case = Case(stages=2, precision=precision, start=(0, 4, 8))

@@ -16,6 +16,7 @@ from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.engine.state.planned_move import PlannedMove
 from ds_dynmo.engine.state.resharding import Resharding
 from ds_dynmo.errors import ConfigError, MigrationError
+from ds_dynmo.torch_private import hooks_of
 from tests.support.configs import Case, config
 from tests.support.harness import run, run_each
 from tests.support.models import Block, Embedding, Head, layers, loss
@@ -26,6 +27,7 @@ from tests.support.training import (
     check_moves_changed_nothing,
     drop_decision,
     freeze,
+    gather,
     layers_of,
     outcome_of,
     whole,
@@ -232,6 +234,78 @@ def test_a_parameter_that_its_layer_hides_is_refused_by_its_path(tmp_path: Path)
         assert all(
             "layer 1: up.hidden[0] is a parameter that the optimizer trains, but the layer" in m for m in messages
         )
+
+
+# -- what users set on parameters ------------------------------------------------------------------------
+
+
+def halved(parameter: nn.Parameter) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.5)
+
+
+def doubled(parameter: nn.Parameter) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(2.0)
+
+
+class Marked(Block):
+    """A block whose parameters have marks with names that DeepSpeed uses too, and a hook."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        for parameter in self.parameters():
+            parameter.mine, parameter.group_name, parameter.allreduce = index, "decay", True  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(halved)
+
+
+def set_on_parameters(engine: Any) -> dict[str, Any]:
+    """Return the marks of all parameters, and their hooks in order."""
+    found = {
+        f"{number}.{name}": (
+            {mark: value for mark, value in vars(parameter).items() if mark in ("mine", "group_name", "allreduce")},
+            [getattr(hook, "__name__", "") for hook in hooks_of(parameter, "register_post_accumulate_grad_hook")],
+        )
+        for number, layer in layers_of(engine).items()
+        for name, parameter in layer.named_parameters()
+    }
+    return {key: value for part in gather(found) for key, value in part.items()}
+
+
+def train_marked(precision: str, way: str) -> dict[str, Any]:
+    """Hook parameters before and after DeepSpeed does; freeze layers for a while, and move them."""
+    blocks = [LayerSpec(Marked, index) for index in range(4)]
+    engine = build(
+        Case(blocks=3, precision=precision), lambda _: [LayerSpec(Embedding, 1), *blocks, LayerSpec(Head, 2)]
+    )
+    data, losses = batches(engine), []
+    for layer in layers_of(engine).values():
+        for parameter in layer.parameters():
+            parameter.register_post_accumulate_grad_hook(doubled)
+    seen = [set_on_parameters(engine)]
+    for step in range(STEPS):
+        if step in (2, 4):
+            freeze(engine, 3 if step == 2 else 0)
+            engine.model_changed("frozen or thawed")
+            drop_decision(engine)
+        if way != "still" and step in MOVES:
+            engine.rebalance(MOVES[step], background=way == "background")
+        losses.append(engine.train_batch(data).item())
+    return {**outcome_of(engine, losses), "seen": [*seen, set_on_parameters(engine)]}
+
+
+@pytest.mark.every_variant
+@pytest.mark.parametrize("precision", ["fp32", "fp32 zero1", "bf16 immediate"])
+def test_marks_stay_and_hooks_run_in_their_order(precision: str) -> None:
+    still, *moved = run_each(2, train_marked, *((precision, way) for way in ("still", "blocking", "background")))
+    for each in moved:
+        check_moves_changed_nothing(still, each)
+    for each in (still, *moved):
+        first, last = each[0]["seen"]
+        assert first == last
+    marks, hooks = first["2.up.weight"]
+    assert marks == {"mine": 1, "group_name": "decay", "allreduce": True}
+    assert hooks[0] == "halved" and hooks[-1] == "doubled" and len(hooks) == (2 if precision == "fp32" else 3)
 
 
 # -- parameters that are in no layer ------------------------------------------------------------------
