@@ -20,6 +20,7 @@ from ds_dynmo.engine.save.initial_model import (
     plain_attributes,
 )
 from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.engine.state.layer_record import take_over
 from ds_dynmo.engine.state.optimizer_state import OptimizerState, tensors_in
 from ds_dynmo.engine.state.pieces import PER_PARAMETER, StatePieces
 from ds_dynmo.errors import CheckpointError
@@ -287,7 +288,7 @@ def _make_room(
     parameter = nn.Parameter(torch.zeros(about["shape"], dtype=dtype, device=device), requires_grad=False)
     parameter.requires_grad_(about.get("requires_grad", True) if present is None else present.requires_grad)
     if present is not None:
-        vars(parameter).update(vars(present))
+        take_over(parameter, present)
     if about.get("split"):
         parameter.model_parallel = True  # type: ignore[attr-defined]
     _assign(subs, name, parameter)

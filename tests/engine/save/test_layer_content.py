@@ -111,6 +111,20 @@ def test_a_missing_weight_is_never_invented(flags: dict[str, bool]) -> None:
     assert torch.equal(here.weight, torch.full((3, 2), 7.0)) and not here.weight.requires_grad
 
 
+def test_a_weight_of_another_shape_keeps_hooks_and_marks() -> None:
+    saved, here, calls = Layer(width=3), Layer(), list[str]()
+    saved.bias.data = saved.bias.data.double()
+    for parameter in here.parameters():
+        parameter.register_hook(lambda gradient: calls.append("tensor"))
+        parameter.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated"))
+        parameter.group_name, parameter._hp_mapping = "decay", "DeepSpeed's"  # type: ignore[attr-defined]
+    install(here, loaded(saved), origin_of(Layer()), CPU, strict=True)
+    assert here.weight.shape == (3, 2) and here.bias.dtype == torch.double
+    (here.weight.sum() + here.bias.sum()).backward()
+    assert sorted(calls) == ["accumulated"] * 2 + ["tensor"] * 2
+    assert [vars(parameter) for parameter in here.parameters()] == [{"group_name": "decay"}] * 2
+
+
 def test_a_buffer_of_another_shape_is_refused_without_extras() -> None:
     here = Layer()
     here.scale = torch.ones(5)
