@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +67,17 @@ def validation_loss(model: Any, made: Path, out: Path, documents: Any) -> float:
     config = DataConfig(documents=documents, cache=str(out / "cache"))
     data = open_data(made / "text.jsonl", config, vocabulary=400, tokenizer=made / "model")
     batches = data.batches("validation", micro_batch_size=SEQUENCES, sequence_length=LENGTH, seed=0)
-    losses = []
-    for inputs, labels in islice(batches.iterate(micro_batches=MICRO_BATCHES), MICRO_BATCHES):
+    summed, counted = 0.0, 0
+    for number in range(MICRO_BATCHES):
+        inputs, labels = batches.micro_batch(number)
         ids, positions = inputs if isinstance(inputs, tuple) else (inputs, torch.arange(LENGTH).expand_as(inputs))
-        summed, counted = 0.0, 0
         for row in range(len(ids)):
             starts = [place for place in range(LENGTH) if positions[row, place] == 0]
             for start, stop in zip(starts, [*starts[1:], LENGTH]):
                 logits = model(ids[row : row + 1, start:stop]).logits[0]
                 loss = torch.nn.functional.cross_entropy(logits, labels[row, start:stop], reduction="sum")
                 summed, counted = summed + loss.item(), counted + int((labels[row, start:stop] != -100).sum())
-        losses.append(summed / counted)
-    return sum(losses) / len(losses)
+    return summed / counted
 
 
 def reported_loss(out: Path) -> float:
