@@ -94,6 +94,9 @@ class Encoder:
             return there[0]
         if there:
             raise ConfigError(f'{row.where}: has {" and ".join(there)}: "field" in the "{SECTION}" section says which')
+        beside = ("completion",) if self._field is None else ()
+        if null := [name for name in (*names, *beside) if row.values.get(name, "") is None]:
+            raise ConfigError(f"{row.where}: null in {', '.join(null)}: write a value there, or leave the row out")
         should = "messages, prompt and completion, input_ids, or text" if self._field is None else f'"{self._field}"'
         raise ConfigError(
             f'{row.where}: has {", ".join(row.values) or "nothing"}: should have {should}; "field" in the "{SECTION}" '

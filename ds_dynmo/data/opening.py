@@ -85,18 +85,20 @@ def _tokens(path: Path, split: str, encoder: Encoder, cache: str | None) -> Toke
             cache_dir=cache,
             fingerprint=fingerprint,
         )
-    except library.exceptions.DatasetGenerationError as error:
-        if isinstance(error.__cause__, ConfigError):
-            _forget(fingerprint, Path(cache or library.config.HF_DATASETS_CACHE))
-            raise error.__cause__ from None
-        raise ConfigError(f"{path}: cannot be tokenized: {error.__cause__ or error}") from error
-    except OSError as error:
-        raise ConfigError(f"{error.filename or cache}: cannot keep what was tokenized: {reason_of(error)}") from error
+    except (library.exceptions.DatasetGenerationError, OSError) as error:
+        folder, cause = Path(cache or library.config.HF_DATASETS_CACHE), error.__cause__ or error
+        _forget(fingerprint, folder)
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        if isinstance(cause, OSError):
+            where, why = cause.filename or folder, reason_of(cause).splitlines()[-1]  # datasets guesses before it
+            raise ConfigError(f"{where}: cannot keep what was tokenized: {why}") from error
+        raise ConfigError(f"{path}: cannot be tokenized: {cause}") from error
     return tokens_of(dataset.with_format("arrow")[:], str(path))
 
 
 def _forget(fingerprint: str, cache: Path) -> None:
-    """Remove what datasets leaves of rows that were refused: locks, and folders in which there is nothing."""
+    """Remove what datasets leaves where it failed: locks, and folders in which there is nothing."""
     folders = list(cache.glob(f"generator/*{fingerprint}*"))
     for lock in (lock for folder in (cache, *folders) for lock in folder.glob("*.lock")):
         if fingerprint in str(lock):

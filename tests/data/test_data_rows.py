@@ -24,6 +24,7 @@ from ds_dynmo.data import DataConfig, TokenData, holds_rows, open_data
 from ds_dynmo.data.encoding import Encoder, Example
 from ds_dynmo.data.sources import SourceRow
 from ds_dynmo.errors import ConfigError
+from tests.support.full_disk import files_of_at_most
 from tests.support.words import word_tokenizer
 
 Rows = list[dict[str, Any]]
@@ -115,7 +116,7 @@ def test_rows_are_the_same_in_every_format(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"wrong{path.suffix}"
     write([{"text": "one"}, {"text": None}], path)
     row = "line 2" if write is json_lines else "row 1"
-    with pytest.raises(ConfigError, match=rf"wrong.*, {row}: has text: should have messages, prompt and completion, "):
+    with pytest.raises(ConfigError, match=rf"wrong.*, {row}: null in text: write a value there, or leave the row out$"):
         opened(path, tmp_path)
 
 
@@ -158,6 +159,8 @@ def test_ids_need_no_tokenizer_and_text_does(lines: Path, tmp_path: Path) -> Non
     ("content", "message"),
     [
         (b'{"text": "one"}\n{"txt": "one"}', r"x\.jsonl, line 2: has txt: should have messages, prompt and completion"),
+        (b'{"prompt": "one", "completion": null}', "line 1: null in completion: write a value there"),
+        (b'{"messages": null, "input_ids": null}', "line 1: null in messages, input_ids: write a value there"),
         (b'["one"]', r'line 1: should be an object, such as {"text": "..."}'),
         (b'{"text": 3}', 'line 1: "text" should be a text, a list of messages, or token ids'),
         (b'{"messages": []}', 'line 1: "messages" should be a text, a list of messages'),
@@ -331,6 +334,10 @@ def test_a_cache_that_cannot_be_written_is_named(lines: Path, tmp_path: Path) ->
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file/cache.*: cannot keep what was tokenized: Not a directory$"):
         opened(lines, tmp_path, cache=str(tmp_path / "file" / "cache"))
+    full = rf"{tmp_path}/cache: cannot keep what was tokenized: \[Errno 27\] File too large$"
+    with pytest.raises(ConfigError, match=full), files_of_at_most(100):
+        opened(lines, tmp_path)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_tokens_of_many_batches_are_read_across_their_borders(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def read_resumed(
         saved_model = read_model_config(resumed)
     except ConfigError as error:
         raise ConfigError(f"--resume {folder}: {error}") from error
-    _check_config(folder, resumed.get("config"), config, saved_model, model)
+    _check_config(folder, resumed.get("config", config), config, saved_model, model)
     for key in ModelConfig.model_fields:
         if key in ("tokens", "verified", "huggingface"):  # data and configs are compared; the other changes nothing
             continue
