@@ -190,8 +190,8 @@ class Encoder:
 
     def _rendered(self, row: SourceRow, messages: list[Any], **options: Any) -> Any:
         tools, more = row.values.get("tools"), row.values.get("chat_template_kwargs") or {}
-        tools = json.loads(tools) if isinstance(tools, str) else tools
         try:
+            tools = json.loads(tools) if isinstance(tools, str) else tools
             messages, tools = _without_nulls(messages), _without_nulls(tools)
             return self._needed(row).apply_chat_template(messages, tools=tools, **_without_nulls(more), **options)
         except Exception as error:  # of jinja, or whatever the template does

@@ -186,6 +186,8 @@ def test_what_a_template_refuses_is_said_with_the_row(tmp_path: Path) -> None:
     row = r"chats\.jsonl, line 2: the chat template of .*model does not take it: roles must alternate; mend the row"
     refused(row, [{"messages": messages}], tmp_path, MISTRAL)
     refused(row, [{"prompt": messages[:2], "completion": CHAT[1:2]}], tmp_path, MISTRAL)
+    row = row.replace("roles must alternate", "Expecting value: .*")
+    refused(row, [{"messages": CHAT, "tools": "no JSON"}], tmp_path, MISTRAL)
 
 
 def test_a_template_that_is_missing_or_marks_no_answers_is_named_with_what_to_do(tmp_path: Path) -> None:
