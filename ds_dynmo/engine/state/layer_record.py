@@ -120,7 +120,7 @@ def user_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
 
 
 def take_over(parameter: nn.Parameter, old: nn.Parameter) -> None:
-    """Give a parameter that replaces ``old`` the attributes and the hooks that users set on that one."""
+    """Copy the attributes and hooks that users set on ``old`` to a parameter that replaces it."""
     vars(parameter).update(marks_of(old))
     register_hooks(parameter, user_hooks(old))
 
