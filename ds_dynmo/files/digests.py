@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ds_dynmo.unmarked import unmarked
+
 __all__ = ["digest"]
 
 
@@ -20,12 +22,13 @@ def digest(value: Any) -> str:
 def _feed(whole: Any, value: Any) -> None:
     whole.update(type(value).__name__.encode())
     if isinstance(value, torch.Tensor):
-        parts = [value]
-        if value.layout == torch.sparse_csr:
-            parts = [value.crow_indices(), value.col_indices(), value.values()]
+        tensor = unmarked(value)
+        parts = [tensor]
+        if tensor.layout == torch.sparse_csr:
+            parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
         for part in parts:
-            data = part.detach().cpu().contiguous()
-            whole.update(repr((tuple(value.shape), data.dtype)).encode())
+            data = part.cpu().contiguous()
+            whole.update(repr((tuple(tensor.shape), data.dtype)).encode())
             whole.update(data.reshape(-1).view(torch.uint8).numpy() if data.numel() else b"")
     elif isinstance(value, (set, frozenset)):
         whole.update(repr(sorted(map(digest, value))).encode())

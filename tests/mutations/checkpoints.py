@@ -143,7 +143,7 @@ MUTATIONS = [
     Mutation(
         "attributes that a layer changed are lost in a checkpoint",
         "layer_content.install",
-        "subs[path].__dict__[name] = value",
+        "subs[path].__dict__[name] = _marked_as(here, value)",
         "pass",
         f"{CHANGED}::test_changed_layers_load_as_they_were_saved[2-2]",
     ),

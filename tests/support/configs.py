@@ -108,8 +108,8 @@ class UncompiledFusedAdam(FusedAdam):
 
 
 def parameter_groups(module: nn.Module, how: str) -> list[Any]:
-    decayed = [p for p in module.parameters() if p.dim() > 1]
-    others = [p for p in module.parameters() if p.dim() <= 1]
+    decayed = [p for p in module.parameters() if p.ndim > 1]
+    others = [p for p in module.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
     if how == "one":
         return list(module.parameters())

@@ -47,6 +47,7 @@ import torch
 from ds_dynmo.engine.comm.message_forms import Content, KnownForms, MessageForm
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.torch_private import version_of
+from ds_dynmo.unmarked import unmarked
 
 AHEAD = 2  # receives of a lane that are posted before they are needed; sends of an evaluation that may be under way
 
@@ -82,7 +83,7 @@ def kept(tensor: torch.Tensor, kind: MessageKind) -> torch.Tensor:
 
     A tensor without gradient, such as a mask, is copied: its layer may keep it and change it for the next micro-batch.
     """
-    content = tensor.detach()
+    content = unmarked(tensor)
     return content.clone() if kind is MessageKind.ACTIVATION and not tensor.requires_grad else content
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.move.pickling import dump, load
+from ds_dynmo.unmarked import unmarked
 
 
 def to_bytes(value: Any) -> bytes:
@@ -44,7 +45,7 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    data = tensor.detach().to(device)
+    data = unmarked(tensor).to(device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(data, requires_grad=tensor.requires_grad)
     return data.requires_grad_(tensor.requires_grad)

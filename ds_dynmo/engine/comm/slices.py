@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ds_dynmo.engine.comm.message_forms import Content
+from ds_dynmo.unmarked import unmarked
 
 
 class MessageSlices:
@@ -30,7 +31,8 @@ class MessageSlices:
         """Replace the first tensor by this slice's part of its elements, padded to equal parts."""
         if not tensors:
             return []
-        flat, size = tensors[0].detach().reshape(-1), self._part(tensors[0].numel())
+        flat = unmarked(tensors[0]).reshape(-1)
+        size = self._part(flat.numel())
         padded = torch.nn.functional.pad(flat, (0, self._count * size - flat.numel()))
         return [padded[self._rank * size : (self._rank + 1) * size].clone(), *tensors[1:]]
 

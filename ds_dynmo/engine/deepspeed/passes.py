@@ -46,7 +46,7 @@ def load_micro_batch(engine: Any) -> tuple[Any, Any]:
     buffers["inputs"][0] = buffers["labels"][0] = None
     for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
         if isinstance(tensor, torch.Tensor):
-            tensor.requires_grad_(False)
+            tensor.requires_grad = False
     return inputs, labels
 
 

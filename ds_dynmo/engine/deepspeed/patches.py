@@ -25,6 +25,7 @@ from ds_dynmo.engine.run.compiled_layers import backend_of_call
 from ds_dynmo.engine.stage import StageContext, stage_of
 from ds_dynmo.engine.state.clipping import scale_gradients
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.unmarked import unmarked
 
 
 class PatchedPipelineEngine(PipelineEngine):
@@ -79,7 +80,7 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def _broadcast_model(self) -> None:
         """Broadcast the model as DeepSpeed does, but for parameters that differ between replicas."""
-        kept = [(p, p.detach().clone()) for p in self.module.parameters() if replicas.is_per_replica(p)]
+        kept = [(p, unmarked(p).clone()) for p in self.module.parameters() if replicas.is_per_replica(p)]
         super()._broadcast_model()
         for parameter, value in kept:
             parameter.data.copy_(value)

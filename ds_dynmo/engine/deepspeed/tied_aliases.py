@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.move.object_graph import copy_of_modules
+from ds_dynmo.unmarked import unmarked
 
 
 class TiedAliases:
@@ -57,7 +58,7 @@ class TiedAliases:
             alias.train(training)
         for parameter, later in self._pairs():
             later.data = parameter.data
-            later.requires_grad_(parameter.requires_grad)
+            later.requires_grad = parameter.requires_grad
 
     # -- gradients ------------------------------------------------------------------------------------
 
@@ -100,5 +101,5 @@ def _alias_of(layer: nn.Module) -> nn.Module:
     """Copy a layer: the copy shares the memory of parameters and buffers but has separate gradients."""
     memo: dict[int, Any] = {id(buffer): buffer for buffer in layer.buffers()}
     for parameter in layer.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(unmarked(parameter), requires_grad=parameter.requires_grad)
     return copy_of_modules(layer, memo)

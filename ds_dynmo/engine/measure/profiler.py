@@ -31,6 +31,7 @@ from ds_dynmo.engine.measure.saved_bytes import loss_through, saved_for_backward
 from ds_dynmo.schedules import Kind
 from ds_dynmo.stage_work import measured_by
 from ds_dynmo.torch_private import version_of
+from ds_dynmo.unmarked import register_hook
 
 Mark = tuple[Any, int | None]
 _RECENT = 7  # batches, profiled or not, whose median counts as the seconds of a batch
@@ -292,7 +293,7 @@ class Profiler:
                     # An unchanged input is watched already, for the layer that computed it.
                     changed = versions.get(id(tensor)) != version_of(tensor)
                     if tensor.requires_grad and changed and _is_passing(tensor):
-                        tensor.register_hook(partial(self._gradient_complete, index))
+                        register_hook(tensor, partial(self._gradient_complete, index))
             return outputs
 
         return marked
@@ -316,7 +317,7 @@ class Profiler:
                 self._mark(None)
 
         for tensor in fresh:
-            tensor.register_hook(complete)
+            register_hook(tensor, complete)
 
     # -- bytes ----------------------------------------------------------------------------------------
 

@@ -11,19 +11,20 @@ import torch
 from torch import nn
 
 from ds_dynmo.torch_private import saved_tensors_hooks
+from ds_dynmo.unmarked import unmarked
 
 
 class SavedBytes:
     """The saved storages, kept alive so that their addresses are not reused."""
 
     def __init__(self, left_out: Sequence[torch.Tensor]) -> None:
-        self._left_out = {tensor.untyped_storage().data_ptr() for tensor in left_out}
+        self._left_out = {unmarked(tensor).untyped_storage().data_ptr() for tensor in left_out}
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def add(self, tensor: torch.Tensor) -> None:
         """Count the storage of ``tensor``, once."""
         if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
+            storage = unmarked(tensor).untyped_storage()
             if storage.data_ptr() not in self._left_out:
                 self._storages[storage.data_ptr()] = storage
 

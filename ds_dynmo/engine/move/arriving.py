@@ -12,7 +12,7 @@ from torch import nn
 from ds_dynmo.engine.move.packing import GradientDtype, expected_gradients
 from ds_dynmo.engine.move.references import References
 from ds_dynmo.engine.move.shell import Build
-from ds_dynmo.engine.move.tensors import TensorMeta, bytes_of, restored, restored_sparse
+from ds_dynmo.engine.move.tensors import TensorMeta, bytes_of, restored, restored_sparse, view_of
 from ds_dynmo.engine.state.layer_record import LayerRecord, register_hooks
 
 Complete = Callable[[nn.Module], None]
@@ -87,8 +87,8 @@ class ArrivingLayer:
         buffer_of: RecvBufferOf,
         known: Mapping[int, torch.Tensor],
     ) -> Callable[[], torch.Tensor]:
-        if meta.base is not None:
-            return lambda: restored(meta, self._view(meta))
+        if (base := meta.base) is not None:
+            return lambda: restored(meta, view_of(self._data[base], meta))
         if meta.strides is None:
             parts = [self._recv_buffer(part, device, buffer_of) for part in meta.parts]
             return lambda: restored(meta, restored_sparse(meta, parts))
@@ -112,11 +112,6 @@ class ArrivingLayer:
         if data.numel():
             (self.changed_by_step if meta.constant else self.changed_any_time).append(bytes_of(data))
         return data
-
-    def _view(self, meta: TensorMeta) -> torch.Tensor:
-        assert meta.base is not None and meta.strides is not None
-        base = self._data[meta.base]
-        return base.as_strided(meta.shape, meta.strides, base.storage_offset() + meta.offset)
 
     def load(self, device: torch.device, complete: Complete = lambda module: None) -> None:
         """Build the layer around its buffers, which are not filled yet. No other layer changes.

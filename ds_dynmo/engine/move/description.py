@@ -30,6 +30,7 @@ from ds_dynmo.engine.move.object_graph import (
     text,
 )
 from ds_dynmo.engine.move.pickling import dump, load, stand_in
+from ds_dynmo.unmarked import unmarked
 
 Line = tuple[Path, str]
 NOTHING = "nothing"
@@ -241,5 +242,6 @@ def checksum(tensor: torch.Tensor) -> int:
     """Compute a checksum of a tensor's values; -1: it has no values."""
     if tensor.is_meta:
         return -1
-    data = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+    data = unmarked(tensor)
+    data = data.to_dense() if data.layout != torch.strided else data
     return zlib.crc32(data.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if data.numel() else 0

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.torch_private import buffers_of, parameters_of
+from ds_dynmo.unmarked import unmarked
 
 
 def registered(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -32,12 +33,12 @@ class TensorsByMemory:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         held = sorted(filter(has_memory, tensors), key=torch.Tensor.data_ptr)
-        self._begins = [tensor.data_ptr() for tensor in held]
+        self._begins = [*map(torch.Tensor.data_ptr, held)]
         self._longest = list(accumulate(held, _ends_last))  # of those that begin so far
 
     def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor in whose memory ``tensor`` begins; None: there is none."""
-        whole = self.find_address(tensor.data_ptr()) if has_memory(tensor) else None
+        whole = self.find_address(unmarked(tensor).data_ptr()) if has_memory(tensor) else None
         return whole if whole is not None and tensor.device == whole.device else None
 
     def find_address(self, address: int) -> torch.Tensor | None:
@@ -49,7 +50,8 @@ class TensorsByMemory:
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a part of one block of memory."""
-    return bool(tensor.layout == torch.strided and tensor.numel() and tensor.data_ptr())
+    data = unmarked(tensor)
+    return bool(data.layout == torch.strided and data.numel() and data.data_ptr())
 
 
 def _ends_last(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -57,4 +59,4 @@ def _ends_last(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _end(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() + tensor.nbytes
+    return unmarked(tensor).data_ptr() + tensor.nbytes

@@ -12,20 +12,27 @@ import torch
 from ds_dynmo.engine.move.description import kind_of, path_text
 from ds_dynmo.engine.move.layer_tensors import TensorsByMemory
 from ds_dynmo.engine.move.object_graph import Path
+from ds_dynmo.unmarked import unmarked
 
 _OF_RANK = 'say that its attribute belongs to the rank ("rank_attributes" in the "dynmo" section)'
 
 
 def check_tensor(path: Path, tensor: torch.Tensor) -> None:
-    """Refuse a tensor without values, and one in memory that processes share.
+    """Refuse a tensor without values, one in memory that processes share, and one that negates or conjugates another.
 
     Raises:
         TypeError: with its path.
     """
     if tensor.is_meta:
         raise TypeError(f"{path_text(path)} is on the meta device: it has no values to move")
+    data = unmarked(tensor)
+    if data.is_conj() or data.is_neg():
+        raise TypeError(
+            f"{path_text(path)} is a view that conjugates or negates what is in memory, and would arrive without that: "
+            "resolve_conj() or resolve_neg() it"
+        )
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-    if is_plain and tensor.device.type == "cpu" and tensor.untyped_storage().is_shared():
+    if is_plain and tensor.device.type == "cpu" and data.untyped_storage().is_shared():
         raise TypeError(
             f"{path_text(path)} lies in memory that processes share (share_memory_()), and would arrive as a copy: "
             f"clone() it, or {_OF_RANK}"

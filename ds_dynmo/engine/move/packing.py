@@ -30,6 +30,7 @@ from ds_dynmo.engine.move.tensors import TensorMeta, bytes_of, describe, find_ba
 from ds_dynmo.engine.run.compiled_layers import check_not_compiled
 from ds_dynmo.engine.state.layer_record import LayerRecord, without_gradients
 from ds_dynmo.torch_private import version_of
+from ds_dynmo.unmarked import unmarked
 
 GradientDtype = Callable[[nn.Parameter], torch.dtype | None]
 
@@ -44,10 +45,10 @@ class _Constant:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Constant:
-        return cls(tensor, version_of(tensor), tensor.data_ptr())
+        return cls(tensor, version_of(tensor), unmarked(tensor).data_ptr())
 
     def is_unchanged(self) -> bool:
-        return (version_of(self.tensor), self.tensor.data_ptr()) == (self.version, self.address)
+        return (version_of(self.tensor), unmarked(self.tensor).data_ptr()) == (self.version, self.address)
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,7 @@ class _Listed:
         for number, tensor in enumerate(tensors):
             name = name_of.get(id(tensor))
             if number in bases:
-                base = bases[number]
-                offset = (tensor.data_ptr() - tensors[base].data_ptr()) // tensor.element_size()
+                base, offset = bases[number]
                 meta = meta_of(tensor, name=name, base=base, offset=offset)
             elif id(tensor) in ahead:
                 meta = meta_of(tensor, name=name, sent_ahead=ahead[id(tensor)])
@@ -227,9 +227,9 @@ def _constant_tensors(layer: LayerRecord) -> set[int]:
     """Return the ``id`` of weights and of optimizer state per element, except sparse ones, which have no version."""
     parameters = layer.parameters.values()
     state = [value for record in parameters for value in (record.state or {}).values()]
-    moments = [value for value in state if isinstance(value, torch.Tensor) and value.dim()]
+    moments = [value for value in state if isinstance(value, torch.Tensor) and value.ndim]
     tensors = (*(record.parameter for record in parameters), *moments)
-    return {id(tensor) for tensor in tensors if tensor.layout == torch.strided and not tensor.is_inference()}
+    return {id(tensor) for tensor in tensors if tensor.layout == torch.strided and not unmarked(tensor).is_inference()}
 
 
 def _extra_roots(layer: LayerRecord) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch import nn
 
 from ds_dynmo.engine.move.object_graph import place_in_class
 from ds_dynmo.torch_private import OpOverload, OpOverloadPacket
+from ds_dynmo.unmarked import unmarked
 
 _NO_REFERENCES: Mapping[int, int] = {}
 _Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -181,9 +182,9 @@ def load(data: bytes, tensors: Sequence[torch.Tensor], references: Sequence[Any]
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor like the one that arrives for ``tensor`` on another rank, without values and memory."""
-    data = tensor.detach()
-    if tensor.layout == torch.strided:
-        data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    data = unmarked(tensor)
+    if data.layout == torch.strided:
+        data = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(data, requires_grad=tensor.requires_grad)
     return data.requires_grad_(tensor.requires_grad and tensor.is_leaf)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.torch_private import parts_of_sparse
+from ds_dynmo.unmarked import unmarked
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class TensorMeta:
         name: in the layer, if it is a parameter of the layer.
         constant: whether only the optimizer's step changes it.
         sent_ahead: number among the constant tensors that were sent before; it does not travel again.
-        base, offset: for a view, the number of the tensor in whose memory it lies, and the offset in elements; it does
+        base, offset: for a view, the number of the tensor in whose memory it lies, and the offset in bytes; it does
             not travel.
     """
 
@@ -51,7 +52,7 @@ def describe(tensor: torch.Tensor, **facts: Any) -> tuple[TensorMeta, list[torch
     Args:
         facts: further attributes of the description.
     """
-    data = tensor.detach()
+    data = unmarked(tensor)
     if data.layout != torch.strided:
         parts = [describe(part) for part in dense_parts(data)]
         meta = meta_of(tensor, parts=tuple(meta for meta, _ in parts), **facts)
@@ -69,42 +70,51 @@ def meta_of(tensor: torch.Tensor, **facts: Any) -> TensorMeta:
         "on_cpu": tensor.device.type == "cpu",
         "shape": tuple(tensor.shape),
         "dtype": tensor.dtype,
-        "strides": tensor.stride() if tensor.layout == torch.strided else None,
+        "strides": unmarked(tensor).stride() if tensor.layout == torch.strided else None,
         "layout": tensor.layout,
-        "is_coalesced": tensor.layout == torch.sparse_coo and tensor.is_coalesced(),
+        "is_coalesced": tensor.layout == torch.sparse_coo and unmarked(tensor).is_coalesced(),
     }
     return TensorMeta(**{**attributes, **facts})
 
 
-def find_bases(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Map each tensor that lies in the memory of another to that one, by number, so that views stay views."""
-    bases: dict[int, int] = {}
-    strided = [n for n, tensor in enumerate(tensors) if tensor.layout == torch.strided and tensor.numel()]
-    order = sorted(strided, key=lambda n: (str(tensors[n].device), tensors[n].data_ptr(), -_span(tensors[n]), n))
+def find_bases(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, int]]:
+    """Find each tensor that lies in the memory of another, of any dtype, so that views stay views.
+
+    Returns:
+        By number of such a tensor, that of the other one, and the offset in its memory in bytes.
+    """
+    bases: dict[int, tuple[int, int]] = {}
+    bare = [*map(unmarked, tensors)]
+    strided = [n for n, tensor in enumerate(bare) if tensor.layout == torch.strided and tensor.numel()]
+    order = sorted(strided, key=lambda n: (str(bare[n].device), bare[n].data_ptr(), -_span_of(bare[n]), n))
     base: int | None = None
     for number in order:
-        tensor = tensors[number]
-        if base is not None and _lies_in(tensor, tensors[base]):
-            bases[number] = base
+        tensor = bare[number]
+        if base is not None and _lies_in(tensor, bare[base]):
+            bases[number] = base, tensor.data_ptr() - bare[base].data_ptr()
         elif _is_dense(tensor):
             base = number
     return bases
 
 
 def _lies_in(tensor: torch.Tensor, base: torch.Tensor) -> bool:
-    end = base.data_ptr() + _span(base)
-    inside = base.data_ptr() <= tensor.data_ptr() and tensor.data_ptr() + _span(tensor) <= end
-    return inside and tensor.device == base.device and tensor.dtype == base.dtype
+    end = base.data_ptr() + _span_of(base)
+    inside = base.data_ptr() <= tensor.data_ptr() and tensor.data_ptr() + _span_of(tensor) <= end
+    return inside and tensor.device == base.device
 
 
-def _span(tensor: torch.Tensor) -> int:
+def _span_of(tensor: torch.Tensor) -> int:
+    return _span(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
     """Count the bytes from the first element to the last."""
-    return (sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) + 1) * tensor.element_size()
+    return (sum((size - 1) * stride for size, stride in zip(shape, strides)) + 1) * dtype.itemsize
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the dense tensors that hold a tensor's values: itself, or the parts of a sparse CSR or COO tensor."""
-    data = tensor.detach()
+    data = unmarked(tensor)
     if data.layout == torch.strided:
         return (data,)
     if data.layout == torch.sparse_csr:
@@ -131,6 +141,13 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """View the memory of a dense tensor as bytes."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
+
+
+def view_of(base: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """View the memory of ``base``, which is dense, as the tensor that ``meta`` describes."""
+    assert meta.strides is not None, "a sparse tensor is no view"
+    memory = bytes_of(base)[meta.offset : meta.offset + _span(meta.shape, meta.strides, meta.dtype)]
+    return memory.view(meta.dtype).as_strided(meta.shape, meta.strides)
 
 
 def restored(meta: TensorMeta, data: torch.Tensor) -> torch.Tensor:

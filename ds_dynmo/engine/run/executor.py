@@ -424,7 +424,7 @@ class Executor:
             )
 
     def _defers_nothing(self, layer: Any) -> bool:
-        weights = [weight for weight in layer.parameters() if weight.requires_grad and weight.dim() > 1]
+        weights = [weight for weight in layer.parameters() if weight.requires_grad and weight.ndim > 1]
         return bool(weights) and not any(weight in self._gradients.hidden for weight in weights)
 
 

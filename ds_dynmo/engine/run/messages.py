@@ -20,13 +20,13 @@ def sendable(outputs: Any, last_layer: int) -> list[torch.Tensor]:
     """
     tensors = outputs if isinstance(outputs, tuple) else (outputs,)
     if all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        numbers = [number for number, tensor in enumerate(tensors) if tensor.is_complex() and tensor.requires_grad]
+        numbers = [number for number, tensor in enumerate(tensors) if torch.is_complex(tensor) and tensor.requires_grad]
         if numbers:
             raise ConfigError(
                 f"layer {last_layer}, the last one of a stage: its outputs {numbers} are complex and require a "
                 "gradient, and pipelines send gradients of floating tensors alone: return torch.view_as_real of them"
             )
-        return [tensor.contiguous() for tensor in tensors]
+        return [torch.Tensor.contiguous(tensor) for tensor in tensors]
     kind = type(outputs).__name__
     if isinstance(outputs, tuple | list):
         kind += f" of {', '.join(type(output).__name__ for output in outputs)}"

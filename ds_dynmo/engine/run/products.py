@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.torch_private import grouped_mm, reshaped, version_of, will_run
+from ds_dynmo.unmarked import unmarked
 from ds_dynmo.weight_gradients import Compute, RowIndex, defer_row, waits
 
 
@@ -71,7 +72,7 @@ class Linear(_Product):
         _Product.keep(ctx, input, weight, bias)
         assert weight.value is not None
         rows = _rows(input)
-        if input.dim() == 2 or input.is_contiguous():
+        if input.ndim == 2 or unmarked(input).is_contiguous():
             outputs = nn.functional.linear(rows, weight.value, bias.value)
         else:  # torch adds the bias afterwards
             outputs = rows.mm(weight.value.t())
@@ -86,8 +87,8 @@ class Linear(_Product):
             return None, None, None, None
         (input,), (weight, bias) = ctx.saved_tensors, ctx.arguments
         rows, of_rows = _rows(input), _rows(gradient)
-        sums_rows = input.dim() == 2 or input.is_contiguous()
-        others = tuple(range(gradient.dim() - 1))
+        sums_rows = input.ndim == 2 or unmarked(input).is_contiguous()
+        others = tuple(range(gradient.ndim - 1))
         held, held_bytes = (rows, of_rows), rows.nbytes + of_rows.nbytes
         _Product.defer(ctx, weight, lambda: of_rows.t().mm(rows), held, held_bytes)
         _Product.defer(ctx, bias, lambda: of_rows.sum(0) if sums_rows else gradient.sum(others), held[1:])
@@ -95,7 +96,7 @@ class Linear(_Product):
         if ctx.needs_input_grad[0]:
             by_columns = rows.stride(0) == 1 and rows.stride(1) == rows.shape[0]
             to_rows = weight.value.t().mm(of_rows.t()).t() if by_columns else of_rows.mm(weight.value)
-            to_input = to_rows.view(input.shape) if input.dim() != 2 else to_rows
+            to_input = to_rows.view(input.shape) if input.ndim != 2 else to_rows
         return to_input, None, None, None
 
 
@@ -139,7 +140,7 @@ class GroupedMM(_Product):
         if gradient is None:
             return None, None, None, None, None
         (rows,), (weight, transposed, offsets) = ctx.saved_tensors, ctx.arguments
-        rows, of_rows = rows.detach(), gradient.detach()
+        rows, of_rows = unmarked(rows), gradient.detach()
         left, right = (of_rows, rows) if transposed else (rows, of_rows)
         held, held_bytes = (offsets, rows, of_rows), rows.nbytes + of_rows.nbytes
         _Product.defer(ctx, weight, lambda: grouped_mm(left.mT, right, offs=offsets), held, held_bytes)
@@ -170,12 +171,12 @@ def _of_unchanged(held: Sequence[torch.Tensor], compute: Compute) -> Compute:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1, tensor.shape[-1])
+    return unmarked(tensor).reshape(-1, tensor.shape[-1])
 
 
 def _shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Reshape ``rows`` like ``like``, except for the last dimension. No view: the next layer may change it."""
-    return reshaped(rows, [*like.shape[:-1], rows.shape[1]]) if like.dim() != 2 else rows
+    return reshaped(rows, [*like.shape[:-1], rows.shape[1]]) if like.ndim != 2 else rows
 
 
 def operand(weight: Any) -> Operand | None:
@@ -193,7 +194,7 @@ def split(product: Any, input: Any, weight: Operand | None, bias: Operand | None
     """
     if weight is None or bias is None or weight.value is None or not _is_plain(input, weight.value):
         return None
-    if not input.is_contiguous() and (product is Conv1D or (input.dim() > 2 and weight.owner is None)):
+    if not unmarked(input).is_contiguous() and (product is Conv1D or (input.ndim > 2 and weight.owner is None)):
         return None
     owners = [factor.owner for factor in (weight, bias) if factor.owner is not None]
     return _multiply(product, input, weight, bias) if owners and waits(*owners) else None
@@ -201,9 +202,14 @@ def split(product: Any, input: Any, weight: Operand | None, bias: Operand | None
 
 def split_grouped(rows: Any, weight: Operand, offsets: torch.Tensor, *, transposed: bool) -> torch.Tensor | None:
     """Multiply groups of rows by hidden weights, or by their transposes; None: as for :func:`split`."""
-    if weight.value is None or weight.value.dim() != 3 or min(weight.value.shape) < 2:
+    if weight.value is None or weight.value.ndim != 3 or min(weight.value.shape) < 2:
         return None
-    if not _is_plain(rows, weight.value) or rows.dim() != 2 or not rows.is_contiguous() or not waits(weight.owner):
+    if (
+        not _is_plain(rows, weight.value)
+        or rows.ndim != 2
+        or not unmarked(rows).is_contiguous()
+        or not waits(weight.owner)
+    ):
         return None
     return _multiply(GroupedMM, rows, weight, transposed, offsets)
 
@@ -217,9 +223,9 @@ def _multiply(product: Any, input: torch.Tensor, *arguments: Any) -> torch.Tenso
 def _is_plain(input: Any, weight: torch.Tensor) -> bool:
     return (
         type(input) in (torch.Tensor, nn.Parameter)
-        and input.dim() > 1
-        and input.numel() > 0
+        and input.ndim > 1
+        and torch.numel(input) > 0
         and input.dtype == weight.dtype
-        and not input.is_complex()
-        and weight.is_contiguous()
+        and not torch.is_complex(input)
+        and unmarked(weight).is_contiguous()
     )

@@ -34,7 +34,7 @@ def forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Callable
             continue
         if is_linear(module):
             yield module, _Forward(module, kinds[type(module).forward])
-        elif any(weight.dim() > 1 for weight in weights) and not any(id(m) in compiled for m in module.modules()):
+        elif any(weight.ndim > 1 for weight in weights) and not any(id(m) in compiled for m in module.modules()):
             yield module, _Watched(module.forward, module.parameters(recurse=False))
 
 
@@ -145,7 +145,7 @@ class _ProductFinder(TorchFunctionMode):
 
     def getitem(self, weight: Any, index: Any) -> torch.Tensor | None:
         """Record a row of a weight."""
-        if not self._is_weight(weight) or weight.dim() != 3 or not _is_number(index):
+        if not self._is_weight(weight) or weight.ndim != 3 or not _is_number(index):
             return None
         number = int(index)
         row: torch.Tensor = weight[number]
@@ -154,9 +154,9 @@ class _ProductFinder(TorchFunctionMode):
 
     def transpose(self, weight: Any, dim0: int, dim1: int) -> torch.Tensor | None:
         """Record the transpose of a weight."""
-        if not self._is_weight(weight) or weight.dim() != 3 or {dim0 % 3, dim1 % 3} != {1, 2}:
+        if not self._is_weight(weight) or weight.ndim != 3 or {dim0 % 3, dim1 % 3} != {1, 2}:
             return None
-        transposed: torch.Tensor = weight.transpose(1, 2)
+        transposed: torch.Tensor = torch.transpose(weight, 1, 2)
         self._transposes[id(transposed)] = transposed, Operand(weight, weight)
         return transposed
 
@@ -199,7 +199,7 @@ _HANDLERS: dict[Any, Callable[..., torch.Tensor | None]] = {
 
 def _is_number(index: Any) -> bool:
     if isinstance(index, torch.Tensor):
-        return index.dim() == 0 and index.dtype in (torch.int64, torch.int32)
+        return index.ndim == 0 and index.dtype in (torch.int64, torch.int32)
     return type(index) is int
 
 

@@ -26,6 +26,7 @@ from ds_dynmo.engine.deepspeed.flat_adapter import is_of_wrapper
 from ds_dynmo.engine.run import split_modules
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.torch_private import backward_pass_number, hooks_of, is_only_tensor_of_its_memory
+from ds_dynmo.unmarked import register_hook
 from ds_dynmo.weight_gradients import Compute, RowIndex, collected_by, whole
 
 Pass = tuple[int, int]  # chunk and micro-batch
@@ -66,7 +67,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, terms: Terms, parameter: torch.Tensor) -> torch.Tensor:
         ctx.terms, ctx.parameter = terms, parameter
-        return parameter.new_zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device=parameter.device)
 
     @staticmethod
     @once_differentiable
@@ -115,7 +116,7 @@ class WeightGradients:
             stack.enter_context(collected_by(self))
             for parameter in {parameter for module in modules for parameter in module.parameters(recurse=False)}:
                 if parameter.requires_grad:
-                    stack.callback(parameter.register_hook(partial(self._reached, parameter)).remove)
+                    stack.callback(register_hook(parameter, partial(self._reached, parameter)).remove)
             for module, forward in split_modules.forwards(modules):
                 stack.callback(_set_forward, module, vars(module).get("forward"))
                 _set_forward(module, forward)

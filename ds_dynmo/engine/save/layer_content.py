@@ -27,6 +27,7 @@ from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files.checkpoints import REPLICA_OWN
 from ds_dynmo.files.digests import digest
 from ds_dynmo.torch_private import buffers_of, non_persistent_of, parameters_of, set_buffers
+from ds_dynmo.unmarked import unmarked
 
 Extras = dict[str, Any]
 Shapes = dict[str, list[int]]
@@ -99,7 +100,7 @@ def _buffers(module: nn.Module, in_weights: Container[int]) -> dict[str, torch.T
     found: dict[str, torch.Tensor | list[int] | None] = dict.fromkeys(buffers_of(module))
     for name, buffer in buffers_of(module).items():
         if buffer is not None:
-            found[name] = list(buffer.shape) if id(buffer) in in_weights else buffer.detach()
+            found[name] = list(buffer.shape) if id(buffer) in in_weights else unmarked(buffer)
     return found
 
 
@@ -113,8 +114,9 @@ def _in_weights_alone(module: nn.Module, attributes: Any) -> set[int]:
 
 def _memory(tensor: torch.Tensor) -> int:
     """Return a key of the memory of a tensor. An empty or a sparse one is taken to share none."""
-    strided = tensor.layout == torch.strided and tensor.numel() > 0
-    return tensor.untyped_storage().data_ptr() if strided else -id(tensor)
+    data = unmarked(tensor)
+    strided = data.layout == torch.strided and data.numel() > 0
+    return data.untyped_storage().data_ptr() if strided else -id(tensor)
 
 
 def changed_attributes(module: nn.Module, built: dict[str, str], is_shared: IsShared = never_shared) -> list[str]:
@@ -130,7 +132,7 @@ def present_shapes(module: nn.Module) -> Shapes:
 def digests_of_frozen(module: nn.Module) -> dict[str, str]:
     """Hash the frozen weights of a layer, by name, except those of each replica's own."""
     named = module.named_parameters()
-    return {name: digest(p.detach()) for name, p in named if not p.requires_grad and not is_per_replica(p)}
+    return {name: digest(unmarked(p)) for name, p in named if not p.requires_grad and not is_per_replica(p)}
 
 
 def check_left_out(module: nn.Module, left_out: Mapping[str, str], path: str) -> None:
@@ -144,7 +146,7 @@ def check_left_out(module: nn.Module, left_out: Mapping[str, str], path: str) ->
     """
     present = dict(module.named_parameters())
     for name, saved in left_out.items():
-        if name not in present or digest(present[name].detach()) != saved:
+        if name not in present or digest(unmarked(present[name])) != saved:
             raise CheckpointError(
                 f"{path}: lacks {name}, which was frozen and left out, and the one that would stay has other values or "
                 "another dtype: build the model from the same weights, in the same precision, as when it was saved"
@@ -250,7 +252,7 @@ def install(
     module.load_state_dict({n: v for n, v in loaded.state.items() if n not in skipped}, strict=False)
     for path in buffers:
         saved = {
-            name: buffer_of(_join(path, name), buffer)
+            name: _marked_as(buffers_of(subs[path]).get(name), buffer_of(_join(path, name), buffer))
             for name, buffer in extras["buffers"][path].items()
             if not isinstance(buffer, list) or _join(path, name) in loaded.state
         }
@@ -260,8 +262,16 @@ def install(
         present = changed_attributes(subs[path], origin.attributes.get(path, {}), is_shared)
         changed = {*extras[_CHANGED_ATTRIBUTES][path], *present}
         for name, value in extras["attributes"][path].items():
-            if name in changed and not is_shared(vars(subs[path]).get(name)):
-                subs[path].__dict__[name] = value
+            here = vars(subs[path]).get(name)
+            if name in changed and not is_shared(here):
+                subs[path].__dict__[name] = _marked_as(here, value)
+
+
+def _marked_as(present: Any, value: Any) -> Any:
+    """Set the program's attributes of a tensor on the one that replaces it: a checkpoint does not have them."""
+    if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+        vars(value).update(vars(present))
+    return value
 
 
 def _as_built(module: nn.Module, origin: LayerOrigin) -> Extras:
@@ -286,7 +296,7 @@ def _make_room(
     if present is not None and list(present.shape) == about["shape"] and present.dtype == dtype:
         return
     parameter = nn.Parameter(torch.zeros(about["shape"], dtype=dtype, device=device), requires_grad=False)
-    parameter.requires_grad_(about.get("requires_grad", True) if present is None else present.requires_grad)
+    parameter.requires_grad = about.get("requires_grad", True) if present is None else present.requires_grad
     if present is not None:
         take_over(parameter, present)
     if about.get("split"):
@@ -299,7 +309,7 @@ def _set_trainable(subs: dict[str, nn.Module], name: str, about: dict[str, Any],
     parameter = parameters_of(subs[path])[leaf]
     assert parameter is not None
     if "requires_grad" in about and (about[_TRAINABLE_CHANGED] or parameter.requires_grad != built):
-        parameter.requires_grad_(about["requires_grad"])
+        parameter.requires_grad = about["requires_grad"]
         if not about["requires_grad"]:
             parameter.grad = None
 
@@ -317,7 +327,7 @@ def _join(path: str, name: str) -> str:
 
 
 def compact(value: Any) -> Any:
-    """Copy all tensors in ``value`` that are parts of larger storages.
+    """Copy all tensors in ``value`` that are parts of larger storages, and leave out what is set on tensors.
 
     ``torch.save`` writes the whole storage of a tensor: of a weight, or of a view of one, that is the flat buffer of a
     stage. A tensor that occurs twice stays one tensor.
@@ -327,9 +337,11 @@ def compact(value: Any) -> Any:
 
 def _compact(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        if value.layout == torch.strided and value.untyped_storage().nbytes() > value.nbytes:
-            return copies.setdefault(id(value), value.detach().clone())
-        return value
+        if id(value) not in copies:
+            data = unmarked(value)
+            is_part = data.layout == torch.strided and data.untyped_storage().nbytes() > data.nbytes
+            copies[id(value)] = data.clone() if is_part else data
+        return copies[id(value)]
     if type(value) in (list, tuple):
         return type(value)(_compact(item, copies) for item in value)
     if type(value) is dict:
@@ -347,7 +359,7 @@ def add_per_replica(extras: Extras, module: nn.Module, state: OptimizerState) ->
     """
     parameters = {name: parameter for name, parameter in module.named_parameters() if is_per_replica(parameter)}
     content = {
-        name: {"weight": p.detach(), "state": state.state_of(p) if state.storage == PER_PARAMETER else {}}
+        name: {"weight": unmarked(p), "state": state.state_of(p) if state.storage == PER_PARAMETER else {}}
         for name, p in parameters.items()
     }
     return {**extras, REPLICA_OWN: compact(content)} if parameters else extras

@@ -21,6 +21,7 @@ from ds_dynmo.engine.state.optimizer_state import held_alone, select
 from ds_dynmo.engine.state.parameter_groups import options_of
 from ds_dynmo.engine.state.pieces import Elements, Slot, StageSlots, StatePieces
 from ds_dynmo.plan import HeldBytes
+from ds_dynmo.unmarked import unmarked
 
 
 class Member(NamedTuple):
@@ -244,7 +245,7 @@ class FlatShards:
         for interval in list(intervals_of_shards(numels, self.count_of(number), size))[self._position_in(number)]:
             rows = elements.get(interval.key, {}).get(name, [])
             if not rows and name == MASTER:
-                rows = [(0, group[interval.key].detach())]
+                rows = [(0, unmarked(group[interval.key]))]
             copied = 0
             for start, values in rows:
                 row = values.reshape(-1)
@@ -293,7 +294,7 @@ class FlatShards:
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         """Set these elements, and this rank's part of their state, to 0."""
-        parameter.detach().masked_fill_(where, 0)
+        unmarked(parameter).masked_fill_(where, 0)
         for held in self.state_of(parameter).values():
             if isinstance(held, tuple):  # this rank's part of the master weights or of a moment
                 start, part = held

@@ -41,6 +41,7 @@ from ds_dynmo.engine.state.resharding import Resharding, ReshardingPlan, plan_re
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 from ds_dynmo.torch_private import version_of
+from ds_dynmo.unmarked import unmarked
 
 COPIED_BYTES = 8 << 20  # at least so many are copied between two instructions of a batch
 MOST_PARTS = 12
@@ -422,4 +423,4 @@ def _check_no_gradients(inventories: Sequence[Inventory]) -> None:
 
 def _state_of_memory(parameter: nn.Parameter) -> tuple[int, int]:
     """Return what differs once a parameter was changed in place, or lies elsewhere."""
-    return version_of(parameter), parameter.data_ptr()
+    return version_of(parameter), unmarked(parameter).data_ptr()

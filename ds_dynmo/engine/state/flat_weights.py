@@ -15,6 +15,7 @@ from ds_dynmo.engine.deepspeed.flat_adapter import Groups, unbind
 from ds_dynmo.engine.move.layout import shard_size
 from ds_dynmo.engine.state.flat_shards import FlatShards, Member
 from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.unmarked import unmarked
 
 
 class FlatWeights:
@@ -91,7 +92,7 @@ class FlatWeights:
         offset = 0
         for parameter in group:
             view = flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
-            if view.data_ptr() != parameter.data_ptr():
+            if view.data_ptr() != unmarked(parameter).data_ptr():
                 view.copy_(parameter.data)
             parameter.data = view
             offset += parameter.numel()

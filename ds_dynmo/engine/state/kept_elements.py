@@ -18,6 +18,7 @@ from ds_dynmo.engine.state.layer_record import take_over
 from ds_dynmo.engine.state.optimizer_state import select
 from ds_dynmo.errors import ConfigError, MigrationError
 from ds_dynmo.torch_private import parameters_of
+from ds_dynmo.unmarked import unmarked
 
 Kept = Sequence[tuple[nn.Module, str, torch.Tensor]]
 _CALL = "engine.keep_elements"
@@ -145,12 +146,12 @@ def _checked(where: str, parameter: nn.Parameter, index: torch.Tensor) -> torch.
     Raises:
         ConfigError: they are not ascending places in the flattened parameter.
     """
-    if parameter.dim() == 0:
+    if parameter.ndim == 0:
         raise ConfigError(f"{where} has one element and no dimension: there are none to choose from")
-    if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
+    if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64) or index.ndim != 1:
         what = f"{list(index.shape)} of {index.dtype}" if isinstance(index, torch.Tensor) else type(index).__name__
         raise ConfigError(f"{where}: the index is {what}; allowed is a 1-D tensor of int32 or int64")
-    places = index.detach().to(parameter.device, torch.int64)
+    places = unmarked(index).to(parameter.device, torch.int64)
     if len(places) and (int(places[0]) < 0 or int(places[-1]) >= parameter.numel()):
         raise ConfigError(
             f"{where}: the index goes from {int(places[0])} to {int(places[-1])}; allowed are 0 to "

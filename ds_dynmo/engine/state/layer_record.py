@@ -130,8 +130,8 @@ def register_hooks(parameter: nn.Parameter, hooks: dict[str, list[Any]]) -> None
     if not any(hooks.values()):  # one of integers can have none
         return
     trains = parameter.requires_grad
-    parameter.requires_grad_(True)  # torch refuses hooks on a frozen parameter, but keeps earlier ones
+    parameter.requires_grad = True  # torch refuses hooks on a frozen parameter, but keeps earlier ones
     for method, functions in hooks.items():
         for function in functions:
-            getattr(parameter, method)(function)
-    parameter.requires_grad_(trains)
+            getattr(torch.Tensor, method)(parameter, function)
+    parameter.requires_grad = trains

@@ -21,11 +21,12 @@ from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.engine.state.parameter_groups import OptionTexts, check_alike, option_texts, options_of
 from ds_dynmo.engine.state.pieces import PER_PARAMETER, Slot, StageSlots, StatePieces, in_memory, is_per_element
 from ds_dynmo.plan import HeldBytes, MigrationPlan
+from ds_dynmo.unmarked import unmarked
 
 
 def select(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Copy the elements of a flattened tensor at the places ``index``."""
-    return tensor.detach().reshape(-1).index_select(0, index.to(tensor.device))
+    return unmarked(tensor).reshape(-1).index_select(0, index.to(tensor.device))
 
 
 Named = Mapping[ParamKey, nn.Parameter]
@@ -380,7 +381,7 @@ class PerParameterState:
         pass
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
-        parameter.detach().masked_fill_(where, 0)
+        unmarked(parameter).masked_fill_(where, 0)
         for name, held in self._state.get(parameter, {}).items():
             if is_per_element(name, held, parameter.shape):
                 held.masked_fill_(where, 0)

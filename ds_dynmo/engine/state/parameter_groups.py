@@ -131,7 +131,7 @@ def leave_out_frozen(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _stays_frozen(parameter: nn.Parameter) -> bool:
-    can_train = parameter.is_floating_point() or parameter.is_complex()
+    can_train = torch.is_floating_point(parameter) or torch.is_complex(parameter)
     return not can_train or bool(getattr(parameter, "stays_frozen", False))
 
 

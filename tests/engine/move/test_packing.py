@@ -218,6 +218,20 @@ def test_a_view_of_a_parameter_stays_a_view(layer: Layer) -> None:
     assert packed.num_bytes == (12 + 4) * 4 + 4 + 8
 
 
+def test_views_of_several_dtypes_stay_views(layer: Layer) -> None:
+    layer.whole = torch.arange(8.0)  # type: ignore[assignment]
+    layer.bits = layer.whole.view(torch.int32)
+    layer.part = layer.whole[2:4]  # type: ignore[index]
+    layer.bytes = layer.bits.view(torch.uint8)[12:20]
+    layer.columns = layer.whole.view(2, 4)[:, 1:3]  # type: ignore[operator]
+    views = travel(layer).module
+    views.whole.neg_()
+    layer.whole.neg_()
+    for name in ("whole", "bits", "part", "bytes", "columns"):
+        there, here = getattr(views, name), getattr(layer, name)
+        assert there.dtype == here.dtype and there.stride() == here.stride() and torch.equal(there, here), name
+
+
 def test_views_of_a_deleted_tensor_move() -> None:
     layer = Layer()
     layer.left, layer.right = torch.arange(12.0).view(3, 4).chunk(2, dim=1)  # type: ignore[assignment]
