@@ -32,7 +32,7 @@ from ds_dynmo.engine.comm.point_to_point import PointToPoint
 from ds_dynmo.engine.comm.posted import Posted, PostedBroadcast, PostedReduction
 from ds_dynmo.engine.comm.replicas import sum_over_replicas
 from ds_dynmo.engine.comm.store_agreement import StoreAgreement
-from ds_dynmo.engine.comm.tree import Tree, maximum
+from ds_dynmo.engine.comm.tree import POSTED_IN_PIPELINE, Tree, maximum
 from ds_dynmo.engine.comm.watch import RESUME, Lookout, TracebackOfOthers, Watch
 from ds_dynmo.engine.comm.world_groups import WorldGroups
 from ds_dynmo.errors import MigrationError, RankLostError, raise_unless_harmless
@@ -88,6 +88,7 @@ class Communicator:
         self.how_to_continue: Callable[[], str] = lambda: RESUME
         self.worlds_left = 0
         self._sent_to_first: Posted | None = None
+        self._sent_to_first_stage: Posted | None = None
         TracebackOfOthers.install()
         self.sum_over_world(torch.zeros(1, device="cpu"))
         store = BoundedStore(default_store(), timeout_seconds)
@@ -131,7 +132,7 @@ class Communicator:
         self._links = HostLinks(part("links"), self._timeout)
         self._world = Tree(self._links, range(here.world_size), here.rank)
         self._pipeline_ranks = [self.rank_of(stage) for stage in range(here.num_stages)]
-        self._pipeline = Tree(self._links, self._pipeline_ranks, here.rank)
+        self._pipeline = Tree(self._links, self._pipeline_ranks, here.rank, posted=POSTED_IN_PIPELINE)
         self.p2p = PointToPoint(self.rank_of, self._links, self.device, self._timeout_seconds)
         self.groups = WorldGroups(here, self.rank_of, self.device, self._timeout_seconds)
 
@@ -142,6 +143,8 @@ class Communicator:
     def leave(self) -> None:
         """Wait until every rank is done, before the present world ends. Collective."""
         self.wait_for_posted_broadcast()
+        if self._sent_to_first_stage is not None:
+            self._sent_to_first_stage.wait()
         self.all_done()
         self._watch.end()
         self.worlds_left += 1
@@ -263,6 +266,17 @@ class Communicator:
     def read_max_on_first(self, posted: PostedReduction) -> torch.Tensor | None:
         """Wait for the numbers of :meth:`post_max_to_first` on the first rank; return None on others at once."""
         return self.read_max(posted) if self.here.rank == 0 else None
+
+    def post_to_first_stage(self, numbers: torch.Tensor) -> Posted:
+        """Post an elementwise maximum over the stages of a CPU tensor, in place, which the first stage alone learns.
+
+        Collective over this pipeline. The others wait for nobody, but until what they posted before has left.
+        """
+        if self._sent_to_first_stage is not None:
+            self._sent_to_first_stage.wait()
+        wait = self._pipeline.post_reduce_to_first(numbers, maximum, self._timeout_of_batch())
+        self._sent_to_first_stage = posted = Posted(numbers, wait, self._watch)
+        return posted
 
     def store_agreement(self) -> StoreAgreement:
         """Return a way by which threads of all ranks agree without collectives. Collective over the world."""

@@ -26,7 +26,8 @@ from ds_dynmo.engine.comm.host_links import HostLinks
 
 Combine = Callable[[torch.Tensor, torch.Tensor], Any]  # adds the second to the first, in place
 
-MAIN, POSTED = 0, 1  # tags of the main thread's messages, and of those that it does not wait for
+# Tags of the main thread's messages, and of those that it does not wait for, which threads of two trees may send.
+MAIN, POSTED, POSTED_IN_PIPELINE = 0, 1, 2
 
 
 def maximum(numbers: torch.Tensor, others: torch.Tensor) -> None:
@@ -70,12 +71,13 @@ class Tree:
 
     Args:
         ranks: this rank among them; the first is the top of the tree.
+        posted: tag of its messages that the main thread does not wait for.
     """
 
-    def __init__(self, links: HostLinks, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, links: HostLinks, ranks: Sequence[int], rank: int, *, posted: int = POSTED) -> None:
         place, size = ranks.index(rank), len(ranks)
         above = parent_of(place)
-        self._links = links
+        self._links, self._posted = links, posted
         self.size, self._is_first = size, place == 0
         self.parent = None if above is None else ranks[above]
         self.children = [ranks[child] for child in children_of(place, size)]
@@ -95,7 +97,7 @@ class Tree:
 
         It waits for ranks that have not posted theirs, whether the others read or not.
         """
-        reduction = _Reduction(self, self._links, numbers, combine, timeout, POSTED, to_all=True)
+        reduction = _Reduction(self, self._links, numbers, combine, timeout, self._posted, to_all=True)
         if self.children:
             return self._in_thread(reduction.run)
         reduction.up()
@@ -106,7 +108,7 @@ class Tree:
 
         On the first rank it waits for the others, on these until theirs is sent.
         """
-        reduction = _Reduction(self, self._links, numbers, combine, timeout, POSTED, to_all=False)
+        reduction = _Reduction(self, self._links, numbers, combine, timeout, self._posted, to_all=False)
         if self._is_first:
             return reduction.run
         if self.children:

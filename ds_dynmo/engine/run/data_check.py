@@ -23,7 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from ds_dynmo.engine.run.readings import Half, MicroBatch
+from ds_dynmo.engine.comm.posted import Posted
+from ds_dynmo.engine.run.readings import Half, MicroBatch, Reading, no_reading
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError
 
@@ -32,20 +33,6 @@ ASK = (
     "Ask engine.is_first_stage() and engine.is_last_stage() each time that a micro-batch is read, or give whole "
     "micro-batches on every rank"
 )
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a stage read in a batch."""
-
-    rank: int
-    host: str
-    micro_batches: Sequence[MicroBatch]
-
-    @property
-    def name(self) -> str:
-        """The rank, for messages."""
-        return f"rank {self.rank} ({self.host})"
 
 
 @dataclass
@@ -66,16 +53,35 @@ class _Known:
     warned: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class _Posted:
+    """A comparison that is under way.
+
+    Attributes:
+        what: the batch, for messages.
+        mine: what this rank has read.
+        of_last: will have what the last stage has read.
+    """
+
+    known: _Known
+    what: str
+    mine: Reading
+    of_last: Posted
+
+
 class DataCheck:
     """One rank's part in comparing the data of the stages."""
 
     def __init__(self, stage: StageContext) -> None:
         self._stage = stage
         self._known = {training: _Known() for training in (True, False)}
+        self._posted: _Posted | None = None
 
     @contextmanager
-    def batch(self, *, training: bool, profiled: bool, load: Callable[[], None]) -> Iterator[None]:
+    def batch(self, micro_batches: int, *, training: bool, profiled: bool, load: Callable[[], None]) -> Iterator[None]:
         """Compare the data of the batch inside, if that is due. Then collective over the pipeline.
+
+        No stage waits for the others, but where batches do not overlap.
 
         Args:
             training: else it is an evaluation.
@@ -89,11 +95,13 @@ class DataCheck:
         changed = known.loss_on_first not in (None, on_first)
         if known.loss_on_first is not None and not changed and not profiled:
             yield
+            self._compare()
             return
         what = f"batch {stage.counters.steps + 1}" if training else "an evaluation"
-        with stage.readings.recorded() as micro_batches:
+        with stage.readings.recorded() as seen:
             if changed:
-                check = partial(self._check_new_reader, known, what, micro_batches, load)
+                self._compare()
+                check = partial(self._check_new_reader, known, what, seen, load)
                 if training:
                     stage.comm.enter(what)
                     stage.comm.everywhere(f"the data of {what}", check, error=ConfigError)
@@ -101,17 +109,19 @@ class DataCheck:
                     check()
             known.loss_on_first = on_first
             yield
-        if stage.comm.here.num_stages > 1:
-            self._compare(known, what, micro_batches)
+        self._compare()
+        here = stage.comm.here
+        if here.num_stages > 1:
+            mine = self._reading(seen)
+            numbers = mine.to_bytes(micro_batches) if here.stage == here.num_stages - 1 else no_reading(micro_batches)
+            self._posted = _Posted(known, what, mine, stage.comm.post_to_first_stage(numbers))
+            if not (training and stage.schedule.may_choose_schedule):  # else batches overlap
+                self._compare()
 
-    def _gathered(self, micro_batches: Sequence[MicroBatch]) -> list[Reading]:
-        """Gather what the stages read on the first one; others get an empty list. Collective over the pipeline."""
-        mine = Reading(self._stage.comm.here.rank, socket.gethostname(), tuple(micro_batches))
-        return self._stage.comm.gather_on_first_stage(mine)
+    def _reading(self, seen: Sequence[MicroBatch]) -> Reading:
+        return Reading(self._stage.comm.here.rank, socket.gethostname(), tuple(seen))
 
-    def _check_new_reader(
-        self, known: _Known, what: str, micro_batches: Sequence[MicroBatch], load: Callable[[], None]
-    ) -> None:
+    def _check_new_reader(self, known: _Known, what: str, seen: Sequence[MicroBatch], load: Callable[[], None]) -> None:
         """Refuse stand-ins of the stage that the loss has come to. Collective over the pipeline.
 
         Raises:
@@ -121,7 +131,7 @@ class DataCheck:
         reader = placement.owners[-1]
         if self._stage.comm.here.stage == reader:
             load()
-        if not (readings := self._gathered(micro_batches)):
+        if not (readings := self._stage.comm.gather_on_first_stage(self._reading(seen))):
             return
         new, until_now = readings[reader], "as layers have moved; until now it has read"
         labels = new.micro_batches[0].labels
@@ -138,11 +148,13 @@ class DataCheck:
                 f"what it did, training goes on with other data than where layers stay. {ASK}",
             )
 
-    def _compare(self, known: _Known, what: str, micro_batches: Sequence[MicroBatch]) -> None:
-        """Compare what the first and the last stage have read. Collective over the pipeline."""
-        if not (readings := self._gathered(micro_batches)):
+    def _compare(self) -> None:
+        """On the first stage, compare what the two have read, if that was posted; the last has done that batch."""
+        posted, self._posted = self._posted, None
+        if posted is None or self._stage.comm.here.stage > 0:
             return
-        first, last = readings[0], readings[-1]
+        posted.of_last.wait()
+        known, what, first, last = posted.known, posted.what, posted.mine, Reading.from_bytes(posted.of_last.tensor)
         pairs = [*zip(first.micro_batches, last.micro_batches)]
         if not pairs:  # the last stage has no data, as it needs none
             return

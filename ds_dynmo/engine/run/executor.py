@@ -122,7 +122,7 @@ class Executor:
         if self._planned != (schedule, costs, here):
             self._planned, self._plan = (schedule, costs, here), link_plan(schedule, here, costs)
         with (
-            self._reading(training=True),
+            self._reading(micro_batches, training=True),
             self._batch(schedule.owners, self._plan, training=True),
             self._splitting(schedule.orders[here]),
         ):
@@ -140,7 +140,7 @@ class Executor:
         place = forward_place(owners, one_by_one=several and not self._stage.forms.are_known(training=False))
         orders = forward_orders(owners, micro_batches, place)
         plan = evaluation_plan(owners, orders, here, place)
-        with self._reading(training=False), self._batch(owners, plan, training=False):
+        with self._reading(micro_batches, training=False), self._batch(owners, plan, training=False):
             for action in orders[here]:
                 self._carry_out(action)
         self._over()
@@ -314,7 +314,7 @@ class Executor:
     # -- data and messages ----------------------------------------------------------------------------
 
     @contextmanager
-    def _reading(self, *, training: bool) -> Iterator[None]:
+    def _reading(self, micro_batches: int, *, training: bool) -> Iterator[None]:
         """Read the data of the batch inside, and compare what the stages read where that is due."""
 
         def read_ahead() -> None:
@@ -322,7 +322,8 @@ class Executor:
             self._loaded[0] = self._load(0)
 
         try:
-            with self._data.batch(training=training, profiled=training and self._profiler.measures, load=read_ahead):
+            measures = training and self._profiler.measures
+            with self._data.batch(micro_batches, training=training, profiled=measures, load=read_ahead):
                 yield
         finally:
             self._loaded, self._labels = {}, {}

@@ -6,7 +6,8 @@ A digest is small, and cheap beside a batch: of a large tensor it has elements a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ import torch
 
 SAMPLED = 2**16  # elements of a tensor
 SHOWN = 4  # of them in messages
+SHOWN_CHARACTERS = 60
+HEADER_BYTES, MICRO_BATCH_BYTES = 256, 320  # of the form in which a reading travels
 
 
 class Half(NamedTuple):
@@ -40,6 +43,42 @@ class MicroBatch(NamedTuple):
 
     inputs: Half
     labels: Half
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a stage has read in a batch.
+
+    Attributes:
+        host: of the rank.
+    """
+
+    rank: int
+    host: str
+    micro_batches: Sequence[MicroBatch]
+
+    @property
+    def name(self) -> str:
+        """The rank, for messages."""
+        return f"rank {self.rank} ({self.host})"
+
+    def to_bytes(self, count: int) -> torch.Tensor:
+        """Return the reading as uint8 on the CPU, as many for every reading of a batch of ``count`` micro-batches."""
+        text = json.dumps([self.rank, self.host[:SHOWN_CHARACTERS], self.micro_batches]).encode()
+        whole = no_reading(count)
+        whole[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return whole
+
+    @classmethod
+    def from_bytes(cls, whole: torch.Tensor) -> Reading:
+        """Return the reading of :meth:`to_bytes`."""
+        rank, host, micro_batches = json.loads(whole.numpy().tobytes().rstrip(b"\0"))
+        return cls(rank, host, [MicroBatch(Half(*inputs), Half(*labels)) for inputs, labels in micro_batches])
+
+
+def no_reading(count: int) -> torch.Tensor:
+    """Return zeros in the place of :meth:`Reading.to_bytes`."""
+    return torch.zeros(HEADER_BYTES + count * MICRO_BATCH_BYTES, dtype=torch.uint8, device="cpu")
 
 
 @dataclass
@@ -76,10 +115,11 @@ def _half(batch: Any, place: int) -> Half:
 
 def half_of(value: Any) -> Half:
     """Return the digest of a tensor, or of those in a container."""
-    halves = [_half_of_tensor(tensor) for tensor in _tensors(value)]
+    halves = [_half_of_tensor(tensor) for tensor in _tensors(value) if tensor.numel()]
     if not halves:
         return NOTHING
-    return Half(" ".join(half.digest for half in halves), all(half.is_blank for half in halves), halves[0].shown)
+    digest = _hash(" ".join(half.digest for half in halves).encode())
+    return Half(digest, all(half.is_blank for half in halves), halves[0].shown[:SHOWN_CHARACTERS])
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -91,18 +131,23 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _half_of_tensor(tensor: torch.Tensor) -> Half:
-    flat = torch.flatten(tensor.detach())
-    if not flat.numel():
-        return NOTHING
-    sample = flat[:: max(1, flat.numel() // SAMPLED)].cpu()
+    sample, count = tensor.detach(), tensor.numel()
+    if count > SAMPLED:
+        places = torch.arange(0, count, count // SAMPLED, device=tensor.device)
+        sample = sample[torch.unravel_index(places, tensor.shape)]
+    sample = sample.cpu().flatten()
     if (sample == sample[0]).all():
         text = f"all {_text(sample[0])}"
         return Half(text, is_blank=True, shown=text)
     content = (
         f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + sample.contiguous().view(torch.uint8).numpy().tobytes()
     )
-    first = ", ".join(map(_text, flat[:SHOWN].cpu()))
-    return Half(hashlib.blake2b(content, digest_size=16).hexdigest(), is_blank=False, shown=f"[{first}, ...]")
+    first = ", ".join(map(_text, sample[:SHOWN]))
+    return Half(_hash(content), is_blank=False, shown=f"[{first}, ...]")
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _text(number: torch.Tensor) -> str:
