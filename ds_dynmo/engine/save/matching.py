@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ds_dynmo.engine.save.applying import LoadOptions
@@ -10,8 +11,14 @@ from ds_dynmo.engine.save.manifest import Manifest
 from ds_dynmo.errors import CheckpointError, counted
 
 _OF_OTHER_PIECES = (
-    "; with other vocabulary_slices or split_blocks a model begins from its export (ds-dynmo-export), which is whole"
+    "with other vocabulary_slices or split_blocks a model begins from its export (ds-dynmo-export), which is whole"
 )
+_LAYER_BY_LAYER = (
+    "layer_NN-model_states.pt in the checkpoint has the weights of layer NN, for its load_state_dict before initialize"
+)
+_LOADS_THE_REST = "load_module_strict=False loads what both have"
+
+_Shapes = Mapping[str, list[int]]  # of a layer's parameters, by name
 
 
 def check_model(context: CheckpointContext, manifest: Manifest, path: str, options: LoadOptions) -> None:
@@ -22,28 +29,20 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
     """
     check_slices(context, len(manifest.slices), path)
     _check_replicas(manifest, context.here.replicas, context.stage.replicas_differ, path)
-    num_layers = context.stage.layers.num_layers
-    if manifest.placement.num_layers != num_layers:
-        raise CheckpointError(
-            f"{path}: a model of {counted(manifest.placement.num_layers, 'layer')}, expected {num_layers}"
-            f"{_OF_OTHER_PIECES}"
-        )
+    saved = manifest.slices[context.here.tp_rank].shapes
+    _check_number_of_layers(context, manifest.placement.num_layers, saved, path)
     for index, origin in context.origin.layers.items():
-        of_slice = manifest.slices[context.here.tp_rank]
-        found = of_slice.shapes.get(index)
+        found = saved.get(index)
         if found is None:
             raise CheckpointError(f"{path}: layer {index} has no parameters there, expected {origin.shapes}")
-        differ = {
-            name: found.get(name)
-            for name in {*found, *origin.shapes}
-            if found.get(name) != origin.shapes.get(name)
-            and (options.strict or (name in found and name in origin.shapes))
-        }
+        names = [name for name in found if options.strict or name in origin.shapes]
+        names += [name for name in origin.shapes if options.strict and name not in found]
+        differ, expected = _differing(found, origin.shapes, names)
         if differ:
-            expected = {name: origin.shapes.get(name) for name in differ}
+            in_both = any(name in found and name in origin.shapes for name in differ)
             raise CheckpointError(
                 f"{path}: layer {index} was built with parameters of shapes {differ}, expected {expected}"
-                f"{_OF_OTHER_PIECES}"
+                f"{'' if in_both else f'; {_LOADS_THE_REST}'}"
             )
     if options.strict:
         _check_no_more_layers(context, manifest, path)
@@ -59,11 +58,50 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
         )
 
 
+def _check_number_of_layers(
+    context: CheckpointContext, num_saved: int, saved: Mapping[int, _Shapes], path: str
+) -> None:
+    """Refuse a model of other layers than are here: name the first that differs."""
+    num_layers = context.stage.layers.num_layers
+    if num_saved == num_layers:
+        return
+    here = {index: origin.shapes for index, origin in context.origin.layers.items()}
+    index = next(
+        number
+        for number in range(max(num_saved, num_layers))
+        if number in (num_saved, num_layers) or saved.get(number, {}) != here.get(number, {})
+    )
+    found, expected = _differing(saved.get(index, {}), here.get(index, {}))
+    raise CheckpointError(
+        f"{path}: a model of {counted(num_saved, 'layer')}, expected {num_layers}: the first that differs is layer "
+        f"{index}, with parameters of shapes {found} there, expected {expected}; "
+        f"{_OF_OTHER_PIECES if _are_pieces(saved, here, index) else _LAYER_BY_LAYER}"
+    )
+
+
+def _differing(found: _Shapes, expected: _Shapes, names: Iterable[str] | None = None) -> tuple[Any, Any]:
+    """Return the shapes in which two layers differ, by name; None: one has no such parameter."""
+    differ = [name for name in names or {**found, **expected} if found.get(name) != expected.get(name)]
+    return {name: found.get(name) for name in differ}, {name: expected.get(name) for name in differ}
+
+
+def _are_pieces(saved: Mapping[int, _Shapes], here: Mapping[int, _Shapes], index: int) -> bool:
+    """Return whether a layer may be a piece of the other model's: rows of its matrix, or the first of its halves."""
+    one, other = saved.get(index, {}), here.get(index, {})
+    if not (one and other):
+        return False
+    if one.keys() == other.keys():
+        return all(one[name][1:] == other[name][1:] for name in one)
+    return {**one, **saved.get(index + 1, {})} == other or {**other, **here.get(index + 1, {})} == one
+
+
 def _check_no_more_layers(context: CheckpointContext, manifest: Manifest, path: str) -> None:
     """Refuse a checkpoint in which a layer has parameters that here belong to another layer, or to none."""
     for index, found in manifest.slices[context.here.tp_rank].shapes.items():
         if found and index not in context.origin.layers:
-            raise CheckpointError(f"{path}: layer {index} has parameters {found} there, expected none of its own")
+            raise CheckpointError(
+                f"{path}: layer {index} has parameters {found} there, expected none of its own; {_LOADS_THE_REST}"
+            )
 
 
 def check_slices(context: CheckpointContext, found: int, path: str) -> None:
