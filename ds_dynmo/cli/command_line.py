@@ -31,11 +31,13 @@ class OneLineParser(argparse.ArgumentParser):
         """Parse arguments, and refuse those that no flag takes."""
         known, unknown = super().parse_known_args(*args, **settings)
         if unknown:
-            flags = [
-                flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings
-            ]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}; {suggest(unknown[0].partition('=')[0], flags)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}; {self.meant_by(unknown[0].partition('=')[0])}")
         return known, unknown
+
+    def meant_by(self, flag: str) -> str:
+        """Suggest what an unknown flag was meant to be."""
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        return suggest(flag, [option for action in shown for option in action.option_strings])
 
     def error(self, message: str) -> NoReturn:
         """Print the message, and end the command with exit code 2."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ _OBJECTS = (
     *("optimizer", "scheduler", "fp16", "bf16", "pipeline", "activation_checkpointing", "checkpoint", "data_types"),
     *("compile", "tensorboard", "csv_monitor", "wandb", "comet", "data_efficiency", "torch_autocast", "timers"),
 )
-_BUILT = {"optimizer": ("type", "params", "legacy_fusion"), "scheduler": ("type", "params")}
+BUILT = {"optimizer": ("type", "params", "legacy_fusion"), "scheduler": ("type", "params")}
 _EXAMPLES = {
     "optimizer": 'such as {"type": "AdamW", "params": {"lr": 3e-4}}',
     "scheduler": 'such as {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}',
@@ -43,21 +44,27 @@ def check_deepspeed_keys(settings: Mapping[str, Any]) -> None:
     if "optimizer" not in settings:
         raise ConfigError(f"optimizer: is missing; it is an object, {_EXAMPLES['optimizer']}")
     check_types_and_params(settings)
+    for section, known in BUILT.items():
+        for key, value in settings.get(section, {}).items():
+            if key not in known:
+                raise ConfigError(f"{section}.{key} = {show(value)}: unknown key; {suggest(key, known)}")
 
 
 def check_types_and_params(settings: Mapping[str, Any]) -> None:
-    """Refuse an optimizer or an LR scheduler without a name, and what DeepSpeed would ignore beside it.
+    """Refuse an optimizer or an LR scheduler without a name, and a key beside it that is nearly one of DeepSpeed's.
+
+    DeepSpeed ignores other keys, which may be a program's own.
 
     Raises:
         ConfigError: naming the key, its value and what is allowed.
     """
-    for section, known in _BUILT.items():
+    for section, known in BUILT.items():
         if section not in settings:
             continue
         _check_object(section, settings[section])
         for key, value in settings[section].items():
-            if key not in known:
-                raise ConfigError(f"{section}.{key} = {show(value)}: unknown key; {suggest(key, known)}")
+            if key not in known and difflib.get_close_matches(str(key).lower(), known):
+                raise ConfigError(f"{section}.{key} = {show(value)}: unknown key; {suggest(str(key), known)}")
         name = settings[section].get("type")
         if not isinstance(name, str):
             raise ConfigError(f"{section}.type = {show(name)}: should be a name, {_EXAMPLES[section]}")

@@ -1,7 +1,8 @@
 """Refuse keys of the DeepSpeed configuration that are taken for others: misspelt, or outside the "dynmo" section.
 
 DeepSpeed ignores keys that it does not know, and scripts keep settings of their own beside its. So only a key that is
-nearly one of DeepSpeed's, or that has a value which the section takes under that name, is refused.
+nearly one of DeepSpeed's, or that has a value which the section takes under that name, is refused. ds-dynmo-train
+refuses every other key too (``ds_dynmo.cli.training.places``): no script reads its configuration.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ DEEPSPEED_KEYS = frozenset(
 _SHORTEST = 8  # letters of a key; of shorter ones other words are near: "comet" and "comment"
 _LONG = 12  # letters of a key of which a beginning is no other word
 _NEAR = 0.87  # similarity of 8 letters with one wrong, and of 16 with two
+_NEAR_SECTION = 0.8  # of 5 letters with one wrong
 
 
 def check_section_name(settings: Mapping[str, Any]) -> None:
@@ -71,15 +73,18 @@ def check_top_level(settings: Mapping[str, Any]) -> None:
                     f'{key} = {show(value)}: is a key of the "{SECTION}" section, and is ignored outside of it: '
                     f'"{SECTION}": {{"{key}": {show(value)}}}. Give a setting of your own another name'
                 )
-        elif (near := next((known for known in keys if _is_near(_letters(key), _letters(known))), None)) is not None:
+        elif (near := next((known for known in keys if _is_near(key, known, value)), None)) is not None:
             raise ConfigError(
                 f"{key} = {show(value)}: DeepSpeed has no such top-level key, and would ignore it; did you mean "
                 f'"{near}"? Give a setting of your own another name'
             )
 
 
-def _is_near(key: str, known: str) -> bool:
+def _is_near(key: str, known: str, value: Any) -> bool:
     """Return whether ``key`` is ``known`` misspelt or cut off, and no word of its own."""
+    key, known = _letters(key), _letters(known)
+    if isinstance(value, Mapping) and "enabled" in value:  # a section, as "wandb" is
+        return _similarity(key, known) >= _NEAR_SECTION
     if known in key and key != known:  # "checkpoints", "lr_scheduler"
         return False
     if len(known) < _LONG and f"{key}s" == known:  # "data_type"

@@ -292,6 +292,14 @@ def test_what_is_nearly_a_key_of_deepspeeds_is_refused_beside_it_too(key: str, m
     read_dynmo_config({key: 4})  # without a section it is DeepSpeed's
 
 
+def test_a_section_that_is_nearly_one_of_deepspeeds_is_refused() -> None:
+    """Also where the name is short: "enabled" tells it from a setting of a script's own."""
+    for key, meant in (("wandbb", "wandb"), ("nebulla", "nebula"), ("tensor_board", "tensorboard")):
+        with pytest.raises(ConfigError, match=f'did you mean "{meant}"'):
+            read_dynmo_config({key: {"enabled": True}, "dynmo": {}})
+    read_dynmo_config({"wandbb": {"project": "mine"}, "comment": {"x": 1}, "fp8": {"enabled": True}, "dynmo": {}})
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("interval", 10), ("balancer", "diffusion"), ("memory_limit", "80%"), ("schedule", "auto"), ("log", False)],

@@ -97,6 +97,28 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"gradient_clipping": "1"}, [], '^gradient_clipping = "1": should be a number of at least 0'),
         ({"bf16": True}, [], "^bf16 = true: should be an object"),
         ({"zero_optimization": {"stage": 7}}, [], "^zero_optimization.stage = 7: should be 0, 1, 2"),
+        ({"optimizer": {"type": "AdamW", "no_wd_kws": []}}, [], r"^optimizer.no_wd_kws = \[\]: unknown key; should be"),
+        (
+            {"peft": {}},
+            [],
+            r"^peft = {}: neither DeepSpeed nor ds-dynmo-train reads this key; did you mean model.peft\?",
+        ),
+        *(
+            ({key: {}}, [], rf"^{key} = {{}}: neither .*; did you mean {meant}")
+            for key, meant in {
+                **{"lora": "model.peft", "huggingface": "model.huggingface", "models": "model", "dat": "data"},
+                **{"seed": "model.seed", "micro_batch_size": "train_micro_batch_size_per_gpu", "wandbb": "wandb"},
+                **{
+                    "epochs": "--steps, which counts batches",
+                    "save-interval": "--save-interval",
+                    "lr": "optimizer.par",
+                },
+                **{"field": "data.field", "num_layers": "model.layers"},
+            }.items()
+        ),
+        ({"training": {}}, [], "^training = {}: .*; sections beside DeepSpeed's are model, data, dynmo$"),
+        ({}, ["--epochs", "3"], "^unrecognized arguments: --epochs 3; did you mean --steps, which counts batches"),
+        ({}, ["--seed=3"], r"^unrecognized arguments: --seed=3; did you mean --set model.seed=VALUE\?"),
     ],
 )
 def test_wrong_configs_and_flags_are_refused(

@@ -132,7 +132,7 @@ def scheduler(kind: str, **params: Any) -> dict[str, Any]:
         (optimizer("zzz"), 'optimizer.type = "zzz": neither .*; should be one of .*AdamW.*'),
         ({"optimizer": {"typ": "Adam"}}, 'optimizer.typ = "Adam": unknown key; did you mean "type"?'),
         ({"optimizer": {"type": "Adam", "parms": {}}}, 'optimizer.parms = {}: unknown key; did you mean "params"?'),
-        ({"optimizer": {"type": "Adam", "lr": 0.1}}, "optimizer.lr = 0.1: unknown key; should be one of type, .*"),
+        ({"optimizer": {"type": "Adam", "lr": 0.1}}, 'optimizer.lr = 0.1: is a parameter, .*: "params": {"lr": 0.1}'),
         ({"optimizer": {"params": {}}}, "optimizer.type = null: should be a name.*"),
         (optimizer("Adam", beta=[0.9, 0.99]), 'optimizer.params.beta = .*: FusedAdam has no .*did you mean "betas"?'),
         (optimizer("Adam", torch_adm=True), 'optimizer.params.torch_adm = true: .*; did you mean "torch_adam"?'),
@@ -175,6 +175,7 @@ def test_names_that_deepspeed_does_not_know_get_a_suggestion(config: dict[str, A
         {**optimizer("Adam"), **scheduler("WarmupLR", warmup_min_lr=[0.0, 0.0], warmup_max_lr=[0.1, 0.2])},
         scheduler("MultiStepLR", milestones=[2, 3]),
         {"optimizer": {"type": "SGD", "legacy_fusion": True}},
+        {"optimizer": {"type": "AdamW", "no_wd_kws": ["bias"]}},  # a program's own key
     ],
 )
 def test_what_deepspeed_knows_is_accepted(config: dict[str, Any]) -> None:

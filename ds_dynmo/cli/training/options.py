@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from ds_dynmo.cli.command_line import OneLineParser, add_changes, check_at_least_1, path_of
 from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data, say
 from ds_dynmo.cli.training.paths import check_new_folder, check_writable
+from ds_dynmo.cli.training.places import check_every_key, flag_meant_by
 from ds_dynmo.cli.training.resuming import has_saved, read_resumed, total_steps
 from ds_dynmo.config import DynMoConfig, check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
 from ds_dynmo.data import TokenData, read_data_config
@@ -125,6 +126,9 @@ def _short(value: Any) -> str:
 
 
 class _Parser(OneLineParser):
+    def meant_by(self, flag: str) -> str:
+        return flag_meant_by(flag) or super().meant_by(flag)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
@@ -177,6 +181,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Tra
     args = parse_arguments(arguments)
     settings = load_settings(Path(args.deepspeed_config) if settings is None else settings, args.changes)
     dynmo = read_dynmo_config(settings)
+    check_every_key(settings)
     check_deepspeed_keys(settings)
     world_size = int(os.environ["WORLD_SIZE"])
     stages = check_stages(args.stages, world_size)

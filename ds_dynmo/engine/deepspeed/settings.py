@@ -17,6 +17,7 @@ from deepspeed.utils import logger
 from pydantic import ValidationError
 
 from ds_dynmo.config import BATCH_KEYS, check_types_and_params
+from ds_dynmo.config.deepspeed_keys import BUILT
 from ds_dynmo.config.explain import explain, show, suggest
 from ds_dynmo.errors import ConfigError
 
@@ -112,6 +113,12 @@ def _params(key: str, section: Mapping[str, Any], kind: type[Any], more: Iterabl
     """Check the names in ``section["params"]`` by the arguments of ``kind``, the first of which DeepSpeed gives."""
     given, arguments = dict(section.get("params") or {}), list(inspect.signature(kind).parameters.values())[1:]
     names = dict.fromkeys([*(argument.name for argument in arguments), *more])
+    for name, value in section.items():
+        if name in names and name not in BUILT[key]:
+            raise ConfigError(
+                f'{key}.{name} = {show(value)}: is a parameter, which DeepSpeed ignores here: "params": '
+                f'{{"{name}": {show(value)}}}'
+            )
     for name, value in given.items():
         if name not in names:
             clips = name == deepspeed_config.MAX_GRAD_NORM
