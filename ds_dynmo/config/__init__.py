@@ -8,6 +8,7 @@ from ds_dynmo.config.deepspeed_keys import (
     BATCH_KEYS,
     check_batch_sizes,
     check_deepspeed_keys,
+    check_numbers,
     check_types_and_params,
 )
 from ds_dynmo.config.dynmo import DynMoConfig, ProfileConfig, RandomnessConfig, TraceConfig
@@ -25,6 +26,7 @@ __all__ = [
     "TraceConfig",
     "check_batch_sizes",
     "check_deepspeed_keys",
+    "check_numbers",
     "check_types_and_params",
     "load_json",
     "load_settings",

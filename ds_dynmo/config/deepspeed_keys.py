@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,12 +35,7 @@ def check_deepspeed_keys(settings: Mapping[str, Any]) -> None:
     """
     for key in _OBJECTS:
         _check_object(key, settings.get(key, {}))
-    for key in BATCH_KEYS:
-        if settings.get(key) is not None and (type(settings[key]) is not int or settings[key] < 1):
-            raise ConfigError(f"{key} = {show(settings[key])}: should be an int of at least 1")
-    clipping = settings.get("gradient_clipping", 0.0)
-    if type(clipping) not in (int, float) or not clipping >= 0:
-        raise ConfigError(f"gradient_clipping = {show(clipping)}: should be a number of at least 0")
+    check_numbers(settings)
     if all((settings.get(key) or {}).get("enabled") for key in ("fp16", "bf16")):
         raise ConfigError("fp16.enabled and bf16.enabled are true: only one of them can be")
     if "optimizer" not in settings:
@@ -48,6 +45,27 @@ def check_deepspeed_keys(settings: Mapping[str, Any]) -> None:
         for key, value in settings.get(section, {}).items():
             if key not in known:
                 raise ConfigError(f"{section}.{key} = {show(value)}: unknown key; {suggest(key, known)}")
+
+
+def check_numbers(settings: Mapping[str, Any]) -> None:
+    """Refuse, at the top level, numbers that are none: DeepSpeed calculates with them before it looks at them.
+
+    Raises:
+        ConfigError: naming the key, its value and what is allowed.
+    """
+    for key in BATCH_KEYS:
+        if settings.get(key) is not None and not _is_number(settings[key], numbers.Integral, 1):
+            raise ConfigError(f"{key} = {show(settings[key])}: should be an int of at least 1")
+    clipping = settings.get("gradient_clipping", 0.0)
+    if not _is_number(clipping, numbers.Real, 0):
+        raise ConfigError(f"gradient_clipping = {show(clipping)}: should be a number of at least 0")
+    for key in ("gradient_predivide_factor", "steps_per_print"):
+        if settings.get(key) is not None and not _is_number(settings[key], numbers.Real):
+            raise ConfigError(f"{key} = {show(settings[key])}: should be a number")
+
+
+def _is_number(value: Any, kind: type[Any], least: float = -math.inf) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and value >= least
 
 
 def check_types_and_params(settings: Mapping[str, Any]) -> None:

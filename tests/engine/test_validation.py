@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
@@ -140,6 +141,16 @@ def scheduler(kind: str, **params: Any) -> dict[str, Any]:
         (optimizer("SGD", momentun=0.9), 'optimizer.params.momentun = 0.9: SGD has no .* did you mean "momentum"?'),
         (optimizer("adagrad", lr_deca=0.9), 'optimizer.params.lr_deca = 0.9: Adagrad .* did you mean "lr_decay"?'),
         (optimizer("SGD", max_grad_norm=1.0), '.*max_grad_norm = 1.0: SGD .*by the top-level key "gradient_clipping"'),
+        (optimizer("AdamW", lr="1e-3"), 'optimizer.params.lr = "1e-3": is a string, should be a number: 0.001'),
+        (optimizer("AdamW", torch_adam=True, lr="1e-3"), 'optimizer.params.lr = "1e-3": .*: 0.001'),
+        (optimizer("AdamW", lr="auto"), 'optimizer.params.lr = "auto": should be a number, such as 0.001'),
+        (optimizer("AdamW", lr=None), "optimizer.params.lr = null: should be a number, such as 0.001"),
+        (optimizer("Adam", betas=[0.9, "0.99x"]), r'optimizer.params.betas.1. = "0.99x": should be a number, .*'),
+        (scheduler("WarmupLR", warmup_max_lr="3e-4"), 'scheduler.params.warmup_max_lr = "3e-4": .*: 0.0003'),
+        (scheduler("WarmupDecayLR", total_num_steps="9"), 'scheduler.params.total_num_steps = "9": is a string, .*'),
+        ({"gradient_clipping": "1.0x"}, 'gradient_clipping = "1.0x": should be a number of at least 0'),
+        ({"train_batch_size": "auto"}, 'train_batch_size = "auto": should be an int of at least 1'),
+        ({"steps_per_print": "10"}, 'steps_per_print = "10": should be a number'),
         (optimizer("SGD", lr=-1.0), "DeepSpeed refuses .* optimizer.params: Invalid learning rate: -1.0"),
         (scheduler("WarmupLr"), 'scheduler.type = "WarmupLr": neither .*; did you mean "WarmupLR"?'),
         (scheduler("StepLr", step_size=3), 'scheduler.type = "StepLr": neither .*; did you mean "StepLR"?'),
@@ -176,10 +187,26 @@ def test_names_that_deepspeed_does_not_know_get_a_suggestion(config: dict[str, A
         scheduler("MultiStepLR", milestones=[2, 3]),
         {"optimizer": {"type": "SGD", "legacy_fusion": True}},
         {"optimizer": {"type": "AdamW", "no_wd_kws": ["bias"]}},  # a program's own key
+        scheduler("WarmupLR", warmup_type="linear"),
+        {"steps_per_print": float("inf"), "gradient_clipping": numpy.float64(1.0), "train_batch_size": numpy.int64(8)},
     ],
 )
 def test_what_deepspeed_knows_is_accepted(config: dict[str, Any]) -> None:
     check_settings(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")]
+)
+def test_a_monitor_without_its_package_is_refused(section: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=f"^{section}.enabled = true: .* not installed: pip install {package}, or set"
+    ):
+        check_settings({section: {"enabled": True}})
+    check_settings({section: {"enabled": False}})
+    monkeypatch.setenv("RANK", "1")  # which writes nothing
+    check_settings({section: {"enabled": True}})
 
 
 def test_an_optimizer_and_a_scheduler_of_your_own_take_the_place_of_the_configurations() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,7 +18,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.utils import logger
 from pydantic import ValidationError
 
-from ds_dynmo.config import BATCH_KEYS, check_types_and_params
+from ds_dynmo.config import BATCH_KEYS, check_numbers, check_types_and_params
 from ds_dynmo.config.deepspeed_keys import BUILT
 from ds_dynmo.config.explain import explain, show, suggest
 from ds_dynmo.errors import ConfigError
@@ -28,6 +30,7 @@ _SECTIONS = {  # of DeepSpeed's pydantic models; the last one reads several
     "CompileConfig": "compile",
     "DeepSpeedMonitorConfig": "",
 }
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # by the sections of monitors
 _ADAM = (deepspeed_config.ADAM_OPTIMIZER, deepspeed_config.ADAMW_OPTIMIZER)
 _OF_ADAM = (deepspeed_config.TORCH_ADAM_PARAM, deepspeed_config.ADAM_W_MODE, "fp32_optimizer_states")
 
@@ -42,12 +45,14 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         ConfigError: naming the key, its value and what is allowed or meant.
     """
     check_types_and_params(settings)
+    check_numbers(settings)
     others = {key: value for key, value in settings.items() if key not in BATCH_KEYS}
     read = _tried(settings, "", lambda: DeepSpeedConfig({**others, "train_micro_batch_size_per_gpu": 1}))
     if (stage := int(read.zero_optimization_stage)) > 1:
         raise ConfigError(
             f"zero_optimization.stage = {stage}: cannot be combined with pipeline parallelism; allowed are 0 and 1"
         )
+    _check_monitors(settings)
     accelerator = get_accelerator()
     if read.float16_config.enabled and not accelerator.is_fp16_supported():
         raise ConfigError(
@@ -69,6 +74,17 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         params = _params("scheduler", section, scheduler)
         if not any(isinstance(value, list) for value in params.values()):
             _tried(settings, "scheduler.params: ", lambda: scheduler(optimizer, **params))
+
+
+def _check_monitors(settings: Mapping[str, Any]) -> None:
+    """Refuse a monitor whose package is not installed, on rank 0, which alone writes to it."""
+    for section, package in _PACKAGES.items():
+        asked = (settings.get(section) or {}).get("enabled") and os.environ.get("RANK", "0") == "0"
+        if asked and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{section}.enabled = true: the package {package} is not installed: pip install {package}, or set it "
+                "to false"
+            )
 
 
 def optimizer_class(section: Mapping[str, Any]) -> type[Any] | None:
@@ -127,7 +143,26 @@ def _params(key: str, section: Mapping[str, Any], kind: type[Any], more: Iterabl
     for argument in arguments:
         if argument.default is argument.empty and argument.name not in given:
             raise ConfigError(f"{key}.params.{argument.name}: is required by {kind.__name__}")
+        if argument.name in given:
+            _check_number(f"{key}.params.{argument.name}", given[argument.name], argument.default)
     return given
+
+
+def _check_number(name: str, value: Any, default: Any) -> None:
+    """Refuse null or a string in the place of a number, alone or in a list: YAML reads 1e-3 as a string."""
+    if isinstance(value, list | tuple):
+        for place, element in enumerate(value):
+            _check_number(f"{name}[{place}]", element, default)
+    if value is not None and not isinstance(value, str):
+        return
+    try:
+        meant = f"is a string, should be a number: {float(value)}"
+    except (TypeError, ValueError):
+        kinds = {type(element) for element in (default if isinstance(default, list | tuple) else [default])}
+        if not kinds <= {int, float}:
+            return
+        meant = f"should be a number, such as {default}"
+    raise ConfigError(f"{name} = {show(value)}: {meant}")
 
 
 def _tried(settings: Mapping[str, Any], what: str, make: Callable[[], Any]) -> Any:
