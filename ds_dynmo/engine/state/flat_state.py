@@ -311,11 +311,11 @@ class FlatState:
 
     def match_layers(self) -> None:
         """Make the buffers hold exactly the parameters of the layers, in their order. Collective."""
-        assert self._move is None, "layers are on their way"
         what = "listing what the optimizer holds"
         inventories, _ = self._comm.agree_and_gather(what, lambda: (self.take_inventory(), None), alike=str)
         every = list(inventories().values())
         if not all(inventory.is_current for inventory in every):
+            self._comm.everywhere("updating what the optimizer holds", self._check_between_batches, error=ConfigError)
             _check_no_gradients(every)
             stays = MigrationPlan.between(self._layers.placement, self._layers.placement)
             planned = plan_resharding(stays, every, self._layers, self._comm.here)
@@ -324,6 +324,13 @@ class FlatState:
         if self._masters_are_stale:
             self.shards.follow_weights()
         self._masters_are_stale = False
+
+    def _check_between_batches(self) -> None:
+        if self._move is not None or self._adapter.holds_gradients:
+            raise ConfigError(
+                "the optimizer's flat buffers hold gradients for the next step: freeze, thaw or change parameters "
+                "between two batches, before any backward pass of yours, not in a callback of before_step or a hook"
+            )
 
     def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         """Set the options of a group that was empty here, such as the learning rate, from arriving layers."""

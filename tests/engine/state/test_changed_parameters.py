@@ -131,6 +131,30 @@ def test_a_planned_move_knows_each_change_of_parameters() -> None:
             planned.check_still_held(now)
 
 
+def announced_inside_a_batch(precision: str, moves: bool) -> str:
+    """Freeze a layer in a callback before the step, and announce it there."""
+    engine = build(Case(blocks=3, precision=precision))
+    data = batches(engine)
+    engine.train_batch(data)
+
+    def announce() -> None:
+        freeze(engine, 2)
+        engine.model_changed("frozen")
+
+    engine.before_step(announce)
+    if moves:
+        engine.rebalance([0, 2, 6], background=True)
+    with pytest.raises(ConfigError) as raised:
+        engine.train_batch(data)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("precision", ["fp32 zero1", "bf16"])
+def test_a_change_that_is_announced_inside_a_batch_is_refused(precision: str) -> None:
+    for messages in run_each(2, announced_inside_a_batch, (precision, False), (precision, True)):
+        assert all("parameters between two batches" in message and "before_step" in message for message in messages)
+
+
 def refused_while_frozen(precision: str, refused: bool) -> dict[str, Any]:
     """Rename frozen parameters, let a move be refused, and thaw them."""
     engine = build(Case(blocks=3, precision=precision))
