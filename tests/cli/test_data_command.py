@@ -258,7 +258,7 @@ def test_a_run_is_resumed_on_the_same_tokens(tmp_path: Path, folder: Path, text:
     model = huggingface(folder)
     run = prepared(tmp_path, model, "--data", str(text), documents="joined")
     said = {"step": 5, "steps": 8, "stages": 1, "partition": [0, 4], "cases": {}}
-    said["model"] = run.model.model_dump(mode="json")
+    said |= {"model": run.model.model_dump(mode="json"), "config": run.config}
     resume = ("--resume", str(tmp_path))
     assert isinstance(run.text, TokenData)
     for kept in ({}, {"data": run.text.identity}):  # saved before there was such a key, and since
@@ -303,7 +303,7 @@ def test_a_resumed_run_keeps_its_loss(tmp_path: Path, folder: Path, capsys: Any)
     run = prepared(tmp_path, model, *given, documents="packed")
     assert isinstance(run.text, TokenData) and run.text.loss == run.text.identity["loss"] == "token_mean"
     said = {"step": 5, "steps": 8, "stages": 1, "partition": [0, 4], "cases": {}}
-    said["model"] = run.model.model_dump(mode="json")
+    said |= {"model": run.model.model_dump(mode="json"), "config": run.config}
     new, old = run.text.identity, {key: value for key, value in run.text.identity.items() if key != "loss"}
     resume = ("--resume", str(tmp_path))
     line = 'data.loss = "micro_batch_mean", as in the run that is resumed; new runs have "token_mean"\n'
