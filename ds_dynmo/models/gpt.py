@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 INIT_STD = 0.02  # GPT-2
+DRAWN_ROWS = 256  # of a matrix of the vocabulary, drawn by one generator: all where tokens are bytes
 
 Ends = tuple[list[LayerSpec], list[LayerSpec]]  # the layers of the embedding, and those of the head
 MakePart = Callable[[Any, torch.Generator], nn.Module]  # from the configuration and the generator of its weights
@@ -188,8 +189,7 @@ class TokenEmbedding(GPTLayer):
     def __init__(self, config: GPTConfig, seed_key: int) -> None:
         super().__init__()
         self.layer_outputs = config.layer_outputs
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        init_normal(self.weight, INIT_STD, generator_for("layer", config.seed, seed_key))
+        self.weight = vocabulary_rows(config, range(config.vocab_size), seed_key)
 
     def forward(self, tokens: Activations) -> Activations:
         return embed(self.weight, tokens, self.layer_outputs)
@@ -212,8 +212,7 @@ class OutputHead(GPTLayer):
 
     def __init__(self, config: GPTConfig, seed_key: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        init_normal(self.weight, INIT_STD, generator_for("layer", config.seed, seed_key))
+        self.weight = vocabulary_rows(config, range(config.vocab_size), seed_key)
 
     def forward(self, activations: Activations) -> Activations:
         return _logits(self.weight, activations)
@@ -330,6 +329,26 @@ def init_linear(inputs: int, outputs: int, std: float, generator: torch.Generato
 def init_normal(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
     """Draw ``weight`` from ``generator``: normal, mean 0."""
     nn.init.normal_(weight, std=std, generator=generator)
+
+
+def vocabulary_rows(config: GPTConfig, rows: range, seed_key: int) -> nn.Parameter:
+    """Draw some rows of a matrix of the vocabulary.
+
+    They do not depend on how the matrix is cut: a generator each draws the rows of a block, and of what other slices
+    have only the rest of two blocks is drawn.
+
+    Args:
+        seed_key: that the matrix is drawn by.
+    """
+    weight = torch.empty(len(rows), config.hidden_size)
+    for start in range(rows.start - rows.start % DRAWN_ROWS, rows.stop, DRAWN_ROWS):
+        block = range(start, min(start + DRAWN_ROWS, config.vocab_size))
+        drawn = torch.empty(len(block), config.hidden_size)
+        key = ("layer", config.seed, seed_key, start) if start else ("layer", config.seed, seed_key)
+        init_normal(drawn, INIT_STD, generator_for(*key))
+        here = range(max(block.start, rows.start), min(block.stop, rows.stop))
+        weight[here.start - rows.start : here.stop - rows.start] = drawn[here.start - start : here.stop - start]
+    return nn.Parameter(weight)
 
 
 def residual_std(config: GPTConfig) -> float:

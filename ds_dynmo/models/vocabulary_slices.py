@@ -11,17 +11,15 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from torch import nn
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.gpt import INIT_STD, GPTLayer, init_normal
+from ds_dynmo.models.gpt import GPTLayer, vocabulary_rows
 from ds_dynmo.models.gpt_config import GPTConfig
-from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.slice_counts import rows_of_slices
 from ds_dynmo.models.stream import Activations, Stream
 from ds_dynmo.models.vocabulary import add_embeddings, add_logits, check_tokens, local, token_losses
 
-__all__ = ["EmbeddingSlice", "HeadSlice", "first_row", "score", "slice_layers"]
+__all__ = ["EmbeddingSlice", "HeadSlice", "rows_of", "score", "slice_layers"]
 
 
 class EmbeddingSlice(GPTLayer):
@@ -41,9 +39,7 @@ class EmbeddingSlice(GPTLayer):
         super().__init__()
         self.rows, self.vocabulary, self.packed = rows, config.vocab_size, packed
         self.layer_outputs = config.layer_outputs
-        whole = torch.empty(config.vocab_size, config.hidden_size)
-        init_normal(whole, INIT_STD, generator_for("layer", config.seed, seed_key))
-        self.weight = nn.Parameter(whole[rows.start : rows.stop].clone())
+        self.weight = vocabulary_rows(config, rows, seed_key)
 
     @property
     def is_last(self) -> bool:
@@ -119,6 +115,10 @@ def slice_layers(config: GPTConfig, *, packed: bool) -> tuple[list[LayerSpec], l
     return front, back
 
 
-def first_row(spec: LayerSpec) -> int:
-    """Return the first row of the slice that ``spec`` builds; 0 of any other layer."""
-    return spec.build().rows.start if issubclass(spec.typename, EmbeddingSlice) else 0
+def rows_of(spec: LayerSpec) -> range | None:
+    """Return the rows of the slice that ``spec`` builds; None of any other layer."""
+    if not issubclass(spec.typename, EmbeddingSlice):
+        return None
+    _, rows, *_ = spec.module_args
+    assert isinstance(rows, range)
+    return rows

@@ -12,14 +12,15 @@ from deepspeed.pipe import TiedLayerSpec
 
 from ds_dynmo.config import parse_section
 from ds_dynmo.errors import CheckpointError, ConfigError
-from ds_dynmo.models import ModelConfig, language_model_loss, model_layers, with_labels
+from ds_dynmo.models import ModelConfig, gpt, language_model_loss, model_layers, with_labels
 from ds_dynmo.models.exporting import weights_file
 from ds_dynmo.models.gpt import Block, FinalNorm
+from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.huggingface.trial import BuiltLayers
 from ds_dynmo.models.pruning.exporting import export
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.vocabulary import takes_labels
-from ds_dynmo.models.vocabulary_slices import EmbeddingSlice, HeadSlice
+from ds_dynmo.models.vocabulary_slices import EmbeddingSlice, HeadSlice, rows_of, slice_layers
 from tests.support import case_runs
 from tests.support.case_runs import CaseRun
 from tests.support.huggingface_families import write_checkpoint
@@ -112,6 +113,27 @@ def test_slices_have_the_rows_of_the_whole_matrix() -> None:
         assert torch.equal(torch.cat([layer.weight for layer in sliced[:4]]), plain[0].weight)
         if not tied:
             assert torch.equal(torch.cat([layer.weight for layer in sliced[-4:]]), plain[-1].weight)
+
+
+def test_a_slice_draws_little_more_than_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the whole matrix in any number of slices; an export draws none."""
+    draw, drawn = gpt.init_normal, [0]
+
+    def counted(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
+        drawn[0] += len(weight)
+        draw(weight, std, generator)
+
+    monkeypatch.setattr(gpt, "init_normal", counted)
+    sizes = {"vocab_size": 2000, "hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
+    whole = gpt.TokenEmbedding(GPTConfig(**sizes), 0).weight
+    for slices in (1, 3, 7):
+        front, back = slice_layers(GPTConfig(**sizes, vocabulary_slices=slices), packed=False)
+        assert drawn[0] == 2000
+        parts = [spec.build() for spec in front]
+        assert torch.equal(torch.cat([part.weight for part in parts]), whole)
+        assert drawn[0] <= 2 * 2000 + slices * 2 * gpt.DRAWN_ROWS
+        assert [rows_of(spec) for spec in (*front, *back)] == [part.rows for part in parts] * 2
+        drawn[0] = 2000
 
 
 def test_the_layer_list_has_slices_at_both_ends() -> None:

@@ -13,7 +13,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models.exporting import load, new_folder, tag_folder, weights_file
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear, dense_tensors
-from ds_dynmo.models.vocabulary_slices import EmbeddingSlice, first_row
+from ds_dynmo.models.vocabulary_slices import rows_of
 
 __all__ = ["export"]
 
@@ -40,7 +40,8 @@ def export(layers: Sequence[LayerSpec], checkpoint: str | os.PathLike[str], fold
     parts: dict[int, list[int]] = {}  # by the layer's number in the model without slices
     number = -1
     for layer, spec in enumerate(layers):
-        number += first_row(spec) == 0
+        rows = rows_of(spec)
+        number += rows is None or rows.start == 0
         there = (saved / weights_file(layer)).is_file()
         if isinstance(spec, TiedLayerSpec):
             if spec.key in tied and not there:
@@ -58,10 +59,12 @@ def export(layers: Sequence[LayerSpec], checkpoint: str | os.PathLike[str], fold
 
 def _dense(path: Path, spec: LayerSpec) -> dict[str, Any]:
     """Read a layer's weights, and put dense ones in the place of vectors and their places."""
-    state, layer = load(path), spec.build()
-    if isinstance(layer, EmbeddingSlice) and (state.keys() != {"weight"} or len(state["weight"]) != len(layer.rows)):
-        raise CheckpointError(f"{path}: has no {len(layer.rows)} rows of the vocabulary: is it of the model?")
-    linears = ((name, part) for name, part in layer.named_modules() if isinstance(part, PrunableLinear))
+    state, rows = load(path), rows_of(spec)
+    if rows is not None:
+        if state.keys() != {"weight"} or len(state["weight"]) != len(rows):
+            raise CheckpointError(f"{path}: has no {len(rows)} rows of the vocabulary: is it of the model?")
+        return state
+    linears = ((name, part) for name, part in spec.build().named_modules() if isinstance(part, PrunableLinear))
     shapes = {f"{name}.weight": part.shape for name, part in linears}
     state = dense_tensors(state, shapes)
     for name, shape in shapes.items():
