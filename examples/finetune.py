@@ -67,18 +67,18 @@ def finetune(args: argparse.Namespace) -> list[float]:
     )
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True, trust_remote_code=False)
     batches = itertools.cycle(micro_batches_of(args.text, tokenizer))
-    losses = []
+    losses: list[torch.Tensor] = []
     while engine.global_steps < args.steps:
-        losses.append(float(engine.train_batch(batches)))
+        losses.append(engine.train_batch(batches))  # whoever reads it waits for the last stage
         if engine.global_rank == 0 and engine.global_steps % 10 == 0:
-            print(f"step {engine.global_steps}: loss {losses[-1]:.3f}, partition {engine.partition}", flush=True)
+            print(f"step {engine.global_steps}: loss {float(losses[-1]):.3f}, partition {engine.partition}", flush=True)
     checkpoints = args.checkpoints or Path(f"{args.out}_checkpoints")
     engine.save_checkpoint(str(checkpoints), exclude_frozen_parameters=bool(adapters))
     if engine.global_rank == 0:
         huggingface.export(args.model, checkpoints, args.out, peft=adapters)
         tokenizer.save_pretrained(args.out)
     torch.distributed.barrier()
-    return losses
+    return [float(loss) for loss in losses]
 
 
 def parse(given: list[str]) -> argparse.Namespace:

@@ -124,7 +124,7 @@ def train(args: argparse.Namespace) -> list[float]:
         if path is None:
             raise SystemExit(f"--resume {args.resume}: no checkpoint there")
     batches = micro_batches(Windows(args.data), engine.micro_batches_taken, engine)
-    losses: list[float] = []
+    losses: list[torch.Tensor] = []
     while engine.global_steps < args.steps:
         if engine.global_steps == args.freeze_at:
             for number, layer in engine.layers().items():  # those that this rank holds now
@@ -134,14 +134,14 @@ def train(args: argparse.Namespace) -> list[float]:
         if engine.global_steps == args.repack_at:
             engine.repack(args.repack_to)
             if engine.released:
-                return losses  # other ranks have its layers
+                break  # other ranks have its layers
         loss = engine.train_batch(batches)
-        losses.append(float(loss))
+        losses.append(loss)  # whoever reads it waits for the last stage
         if engine.global_rank == 0 and engine.global_steps % 10 == 0:
-            print(f"step {engine.global_steps}: loss {losses[-1]:.3f}, partition {engine.partition}", flush=True)
-    if args.save:
+            print(f"step {engine.global_steps}: loss {float(loss):.3f}, partition {engine.partition}", flush=True)
+    if args.save and not engine.released:
         engine.save_checkpoint(args.save)
-    return losses
+    return [float(loss) for loss in losses]
 
 
 def parse(given: list[str]) -> argparse.Namespace:

@@ -13,7 +13,6 @@ import os
 import random
 import signal
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -40,7 +39,6 @@ from ds_dynmo.cli.training.report import (
     continue_report,
     record_nothing,
     repack_lines,
-    step_record,
     summary,
     validation_record,
 )
@@ -51,6 +49,7 @@ from ds_dynmo.cli.training.resuming import (
     write_restart,
 )
 from ds_dynmo.cli.training.saving import after_failed_save, check_room, claimed, how_to_continue
+from ds_dynmo.cli.training.steps import Steps
 from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.data import TokenBatches
 from ds_dynmo.engine.comm.hosts import check_launch
@@ -61,8 +60,6 @@ from ds_dynmo.errors import CheckpointError, ConfigError, PartitionError
 from ds_dynmo.files import path_in_errors
 from ds_dynmo.files.claims import check_claim
 from ds_dynmo.models import (
-    AUXILIARY_LOSS,
-    LANGUAGE_MODEL_LOSS,
     DynamicCase,
     LanguageModelPipeline,
     dynamic_cases,
@@ -70,7 +67,6 @@ from ds_dynmo.models import (
 from ds_dynmo.models.vocabulary import takes_labels, with_labels
 
 VALIDATIONS = 5
-SPEED_SERIES = "Train/Samples/tokens_per_second"  # in DeepSpeed's monitors, beside the losses that it sends itself
 ALONE = "One process, so one stage: no layer can move. Start several by deepspeed or torchrun."
 NOT_BEGUN = "Nothing was trained"
 UNSAVED = "Weights will not be saved. Pass --save DIR, and --export DIR for a folder that transformers reads."
@@ -145,7 +141,9 @@ def train(run: TrainingRun, engine: Any, cases: list[DynamicCase], record: Write
 
     Rank 0 passes each step to ``record``. A run that saves also ends at SIGINT or SIGTERM: ``history.stopped``.
     """
-    with StopSignals(run.save is not None) as stop:
+    with StopSignals(run.save is not None, None if engine.dynmo is None else engine.stage.comm) as stop:
+        if engine.dynmo is not None:
+            engine.before_release(stop.settle)
         return train_until(stop, run, engine, cases, record)
 
 
@@ -156,39 +154,38 @@ def train_until(
     history = History()
     data = batches(run, engine, "train").iterate(engine.micro_batches_taken, micro_batches=engine.micro_batches)
     progress = ProgressLines(run, engine)
+    steps = Steps(run, engine, history, record)
     recording = Recording(run, engine, run.record if engine.global_rank == 0 else None)
     validation = batches(run, engine, "validation")
     while engine.global_steps < run.stop:
+        steps.begin()
         for case in cases:
             case.before_batch(engine.global_steps)
-        history.ranks.append(torch.distributed.get_world_size())
-        began = time.perf_counter()
         engine.train_batch(data)
         if engine.released:
             break
         step = engine.global_steps - 1
-        losses = engine.get_additional_losses()
-        history.losses.append(float(losses[LANGUAGE_MODEL_LOSS]))
-        history.auxiliary_losses.append(float(losses[AUXILIARY_LOSS]))
-        history.step_seconds.append(time.perf_counter() - began)
         history.decisions_seen(engine)
-        if engine.global_rank == 0:
-            measured = step_record(run, engine, history)
-            record(measured)
-            engine.monitor.write_events([(SPEED_SERIES, measured["tokens_per_second"], engine.global_samples)])
-            recording.batch()
+        recording.batch()
         for case in cases:
             case.after_batch(step + 1)
-        progress.step(step + 1, history)
         last = step + 1 == run.stop
-        if last or ends_part(step, run.steps, VALIDATIONS):
+        if last:
+            stop.settle()
+        else:
+            history.stopped = stop.agreed(engine.device)
+        validates = last or ends_part(step, run.steps, VALIDATIONS)
+        due = run.save_interval and (step + 1) % run.save_interval == 0
+        saves = run.save is not None and bool(last or due or history.stopped)
+        steps.end(is_read=progress.is_due(step + 1) or validates or saves)
+        if progress.is_due(step + 1):
+            progress.step(step + 1, history)
+        if validates:
             history.validation_losses.append((step + 1, validate(engine, validation)))
             progress.say(f"step {step + 1}: validation loss {history.validation_losses[-1][1]:.3f}")
             if engine.global_rank == 0:
                 record(validation_record(history))
-        history.stopped = 0 if last else stop.agreed(engine.device)
-        due = run.save_interval and (step + 1) % run.save_interval == 0
-        if run.save is not None and (last or due or history.stopped):
+        if saves:
             tag = f"global_step{step + 1}"
             progress.say(f"step {step + 1}: saving checkpoint {tag} in {run.save}")
             save(run, engine, cases, tag)
@@ -197,6 +194,7 @@ def train_until(
         if history.stopped:
             progress.say(stopped_line(run, history.stopped, tag, step + 1))
             break
+    steps.read()
     return history
 
 

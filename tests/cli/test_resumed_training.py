@@ -65,7 +65,7 @@ def test_a_run_stopped_by_signals_equals_an_uninterrupted_one(tmp_path: Path) ->
     folder = tmp_path / "saved"
     saving = ["--save", str(folder), "--save-interval", "2", "--set", "dynmo.checkpoint=background"]
     in_one_go = run(2, run_script, arguments)
-    received = {0: (6, signal.SIGTERM), 1: (5, signal.SIGINT)}
+    received = {0: (5, signal.SIGTERM), 1: (4, signal.SIGINT)}
     begun = run(2, signalled, [*arguments, *saving], received)
     assert [rank["stopped"] for rank in begun] == [signal.SIGINT, signal.SIGINT]
     assert begun[0]["losses"] == in_one_go[0]["losses"][:5]

@@ -32,6 +32,7 @@ class History:
     Attributes:
         losses: the language model's training losses, comparable with those of other models.
         auxiliary_losses: losses that training added to them, or 0.
+        step_seconds: with what a case does before and after the batch, and a rebalance; without validation and saving.
         ranks: ranks at work in each step.
         stopped: the signal that ended the run early; 0: none.
         decisions: the latest reports, each with the profile of its decision.
@@ -47,6 +48,12 @@ class History:
         default_factory=partial(deque, maxlen=KEPT_REPORTS)
     )
 
+    def add(self, loss: float, auxiliary_loss: float, seconds: float) -> None:
+        """Add the numbers of the next batch."""
+        self.losses.append(loss)
+        self.auxiliary_losses.append(auxiliary_loss)
+        self.step_seconds.append(seconds)
+
     def decisions_seen(self, engine: Any) -> None:
         """Record every new report with the profile behind it."""
         last = self.decisions[-1][0] if self.decisions else None
@@ -61,16 +68,20 @@ class ProgressLines:
 
     def __init__(self, run: TrainingRun, engine: Any) -> None:
         self._first_rank = engine.global_rank == 0
-        self._steps, self._stop = run.steps, run.stop
+        self._steps, self._always = run.steps, (engine.global_steps + 1, run.stop)
         self._every = max(1, run.steps // PROGRESS_LINES)
         self._tokens = tokens_per_step(run, engine)
 
+    def is_due(self, steps_done: int) -> bool:
+        """Return whether a line follows so many steps, whose losses it needs."""
+        return steps_done % self._every == 0 or steps_done in self._always
+
     def step(self, steps_done: int, history: History) -> None:
-        if steps_done % self._every == 0 or steps_done == self._stop or len(history.losses) == 1:
-            seconds = history.step_seconds[-self._every :]
-            speed = self._tokens * len(seconds) / sum(seconds)
-            losses = _losses(history.losses[-1], history.auxiliary_losses[-1])
-            self.say(f"step {steps_done}/{self._steps}: loss {losses}, {speed:,.0f} tokens/s")
+        """Print the line that is due."""
+        seconds = history.step_seconds[-self._every :]
+        speed = self._tokens * len(seconds) / sum(seconds)
+        losses = _losses(history.losses[-1], history.auxiliary_losses[-1])
+        self.say(f"step {steps_done}/{self._steps}: loss {losses}, {speed:,.0f} tokens/s")
 
     def say(self, line: str) -> None:
         if self._first_rank:
@@ -122,12 +133,12 @@ def batch_numbers(report: RebalanceReport, profile: Profile | None, tokens: int)
     return (speed, f"{profile.bubble_ratio:.2f}", f"{report.imbalance_before:.2f}")
 
 
-def step_record(run: TrainingRun, engine: Any, history: History) -> dict[str, Any]:
-    """Make the record of the last batch; its seconds include the rebalance that followed it."""
+def step_record(run: TrainingRun, engine: Any, step: int, history: History) -> dict[str, Any]:
+    """Make the record of batch ``step``, the last one in the history."""
     seconds = history.step_seconds[-1]
     return {
         "kind": "step",
-        "step": engine.global_steps,
+        "step": step,
         "seconds": seconds,
         "tokens_per_second": tokens_per_step(run, engine) / seconds,
         "train_loss": history.losses[-1],

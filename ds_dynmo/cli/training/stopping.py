@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.comm.posted import PostedReduction
+
 __all__ = ["StopSignals"]
 
-STOPPING = b"ds-dynmo-train: saves at the end of this batch and stops; Ctrl-C again ends it at once\n"
+STOPPING = b"ds-dynmo-train: saves at the end of the next batch and stops; Ctrl-C again ends it at once\n"
+_AGREEING = "agreeing whether to stop"
 
 
 class StopSignals:
@@ -22,11 +26,14 @@ class StopSignals:
 
     Args:
         enabled: False: signals do what they always do, and :meth:`agreed` costs nothing. The same on every rank.
+        comm: of the engine; None: it has none, and ranks wait for each other after every batch.
     """
 
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
+    def __init__(self, enabled: bool, comm: Communicator | None = None) -> None:
+        self._enabled, self._comm = enabled, comm
         self._received = 0
+        self._posted: PostedReduction | None = None
+        self._agreed = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -46,18 +53,31 @@ class StopSignals:
             os.write(2, STOPPING)  # print may be what the signal has interrupted
 
     def agreed(self, device: torch.device) -> int:
-        """Return the signal that a rank has received; 0: none has. Collective.
+        """Return the signal that a rank had received at the end of the batch before; 0: none had. Collective.
 
-        A signal that arrives during the call counts in the next one, since the other ranks do not know of it.
+        Ranks exchange it beside the batch, so none waits for those that have not ended this one. A signal that arrives
+        during the call counts in a later one, since the other ranks do not know of it.
         """
         if not self._enabled:
             return 0
-        received = torch.tensor(self._received, device=device)
-        torch.distributed.all_reduce(received, op=torch.distributed.ReduceOp.MAX)
-        number = int(received)
-        if number:
-            self._end_soon(number)
-        return number
+        if self._comm is None:
+            received = torch.tensor(self._received, device=device)
+            torch.distributed.all_reduce(received, op=torch.distributed.ReduceOp.MAX)
+            self._agreed = int(received)
+        else:
+            self.settle()
+            if not self._agreed:
+                self._posted = self._comm.post_max(torch.tensor([self._received], device="cpu"))
+        if self._agreed:
+            self._end_soon(self._agreed)
+        return self._agreed
+
+    def settle(self) -> None:
+        """Read what ranks exchange, before their world ends. Collective."""
+        if self._comm is not None and self._posted is not None:
+            posted, self._posted = self._posted, None
+            with self._comm.operation(_AGREEING):
+                self._agreed = int(self._comm.read_max(posted))
 
     def _end_soon(self, number: int) -> None:
         self._received = number
