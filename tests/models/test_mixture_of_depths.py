@@ -18,6 +18,7 @@ from ds_dynmo.models.mixture_of_depths.block import (
     tokens_of,
     top_tokens,
 )
+from ds_dynmo.models.moe.grouped_linear import ALIGNMENT
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Stream
 
@@ -297,7 +298,7 @@ def test_the_predictor_learns_who_is_above_the_threshold() -> None:
     members = torch.zeros(BATCH, SEQUENCE)
     for row, chosen in zip(members, above((hidden @ block.router.weight[0]).detach()), strict=True):
         row[list(chosen)] = 1.0
-    logits = (block.predictor.decide(F.gelu(block.predictor.expand(hidden))) + block.predictor.bias).squeeze(-1)
+    logits = (block.predictor.decide(F.gelu(block.predictor.expand(hidden))) + block.predictor.bias[0]).squeeze(-1)
     expected = F.binary_cross_entropy_with_logits(logits, members)
     torch.testing.assert_close(run(block, hidden).auxiliary, expected.view(1))
 
@@ -313,7 +314,7 @@ def test_the_predictors_loss_is_the_binary_cross_entropy_of_membership() -> None
         for row, weights in zip(hidden, hidden @ block.router.weight[0], strict=True):
             chosen = slow_top(weights.tolist(), 3)
             for position, state in enumerate(row):
-                logit = block.predictor.decide(F.gelu(block.predictor.expand(state))) + block.predictor.bias
+                logit = block.predictor.decide(F.gelu(block.predictor.expand(state))) + block.predictor.bias[0]
                 share = torch.sigmoid(logit).item()
                 expected -= math.log(share if position in chosen else 1 - share)
     assert stream.auxiliary is not None and stream.auxiliary.shape == (1,)
@@ -351,6 +352,19 @@ def test_evaluation_by_the_predictor_does_not_look_ahead() -> None:
     torch.testing.assert_close(run(block, changed).hidden[:, :8], before[:, :8])
     block.sampling = "topk"
     assert not torch.allclose(run(block, changed).hidden[:, :8], run(block, hidden).hidden[:, :8])
+
+
+@pytest.mark.parametrize("predictor_size", [7, 8, 32])
+def test_experts_behind_a_predictor_begin_aligned_in_a_flat_buffer(predictor_size: int) -> None:
+    """Else their weights are copied in every pass."""
+    cases = [{"kind": "moe", "experts": 3}, {"kind": "mod", "predictor_size": predictor_size}]
+    section = {"layers": 4, "hidden_size": 8, "heads": 2, "sequence_length": SEQUENCE, "vocab_size": 257, "case": cases}
+    begins, size = list[int](), 0
+    for spec in model_layers(parse_section(ModelConfig, section, "model")):
+        for parameter in spec.build().parameters():
+            begins += [size] * (parameter.dim() == 3)
+            size += parameter.numel() * torch.bfloat16.itemsize
+    assert len(begins) == 8 and not any(begin % ALIGNMENT for begin in begins)
 
 
 @pytest.mark.parametrize(("bias", "taken"), [(-1e4, 0), (1e4, SEQUENCE)])

@@ -24,6 +24,8 @@ from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.mixture_of_depths.config import MixtureOfDepthsConfig, tokens_of
 from ds_dynmo.models.seeding import generator_for
 
+_ALIGNED = 8  # elements: 16 bytes in bf16, what products of experts need (grouped_linear)
+
 __all__ = ["MixtureOfDepthsBlock", "Predictor", "routed_block", "top_tokens"]
 
 
@@ -166,11 +168,12 @@ class Predictor(nn.Module):
         super().__init__()
         self.expand = init_linear(config.hidden_size, depths.predictor_size, INIT_STD, generator)
         self.decide = init_linear(depths.predictor_size, 1, INIT_STD, generator)
-        self.bias = nn.Parameter(torch.zeros(1))
+        # Only the first is used. The others fill up: in a flat buffer experts lie behind it, which have to begin aligned.
+        self.bias = nn.Parameter(torch.zeros(_ALIGNED - depths.predictor_size % _ALIGNED))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits, fp32 ``[batch, sequence]``, of ``[batch, sequence, hidden]``: above 0, the token is taken."""
-        logits: torch.Tensor = self.decide(F.gelu(self.expand(hidden.detach()))) + self.bias
+        logits: torch.Tensor = self.decide(F.gelu(self.expand(hidden.detach()))) + self.bias[0]
         return logits.squeeze(-1).float()
 
     def loss(self, hidden: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
