@@ -128,7 +128,7 @@ def stage_of(engine: Any, comm: Communicator, config: DynMoConfig, model: Any) -
         validation.check_section(config, of_rank_0)
         replicas.use_replicas(model.modules(), comm.grid.get_data_parallel_group())
         validation.check_layers(model, flat=flat, sums_whole=sums_whole(engine))
-        check_functions(layer_specs(model))
+        check_functions(layer_specs(model), model.tied_modules)
         return parameter_extents(layer_specs(model), dict(modules_of(model, layers_of_stage(model))))
 
     extents = comm.everywhere("initialize", check, error=ConfigError)

@@ -233,7 +233,8 @@ class StageLayers(LayerList):
         later = [i for i in self.indices if self.key(i) is not None and not self.owner(i, self._placement)]
         owners = {index: module for index in later if (module := self.local_module(index)) is not None}
         for index, alias in self.tied_aliases.replace(owners).items():
-            self._module.forward_funcs[self.indices.index(index)] = _use(self.spec(index), alias)
+            use = _use_of_alias(self.spec(index), alias, self._module.tied_modules)
+            self._module.forward_funcs[self.indices.index(index)] = use
 
     @property
     def checkpoint_interval(self) -> int:
@@ -343,3 +344,19 @@ def _sent_away(*_: Any) -> Any:
 
 def _use(spec: TiedLayerSpec, layer: nn.Module) -> Callable[..., Any]:
     return layer if spec.forward_fn is None else partial(spec.forward_fn, layer)
+
+
+def _use_of_alias(spec: TiedLayerSpec, alias: nn.Module, tied: nn.ModuleDict) -> Callable[..., Any]:
+    """Return what runs a tied alias. A ``forward_fn`` that reads the PipelineModule's ``tied`` modules finds it."""
+    if spec.forward_fn is None:
+        return alias
+    modules = children_of(tied)
+
+    def call(layer: nn.Module, *inputs: Any) -> Any:
+        owner, modules[spec.key] = modules[spec.key], layer
+        try:
+            return spec.forward_fn(layer, *inputs)
+        finally:
+            modules[spec.key] = owner
+
+    return partial(call, alias)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_dynmo.engine.deepspeed.flat_adapter import marks_of
 from ds_dynmo.engine.move.object_graph import copy_of_modules
 from ds_dynmo.unmarked import unmarked
 
@@ -53,12 +54,13 @@ class TiedAliases:
         return self._aliases
 
     def refresh(self, *, training: bool) -> None:
-        """Point the aliases at the parameters' present memory, and put them in training or evaluation mode."""
+        """Point the aliases at the parameters' present memory, with their marks, and set the mode that they run in."""
         for alias in self.modules:
             alias.train(training)
         for parameter, later in self._pairs():
             later.data = parameter.data
             later.requires_grad = parameter.requires_grad
+            vars(later).update(marks_of(parameter))
 
     # -- gradients ------------------------------------------------------------------------------------
 

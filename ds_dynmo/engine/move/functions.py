@@ -36,8 +36,11 @@ def functions_of(specs: Sequence[Any]) -> Iterator[tuple[int, Callable[..., Any]
             yield index, spec
 
 
-def check_functions(specs: Sequence[Any]) -> None:
+def check_functions(specs: Sequence[Any], tied: nn.ModuleDict) -> None:
     """Refuse functions that use weights, or tensors of an object: these would be each rank's own.
+
+    Args:
+        tied: the PipelineModule's ``tied_modules``.
 
     Raises:
         ConfigError: naming the layer, and what it uses.
@@ -49,7 +52,7 @@ def check_functions(specs: Sequence[Any]) -> None:
         for name, held in (*spec.named_modules(), *spec.named_parameters(), *spec.named_buffers())
     }
     for index, function in functions_of(specs):
-        for read in reads_of(function):
+        for read in _reads(specs, index, function, tied):
             what = owners.get(id(read.value)) or _state_text(read)
             if what is not None:
                 raise ConfigError(
@@ -61,17 +64,26 @@ def check_functions(specs: Sequence[Any]) -> None:
 
 
 class ListFunctions:
-    """The functions of a layer list, and what each read when the engine was built."""
+    """The functions of a layer list, and what each read when the engine was built.
 
-    def __init__(self, specs: Sequence[Any]) -> None:
+    Args:
+        tied: the PipelineModule's ``tied_modules``.
+    """
+
+    def __init__(self, specs: Sequence[Any], tied: nn.ModuleDict) -> None:
+        self._specs, self._tied = specs, tied
         self._functions = dict(functions_of(specs))
-        self._at_first = {index: _held(function) for index, function in self._functions.items()}
+        self._at_first = {index: self._held(index) for index in self._functions}
 
     def changes(self, layers: Iterable[int], pipeline: int) -> Changes:
         """Return what functions of layers read that is other than when the engine was built."""
         here = [layer for layer in layers if layer in self._functions]
-        changed = {(pipeline, layer): _held(self._functions[layer]) - self._at_first[layer] for layer in here}
+        changed = {(pipeline, layer): self._held(layer) - self._at_first[layer] for layer in here}
         return {key: held for key, held in changed.items() if held}
+
+    def _held(self, index: int) -> Held:
+        reads = _reads(self._specs, index, self._functions[index], self._tied)
+        return frozenset((read.path, _text(read.value)) for read in reads)
 
 
 def check_same(changes: Sequence[Changes]) -> None:
@@ -96,6 +108,22 @@ def check_same(changes: Sequence[Changes]) -> None:
             )
 
 
+def _reads(specs: Sequence[Any], index: int, function: Callable[..., Any], tied: nn.ModuleDict) -> Iterator[Read]:
+    """Find what a function reads, except for the module of its own key in ``tied``: the rank's own use of it.
+
+    GPT-NeoX's ``forward_fn`` reads ``self.tied_modules.embed``, where ``self`` is the PipelineModule.
+    """
+    own: set[int] = set()
+    spec = specs[index]
+    if isinstance(spec, TiedLayerSpec):
+        if spec.key in tied:
+            module = tied[spec.key]
+            own.update(map(id, (*module.modules(), *module.parameters(), *module.buffers())))
+        if spec.key not in tied or len({other.key for other in specs if isinstance(other, TiedLayerSpec)}) == 1:
+            own.add(id(tied))  # there is no use here; or no other key for a subscript
+    yield from (read for read in reads_of(function) if id(read.value) not in own)
+
+
 def _state_text(read: Read) -> str | None:
     value = read.value
     if isinstance(value, nn.Module) and any(True for _ in (*value.parameters(), *value.buffers())):
@@ -105,10 +133,6 @@ def _state_text(read: Read) -> str | None:
     if read.of_owner and isinstance(value, torch.Tensor | numpy.ndarray):
         return f"a {kind_of(value)} of the object"
     return None
-
-
-def _held(function: Callable[..., Any]) -> Held:
-    return frozenset((read.path, _text(read.value)) for read in reads_of(function))
 
 
 def _text(value: Any) -> str:

@@ -105,7 +105,7 @@ class References:
         self._names = Names(pipeline, modules, gather, engine)
         self._rank_attributes = frozenset(rank_attributes)
         self._walks: _Walks | None = None
-        self.functions = ListFunctions(layer_specs(pipeline))
+        self.functions = ListFunctions(layer_specs(pipeline), pipeline.tied_modules)
         self.left_behind = LeftBehind(self._names, modules, self._walk)
 
     def is_shared(self, value: Any) -> bool:

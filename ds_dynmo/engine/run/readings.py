@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ds_dynmo.unmarked import unmarked
+
 SAMPLED = 2**16  # elements of a tensor
 SHOWN = 4  # of them in messages
 SHOWN_CHARACTERS = 60
@@ -131,7 +133,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _half_of_tensor(tensor: torch.Tensor) -> Half:
-    sample, count = tensor.detach(), tensor.numel()
+    sample = unmarked(tensor)
+    count = sample.numel()
     if count > SAMPLED:
         places = torch.arange(0, count, count // SAMPLED, device=tensor.device)
         sample = sample[torch.unravel_index(places, tensor.shape)]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 import ds_dynmo
@@ -22,7 +22,15 @@ from tests.support.checkpoints import load_and_continue, pipeline, save_and_cont
 from tests.support.configs import Case, config
 from tests.support.harness import RankError, run, run_each
 from tests.support.models import SEQUENCE, VOCABULARY, WIDTH, Block, Embedding, Head, loss, module_of, scale, seeded
-from tests.support.training import batches, build, outcome_of, train_and_move, whole
+from tests.support.training import (
+    batches,
+    build,
+    check_moves_changed_nothing,
+    layers_of,
+    outcome_of,
+    train_and_move,
+    whole,
+)
 from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
@@ -236,6 +244,56 @@ def test_a_run_resumes_to_and_from_one_stage(tmp_path: Path, precision: str, sav
 )
 def test_they_train_under_our_schedules(case: Case, way: str, moves: list[list[int]]) -> None:
     check_as_under_1f1b(case.stages, train, case, way, moves, 5)
+
+
+# -- a forward_fn that asks the PipelineModule for the tied module -------------------------------------
+
+
+class NeoX(PipelineModule):
+    """As in GPT-NeoX, the head's function mentions the model's own embedding; where it ``reads``, it uses that too."""
+
+    def __init__(self, reads: bool) -> None:
+        self.reads = reads
+
+        def head(embedding: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+            if self.reads:
+                assert self.tied_modules.embed.weight.width == WIDTH
+                return F.linear(hidden, self.tied_modules.embed.weight)
+            return F.linear(hidden, embedding.weight)
+
+        tie = partial(TiedLayerSpec, "embed", Marked, 1)
+        last = LayerSpec(nn.Linear, VOCABULARY, VOCABULARY)
+        layers = [tie(), *[LayerSpec(Block, index) for index in range(4)], tie(forward_fn=head), last]
+        super().__init__(layers, num_stages=2, loss_fn=loss, partition_method="uniform")
+
+
+class Marked(Embedding):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.weight.width = WIDTH  # type: ignore[attr-defined]
+
+
+def train_neox(reads: bool, precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = NeoX(reads)
+    settings = config(Case(clip=0.5, precision=precision))
+    engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
+
+    def after(step: int) -> None:
+        held = [layer for layer in layers_of(engine).values() if isinstance(layer, Marked)]
+        assert [*module.tied_modules.values()] == held[:1]
+
+    losses = train_and_move(engine, batches(engine), moves, 6, after)
+    return outcome_of(engine, losses)
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
+def test_a_function_may_read_the_ranks_own_use(precision: str) -> None:
+    moves = [[0, 1, 7], [0, 6, 7], [0, 2, 7], [0, 6, 7], [0, 4, 7]]  # the uses come to one stage and part
+    still, *others = run_each(2, train_neox, *((reads, precision, to) for reads in (False, True) for to in ([], moves)))
+    check_moves_changed_nothing(still, others[0])
+    check_moves_changed_nothing(still, others[2])
+    assert [result["losses"] for result in others[1]] == [result["losses"] for result in still]
 
 
 # -- what is refused ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.engine.move.functions import ListFunctions, check_functions, check_same
@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_functions_that_hold_weights_are_refused(how: str) -> None:
     function, message = REFUSED[how]
     with pytest.raises(ConfigError, match=message):
-        check_functions(entries(function))
+        check_functions(entries(function), nn.ModuleDict())
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,49 @@ def test_functions_that_hold_weights_are_refused(how: str) -> None:
     ],
 )
 def test_functions_without_weights_are_not_refused(function: Callable[..., Any]) -> None:
-    check_functions(entries(function))
+    check_functions(entries(function), nn.ModuleDict())
+
+
+class Model(PipelineModule):
+    """A PipelineModule that is not built: what functions read of one."""
+
+    def __init__(self, *tied: str) -> None:
+        nn.Module.__init__(self)
+        self.tied_modules = nn.ModuleDict({key: Projection() for key in tied})
+
+
+def tied_specs(model: Model) -> dict[str, TiedLayerSpec]:
+    """Return uses of the key "tie" whose functions read tied modules of the PipelineModule."""
+    functions = {
+        "own": lambda layer, hidden: hidden @ model.tied_modules.tie.weight,
+        "own by subscript": lambda layer, hidden: hidden @ model.tied_modules["tie"].weight,
+        "another": lambda layer, hidden: hidden @ model.tied_modules.other.weight,
+    }
+    return {how: TiedLayerSpec("tie", Projection, forward_fn=function) for how, function in functions.items()}
+
+
+@pytest.mark.parametrize("how", ["own", "own by subscript"])
+@pytest.mark.parametrize("tied", [["tie"], []])
+def test_a_function_may_read_its_own_tied_module(how: str, tied: list[str]) -> None:
+    model = Model(*tied)
+    specs = entries(tied_specs(model)[how])
+    check_functions(specs, model.tied_modules)
+    functions = ListFunctions(specs, model.tied_modules)
+    for parameter in model.parameters():
+        parameter.data.add_(1.0)
+    assert not functions.changes([0, 1, 2], pipeline=0)
+
+
+@pytest.mark.parametrize(("how", "what"), [("another", "a tensor that trains"), ("own by subscript", "ModuleDict")])
+def test_a_function_may_not_read_another_tied_module(how: str, what: str) -> None:
+    model = Model("tie", "other")
+    other = TiedLayerSpec("other", Projection)
+    with pytest.raises(ConfigError, match=rf"layers\[2\] .* uses model.tied_modules.*{what}"):
+        check_functions([*entries(tied_specs(model)[how]), other], model.tied_modules)
 
 
 def changes_of(function: Any, *calls: Any) -> Any:
-    functions = ListFunctions(entries(function))
+    functions = ListFunctions(entries(function), nn.ModuleDict())
     for value in calls:
         function(value)
     return functions.changes([0, 1, 2], pipeline=0)
