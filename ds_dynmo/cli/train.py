@@ -242,6 +242,8 @@ def save(run: TrainingRun, engine: Any, cases: list[DynamicCase], tag: str) -> N
         CheckpointError: on every rank, without a "dynmo" section on rank 0; earlier checkpoints are untouched.
     """
     metadata = run_metadata(run, engine, cases)
+    if engine.dynmo is None and engine.global_rank == 0:
+        check_claim(str(run.save))
     save_checkpoint = partial(
         engine.save_checkpoint,
         str(run.save),
@@ -253,8 +255,6 @@ def save(run: TrainingRun, engine: Any, cases: list[DynamicCase], tag: str) -> N
     if engine.dynmo is not None:
         save_checkpoint()
         return
-    if engine.global_rank == 0:
-        check_claim(str(run.save))
     try:
         with path_in_errors(f"{run.save}/{tag}"):
             save_checkpoint()

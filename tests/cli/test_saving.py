@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from unittest.mock import Mock, patch
 
 import pytest
+import torch
 
 from ds_dynmo import CheckpointError, ConfigError
 from ds_dynmo.cli import command_line
@@ -16,6 +17,7 @@ from ds_dynmo.cli.train import build_cases, build_engine, train
 from ds_dynmo.cli.train import save as save_checkpoint
 from ds_dynmo.cli.training.options import TrainingRun, prepare
 from ds_dynmo.cli.training.saving import after_failed_save, check_room, claimed
+from ds_dynmo.engine.save.manifest import stage_file
 from ds_dynmo.files.claims import CLAIM
 from tests.support.checkpoints import damaged
 from tests.support.claimant import Claimant
@@ -149,6 +151,28 @@ def test_a_folder_that_has_checkpoints_of_another_run_is_refused(
     )
     with pytest.raises(ConfigError, match=r"was trained with model.hidden_size = 16, this run has 32"):
         prepare([*given, "--save", str(save), "--resume", str(save), "--set", "model.hidden_size=32"])
+
+
+def test_a_checkpoint_of_a_script_of_ones_own_is_said_to_be_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that is refused in turn is advised."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    given, saved = flags(tmp_path, "dense", 8), tmp_path / "saved"
+    for tag in ("global_step3", "global_step4"):
+        save_metadata(saved / tag, {})
+        torch.save({"global_steps": 4}, saved / tag / stage_file(0))
+    own = (
+        r"lacks ds_dynmo_train: a script of your own saved this checkpoint, and its engine\.load_checkpoint goes on "
+        r"from there; of a Hugging Face model, .*huggingface\.export writes a folder that --set .* begins with$"
+    )
+    for flag in ((), ("--newest-whole",), ("--tag", "global_step3")):
+        with pytest.raises(ConfigError, match=rf"^--resume {saved}/global_step[34]/.*: {own}"):
+            prepare([*given, "--resume", str(saved), *flag])
+    refused = r"has checkpoints of another run \(global_step4, .*\): name another folder; --take-over saves there too"
+    with pytest.raises(ConfigError, match=f"^--save {saved}: {refused}"):
+        prepare([*given, "--save", str(saved)])
+    assert prepare([*given, "--save", str(saved), "--take-over"]).first_step == 0
 
 
 # -- the whole command --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ds_dynmo.cli.training.resuming import has_saved
+from ds_dynmo.cli.training.resuming import can_be_resumed, has_saved
 from ds_dynmo.engine.save.listing import checkpoints, whole_checkpoints
 from ds_dynmo.errors import ConfigError, reason_of
 
@@ -27,9 +27,10 @@ def check_new_folder(args: argparse.Namespace, resume: Path | None) -> None:
         return
     if has_saved(save):
         there = ", ".join(checkpoints(str(save))[:3]) or "of stock DeepSpeed"
+        goes_on = f"--resume {save} goes on from there; " if can_be_resumed(save) else ""
         raise ConfigError(
-            f"--save {save}: has checkpoints of another run ({there}): name another folder; --resume {save} goes on "
-            "from there; --take-over saves there too, and replaces those of the same steps"
+            f"--save {save}: has checkpoints of another run ({there}): name another folder; {goes_on}--take-over saves "
+            "there too, and replaces those of the same steps"
         )
 
 
@@ -44,7 +45,7 @@ def check_writable(args: argparse.Namespace, report: Path | None) -> None:
             with refusing("--save", args.save):
                 _check_folder(args.save)
         except ConfigError as error:
-            whole = ", ".join(whole_checkpoints(str(args.save)))
+            whole = ", ".join(tag for tag in whole_checkpoints(str(args.save)) if can_be_resumed(args.save, tag))
             goes_on = f"; whole checkpoints there: {whole}: --resume {args.save} and another folder of --save go on"
             raise ConfigError(f"{error}{goes_on if whole else ''}") from error
     for option, path in (("--report", report), ("--record", args.record)):

@@ -21,6 +21,7 @@ from ds_dynmo.files.texts import read_errors_as_config_error
 from ds_dynmo.models import ModelConfig, read_model_config
 
 __all__ = [
+    "can_be_resumed",
     "checkpoint_folder",
     "client_state",
     "find_checkpoint",
@@ -101,7 +102,11 @@ def read_run_metadata(folder: Path, tag: str) -> dict[str, Any]:
     elif (folder / RESTART_FILE).is_file() and (restart := load_json(folder / RESTART_FILE))["tag"] == tag:
         path, metadata = folder / RESTART_FILE, {**restart, "in_step": True}
     else:
-        raise ConfigError(f"{path}: lacks {METADATA_KEY}: ds-dynmo-train did not save this checkpoint")
+        raise ConfigError(
+            f"{path}: lacks {METADATA_KEY}: a script of your own saved this checkpoint, and its engine.load_checkpoint "
+            "goes on from there; of a Hugging Face model, ds_dynmo.models.huggingface.export writes a folder that "
+            "--set model.huggingface=FOLDER begins with"
+        )
     missing = [key for key, kind in METADATA.items() if not isinstance(metadata.get(key), kind)]
     if missing:
         raise ConfigError(f"{path}: lacks {', '.join(sorted(missing))}")
@@ -173,8 +178,16 @@ def _first_metadata(folder: Path, tag: str | None, others: Sequence[str]) -> dic
             with suppress(ConfigError):
                 return read_run_metadata(folder, other)
         whole = whole_checkpoints(str(folder), besides=chosen) if chosen is not None and not others else []
+        whole = [tag for tag in whole if can_be_resumed(folder, tag)]
         there = f"; other checkpoints there that are whole: {', '.join(whole)}" if whole else ""
         raise ConfigError(f"{error}{there}{other_checkpoints_hint(whole)}") from error
+
+
+def can_be_resumed(folder: Path, tag: str | None = None) -> bool:
+    """Return whether a run saved a checkpoint, and no script of the user's own; None: that which is meant."""
+    with suppress(ConfigError):
+        return bool(read_run_metadata(folder, find_checkpoint(folder) if tag is None else tag))
+    return False
 
 
 def other_checkpoints_hint(others: Sequence[str]) -> str:
@@ -186,7 +199,8 @@ def _remedy(key: str, folder: Path, model: ModelConfig) -> str:
     """Say how a run whose layers are other pieces of the model goes on."""
     if key not in ("vocabulary_slices", "split_blocks") or model.huggingface is None:
         return ""
-    return f"; ds-dynmo-export {folder} DIR, then --set model.huggingface=DIR without --resume begins with any"
+    merge = "" if model.peft is None else " --merge"
+    return f"; ds-dynmo-export {folder} DIR{merge}, then --set model.huggingface=DIR without --resume begins with any"
 
 
 def total_steps(requested: int | None, folder: Path, resumed: dict[str, Any], model: ModelConfig) -> int:
