@@ -163,13 +163,14 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
 
 def write_json(path: Path | None, figures: Any) -> None:
-    """Write ``figures`` to ``path``, if one is given.
+    """Write ``figures`` to ``path``, if one is given, into a folder that is made if it is missing.
 
     Raises:
         ConfigError: it cannot be written.
     """
     if path is not None:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(figures, indent=2, default=str) + "\n")
         except OSError as error:
             raise ConfigError(f"--json {path}: cannot be written: {reason_of(error)}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ds_dynmo.cli.command_line import write_json
+from ds_dynmo.cli.training.paths import check_writable
 from ds_dynmo.engine.decide.report_files import guard_monitors
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.files import append_line, atomic_write, write_text
 from tests.support.full_disk import files_of_at_most
 
@@ -79,6 +83,22 @@ def test_a_line_goes_through_a_pipe() -> None:
     assert os.read(reading, 9) == b"a\n"
     os.close(reading)
     os.close(writing)
+
+
+def test_missing_folders_of_what_options_name_are_made_or_named(tmp_path: Path) -> None:
+    """Also that of an export, which is written hours later, is found to be none that can be made."""
+    new = tmp_path / "new"
+    arguments = Namespace(save=new / "saved", export=new / "exported", record=new / "of_records" / "record.jsonl")
+    check_writable(arguments, new / "of_reports" / "report.jsonl")
+    write_json(new / "of_figures" / "figures.json", {"a": 1})
+    assert sorted(path.name for path in new.iterdir()) == ["of_figures", "of_records", "of_reports"]
+    file = new / "of_figures" / "figures.json"
+    for option in ("save", "export", "record"):
+        inside = Namespace(**{**vars(arguments), option: file / "inside" / option})
+        with pytest.raises(ConfigError, match=f"^--{option} {file}/inside/{option}: cannot be written: "):
+            check_writable(inside, None)
+    with pytest.raises(ConfigError, match=f"^--json {file}/figures.json: cannot be written: "):
+        write_json(file / "figures.json", {})
 
 
 def test_failing_monitors_are_named_once_and_the_others_continue() -> None:

@@ -35,7 +35,7 @@ def check_new_folder(args: argparse.Namespace, resume: Path | None) -> None:
 
 
 def check_writable(args: argparse.Namespace, report: Path | None) -> None:
-    """Check that files can be written. Make the folders of those that are begun at once.
+    """Check that files can be written, into folders that are made if they are missing: at once for those begun at once.
 
     Raises:
         ConfigError: naming the flag and the path.
@@ -48,6 +48,9 @@ def check_writable(args: argparse.Namespace, report: Path | None) -> None:
             whole = ", ".join(tag for tag in whole_checkpoints(str(args.save)) if can_be_resumed(args.save, tag))
             goes_on = f"; whole checkpoints there: {whole}: --resume {args.save} and another folder of --save go on"
             raise ConfigError(f"{error}{goes_on if whole else ''}") from error
+    if args.export is not None:
+        with refusing("--export", args.export):
+            _check_folder(args.export)
     for option, path in (("--report", report), ("--record", args.record)):
         if path is not None:
             with refusing(option, path):

@@ -156,8 +156,8 @@ def _check_number(name: str, value: Any, default: Any) -> None:
     if value is not None and not isinstance(value, str):
         return
     try:
-        meant = f"is a string, should be a number: {float(value)}"
-    except (TypeError, ValueError):
+        meant = f"is a string, should be a number: {float(value or '')}"
+    except ValueError:
         kinds = {type(element) for element in (default if isinstance(default, list | tuple) else [default])}
         if not kinds <= {int, float}:
             return
