@@ -196,6 +196,7 @@ class _PickleReader(pickle.Unpickler):
         self.names: set[Name] = set()
         self.problems: set[str] = set()
         self._trusted = trusted
+        self._storage = self._stand_in(Name("torch", "storage"))
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class that stands in for a name. Never the object of that name."""
@@ -216,7 +217,7 @@ class _PickleReader(pickle.Unpickler):
 
     def persistent_load(self, _: Any) -> Any:
         """Stand in for the values of a tensor."""
-        return self._stand_in(Name("torch", "storage"))()
+        return self._storage()
 
     def _stand_in(self, named: Name, kind: type[_StandIn] = _StandIn) -> type[_StandIn]:
         return type(named.name, (kind,), {"name": named, "problems": self.problems})
