@@ -33,6 +33,6 @@ class CountHiddenChanges(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = MappingProxyType({}),
     ) -> Any:
-        if func in _ACCESSES and not args[0].is_inference():
+        if func in _ACCESSES and not torch.Tensor.is_inference(args[0]):
             increment_version(args[0])
         return func(*args, **(kwargs or {}))
