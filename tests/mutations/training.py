@@ -226,4 +226,32 @@ MUTATIONS = [
         "",
         "tests/data/test_data_rows.py::test_a_text_is_tokenized_once_until_something_changes",
     ),
+    Mutation(
+        "raw bytes come in another order on other replicas",
+        "ByteText.batches",
+        "(split, seed), replica, replicas",
+        "(split, seed, replica), replica, replicas",
+        "tests/models/test_text.py::test_a_batch_is_the_same_whatever_the_replicas",
+    ),
+    Mutation(
+        "a resumed run draws the numbers of another seed",
+        "EngineProgress.restore_counters",
+        "self._streams.seed = seed",
+        "pass",
+        "tests/engine/run/test_randomness.py::test_the_seed_is_torchs_unless_the_user_gave_one",
+    ),
+    Mutation(
+        "labels that stand in for others are trained",
+        "DataCheck._check_new_reader",
+        "known.stand_in is not None",
+        "False",
+        "tests/engine/run/test_data_check.py::test_the_last_of_three_stages_reads_stand_ins",
+    ),
+    Mutation(
+        "stages that read other data are not noticed",
+        "DataCheck._compare",
+        "apart is not None",
+        "False",
+        "tests/engine/run/test_data_check.py::test_the_first_stage_of_each_replica_warns_and_one_of_its_slices",
+    ),
 ]

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ds_dynmo.engine.comm.posted import Posted
-from ds_dynmo.engine.run.readings import Half, MicroBatch, Reading, no_reading
+from ds_dynmo.engine.run.readings import HalfDigest, MicroBatchDigest, Reading, no_reading
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError
 
@@ -48,13 +48,13 @@ class _Known:
     """
 
     loss_on_first: bool | None = None
-    stand_in: Half | None = None
+    stand_in: HalfDigest | None = None
     stand_ins_change: bool = False
     warned: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
-class _Posted:
+class _Comparison:
     """A comparison that is under way.
 
     Attributes:
@@ -75,7 +75,7 @@ class DataCheck:
     def __init__(self, stage: StageContext) -> None:
         self._stage = stage
         self._known = {training: _Known() for training in (True, False)}
-        self._posted: _Posted | None = None
+        self._posted: _Comparison | None = None
 
     @contextmanager
     def batch(self, micro_batches: int, *, training: bool, profiled: bool, load: Callable[[], None]) -> Iterator[None]:
@@ -114,22 +114,23 @@ class DataCheck:
         if here.num_stages > 1:
             mine = self._reading(seen)
             numbers = mine.to_bytes(micro_batches) if here.stage == here.num_stages - 1 else no_reading(micro_batches)
-            self._posted = _Posted(known, what, mine, stage.comm.post_to_first_stage(numbers))
+            self._posted = _Comparison(known, what, mine, stage.comm.post_to_first_stage(numbers))
             if not (training and stage.schedule.may_choose_schedule):  # else batches overlap
                 self._compare()
 
-    def _reading(self, seen: Sequence[MicroBatch]) -> Reading:
+    def _reading(self, seen: Sequence[MicroBatchDigest]) -> Reading:
         return Reading(self._stage.comm.here.rank, socket.gethostname(), tuple(seen))
 
-    def _check_new_reader(self, known: _Known, what: str, seen: Sequence[MicroBatch], load: Callable[[], None]) -> None:
+    def _check_new_reader(
+        self, known: _Known, what: str, seen: Sequence[MicroBatchDigest], load: Callable[[], None]
+    ) -> None:
         """Refuse stand-ins of the stage that the loss has come to. Collective over the pipeline.
 
         Raises:
             ConfigError: on the first stage.
         """
-        placement = self._stage.placement
-        reader = placement.owners[-1]
-        if self._stage.comm.here.stage == reader:
+        here, reader = self._stage.comm.here, self._stage.placement.owners[-1]
+        if here.stage in (0, here.num_stages - 1):  # both: an iterator may wait for that of the other
             load()
         if not (readings := self._stage.comm.gather_on_first_stage(self._reading(seen))):
             return
@@ -149,7 +150,7 @@ class DataCheck:
             )
 
     def _compare(self) -> None:
-        """On the first stage, compare what the two have read, if that was posted; the last has done that batch."""
+        """Compare what both stages have read, on the first one, if that was posted; the last has done that batch."""
         posted, self._posted = self._posted, None
         if posted is None or self._stage.comm.here.stage > 0:
             return
@@ -191,7 +192,7 @@ class DataCheck:
         known.warned.add(kind)
 
 
-def _are_apart(first: MicroBatch, last: MicroBatch) -> bool:
+def _are_apart(first: MicroBatchDigest, last: MicroBatchDigest) -> bool:
     """Return whether two stages have read different micro-batches: no half is the same, and one has values on both."""
     halves = [*zip(first, last)]
     return all(one.digest != other.digest for one, other in halves) and any(

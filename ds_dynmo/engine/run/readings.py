@@ -22,7 +22,7 @@ SHOWN_CHARACTERS = 60
 HEADER_BYTES, MICRO_BATCH_BYTES = 256, 320  # of the form in which a reading travels
 
 
-class Half(NamedTuple):
+class HalfDigest(NamedTuple):
     """The inputs or the labels of a micro-batch.
 
     Attributes:
@@ -37,14 +37,14 @@ class Half(NamedTuple):
     shown: str
 
 
-NOTHING = Half("nothing", is_blank=True, shown="nothing")
+NOTHING = HalfDigest("nothing", is_blank=True, shown="nothing")
 
 
-class MicroBatch(NamedTuple):
+class MicroBatchDigest(NamedTuple):
     """Both halves of a micro-batch."""
 
-    inputs: Half
-    labels: Half
+    inputs: HalfDigest
+    labels: HalfDigest
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Reading:
 
     rank: int
     host: str
-    micro_batches: Sequence[MicroBatch]
+    micro_batches: Sequence[MicroBatchDigest]
 
     @property
     def name(self) -> str:
@@ -75,7 +75,9 @@ class Reading:
     def from_bytes(cls, whole: torch.Tensor) -> Reading:
         """Return the reading of :meth:`to_bytes`."""
         rank, host, micro_batches = json.loads(whole.numpy().tobytes().rstrip(b"\0"))
-        return cls(rank, host, [MicroBatch(Half(*inputs), Half(*labels)) for inputs, labels in micro_batches])
+        return cls(
+            rank, host, [MicroBatchDigest(HalfDigest(*inputs), HalfDigest(*labels)) for inputs, labels in micro_batches]
+        )
 
 
 def no_reading(count: int) -> torch.Tensor:
@@ -91,10 +93,10 @@ class Readings:
         micro_batches: read so far; None: they are not recorded.
     """
 
-    micro_batches: list[MicroBatch] | None = field(default=None)
+    micro_batches: list[MicroBatchDigest] | None = field(default=None)
 
     @contextmanager
-    def recorded(self) -> Iterator[list[MicroBatch]]:
+    def recorded(self) -> Iterator[list[MicroBatchDigest]]:
         """Record the micro-batches that are read inside."""
         self.micro_batches = []
         try:
@@ -105,23 +107,23 @@ class Readings:
     def saw(self, batch: Any) -> None:
         """Record a micro-batch as the data iterator gave it, if that is asked for."""
         if self.micro_batches is not None:
-            self.micro_batches.append(MicroBatch(_half(batch, 0), _half(batch, 1)))
+            self.micro_batches.append(MicroBatchDigest(_half(batch, 0), _half(batch, 1)))
 
 
-def _half(batch: Any, place: int) -> Half:
+def _half(batch: Any, place: int) -> HalfDigest:
     try:
         return half_of(batch[place])
     except Exception:  # any object of a user's; what it lacks shows where it is used
         return NOTHING
 
 
-def half_of(value: Any) -> Half:
+def half_of(value: Any) -> HalfDigest:
     """Return the digest of a tensor, or of those in a container."""
     halves = [_half_of_tensor(tensor) for tensor in _tensors(value) if tensor.numel()]
     if not halves:
         return NOTHING
     digest = _hash(" ".join(half.digest for half in halves).encode())
-    return Half(digest, all(half.is_blank for half in halves), halves[0].shown[:SHOWN_CHARACTERS])
+    return HalfDigest(digest, all(half.is_blank for half in halves), halves[0].shown[:SHOWN_CHARACTERS])
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -132,7 +134,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _half_of_tensor(tensor: torch.Tensor) -> Half:
+def _half_of_tensor(tensor: torch.Tensor) -> HalfDigest:
     sample = unmarked(tensor)
     count = sample.numel()
     if count > SAMPLED:
@@ -141,12 +143,12 @@ def _half_of_tensor(tensor: torch.Tensor) -> Half:
     sample = sample.cpu().flatten()
     if (sample == sample[0]).all():
         text = f"all {_text(sample[0])}"
-        return Half(text, is_blank=True, shown=text)
+        return HalfDigest(text, is_blank=True, shown=text)
     content = (
         f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + sample.contiguous().view(torch.uint8).numpy().tobytes()
     )
     first = ", ".join(map(_text, sample[:SHOWN]))
-    return Half(_hash(content), is_blank=False, shown=f"[{first}, ...]")
+    return HalfDigest(_hash(content), is_blank=False, shown=f"[{first}, ...]")
 
 
 def _hash(content: bytes) -> str:

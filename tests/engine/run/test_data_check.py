@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_dynmo.engine.run.data_check import _are_apart
-from ds_dynmo.engine.run.readings import NOTHING, SAMPLED, MicroBatch, Readings, half_of
+from ds_dynmo.engine.run.readings import NOTHING, SAMPLED, MicroBatchDigest, Readings, half_of
 from ds_dynmo.errors import ConfigError
 from tests.support.configs import Case
 from tests.support.harness import run
@@ -64,7 +64,7 @@ def test_a_micro_batch_that_lacks_a_half_is_read() -> None:
     ],
 )
 def test_stages_are_apart_if_no_half_is_the_same_and_one_has_values_on_both(first: Any, last: Any, apart: bool) -> None:
-    assert _are_apart(*(MicroBatch(*map(half_of, each)) for each in (first, last))) == apart
+    assert _are_apart(*(MicroBatchDigest(*map(half_of, each)) for each in (first, last))) == apart
 
 
 # -- programs -----------------------------------------------------------------------------------------------
