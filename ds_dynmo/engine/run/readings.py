@@ -128,15 +128,14 @@ def half_of(value: Any) -> HalfDigest:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
+        yield unmarked(value)
     elif isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(part)
 
 
 def _half_of_tensor(tensor: torch.Tensor) -> HalfDigest:
-    sample = unmarked(tensor)
-    count = sample.numel()
+    sample, count = tensor, tensor.numel()
     if count > SAMPLED:
         places = torch.arange(0, count, count // SAMPLED, device=tensor.device)
         sample = sample[torch.unravel_index(places, tensor.shape)]
