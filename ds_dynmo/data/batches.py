@@ -102,7 +102,7 @@ class TokenBatches:
 
         Args:
             micro_batches: those of a batch that a replica trains: ``engine.micro_batches``. A batch begins at
-                ``first``.
+                ``first``; where their number changes, another iterator has to begin.
         """
         while True:
             tokens = self.tokens_per_micro_batch(first, micro_batches) if self.loss == "token_mean" else None
