@@ -152,8 +152,23 @@ def test_gradients_of_all_stages_decide() -> None:
 
 
 def test_automatic_freezing_fails_without_gradients() -> None:
+    automatic = controller({"automatic": {}})
+    automatic.add_gradients(torch.zeros_like(automatic._sums))
     with pytest.raises(RuntimeError, match="no gradient in blocks 0 to 2 up to step 10"):
-        controller({"automatic": {}}).evaluate(10, alone)
+        automatic.evaluate(10, alone)
+
+
+def test_batches_whose_step_was_skipped_count_in_no_interval() -> None:
+    """As fp16 overflows at first: an interval may have no batch, and one with fewer has the same mean."""
+    automatic = controller({"automatic": {"interval": 0.2, "start": 0.0}}, total_steps=20)
+    for step in range(1, 13):
+        changing = torch.tensor([step, 1.0, step, step, 1.0, 1.0], dtype=torch.float64)
+        if step not in (1, 2, 3, 4, 7):
+            automatic.add_gradients(changing)
+        automatic.evaluate(step, alone)
+        assert (automatic._previous is None) == (step < 8)
+    assert automatic._previous == pytest.approx([1.0, (9 + 10 + 11 + 12) / 4, (9 + 10 + 11 + 12) / 4])
+    assert automatic._frozen_blocks == 1, "the first block did not change"
 
 
 def test_a_resumed_controller_decides_as_the_first_one() -> None:

@@ -58,7 +58,8 @@ def auto_freeze(previous: Sequence[float], current: Sequence[float], frozen_bloc
     changes or more. One such block always exists: the last block is never frozen.
 
     Args:
-        previous, current: per block, the gradients' magnitudes summed over the last interval but one, and the last.
+        previous, current: per block, the gradients' magnitudes in the last interval but one, and the last, on average
+            over its batches.
     """
     changes = [gradient_change(*pair) for pair in zip(previous[frozen_blocks:], current[frozen_blocks:], strict=True)]
     median = statistics.median(changes)
@@ -83,6 +84,7 @@ class FreezingController:
         self._previous: list[float] | None = None
         # This rank's share. A layer that moves leaves its sums here; the sum over all ranks has them.
         self._sums = torch.zeros(sizes.num_layers, dtype=torch.float64)
+        self._batches = 0  # in the sums
 
     @property
     def automatic(self) -> bool:
@@ -100,9 +102,12 @@ class FreezingController:
     def add_gradients(self, magnitudes: torch.Tensor) -> None:
         """Add this rank's share of the sums of gradient magnitudes of one batch, fp64 ``[num_layers]``."""
         self._sums += magnitudes
+        self._batches += 1
 
     def evaluate(self, steps_done: int, sum_over_world: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Decide anew, if an interval ends after ``steps_done`` steps. Collective.
+
+        An interval in which the optimizer skipped every step, as fp16 overflowed, is passed over.
 
         Args:
             sum_over_world: adds a CPU float64 ``[num_layers]`` tensor over all ranks, collectively.
@@ -111,20 +116,21 @@ class FreezingController:
             RuntimeError: no active block had any gradient.
         """
         automatic = self._config.automatic
-        if automatic is None or steps_done % max(1, round(automatic.interval * self._total_steps)):
+        is_end = automatic is not None and steps_done % max(1, round(automatic.interval * self._total_steps)) == 0
+        if automatic is None or not is_end or not self._batches:
             return
         # As fp32 numbers: in what order fp64 ones were added depends on where layers and their shards were.
         of_blocks = sum_over_world(self._sums)[self._blocks.start : self._blocks.stop]
-        sums = of_blocks.view(-1, self._layers_per_block).sum(dim=1).float().tolist()
-        self._sums = torch.zeros_like(self._sums)
-        if not any(sums[self._frozen_blocks :]):
+        means = of_blocks.view(-1, self._layers_per_block).sum(dim=1).div(self._batches).float().tolist()
+        self._sums, self._batches = torch.zeros_like(self._sums), 0
+        if not any(means[self._frozen_blocks :]):
             raise RuntimeError(
-                f"automatic freezing saw no gradient in blocks {self._frozen_blocks} to {len(sums) - 1} "
+                f"automatic freezing saw no gradient in blocks {self._frozen_blocks} to {len(means) - 1} "
                 f"up to step {steps_done}"
             )
         if self._previous is not None and steps_done >= round(automatic.start * self._total_steps):
-            self._frozen_blocks = auto_freeze(self._previous, sums, self._frozen_blocks)
-        self._previous = sums
+            self._frozen_blocks = auto_freeze(self._previous, means, self._frozen_blocks)
+        self._previous = means
 
     def state_dict(self, sum_over_world: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
         """Return the controller's state, as plain JSON values, the same on every rank. Collective."""
@@ -132,12 +138,14 @@ class FreezingController:
             "frozen_blocks": self._frozen_blocks,
             "previous": self._previous,
             "sums": sum_over_world(self._sums).tolist(),
+            "batches": self._batches,
         }
 
     def load_state_dict(self, state: dict[str, Any], *, first_rank: bool) -> None:
         """Load what :meth:`state_dict` returned; the first rank takes the sums as its share."""
         self._frozen_blocks = state["frozen_blocks"]
         self._previous = state["previous"]
+        self._batches = state["batches"]
         self._sums.zero_()
         if first_rank:
             self._sums += torch.tensor(state["sums"], dtype=torch.float64)

@@ -168,7 +168,7 @@ class Predictor(nn.Module):
         super().__init__()
         self.expand = init_linear(config.hidden_size, depths.predictor_size, INIT_STD, generator)
         self.decide = init_linear(depths.predictor_size, 1, INIT_STD, generator)
-        # Only the first is used. Experts lie behind it in a flat buffer, and have to begin aligned: others fill up.
+        # Only the first is used. The others fill up: experts that lie behind in a flat buffer have to begin aligned.
         self.bias = nn.Parameter(torch.zeros(_ALIGNED - depths.predictor_size % _ALIGNED))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
