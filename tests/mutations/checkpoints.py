@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 RESUMES = "tests/engine/save/test_checkpoint.py::test_a_run_resumes_in_an_engine_that_trained_at_another_partition"
 DAMAGE = "tests/engine/save/test_checkpoint_damage.py"
+SAFE = "tests/engine/save/test_safe_load.py"
 CHANGED = "tests/engine/save/test_checkpoint_changed_layers.py"
 LISTING = "tests/engine/save/test_checkpoint_listing.py"
 KEPT = f"{LISTING}::test_the_newest_checkpoints_of_a_run_stay_and_all_of_others[blocking]"
@@ -110,7 +111,21 @@ MUTATIONS = [
         "safe_load.safe_load",
         "weights_only=True",
         "weights_only=False",
-        f"{DAMAGE}::test_a_malicious_pickle_and_an_empty_file_are_refused",
+        f"{SAFE}::test_a_file_in_torchs_old_format_runs_no_code",
+    ),
+    Mutation(
+        "a dtype of numpy is loaded with whatever state a file says",
+        "_Dtype.__setstate__",
+        "order not in ('<', '>', '|') or state != self.plain.newbyteorder(order).__reduce__()[2]",
+        "False",
+        f"{SAFE}::test_the_state_of_a_dtype_is_numpys",
+    ),
+    Mutation(
+        "a checkpoint with a class that is not allowed is saved without a word",
+        "UnfinishedCheckpoint._write_rest",
+        "if not_allowed:",
+        "if False:",
+        f"{DAMAGE}::test_a_failure_of_one_rank_is_an_error_on_all",
     ),
     Mutation(
         "the layers of a second chunk are saved under the numbers of others",

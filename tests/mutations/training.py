@@ -9,6 +9,28 @@ CHAT = "tests/data/test_data_chat.py"
 
 MUTATIONS = [
     Mutation(
+        "an engine of DeepSpeed's own trains without the section that it was given",
+        "unread_section._check",
+        "section.get('enabled', True)",
+        "not section",
+        "tests/engine/test_unread_section.py::test_engines_of_deepspeed_refuse_it_before_anything_is_built",
+    ),
+    Mutation(
+        "a schedule of the program's own is noticed in the first batch only",
+        "initialization.initialize",
+        "check_schedules()",
+        "pass",
+        "tests/engine/run/test_instructions.py"
+        "::test_a_schedule_of_the_users_is_refused_before_anything_is_created[TrainSchedule-steps-loads_first]",
+    ),
+    Mutation(
+        "the command trains without a setting that stands in the wrong place",
+        "options.prepare",
+        "check_every_key(settings)",
+        "pass",
+        "tests/cli/test_train_script.py::test_wrong_configs_and_flags_are_refused -k peft",
+    ),
+    Mutation(
         "a layer draws by its place in its stage",
         "StageLayers.random_streams",
         "getattr(untied.get(index), 'draws_as_layer', index)",

@@ -24,6 +24,7 @@ from ds_dynmo.engine.save.pickled_names import Name
 from ds_dynmo.engine.save.safe_load import names_to_allow, safe_load
 from ds_dynmo.engine.save.saved_files import MappedFile
 from ds_dynmo.errors import CheckpointError
+from tests.support.checkpoints import Evil
 
 
 class Marked(numpy.ndarray[Any, Any]):
@@ -110,6 +111,17 @@ def test_what_cannot_be_loaded_safely_is_named_at_once(tmp_path: Path, value: An
     for read in (safe_load, names_to_allow):
         with pytest.raises(CheckpointError, match=f"it holds .*{message}.*, which cannot be loaded safely"):
             read(str(tmp_path / "file"))
+
+
+def test_a_file_in_torchs_old_format_runs_no_code(tmp_path: Path) -> None:
+    """Its names are not read before: torch refuses it."""
+    torch.save(Evil(str(tmp_path)), tmp_path / "file", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"could run code: .*mkdir|posix is blocked"):
+        safe_load(str(tmp_path / "file"))
+    assert not (tmp_path / "evil").exists()
+    torch.save({"rate": numpy.float64(1.5)}, tmp_path / "file", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="it holds what could run code"):
+        safe_load(str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize(
