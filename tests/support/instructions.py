@@ -29,7 +29,7 @@ def initialize(which: str, case: Case, make_layers: Callable[[Case], list[Any]],
     module = module_of(case, make_layers)
     arguments: dict[str, Any] = {"model": module, "model_parameters": list(module.parameters()), "config": config(case)}
     if which == "deepspeed":
-        del arguments["config"]["dynmo"]  # which DeepSpeed's engine does not read
+        arguments["config"].pop("dynmo", None)  # which DeepSpeed's engine does not read
         stock, deepspeed.PipelineEngine = deepspeed.PipelineEngine, engine_class or PipelineEngine
         try:
             return deepspeed.initialize(**arguments)[0]
