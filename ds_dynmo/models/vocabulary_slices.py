@@ -112,13 +112,11 @@ def slice_layers(config: GPTConfig, *, packed: bool) -> tuple[list[LayerSpec], l
         else:
             front.append(LayerSpec(EmbeddingSlice, config, rows, 0, packed=packed))
             back.append(LayerSpec(HeadSlice, config, rows, config.layers + 2))
+        front[-1].rows = back[-1].rows = rows
     return front, back
 
 
 def rows_of(spec: LayerSpec) -> range | None:
     """Return the rows of the slice that ``spec`` builds; None of any other layer."""
-    if not issubclass(spec.typename, EmbeddingSlice):
-        return None
-    _, rows, *_ = spec.module_args
-    assert isinstance(rows, range)
+    rows: range | None = getattr(spec, "rows", None)
     return rows

@@ -44,9 +44,12 @@ class Reason(Enum):
         return self in (Reason.INTERVAL, Reason.MODEL_CHANGED)
 
     @property
-    def is_from_costs(self) -> bool:
-        """Whether the placement was decided from measured costs; else it was given."""
-        return self not in (Reason.EXPLICIT, Reason.CHECKPOINT)
+    def ends_with_a_change(self) -> bool:
+        """Whether a move is dropped when the model changes, as it was decided from the costs of before.
+
+        One that followed a change is not: a model that changes in every batch would never move. A given one neither.
+        """
+        return self in (Reason.INITIAL, Reason.INTERVAL, Reason.BY_HAND)
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ class ProfileDropped:
 
 @dataclass(frozen=True)
 class ModelChanged:
-    """The costs of layers have changed, because of ``reason``: a move that was decided from them does not begin."""
+    """The costs of layers have changed, because of ``reason``."""
 
     reason: str
 
@@ -419,10 +422,10 @@ def after(cycle: Cycle, event: Event) -> Cycle:
         case _, ProfileDropped():
             return cycle
         # what is due
-        case Decided(move), ModelChanged() if config.enabled and move.request.reason.is_from_costs:
+        case Decided(move), ModelChanged() if config.enabled and move.request.reason.ends_with_a_change:
             return after(after(cycle, Forgotten()), event)
         case Moving(_, _, DecidedMove() as rest), ModelChanged() if (
-            config.enabled and rest.request.reason.is_from_costs
+            config.enabled and rest.request.reason.ends_with_a_change
         ):
             return after(replace(cycle, state=replace(state, rest=None)), event)
         case _, ModelChanged(reason):

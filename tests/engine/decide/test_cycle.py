@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -131,15 +132,15 @@ def test_what_is_left_of_a_move_begins_with_the_next_batch() -> None:
     assert after(Cycle(config(), Moving(MOVE, PLAN, BY_HAND)), Ended(moved=False)).state == Idle()
 
 
-GIVEN = DecidedMove(THERE, Request(Reason.EXPLICIT), None, None, (0.0, 0.0))
+GIVEN, CHANGED = (replace(MOVE, request=request) for request in (Request(Reason.EXPLICIT), PRUNED))
 
 
 @pytest.mark.parametrize(
     ("move", "enabled", "stays"),
-    [(MOVE, True, False), (BY_HAND, True, False), (GIVEN, True, True), (MOVE, False, True)],
+    [(MOVE, True, False), (BY_HAND, True, False), (GIVEN, True, True), (CHANGED, True, True), (MOVE, False, True)],
 )
 def test_a_move_decided_from_the_costs_of_before_does_not_begin(move: DecidedMove, enabled: bool, stays: bool) -> None:
-    """A partition that was given stays, and the only move of a run that does not re-balance."""
+    """What was given stays, what an earlier change led to, and the move of a run that does not re-balance."""
     cycle = Cycle(config(enabled=enabled), Decided(move))
     assert after(cycle, ModelChanged("pruned")).decided == (move if stays else None)
     moving = through(cycle, Begun(Moving(move, PLAN, move)), ModelChanged("pruned"), Ended(moved=True))
