@@ -1,8 +1,11 @@
 """The errors of ds_dynmo, and words of messages."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     *("CheckpointError", "ConfigError", "MigrationError", "PackingError", "PartitionError", "RankLostError"),
-    *("ReleasedError", "ScheduleError", "counted", "reason_of"),
+    *("ReleasedError", "ScheduleError", "counted", "noted", "reason_of"),
 ]
 
 
@@ -67,6 +70,16 @@ class ScheduleError(ValueError):
 
     Raised before the batch: nothing has run.
     """
+
+
+@contextmanager
+def noted(place: str) -> Iterator[None]:
+    """Add to any exception inside at which place it arose: the layer, and what of it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"at {place}")
+        raise
 
 
 def counted(number: int, noun: str) -> str:

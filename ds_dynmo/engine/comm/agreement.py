@@ -39,10 +39,16 @@ class Failure:
     text: str
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
-        """Describe an exception."""
-        expected = (kind.__name__ for kind in _EXPECTED if isinstance(error, kind))
-        return cls(next(expected, type(error).__name__), str(error))
+    def of(cls, error: Exception, refusal: type[Exception] | None = None) -> Failure:
+        """Describe an exception, with its notes (``add_note``).
+
+        Args:
+            refusal: a type of exception that is expected too.
+        """
+        kinds = _EXPECTED if refusal is None else (*_EXPECTED, refusal)
+        expected = (kind.__name__ for kind in kinds if isinstance(error, kind))
+        text = " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
+        return cls(next(expected, type(error).__name__), text)
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"

@@ -413,9 +413,11 @@ class Communicator:
             same: returns the part of a result that has to be the same on all ranks, by its text; None: nothing has to.
             compared_in: this rank's place in its group, if ranks are divided into groups in which ``same`` is compared;
                 None: it is compared over the world.
-            error: raised on every rank instead of the errors below.
+            error: type by which ``function`` refuses. It is raised on every rank, also where results differ; any other
+                exception is no refusal, and ends in a RuntimeError.
 
         Raises:
+            RuntimeError: on every rank, if the first failure by rank is not of the type ``error``.
             PartitionError: on every rank, if the first failure by rank is one.
             MigrationError: harmless, on every rank: the first failure by rank is of another type, or results differ.
                 Not harmless: a collective within ``function`` failed, as it does on the other ranks.
@@ -549,19 +551,25 @@ class Communicator:
     def _first_failure(self, what: str, failure: Exception | None, error: type[Exception] | None) -> Exception:
         """Return the error for all ranks to raise: the first failure by rank. Collective over the world.
 
-        That rank logs an unexpected failure, unless the caller passes ``error``.
+        That rank logs an unexpected failure.
         """
-        failures: list[Failure | None] = self.gather_objects(None if failure is None else Failure.of(failure))
+        described = None if failure is None else Failure.of(failure, error)
+        failures: list[Failure | None] = self.gather_objects(described)
         failed = [rank for rank, theirs in enumerate(failures) if theirs is not None]
         first = failures[failed[0]]
         assert first is not None
-        if error is not None:
-            return error(f"rank {failed[0]}: {first.text if first.kind == error.__name__ else first}")
+        if error is not None and first.kind == error.__name__:
+            return error(f"rank {failed[0]}: {first.text}")
         if failure is not None and first.is_expected and all(theirs == first for theirs in failures):
             return failure
         if dist.get_rank() == failed[0]:
             trace = "".join(traceback.format_exception(failure))
             logger.error(f"rank {failed[0]}: {what} failed:\n{trace}")
+        if error is not None and not first.is_expected:
+            return RuntimeError(
+                f"{what} failed on ranks {failed}, first with {first}. No setting is wrong: it is a fault of ds_dynmo, "
+                f"or of an object of the program; rank {failed[0]} has logged where"
+            )
         return first.error(f"{what} failed on ranks {failed}, first with {first}. No layer has moved")
 
     def all_done(self) -> None:

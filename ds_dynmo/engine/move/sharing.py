@@ -19,7 +19,7 @@ from torch import nn
 from ds_dynmo.engine.deepspeed.ties import uses_by_key
 from ds_dynmo.engine.move.names import GlobalVariables
 from ds_dynmo.engine.move.object_graph import text, walk
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import ConfigError, noted
 from ds_dynmo.unmarked import unmarked
 
 
@@ -87,12 +87,13 @@ def check_not_shared(extents: Iterable[Extent]) -> None:
 
 def _extent(tensor: torch.Tensor, layer: int | None, name: str) -> Extent:
     """Describe where a tensor lies in this process; one without memory of its own counts as one byte."""
-    data = unmarked(tensor)
-    begin = data.data_ptr() if data.layout == torch.strided and data.numel() else 0
-    if not begin:
-        return Extent("object", id(tensor), id(tensor) + 1, layer, name)
-    last = sum((size - 1) * stride for size, stride in zip(data.shape, data.stride()))
-    return Extent(str(data.device), begin, begin + (last + 1) * data.element_size(), layer, name)
+    with noted(name if layer is None else f"{name} of layer {layer}"):
+        data = unmarked(tensor)
+        begin = data.data_ptr() if data.layout == torch.strided and data.numel() else 0
+        if not begin:
+            return Extent("object", id(tensor), id(tensor) + 1, layer, name)
+        last = sum((size - 1) * stride for size, stride in zip(data.shape, data.stride()))
+        return Extent(str(data.device), begin, begin + (last + 1) * data.element_size(), layer, name)
 
 
 def _overlaps(extents: Iterable[Extent]) -> Iterator[tuple[Extent, Extent]]:

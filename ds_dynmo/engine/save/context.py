@@ -62,8 +62,17 @@ class CheckpointContext:
         Raises:
             CheckpointError: on every rank, if any rank's ``function`` raised, or results differ.
         """
+
+        def refusing() -> T:
+            try:
+                return function()
+            except CheckpointError:
+                raise
+            except Exception as error:  # of a disk, or of a user's object
+                raise CheckpointError(f"{type(error).__name__}: {error}") from error
+
         self.stage.comm.enter(self.operation)
-        return self.stage.comm.everywhere(self.operation, function, same=same, error=CheckpointError)
+        return self.stage.comm.everywhere(self.operation, refusing, same=same, error=CheckpointError)
 
     def gather_layers(self, describe: Callable[[int, nn.Module], T]) -> dict[int, T]:
         """Describe every layer of this rank's slice, each on one of the replicas that hold it. Collective."""

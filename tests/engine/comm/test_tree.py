@@ -16,6 +16,7 @@ from ds_dynmo.engine.comm.agreement import share_of_difference
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.coordinates import GroupPlace
 from ds_dynmo.engine.comm.tree import branch_of, children_of, parent_of
+from ds_dynmo.errors import PackingError, noted
 from tests.support.configs import Case
 from tests.support.harness import run
 from tests.support.models import module_of
@@ -80,6 +81,16 @@ def sockets() -> int:
     return found
 
 
+def divided(number: int) -> float:
+    with noted("layer 3"):
+        return 1 / number
+
+
+def refused(number: int) -> None:
+    if not number:
+        raise PackingError("no 8")
+
+
 def collectives() -> dict[str, Any]:
     module = module_of(Case(stages=3, replicas=3))
     before = sockets()
@@ -105,6 +116,12 @@ def collectives() -> dict[str, Any]:
     found["differing"] = str(refusal.value)
     with pytest.raises(ds_dynmo.MigrationError, match=r"failed on ranks \[8\], first with ZeroDivisionError"):
         comm.everywhere("a test", lambda: 1 / (8 - rank))
+    with pytest.raises(
+        RuntimeError, match=r"first with ZeroDivisionError: division by zero \(at layer 3\)\. No setting"
+    ):
+        comm.everywhere("a test", lambda: divided(8 - rank), error=ds_dynmo.ConfigError)
+    with pytest.raises(ds_dynmo.ConfigError, match=r"^rank 8: no 8$"):
+        comm.everywhere("a test", lambda: refused(8 - rank), error=ds_dynmo.ConfigError)
     comm.all_done()
     comm.p2p.exchange([((rank + 1) % 9, torch.ones(3))], [((rank - 1) % 9, torch.zeros(3))])
     found["sockets"] = sockets() - before
