@@ -146,9 +146,9 @@ MUTATIONS = [
         TRAVELS,
     ),
     Mutation(
-        "a layer that is built where it arrives draws the rank's random numbers",
-        "pickling.random_state_kept",
-        "random.setstate(python)",
+        "a layer that moves draws the rank's random numbers",
+        "random_streams.random_state_kept",
+        "generators.restore(state)",
         "pass",
         TRAVELS,
     ),

@@ -18,6 +18,7 @@ from ds_dynmo.engine.move.functions import Changes
 from ds_dynmo.engine.move.left_behind import Reader
 from ds_dynmo.engine.move.packing import PackedLayer, pack
 from ds_dynmo.engine.move.references import References
+from ds_dynmo.engine.run.random_streams import random_state_kept
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.engine.state.layer_record import LayerRecord
@@ -28,6 +29,8 @@ from ds_dynmo.plan import LayerMove, MigrationPlan
 @dataclass(frozen=True)
 class MigrationContext:
     """One rank's stage, its layers and the state of its optimizer.
+
+    What calls code of layers, such as ``__getstate__`` or a constructor, leaves the random generators as they were.
 
     Attributes:
         stage_id: number of this rank's stage.
@@ -91,6 +94,7 @@ class MigrationContext:
 
     # -- packing --------------------------------------------------------------------------------------
 
+    @random_state_kept()
     def _pack(
         self,
         modules: Mapping[int, nn.Module],
@@ -148,6 +152,7 @@ class MigrationContext:
         """Pack layers again after their constant tensors were sent."""
         return self._pack({index: self._module(index) for index in packed}, packed)
 
+    @random_state_kept()
     def values_left(self, packed: Mapping[int, PackedLayer]) -> dict[int, list[torch.Tensor]] | None:
         """List what is left to be sent of packed layers after a batch; None: one has to be packed again."""
         left: dict[int, list[torch.Tensor]] = {}
@@ -165,6 +170,7 @@ class MigrationContext:
         assert module is not None, "a layer of another stage"
         return module
 
+    @random_state_kept()
     def receive(
         self, arrivals: Mapping[int, ArrivingLayer], sent_ahead: Mapping[int, ArrivingLayer] | None = None
     ) -> None:
@@ -214,6 +220,7 @@ class MigrationContext:
             if isinstance(spec, nn.Module):
                 self.references.free_memory(spec)  # the layer list still refers to a layer that was given as a module
 
+    @random_state_kept()
     def rebuild(self, plan: MigrationPlan, arrived: Mapping[int, LayerRecord]) -> None:
         """Rebuild the stage from the layers that stay and those that arrived; drop tied layers without a use."""
         modules = self.staying(plan) | {index: layer.module for index, layer in arrived.items()}

@@ -6,15 +6,12 @@ import copyreg
 import io
 import operator
 import pickle
-import random
 import types
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -188,15 +185,3 @@ def stand_in(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(data, requires_grad=tensor.requires_grad)
     return data.requires_grad_(tensor.requires_grad and tensor.is_leaf)
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Restore every random number generator afterwards, also after an exception."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

@@ -23,7 +23,7 @@ from ds_dynmo.engine.move.description import (
     path_text,
 )
 from ds_dynmo.engine.move.dismantling import HOOKS, assemble, dismantle, free_values, modules_to_dismantle
-from ds_dynmo.engine.move.pickling import dump, load, random_state_kept, stand_in
+from ds_dynmo.engine.move.pickling import dump, load, stand_in
 from ds_dynmo.engine.move.references import Outside
 from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.torch_private import moves_by_itself, number_hooks_after
@@ -77,17 +77,16 @@ class Shell:
         """
         if not self.dismantled_paths:
             return None
-        with random_state_kept():
-            built = build()
-            modules = dict(built.named_modules(remove_duplicate=False))
-            if missing := [path for path in self.dismantled_paths if path not in modules]:
-                raise TypeError(
-                    f"{kind_of(built)} has submodules {missing} that cannot be pickled and that its spec does not build"
-                )
-            held = (*built.parameters(), *built.buffers())
-            moves = any(moves_by_itself(modules[path]) for path in self.dismantled_paths)
-            if moves and not any(tensor.is_meta for tensor in held):
-                built = built.to(device)
+        built = build()
+        modules = dict(built.named_modules(remove_duplicate=False))
+        if missing := [path for path in self.dismantled_paths if path not in modules]:
+            raise TypeError(
+                f"{kind_of(built)} has submodules {missing} that cannot be pickled and that its spec does not build"
+            )
+        held = (*built.parameters(), *built.buffers())
+        moves = any(moves_by_itself(modules[path]) for path in self.dismantled_paths)
+        if moves and not any(tensor.is_meta for tensor in held):
+            built = built.to(device)
         free_values(built)
         return built
 
@@ -113,9 +112,8 @@ class Shell:
         modules = dict(built.named_modules(remove_duplicate=False))
         numbered = {len(self.dismantled_paths) + number: held for number, held in references.items()}
         numbered.update((number, modules[path]) for number, path in enumerate(self.dismantled_paths))
-        with random_state_kept():
-            layer: LayerRecord = load(self.data, tensors, numbered)
-            layer.module = assemble(built, layer.module, device)
+        layer: LayerRecord = load(self.data, tensors, numbered)
+        layer.module = assemble(built, layer.module, device)
         return layer
 
     def check(self, arrived: LayerRecord, tensors: Sequence[torch.Tensor], references: Mapping[int, Any]) -> None:

@@ -119,6 +119,17 @@ class PythonGenerators:
         self._numpy.restore(state[1])
 
 
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restore the global generators afterwards, also after an exception: code of users may draw inside."""
+    kept = [(generators, generators.state()) for generators in (TorchGenerators(), PythonGenerators())]
+    try:
+        yield
+    finally:
+        for generators, state in kept:
+            generators.restore(state)  # type: ignore[arg-type]
+
+
 class LayerStreams:
     """Runs each layer of one stage with the layer's random stream.
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -176,13 +174,6 @@ def test_a_parameter_used_twice_stays_one() -> None:
     layer.again = layer.linear.weight  # type: ignore[assignment]
     module = travel(layer).module
     assert module.again is module.linear.weight
-
-
-def test_random_states_are_not_used(layer: Layer) -> None:
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
-    travel(layer)
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before  # type: ignore[index]
 
 
 def test_bytes_are_counted() -> None:

@@ -215,14 +215,26 @@ def test_layers_arrive_as_they_left(precision: str) -> None:
 # -- all that a layer may have become -----------------------------------------------------------------
 
 
+def draw() -> list[float]:
+    return [torch.rand(1).item(), random.random(), np.random.rand()]
+
+
 class Everything(Block):
-    """A layer that holds one of everything. It draws random numbers whenever it is built."""
+    """A layer that holds one of everything. It draws random numbers whenever it is built, pickled, loaded or copied."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
         self.register_buffer("scratch", torch.rand(2), persistent=False)
         self.extra = random.random()
+
+    def __getstate__(self) -> dict[str, Any]:
+        draw()
+        return dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        draw()
+        super().__setstate__(state)
 
     def get_extra_state(self) -> dict[str, float]:
         return {"extra": self.extra}
