@@ -34,6 +34,9 @@ class Collector(Protocol):
     def add(self, parameter: nn.Parameter, compute: Compute, *, row: RowIndex = None, held_bytes: int = 0) -> bool:
         """Keep ``compute`` if a backward pass in two parts runs; return whether it is kept."""
 
+    def add_seen(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
+        """Keep a gradient of autograd's if others of ``parameter`` are kept; return whether it is."""
+
 
 _collector: Collector | None = None
 
@@ -95,6 +98,11 @@ def defer_row(parameter: nn.Parameter, row: RowIndex, compute: Compute, *, held_
         gradient = whole(parameter, row, compute())
         with torch.enable_grad():
             parameter.backward(gradient)
+
+
+def defer_seen(parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
+    """Defer a gradient that autograd has computed if others of ``parameter`` are deferred; return whether it is."""
+    return _collector is not None and _collector.add_seen(parameter, gradient)
 
 
 def whole(parameter: nn.Parameter, row: RowIndex, gradient: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,15 @@
 ``nn.Linear`` and Hugging Face's ``Conv1D`` are products. In all other modules with weights, products by these weights
 are found while ``forward`` runs, and in the ``forward_fn`` of a tied layer those by all weights of its module:
 ``F.linear`` by a weight or by a row of a weight ``[experts, outputs, inputs]``, and ``F.grouped_mm`` by such a weight
-or its transpose. All other uses are left to autograd.
+or its transpose. All other uses are left to autograd; if the same weight is in such a product too, their gradients wait
+for those of the products, so that all are added in autograd's order.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_dynmo.engine.run.products import Conv1D, Linear, Operand, operand, split, split_grouped
 from ds_dynmo.torch_private import compiled_call_of, grouped_mm, saved_tensors_hooks
-from ds_dynmo.weight_gradients import is_split
+from ds_dynmo.weight_gradients import defer_seen, is_split
 
 
 def forwards(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
@@ -132,7 +134,7 @@ class _ProductFinder(TorchFunctionMode):
 
     def __init__(self, weights: Iterable[nn.Parameter]) -> None:
         super().__init__()
-        self._weights = {id(parameter) for parameter in weights}
+        self._weights = {id(parameter): parameter for parameter in weights}
         self._rows: dict[int, tuple[torch.Tensor, Operand]] = {}  # kept alive, so that their ids are not reused
         self._transposes: dict[int, tuple[torch.Tensor, Operand]] = {}
         self._hooks = _saved_tensors_hooks()
@@ -140,8 +142,33 @@ class _ProductFinder(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(function) if len(args) > 1 else None
+        before = {given.grad_fn for given in _tensors((args, kwargs))} if self._uses_weight(args, kwargs) else None
         result = None if handler is None else handler(self, *args, **kwargs)
-        return function(*args, **kwargs) if result is None else result
+        if result is None:
+            result = function(*args, **kwargs)
+        if before is not None:
+            self._keep_order(result, before)
+        return result
+
+    def _uses_weight(self, args: Any, kwargs: Any) -> bool:
+        return any(map(self._is_weight, _flat((args, kwargs))))
+
+    def _keep_order(self, result: Any, before: set[Any]) -> None:
+        """Let the nodes of a function's graph that end at weights defer these gradients, if others of them are.
+
+        Args:
+            before: nodes where the function's graph ends.
+        """
+        nodes = [given.grad_fn for given in _tensors(result)]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in before:
+                continue
+            before.add(node)
+            ends = [getattr(end, "variable", None) for end, _ in node.next_functions]
+            if any(map(self._is_weight, ends)):
+                node.register_hook(partial(_defer_seen, ends))
+            nodes += [end for end, _ in node.next_functions]
 
     def getitem(self, weight: Any, index: Any) -> torch.Tensor | None:
         """Record a row of a weight."""
@@ -195,6 +222,37 @@ _HANDLERS: dict[Any, Callable[..., torch.Tensor | None]] = {
     nn.functional.linear: _ProductFinder.linear,
     grouped_mm: _ProductFinder.grouped_mm,
 }
+
+
+def _defer_seen(
+    ends: Sequence[nn.Parameter | None], gradients: tuple[torch.Tensor | None, ...], _: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """Defer gradients of weights; autograd goes on without them.
+
+    Args:
+        ends: the weight that each gradient is of, or None.
+    """
+    return tuple(
+        None
+        if weight is not None
+        and gradient is not None
+        and defer_seen(weight, gradient.sum_to_size(weight.shape).to(weight.dtype))
+        else gradient
+        for weight, gradient in zip(ends, gradients, strict=True)
+    )
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    """Yield the values in nested containers."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, tuple | list | dict):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (value for value in _flat((values,)) if isinstance(value, torch.Tensor))
 
 
 def _is_number(index: Any) -> bool:

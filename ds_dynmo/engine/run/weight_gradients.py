@@ -161,20 +161,33 @@ class WeightGradients:
         self._hidden.update(parameters)
         return True
 
-    def _reached(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    def _reached(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return what autograd adds to ``parameter.grad`` now.
 
         If autograd also sees a hidden parameter (the model uses it in a function too), this gradient is deferred as
-        well: the uses of a parameter are summed before they are added to the gradient of earlier micro-batches.
+        well: the uses of a parameter are summed before they are added to the gradient of earlier micro-batches. It is
+        the sum of all uses but those of the module's own, which are deferred one by one (``_ProductFinder``).
 
         Autograd may keep a gradient as ``parameter.grad``, and add those of later micro-batches in place. So a gradient
         whose memory is shared is copied: for one sample, ``linear(x) + places[None]`` has one gradient for both, and
         that of ``linear`` is deferred, as messages may be.
         """
-        if parameter in self._hidden and self.add(parameter, lambda: gradient):
-            _check_hooks(parameter)
+        if gradient is None:
+            return None
+        if self.add_seen(parameter, gradient):
             return torch.zeros_like(gradient)
         return gradient.clone() if _is_shared(gradient) else gradient
+
+    def add_seen(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
+        """Defer a gradient that autograd has computed, if others of the parameter are deferred.
+
+        Raises:
+            ConfigError: a hook of the user's would see the gradient twice.
+        """
+        if parameter not in self._hidden or not self.add(parameter, lambda: gradient):
+            return False
+        _check_hooks(parameter)
+        return True
 
     def add(self, parameter: nn.Parameter, compute: Compute, *, row: RowIndex = None, held_bytes: int = 0) -> bool:
         """Defer ``compute`` if the first part of a backward pass runs; return whether it was deferred."""
@@ -209,7 +222,7 @@ def _check_hooks(parameter: nn.Parameter) -> None:
     on_gradient = hooks_of(parameter, "register_hook")  # one is from splitting()
     if not all(map(is_of_wrapper, accumulated)) or len(on_gradient) > 1:
         raise ConfigError(
-            f"a weight of shape {list(parameter.shape)} has a hook of yours on its gradient, and is used outside its "
-            "module too (in a penalty, say): a backward pass in two parts would call the hook in each; set "
+            f"a weight of shape {list(parameter.shape)} has a hook of yours on its gradient, and is used in a product "
+            "and in other ways (in a penalty, say): a backward pass in two parts would call the hook in each; set "
             'dynmo.schedule.kind to "1f1b", or use the weight in one way'
         )

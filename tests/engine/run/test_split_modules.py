@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,38 @@ def test_gradients_equal_those_of_one_pass(name: str, lag: int) -> None:
     make, deferred = MODELS[name]
     model, other = (seeded(make) for _ in range(2))
     assert check_same(model, inputs(2, 5, WIDTH), lag, other) == deferred
+
+
+USES: list[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    lambda x, weight, bias: F.linear(x, weight),
+    lambda x, weight, bias: F.linear(x, weight, bias) + bias,
+    lambda x, weight, bias: x @ weight,
+    lambda x, weight, bias: x @ weight.t() @ torch.cat([weight[:5], weight[5:]]),
+    lambda x, weight, bias: x + (weight * weight).sum(),  # one function, which ends at the weight twice
+    lambda x, weight, bias: x @ torch.stack([weight, weight.relu()]).sum(0) + bias,
+]
+
+
+class Mixed(nn.Module):
+    """Uses a weight in some ways, of which products by ``F.linear`` defer their gradients."""
+
+    def __init__(self, uses: Sequence[int]) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(0.3 * torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+        self.uses = uses
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for use in self.uses:
+            hidden = hidden + torch.tanh(USES[use](hidden, self.weight, self.bias))
+        return hidden
+
+
+def test_products_that_wait_and_other_uses_of_a_weight_are_added_in_autograds_order() -> None:
+    chooser = random.Random(0)
+    for _ in range(40):
+        uses = [chooser.randrange(len(USES)) for _ in range(chooser.randint(2, 6))]
+        deferred = check_same(seeded(partial(Mixed, uses)), inputs(2, 5, WIDTH), chooser.randint(0, 2))
+        assert ("weight" in deferred) == (0 in uses or 1 in uses), uses
 
 
 def test_a_conv1d_of_hugging_face_is_split() -> None:
