@@ -121,24 +121,16 @@ class LayerPasses:
     def sizes_with_messages(self, placement: Placement, standing: int) -> PassBytes:
         """Sum the bytes of passes per chunk and of messages between stages, which no limit of passes counts.
 
-        From the forward to the backward pass a stage keeps the received activations, besides the copy for the first
-        layer.
-
         Args:
             standing: number of messages per boundary and direction with buffers all the time.
         """
         chunks, owners = self._chunks(placement.boundaries), placement.owners
-        kept = [0, *(self.input_bytes[start] for start, _ in chunks[1:])]
         arriving = [
             self.input_bytes[start] if here != there else 0
             for (start, _), here, there in zip(chunks[1:], owners, owners[1:])
         ]
-        bare = self.sizes(placement)
-        return replace(
-            bare,
-            activation_bytes=tuple(map(sum, zip(bare.activation_bytes, kept))),
-            standing_bytes=tuple(standing * sum(pair) for pair in itertools.pairwise([0, *arriving, 0])),
-        )
+        standing_bytes = tuple(standing * sum(pair) for pair in itertools.pairwise([0, *arriving, 0]))
+        return replace(self.sizes(placement), standing_bytes=standing_bytes)
 
     def static_of_stages(self, placement: Placement) -> list[int]:
         """Sum the static bytes per stage."""

@@ -59,6 +59,21 @@ MUTATIONS = [
         "tests/engine/run/test_weight_gradients.py::test_a_linear_layer_is_split",
     ),
     Mutation(
+        "gradients of a weight that wait are added apart from those of its other uses",
+        "_ProductFinder._keep_order",
+        "node.register_hook(partial(_defer_seen, ends))",
+        "pass",
+        "tests/engine/run/test_split_modules.py"
+        "::test_products_that_wait_and_other_uses_of_a_weight_are_added_in_autograds_order",
+    ),
+    Mutation(
+        "what crosses stages arrives contiguous",
+        "tensor_layouts.strides_of",
+        "_is_apart(tensor.shape, strides)",
+        "False",
+        "tests/engine/comm/test_strides.py::test_a_cut_at_any_tensor_changes_no_bit",
+    ),
+    Mutation(
         "a head that is a function of the tied embedding defers nothing",
         "Executor._watched",
         "split_modules.watched(layer, self._stage.layers.modules_that_run()[index])",

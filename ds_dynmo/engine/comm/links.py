@@ -12,10 +12,12 @@ operations before it are posted, and
 - a receive: while few receives of its lane are posted, and at the latest when a send after it is ready;
 - two messages of one group: together, by ``batch_isend_irecv``.
 
-**Forms.** A receive can be posted early only if its form is known (:mod:`ds_dynmo.engine.comm.message_forms`). A
-message whose form is not known to both sides is *announced*: a tensor of numbers travels before it. It is received when
-its action needs it, and not in a group. Which messages are announced follows from what both sides know at the start of
-the batch: the first of a lane, or with ``dynamic`` shapes all. A message has no tensor if nothing in it has a gradient.
+**Forms.** A receive can be posted early only if its shapes are known (:mod:`ds_dynmo.engine.comm.message_forms`). A
+message whose form is not known to both sides is *announced* by a tensor of numbers. That of activations travels before
+them: they are received when their action needs them, and not in a group. That of gradients, whose shapes are known,
+travels in their message, as its last tensor. Which messages are announced follows from what both sides know at the
+start of the batch: the first of a lane, or with ``dynamic`` shapes all. A message has no tensor if nothing in it has a
+gradient.
 
 **Streams.** NCCL queues an operation after everything that the compute stream holds when it is posted. By then the sent
 tensors have been computed, and earlier uses of the memory of received tensors have ended. A wait for an operation makes
@@ -39,31 +41,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 
-from ds_dynmo.engine.comm.message_forms import Content, KnownForms, MessageForm
+from ds_dynmo.engine.comm.message_forms import Content, KnownForms, Lane, MessageForm, MessageKind
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.torch_private import version_of
 from ds_dynmo.unmarked import unmarked
 
 AHEAD = 2  # receives of a lane that are posted before they are needed; sends of an evaluation that may be under way
-
-
-class MessageKind(IntEnum):
-    """The kind of a message between chunks."""
-
-    ACTIVATION = 1
-    GRADIENT = 2
-
-
-class Lane(NamedTuple):
-    """The messages of one kind between the chunks ``boundary`` and ``boundary + 1``."""
-
-    kind: MessageKind
-    boundary: int
 
 
 class Transfer(NamedTuple):
@@ -88,7 +75,7 @@ def kept(tensor: torch.Tensor, kind: MessageKind) -> torch.Tensor:
 
 
 class _Sent(NamedTuple):
-    """A message to post; ``form``: to announce before it, or None."""
+    """A message to post; ``form``: to announce with it, or None."""
 
     tensors: list[tuple[torch.Tensor, int]]  # with the version: torch's count of in-place changes
     form: MessageForm | None
@@ -122,6 +109,14 @@ class _PostedOperations:
                 )
 
 
+class _Arriving(NamedTuple):
+    """A posted receive; ``announcement``: the last tensor of a gradient message that is announced, or None."""
+
+    posted: _PostedOperations
+    tensors: list[torch.Tensor]
+    announcement: torch.Tensor | None
+
+
 @dataclass
 class _LaneState:
     """One lane in one batch.
@@ -132,7 +127,7 @@ class _LaneState:
 
     announced: float
     ready: deque[_Sent] = field(default_factory=deque)  # sends to post
-    arriving: deque[tuple[_PostedOperations, list[torch.Tensor]]] = field(default_factory=deque)  # posted receives
+    arriving: deque[_Arriving] = field(default_factory=deque)
 
 
 @dataclass
@@ -193,67 +188,62 @@ class Links:
             self._links = {}
 
     def _announced(self, lane: Lane) -> float:
-        if lane.kind is MessageKind.GRADIENT:
-            return 0
-        if self._dynamic:
-            return float("inf")
-        return self._forms.get(self._training, lane.boundary) is None
+        return float("inf") if self._dynamic else self._forms.get(self._training, lane) is None
 
     # -- one message ----------------------------------------------------------------------------------
 
-    def send(self, lane: Lane, tensors: Sequence[torch.Tensor], form: MessageForm | None = None) -> None:
+    def send(self, lane: Lane, tensors: Sequence[torch.Tensor], form: MessageForm) -> None:
         """Send the next message of a lane, and return; in an evaluation, once few are under way.
 
         The tensors may not be changed afterwards.
 
         Args:
-            form: of an activation message.
+            tensors: as ``form`` has packed them.
         """
         link = self._links[lane]
         state = link.lanes[lane]
         while not self._training and len(link.sent) >= AHEAD:
             self._wait(link, link.sent.popleft())
         sent = [kept(tensor, lane.kind) for tensor in tensors]
-        is_announced = state.announced > len(state.ready)
+        is_announced = state.announced > len(state.ready) and (lane.kind is MessageKind.ACTIVATION or bool(sent))
         state.ready.append(_Sent([(tensor, version_of(tensor)) for tensor in sent], form if is_announced else None))
         if is_announced and not self._dynamic:
-            assert form is not None
-            self._forms.learn(self._training, lane.boundary, form)
+            self._forms.learn(self._training, lane, form)
         self._advance(link)
 
-    def receive(self, lane: Lane, content: Content | None = None) -> tuple[list[torch.Tensor], MessageForm | None]:
+    def receive(self, lane: Lane, content: Content | None = None) -> tuple[list[torch.Tensor], MessageForm]:
         """Receive the next message of a lane.
 
         Args:
             content: of a gradient message with ``dynamic`` shapes.
 
         Returns:
-            The tensors; and of an activation message the form.
+            The tensors as their form has packed them, and the form.
         """
         link = self._links[lane]
-        state = link.lanes[lane]
-        form = self._forms.get(self._training, lane.boundary)
+        state, form = link.lanes[lane], None
         if not state.arriving:
             self._advance(link, needed=lane)
         if not state.arriving:
             assert link.groups[0] == (Transfer(lane, False),), f"{lane} is needed before {link.groups[0]}"
             link.groups.popleft()
-            if state.announced:
+            if state.announced and lane.kind is MessageKind.ACTIVATION:
                 state.announced -= 1
-                form = self._receive_form(link, lane)
-            expected = form.content if form is not None and content is None else content
-            self._post_group(link, (Transfer(lane, False),), expected)
-        posted, tensors = state.arriving.popleft()
-        self._wait(link, posted)
+                announcement = MessageForm.empty_announcement(self._device)
+                self._wait(link, self._posted(link, [(announcement, None)]))
+                form = self._learnt(lane, announcement)
+            self._post_group(link, (Transfer(lane, False),), form.content if form is not None else content)
+        arrived = state.arriving.popleft()
+        self._wait(link, arrived.posted)
+        if arrived.announcement is not None:
+            form = self._learnt(lane, arrived.announcement)
         self._advance(link)
-        return tensors, form
+        return arrived.tensors, form or self._forms.get(self._training, lane) or MessageForm.of_gradients([])
 
-    def _receive_form(self, link: _Link, lane: Lane) -> MessageForm:
-        announcement = MessageForm.empty_announcement(self._device)
-        self._wait(link, self._posted(link, [(announcement, None)]))
+    def _learnt(self, lane: Lane, announcement: torch.Tensor) -> MessageForm:
         form = MessageForm.announced(announcement)
         if not self._dynamic:
-            self._forms.learn(self._training, lane.boundary, form)
+            self._forms.learn(self._training, lane, form)
         return form
 
     # -- the order ------------------------------------------------------------------------------------
@@ -276,14 +266,15 @@ class Links:
             self._post_group(link, group)
 
     def _is_alone(self, link: _Link, transfer: Transfer) -> bool:
-        """Return whether the next message of this lane travels in no group: its form is not known to both sides."""
-        return self._dynamic or link.lanes[transfer.lane].announced > 0
+        """Return whether the next message of this lane travels in no group: its shapes are not known to both sides."""
+        is_activation = transfer.lane.kind is MessageKind.ACTIVATION
+        return self._dynamic or (is_activation and link.lanes[transfer.lane].announced > 0)
 
     def _may_post(self, link: _Link, transfer: Transfer, needed: Lane | None) -> bool:
         state = link.lanes[transfer.lane]
         if transfer.is_sent:
             return bool(state.ready)
-        if self._is_alone(link, transfer) or self._forms.get(self._training, transfer.lane.boundary) is None:
+        if self._is_alone(link, transfer) or self._forms.activations(self._training, transfer.lane.boundary) is None:
             return False
         if len(state.arriving) < AHEAD or (needed is not None and not link.lanes[needed].arriving):
             return True
@@ -296,27 +287,35 @@ class Links:
             state = link.lanes[lane]
             if is_sent:
                 sent = state.ready.popleft()
-                if sent.form is not None:
-                    state.announced -= 1
-                    self._posted(
-                        link, [(announcement := sent.form.announcement(self._device), version_of(announcement))]
-                    )
-                operations += sent.tensors
+                announcement = [] if sent.form is None else [self._announcement(state, sent.form)]
+                if lane.kind is MessageKind.ACTIVATION and announcement:
+                    self._posted(link, announcement)
+                    announcement = []
+                operations += [*sent.tensors, *announcement]
             else:
                 expected = self._expected(lane) if content is None else content
                 tensors = [
                     torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._as_sent(expected)
                 ]
-                receives.append((state, tensors))
-                operations += [(tensor, None) for tensor in tensors]
+                announced = None
+                if lane.kind is MessageKind.GRADIENT and state.announced and tensors:
+                    state.announced -= 1
+                    announced = MessageForm.empty_announcement(self._device)
+                receives.append((state, tensors, announced))
+                operations += [(tensor, None) for tensor in (*tensors, announced) if tensor is not None]
         posted = self._posted(link, operations)
         if not self._training and any(transfer.is_sent for transfer in group):
             link.sent.append(posted)
-        for state, tensors in receives:
-            state.arriving.append((posted, tensors))
+        for state, tensors, announced in receives:
+            state.arriving.append(_Arriving(posted, tensors, announced))
+
+    def _announcement(self, state: _LaneState, form: MessageForm) -> tuple[torch.Tensor, int | None]:
+        state.announced -= 1
+        announcement = form.announcement(self._device)
+        return announcement, version_of(announcement)
 
     def _expected(self, lane: Lane) -> Content:
-        form = self._forms.get(self._training, lane.boundary)
+        form = self._forms.activations(self._training, lane.boundary)
         assert form is not None
         return form.content if lane.kind is MessageKind.ACTIVATION else form.gradients
 

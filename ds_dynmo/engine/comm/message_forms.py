@@ -1,19 +1,23 @@
-"""The form of messages between stages: shapes, dtypes, and the tensors for which a gradient comes back.
+"""The form of messages between stages: shapes, dtypes, strides, and the tensors for which a gradient comes back.
 
 DeepSpeed (0.19.8, runtime/pipe/engine.py:1129, 1187, 1224) lets every received floating tensor require a gradient,
 sends one back for each, and waits for one for each sent tensor. It fails if a mask or a table of cosines has none. Here
 the sender of activations announces with their shapes which tensors require a gradient, and only these are sent back. So
-the form of an activation message says how its gradient message looks.
+the form of an activation message says how its gradient message looks, but for the strides of gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
+from ds_dynmo.engine.comm import tensor_layouts
+from ds_dynmo.engine.comm.tensor_layouts import Strides
 from ds_dynmo.errors import ConfigError
 
 _NUMBERS = 1024  # in an announcement
@@ -40,24 +44,54 @@ _DTYPES = (
 Content = tuple[tuple[torch.Size, torch.dtype], ...]  # of a message, per tensor
 
 
+class MessageKind(IntEnum):
+    """The kind of a message between chunks."""
+
+    ACTIVATION = 1
+    GRADIENT = 2
+
+
+class Lane(NamedTuple):
+    """The messages of one kind between the chunks ``boundary`` and ``boundary + 1``."""
+
+    kind: MessageKind
+    boundary: int
+
+
 @dataclass(frozen=True)
 class MessageForm:
-    """The form of the activations between two chunks.
+    """The form of the activations or gradients between two chunks.
 
     Attributes:
         content: shape and dtype of each tensor.
-        flags: per tensor, whether a gradient comes back.
+        flags: per tensor, whether a gradient comes back; of gradients none does.
         in_tuple: whether the layer returned a tuple.
+        strides: with which each tensor arrives.
     """
 
     content: Content
     flags: tuple[bool, ...]
     in_tuple: bool
+    strides: tuple[Strides, ...]
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], flags: Sequence[bool], *, in_tuple: bool) -> MessageForm:
         """Return the form of these tensors."""
-        return cls(tuple((tensor.shape, tensor.dtype) for tensor in tensors), tuple(flags), in_tuple)
+        content = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        return cls(content, tuple(flags), in_tuple, tuple(map(tensor_layouts.strides_of, tensors)))
+
+    @classmethod
+    def of_gradients(cls, gradients: Sequence[torch.Tensor]) -> MessageForm:
+        """Return the form of these gradients."""
+        return cls.of(gradients, [False] * len(gradients), in_tuple=True)
+
+    def packed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what is sent of ``tensors``: contiguous tensors of the same shapes."""
+        return [tensor_layouts.packed(tensor, strides) for tensor, strides in zip(tensors, self.strides, strict=True)]
+
+    def unpacked(self, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors of which this was ``sent``."""
+        return [tensor_layouts.unpacked(tensor, strides) for tensor, strides in zip(sent, self.strides, strict=True)]
 
     @property
     def num_bytes(self) -> int:
@@ -76,14 +110,14 @@ class MessageForm:
             ConfigError: there are too many tensors or dimensions, or the dtype of one cannot be sent.
         """
         numbers = [len(self.content), self.in_tuple]
-        for (shape, dtype), flag in zip(self.content, self.flags):
+        for (shape, dtype), flag, strides in zip(self.content, self.flags, self.strides):
             if dtype not in _DTYPES:
                 raise ConfigError(f"a stage cannot send a tensor of {dtype}: return it as {torch.uint8}")
-            numbers += [_DTYPES.index(dtype), flag, len(shape), *shape]
+            numbers += [_DTYPES.index(dtype), flag, len(shape), *shape, *strides]
         if len(numbers) > _NUMBERS:
             raise ConfigError(
-                f"a message between stages has {len(self.content)} tensors, whose shapes take {len(numbers)} numbers "
-                f"to announce; {_NUMBERS} are possible: return fewer tensors, stacked"
+                f"a message between stages has {len(self.content)} tensors, whose shapes take {len(numbers)} "
+                f"numbers to announce; {_NUMBERS} are possible: return fewer tensors, stacked"
             )
         announced = torch.zeros(_NUMBERS, dtype=torch.int64, device="cpu")
         announced[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -104,12 +138,13 @@ class MessageForm:
         """
         numbers = iter(announcement.tolist())
         count, in_tuple = next(numbers), bool(next(numbers))
-        content, flags = [], []
+        content, flags, strides = [], [], []
         for _ in range(count):
             dtype, flag, dimensions = next(numbers), bool(next(numbers)), next(numbers)
             content.append((torch.Size([next(numbers) for _ in range(dimensions)]), _DTYPES[dtype]))
             flags.append(flag)
-        return cls(tuple(content), tuple(flags), in_tuple)
+            strides.append(tuple(next(numbers) for _ in range(dimensions)))
+        return cls(tuple(content), tuple(flags), in_tuple, tuple(strides))
 
 
 class KnownForms:
@@ -119,7 +154,7 @@ class KnownForms:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[bool, int], MessageForm] = {}
+        self._known: dict[tuple[bool, Lane], MessageForm] = {}
 
     def forget(self) -> None:
         """Make the next messages announce their forms. Every stage has to call this between the same two batches."""
@@ -129,13 +164,17 @@ class KnownForms:
         """Return whether anything was announced since :meth:`forget`, the same on every stage of several."""
         return any(key[0] == training for key in self._known)
 
-    def get(self, training: bool, boundary: int) -> MessageForm | None:
-        """Return the form of the messages of a boundary; None: it is to be announced."""
-        return self._known.get((training, boundary))
+    def get(self, training: bool, lane: Lane) -> MessageForm | None:
+        """Return the form of the messages of a lane; None: it is to be announced."""
+        return self._known.get((training, lane))
 
-    def learn(self, training: bool, boundary: int, form: MessageForm) -> None:
+    def activations(self, training: bool, boundary: int) -> MessageForm | None:
+        """Return the form of the activations of a boundary; None: it is to be announced."""
+        return self.get(training, Lane(MessageKind.ACTIVATION, boundary))
+
+    def learn(self, training: bool, lane: Lane, form: MessageForm) -> None:
         """Record what was announced."""
-        self._known[training, boundary] = form
+        self._known[training, lane] = form
 
 
 def listed(content: Content) -> str:

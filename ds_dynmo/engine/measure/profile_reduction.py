@@ -83,7 +83,9 @@ def _link_seconds(stage: StageContext, profiler: Profiler) -> float:
     here, forms = stage.comm.here, stage.forms
     if not stage.schedule.may_choose_schedule or here.num_stages == 1 or not forms.are_known(training=True):
         return 0.0
-    known = [forms.get(True, boundary) for boundary in range(here.num_stages - 1)]  # those of this stage's neighbours
+    known = [
+        forms.activations(True, boundary) for boundary in range(here.num_stages - 1)
+    ]  # those of this stage's neighbours
     links = stage.comm.groups.neighbours(loop=stage.placement.shape == "loop")
     return links.message_seconds([form.num_bytes if form is not None else 0 for form in known], profiler.clock)
 

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from ds_dynmo.engine.comm.message_forms import Content
 from ds_dynmo.engine.deepspeed.module import LayerWrapper, runs_shown
 from ds_dynmo.engine.deepspeed.pipeline_module import StageLayers
+from ds_dynmo.engine.run.messages import Entrance
 
 
 @dataclass
@@ -20,13 +21,13 @@ class HeldPass:
     """One micro-batch in one chunk, from its forward pass to its backward pass.
 
     Attributes:
-        inputs: those whose gradients are sent back, in the order of their message.
+        entrance: of the inputs; it keeps the gradients that are sent back.
         outputs: those for which gradients come back; None: it has lost its graph, and the gradient is dropped.
         gradients: shapes and dtypes of those gradients.
         loss: of the last chunk.
     """
 
-    inputs: list[torch.Tensor] = field(default_factory=list)
+    entrance: Entrance = field(default_factory=Entrance)
     outputs: list[GradientEdge | None] = field(default_factory=list)
     gradients: Content = ()
     loss: torch.Tensor | None = None

@@ -18,8 +18,8 @@ from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import schedule as deepspeeds
 from torch.autograd.graph import get_gradient_edge
 
-from ds_dynmo.engine.comm.links import Lane, LinkPlan, Links, MessageKind, Post, kept
-from ds_dynmo.engine.comm.message_forms import Content, MessageForm
+from ds_dynmo.engine.comm.links import LinkPlan, Links, Post
+from ds_dynmo.engine.comm.message_forms import Content, Lane, MessageForm, MessageKind
 from ds_dynmo.engine.comm.slices import MessageSlices
 from ds_dynmo.engine.deepspeed import passes
 from ds_dynmo.engine.deepspeed.instruction_map import checked_instructions
@@ -31,7 +31,7 @@ from ds_dynmo.engine.run import messages, split_modules
 from ds_dynmo.engine.run.chunks import Chunk, HeldPass
 from ds_dynmo.engine.run.data_check import DataCheck
 from ds_dynmo.engine.run.hidden_changes import CountHiddenChanges
-from ds_dynmo.engine.run.link_plans import evaluation_plan, lane_of, link_plan
+from ds_dynmo.engine.run.link_plans import evaluation_plan, link_plan
 from ds_dynmo.engine.run.random_streams import LayerStreams
 from ds_dynmo.engine.run.trainable import TrainableLayers
 from ds_dynmo.engine.run.weight_gradients import Pass, WeightGradients
@@ -39,6 +39,7 @@ from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import Action, Kind, first_batch
 from ds_dynmo.schedules.forward_only import forward_orders, forward_place
+from ds_dynmo.unmarked import unmarked
 
 _logger = logging.getLogger("DynMo")
 _NOTHING = nullcontext()
@@ -84,7 +85,7 @@ class Executor:
         self._gradients = WeightGradients()
         self._planned: tuple[Any, ...] = ()  # schedule, costs and stage of the latest plan
         self._plan: LinkPlan = {}
-        self._logged = False
+        self._logged = self._told_of_strides = False
         self.ran = False
         self._unfinished = False  # whether a batch may have left gradients or messages
         stage.schedule.is_profiled = lambda: profiler.measures
@@ -94,7 +95,7 @@ class Executor:
         self._inside: frozenset[int] = frozenset()  # boundaries between two chunks of one stage
         self._split: frozenset[Pass] = frozenset()  # passes whose backward part is in two
         self._held: dict[Pass, HeldPass] = {}
-        self._handed: dict[tuple[Lane, int], tuple[list[torch.Tensor], MessageForm | None]] = {}  # within this stage
+        self._handed: dict[tuple[Lane, int], tuple[list[torch.Tensor], MessageForm]] = {}  # within this stage
         self._loaded: dict[int, Any] = {}  # inputs that were read ahead, by micro-batch
         self._labels: dict[int, Any] = {}  # likewise
 
@@ -224,9 +225,7 @@ class Executor:
         self._unfinished = self._training or engine.num_stages > 1
         if not chunk.is_first:
             tensors, form = self._receive(Lane(MessageKind.ACTIVATION, chunk.number - 1), micro_batch)
-            assert form is not None
-            held.inputs = messages.require_gradients(tensors, form)
-            inputs = messages.arranged(tensors, form)
+            inputs = messages.arranged(held.entrance.enter(tensors, form), form)
         is_split = (chunk.number, micro_batch) in self._split
         with (
             self._phase("forward", "forward", micro_batch, chunk.number),
@@ -234,7 +233,7 @@ class Executor:
             self._drawing(micro_batch, recomputes=False),
             self._gradients.forward_pass(split=True) if is_split else _NOTHING,
         ):
-            outputs = passes.forward(engine, messages.cloned(inputs), self._first_number + micro_batch)
+            outputs = passes.forward(engine, inputs, self._first_number + micro_batch)
             if chunk.is_last:
                 held.loss = passes.loss_of(engine, outputs, self._labels.pop(micro_batch, None))
         if not chunk.is_last:
@@ -260,8 +259,7 @@ class Executor:
                 self._run_backward(held, gradients)
             self._accumulate_uses()
         if not chunk.is_first:
-            back = messages.gradients_of(held.inputs, chunk.layers[-1])
-            self._send(lane_of(action), micro_batch, back)
+            self._send_gradients(chunk, micro_batch, held)
 
     def _run_backward(self, held: HeldPass, gradients: Sequence[torch.Tensor]) -> None:
         engine = self._engine
@@ -346,40 +344,55 @@ class Executor:
         tensors = messages.sendable(outputs, last_layer)
         goes_back = self._goes_back(chunk)
         flags = [goes_back and tensor.requires_grad for tensor in tensors]
-        form = MessageForm.of(tensors, flags, in_tuple=isinstance(outputs, tuple))
-        if not self._engine.dynamic_shape:
-            form = messages.checked(form, self._stage.forms.get(self._training, chunk.number), last_layer)
+        lane = Lane(MessageKind.ACTIVATION, chunk.number)
+        form = self._agreed(lane, MessageForm.of(tensors, flags, in_tuple=isinstance(outputs, tuple)), last_layer)
         held.gradients = form.gradients
         held.outputs = [
             get_gradient_edge(tensor) if tensor.requires_grad else None
             for tensor, flag in zip(tensors, form.flags)
             if flag
         ]
-        self._send(Lane(MessageKind.ACTIVATION, chunk.number), micro_batch, tensors, form)
+        self._send(lane, micro_batch, form.packed(tensors), form)
 
-    def _send(self, lane: Lane, micro_batch: int, tensors: list[torch.Tensor], form: MessageForm | None = None) -> None:
+    def _send_gradients(self, chunk: Chunk, micro_batch: int, held: HeldPass) -> None:
+        gradients, lane = held.entrance.gradients(chunk.layers[-1]), Lane(MessageKind.GRADIENT, chunk.number - 1)
+        form = self._agreed(lane, MessageForm.of_gradients(gradients), chunk.layers[-1])
+        self._send(lane, micro_batch, messages.packed_gradients(gradients, form), form)
+
+    def _agreed(self, lane: Lane, form: MessageForm, last_layer: int) -> MessageForm:
+        """Return the form in which a message is sent: the one that both sides know, if there is one."""
+        known = None if self._engine.dynamic_shape else self._stage.forms.get(self._training, lane)
+        agreed = messages.checked(form, known, last_layer)
+        if agreed.strides != form.strides and not self._told_of_strides:
+            self._told_of_strides = True
+            _logger.warning(messages.other_strides(form, agreed, lane.kind, last_layer))
+        return agreed
+
+    def _send(self, lane: Lane, micro_batch: int, tensors: list[torch.Tensor], form: MessageForm) -> None:
         if lane.boundary in self._inside:
-            self._handed[lane, micro_batch] = [kept(tensor, lane.kind) for tensor in tensors], form
+            if lane.kind is MessageKind.ACTIVATION:  # gradients are in memory of their own
+                tensors = [unmarked(tensor).clone() for tensor in tensors]
+            self._handed[lane, micro_batch] = tensors, form
             return
         with self._message("send", lane, micro_batch):
             self._links.send(lane, self._slices.own(tensors) if self._slices else tensors, form)
 
     def _receive(
         self, lane: Lane, micro_batch: int, gradients: Content | None = None
-    ) -> tuple[list[torch.Tensor], MessageForm | None]:
+    ) -> tuple[list[torch.Tensor], MessageForm]:
         """Take what another chunk sent.
 
         Args:
             gradients: shapes and dtypes of a gradient message.
         """
         if lane.boundary in self._inside:
-            return self._handed.pop((lane, micro_batch))
-        with self._message("receive", lane, micro_batch):
-            tensors, form = self._links.receive(lane, gradients)
-            if self._slices is not None:
-                content = gradients if gradients is not None or form is None else form.content
-                tensors = self._slices.whole(tensors, content or ())
-        return tensors, form
+            sent, form = self._handed.pop((lane, micro_batch))
+        else:
+            with self._message("receive", lane, micro_batch):
+                sent, form = self._links.receive(lane, gradients)
+                if self._slices is not None:
+                    sent = self._slices.whole(sent, form.content)
+        return form.unpacked(sent), form
 
     def _message(self, category: str, lane: Lane, micro_batch: int) -> AbstractContextManager[None]:
         """Show a message in a trace and in DeepSpeed's timers."""

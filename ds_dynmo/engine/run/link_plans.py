@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ds_dynmo.engine.comm.links import Lane, LinkPlan, MessageKind, Transfer
+from ds_dynmo.engine.comm.links import LinkPlan, Transfer
+from ds_dynmo.engine.comm.message_forms import Lane, MessageKind
 from ds_dynmo.schedules import Action, Kind, PassCosts, Schedule, link_orders
 from ds_dynmo.schedules.forward_only import Place
 

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from ds_dynmo.engine.comm.message_forms import MessageForm, listed
+from ds_dynmo.engine.comm.message_forms import MessageForm, MessageKind, listed
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.torch_private import is_only_tensor_of_its_memory
 
 
 def sendable(outputs: Any, last_layer: int) -> list[torch.Tensor]:
-    """Return the outputs of a chunk with contiguous memory, which a message needs.
+    """Return the outputs of a chunk as a list of tensors.
 
     Raises:
         ConfigError: they are neither a tensor nor a tuple of tensors, or one is complex and requires a gradient.
@@ -26,7 +27,7 @@ def sendable(outputs: Any, last_layer: int) -> list[torch.Tensor]:
                 f"layer {last_layer}, the last one of a stage: its outputs {numbers} are complex and require a "
                 "gradient, and pipelines send gradients of floating tensors alone: return torch.view_as_real of them"
             )
-        return [torch.Tensor.contiguous(tensor) for tensor in tensors]
+        return [*tensors]
     kind = type(outputs).__name__
     if isinstance(outputs, tuple | list):
         kind += f" of {', '.join(type(output).__name__ for output in outputs)}"
@@ -60,12 +61,71 @@ def checked(form: MessageForm, known: MessageForm | None, last_layer: int) -> Me
     return known
 
 
-def require_gradients(tensors: Sequence[torch.Tensor], form: MessageForm) -> list[torch.Tensor]:
-    """Let received tensors require a gradient if one is sent back, and return these."""
-    flagged = [tensor for tensor, flag in zip(tensors, form.flags, strict=True) if flag]
-    for tensor in flagged:
-        tensor.requires_grad_()
-    return flagged
+def other_strides(form: MessageForm, agreed: MessageForm, kind: MessageKind, last_layer: int) -> str:
+    """Describe strides that the receiver of a message does not know."""
+    what = "outputs" if kind is MessageKind.ACTIVATION else "gradients that go back"
+    return (
+        f"layer {last_layer}, the last one of a stage: its {what} have strides {form.strides} in this micro-batch, and "
+        f"arrive with {agreed.strides}, as in the first one: last bits may differ from those on one stage; give the "
+        "PipelineModule dynamic_shape=True, and stages tell each other every time"
+    )
+
+
+class Entrance:
+    """Where received tensors enter the graph of a chunk.
+
+    Their gradients are kept as autograd hands them over: a leaf would lay them out anew, like itself.
+    """
+
+    def __init__(self) -> None:
+        self._content: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._gradients: list[torch.Tensor | None] = []
+
+    def enter(self, tensors: Sequence[torch.Tensor], form: MessageForm) -> list[torch.Tensor]:
+        """Return ``tensors``; those of which a gradient is sent back require one."""
+        flagged = [tensor for tensor, flag in zip(tensors, form.flags, strict=True) if flag]
+        if not flagged:
+            return [*tensors]
+        self._content = [(tensor.shape, tensor.dtype, tensor.device) for tensor in flagged]
+        self._gradients = [None] * len(flagged)
+        anchor = torch.empty(0, requires_grad=True, device="cpu")
+        entered = iter(_Enter.apply(self._gradients, *flagged, anchor))  # type: ignore[no-untyped-call]
+        return [next(entered) if flag else tensor for tensor, flag in zip(tensors, form.flags)]
+
+    def gradients(self, last_layer: int) -> list[torch.Tensor]:
+        """Return the gradients to send back; zeros for tensors that were not used.
+
+        Raises:
+            ConfigError: none has a gradient, so the layers before would not train.
+        """
+        if self._content and all(gradient is None for gradient in self._gradients):
+            raise ConfigError(
+                f"the layers of a stage, whose last is layer {last_layer}, gave no gradient to anything that the stage "
+                "before sent: its layers would not train; return what depends on them, or freeze them and call "
+                "engine.model_changed(reason)"
+            )
+        return [
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            for (shape, dtype, device), gradient in zip(self._content, self._gradients)
+        ]
+
+
+class _Enter(torch.autograd.Function):
+    """Tensors with the memory of received ones, which a layer may change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor | None], *tensors: torch.Tensor) -> Any:
+        ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors[:-1])  # the last one lets autograd run this
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        for place, gradient in enumerate(gradients):
+            before = ctx.gradients[place]  # of a backward pass that a layer runs by itself
+            ctx.gradients[place] = gradient if before is None or gradient is None else before + gradient
+        return (None,) * (len(gradients) + 2)
 
 
 def arranged(tensors: Sequence[torch.Tensor], form: MessageForm) -> Any:
@@ -73,32 +133,16 @@ def arranged(tensors: Sequence[torch.Tensor], form: MessageForm) -> Any:
     return tuple(tensors) if form.in_tuple else tensors[0]
 
 
-def cloned(inputs: Any) -> Any:
-    """Copy the inputs of a chunk that require a gradient: a layer may change its input in place, but no leaf."""
-    if isinstance(inputs, tuple):
-        return tuple(cloned(each) for each in inputs)
-    return inputs.clone() if inputs.requires_grad else inputs
+def packed_gradients(gradients: Sequence[torch.Tensor], form: MessageForm) -> list[torch.Tensor]:
+    """Return what is sent of gradients, in memory of its own.
 
-
-def gradients_of(inputs: Sequence[torch.Tensor], last_layer: int) -> list[torch.Tensor]:
-    """Return the gradients of a chunk's inputs; zeros for unused ones.
-
-    A gradient that a parameter keeps as its own is copied: later micro-batches are added to that, in place.
-
-    Raises:
-        ConfigError: none has a gradient, so the layers before would not train.
+    A parameter may keep a gradient as its own, and later micro-batches are added to that, in place.
     """
-    if inputs and all(tensor.grad is None for tensor in inputs):
-        raise ConfigError(
-            f"the layers of a stage, whose last is layer {last_layer}, gave no gradient to anything that the stage "
-            "before sent: its layers would not train; return what depends on them, or freeze them and call "
-            "engine.model_changed(reason)"
-        )
-    gradients = []
-    for tensor in inputs:
-        gradient, tensor.grad = tensor.grad, None
-        if gradient is None:
-            gradient = torch.zeros_like(tensor)
-        alone = gradient.layout is torch.strided and is_only_tensor_of_its_memory(gradient)
-        gradients.append(gradient.contiguous() if alone else gradient.clone(memory_format=torch.contiguous_format))
-    return gradients
+    shared = [
+        gradient.layout is not torch.strided or not is_only_tensor_of_its_memory(gradient) for gradient in gradients
+    ]
+    sent = form.packed(gradients)
+    return [
+        tensor.clone() if is_shared and tensor.data_ptr() == gradient.data_ptr() else tensor
+        for tensor, gradient, is_shared in zip(sent, gradients, shared)
+    ]

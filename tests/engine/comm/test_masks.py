@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 
 import ds_dynmo
-from ds_dynmo.engine.comm.links import Lane, Links, MessageKind
-from ds_dynmo.engine.comm.message_forms import MessageForm
+from ds_dynmo.engine.comm.links import Links
+from ds_dynmo.engine.comm.message_forms import Lane, MessageForm, MessageKind
 from tests.support.configs import Case, config
 from tests.support.harness import run, run_each
 from tests.support.models import VOCABULARY, WIDTH, Block, Embedding, Head, module_of
@@ -273,7 +273,7 @@ def tensors_sent(case: Case) -> dict[str, list[tuple[torch.dtype, int]]]:
     sent: dict[str, list[tuple[torch.dtype, int]]] = {"forward": [], "back": []}
     bare = Links.send
 
-    def send(self: Links, lane: Lane, tensors: Sequence[torch.Tensor], form: MessageForm | None = None) -> None:
+    def send(self: Links, lane: Lane, tensors: Sequence[torch.Tensor], form: MessageForm) -> None:
         way = sent["forward" if lane.kind is MessageKind.ACTIVATION else "back"]
         way += [(tensor.dtype, tensor.nbytes) for tensor in tensors]
         bare(self, lane, tensors, form)

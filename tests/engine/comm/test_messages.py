@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ds_dynmo.engine.comm.links import Lane, LinkPlan, Links, MessageKind, Operation, Transfer
-from ds_dynmo.engine.comm.message_forms import KnownForms, MessageForm
+from ds_dynmo.engine.comm.links import LinkPlan, Links, Operation, Transfer
+from ds_dynmo.engine.comm.message_forms import KnownForms, Lane, MessageForm, MessageKind
 from ds_dynmo.engine.run.link_plans import evaluation_plan, link_plan
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import (
@@ -165,7 +165,7 @@ class Stage:
         tensors = [
             torch.full((size,), content(lane.kind, chunk, micro_batch)) for size in sizes(lane.kind, micro_batch)
         ]
-        form = None
+        form = MessageForm.of_gradients(tensors)
         if lane.kind is MessageKind.ACTIVATION:
             back = sizes(MessageKind.GRADIENT, micro_batch)
             form = MessageForm.of(tensors, [len(tensor) in back for tensor in tensors], in_tuple=True)
@@ -309,7 +309,8 @@ class Noted:
 
     def send(self) -> str:
         """Send a gradient of two tensors; what was posted."""
-        self.links.send(SEND.lane, [torch.empty(3), torch.empty(3)])
+        gradients = [torch.empty(3), torch.empty(3)]
+        self.links.send(SEND.lane, gradients, MessageForm.of_gradients(gradients))
         return self._since()
 
     def _since(self) -> str:
@@ -335,7 +336,7 @@ def test_receives_are_out_of_the_way_of_a_message_that_is_made() -> None:
     stage = Noted()
     with stage.batch(*[(RECEIVE,)] * 7, (SEND,)):
         assert [stage.receive() for _ in range(2)] == ["r rr rr rr", "rr"]
-        assert stage.send() == "rr rr rr ss"
+        assert stage.send() == "rr rr rr sss"
         assert [stage.receive() for _ in range(5)] == [""] * 5
 
 
@@ -343,14 +344,14 @@ def test_messages_wait_for_a_receive_that_cannot_be_posted() -> None:
     stage = Noted()
     with stage.batch((RECEIVE,), *[(SEND, RECEIVE)] * 3):
         assert [stage.send() for _ in range(3)] == [""] * 3
-        assert stage.receive() == "r rr ssrr ssrr ssrr"
+        assert stage.receive() == "r rr sssrr ssrr ssrr"
         assert [stage.receive() for _ in range(3)] == [""] * 3
 
 
 def test_a_group_is_posted_at_once_where_both_messages_are_known() -> None:
     stage = Noted()
     with stage.batch(*[(RECEIVE, SEND)] * 3):
-        assert [(stage.send(), stage.receive()) for _ in range(3)] == [("", "r rr ss"), *[("rrss", "")] * 2]
+        assert [(stage.send(), stage.receive()) for _ in range(3)] == [("", "r rr sss"), *[("rrss", "")] * 2]
     with stage.batch(*[(SEND, RECEIVE)] * 3):
         assert [(stage.send(), stage.receive()) for _ in range(3)] == [("ssrr", "")] * 3
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ds_dynmo.engine.comm.message_forms import MessageForm
 from ds_dynmo.engine.deepspeed.checkpointing import any_input
-from ds_dynmo.engine.run.messages import arranged, checked, gradients_of, require_gradients, sendable
+from ds_dynmo.engine.run.messages import Entrance, arranged, checked, packed_gradients, sendable
 from ds_dynmo.errors import ConfigError
 
 
@@ -31,20 +31,29 @@ def form_of(*outputs: torch.Tensor) -> MessageForm:
 def test_only_flagged_tensors_require_a_gradient() -> None:
     form = form_of(plain(), with_graph(), torch.arange(3))
     received = [plain(), plain(), torch.arange(3)]
-    assert [one is received[1] for one in require_gradients(received, form)] == [True]
-    assert [tensor.requires_grad for tensor in received] == [False, True, False]
+    entered = Entrance().enter(received, form)
+    assert [tensor.requires_grad for tensor in entered] == [False, True, False]
     assert form.gradients == ((torch.Size([3]), torch.float32),)
-    assert arranged(received, form) == tuple(received)
+    assert arranged(entered, form) == tuple(entered)
     assert arranged([plain()], MessageForm.of([plain()], [False], in_tuple=False)).shape == (3,)
 
 
 def test_of_what_no_layer_used_zeros_go_back() -> None:
-    inputs = [torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)]
-    inputs[1].sum().backward()
-    assert [gradient.tolist() for gradient in gradients_of(inputs, 3)] == [[0.0] * 3, [1.0] * 3]
+    entrance, form = Entrance(), form_of(with_graph(), with_graph())
+    _, used = entrance.enter([plain(), plain()], form)
+    used.sum().backward()
+    assert [gradient.tolist() for gradient in entrance.gradients(3)] == [[0.0] * 3, [1.0] * 3]
+    entrance.enter([plain(), plain()], form)
     with pytest.raises(ConfigError, match="whose last is layer 3, gave no gradient to anything"):
-        gradients_of(inputs, 3)
-    assert gradients_of([], 3) == []
+        entrance.gradients(3)
+    assert Entrance().gradients(3) == []
+
+
+def test_a_layer_may_change_what_it_received_in_place() -> None:
+    entrance, received = Entrance(), plain()
+    (entered,) = entrance.enter([received], form_of(with_graph()))
+    entered.mul_(2).relu_().sum().backward()
+    assert [gradient.tolist() for gradient in entrance.gradients(3)] == [[2.0] * 3]
 
 
 def test_a_tensor_that_gets_a_graph_later_is_refused() -> None:
@@ -77,8 +86,55 @@ def test_what_cannot_be_sent_is_refused_with_its_layer(outputs: Any, found: str)
         sendable(outputs, 3)
 
 
-def test_tensors_are_made_contiguous() -> None:
-    assert all(tensor.is_contiguous() for tensor in sendable((with_graph().expand(2, 3), with_graph()), 3))
+LAYOUTS = {
+    "contiguous": torch.rand(3, 4, 5),
+    "transposed": torch.rand(5, 4, 3).transpose(0, 2),
+    "channels last": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "repeated": torch.rand(4).expand(3, 4),
+    "one number": torch.ones(()).expand(3, 4),
+    "repeated inside": torch.rand(3, 4)[:, None].expand(3, 5, 4),
+    "a slice": torch.rand(3, 4, 9)[:, :, 2:7],
+    "a slice, repeated and transposed": torch.rand(4, 9)[:, ::2].expand(3, 4, 5).transpose(0, 2),
+    "every other row": torch.rand(6, 4)[::2],
+    "a dimension of 1": torch.rand(4, 1, 3).transpose(0, 1),
+    "empty": torch.rand(0, 3).t(),
+    "bf16": torch.rand(4, 3).bfloat16().t(),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_tensors_and_gradients_arrive_with_their_strides(name: str) -> None:
+    tensor, entrance = LAYOUTS[name], Entrance()
+    form = MessageForm.of([tensor], [True], in_tuple=False)
+    (sent,) = form.packed([tensor])
+    assert sent.is_contiguous() and sent.shape == tensor.shape
+    (received,) = MessageForm.announced(form.announcement(torch.device("cpu"))).unpacked([sent.clone()])
+    (entered,) = entrance.enter([received], form)
+    assert torch.equal(entered, tensor) and entered.stride() == tensor.stride()
+    entered.backward(tensor)
+    back = entrance.gradients(3)
+    (gradient,) = MessageForm.of_gradients(back).unpacked(packed_gradients(back, MessageForm.of_gradients(back)))
+    assert torch.equal(gradient, tensor) and gradient.stride() == tensor.stride()
+
+
+def test_elements_that_overlap_arrive_contiguous() -> None:
+    windows = torch.rand(9).unfold(0, 4, 2)
+    form = form_of(windows)
+    (received,) = form.unpacked(form.packed([windows]))
+    assert torch.equal(received, windows) and received.is_contiguous()
+
+
+def test_a_conjugate_is_sent_and_not_its_memory() -> None:
+    numbers = torch.rand(3, dtype=torch.complex64).conj()
+    for tensor in (numbers, numbers[:1].imag):
+        (sent,) = form_of(tensor).packed([tensor])
+        assert torch.equal(sent, tensor) and not sent.is_conj() and not sent.is_neg()
+
+
+def test_known_strides_are_those_that_arrive() -> None:
+    tensor, known = torch.rand(3, 4), MessageForm.of([torch.rand(4, 3).t()], [True], in_tuple=True)
+    (received,) = known.unpacked(known.packed([tensor]))
+    assert torch.equal(received, tensor) and received.stride() == (1, 3)
 
 
 def test_forms_are_announced_in_full() -> None:

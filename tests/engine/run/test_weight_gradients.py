@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.run.messages import gradients_of
+from ds_dynmo.engine.comm.message_forms import MessageForm
+from ds_dynmo.engine.run.messages import Entrance, packed_gradients
 from ds_dynmo.engine.run.weight_gradients import DeferredGradients, WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.weight_gradients import defer_weight_gradient
@@ -154,9 +155,11 @@ def test_later_micro_batches_do_not_add_to_a_gradient_that_waits(product_first: 
 
 def test_gradients_kept_by_autograd_are_nobody_elses() -> None:
     """With no pass in two parts either: messages are on their way while later passes run."""
-    weight, entering = nn.Parameter(torch.zeros(2, WIDTH)), torch.ones(2, WIDTH, requires_grad=True)
+    weight, entrance, received = nn.Parameter(torch.zeros(2, WIDTH)), Entrance(), torch.ones(2, WIDTH)
+    (entering,) = entrance.enter([received], MessageForm.of([received], [True], in_tuple=False))
     (entering.view(1, 2, WIDTH) + weight.view(1, 2, WIDTH)).tanh().sum().backward()
-    (sent,) = gradients_of([entering], last_layer=3)
+    gradients = entrance.gradients(last_layer=3)
+    (sent,) = packed_gradients(gradients, MessageForm.of_gradients(gradients))
     before = sent.clone()
     (weight * 3).sum().backward()
     assert torch.equal(sent, before)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 
-from ds_dynmo.engine.comm.links import Lane, Links, MessageKind
+from ds_dynmo.engine.comm.links import Links
+from ds_dynmo.engine.comm.message_forms import Lane, MessageKind
 from tests.support.configs import Case, config
 from tests.support.harness import RankError, run, run_each
 from tests.support.models import FrozenBlock, layers, module_of
