@@ -112,8 +112,8 @@ class LeftBehind:
 
 def _check_code(layers: Mapping[int, nn.Module], parts: _Parts, gone: Set[int]) -> None:
     """Refuse to move layers whose code uses parts of others by global variables, and these others."""
-    seen: set[type] = set()
     for number, layer in layers.items():
+        seen: set[type] = set()  # of this layer: what the same code reads may be a part of another layer's
         for module in layer.modules():
             if type(module) in seen or not isinstance(module.forward, types.MethodType):
                 continue

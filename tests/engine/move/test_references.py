@@ -29,6 +29,7 @@ class Pipeline(nn.Module):
     def __init__(self, specs: list[Any], **attributes: Any) -> None:
         super().__init__()
         self._layer_specs = specs
+        self.tied_modules = nn.ModuleDict()
         vars(self).update(attributes)
 
 
@@ -304,6 +305,20 @@ def test_code_of_a_layer_may_use_no_part_of_another_by_a_global_variable(leaving
         names.left_behind.check([layers[number] for number in leaving])
     BOX["layers"] = [Layer()]
     names.left_behind.check([layers[number] for number in leaving])
+
+
+@pytest.mark.parametrize("leaving", [0, 1, 2])
+def test_each_layer_of_a_class_may_use_no_part_of_another(leaving: int) -> None:
+    layers = [Borrowing(), Layer(), Borrowing(), Layer()]
+    BOX["layers"] = layers[:1]  # the first one's own
+    names = names_of(layers)
+    names.left_behind.check([layers[1], layers[3]])
+    if leaving != 1:
+        with pytest.raises(TypeError, match=r"Borrowing.forward of layer 2 uses .*, which is layer 0"):
+            names.left_behind.check([layers[leaving]])
+    BOX["layers"] = layers[1:2]
+    with pytest.raises(TypeError, match=r"Borrowing.forward of layer [02] uses .*, which is layer 1"):
+        names.left_behind.check([layers[leaving]])
 
 
 def mapped(folder: Path, **options: Any) -> Any:
