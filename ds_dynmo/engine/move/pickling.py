@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_dynmo.engine.move.object_graph import place_in_class
@@ -54,6 +55,21 @@ def _generator(device: str, state: bytes) -> torch.Generator:
     return torch.Generator(device).set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
+def _reduce_device(device: torch.device) -> _Reduced:
+    """Reduce a device; the sender's own accelerator becomes that of the rank where it is loaded."""
+    if device.type != "cpu" and device.index == _own_index():
+        return _own_device, (device.type,)
+    return torch.device, (str(device),)
+
+
+def _own_device(kind: str) -> torch.device:
+    return torch.device(kind, _own_index())
+
+
+def _own_index() -> int:
+    return int(get_accelerator().current_device())
+
+
 def _reduce_operator(op: OpOverload | OpOverloadPacket) -> _Reduced:
     return _operator, (str(op),)
 
@@ -66,6 +82,7 @@ _DISPATCH_TABLE: ChainMap[type, Any] = ChainMap(
     {
         types.MethodType: _reduce_method,
         torch.Generator: _reduce_generator,
+        torch.device: _reduce_device,
         torch.finfo: _reduce_limits,
         torch.iinfo: _reduce_limits,
         OpOverload: _reduce_operator,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -207,6 +208,15 @@ def test_a_view_of_a_parameter_stays_a_view(layer: Layer) -> None:
         module.linear.weight.fill_(7.0)
     assert module.top.tolist() == [[7.0] * 3] * 2 and module.column.tolist() == [7.0] * 4
     assert packed.num_bytes == (12 + 4) * 4 + 4 + 8
+
+
+def test_the_device_of_the_rank_is_that_of_the_receiver(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer.devices = [torch.device(text) for text in ("cuda:1", "cuda:0", "cuda", "cpu")]  # type: ignore[assignment]
+    monkeypatch.setattr(get_accelerator(), "current_device", lambda: 1)
+    packed = pack(PerParameterState(None).record(layer))
+    monkeypatch.setattr(get_accelerator(), "current_device", lambda: 2)
+    module: Any = send(packed, type(layer)).module
+    assert [str(device) for device in module.devices] == ["cuda:2", "cuda:0", "cuda", "cpu"]
 
 
 def test_views_of_several_dtypes_stay_views(layer: Layer) -> None:
