@@ -224,7 +224,6 @@ def _check_fp16(section: Mapping[str, Any], zero_stage: int) -> None:
         )
 
 
-_OF_DEEPSPEED = "whose state cannot be moved; use FusedAdam, DeepSpeedCPUAdam or one of torch.optim"
 _ELEMENTWISE = (  # treat every element alike and begin with a state of zeros (Rprop begins with the learning rate)
     torch.optim.Adadelta,
     torch.optim.Adam,
@@ -243,7 +242,7 @@ def _check_optimizer(section: Any, optimizer: Any, *, flat: bool) -> None:
     if section is not None:
         named, kind = f'optimizer.type = "{section["type"]}"', optimizer_class(section)
         if kind is None:
-            raise ConfigError(f"{named}, {_OF_DEEPSPEED}")
+            raise ConfigError(f"{named}, whose state cannot be moved; {_allowed(flat)}")
         _check_kind(kind, named, flat)
     elif isinstance(optimizer, torch.optim.Optimizer):
         check_optimizer(optimizer, flat=flat)
@@ -282,13 +281,18 @@ def _check_kind(kind: type, named: str, flat: bool) -> None:
     if issubclass(kind, FusedAdam | DeepSpeedCPUAdam):
         return
     if kind.__module__.startswith("deepspeed."):
-        raise ConfigError(f"{named}, {_OF_DEEPSPEED}")
+        raise ConfigError(f"{named}, whose state cannot be moved; {_allowed(flat)}")
     if flat and not issubclass(kind, _ELEMENTWISE):
-        allowed = ", ".join(sorted(entry.__name__ for entry in _ELEMENTWISE))
         raise ConfigError(
             f"{named}: with bf16 or ZeRO, state lies in flat buffers and only optimizers that treat every element "
-            f"alike and begin at zero can be moved: {allowed}, FusedAdam, DeepSpeedCPUAdam"
+            f"alike and begin at zero can be moved; {_allowed(flat)}"
         )
+
+
+def _allowed(flat: bool) -> str:
+    """List the optimizers that :func:`_check_kind` accepts, as ``optimizer.type`` names them, and those to give."""
+    of_torch = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE)) if flat else "torch's but LBFGS and Muon"
+    return f"allowed are {of_torch}; given as objects, FusedAdam and DeepSpeedCPUAdam too"
 
 
 def layer_name(spec: Any) -> str:

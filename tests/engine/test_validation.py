@@ -130,6 +130,7 @@ def scheduler(kind: str, **params: Any) -> dict[str, Any]:
     [
         (optimizer("Adamm"), 'optimizer.type = "Adamm": neither .*; did you mean "Adam"?'),
         (optimizer("sgd"), 'optimizer.type = "sgd": neither .*; did you mean "SGD"?'),
+        (optimizer("CPUAdam"), 'optimizer.type = "CPUAdam": neither .*; did you mean "Adam"?'),
         (optimizer("zzz"), 'optimizer.type = "zzz": neither .*; should be one of .*AdamW.*'),
         ({"optimizer": {"typ": "Adam"}}, 'optimizer.typ = "Adam": unknown key; did you mean "type"?'),
         ({"optimizer": {"type": "Adam", "parms": {}}}, 'optimizer.parms = {}: unknown key; did you mean "params"?'),
@@ -227,6 +228,22 @@ def test_activations_partitioned_in_one_direction_only_are_refused() -> None:
     validation.check_partitioned_activations({}, model)
     with pytest.raises(ConfigError, match="grad_partitioned = False with 2 ranks"):
         validation.check_partitioned_activations({"pipeline": {"grad_partitioned": False}}, model)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_optimizers_that_a_refusal_names_are_accepted(flat: bool) -> None:
+    config = {"bf16": {"enabled": flat}}
+    with pytest.raises(ConfigError) as error:
+        validation.check_training({**config, "optimizer": {"type": "Lamb"}}, None)
+    said, _, objects = str(error.value).partition("; given as objects, ")
+    refused, _, names = said.partition("; allowed are ")
+    assert refused == 'optimizer.type = "Lamb", whose state cannot be moved' and objects.startswith("FusedAdam and ")
+    if not flat:
+        assert names == "torch's but LBFGS and Muon"
+        kinds = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)} - {"Optimizer"}
+        names = ", ".join(kinds - {"LBFGS", "Muon"})
+    for name in names.split(", "):
+        validation.check_training({**config, "optimizer": {"type": name}}, None)
 
 
 def test_unsupported_optimizers_are_refused() -> None:

@@ -102,7 +102,7 @@ def optimizer_class(section: Mapping[str, Any]) -> type[Any] | None:
         return torch.optim.Adagrad
     if name.lower() in DEEPSPEED_OPTIMIZERS:
         return None
-    return _named("optimizer", name, _classes(torch.optim, torch.optim.Optimizer), DEEPSPEED_OPTIMIZERS)
+    return _named("optimizer", name, _classes(torch.optim, torch.optim.Optimizer))
 
 
 def _scheduler_class(section: Mapping[str, Any]) -> type[Any]:
@@ -117,11 +117,9 @@ def _classes(module: Any, base: type[Any]) -> dict[str, type[Any]]:
     return {name: kind for name, kind in kinds.items() if issubclass(kind, base) and kind is not base}
 
 
-def _named(key: str, name: str, kinds: Mapping[str, type[Any]], others: Iterable[str] = ()) -> type[Any]:
+def _named(key: str, name: str, kinds: Mapping[str, type[Any]]) -> type[Any]:
     if name not in kinds:
-        raise ConfigError(
-            f'{key}.type = "{name}": neither DeepSpeed nor torch has it; {suggest(name, [*others, *kinds])}'
-        )
+        raise ConfigError(f'{key}.type = "{name}": neither DeepSpeed nor torch has it; {suggest(name, list(kinds))}')
     return kinds[name]
 
 
