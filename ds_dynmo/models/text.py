@@ -50,7 +50,7 @@ class FileBytes:
             self.files.append(file)
             if most is not None and begins[-1] >= most:
                 break
-        self._begins = begins
+        self._begins, self._ends = begins, begins[1:]
         self._count = begins[-1] if most is None else min(most, begins[-1])
         self._map = lru_cache(maxsize=MAPPED_FILES)(_mapped)
 
@@ -62,7 +62,7 @@ class FileBytes:
         pieces = []
         while start < stop:
             number = bisect_right(self._begins, start) - 1  # of the file, which is not empty
-            begin, end = self._begins[number], min(stop, self._begins[number + 1])
+            begin, end = self._begins[number], min(stop, self._ends[number])
             pieces.append(self._map(self.files[number])[start - begin : end - begin])
             start = end
         return np.concatenate(pieces)
