@@ -46,6 +46,7 @@ from ds_dynmo.torch_private import is_of_backend
 LONGEST_PERIOD_SECONDS = 0.5  # between two beats
 RESUME = "Resume the job from its last checkpoint"
 OUT_OF_REACH = "ended or was stopped, or the link to its host is cut"
+_AT_A_LOOK = 16  # ranks beside the watched ones: what all ranks read must stay far below what a store serves
 _SURE_PERIODS = 3  # after which the thread of each rank has written, also on a busy machine
 
 
@@ -168,6 +169,7 @@ class Lookout:
         self._sure_seconds = _SURE_PERIODS * self._period_seconds
         self._heard_seconds = min(timeout_seconds / 2, 5.0)  # on a busy machine; ranks hear within two periods
         self._watched = {0, (rank - 1) % world_size} - {rank}
+        self._before = [(rank - place) % world_size for place in range(1, world_size)]  # in the ring
         self._seen: dict[int, Beat] = {}
         self._changed_at: dict[int, float] = {}
         self._failed_at: dict[int, float] = {}
@@ -218,16 +220,21 @@ class Lookout:
         """Read the beats of the watched ranks and the verdict, if there is one; or decide that silent ones are lost.
 
         Args:
-            decides: whether this rank has waited for too long: then it watches all, as others may not be waiting.
+            decides: whether this rank has waited for too long: then it watches all, as others may not be waiting, a
+                few at a look.
         """
-        watched = set(self._others()) if decides else self._watched
+        watched = self._watched
+        if decides:
+            watched = watched.union(self._before[:_AT_A_LOOK])
+            self._before = self._before[_AT_A_LOOK:] + self._before[:_AT_A_LOOK]
         beats = self._beats.read(watched)
         for rank in watched:
             self._changed_at.setdefault(rank, now)
             if rank in beats and self._seen.get(rank) != beats[rank]:
                 self._seen[rank], self._changed_at[rank] = beats[rank], now
+        kept = {rank: at for rank, at in self._failed_at.items() if rank not in beats}
         failed_at = {rank: self._failed_at.get(rank, now) for rank in beats if self.activity.waits_for(beats[rank])}
-        self._failed_at = failed_at
+        self._failed_at = kept | failed_at
         if not self._has_read_verdict() and decides:
             misses_result = self.activity.seconds > self._timeout_seconds
             failed = {rank for rank, at in failed_at.items() if misses_result and now - at > self._sure_seconds}

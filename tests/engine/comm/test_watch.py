@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ds_dynmo.engine import engine as engines
 from ds_dynmo.engine.comm import beats, watch
-from ds_dynmo.engine.comm.beats import Activity, Beat
+from ds_dynmo.engine.comm.beats import Activity, Beat, Beats
 from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer
 from ds_dynmo.errors import RankLostError
 from ds_dynmo.torch_private import is_of_backend
@@ -390,6 +390,26 @@ def test_a_rank_that_waits_too_long_watches_all(monkeypatch: pytest.MonkeyPatch)
         lookout.introduce()
     assert not ranks.goes_on(1, [0, 2, 3], 2 * TIMEOUT_SECONDS)
     assert ranks.goes_on(1, [0, 3], 2 * TIMEOUT_SECONDS).startswith("rank 2 (host ")
+
+
+def test_a_rank_of_many_that_waits_too_long_reads_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or no store could serve them all; who waits for a stopped one learns of it a few looks later."""
+    ranks, most = Ranks(monkeypatch, 200), list[int]()
+    for lookout in ranks.lookouts:
+        lookout.introduce()
+    read = Beats.read
+
+    def counted(self: Beats, among: Iterable[int]) -> dict[int, Beat]:
+        there = list(among)
+        most.append(len(there))
+        return read(self, there)
+
+    monkeypatch.setattr(Beats, "read", counted)
+    stopped = 90
+    looks = 4 + 200 // watch._AT_A_LOOK
+    others = [rank for rank in range(200) if rank != stopped]
+    assert ranks.goes_on(1, others, TIMEOUT_SECONDS + 2 * looks * 0.25).startswith(f"rank {stopped} (host ")
+    assert max(most) <= watch._AT_A_LOOK + 2
 
 
 def test_a_rank_that_never_came_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
