@@ -60,8 +60,8 @@ def check_numbers(settings: Mapping[str, Any]) -> None:
     if not _is_number(clipping, numbers.Real, 0):
         raise ConfigError(f"gradient_clipping = {show(clipping)}: should be a number of at least 0")
     for key in ("gradient_predivide_factor", "steps_per_print"):
-        if settings.get(key) is not None and not _is_number(settings[key], numbers.Real):
-            raise ConfigError(f"{key} = {show(settings[key])}: should be a number")
+        if settings.get(key) is not None and not (_is_number(settings[key], numbers.Real) and settings[key]):
+            raise ConfigError(f"{key} = {show(settings[key])}: should be a number other than 0")
 
 
 def _is_number(value: Any, kind: type[Any], least: float = -math.inf) -> bool:

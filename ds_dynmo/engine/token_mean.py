@@ -50,6 +50,8 @@ def _weighed(iterator: Iterator[Any], engine: Any, micro_batches: int | None) ->
 
 
 def _count(labels: Any) -> int:
+    if labels is None:  # of a stage that does not use them
+        return 0
     if not isinstance(labels, torch.Tensor):
         raise ConfigError(
             f"weigh_by_tokens: labels of a micro-batch are a {type(labels).__name__}: should be a tensor with "

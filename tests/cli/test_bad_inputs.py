@@ -158,7 +158,12 @@ TABLE = (
     flags(r"--keep 2: needs a .dynmo. section.*", "--set", "dynmo=null", "--save", "unused", "--keep", "2"),
     flags(r"--take-over: needs --save DIR.*", "--take-over"),
     flags(r"--newest-whole: needs --resume DIR.*", "--newest-whole"),
-    flags(r"--save here: has checkpoints of another run \(a\): .*--resume here .*", "--save", "here", **WHOLE),
+    flags(
+        r"--save here: has checkpoints of another run \(a\): name another folder; --take-over .*",
+        "--save",
+        "here",
+        **WHOLE,
+    ),
     block(r"dynmo\.checkpoint\.keep = 0.*", checkpoint={"keep": 0}),
     flags(r"--save-interval 0: should be at least 1", "--save", "unused", "--save-interval", "0"),
     flags(r"--save /dev/null/checkpoints: cannot be written: Not a directory", "--save", "/dev/null/checkpoints"),

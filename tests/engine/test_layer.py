@@ -11,6 +11,7 @@ from ds_dynmo import layer
 ENGINE = Path(layer.__file__).parent / "engine"
 API = Path(__file__).parents[2] / "docs" / "api.md"
 OF_OTHERS = {"deepspeed_config", "model_config", "loss_fn", "get_cuda_rng_tracker"}  # of a tracker's module
+OF_OTHERS |= {"variable"}  # of a node of autograd's graph
 
 
 def names(kind: type) -> set[str]:

@@ -98,8 +98,11 @@ def read_run_metadata(folder: Path, tag: str) -> dict[str, Any]:
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     if isinstance(saved, dict) and METADATA_KEY in saved:
-        metadata = {"in_step": False, **json.loads(saved[METADATA_KEY])}
-    elif (folder / RESTART_FILE).is_file() and (restart := load_json(folder / RESTART_FILE))["tag"] == tag:
+        try:
+            metadata = {"in_step": False, **json.loads(saved[METADATA_KEY])}
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path}: {METADATA_KEY} is damaged: {error}") from error
+    elif (folder / RESTART_FILE).is_file() and (restart := load_json(folder / RESTART_FILE)).get("tag") == tag:
         path, metadata = folder / RESTART_FILE, {**restart, "in_step": True}
     else:
         raise ConfigError(

@@ -41,12 +41,15 @@ def unpacked(elements: torch.Tensor, strides: Strides) -> torch.Tensor:
     if elements.stride() == strides or elements.numel() == 0:
         return elements
     once = [1 if stride == 0 else size for size, stride in zip(shape, strides)]
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(once, strides))
-    if extent == prod(once):
-        return elements.as_strided(shape, strides)
     order = _order(strides)
     in_order = elements.view([shape[dimension] for dimension in order])
     content = in_order.permute([order.index(dimension) for dimension in range(len(order))])
+    copies = elements.view(-1, prod(once))  # what a stride of 0 repeats is outermost
+    if len(copies) > 1 and not bool((copies == copies[:1]).all()):  # of a later message, which repeats nothing
+        return content.contiguous()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(once, strides))
+    if extent == prod(once):
+        return elements.as_strided(shape, strides)
     memory = elements.new_empty(extent)
     memory.as_strided(once, strides).copy_(content[tuple(slice(size) for size in once)])
     return memory.as_strided(shape, strides)

@@ -107,8 +107,8 @@ class DataCheck:
                     stage.comm.everywhere(f"the data of {what}", check, error=ConfigError)
                 else:  # a single pipeline may evaluate
                     check()
-            known.loss_on_first = on_first
             yield
+        known.loss_on_first = on_first
         self._compare()
         here = stage.comm.here
         if here.num_stages > 1:
@@ -135,6 +135,8 @@ class DataCheck:
         if not (readings := self._stage.comm.gather_on_first_stage(self._reading(seen))):
             return
         new, until_now = readings[reader], "as layers have moved; until now it has read"
+        if not new.micro_batches:  # its data ended
+            return
         labels = new.micro_batches[0].labels
         if known.stand_in is not None and labels.digest == known.stand_in.digest:
             raise ConfigError(
@@ -152,9 +154,11 @@ class DataCheck:
     def _compare(self) -> None:
         """Compare what both stages have read, on the first one, if that was posted; the last has done that batch."""
         posted, self._posted = self._posted, None
-        if posted is None or self._stage.comm.here.stage > 0:
+        if posted is None:
             return
         posted.of_last.wait()
+        if self._stage.comm.here.stage > 0:
+            return
         known, what, first, last = posted.known, posted.what, posted.mine, Reading.from_bytes(posted.of_last.tensor)
         pairs = [*zip(first.micro_batches, last.micro_batches)]
         if not pairs:  # the last stage has no data, as it needs none

@@ -317,7 +317,10 @@ class Executor:
 
         def read_ahead() -> None:
             self._stage.chunks.loss_stage = self._stage.placement.owners[-1]
-            self._loaded[0] = self._load(0)
+            try:
+                self._loaded[0] = self._load(0)
+            except Exception as error:  # its pass raises it: others are told what this stage has read
+                self._loaded[0] = error
 
         try:
             measures = training and self._profiler.measures
@@ -332,7 +335,9 @@ class Executor:
         So where there are no more data, both know before they have run a pass. Labels are kept for the last chunk.
         """
         if micro_batch in self._loaded:
-            return self._loaded.pop(micro_batch)
+            if isinstance(loaded := self._loaded.pop(micro_batch), Exception):
+                raise loaded
+            return loaded
         with self._phase("load", "load", micro_batch):
             inputs, labels = passes.load_micro_batch(self._engine)
         if self._stage.chunks.holds_last:

@@ -19,7 +19,7 @@ from ds_dynmo.errors import CheckpointError
 from ds_dynmo.files.checkpoints import FOLDER
 from ds_dynmo.placement import Placement
 
-FORMAT = 6
+FORMAT = 7
 MANIFEST = "dynmo/manifest.json"
 NOT_SHARED = "save_dir has to be a folder that all ranks share"
 

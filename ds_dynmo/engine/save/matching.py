@@ -39,10 +39,12 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
         names += [name for name in origin.shapes if options.strict and name not in found]
         differ, expected = _differing(found, origin.shapes, names)
         if differ:
+            here = {number: layer.shapes for number, layer in context.origin.layers.items()}
             in_both = any(name in found and name in origin.shapes for name in differ)
+            remedy = _OF_OTHER_PIECES if _are_pieces(saved, here, index) else "" if in_both else _LOADS_THE_REST
             raise CheckpointError(
                 f"{path}: layer {index} was built with parameters of shapes {differ}, expected {expected}"
-                f"{'' if in_both else f'; {_LOADS_THE_REST}'}"
+                f"{remedy and f'; {remedy}'}"
             )
     if options.strict:
         _check_no_more_layers(context, manifest, path)
@@ -91,7 +93,7 @@ def _are_pieces(saved: Mapping[int, _Shapes], here: Mapping[int, _Shapes], index
     if not (one and other):
         return False
     if one.keys() == other.keys():
-        return all(one[name][1:] == other[name][1:] for name in one)
+        return all(len(one[name]) > 1 and one[name][1:] == other[name][1:] for name in one)
     return {**one, **saved.get(index + 1, {})} == other or {**other, **here.get(index + 1, {})} == one
 
 

@@ -361,6 +361,8 @@ class Ranks:
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.clock.now))
         monkeypatch.setattr(Beat, "is_at_work", False)  # as on another host
         monkeypatch.setattr(Beat, "has_ended", False)
+        monkeypatch.setattr("os.getppid", lambda: f"of {id(raw)} in {os.getpid()}")  # tests beside this one speak, too
+        monkeypatch.setattr("os.getppid", lambda: f"of {id(raw)} in {os.getpid()}")  # tests beside this one speak, too
         self.lookouts = [
             watch.Lookout(
                 BoundedStore(raw, 10.0),

@@ -42,8 +42,9 @@ def train_stock(case: Case, which: str, make_layers: Callable[[Case], list[Any]]
     import deepspeed
 
     module = module_of(case, make_layers)
-    initialize = deepspeed.initialize if which == "deepspeed" else ds_dynmo.initialize
-    settings = config(case)
+    initialize, settings = ds_dynmo.initialize, config(case)
+    if which == "deepspeed":
+        initialize, settings = deepspeed.initialize, config(replace(case, dynmo=None))
     if math.isnan(case.clip):
         del settings["gradient_clipping"]
     engine = initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
@@ -126,7 +127,7 @@ def train_samples(stages: int, which: str) -> tuple[list[float], dict[str, bytes
     """Train on single samples; where there are three stages, the first ends with Places and the second is Flat."""
     import deepspeed
 
-    case = Case(stages=stages, clip=0.0, micro_batches=4)
+    case = Case(stages=stages, clip=0.0, micro_batches=4, **({"dynmo": None} if which == "deepspeed" else {}))
     specs = [LayerSpec(Embedding, 1), LayerSpec(Places), LayerSpec(Flat), LayerSpec(Unflat, 0), LayerSpec(Head, 2)]
     module = module_of(case, lambda _: specs, partition_method="type:Places|Flat|Unflat")
     assert stages == 1 or list(module.parts) == [0, 2, 3, 5]

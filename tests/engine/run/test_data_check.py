@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -145,6 +146,12 @@ def of_two_stages() -> dict[str, Any]:
         found[program.__name__] = train(build(case), program, {}, 2)
     for program in (whole, asked_once, by_rank):
         found[f"{program.__name__} in a V"] = train(build(in_v), program, {}, 2)
+    engine = build(case)
+    data = islice(whole(engine), case.micro_batches)
+    engine.train_batch(data)
+    engine.rebalance(V)
+    with pytest.raises(StopIteration):  # as where layers stay
+        engine.train_batch(data)
     engine = build(case)
     found["evaluations"] = [engine.eval_batch(by_rank(engine)).item(), train(engine, by_rank, {}, 1)["warned"]]
     engine.repack(1)

@@ -137,6 +137,15 @@ def test_known_strides_are_those_that_arrive() -> None:
     assert torch.equal(received, tensor) and received.stride() == (1, 3)
 
 
+def test_a_later_tensor_that_repeats_nothing_arrives_whole() -> None:
+    """The first one, with a stride of 0, told the receiver to keep one copy."""
+    for first in (torch.rand(1, 3).expand(4, 3), torch.rand(4, 1, 1).expand(4, 3, 2), torch.rand(()).expand(2, 3)):
+        known, later = form_of(first), torch.arange(first.numel(), dtype=torch.float32).view(first.shape)
+        for tensor, strides in ((first, first.stride()), (later, later.stride())):
+            (received,) = known.unpacked(known.packed([tensor]))
+            assert torch.equal(received, tensor) and received.stride() == strides
+
+
 def test_forms_are_announced_in_full() -> None:
     tensors = [torch.ones(2, 0, 3), torch.tensor(5), torch.ones(4, dtype=torch.bfloat16), torch.ones(1).bool()]
     form = MessageForm.of(tensors, [True, False, True, False], in_tuple=True)

@@ -101,8 +101,9 @@ def test_overflows_at_given_steps_change_nothing_under_moves() -> None:
 
 def train_beside_stock(case: Case, which: str) -> tuple[Any, ...]:
     """Train under DeepSpeed's engine or ours, at one partition."""
-    module = module_of(case)
-    initialize = deepspeed.initialize if which == "deepspeed" else ds_dynmo.initialize
+    module, initialize = module_of(case), ds_dynmo.initialize
+    if which == "deepspeed":
+        initialize, case = deepspeed.initialize, replace(case, dynmo=None)
     parameters = parameter_groups(module, case.groups)
     engine = initialize(model=module, model_parameters=parameters, config=config(case))[0]
     data, found = batches(engine), []
