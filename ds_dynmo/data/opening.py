@@ -91,11 +91,8 @@ def _tokens(path: Path, split: str, encoder: Encoder, cache: str | None) -> Toke
         if isinstance(cause, ConfigError):
             raise cause from None
         if isinstance(cause, OSError):
-            where, why = (
-                cause.filename or folder,
-                [reason_of(cause), *reason_of(cause).splitlines()][-1],
-            )  # datasets guesses before it
-            raise ConfigError(f"{where}: cannot keep what was tokenized: {why}") from error
+            last = "".join(reason_of(cause).splitlines()[-1:])  # datasets guesses before it
+            raise ConfigError(f"{cause.filename or folder}: cannot keep what was tokenized: {last}") from error
         raise ConfigError(f"{path}: cannot be tokenized: {cause}") from error
     return tokens_of(dataset.with_format("arrow")[:], str(path))
 
