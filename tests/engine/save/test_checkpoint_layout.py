@@ -88,9 +88,9 @@ def test_slice_layouts_are_joined_from_those_of_all_ranks() -> None:
     assert [stage.slots[0].layer for stage in second.stages] == [0, 1]
 
 
-@pytest.mark.parametrize("change", ["{", "[]", '{"format": 5}', '{"format": 6}', "null"])
+@pytest.mark.parametrize("change", ["{", "[]", '{"format": 6}', '{"format": 7}', "null"])
 def test_an_invalid_manifest_is_refused(change: str) -> None:
-    says = r"it is not a manifest|its format is 5, expected 6|Expecting property name"
+    says = r"it is not a manifest|its format is 6, expected 7|Expecting property name"
     for kind in (Manifest, StageManifest):
         with pytest.raises(ValueError, match=says):
             kind.from_json(change)
