@@ -41,7 +41,7 @@ class RandomnessConfig(Section):
         ge=0,
         lt=2**64,
         description="seed of these numbers; null: the PipelineModule's base_seed, if it is not 1234, its default; else "
-        "rank 0's torch.initial_seed() at initialize, which checkpoints save: a resumed run keeps that",
+        "that of torch on rank 0 at initialize, which checkpoints save: a resumed run keeps that",
     )
 
 

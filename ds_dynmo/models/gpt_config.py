@@ -35,7 +35,12 @@ class GPTConfig(BaseModel):
     tied_embedding: bool = Field(default=True, description="true: embedding and head share one weight")
     rope_base: float = Field(default=10000.0, gt=1, description="base (theta) of the rotary embedding")
     norm_eps: float = Field(default=1e-5, gt=0, description="added to the variance in a norm")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="what the initial weights are drawn from")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**32,
+        description="what initial weights, the order of data and dropout are drawn from",
+    )
 
     @property
     def layers_per_block(self) -> int:
