@@ -40,7 +40,8 @@ class _Known:
     """What is known of the data of training, or of evaluations. Of stand-ins the first stage knows.
 
     Attributes:
-        loss_on_first: whether the first stage computed the loss of the latest batch; None: there was none.
+        loss_on_first: whether the first stage computed the loss of the latest recorded batch, as of all since; None:
+            there was none.
         stand_in: what the stage without the loss read as the labels of each micro-batch; None: the right ones, or
             changing ones.
         stand_ins_change: whether it read changing ones that are not those that were trained.
