@@ -13,10 +13,12 @@ import pytest
 
 from guard import scratch_folder
 from tests import emulated
+from tests.support import harness
 
 NO_PACKAGE = "could not import"  # beginning of the reasons that pytest.importorskip gives
 NO_COMPILER = "needs a C++ compiler"  # in the reason that tests/emulated/build.py gives
 NO_DEVICE = pytest.StashKey["str | None"]()  # why the emulated device, if asked for, cannot be made
+CPU_SECONDS = pytest.StashKey[float]()  # computed when a test began
 WHOLE_MATRIX = {"test_bitwise.py"}
 LAUNCHES = {
     "test_benchmark_runs.py",
@@ -26,6 +28,48 @@ LAUNCHES = {
     "test_launchers.py",
     "test_elastic_launch.py",
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu", type=int, default=0, metavar="N", help="list the N tests that compute for longest")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Note when a test begins what has been computed."""
+    item.stash[CPU_SECONDS] = _cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Note with the last report of a test for how long it, its ranks and what it launched have computed."""
+    yield
+    item.user_properties.append(("cpu seconds", round(_cpu_seconds() - item.stash[CPU_SECONDS], 3)))
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return sum(times[:4]) + harness.CPU_SECONDS[0]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the tests that compute for longest, and the files: unlike durations, whatever else the machine does."""
+    if not config.option.cpu:
+        return
+    costs = {
+        report.nodeid: dict(report.user_properties).get("cpu seconds", 0.0)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "teardown"
+    }
+    files: dict[str, float] = {}
+    for name, seconds in costs.items():
+        files[name.partition("::")[0]] = files.get(name.partition("::")[0], 0.0) + seconds
+    for title, found in (("files", files), ("tests", costs)):
+        terminalreporter.section(f"CPU seconds of {title}: {sum(found.values()):.1f} in all")
+        for name in sorted(found, key=lambda name: -found[name])[: config.option.cpu]:
+            terminalreporter.write_line(f"{found[name]:8.2f}  {name}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,12 +23,13 @@ from torch import nn
 
 from ds_dynmo.engine.deepspeed.module import HOLDS_LAYERS, layer_specs
 from ds_dynmo.engine.move.object_graph import MODULE_MACHINERY, Path, children, follow, text, walk
-from ds_dynmo.engine.run.generators import is_generator
+from ds_dynmo.engine.run.generators import is_generator, is_generator_class
 
 _LAYER, _PIPELINE, _ENGINE, _GLOBALS = "layer", "pipeline", "engine", "globals"
 _TORCH_NEEDS = {"sympy", "mpmath", "networkx"}  # a third of all global variables, and none of a model
+_OF_DATA = {"datasets", "huggingface_hub", "pandas", "pyarrow"}  # as many again, where there are rows to read
 _LIBRARIES = frozenset(
-    {*sys.stdlib_module_names, *_TORCH_NEEDS, "torch", "numpy", "deepspeed", "ds_dynmo"} - {"__main__"}
+    {*sys.stdlib_module_names, *_TORCH_NEEDS, *_OF_DATA, "torch", "numpy", "deepspeed", "ds_dynmo"} - {"__main__"}
 )
 MOST_ENTRIES = 10_000  # larger containers are not searched for names: a loss function may hold a whole data set
 
@@ -203,10 +204,10 @@ class Names:
             (((_LAYER, index), path), value)
             for index, spec in enumerate(layer_specs(self._pipeline))
             for path, value in walk(_function_of(spec), lambda _: True)
+            if is_generator(value)
         ]
-        for (anchor, path), value in (*functions, *_held_by_globals()):
-            if is_generator(value):
-                found.setdefault(id(value), (value, []))[1].append(ObjectName(anchor, path))
+        for (anchor, path), value in (*functions, *_generators_in_globals()):
+            found.setdefault(id(value), (value, []))[1].append(ObjectName(anchor, path))
         on_ranks = gather([str(name) for _, names in found.values() for name in names])
         everywhere = set(on_ranks[0]).intersection(*on_ranks)
         named = {key: entry for key, entry in self._names.items() if is_generator(entry[0])}
@@ -224,20 +225,24 @@ def _function_of(spec: Any) -> list[tuple[Path, Any]]:
     return [] if isinstance(spec, nn.Module | LayerSpec) else [((), spec)]
 
 
-def _held_by_globals() -> Iterator[tuple[tuple[tuple[str, Any], Path], Any]]:
-    """Yield what global variables hold, and what objects, containers and classes of the program in them hold."""
+def _generators_in_globals() -> Iterator[tuple[tuple[tuple[str, Any], Path], Any]]:
+    """Yield the generators in global variables, and in objects, containers and classes of the program in them."""
     for module_name, module in list(sys.modules.items()):
         if module is None or is_of_library(module_name):
             continue
         is_installed = "site-packages" in (getattr(module, "__file__", None) or "")
+        if is_installed and not any(map(is_generator_class, set(map(type, list(vars(module).values()))))):
+            continue  # nearly all are, with tens of thousands of variables
         for name, value in list(vars(module).items()):
             path: Path = (("attribute", name),)
-            yield ((_GLOBALS, module_name), path), value
-            if is_installed or isinstance(value, nn.Module | types.ModuleType) or _is_data(value):
-                continue
-            held = vars(value).items() if isinstance(value, type) else ()
-            within = [(("attribute", key), item) for key, item in held] or children(value)
-            yield from ((((_GLOBALS, module_name), (*path, step)), item) for step, item in within)
+            if is_generator(value):
+                yield ((_GLOBALS, module_name), path), value
+            elif not (is_installed or isinstance(value, nn.Module | types.ModuleType) or _is_data(value)):
+                held = vars(value).items() if isinstance(value, type) else ()
+                within = [(("attribute", key), item) for key, item in held] or children(value)
+                for step, item in within:
+                    if is_generator(item):
+                        yield ((_GLOBALS, module_name), (*path, step)), item
 
 
 class GlobalVariables:

@@ -13,7 +13,11 @@ _KINDS = (torch.Generator, numpy.random.Generator, numpy.random.BitGenerator, nu
 
 def is_generator(value: Any) -> bool:
     """Return whether ``value`` is a random generator that has a state."""
-    kind = type(value)  # a proxy may say that it is of another class, or fail to
+    return is_generator_class(type(value))  # a proxy may say that it is of another class, or fail to
+
+
+def is_generator_class(kind: type) -> bool:
+    """Return whether the instances of a class are random generators that have a state."""
     return issubclass(kind, _KINDS) and not issubclass(kind, random.SystemRandom)
 
 
