@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Generator, Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from guard import scratch_folder
 from tests import emulated
+from tests.mutations import reach
 from tests.support import harness
 
 NO_PACKAGE = "could not import"  # beginning of the reasons that pytest.importorskip gives
@@ -32,6 +34,7 @@ LAUNCHES = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu", type=int, default=0, metavar="N", help="list the N tests that compute for longest")
+    parser.addoption("--seconds-of-tests", metavar="FILE", help="write how long each test took, as JSON")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -39,6 +42,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     """Note when a test begins what has been computed."""
     item.stash[CPU_SECONDS] = _cpu_seconds()
     return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    with reach.recorded(f"{item.nodeid} (setup)"):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with reach.recorded(f"{item.nodeid} (call)"):
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
@@ -55,13 +70,18 @@ def _cpu_seconds() -> float:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the tests that compute for longest, and the files: unlike durations, whatever else the machine does."""
+    reports = [report for found in terminalreporter.stats.values() for report in found if hasattr(report, "when")]
+    if config.option.seconds_of_tests:
+        seconds: dict[str, float] = {}
+        for report in reports:
+            seconds[report.nodeid] = seconds.get(report.nodeid, 0.0) + report.duration
+        Path(config.option.seconds_of_tests).write_text(json.dumps(seconds))
     if not config.option.cpu:
         return
     costs = {
         report.nodeid: dict(report.user_properties).get("cpu seconds", 0.0)
-        for reports in terminalreporter.stats.values()
         for report in reports
-        if getattr(report, "when", None) == "teardown"
+        if report.when == "teardown"
     }
     files: dict[str, float] = {}
     for name, seconds in costs.items():

@@ -45,7 +45,7 @@ class World:
 
     def __init__(self, places: Sequence[Place], pickled: bytes, *, stays: bool) -> None:
         context = _context(places[0].backend)
-        call = Call(pickled, stays, os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0])
+        call = Call(pickled, stays, os.environ.get("PYTEST_CURRENT_TEST", ""))
         self.places = places
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []

@@ -10,8 +10,6 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -20,6 +18,7 @@ from typing import Any
 from ds_dynmo.interface import choose_interface
 from tests import emulated
 from tests.emulated.operation_log import log_operations
+from tests.mutations import reach
 from tests.support.namespaces import Network, enter
 
 STACKS = signal.SIGUSR2  # asks a rank for the stacks of its threads, in its log
@@ -135,7 +134,7 @@ def _answer(place: Place, call: Call) -> Answer:
         # Linux's default. Otherwise the workers of a DataLoader would start a fork server that imports torch.
         multiprocessing.set_start_method("fork", force=True)
         place.meet()
-        with _recorded(call.test):
+        with reach.recorded(call.test):
             function, args = pickle.loads(call.pickled)
             value, ok = function(*args), True
         wait_for_posted()  # as a process does when it exits normally
@@ -146,18 +145,6 @@ def _answer(place: Place, call: Call) -> Answer:
     if found := emulated.take_reports():
         value, ok = "\n".join(found if ok else [value, *found]), False
     return Answer(value, ok, at, time.process_time())
-
-
-@contextmanager
-def _recorded(test: str) -> Iterator[None]:
-    """Record the lines of the package that a test runs, where ``python -m tests.mutations`` asks for it."""
-    if not os.environ.get("DS_DYNMO_REACH"):
-        yield
-        return
-    from tests.mutations.reach import recorded
-
-    with recorded(test):
-        yield
 
 
 def _end_with_pytest() -> None:
