@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 Definition = ast.FunctionDef | ast.ClassDef
@@ -38,16 +38,7 @@ class Mutation:
         Raises:
             LookupError: none or several have the name, or the anchor does not occur once.
         """
-        found = [
-            (path, definition)
-            for path in sorted((root / "ds_dynmo").rglob("*.py"))
-            if re.search(rf"\b(def|class) {self.place.split('.')[-1]}\b", text := path.read_text())
-            for name, definition in _definitions(ast.parse(text), ".".join(path.with_suffix("").parts))
-            if name.endswith(f".{self.place}")
-        ]
-        if len(found) != 1:
-            raise LookupError(f"{self.place} is in {[str(path) for path, _ in found]}, not in one place")
-        ((path, definition),) = found
+        path, definition = self._found(root)
         written = ast.unparse(definition)
         if (times := written.count(self.anchor)) != 1:
             raise LookupError(f"{self.anchor} occurs {times} times, not once, in {path}:\n{written}")
@@ -56,6 +47,29 @@ class Mutation:
         new = textwrap.indent(written.replace(self.anchor, self.new), " " * definition.col_offset)
         lines[first - 1 : definition.end_lineno] = new.split("\n")
         return path, "\n".join(lines)
+
+    def lines(self, root: Path) -> tuple[int, int]:
+        """Return the first and the last line of the place."""
+        _, definition = self._found(root)
+        assert definition.end_lineno is not None
+        return definition.lineno, definition.end_lineno
+
+    def _found(self, root: Path) -> tuple[Path, Definition]:
+        found = [each for name, *each in _package(root) if name.endswith(f".{self.place}")]
+        if len(found) != 1:
+            raise LookupError(f"{self.place} is in {[str(path) for path, _ in found]}, not in one place")
+        path, definition = found[0]
+        return path, definition
+
+
+@cache
+def _package(root: Path) -> list[tuple[str, Path, Definition]]:
+    """Return the functions and classes of a checkout's package, with their qualified names and files."""
+    return [
+        (name, path, definition)
+        for path in sorted((root / "ds_dynmo").rglob("*.py"))
+        for name, definition in _definitions(ast.parse(path.read_text()), ".".join(path.with_suffix("").parts))
+    ]
 
 
 def _definitions(parent: ast.AST, prefix: str) -> Iterator[tuple[str, Definition]]:

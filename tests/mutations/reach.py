@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +40,8 @@ def recorded(test: str) -> Iterator[None]:
         yield
     finally:
         coverage.stop()
-        data = coverage.get_data()
+        with warnings.catch_warnings(action="ignore"):  # that nothing of the package ran
+            data = coverage.get_data()
         lines = {str(Path(file).relative_to(root)): data.lines(file) for file in data.measured_files()}
         with open(Path(folder) / f"{os.getpid()}.jsonl", "a") as written:
             written.write(

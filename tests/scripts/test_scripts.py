@@ -24,6 +24,7 @@ case "$*" in
     *urlopen*) [[ -n "${REACHED:-}" ]] ;;
     *get_accelerator*) echo "DeepSpeed's line"; echo "$DEVICES" ;;
     "- "*) exec REAL "$@" ;;
+    *"-m tests.changed"*) printf '%s\n' ${CHANGED-} ;;
     *" install "*) echo "${@:3}" >>CALLS; [[ "$*" != *torch==* ]] || touch "${0%/*}/torch" ;;
     *) echo "[${DS_ACCELERATOR-any},${CUDA_VISIBLE_DEVICES-all}]${PYTHONPATH:+ $PYTHONPATH} $*" >>CALLS ;;
 esac
@@ -75,6 +76,7 @@ def launched(stages: int, *arguments: str, sees: str) -> str:
 
 ON_CPU, ON_EMULATED, ANYWHERE = "[cpu,]", "[emulated,]", "[any,all]"
 TESTS = "-m pytest -n 3 --dist worksteal"
+EMULATED = {"DS_ACCELERATOR": "emulated"}
 SHORT_FORM = "@tests/emulated/short_form.txt"
 
 
@@ -112,15 +114,18 @@ def test_each_command_installs_once_what_it_needs(checkout: Checkout) -> None:
 @pytest.mark.parametrize(
     ("asked", "arguments", "runs"),
     [
-        ("", [], [f"{ON_CPU} {TESTS}", f"{ON_EMULATED} {TESTS} {SHORT_FORM}"]),
-        ("emulated", [], [f"{ON_EMULATED} {TESTS} {SHORT_FORM}"]),
-        ("emulated", ["tests/accelerator", "-x"], [f"{ON_EMULATED} {TESTS} tests/accelerator -x"]),
+        ({}, [], [f"{ON_CPU} {TESTS}"]),
+        ({"CI": "true"}, [], [f"{ON_CPU} {TESTS} --durations=25"]),
+        ({"CHANGED": "tests/source tests/cli"}, ["--changed"], [f"{ON_CPU} {TESTS} tests/source tests/cli"]),
+        ({"CHANGED": ""}, ["--changed"], []),
+        (EMULATED, [], [f"{ON_EMULATED} {TESTS} {SHORT_FORM}"]),
+        (EMULATED, ["tests/accelerator", "-x"], [f"{ON_EMULATED} {TESTS} tests/accelerator -x"]),
     ],
 )
-def test_the_short_form_runs_on_the_emulated_device(
-    asked: str, arguments: list[str], runs: list[str], checkout: Checkout
+def test_tests_run_on_the_cpu_or_on_the_emulated_device(
+    asked: dict[str, str], arguments: list[str], runs: list[str], checkout: Checkout
 ) -> None:
-    calls, _ = checkout.run("test.sh", *arguments, DS_ACCELERATOR=asked)
+    calls, _ = checkout.run("test.sh", *arguments, **asked)
     assert [call for call in calls if " -m pytest " in call] == runs
 
 

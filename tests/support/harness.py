@@ -130,7 +130,7 @@ def run(
     num_ranks: int,
     function: Callable[..., Any],
     *args: Any,
-    seconds: float = 300.0,
+    seconds: float | None = None,
     hosts: Network | None = None,
     group_timeout: timedelta = GROUP_TIMEOUT,
     backend: str | None = None,
@@ -141,7 +141,7 @@ def run(
     Args:
         function: importable by name, also from the file of its test. DeepSpeed's communication is initialized when it
             is called.
-        seconds: limit after which all ranks are killed.
+        seconds: limit after which all ranks are killed; None: 300, or what the environment says.
         hosts: a host for each rank to run on; the ranks meet at the first.
         group_timeout: timeout of the default process group.
         backend: of the default process group; None: that of DeepSpeed's accelerator. With "gloo" the ranks use the CPU,
@@ -158,7 +158,7 @@ def run(
         places = [Place(rank, num_ranks, folder, hosts, group_timeout, backend) for rank in range(num_ranks)]
         world = World(places, call, stays=complete)
         try:
-            results = world.collect(seconds)
+            results = world.collect(seconds or float(os.environ.get("DS_DYNMO_RANK_SECONDS", "300")))
             faults = deadlocks.check(folder, finished=complete)
         except RankError as error:
             faults = [str(error), *deadlocks.check(folder, finished=False)]
