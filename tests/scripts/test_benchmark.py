@@ -3,58 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import emulate
-from benchmark import checked_load_models, parse
 from benchmarks.arms import chosen
-from benchmarks.emulated import Batch, Benchmark, until_settled, with_costs
+from benchmarks.emulated import Batch, until_settled, with_costs
 from benchmarks.emulation import EmulatedBlock, told_passes
-from benchmarks.machine import Machine
 from ds_dynmo.engine.run.weight_gradients import WeightGradients
-from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import PipelineModel
 from ds_dynmo.placement import Placement
 from ds_dynmo.schedules import schedule_for_equal_costs
-from simulation import LOAD_MODELS, Phase, Recorded
+from simulation import LOAD_MODELS, Phase
 from simulation.runs import ARMS
 from simulation.statics import Statics
-from tests.support.recordings import write_recording
-
-
-@pytest.mark.parametrize("command", emulate.COMMANDS)
-def test_every_command_of_emulate_has_sizes_of_its_own(command: str) -> None:
-    arguments = emulate.parse(["--local_rank=1", command, "--micro-batches", "3", "--json", "rows.json"])
-    assert (arguments.what, arguments.micro_batches, arguments.json.name) == (command, 3, "rows.json")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--layers", "7"], "--layers 7: should be at least the number of stages, 8"),
-        (["--layers", "0"], "--layers 0: should be at least 1"),
-        (["--rounds", "0"], "--rounds 0: should be at least 1"),
-        (["--micro-batches", "0"], "--micro-batches 0: should be at least 1"),
-        (["--recorded", "RECORDING"], "a.jsonl: layers 6: should be at least the number of stages, 8"),
-        (
-            ["--layers", "15", "--schedule", "1f1b", "--schedule", "v"],
-            "--layers 15: should be at least 16, .* --schedule v",
-        ),
-        (["--recorded", "RECORDING", "--layers", "9"], "--layers 9: .*a.jsonl is a recording of 6 layers"),
-    ],
-)
-def test_sizes_that_do_not_make_a_pipeline_are_refused(
-    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    recording = str(write_recording(tmp_path / "a.jsonl", [[1] * 6] * 9))
-    flags = [recording if flag == "RECORDING" else flag for flag in flags]
-    with pytest.raises(ConfigError, match=message):
-        checked_load_models(parse(flags))
 
 
 def test_engines_are_the_requested_ones_and_their_baselines() -> None:
@@ -78,24 +40,6 @@ def test_static_partitions_are_of_whole_layers() -> None:
     known = Statics.known(whole, [1.0] * 3, [3, 3, 3, 5, 5, 5], [0, 1, 3, 6])
     assert known.start("static_profiled") == (0, 2, 3) and known.start("makespan") == (0, 3, 6)
     assert known.start("makespan", "v") == (0, 2, 4, 5, 6)
-
-
-def test_the_launcher_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ConfigError, match="start with DeepSpeed's launcher"):
-        checked_load_models(parse([]))
-
-
-def test_an_emulated_block_takes_the_seconds_of_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    block = EmulatedBlock()
-    block.forward_seconds, block.backward_seconds = 0.02, 0.05
-    hidden = block(torch.ones(2, requires_grad=True))
-    assert slept == [0.02]
-    hidden.sum().backward()
-    assert slept == [0.02, 0.05]
-    assert hidden.tolist() == [1.0, 1.0]
 
 
 def test_an_emulated_backward_pass_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +88,6 @@ def test_a_phase_has_settled_when_its_decisions_move_nothing() -> None:
     assert (counts, costs) == ([1], pytest.approx((0.1, 0.2, 0.3)))
 
 
-def test_a_phase_that_is_shorter_than_its_interval_has_a_decision() -> None:
-    counts, costs = until_settled(LOAD_MODELS["pruning"], Phase.of([1], 75), [(0.1, 0.2, 0.3)], 0.05, moved_again=False)
-    assert counts == [75]  # nothing was announced, and it is over before
-    assert costs == pytest.approx((0.15, 0.2, 0.3))
-
-
 def test_costs_of_a_phase_are_those_of_its_first_iterations() -> None:
     passes, placement = told_passes(Phase.of([1, 1]), 1.0), Placement.v([0, 1, 2])
     batch = Batch(5.0, (0.0, 0.0, 0.0), placement, schedule_for_equal_costs(1, 2, shape="v"))
@@ -174,27 +112,3 @@ def test_told_passes_are_what_a_block_sleeps(share: float, monkeypatch: pytest.M
     assert slept == pytest.approx([passes.forward_seconds[1], passes.input_gradient_seconds[1]])
     assert passes.frozen_layers == 0
     assert told_passes(Phase(1, (1.0,), (0.0,), (0.0,)), 1.0).frozen_layers == 1
-
-
-@pytest.mark.parametrize("recorded", [True, False])
-def test_the_oracle_knows_recorded_loads_before_they_come(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, now = Phase.of([1, 0]), Phase.of([0, 1])
-    benchmark, went = object.__new__(Benchmark), list[Phase]()
-    benchmark.load_model = Recorded("recorded") if recorded else LOAD_MODELS["moe"]
-    stage = SimpleNamespace(placement=None, schedule=SimpleNamespace(running=None))
-    arm = SimpleNamespace(
-        name="oracle", dynamic=False, engine=SimpleNamespace(stage=stage), new_costs=lambda: (0.0, 0.0, 0.0)
-    )
-    for name in ("load", "timed_batch", "passes"):
-        monkeypatch.setattr(Benchmark, name, lambda *given: 1.0)
-    monkeypatch.setattr(Benchmark, "go_to_best", lambda self, arm, phase: went.append(phase))
-    benchmark.one_iteration(arm, now, before, 0.0)
-    assert went == [now if recorded else before]
-
-
-def test_stolen_seconds_are_a_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, stolen = iter([10.0, 14.0]), iter([100.0, 106.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    monkeypatch.setattr("os.cpu_count", lambda: 3)
-    monkeypatch.setattr("benchmarks.machine._stolen_seconds", lambda: next(stolen))
-    assert Machine().stolen() == 6 / (4 * 3)

@@ -33,9 +33,3 @@ def test_arms_train_the_same_model(tmp_path: Path) -> None:
     run(2, real_model.main, [folder, "--data", text, *sizes, *given, "--json", file])
     rows = {row["arm"]: row for row in json.loads(Path(file).read_text())["rows"]}
     assert "whole" not in rows and rows["balanced"]["partition"] == [0, 5, 9]
-
-
-def test_the_launcher_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(SystemExit, match="start with DeepSpeed's launcher"):
-        real_model.main(["model", "--data", "text"])

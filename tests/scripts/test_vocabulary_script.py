@@ -28,15 +28,3 @@ def test_a_table_compares_slices_with_whole_matrices(
         words, tokens = 96 * 4, row["tokens"]
         assert words * tokens <= row["head bytes"] <= 2 * words * tokens + 300 * tokens
         assert row["head seconds"] > 0 and row["embedding seconds"] > 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--slices", "97"], "--slices 97: should be at most --vocab-size 96"),
-        (["--tokens", "0"], "--tokens 0: should be at least 1"),
-    ],
-)
-def test_bad_input_ends_it_with_one_line(flags: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=rf"^vocabulary\.py: error: {message}"):
-        vocabulary.main([*TINY, *flags])
