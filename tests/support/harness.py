@@ -91,8 +91,9 @@ class World:
         wait([process.sentinel for process in self.processes], timeout=1.0)  # they write at once, and do not end
         stacks = []
         for place in self.places:
-            text = Path(place.log).read_text(errors="replace")
-            stacks.append(f"rank {place.rank}:\n{text[-4000:]}")
+            log = Path(place.log)
+            said = log.read_text(errors="replace")[-4000:] if log.exists() else "it had not begun"
+            stacks.append(f"rank {place.rank}:\n{said}")
         return "\n".join([f"ranks {ranks} were not done in {seconds} s. Where all of them stand:", *stacks])
 
     def end(self) -> None:
