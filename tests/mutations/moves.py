@@ -136,7 +136,7 @@ MUTATIONS = [
         "Migrator.prepare",
         "plan.new == plan.old",
         "not plan.moves",
-        "tests/engine/run/test_two_chunks.py::test_moves_also_to_a_chain_and_back_change_nothing[fp32]",
+        "tests/engine/run/test_schedules.py::test_moves_before_every_batch_under_every_schedule_change_nothing",
     ),
     Mutation(
         "a frozen parameter arrives as a trainable one",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-SCHEDULES = "tests/engine/run/test_schedules.py::test_training_equals_1f1b"
 CHAT = "tests/data/test_data_chat.py"
 
 MUTATIONS = [
@@ -141,7 +140,7 @@ MUTATIONS = [
         "Executor._carry_out",
         "self._stage.chunks.activate(chunk)",
         "kind == Kind.FORWARD and self._stage.chunks.activate(chunk)",
-        "tests/engine/run/test_two_chunks.py::test_training_equals_a_chain -k reentrant",
+        "tests/engine/run/test_schedules.py::test_moves_before_every_batch_under_every_schedule_change_nothing",
     ),
     Mutation(
         "another batch follows one that an error ended",
