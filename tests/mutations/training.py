@@ -34,14 +34,14 @@ MUTATIONS = [
         "StageLayers.random_streams",
         "getattr(untied.get(index), 'draws_as_layer', index)",
         "index - self.indices[0]",
-        "tests/engine/run/test_randomness.py::test_moves_change_nothing[False]",
+        "tests/engine/run/test_randomness.py::test_nothing_but_the_seed_and_the_data_changes_the_random_numbers",
     ),
     Mutation(
         "a generator that layers share draws the numbers of its rank",
         "components.build_components",
         "states.add('the program', SharedGenerators(references.shared_generators))",
         "pass",
-        "tests/engine/run/test_randomness.py::test_moves_change_nothing",
+        "tests/engine/run/test_randomness.py::test_nothing_but_the_seed_and_the_data_changes_the_random_numbers",
     ),
     Mutation(
         "all micro-batches of a batch draw the same",

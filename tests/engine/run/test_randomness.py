@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,28 +20,29 @@ from torch import nn
 import ds_dynmo
 from ds_dynmo.schedules import schedule_for_equal_costs
 from tests.support.configs import Case, config
-from tests.support.harness import run
+from tests.support.harness import run, run_each
 from tests.support.models import WIDTH, Block, Embedding, Head, loss, module_of, project
 from tests.support.training import batches, build, micro_batch, reports_of, state, whole
 
 pytestmark = pytest.mark.ranks
 
-NEVER_PROFILED: dict[str, Any] = {"enabled": False}
+STEPS = 5
 
 
 @dataclass(frozen=True)
 class Plan:
     """What a run does beside training."""
 
-    steps: int = 6
     moves: tuple[tuple[int, ...], ...] = ()  # one after each batch
     evaluate_after: tuple[int, ...] = ()
     seed_layers: bool = False
+    in_two_parts: bool = False  # backward passes, from the first batch on, under checkpointing too
     save_to: str | None = None  # saved after the third batch
     resume_from: str | None = None
 
 
-MOVES = Plan(moves=((0, 1, 8), (0, 7, 8), (0, 2, 8), (0, 5, 8)))
+MOVES = (0, 1, 8), (0, 7, 8), (0, 2, 8), (0, 5, 8)
+CHECKED_AFTER = (1, 3)
 
 
 def drawing_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -120,16 +120,20 @@ def generators() -> Sequence[Any]:
 
 
 def train(case: Case, plan: Plan = Plan()) -> dict[str, Any]:
+    """Train. All replicas have the same data."""
+    if plan.in_two_parts:
+        with mock.patch("ds_dynmo.engine.run.schedule_in_force.one_f_one_b", schedule_for_equal_costs):
+            return train(case, replace(plan, in_two_parts=False))
     engine = build(case, drawing_layers)
     engine.module.loss_fn = drawing_loss
     engine.module.seed_layers = plan.seed_layers
     if plan.resume_from is not None:
         engine.load_checkpoint(plan.resume_from)
-    data = islice(batches(engine), engine.global_steps * case.micro_batches, None)
+    data = (micro_batch(number, replica=0) for number in count(engine.global_steps * case.micro_batches))
     set_generators(engine.global_rank + 10 * len(plan.moves))  # the rank's own states must not matter
     before = generators()
     losses, evaluations, moves = [], [], list(plan.moves)
-    for step in range(engine.global_steps, plan.steps):
+    for step in range(engine.global_steps, STEPS):
         losses.append(engine.train_batch(data).item())
         if moves:
             engine.rebalance(moves.pop(0))
@@ -139,6 +143,7 @@ def train(case: Case, plan: Plan = Plan()) -> dict[str, Any]:
             engine.save_checkpoint(plan.save_to)
     return {
         "losses": losses,
+        "of this replica": float(engine.loss) if engine.is_last_stage() else None,
         "evaluations": evaluations,
         "state": state(engine),
         "moved": sum(report.layers_moved for report in reports_of(engine)),
@@ -148,123 +153,86 @@ def train(case: Case, plan: Plan = Plan()) -> dict[str, Any]:
     }
 
 
-@cache
-def still(stages: int = 2, tied: bool = False, replicas: int = 1) -> list[dict[str, Any]]:
-    """Run without checkpointing, profile or moves."""
-    case = Case(stages=stages, tied=tied, replicas=replicas, dynmo=NEVER_PROFILED)
-    return run(case.ranks, train, case)
+def of_two_stages(checkpoint_interval: int = 0, reentrant: bool = True, **dynmo: Any) -> Case:
+    section = {"interval": 0, **dynmo}
+    return Case(tied=True, checkpoint_interval=checkpoint_interval, reentrant=reentrant, dynmo=section)
 
 
-def check_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert [result["losses"] for result in found] == [result["losses"] for result in expected]
-    assert whole(found) == whole(expected)
-    assert all(result["generators kept"] for result in found)
+def test_nothing_but_the_seed_and_the_data_changes_the_random_numbers(tmp_path: Path) -> None:
+    """Neither moves, recomputation, passes in two parts, profiles, evaluations, resuming, nor DeepSpeed's own seeds."""
+    folder, profile = str(tmp_path), {"batches": 99, "warmup_batches": 0}
+    arms = {
+        "stays": (of_two_stages(enabled=False), Plan()),
+        "profiled": (of_two_stages(2, profile=profile), Plan(MOVES, evaluate_after=CHECKED_AFTER)),
+        "saved": (of_two_stages(1, reentrant=False), Plan(MOVES, save_to=folder)),
+        "resumed": (of_two_stages(), Plan(MOVES[2:], resume_from=folder)),
+        "in two parts": (
+            of_two_stages(1, schedule={"kind": "zero_bubble"}),
+            Plan(evaluate_after=CHECKED_AFTER, in_two_parts=True),
+        ),
+        "seeds of layers": (of_two_stages(1), Plan(MOVES, seed_layers=True)),
+    }
+    found = dict(zip(arms, run_each(2, train, *arms.values()), strict=True))
+    found["three stages"] = run(3, train, Case(stages=3, tied=True), Plan(((0, 1, 2, 8), (0, 6, 7, 8), (0, 2, 5, 8))))
+    stays = found["stays"]
+    for name, results in found.items():
+        losses = stays[0]["losses"]
+        assert all(each["losses"] == (losses[3:] if name == "resumed" else losses) for each in results), name
+        assert whole(results) == whole(stays), name
+        assert all(each["generators kept"] or name == "seeds of layers" for each in results), name
+        assert (results[0]["moved"] > 0) == (name not in ("stays", "in two parts")), name
+    evaluations = found["profiled"][0]["evaluations"]
+    assert len(evaluations) == 2
+    assert all(each["evaluations"] == evaluations for each in [*found["profiled"], *found["in two parts"]])
+    assert [each["profiled"] for each in [*found["profiled"], *stays]] == [1, 1, 0, 0]  # batches since the last move
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("interval", [1, 2])
-def test_moves_and_recomputation_change_nothing(interval: int, reentrant: bool) -> None:
-    moved = run(2, train, Case(checkpoint_interval=interval, reentrant=reentrant), MOVES)
-    assert moved[0]["moved"] > 0
-    check_same(moved, still())
+def test_replicas_use_different_random_numbers_wherever_layers_are() -> None:
+    stays = run(2, train, Case(stages=1, replicas=2))
+    moved = run(4, train, Case(replicas=2, checkpoint_interval=1), Plan(MOVES))
+    assert moved[0]["losses"] == stays[0]["losses"] and whole(moved) == whole(stays)
+    assert all(each["generators kept"] for each in moved)
+    one, other = (each["of this replica"] for each in stays)
+    assert one != other and [each["of this replica"] for each in moved] == [None, None, one, other]
 
 
-def train_in_two_parts(case: Case) -> dict[str, Any]:
-    """Train, with backward passes in two parts from the first batch on, under checkpointing too."""
-    with mock.patch("ds_dynmo.engine.run.schedule_in_force.one_f_one_b", schedule_for_equal_costs):
-        return train(case)
+def test_without_streams_a_move_changes_the_random_numbers() -> None:
+    case = of_two_stages(randomness={"per_layer": False})
+    with_streams, stays, moves = run_each(2, train, (of_two_stages(),), (case,), (case, Plan(MOVES[:1])))
+    assert stays[0]["losses"][0] != with_streams[0]["losses"][0]
+    assert stays[0]["losses"] != moves[0]["losses"]
+    assert not stays[0]["generators kept"]
 
 
-def test_recomputation_in_a_pass_in_two_parts_changes_nothing() -> None:
-    block = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
-    check_same(run(2, train_in_two_parts, Case(checkpoint_interval=1, dynmo=block)), still())
-
-
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_moves_change_nothing(tied: bool) -> None:
-    moves = Plan(moves=((0, 1, 2, 8), (0, 6, 7, 8), (0, 2, 5, 8)))
-    moved = run(3, train, Case(stages=3, tied=tied), moves)
-    assert moved[0]["moved"] > 0
-    check_same(moved, still(stages=3, tied=tied))
-
-
-def test_the_number_of_stages_changes_nothing() -> None:
-    assert still(stages=3)[0]["losses"] == still()[0]["losses"]
-    assert whole(still(stages=3)) == whole(still())
-
-
-def first_loss(case: Case) -> float:
-    """Train a batch in which all replicas have the same data, and return the mean of their losses."""
-    engine = build(case, drawing_layers)
-    return float(engine.train_batch(micro_batch(number, replica=0) for number in range(case.micro_batches)).item())
-
-
-def test_replicas_use_different_random_numbers() -> None:
-    assert run(4, first_loss, Case(replicas=2))[0] != run(2, first_loss, Case())[0]
-    moved = run(4, train, Case(replicas=2, checkpoint_interval=1), MOVES)
-    assert moved[0]["moved"] > 0
-    check_same(moved, still(replicas=2))
-
-
-@pytest.mark.parametrize("interval", [0, 2])
-def test_profiled_batches_use_the_same_random_numbers(interval: int) -> None:
-    block = {"interval": 0, "profile": {"batches": 99, "warmup_batches": 0}}
-    profiled = run(2, train, Case(dynmo=block, checkpoint_interval=interval), MOVES)
-    check_same(profiled, still())
-    assert [result["profiled"] for result in [*profiled, *still()]] == [2, 2, 0, 0]  # batches since the last move
-
-
-def test_evaluations_do_not_change_training_and_do_not_depend_on_moves() -> None:
-    evaluate = Plan(evaluate_after=(1, 4))
-    stays = run(2, train, Case(dynmo=NEVER_PROFILED), evaluate)
-    moves = run(2, train, Case(), replace(MOVES, evaluate_after=(1, 4)))
-    check_same(stays, still())
-    check_same(moves, still())
-    assert len(stays[0]["evaluations"]) == 2
-    assert [result["evaluations"] for result in stays] == [result["evaluations"] for result in moves]
-
-
-def test_a_resumed_run_continues_its_random_numbers(tmp_path: Path) -> None:
-    saved = run(2, train, Case(), Plan(save_to=str(tmp_path)))
-    resumed = run(2, train, Case(), Plan(resume_from=str(tmp_path), moves=((0, 2, 8), (0, 5, 8))))
-    assert [result["losses"][3:] for result in saved] == [result["losses"] for result in resumed]
-    assert whole(saved) == whole(resumed) == whole(still())
-
-
-def test_streams_take_precedence_over_deepspeeds_seed_layers() -> None:
-    seeded = run(2, train, Case(checkpoint_interval=1), replace(MOVES, seed_layers=True))
-    assert [result["losses"] for result in seeded] == [result["losses"] for result in still()]
-    assert whole(seeded) == whole(still())
-
-
-def train_with_seeds(folder: str) -> dict[str, list[float]]:
-    """Train two batches of runs of other seeds, and one more of resumed ones."""
-    rank = torch.distributed.get_rank()
+def train_with_seeds(case: Case, folder: str) -> dict[str, float]:
+    """Return the first loss of runs of other seeds, and the second of resumed ones."""
+    rank, stages = torch.distributed.get_rank(), case.stages
 
     def built(of_torch: int, *, of_module: int = 1234, of_section: int | None = None) -> Any:
-        case = Case(dynmo={"interval": 0, "randomness": {"seed": of_section}})
+        case = Case(stages=stages, dynmo={"interval": 0, "randomness": {"seed": of_section}})
         module = module_of(case, drawing_layers, base_seed=of_module)
         torch.manual_seed(of_torch + 100 * rank)  # rank 0's counts
         parameters = list(module.parameters())
         return ds_dynmo.initialize(model=module, model_parameters=parameters, config=config(case))[0]
 
-    def losses(engine: Any, count: int) -> list[float]:
-        data = islice(batches(engine), engine.global_steps * Case().micro_batches, None)
-        return [engine.train_batch(data).item() for _ in range(count)]
+    def loss_of(engine: Any) -> float:
+        data = islice(batches(engine), engine.global_steps * case.micro_batches, None)
+        return float(engine.train_batch(data).item())
 
-    def resumed(engine: Any) -> list[float]:
+    def resumed(engine: Any) -> float:
         engine.load_checkpoint(folder)
-        return losses(engine, 1)
+        return loss_of(engine)
 
     first = built(5)
-    found = {"torch": losses(first, 2)}
+    found = {"torch": loss_of(first)}
+    if stages == 2:
+        return found
     first.save_checkpoint(folder)
     return found | {
-        "goes on": losses(first, 1),
-        "torch again": losses(built(5), 2),
-        "other": losses(built(6), 2),
-        "module": losses(built(6, of_module=5), 2),
-        "section": losses(built(6, of_module=7, of_section=5), 2),
+        "goes on": loss_of(first),
+        "other": loss_of(built(6)),
+        "module": loss_of(built(6, of_module=5)),
+        "section": loss_of(built(6, of_module=7, of_section=5)),
         "resumed": resumed(built(6)),
         "resumed by the section": resumed(built(5, of_section=5)),
         "resumed by another section": resumed(built(5, of_section=6)),
@@ -272,16 +240,10 @@ def train_with_seeds(folder: str) -> dict[str, list[float]]:
 
 
 def test_the_seed_is_torchs_unless_the_user_gave_one(tmp_path: Path) -> None:
-    found = run(2, train_with_seeds, str(tmp_path))[0]
-    assert found["torch"] == found["torch again"] == found["module"] == found["section"]
-    assert not set(found["torch"]) & set(found["other"])
+    """On two stages that of rank 0 counts."""
+    (found,) = run(1, train_with_seeds, Case(stages=1), str(tmp_path))
+    on_two = run(2, train_with_seeds, Case(), str(tmp_path))
+    assert [found["torch"]] * 2 == [each["torch"] for each in on_two]
+    assert found["torch"] == found["module"] == found["section"] != found["other"]
     assert found["goes on"] == found["resumed"] == found["resumed by the section"]
     assert found["goes on"] != found["resumed by another section"]
-
-
-def test_without_streams_a_move_changes_the_random_numbers() -> None:
-    case = Case(dynmo={"interval": 0, "randomness": {"per_layer": False}})
-    stays, moves = (run(2, train, case, plan) for plan in (Plan(), replace(MOVES, moves=MOVES.moves[:1])))
-    assert stays[0]["losses"][0] != still()[0]["losses"][0]
-    assert stays[0]["losses"] != moves[0]["losses"]
-    assert not stays[0]["generators kept"]
