@@ -15,6 +15,7 @@ import pytest
 
 from ds_dynmo.engine.save import folder as folders
 from ds_dynmo.engine.save.folder import CheckpointFolder
+from tests.support.kills import killed_at
 
 STEPS_OF_WRITING = [
     (os, "rename"), (os, "replace"), (os, "makedirs"), (os, "rmdir"), (os, "unlink"), (os, "fsync"), (os, "close"),
@@ -70,47 +71,36 @@ def in_a_process(function: Callable[[], Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def killed_at(step: int, function: Callable[[], Any]) -> bool:
+def is_killed_at(step: int, function: Callable[[], None]) -> bool:
     """Kill a process that calls ``function`` before its ``step``-th step; return whether it had so many."""
-    left = iter(range(step))
 
-    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*args: Any, **kwargs: Any) -> Any:
-            if next(left, None) is None:
-                os._exit(1)
-            return original(*args, **kwargs)
+    def call() -> None:
+        with killed_at(step, STEPS_OF_WRITING, lambda: os._exit(1)):
+            function()
 
-        return count
-
-    def run() -> None:
-        for module, name in STEPS_OF_WRITING:
-            setattr(module, name, counting(getattr(module, name)))
-        function()
-
-    return in_a_process(run) == 1
+    return in_a_process(call) == 1
 
 
-@pytest.mark.parametrize("next_call", ["save", "load"])
 @pytest.mark.parametrize("tag", ["one", "two"])
-def test_nothing_is_left_of_a_save_that_was_killed_at_any_step(tmp_path: Path, tag: str, next_call: str) -> None:
-    """It replaces the checkpoint ``one``, or writes one beside it. The next save is of another tag."""
+def test_nothing_is_left_of_a_save_that_was_killed_at_any_step(tmp_path: Path, tag: str) -> None:
+    """It replaces the checkpoint ``one``, or writes one beside it. Then another tag is saved, or one is loaded."""
     step, was_killed = 0, True
     while was_killed:
-        save_dir = tmp_path / str(step)
+        save_dir, other = tmp_path / str(step), tmp_path / f"{step} again"
         save(save_dir, "one", "old")
-        was_killed = killed_at(step, lambda save_dir=save_dir: save(save_dir, tag, "new"))
+        was_killed = is_killed_at(step, lambda save_dir=save_dir: save(save_dir, tag, "new"))
+        shutil.copytree(save_dir, other)
         latest = folders.read_latest(str(save_dir))
         assert latest is not None and content_of(save_dir, latest) in ("old", "new"), step
         found = {name: content_of(save_dir, name) for name in ("one", tag)}
         assert found["one"] in ("old", "new") and found[tag] in (None, "old", "new"), step
-        if next_call == "save":
-            save(save_dir, "three", "newest")
-        else:
-            folders.tidy(str(save_dir))
-        assert {name: content_of(save_dir, name) for name in found} == found, step
-        there = {"one", "latest", *(["three"] if next_call == "save" else []), *([tag] if found[tag] else [])}
-        assert {*os.listdir(save_dir)} - {".latest.writing"} == there, step  # a line, which the next save replaces
-        assert not [name for name in there - {"latest"} if {*os.listdir(save_dir / name)} != {"content", "dynmo"}], step
+        save(save_dir, "three", "newest")
+        folders.tidy(str(other))
+        for folder, more in ((save_dir, {"three"}), (other, set[str]())):
+            assert {name: content_of(folder, name) for name in found} == found, (step, folder)
+            there = {"one", "latest", *more, *([tag] if found[tag] else [])}
+            assert {*os.listdir(folder)} - {".latest.writing"} == there, step  # a line, which the next save replaces
+            assert all({*os.listdir(folder / name)} == {"content", "dynmo"} for name in there - {"latest"}), step
         step += 1
     assert step > 15
 
@@ -121,7 +111,7 @@ def test_a_job_that_is_killed_again_while_it_removes_leaves_nothing(tmp_path: Pa
         save_dir = tmp_path / str(step)
         for tag in ("one", "one", "two"):
             in_a_process(lambda save_dir=save_dir, tag=tag: begun(save_dir, tag, 0))
-        was_killed = killed_at(step, lambda save_dir=save_dir: folders.tidy(str(save_dir)))
+        was_killed = is_killed_at(step, lambda save_dir=save_dir: folders.tidy(str(save_dir)))
         folders.tidy(str(save_dir))
         assert os.listdir(save_dir) == [], step
         step += 1
@@ -132,40 +122,33 @@ def test_a_job_that_is_killed_again_while_it_removes_leaves_nothing(tmp_path: Pa
 
 
 def test_an_abandoned_folder_is_removed_and_one_in_use_is_not(tmp_path: Path) -> None:
-    in_use = begun(tmp_path, "global_step2", 0)
-    abandoned = begun(tmp_path, "global_step1", folders.ABANDONED_SECONDS + 60)
+    """One fresh file says that it is in use."""
+    abandoned, in_use, written_to = (
+        begun(tmp_path, f"global_step{step}", age)
+        for step, age in ((1, folders.ABANDONED_SECONDS + 60), (2, 0), (4, folders.ABANDONED_SECONDS + 60))
+    )
     foreign = tmp_path / ".notes.writing"
     foreign.mkdir()
     os.utime(foreign, (0, 0))
+    (written_to / "some.pt").write_text("more of it")
     begun(tmp_path, "global_step3", 0)
-    assert in_use.is_dir() and foreign.is_dir() and not abandoned.exists()
-
-
-def test_a_folder_with_one_fresh_file_is_in_use(tmp_path: Path) -> None:
-    path = begun(tmp_path, "global_step1", folders.ABANDONED_SECONDS + 60)
-    (path / "some.pt").write_text("more of it")
-    begun(tmp_path, "global_step2", 0)
-    assert path.is_dir()
+    assert in_use.is_dir() and foreign.is_dir() and written_to.is_dir() and not abandoned.exists()
 
 
 def without_locks(*_: Any) -> None:
     raise OSError(errno.ENOSYS, "Function not implemented")
 
 
-@pytest.mark.parametrize("age_seconds", [0, folders.ABANDONED_SECONDS + 60])
-@pytest.mark.parametrize("lacks", ["locks", "the machine"])
-def test_a_save_whose_lock_is_not_seen_is_in_use_for_an_hour(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str, age_seconds: float
-) -> None:
+def test_a_save_whose_lock_is_not_seen_is_in_use_for_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is on a file system without locks, or of another machine."""
-    with monkeypatch.context() as patch:
-        if lacks == "locks":
-            patch.setattr(fcntl, "flock", without_locks)
-        else:
-            patch.setattr(socket, "gethostname", lambda: "another")
-        in_a_process(lambda: begun(tmp_path, "one", age_seconds))
-    folders.tidy(str(tmp_path))
-    assert os.listdir(tmp_path) == ([".one.writing"] if age_seconds == 0 else [])
+    for module, name, unseen in ((fcntl, "flock", without_locks), (socket, "gethostname", lambda: "another")):
+        for age_seconds in (0, folders.ABANDONED_SECONDS + 60):
+            folder = tmp_path / f"{name} {age_seconds}"
+            with monkeypatch.context() as patch:
+                patch.setattr(module, name, unseen)
+                in_a_process(lambda folder=folder, age=age_seconds: begun(folder, "one", age))
+            folders.tidy(str(folder))
+            assert os.listdir(folder) == ([".one.writing"] if age_seconds == 0 else []), folder
 
 
 def test_a_file_system_without_locks_takes_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
