@@ -107,7 +107,7 @@ MUTATIONS = [
         "TrainableLayers.check",
         "check_unchanged(self._stage.layers, self._layers)",
         "pass",
-        "tests/engine/state/test_frozen.py::test_freezing_without_model_changed_is_an_error_that_names_it",
+        "tests/engine/state/test_frozen.py::test_a_fully_frozen_model_still_runs_once_model_changed_was_called",
     ),
     Mutation(
         "a decision is missing in the report",

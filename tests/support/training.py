@@ -226,6 +226,15 @@ def train_and_move(
     return losses
 
 
+def train_after(engine: Any, before: Callable[[int], None], steps: int) -> dict[str, Any]:
+    """Train ``steps`` batches, call ``before`` with the number of each before it, and return :func:`outcome_of` it."""
+    data, losses = batches(engine), []
+    for step in range(steps):
+        before(step)
+        losses.append(engine.train_batch(data).item())
+    return outcome_of(engine, losses)
+
+
 def move_in_phases(engine: Any, partition: Sequence[int], *, overlapped: bool, check: Any = None) -> None:
     """Move to ``partition`` phase by phase.
 
@@ -368,11 +377,12 @@ def raw_layer(module: nn.Module) -> list[bytes]:
     return [raw(parameter) for parameter in module.parameters()]
 
 
-def train_frozen(case: Case, frozen: dict[int, int], moves: dict[int, list[int]]) -> dict[str, Any]:
+def train_frozen(case: Case, frozen: dict[int, int], moves: dict[int, list[int]], steps: int = 7) -> dict[str, Any]:
+    """Train, and freeze so many leading layers before the batches ``frozen``, and move before those of ``moves``."""
     engine = build(case)
     data, losses, prefix = batches(engine), [], 0
     thawed = []
-    for step in range(7):
+    for step in range(steps):
         if step in frozen:
             prefix = frozen[step]
             freeze(engine, prefix)
