@@ -3,13 +3,13 @@
 #   scripts/nightly.sh                 all steps
 #   scripts/nightly.sh long versions   these alone
 #
-#   short       scripts/test.sh: what CI runs
+#   short       what CI runs: scripts/test.sh, and its short form on the emulated device
 #   long        tests marked nightly: random sequences, more combinations, programs that are launched or installed
 #   compiled    tests in which DeepSpeed compiles its own Adam; needs a C++ compiler and Python's headers
 #   emulated    tests on ranks on the emulated device, and of the nightly ones those of moves
 #   endurance   random rounds of training, for HOURS (default: 2), and what processes hold after many moves
 #   faults      FAULTS (default: 1000) faults, one per trial, at places of a run on random ranks
-#   mutations   the code broken in small ways: tests have to fail
+#   mutations   the code broken in small ways: a quick test has to fail
 #   versions    the lowest and highest tested versions of DeepSpeed, torch, transformers and peft
 #   pythons     scripts/test.sh under each other Python of PYTHONS (default: 3.12 and 3.13) that is installed
 #
@@ -24,7 +24,7 @@ STEPS=(short long compiled emulated endurance faults mutations versions pythons)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # as scripts/test.sh
 mkdir -p "$FOLDER" || exit 1
 
-short() { bash scripts/test.sh; }
+short() { bash scripts/test.sh && DS_ACCELERATOR=emulated bash scripts/test.sh; }
 long() { bash scripts/test.sh -m nightly; }
 compiled() { bash scripts/test.sh -m compiled; }
 emulated() {
