@@ -163,7 +163,7 @@ MUTATIONS = [
         "guards.check_at_work",
         "if engine.released",
         "if False",
-        f"{REPACK}::test_fewer_ranks_train_as_all_would -k zero1",
+        f"{REPACK}::test_fewer_ranks_train_as_all_would",
     ),
     Mutation(
         "ranks are given back though training becomes too slow",

@@ -79,19 +79,6 @@ def train_alone(case: Case, steps: int) -> dict[str, Any]:
     return train_and_repack(case, {}, steps)
 
 
-def train_through_checkpoint(case: Case, folder: str, first: int, last: int) -> dict[str, Any]:
-    """Train batches ``first + 1`` to ``last``, from the checkpoint at ``first`` (0: none), and save one at the end."""
-    engine = build(case)
-    data = batches(engine)
-    if first:
-        engine.load_checkpoint(folder)
-        for _ in range(first * case.micro_batches):
-            next(data)
-    losses = {step + 1: engine.train_batch(data).item() for step in range(first, last)}
-    engine.save_checkpoint(folder)
-    return {"losses": losses, "state": state(engine), "attributes": attributes(engine), "partition": engine.partition}
-
-
 def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
     """Train a dynamic case, re-packed where an automatic decision would be: before the case sees the batch."""
     engine, model = case_runs.build(case_run)

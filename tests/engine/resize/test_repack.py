@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from tests.support.elastic import (
     train_alone,
     train_and_repack,
     train_case,
-    train_through_checkpoint,
 )
 from tests.support.harness import run
 from tests.support.training import batches, build, layers_of, sleeping_engine, use_virtual_clock
@@ -30,66 +30,52 @@ from tests.support.training import batches, build, layers_of, sleeping_engine, u
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize(
-    ("precision", "replicas"),
-    [
-        ("bf16 zero1", 2),
-        *(pytest.param("fp32", replicas, marks=pytest.mark.nightly) for replicas in (1, 2)),
-        pytest.param("bf16 zero1", 1, marks=pytest.mark.nightly),
-    ],
-)
+VARIANTS = [
+    ("bf16 zero1", 2),
+    *(
+        pytest.param(*variant, marks=pytest.mark.nightly)
+        for variant in (("fp32", 1), ("fp32", 2), ("bf16 zero1", 1), ("bf16", 1))
+    ),
+]
+
+
+def train_saving(case: Case, folder: str) -> dict[str, Any]:
+    return train_and_repack(case, {1: 2, 2: 1}, 3, folder=folder)
+
+
+def restart(case: Case, folder: str, step: int) -> dict[str, Any]:
+    return train_and_repack(case, {}, 3, folder=folder, first=step)
+
+
+@pytest.mark.parametrize(("precision", "replicas"), VARIANTS)
 def test_shrinking_equals_restarts_from_checkpoints(tmp_path: Path, precision: str, replicas: int) -> None:
-    sizes, steps = {2: 3, 4: 2, 6: 1}, 8
-    case = Case(stages=4, replicas=replicas, precision=precision, tied=precision == "fp32", groups="two")
-    repacked = run(case.ranks, train_and_repack, case, sizes, steps)
-    first, expected = 0, {}
-    for last, stages in [(2, 4), (4, 3), (6, 2), (8, 1)]:
-        smaller = Case(**{**vars(case), "stages": stages})
-        end = run(smaller.ranks, train_through_checkpoint, smaller, str(tmp_path), first, last)
-        expected.update(losses(end))
-        first = last
-    assert losses(repacked) == expected
-    assert merged(repacked) == merged(end)
+    case = Case(stages=3, replicas=replicas, precision=precision, tied=precision == "fp32", groups="two")
+    repacked = run(case.ranks, train_saving, case, str(tmp_path))
+    for step, stages in ((1, 2), (2, 1)):
+        smaller = replace(case, stages=stages)
+        restarted = run(smaller.ranks, restart, smaller, str(tmp_path), step)
+        assert losses(restarted) == {number: loss for number, loss in losses(repacked).items() if number > step}
+    assert merged(restarted) == merged(repacked)
 
 
-@pytest.mark.parametrize(
-    ("precision", "replicas"),
-    [
-        ("bf16 zero1", 2),
-        pytest.param("fp32", 1, marks=pytest.mark.nightly),
-        pytest.param("fp32", 2, marks=pytest.mark.nightly),
-        pytest.param("bf16 zero1", 1, marks=pytest.mark.nightly),
-        pytest.param("bf16", 1, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("precision", "replicas"), VARIANTS)
 def test_fewer_ranks_train_as_all_would(precision: str, replicas: int) -> None:
-    """4 -> 2 -> 1 stages equal a run without re-packing: learning rates, data and random numbers, too."""
+    """3 -> 2 -> 1 stages equal a run without re-packing: learning rates, data and random numbers, too."""
     clip = 0.0 if "zero1" in precision else 1.0  # ZeRO sums the norm over its shards, which differ between stages
-    case = Case(
-        stages=4,
-        replicas=replicas,
-        precision=precision,
-        tied=True,
-        groups="two",
-        scheduler=True,
-        dropout=True,
-        clip=clip,
-    )
-    fewer = run(case.ranks, train_and_repack, case, {2: 2, 4: 1}, 6)
-    stayed = run(case.ranks, train_alone, case, 6)
+    case = Case(stages=3, replicas=replicas, precision=precision, tied=True, groups="two", scheduler=True, clip=clip)
+    case = replace(case, dropout=True)
+    fewer = run(case.ranks, train_and_repack, case, {1: 2, 2: 1}, 3)
+    stayed = run(case.ranks, train_alone, case, 3)
     assert losses(fewer) == losses(stayed)
     assert merged(fewer) == merged(stayed)
     assert fewer[0]["evaluation"] == stayed[0]["evaluation"]
-    assert {rank: result["released"] for rank, result in enumerate(fewer) if "released" in result} == {
-        rank: 4 if rank >= 3 * replicas else 2 for rank in range(replicas, 4 * replicas)
-    }
-    assert "was released after step 2" in fewer[replicas]["refused"]
+    first, then = range(replicas, 2 * replicas), range(2 * replicas, 3 * replicas)  # ranks that leave
+    released = {rank: found["released"] for rank, found in enumerate(fewer) if "released" in found}
+    assert released == {**dict.fromkeys(first, 1), **dict.fromkeys(then, 2)}
+    assert "was released after step 1" in fewer[replicas]["refused"]
     reports = fewer[0]["reports"]
-    assert [(r.old_stages, r.new_stages) for r in reports] == [(4, 2), (2, 1)]
-    assert [r.released_ranks for r in reports] == [
-        tuple(range(replicas, 3 * replicas)),
-        tuple(range(3 * replicas, 4 * replicas)),
-    ]
+    assert [(report.old_stages, report.new_stages) for report in reports] == [(3, 2), (2, 1)]
+    assert [report.released_ranks for report in reports] == [tuple(first), tuple(then)]
 
 
 @pytest.mark.nightly
@@ -107,11 +93,16 @@ def test_attributes_built_once_fit_the_new_world(precision: str) -> None:
             }
 
 
+def groups_of(engine: Any) -> list[Any]:
+    return [group for group in vars(engine.grid).values() if isinstance(group, dist.ProcessGroup)]
+
+
 def use_after_repacking(case: Case) -> Any:
-    """Profile, decide, move and save after a re-packing."""
+    """Move, profile and decide after a re-packing; return how many groups of the world before are left, too."""
     engine = build(case)
     data = batches(engine)
     engine.train_batch(data)
+    before = [weakref.ref(group) for group in groups_of(engine)]
     with torch.inference_mode():  # as in an evaluation; what arrives trains nevertheless
         engine.repack(2)
     if engine.released:
@@ -120,13 +111,20 @@ def use_after_repacking(case: Case) -> Any:
         engine.rebalance(partition)
         engine.train_batch(data)
     report = engine.rebalance()
-    return len(report.new_partition) - 1, engine.profile.partition, engine.grid.pipe_parallel_size
+    gc.collect()
+    left = sum(group() is not None for group in before)
+    names = engine.migrator.make_context().references._names
+    sizes = len(report.new_partition) - 1, len(engine.profile.partition) - 1, engine.grid.pipe_parallel_size
+    return sizes, left, len(before), [str(names.of(group)) for group in groups_of(engine)]
 
 
-def test_profiles_decisions_moves_and_checkpoints_work_after_a_repacking() -> None:
-    found = [result for result in run(4, use_after_repacking, Case(stages=4)) if result is not None]
+def test_profiles_decisions_and_moves_work_after_a_repacking() -> None:
+    """Groups of that would keep the connections to ranks that have left, and threads; the present ones have names."""
+    found = [result for result in run(3, use_after_repacking, Case(stages=3)) if result is not None]
     assert len(found) == 2
-    assert all(stages == 2 and len(profiled) == 3 and size == 2 for stages, profiled, size in found)
+    for sizes, left, before, names in found:
+        assert sizes == (2, 2, 2) and left == 0 and before > 3
+        assert all(name.startswith("the PipelineModule._grid.") for name in names), names
 
 
 def repack_by_itself(
@@ -151,7 +149,7 @@ def repack_by_itself(
 
 
 @pytest.mark.parametrize(
-    ("kind", "stages"), [("1f1b", 2), ("v", 3), pytest.param("loop", 3, marks=pytest.mark.nightly)]
+    ("kind", "stages"), [("1f1b", 2), *(pytest.param(kind, 3, marks=pytest.mark.nightly) for kind in ("v", "loop"))]
 )
 def test_automatic_repacking_shrinks(tmp_path: Path, kind: str, stages: int) -> None:
     """At 0.7 of their time layers need ``stages`` of four, and at 0.21 one. Batches with a re-packing have no trace.
@@ -181,12 +179,14 @@ def test_automatic_repacking_shrinks(tmp_path: Path, kind: str, stages: int) -> 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("automatic freezing", marks=pytest.mark.nightly),
         "egeria and pruning",
-        pytest.param("freezing and pruning", marks=pytest.mark.nightly),
-        pytest.param("egeria", marks=pytest.mark.nightly),
-        pytest.param("moe bias and freezing", marks=pytest.mark.nightly),
-        pytest.param("halves, automatic freezing, pruning and qk-sparse attention", marks=pytest.mark.nightly),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in (
+                *("automatic freezing", "freezing and pruning", "egeria", "moe bias and freezing"),
+                "halves, automatic freezing, pruning and qk-sparse attention",
+            )
+        ),
     ],
 )
 def test_state_that_a_rank_holds_for_itself_survives(name: str) -> None:
@@ -196,40 +196,3 @@ def test_state_that_a_rank_holds_for_itself_survives(name: str) -> None:
     stayed = run(3, train_case, case_run, {})
     assert losses(fewer) == losses(stayed)
     assert merged(fewer) == merged(stayed)
-
-
-def same_number(case: Case) -> Any:
-    engine = build(case)
-    data = batches(engine)
-    engine.train_batch(data)
-    report = engine.repack(partition=[0, 1, 8])
-    engine.train_batch(data)
-    return engine.partition, report.new_partition, report.layers_moved
-
-
-def test_a_repacking_to_the_same_number_of_stages_is_a_move() -> None:
-    for partition, reported, moved in run(2, same_number, Case(stages=2)):
-        assert partition == [0, 1, 8] and reported == (0, 1, 8) and moved == 3
-
-
-def connections_after_repacking(case: Case) -> tuple[int, int, list[str]]:
-    """Return the most groups of the world before that are left, the number of those, and the names of present ones."""
-    engine = build(case)
-    data = batches(engine)
-    engine.train_batch(data)
-    before = [weakref.ref(group) for group in vars(engine.grid).values() if isinstance(group, dist.ProcessGroup)]
-    engine.repack(2)
-    if engine.released:
-        return 0, len(before), []
-    engine.train_batch(data)
-    gc.collect()
-    names = engine.migrator.make_context().references._names
-    groups = [group for group in vars(engine.grid).values() if isinstance(group, dist.ProcessGroup)]
-    return sum(group() is not None for group in before), len(before), [str(names.of(group)) for group in groups]
-
-
-def test_groups_of_the_world_before_are_freed_and_the_present_ones_have_their_names() -> None:
-    """They would keep the connections to ranks that have left, and threads."""
-    for left, before, names in run(3, connections_after_repacking, Case(stages=3)):
-        assert left == 0 and before > 3
-        assert all(name.startswith("the PipelineModule._grid.") for name in names), names

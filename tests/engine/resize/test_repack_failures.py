@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import ds_dynmo
 from ds_dynmo import partitioners
 from ds_dynmo.engine.comm import watch
-from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, RankLostError
+from ds_dynmo.errors import MigrationError, PartitionError, RankLostError
 from tests.faults.fault import TIMEOUT_SECONDS, Fault
 from tests.support.configs import Case
-from tests.support.elastic import losses, train_alone, train_and_repack, train_through_checkpoint
+from tests.support.elastic import losses, train_alone, train_and_repack
 from tests.support.harness import run, run_to_the_end
 from tests.support.namespaces import network
 from tests.support.training import batches, build
@@ -25,61 +26,70 @@ from tests.support.training import batches, build
 pytestmark = pytest.mark.ranks
 
 
+def fail_on_the_second() -> None:
+    if dist.get_rank():
+        raise ValueError("no room")
+
+
 def refusals(case: Case) -> list[str]:
-    """Ask for impossible re-packings, and train on."""
+    """Ask for impossible re-packings, which change nothing; go to as many stages, which is a move."""
     engine = build(case)
     data = batches(engine)
     engine.train_batch(data)
     found = []
-    for wanted in (0, 3, -1):
-        try:
-            engine.repack(wanted)
-        except PartitionError as error:
-            found.append(str(error))
+
+    for number in (0, 3, -1):
+        with pytest.raises(PartitionError) as refused:
+            engine.repack(number)
+        found.append(str(refused.value))
     for partition in ([0, 0, 8], [0, 9], [0, 2, 4, 6, 8], []):
-        try:
+        with pytest.raises(PartitionError) as refused:
             engine.repack(partition=partition)
-        except PartitionError as error:
-            found.append(str(error))
-    try:
+        found.append(str(refused.value))
+    with pytest.raises(MigrationError) as differ:
         engine.repack(dist.get_rank() + 1)  # the ranks ask for different numbers
-    except MigrationError as error:
-        found.append(str(error))
-    engine.before_release(lambda: _fail() if dist.get_rank() else None)
-    try:
+    engine.before_release(fail_on_the_second)
+    with pytest.raises(MigrationError) as failed:
         engine.repack(1)
-    except MigrationError as error:
-        found.append(f"{error.harmless}: {error}")
-    return [*found, str(engine.train_batch(data).item() > 0), str(engine.num_stages)]
+    assert failed.value.harmless
+    assert engine.train_batch(data).item() > 0 and engine.num_stages == 2
+    report = engine.repack(partition=[0, 1, 8])
+    engine.train_batch(data)
+    assert engine.partition == [0, 1, 8] and report.new_partition == (0, 1, 8) and report.layers_moved == 3
+    return [*found, str(differ.value), str(failed.value)]
 
 
-def test_impossible_repackings_are_refused() -> None:
-    for found in run(2, refusals, Case(stages=2)):
-        remedy = "there are 1 to 2 to go on with; a job that resumes the last checkpoint may have more"
-        assert found[:3] == [f"repack: {count}, {remedy}" for count in ("0 stages", "3 stages", "-1 stages")]
-        assert "not strictly increasing" in found[3] and "from 0 to 8, for 1 stage" in found[4]
-        assert all("there are 1 to 2 to go on with" in text for text in found[5:7])
-        assert (
-            "ranks differ: repack(1, partition=None) on ranks [0], repack(2, partition=None) on ranks [1]. No layer has"
-            in found[7]
-        )
-        failed = "the callbacks of before_release failed on ranks [1], first with ValueError: no room"
-        assert found[8] == f"True: {failed}. No layer has moved"
-        assert found[9:] == ["True", "2"]
+def test_impossible_repackings_are_refused_and_one_to_as_many_stages_is_a_move() -> None:
+    remedy = "there are 1 to 2 to go on with; a job that resumes the last checkpoint may have more"
+    differ = (
+        "ranks differ: repack(1, partition=None) on ranks [0], repack(2, partition=None) on ranks [1]. No layer has"
+    )
+    failed = "the callbacks of before_release failed on ranks [1], first with ValueError: no room. No layer has moved"
+    says = [
+        *(f"repack: {count} stages, {remedy}" for count in (0, 3, -1)),
+        *(
+            "not strictly increasing",
+            "from 0 to 8, for 1 stage",
+            *["there are 1 to 2 to go on with"] * 2,
+            differ,
+            failed,
+        ),
+    ]
+    for found in run(2, refusals, Case()):
+        for message, expected in zip(found, says, strict=True):
+            assert expected in message
+        assert found[-1] == failed
 
 
-def off(case: Case) -> list[str]:
-    engine = build(case)
-    try:
-        engine.repack(1)
-    except ConfigError as error:
-        return [str(error)]
-    return []
+def off(case: Case) -> str:
+    with pytest.raises(ds_dynmo.ConfigError) as error:
+        build(case).repack(1)
+    return str(error.value)
 
 
 def test_switched_off_repacking_is_refused() -> None:
-    (found, *_) = run(2, off, Case(stages=2, dynmo={"enabled": False}))
-    assert "dynmo.enabled = false: engine.repack would move layers" in found[0]
+    (message,) = run(1, off, Case(stages=1, dynmo={"enabled": False}))
+    assert "dynmo.enabled = false: engine.repack would move layers" in message
 
 
 def with_little_memory(case: Case, factor: float) -> str:
@@ -101,10 +111,6 @@ def with_little_memory(case: Case, factor: float) -> str:
 def test_a_repacking_that_does_not_fit_names_one_that_would() -> None:
     for text in run(3, with_little_memory, Case(stages=3), 0.8):
         assert text.startswith("repack onto 1 stage:") and text.endswith("; 2 stages would do")
-
-
-def _fail() -> None:
-    raise ValueError("no room")
 
 
 def failing(case: Case, place: str, kind: str, rank: int = 2) -> str:
@@ -174,23 +180,19 @@ def test_a_rank_that_dies_between_two_worlds_is_named() -> None:
     assert "ranks [2] (as numbered at the launch) did not come to the new world within 4 s" in left.result
 
 
+def go_on(case: Case, folder: str) -> dict[str, Any]:
+    return train_and_repack(case, {}, 4, folder=folder, first=2)
+
+
 def test_a_job_that_stops_for_a_restart_says_how_to_resume(tmp_path: Path) -> None:
     block = {"interval": 0, "repack": {"release": "checkpoint", "checkpoint": str(tmp_path)}}
-    case = Case(stages=3, replicas=2, dynmo=block)
-    stopped = run(6, train_and_repack, case, {2: [0, 3, 8]}, 4)
+    stopped = run(4, train_and_repack, Case(replicas=2, dynmo=block), {2: [0, 8]}, 4)
     assert all(result["released"] == 2 for result in stopped)
     launch = json.loads((tmp_path / "launch.json").read_text())
-    assert launch == {
-        "num_stages": 2,
-        "ranks": 4,
-        "tag": "global_step2",
-        "partition": [0, 3, 8],
-        "step": 2,
-    }
-    smaller = Case(stages=2, replicas=2)
-    resumed = run(4, train_through_checkpoint, smaller, str(tmp_path), 2, 4)
-    straight = run(6, train_alone, Case(stages=3, replicas=2), 4)
-    assert losses(resumed) == {step: loss for step, loss in losses(straight).items() if step > 2}
+    assert launch == {"num_stages": 1, "ranks": 2, "tag": "global_step2", "partition": [0, 8], "step": 2}
+    smaller = Case(stages=1, replicas=2)
+    resumed, straight = run(2, go_on, smaller, str(tmp_path)), run(2, train_alone, smaller, 4)
+    assert losses(stopped) | losses(resumed) == losses(straight)
 
 
 def with_another_balancer(case: Case) -> list[str]:
