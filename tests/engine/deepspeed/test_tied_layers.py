@@ -35,6 +35,9 @@ from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
 
+nightly = partial(pytest.param, marks=pytest.mark.nightly)
+HEAD = LayerSpec(Head, 2)
+
 
 class Positioned(nn.Module):
     """As in Megatron, the head is the embedding's class with a function around it, and uses only its weight."""
@@ -94,92 +97,74 @@ def gated(layer: Gated, hidden: torch.Tensor) -> torch.Tensor:
     return hidden * layer.gain if layer.on else hidden
 
 
-def one_use_trains(case: Case) -> list[Any]:
-    tie = partial(TiedLayerSpec, "gated", Gated, 3, tied_weight_attr=["weight", "gain"])
-    blocks = [LayerSpec(Block, index) for index in range(4)]
-    return [LayerSpec(Embedding, 1), tie(), *blocks[:2], tie(forward_fn=gated), *blocks[2:], HEAD]
-
-
 def in_the_middle(
-    case: Case, first: Callable[..., Any] | None = None, second: Callable[..., Any] | None = back
+    case: Case, first: Callable[..., Any] | None, second: Callable[..., Any] | None, kind: type[Up] = Up
 ) -> list[Any]:
     """Return layers of which two use one weight; they move, come to one stage and part again."""
-    tie = partial(TiedLayerSpec, "up", Up, 3, tied_weight_attr="weight")
+    attributes = ["weight", "gain"] if kind is Gated else "weight"
+    tie = partial(TiedLayerSpec, "up", kind, 3, tied_weight_attr=attributes)
     blocks = [LayerSpec(Block, index) for index in range(4)]
     return [LayerSpec(Embedding, 1), tie(forward_fn=first), *blocks[:2], tie(forward_fn=second), *blocks[2:], HEAD]
 
 
-HEAD = LayerSpec(Head, 2)
 WAYS: dict[str, Callable[[Case], list[Any]]] = {
     "megatron": megatron,
-    "first whole": in_the_middle,
+    "first whole": partial(in_the_middle, first=None, second=back),
     "last whole": partial(in_the_middle, first=back, second=None),
-    "both train the gain": partial(in_the_middle, second=whole_up),
-    "both whole": partial(in_the_middle, second=None),
-    "one use trains": one_use_trains,
+    "both train the gain": partial(in_the_middle, first=None, second=whole_up),
+    "both whole": partial(in_the_middle, first=None, second=None),
+    "one use trains": partial(in_the_middle, first=None, second=gated, kind=Gated),
 }
 
 
-def check_same(still: list[dict[str, Any]], moved: list[dict[str, Any]]) -> None:
-    assert moved[0]["moved"] > 0 and still[0]["moved"] == 0
-    for what in ("losses", "norms", "evaluations"):
-        assert [r[what] for r in moved] == [r[what] for r in still]
-    assert whole(moved) == whole(still)
-
-
-def train(case: Case, way: str, moves: Sequence[Sequence[int]], steps: int, background: bool = False) -> dict[str, Any]:
-    """Train ``steps`` batches, and go to the next of ``moves`` after each, or in the ``background`` of the next."""
+def train(case: Case, way: str, moves: Sequence[Sequence[int]], background: bool = False) -> dict[str, Any]:
+    """Train 5 batches, and go to the next of ``moves`` after each; where so said, every other in the background."""
     engine = build(case, WAYS[way])
-    norms, evaluations = [], []
-
-    def after(step: int) -> None:
+    data, losses, norms = batches(engine), [], []
+    for step in range(5):
+        losses.append(engine.train_batch(data).item())
+        if moves and step < 4:
+            engine.rebalance(moves[step], background=background and step % 2 > 0)
         for module in engine.stage.layers.modules_that_run().values():
             if isinstance(module, Gated):
                 module.on = step % 3 > 0
-        norms.append(engine.get_global_grad_norm())
-        evaluations.append(engine.eval_batch(batches(engine, seed=7)).item())
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+    return {**outcome_of(engine, losses), "norms": norms, "evaluated": engine.eval_batch(data).item()}
 
-    losses = train_and_move(engine, batches(engine), moves, steps, after, background)
-    known = [float(norm) for norm in norms if norm is not None]
-    return {**outcome_of(engine, losses), "norms": known, "evaluations": evaluations}
+
+def check_same(case: Case, way: str, moves: Sequence[Sequence[int]], background: bool = False) -> None:
+    still, moved = run_each(case.ranks, train, (case, way, []), (case, way, moves, background))
+    check_moves_changed_nothing(still, moved)
+    for what in ("norms", "evaluated"):
+        assert [rank[what] for rank in moved] == [rank[what] for rank in still]
 
 
 @pytest.mark.parametrize(
     ("way", "precision", "replicas"),
     [
-        ("first whole", "fp32", 1),
         ("last whole", "bf16 zero1", 1),
-        pytest.param("first whole", "bf16 zero1", 2, marks=pytest.mark.nightly),
-        pytest.param("last whole", "fp32", 2, marks=pytest.mark.nightly),
-        pytest.param("first whole", "bf16", 1, marks=pytest.mark.nightly),
+        nightly("first whole", "fp32", 1),
+        nightly("first whole", "bf16 zero1", 2),
+        nightly("last whole", "fp32", 2),
+        nightly("first whole", "bf16", 1),
     ],
 )
 def test_uses_that_move_come_to_one_stage_and_part(way: str, precision: str, replicas: int) -> None:
     case = Case(stages=3, clip=0.5, groups="two", precision=precision, replicas=replicas)
-    moves = [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8], [0, 6, 7, 8], [0, 1, 7, 8], [0, 4, 5, 8]]
-    check_same(*run_each(case.ranks, train, *((case, way, moved, 7) for moved in ([], moves))))
+    check_same(case, way, [[0, 5, 7, 8], [0, 1, 2, 8], [0, 1, 7, 8], [0, 4, 5, 8]])
 
 
-@pytest.mark.parametrize(
-    ("precision", "replicas"),
-    [("fp32", 1), ("bf16", 1), pytest.param("bf16 zero1", 2, marks=pytest.mark.nightly)],
-)
+@pytest.mark.parametrize(("precision", "replicas"), [("bf16", 1), nightly("fp32", 1), nightly("bf16 zero1", 2)])
 def test_tied_ends_of_a_model_stay_equal(precision: str, replicas: int) -> None:
     case = Case(stages=2, clip=0.5, precision=precision, replicas=replicas)
-    moves = [[0, 1, 8], [0, 6, 8], [0, 7, 8], [0, 4, 8]]
-    check_same(*run_each(case.ranks, train, *((case, "megatron", moved, 5) for moved in ([], moves))))
+    check_same(case, "megatron", [[0, 1, 8], [0, 6, 8], [0, 7, 8], [0, 4, 8]])
 
 
-@pytest.mark.every_variant
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
+@pytest.mark.parametrize("precision", ["bf16", nightly("fp32"), nightly("bf16 zero1")])
 def test_a_use_without_a_gradient_counts_as_zeros(precision: str) -> None:
     """Also in the batches in which no use of the gain has one."""
     case = Case(stages=2, clip=0.05, precision=precision)
-    moves = [[0, 5, 8], [0, 2, 8], [0, 6, 8], [0, 3, 8]]
-    ways = [([], False), (moves, False), (moves, True)]
-    still, *moved = run_each(2, train, *((case, "one use trains", way, 6, background) for way, background in ways))
-    for each in moved:
-        check_same(still, each)
+    check_same(case, "one use trains", [[0, 5, 8], [0, 2, 8], [0, 6, 8], [0, 3, 8]], background=True)
 
 
 def losses_of(which: str, case: Case, way: str) -> list[float]:
@@ -188,9 +173,7 @@ def losses_of(which: str, case: Case, way: str) -> list[float]:
 
 def test_stock_trains_the_same() -> None:
     """Without clipping, because DeepSpeed's norm is that of the first stage."""
-    stock, ours = run_each(
-        2, losses_of, *((which, Case(stages=2, clip=0.0), "megatron") for which in ("stock", "ours"))
-    )
+    stock, ours = run_each(2, losses_of, *((which, Case(clip=0.0), "megatron") for which in ("stock", "ours")))
     assert stock == ours
 
 
@@ -211,20 +194,16 @@ def norms(case: Case) -> list[float]:
     return [float(engine.get_global_grad_norm()), float(torch.stack([g.norm() for g in gradients]).norm())]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp32 zero1"])
-def test_every_weight_counts_once_in_clipping(precision: str) -> None:
-    for engine, whole_model in run(2, norms, Case(stages=2, clip=0.01, precision=precision)):
-        assert engine == pytest.approx(whole_model, rel=1e-5)
+def test_every_weight_counts_once_in_clipping() -> None:
+    cases = [Case(stages=2, clip=0.01, precision=precision) for precision in ("fp32", "fp32 zero1")]
+    for case, ranks in zip(cases, run_each(2, norms, *((case,) for case in cases))):
+        for engine, whole_model in ranks:
+            assert engine == pytest.approx(whole_model, rel=1e-5), case
 
 
 @pytest.mark.parametrize(
     ("precision", "saved_on", "loaded_on"),
-    [
-        ("fp32", 1, 2),
-        ("bf16 zero1", 2, 1),
-        pytest.param("fp32", 2, 1, marks=pytest.mark.nightly),
-        pytest.param("bf16 zero1", 1, 2, marks=pytest.mark.nightly),
-    ],
+    [("bf16 zero1", 2, 1), ("bf16 zero1", 1, 2), nightly("fp32", 2, 1), nightly("fp32", 1, 2)],
 )
 def test_a_run_resumes_to_and_from_one_stage(tmp_path: Path, precision: str, saved_on: int, loaded_on: int) -> None:
     case = Case(stages=saved_on, precision=precision, groups="two", clip=0.0)
@@ -238,12 +217,16 @@ def test_a_run_resumes_to_and_from_one_stage(tmp_path: Path, precision: str, sav
 @pytest.mark.parametrize(
     ("case", "way", "moves"),
     [
-        (Case(stages=3, clip=0.5, groups="two"), "first whole", [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8]]),
-        (Case(clip=0.5, precision="bf16"), "megatron", [[0, 6, 8], [0, 1, 8]]),
+        (
+            Case(stages=3, clip=0.5, groups="two"),
+            "first whole",
+            [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8], [0, 6, 7, 8]],
+        ),
+        (Case(clip=0.5, precision="bf16"), "megatron", [[0, 6, 8], [0, 1, 8], [0, 4, 8], [0, 2, 8]]),
     ],
 )
 def test_they_train_under_our_schedules(case: Case, way: str, moves: list[list[int]]) -> None:
-    check_as_under_1f1b(case.stages, train, case, way, moves, 5)
+    check_as_under_1f1b(case.stages, train, case, way, moves)
 
 
 # -- a forward_fn that asks the PipelineModule for the tied module -------------------------------------
@@ -283,34 +266,32 @@ def train_neox(reads: bool, precision: str, moves: Sequence[Sequence[int]]) -> d
         held = [layer for layer in layers_of(engine).values() if isinstance(layer, Marked)]
         assert [*module.tied_modules.values()] == held[:1]
 
-    losses = train_and_move(engine, batches(engine), moves, 6, after)
+    losses = train_and_move(engine, batches(engine), moves, 5, after)
     return outcome_of(engine, losses)
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("precision", ["bf16 zero1", nightly("fp32"), nightly("bf16")])
 def test_a_function_may_read_the_ranks_own_use(precision: str) -> None:
-    moves = [[0, 1, 7], [0, 6, 7], [0, 2, 7], [0, 6, 7], [0, 4, 7]]  # the uses come to one stage and part
-    still, *others = run_each(2, train_neox, *((reads, precision, to) for reads in (False, True) for to in ([], moves)))
-    check_moves_changed_nothing(still, others[0])
-    check_moves_changed_nothing(still, others[2])
-    assert [result["losses"] for result in others[1]] == [result["losses"] for result in still]
+    """It trains as one that mentions it and reads its argument, also where the uses come to one stage and part."""
+    moves = [[0, 6, 7], [0, 2, 7], [0, 6, 7], [0, 4, 7]]
+    still, moved = run_each(2, train_neox, (False, precision, []), (True, precision, moves))
+    check_moves_changed_nothing(still, moved)
 
 
 # -- what is refused ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("precision", "stages"),
-    [("fp32", 2), ("bf16", 1), *(pytest.param(*one, marks=pytest.mark.nightly) for one in (("fp32", 1), ("bf16", 2)))],
+    ("precision", "stages"), [("bf16 zero1", 2), ("fp32", 1), nightly("bf16", 1), nightly("fp32", 2)]
 )
 def test_a_use_that_trains_what_is_not_tied_is_refused(precision: str, stages: int) -> None:
     case = Case(stages=stages, precision=precision)
     with pytest.raises(RankError, match=r"ConfigError: layer 4 trains gain, which tied_weight_attr of its key 'up'"):
-        run(stages, train, case, "both train the gain", [], 1)
+        run(stages, train, case, "both train the gain", [])
 
 
-def refused(case: Case, way: str, decays: bool, more: dict[str, Any]) -> str:
-    """Return the error of initialize.
+def refuse(case: Case, way: str, decays: bool, more: dict[str, Any], *messages: str) -> None:
+    """Check the error of initialize.
 
     Args:
         decays: whether a weight decays on the first stage and not on the last.
@@ -319,23 +300,22 @@ def refused(case: Case, way: str, decays: bool, more: dict[str, Any]) -> str:
     module = module_of(case, WAYS[way])
     decay = 0.1 if module.stage_id == 0 and decays else 0.0
     groups = [{"params": list(module.parameters()), "weight_decay": decay}]
-    try:
+    with pytest.raises(ConfigError) as raised:
         ds_dynmo.initialize(model=module, model_parameters=groups, config={**config(case), **more})
-    except ConfigError as error:
-        return str(error)
-    return "taken"
+    assert all(message in str(raised.value) for message in messages)
 
 
 def test_initialize_refuses_ties_that_would_part() -> None:
-    apart = Case(stages=2, precision="fp16 zero1"), "megatron", False, {"data_types": {"grad_accum_dtype": "fp32"}}
-    calls = [*((Case(stages=2), way, True, {}) for way in ("megatron", "both whole")), apart]
-    groups, both_whole, sums = run_each(2, refused, *calls)
-    for message in groups:
-        assert "is in different parameter groups where they are: ['0', '1']" in message
-    for message in both_whole:
-        assert "layers [1, 4], tied by the key 'up', run the whole module" in message and "['gain']" in message
-    for message in sums:
-        assert "grad_accum_dtype is not the model's precision, with layers tied by the key 'embed'" in message
+    sums = {"data_types": {"grad_accum_dtype": "fp32"}}
+    run_each(
+        *(2, refuse),
+        (Case(), "megatron", True, {}, "is in different parameter groups where they are: ['0', '1']"),
+        (Case(), "both whole", True, {}, "layers [1, 4], tied by the key 'up', run the whole module", "['gain']"),
+        (
+            *(Case(precision="fp16 zero1"), "megatron", False, sums),
+            "grad_accum_dtype is not the model's precision, with layers tied by the key 'embed'",
+        ),
+    )
 
 
 # -- torch --------------------------------------------------------------------------------------------
