@@ -29,40 +29,39 @@ from tests.support.attention_patterns import (
 
 HASH = {"pattern": "hash", "buckets": 8}
 QK = {"pattern": "qk", "keep_queries": 0.6, "keep_keys": 0.3}
+either = pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
 
 
-def check_outputs_and_gradients(made: torch.Tensor, expected: torch.Tensor, given: list[torch.Tensor]) -> None:
-    torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
+def check_outputs_and_gradients(
+    made: torch.Tensor, expected: torch.Tensor, given: list[torch.Tensor], name: str = ""
+) -> None:
+    torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5, msg=lambda said: f"{name}: {said}")
     weights = torch.randn(made.shape, generator=generator_for("weights"))
     found, wanted = (
         torch.autograd.grad((each * weights).sum(), given, materialize_grads=True) for each in (made, expected)
     )
     for mine, reference in zip(found, wanted, strict=True):
-        assert torch.isfinite(mine).all()
-        torch.testing.assert_close(mine, reference, atol=1e-5, rtol=1e-5)
+        assert torch.isfinite(mine).all(), name
+        torch.testing.assert_close(mine, reference, atol=1e-5, rtol=1e-5, msg=lambda said: f"{name}: {said}")
 
 
 # -- patterns ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", bucket_assignments())
-def test_bucket_attention_equals_dense_attention_with_a_mask(name: str) -> None:
-    buckets, given = bucket_assignments()[name], states()
-    attends = bucket_pattern(buckets)
-    check_outputs_and_gradients(bucket_attention(*given, buckets, MOST_BUCKETS), dense(*given, attends), given)
-    assert bucket_pairs(buckets, MOST_BUCKETS) == attends.sum()
+def test_bucket_attention_equals_dense_attention_with_a_mask() -> None:
+    for name, buckets in bucket_assignments().items():
+        given, attends = states(), bucket_pattern(buckets)
+        made = bucket_attention(*given, buckets, MOST_BUCKETS)
+        check_outputs_and_gradients(made, dense(*given, attends), given, name)
+        assert bucket_pairs(buckets, MOST_BUCKETS) == attends.sum(), name
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["random", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("no query", "nothing")), "a head without"],
-)
-def test_kept_attention_equals_dense_attention_with_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_attention_equals_dense_attention_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "QUERY_TILE", 32)
-    (keep_query, keep_key), given = keeps()[name], states()
-    attends = kept_pattern(keep_query, keep_key)
-    check_outputs_and_gradients(kept_attention(*given, keep_query, keep_key), dense(*given, attends), given)
-    assert kept_pairs(keep_query, keep_key) == attends.sum()
+    for name, kept in keeps().items():
+        given, attends = states(), kept_pattern(*kept)
+        check_outputs_and_gradients(kept_attention(*given, *kept), dense(*given, attends), given, name)
+        assert kept_pairs(*kept) == attends.sum(), name
 
 
 def test_a_token_without_a_pair_outputs_zeros() -> None:
@@ -116,12 +115,10 @@ def test_opposite_vectors_never_share_a_bucket_and_length_does_not_count() -> No
 
 
 def test_keys_have_length_1() -> None:
+    """And a query of zeros has a finite gradient."""
     queries = torch.randn(50, 8, generator=generator_for("queries"))
     torch.testing.assert_close(unit_keys(queries), queries / queries.norm(dim=-1, keepdim=True))
     assert unit_keys(queries.bfloat16()).dtype == torch.bfloat16
-
-
-def test_a_query_of_zeros_has_a_finite_gradient() -> None:
     query = torch.zeros(3, 8, requires_grad=True)
     unit_keys(query).sum().backward()
     assert query.grad is not None and torch.isfinite(query.grad).all()
@@ -170,25 +167,23 @@ def reference(module: SparseAttention, hidden: torch.Tensor, positions: torch.Te
     return mixed @ module.output.weight.T, pairs / (batch * 4 * sequence * (sequence + 1) / 2)
 
 
-@pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
-@pytest.mark.parametrize("gathered", [False, True])
-def test_a_module_computes_its_formula(sparse: dict[str, Any], gathered: bool) -> None:
-    """``gathered``: each sequence has its own positions, ascending with gaps."""
+@either
+def test_a_module_computes_its_formula(sparse: dict[str, Any]) -> None:
+    """Also where each sequence has its own positions, ascending with gaps."""
     module = attention(sparse)
-    hidden = torch.randn(2, 80, 32, generator=generator_for("hidden")).requires_grad_()
-    positions = torch.arange(80)
-    if gathered:
-        steps = torch.randint(1, 5, (2, 80), generator=generator_for("positions"))
-        positions = steps.cumsum(-1)
-    torch.manual_seed(3)
-    made = module(hidden, positions)
-    torch.manual_seed(3)
-    expected, share = reference(module, hidden, positions)
-    check_outputs_and_gradients(made, expected, [hidden, *module.parameters()])
-    assert module.load_signal() == share
+    steps = torch.randint(1, 5, (2, 80), generator=generator_for("positions"))
+    for positions in (torch.arange(80), steps.cumsum(-1)):
+        hidden = torch.randn(2, 80, 32, generator=generator_for("hidden")).requires_grad_()
+        module.train()  # a batch begins
+        torch.manual_seed(3)
+        made = module(hidden, positions)
+        torch.manual_seed(3)
+        expected, share = reference(module, hidden, positions)
+        check_outputs_and_gradients(made, expected, [hidden, *module.parameters()])
+        assert module.load_signal() == share
 
 
-@pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
+@either
 def test_a_token_does_not_see_later_ones(sparse: dict[str, Any]) -> None:
     module = attention(sparse)
     before = torch.randn(1, 80, 32, generator=generator_for("hidden"))
@@ -202,7 +197,7 @@ def test_a_token_does_not_see_later_ones(sparse: dict[str, Any]) -> None:
     assert (made[0][0, 50] != made[1][0, 50]).any()
 
 
-@pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
+@either
 def test_the_load_signal_is_measured_in_the_last_training_batch(sparse: dict[str, Any]) -> None:
     layer = block(sparse)
     module = layer.attention
@@ -228,44 +223,38 @@ def test_the_load_signal_is_measured_in_the_last_training_batch(sparse: dict[str
     assert layer.requires_grad_(False).load_signal() == 0.0
 
 
-def test_everything_kept_is_a_load_of_1() -> None:
-    layer = block({"pattern": "qk", "keep_queries": 1.0, "keep_keys": 1.0})
-    layer(torch.randn(2, 80, 32))
-    assert layer.load_signal() == 1.0
-
-
 def test_the_load_falls_with_what_is_kept() -> None:
     signals = []
     for sparse in [{"pattern": "hash", "buckets": n} for n in (2, 8, 32)] + [
-        {"pattern": "qk", "keep_queries": p, "keep_keys": p} for p in (0.9, 0.5, 0.1)
+        {"pattern": "qk", "keep_queries": p, "keep_keys": p} for p in (1.0, 0.9, 0.5, 0.1)
     ]:
         layer = block(sparse)
         torch.manual_seed(0)
         layer(torch.randn(4, 80, 32))
         signals.append(layer.load_signal())
-    assert signals[0] > signals[1] > signals[2] and signals[3] > signals[4] > signals[5]
-    assert signals[4] == pytest.approx(0.25, abs=0.05)
+    assert signals[0] > signals[1] > signals[2] and 1.0 == signals[3] > signals[4] > signals[5] > signals[6]
+    assert signals[5] == pytest.approx(0.25, abs=0.05)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
-def test_recomputation_gives_the_same_activations(sparse: dict[str, Any], reentrant: bool) -> None:
+@either
+def test_recomputation_gives_the_same_activations(sparse: dict[str, Any]) -> None:
     layer, found = block(sparse), []
-    for recompute in (False, True):
+    for reentrant in (None, True, False):
         hidden = torch.randn(2, 80, 32, generator=generator_for("hidden")).requires_grad_()
         layer.zero_grad()
         layer.train()
         torch.manual_seed(5)
-        made = checkpoint(layer, hidden, use_reentrant=reentrant) if recompute else layer(hidden)
+        made = layer(hidden) if reentrant is None else checkpoint(layer, hidden, use_reentrant=reentrant)
         made.square().sum().backward()
         assert hidden.grad is not None
         found.append([made, hidden.grad, *(parameter.grad for parameter in layer.parameters()), layer.load_signal()])
-    plain, recomputed = found
-    assert plain.pop() == recomputed.pop()
-    assert all(torch.equal(*pair) for pair in zip(plain, recomputed, strict=True))
+    plain, *recomputed = found
+    signal = plain.pop()
+    for again in recomputed:
+        assert again.pop() == signal and all(torch.equal(*pair) for pair in zip(plain, again, strict=True))
 
 
-@pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
+@either
 def test_every_pass_uses_new_random_numbers(sparse: dict[str, Any]) -> None:
     layer, hidden = block(sparse), torch.randn(1, 80, 32, generator=generator_for("hidden"))
     torch.manual_seed(0)
@@ -277,18 +266,15 @@ def test_every_pass_uses_new_random_numbers(sparse: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sparse", [HASH, QK, {**QK, "keep_queries": 1e-9}], ids=["hash", "qk", "no query"])
-@pytest.mark.parametrize("tokens", [1, 2, 80])
-def test_hidden_states_of_zeros_and_short_sequences(sparse: dict[str, Any], tokens: int) -> None:
+def test_hidden_states_of_zeros_short_sequences_and_bf16(sparse: dict[str, Any]) -> None:
     """Equal queries are all in one bucket."""
     module = attention(sparse)
-    hidden = torch.zeros(1, tokens, 32, requires_grad=True)
-    module(hidden, torch.arange(tokens)).sum().backward()
-    assert hidden.grad is not None and torch.isfinite(hidden.grad).all()
-    assert all(torch.isfinite(parameter.grad).all() for parameter in module.parameters())
-
-
-@pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
-def test_outputs_and_gradients_in_bf16(sparse: dict[str, Any]) -> None:
+    for tokens in (1, 2, 80):
+        hidden = torch.zeros(1, tokens, 32, requires_grad=True)
+        module.zero_grad()
+        module(hidden, torch.arange(tokens)).sum().backward()
+        assert hidden.grad is not None and torch.isfinite(hidden.grad).all(), tokens
+        assert all(torch.isfinite(parameter.grad).all() for parameter in module.parameters()), tokens
     layer = block(sparse).bfloat16()
     hidden = torch.randn(2, 80, 32, generator=generator_for("hidden")).bfloat16().requires_grad_()
     made = layer(hidden)
@@ -327,20 +313,15 @@ def use_flex(monkeypatch: pytest.MonkeyPatch, flex: Any) -> None:
     monkeypatch.setattr(kernels, "_compiled_flex", lambda: flex)
 
 
-@pytest.mark.parametrize("name", bucket_assignments())
-def test_flex_equals_bucket_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    buckets, given = bucket_assignments()[name], [each.detach() for each in states()]
-    expected = bucket_attention(*given, buckets, MOST_BUCKETS)
+def test_flex_equals_bucket_and_kept_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [each.detach() for each in states()]
+    calls = [(name, bucket_attention, (buckets, MOST_BUCKETS)) for name, buckets in bucket_assignments().items()]
+    calls += [(name, kept_attention, kept) for name, kept in keeps().items()]
+    expected = [function(*given, *args) for _, function, args in calls]
     use_flex(monkeypatch, flex_attention)
-    torch.testing.assert_close(bucket_attention(*given, buckets, MOST_BUCKETS), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", keeps())
-def test_flex_equals_kept_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (keep_query, keep_key), given = keeps()[name], [each.detach() for each in states()]
-    expected = kept_attention(*given, keep_query, keep_key)
-    use_flex(monkeypatch, flex_attention)
-    torch.testing.assert_close(kept_attention(*given, keep_query, keep_key), expected, atol=1e-5, rtol=1e-5)
+    for wanted, (name, function, args) in zip(expected, calls):
+        made = function(*given, *args)
+        torch.testing.assert_close(made, wanted, atol=1e-5, rtol=1e-5, msg=lambda said: f"{name}: {said}")  # noqa: B023
 
 
 def by_definition(

@@ -32,14 +32,8 @@ def bucket_pattern(buckets: torch.Tensor) -> torch.Tensor:
 
 
 def kept_pattern(keep_query: torch.Tensor, keep_key: torch.Tensor) -> torch.Tensor:
-    """Compute the pattern pair by pair, by its definition."""
-    attends = torch.zeros(*keep_query.shape, keep_query.shape[-1], dtype=torch.bool)
-    for index in torch.cartesian_prod(*(torch.arange(size) for size in attends.shape)).tolist():
-        batch, head, query, key = index
-        attends[batch, head, query, key] = (
-            key <= query and bool(keep_query[batch, head, query]) and bool(keep_key[batch, head, key])
-        )
-    return attends
+    until = torch.ones(keep_query.shape[-1], keep_query.shape[-1], dtype=torch.bool).tril()
+    return keep_query[..., :, None] & keep_key[..., None, :] & until
 
 
 def bucket_assignments() -> dict[str, torch.Tensor]:
