@@ -1,10 +1,12 @@
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_dynmo.config import parse_section
 from ds_dynmo.models.case import RunSizes
@@ -63,32 +65,32 @@ def test_the_papers_schedule() -> None:
     assert list(steps.values()) == pytest.approx([0.0, 0.5203125, 0.7875, 0.8859375, 0.9])
 
 
-@pytest.mark.parametrize("times", [1, 3, 7])
-def test_the_formula(times: int) -> None:
-    config = PruningConfig(times=times, initial_sparsity=0.1, final_sparsity=0.7)
+def test_the_formula() -> None:
     t0, dt = 20.0, 10.0
-    for pruning in range(times + 1):
-        t = t0 + pruning * dt
-        wanted = 0.7 + (0.1 - 0.7) * (1 - (t - t0) / (times * dt)) ** 3
-        assert scheduled_sparsity(config, pruning) == pytest.approx(wanted)
-    assert scheduled_sparsity(config, times) == 0.7
+    for times in (1, 3, 7):
+        config = PruningConfig(times=times, initial_sparsity=0.1, final_sparsity=0.7)
+        for pruning in range(times + 1):
+            t = t0 + pruning * dt
+            wanted = 0.7 + (0.1 - 0.7) * (1 - (t - t0) / (times * dt)) ** 3
+            assert scheduled_sparsity(config, pruning) == pytest.approx(wanted)
+        assert scheduled_sparsity(config, times) == 0.7
 
 
-@pytest.mark.parametrize("total_steps", [1, 2, 3, 10, 150])
-def test_the_last_pruning_always_takes_place(total_steps: int) -> None:
-    steps = pruning_steps(PruningConfig(start=0.0, end=0.99), total_steps)
-    assert list(steps.values())[-1] == 0.9 and max(steps) < total_steps
-    assert list(steps) == sorted(steps)
+def test_the_last_pruning_always_takes_place() -> None:
+    for total_steps in (1, 2, 3, 10, 150):
+        steps = pruning_steps(PruningConfig(start=0.0, end=0.99), total_steps)
+        assert list(steps.values())[-1] == 0.9 and max(steps) < total_steps
+        assert list(steps) == sorted(steps)
 
 
 # -- selection against a sort of the whole model -----------------------------------------------------------
 
 
-def model(seed: int, values: str, layers: int = 5) -> dict[int, list[PrunableLinear]]:
+def model(values: str, layers: int = 5) -> dict[int, list[PrunableLinear]]:
     """Make layers 1 to ``layers`` of two linear layers each, all of different sizes. "ties": few magnitudes."""
     made: dict[int, list[PrunableLinear]] = {}
     for layer in range(1, layers + 1):
-        weights = [seeded(3 + layer, 7, seed=100 * seed + layer), seeded(5, 4, seed=100 * seed + 50 + layer)]
+        weights = [seeded(3 + layer, 7, seed=layer), seeded(5, 4, seed=50 + layer)]
         if values == "ties":
             weights = [weight.mul(2).round().div(2) for weight in weights]
         if values == "one":
@@ -123,8 +125,6 @@ def by_sorting(linears: Linears, keep: int) -> list[list[bool]]:
 
 def on_stages(linears: Linears, keep: int, partition: Sequence[int]) -> list[list[bool]]:
     """Run :func:`select_largest` with the layers on stages: threads that sum over each other."""
-    import threading
-
     stages = [{layer: linears[layer] for layer in linears if a <= layer < b} for a, b in zip(partition, partition[1:])]
     barrier = threading.Barrier(len(stages))
     shared: dict[int, torch.Tensor] = {}
@@ -155,17 +155,14 @@ def on_stages(linears: Linears, keep: int, partition: Sequence[int]) -> list[lis
 
 
 @pytest.mark.parametrize("values", ["normal", "ties", "one", "extreme", "bf16"])
-@pytest.mark.parametrize("partition", [[0, 8], [0, 3, 8], [0, 2, 3, 5, 8], [0, 1, 8]])
-def test_selection_equals_sorting_the_whole_model(
-    values: str, partition: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_selection_equals_sorting_the_whole_model(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(magnitude, "WEIGHTS_AT_ONCE", 13)  # pieces end within layers
-    for seed in range(2):
-        linears = model(seed, values)
-        size = sum(member.weight.numel() for members in linears.values() for member in members)
-        for keep in (0, 1, size // 10, size // 2, size - 1, size):
-            masks = on_stages(linears, keep, partition)
-            assert masks == by_sorting(linears, keep)
+    linears = model(values)
+    size = sum(member.weight.numel() for members in linears.values() for member in members)
+    wanted = {keep: by_sorting(linears, keep) for keep in (0, 1, size // 10, size // 2, size - 1, size)}
+    for partition in ([0, 8], [0, 2, 3, 5, 8], [0, 1, 8]):
+        for keep, masks in wanted.items():
+            assert on_stages(linears, keep, partition) == masks, (partition, keep)
             assert sum(map(sum, masks)) == keep
 
 
@@ -179,7 +176,7 @@ def test_pruned_weights_stay_pruned_even_among_zeros() -> None:
 def test_memory_of_the_selection_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(magnitude, "WEIGHTS_AT_ONCE", 1 << 10)
     largest = []
-    for rows in (64, 1024):
+    for rows in (64, 256):
         linears = {1: [PrunableLinear(nn.Parameter(seeded(rows, 64)))]}
         with Allocations() as allocations:
             select_largest(linears, rows * 16, num_layers=4, sum_over_stages=alone)
@@ -198,26 +195,26 @@ def test_an_unpruned_block_equals_the_plain_one() -> None:
     assert len(prunable_linears(prunable)) == 4 and prunable.load_signal() == 1.0
 
 
-@pytest.mark.parametrize("share", [0.5, 0.9, 1.0])
 @pytest.mark.parametrize("csr_from", [None, 0.0])
-def test_a_pruned_block_equals_the_plain_one_with_zeros(share: float, csr_from: float | None) -> None:
-    pruned, plain = block(csr_from=csr_from), Block(SIZES, 1)
-    prune_block(pruned, share)
-    plain.load_state_dict(
-        {name: value for name, value in pruned.state_dict().items() if name.endswith(("weight", "bias"))}
-    )
-    masks = {f"{name}.weight": part.mask for name, part in pruned.named_modules() if isinstance(part, PrunableLinear)}
-    inputs = [seeded(2, 6, 8).requires_grad_() for _ in range(2)]
-    outputs = [layer(given) for layer, given in zip((pruned, plain), inputs)]
-    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
-    for output in outputs:
-        (output * seeded(2, 6, 8, seed=1)).sum().backward()
-    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-5, atol=1e-6)
-    for (name, mine), theirs in zip(pruned.named_parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None and theirs.grad is not None and mine.grad.isfinite().all()
-        mask = masks.get(name)
-        left, wanted = (grad if mask is None else grad * mask for grad in (mine.grad, theirs.grad))
-        torch.testing.assert_close(left, wanted, rtol=1e-5, atol=1e-6)
+def test_a_pruned_block_equals_the_plain_one_with_zeros(csr_from: float | None) -> None:
+    for share in (0.5, 0.9, 1.0):
+        pruned, plain = block(csr_from=csr_from), Block(SIZES, 1)
+        prune_block(pruned, share)
+        plain.load_state_dict(
+            {name: value for name, value in pruned.state_dict().items() if name.endswith(("weight", "bias"))}
+        )
+        masks = {f"{name}.weight": part.mask for name, part in pruned.named_modules() if hasattr(part, "mask")}
+        inputs = [seeded(2, 6, 8).requires_grad_() for _ in range(2)]
+        outputs = [layer(given) for layer, given in zip((pruned, plain), inputs)]
+        torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+        for output in outputs:
+            (output * seeded(2, 6, 8, seed=1)).sum().backward()
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-5, atol=1e-6)
+        for (name, mine), theirs in zip(pruned.named_parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None and theirs.grad is not None and mine.grad.isfinite().all()
+            mask = masks.get(name)
+            left, wanted = (grad if mask is None else grad * mask for grad in (mine.grad, theirs.grad))
+            torch.testing.assert_close(left, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_the_load_signal_is_the_retained_fraction() -> None:
@@ -232,20 +229,17 @@ def test_the_load_signal_is_the_retained_fraction() -> None:
 
 
 @pytest.mark.parametrize("csr_from", [None, 0.0])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_gives_the_same_numbers(csr_from: float | None, reentrant: bool) -> None:
+def test_activation_checkpointing_gives_the_same_numbers(csr_from: float | None) -> None:
     results = []
-    for recompute in (False, True):
+    for reentrant in (None, True, False):
         pruned = block(csr_from=csr_from)
         prune_block(pruned, 0.8)
         hidden = seeded(2, 6, 8).requires_grad_()
-        if recompute:
-            output = torch.utils.checkpoint.checkpoint(pruned, hidden, use_reentrant=reentrant)
-        else:
-            output = pruned(hidden)
+        output = pruned(hidden) if reentrant is None else checkpoint(pruned, hidden, use_reentrant=reentrant)
         output.square().sum().backward()
         results.append([output, hidden.grad, *[parameter.grad for parameter in pruned.parameters()]])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for recomputed in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], recomputed, strict=True))
 
 
 # -- the case ----------------------------------------------------------------------------------------------
@@ -312,85 +306,68 @@ def linears_of(engine: Engine) -> list[PrunableLinear]:
     return [linear for _, layer in local_layers(engine.module) for linear in prunable_linears(layer)]
 
 
-@pytest.mark.parametrize("refusal", [None, "cannot"])
-@pytest.mark.parametrize("csr_from", [None, 0.5])
-def test_a_run_prunes_on_schedule_and_keeps_zeros(csr_from: float | None, refusal: str | None) -> None:
-    engine = Engine(csr_from)
+def scheduled_run(
+    refusal: str | None, csr_from: float | None, dtype: torch.dtype
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Train by SCHEDULE, and check that zeros stay. Return losses, and weights of each step and the last moments."""
+    engine = Engine(csr_from, dtype)
     engine.refusal = refusal
-    config = parse_section(PruningConfig, SCHEDULE, "pruning")
-    case = Pruning(config, engine, run_of(40))
+    case = Pruning(parse_section(PruningConfig, SCHEDULE, "pruning"), engine, run_of(16))
     linears = linears_of(engine)
     total = sum(linear.weight.numel() for linear in linears)
-    losses, kept, gone = [], [], [torch.zeros_like(linear.weight, dtype=torch.bool) for linear in linears]
-    for step in range(40):
+    losses, kept, found = [], [], list[torch.Tensor]()
+    gone = [torch.zeros_like(linear.weight, dtype=torch.bool) for linear in linears]
+    for step in range(16):
         case.before_batch(step)
         kept.append(sum(linear.kept for linear in linears))
         losses.append(engine.train(step))
         for linear, before in zip(linears, gone):
-            pruned = linear.dense_weight() == 0
+            found.append(linear.dense_weight().clone())
+            pruned = found[-1] == 0
             assert int(pruned.sum()) == linear.size - linear.kept
             moments = engine.optimizer.state[linear.weight]["exp_avg"]
             assert moments.shape == linear.weight.shape
             assert linear.mask is None or not moments[~linear.mask].any()
             assert pruned[before].all()
             before |= pruned
-    assert kept == [total] * 20 + [round(total * (1 - 0.83125))] * 10 + [round(total * 0.05)] * 10
-    assert all(linear.is_compressed == (refusal is None) for linear in linears)
+    assert kept == [total] * 8 + [round(total * (1 - 0.83125))] * 4 + [round(total * 0.05)] * 4
     assert engine.changes == ["pruning: 83.1% sparse", "pruning: 95.0% sparse"]
+    assert {linear.is_compressed for linear in linears} == {refusal is None}
+    assert {linear.computes_sparse for linear in linears} == {csr_from is not None}
     assert all(math.isfinite(loss) for loss in losses) and losses[-1] < losses[0]
     signals = [layer.load_signal() for _, layer in list(local_layers(engine.module))[1:4]]
     assert sum(signals) / 3 == pytest.approx(0.05, abs=1e-3)
+    for linear in linears:
+        held = linear.weight.detach(), *(engine.optimizer.state[linear.weight][n] for n in ("exp_avg", "exp_avg_sq"))
+        found += [each.view(-1)[linear.kept_places()] for each in held]
+    others = [value for name, value in engine.module.named_parameters() if value.dim() > 1 or "norm" in name]
+    return losses, [*found, *others[:1], *others[-1:]]
 
 
 @pytest.mark.parametrize(
     ("csr_from", "dtype"), [(None, torch.float32), (None, torch.bfloat16), (0.5, torch.float32)], ids=str
 )
 def test_vectors_train_as_dense_weights_with_masks_to_the_bit(csr_from: float | None, dtype: torch.dtype) -> None:
-    """Losses, weights and moments, by the same kernel, with prunings of dense weights and of vectors."""
-    runs = []
-    for refusal in ("stays dense", None):
-        engine = Engine(csr_from, dtype)
-        engine.refusal = refusal
-        case = Pruning(parse_section(PruningConfig, SCHEDULE, "pruning"), engine, run_of(16))
-        losses, weights = [], []
-        for step in range(16):
-            case.before_batch(step)
-            losses.append(engine.train(step))
-            weights.append([linear.dense_weight().clone() for linear in linears_of(engine)])
-        kept = [linear.weight.detach().view(-1)[linear.kept_places()] for linear in linears_of(engine)]
-        moments = [
-            engine.optimizer.state[linear.weight][name].view(-1)[linear.kept_places()]
-            for linear in linears_of(engine)
-            for name in ("exp_avg", "exp_avg_sq")
-        ]
-        others = [value for name, value in engine.module.named_parameters() if value.dim() > 1 or "norm" in name]
-        runs.append((losses, [t for step in weights for t in step], kept, moments, others[:1] + others[-1:]))
-        assert {linear.is_compressed for linear in linears_of(engine)} == {refusal is None}
-        assert {linear.computes_sparse for linear in linears_of(engine)} == {csr_from is not None}
-    assert runs[0][0] == runs[1][0] and len(set(runs[0][0])) == 16
-    for dense, vectors in zip(runs[0][1:], runs[1][1:], strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(dense, vectors, strict=True))
+    """A run prunes on schedule, dense weights and then vectors; losses, weights and moments are the same."""
+    (dense, of_dense), (vectors, of_vectors) = (
+        scheduled_run(refusal, csr_from, dtype) for refusal in ("stays dense", None)
+    )
+    assert dense == vectors and len(set(dense)) == 16
+    assert all(torch.equal(one, other) for one, other in zip(of_dense, of_vectors, strict=True))
 
 
-def test_an_optimizer_that_cannot_keep_elements_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectors_whose_optimizer_cannot_shrink_them_any_more_get_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after loading weights alone into another optimizer, which is named once."""
     said: list[str] = []
     monkeypatch.setattr(gradual.logger, "warning", said.append)
-    engine = Engine()
-    engine.refusal = "Lamb scales by the norm of a whole weight"
-    case = Pruning(PruningConfig(), engine, run_of(40))
-    for sparsity in (0.7, 0.9):
-        case.prune(sparsity)
-    assert len(said) == 1 and "Lamb scales" in said[0]
-
-
-def test_vectors_whose_optimizer_cannot_shrink_them_any_more_get_masks() -> None:
-    """As after loading weights alone into another optimizer."""
     engine = Engine()
     case = Pruning(PruningConfig(), engine, run_of(40))
     case.prune(0.7)
     sizes = [linear.weight.numel() for linear in linears_of(engine)]
-    engine.refusal = "cannot"
-    case.prune(0.9)
+    engine.refusal = "Lamb scales by the norm of a whole weight"
+    for sparsity in (0.8, 0.9):
+        case.prune(sparsity)
+    assert len(said) == 1 and "Lamb scales" in said[0]
     for step in range(2):
         engine.train(step)
     assert sizes == [linear.weight.numel() for linear in linears_of(engine)]
@@ -426,25 +403,17 @@ def test_a_plain_layer_loads_what_is_left() -> None:
     plain.load_state_dict(dense_state_dict(block()))
 
 
-def test_a_second_pruning_to_the_same_sparsity_changes_nothing() -> None:
-    """A run that resumes at a pruning step prunes again."""
+def test_a_second_pruning_to_no_more_changes_nothing() -> None:
+    """A run that resumes at a pruning step prunes again. A lower sparsity restores no weight."""
     engine = Engine()
     case = Pruning(PruningConfig(), engine, run_of(40))
     engine.train(0)
     case.prune(0.7)
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    case.prune(0.7)
-    after = engine.module.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_a_lower_sparsity_restores_no_weight() -> None:
-    engine = Engine()
-    case = Pruning(PruningConfig(), engine, run_of(40))
-    case.prune(0.7)
-    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    case.prune(0.3)
-    assert all(torch.equal(before[name], value) for name, value in engine.module.state_dict().items())
+    for sparsity in (0.7, 0.3):
+        case.prune(sparsity)
+        after = engine.module.state_dict()
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_fully_pruned_block_gives_finite_numbers() -> None:
