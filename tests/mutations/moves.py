@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-BITWISE = "tests/engine/test_bitwise.py::test_rebalances_change_nothing"
-PLAIN = "tests/engine/test_bitwise.py::test_random_rebalances_change_nothing[3stages-tied-clip0.05-dp1]"
+BITWISE = "tests/engine/test_bitwise.py::test_moves_change_nothing"
 TRAVELS = "tests/engine/move/test_what_travels.py::test_a_layer_arrives_as_what_it_has_become"
 CHANGED = "tests/engine/state/test_changed_parameters.py"
 REFUSED = "tests/engine/move/test_refused_references.py::test_what_a_function_uses_does_not_leave_it"
@@ -17,28 +16,28 @@ MUTATIONS = [
         "PerParameterState.record",
         "state_of=self._state.get, ",
         "",
-        PLAIN,
+        f"{BITWISE}[fp32-replicas]",
     ),
     Mutation(
         "a moved layer trains in the first parameter group",
         "PerParameterState.install_parameters",
         "setdefault(record.group",
         "setdefault(0",
-        f"{BITWISE}_with_parameter_groups_and_a_scheduler[two]",
+        f"{BITWISE}[fp32-4 stages]",
     ),
     Mutation(
         "the second moment stays behind in the flat shards of the stage before",
         "Resharding._transfers",
         "self.plan.rows(kind)",
         "[] if kind == 'exp_avg_sq' else self.plan.rows(kind)",
-        f"{BITWISE}_under_wrappers -k 'fp32 and zero1'",
+        f"{BITWISE}[fp32 zero1-replicas]",
     ),
     Mutation(
         "the master weights of a stage are made from its bf16 weights",
         "FlatShards.replace",
         "master.data = shard",
         "master.data = shard.bfloat16().float()",
-        f"{BITWISE}_under_wrappers -k 'bf16-3stages'",
+        f"{BITWISE}[bf16-replicas]",
     ),
     Mutation(
         "an interval ends with the old shards, though the new ones are cut elsewhere",
@@ -80,7 +79,7 @@ MUTATIONS = [
         "FlatState.install_parameters",
         "resharding.carry(gradients.shards, self._comm.p2p)",
         "gradients.shards",
-        "tests/engine/move/test_background_moves.py::test_moves_change_nothing -k zero1",
+        f"{BITWISE}[bf16 zero1-replicas]",
     ),
     Mutation(
         "a weight that changed on its way is not sent again",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import ds_dynmo
 from ds_dynmo import PartitionError
 from ds_dynmo.engine.deepspeed.patches import PatchedPipelineEngine
 from ds_dynmo.engine.move import references
-from tests.support.configs import PRECISIONS, Case
+from tests.support.configs import Case
 from tests.support.elastic import losses, merged
 from tests.support.harness import run, run_each
 from tests.support.models import WIDTH, Block, layers, seeded
@@ -34,80 +32,13 @@ from tests.support.training import (
     gather,
     layers_of,
     outcome_of,
-    partitions,
     reports_of,
     sleeping_engine,
     state,
-    train,
-    under_a_random_schedule,
     use_virtual_clock,
 )
 
 pytestmark = pytest.mark.ranks
-
-
-def check_same(case: Case, moves: list[list[int]], steps: int = 7, every: int = 2) -> None:
-    still, moved = run_each(case.ranks, train, (case, [], steps, every), (case, moves, steps, every, True))
-    assert [r["evaluations"] for r in moved] == [r["evaluations"] for r in still]
-    assert [r["partition"] for r in moved] == [moves[-1]] * case.ranks
-    assert moved[0]["blocking"] == 0
-    check_moves_changed_nothing(still, moved)
-
-
-@pytest.mark.every_variant
-@pytest.mark.parametrize(
-    "precision",
-    [
-        name if name in ("fp32", "bf16", "bf16 zero1") else pytest.param(name, marks=pytest.mark.nightly)
-        for name in PRECISIONS
-    ],
-)
-def test_moves_change_nothing(precision: str) -> None:
-    case = Case(stages=3, precision=precision, replicas=1 + ("zero1" in precision), groups="two", tied=True)
-    check_same(case, partitions(case, seed=3, count=3))
-
-
-@pytest.mark.parametrize("optimizer", ["SGD", "Adafactor", "client AdamW"])
-def test_moves_change_nothing_under_torch_optimizers(optimizer: str) -> None:
-    case = Case(stages=3, optimizer=optimizer, scheduler=True, dropout=True)
-    check_same(case, partitions(case, seed=5, count=3))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
-def test_moves_change_nothing_with_split_backward_passes(precision: str) -> None:
-    case = Case(stages=3, precision=precision, dynmo={"interval": 0, "schedule": "zero_bubble"})
-    check_same(case, partitions(case, seed=6, count=3))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(int(os.environ.get("DS_DYNMO_FUZZ_CASES", "10"))))
-def test_random_cases_change_nothing(seed: int) -> None:
-    """Compare four random sequences of moves of a random case, also between shapes, with a chain under 1F1B."""
-    chooser = random.Random(seed)
-    precision = chooser.choice(sorted(PRECISIONS))
-    case = Case(
-        stages=chooser.choice([2, 3, 4]),
-        blocks=chooser.choice([2, 5, 8]),
-        tied=chooser.random() < 0.5,
-        clip=chooser.choice([0.0, 0.05, 1.0]) if "zero1" not in precision else 0.0,
-        replicas=chooser.choice([1, 2]),
-        optimizer=chooser.choice(["AdamW", "SGD", "Adafactor"] if precision == "fp32" else ["AdamW", "SGD"]),
-        checkpoint_interval=chooser.choice([0, 0, 1, 2]),
-        micro_batches=chooser.choice([1, 2, 5]),
-        groups=chooser.choice(["one", "two", "sparse"]),
-        scheduler=chooser.random() < 0.5,
-        precision=precision,
-        dropout=chooser.random() < 0.5,
-    )
-    every = chooser.choice([1, 2])
-    moving = [under_a_random_schedule(case, chooser) for _ in range(4)]
-    calls = [
-        (each, partitions(each, 10 * seed + number, count=5), 11, every, True) for number, each in enumerate(moving)
-    ]
-    still, *moved = run_each(case.ranks, train, (case, [], 11, every), *calls)
-    for (_, moves, *_), each in zip(calls, moved, strict=True):
-        assert each[0]["partition"] == moves[-1]
-        check_moves_changed_nothing(still, each)
 
 
 # -- decisions ------------------------------------------------------------------------------------------------
