@@ -155,9 +155,10 @@ def train_row(case: Case, moves: list[tuple[list[int], bool]]) -> dict[str, Any]
     return {**outcome_of(engine, losses), "ways": ways}
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(number, id=f"{row['precision']}-{row['topology']}") for number, row in enumerate(ROWS)]
-)
+IDS = [f"{row['precision']}-{row['topology']}".replace(" ", "-") for row in ROWS]
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=IDS)
 def test_moves_change_nothing(number: int) -> None:
     """Compare a row with a chain under 1F1B whose layers stay."""
     case = case_of(ROWS[number])

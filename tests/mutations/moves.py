@@ -23,14 +23,14 @@ MUTATIONS = [
         "PerParameterState.install_parameters",
         "setdefault(record.group",
         "setdefault(0",
-        f"{BITWISE}[fp32-4 stages]",
+        f"{BITWISE}[fp32-4-stages]",
     ),
     Mutation(
         "the second moment stays behind in the flat shards of the stage before",
         "Resharding._transfers",
         "self.plan.rows(kind)",
         "[] if kind == 'exp_avg_sq' else self.plan.rows(kind)",
-        f"{BITWISE}[fp32 zero1-replicas]",
+        f"{BITWISE}[fp32-zero1-replicas]",
     ),
     Mutation(
         "the master weights of a stage are made from its bf16 weights",
@@ -79,7 +79,7 @@ MUTATIONS = [
         "FlatState.install_parameters",
         "resharding.carry(gradients.shards, self._comm.p2p)",
         "gradients.shards",
-        f"{BITWISE}[bf16 zero1-replicas]",
+        f"{BITWISE}[bf16-zero1-replicas]",
     ),
     Mutation(
         "a weight that changed on its way is not sent again",
