@@ -32,46 +32,22 @@ def the_counter() -> Counter:
     return Counter()
 
 
-class Counting(Block):
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.counter = the_counter()
-        self.peeks: list[Any] = []
-
-
 COUNTERS: dict[str, Counter] = {}
-
-
-class CountingInADict(Counting):
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        COUNTERS["the"] = self.counter
-
-
-class CountingInAClass(Counting):
-    held: Counter
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        CountingInAClass.held = self.counter
 
 
 class Peeking(Block):
     """A block that may refer to anything."""
 
+    held: Counter
+    fails = False
+
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self.peeks: list[Any] = []
 
 
-class Declared(Counting):
-    rank_attributes = ("counter",)
-
-
-class BuiltOnce(Block):
+class BuiltOnce(Peeking):
     """A block that cannot be pickled, whose constructor draws and then fails when it is built again."""
-
-    fails = False
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -81,78 +57,95 @@ class BuiltOnce(Block):
             raise RuntimeError("built once before")
 
 
-KINDS = {
-    "counter": Counting,
-    "in a global dict": CountingInADict,
-    "in a class": CountingInAClass,
-    "declared": Declared,
-    "constructor": BuiltOnce,
-}
+class Counting(Block):
+    """A block with two counters, one of which its class declares to be the rank's."""
+
+    rank_attributes = ("declared",)
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.counter = self.declared = the_counter()
+
+
 SHARED = "layer 2's counter, a tests.engine.move.test_refused_references.Counter, is shared with layer 1"
-PARTITIONS = {1: [0, 7], 2: [0, 4, 7]}  # by stages; measured times would move other layers from run to run
+REFUSED = {
+    "counter": [SHARED, '"rank_attributes": ["counter"] in the "dynmo" section'],
+    "in a global dict": [SHARED],
+    "in a class": [SHARED],
+    "weight": ["peeks[0] is up.weight of layer 1"],
+    "view": ["peeks[0]['of'] is up.weight of layer 1"],
+    "meta": ["peeks[0] is on the meta device"],
+    "left behind": ["layer 1 stays and its peeks[0] is up.weight of layer 2"],
+    "constructor": ["built once before"],
+}
 
 
 def random_states() -> list[str]:
     return [repr(random.getstate()), repr(numpy.random.get_state()), repr(torch.get_rng_state().tolist())]
 
 
-def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]:
-    """Move layers that share a counter, or that refer to a tensor of another layer or to one without values."""
-    kind = KINDS.get(how, Peeking)
-    case = Case(stages=2, blocks=4, dynmo={"interval": 0, "rank_attributes": list(rank_attributes)})
-    engine = build(
-        case, lambda _: [LayerSpec(Embedding, 1), *[LayerSpec(kind, i) for i in range(5)], LayerSpec(Head, 2)]
-    )
-    if kind is Peeking and engine.stage_id == 0:
-        weight, layer = layers_of(engine)[1].up.weight, layers_of(engine)[2]
-        peeks = {"weight": weight, "view": {"of": weight.detach()[0]}, "meta": torch.empty(3, device="meta")}
-        if how == "left behind":
-            layers_of(engine)[1].peeks.append(layer.up.weight)
-        else:
-            layer.peeks.append(peeks[how])
-    data = batches(engine)
-    losses = [engine.train_batch(data).item()]
-    BuiltOnce.fails = True
-    before = random_states()
-    try:
+def refer(how: str, stays: Any, leaves: Any) -> None:
+    """Let two layers share a counter, or one refer to a tensor of the other, or to one without values."""
+    weight = stays.up.weight
+    peeks = {"weight": weight, "view": {"of": weight.detach()[0]}, "meta": torch.empty(3, device="meta")}
+    if how == "left behind":
+        stays.peeks.append(leaves.up.weight)
+    elif how in peeks:
+        leaves.peeks.append(peeks[how])
+    elif how != "constructor":
+        stays.counter = leaves.counter = counter = the_counter()
+        if how == "in a global dict":
+            COUNTERS["the"] = counter
+        if how == "in a class":
+            Peeking.held = counter
+
+
+def forget(*layers: Any) -> None:
+    """Undo what :func:`refer` did."""
+    for layer in layers:
+        layer.peeks.clear()
+        vars(layer).pop("counter", None)
+    COUNTERS.clear()
+    if "held" in vars(Peeking):
+        del Peeking.held
+
+
+def move_and_be_refused(moves: bool) -> tuple[dict[str, Any], list[float], list[int]]:
+    """Train, and before each batch try to move a layer that cannot; in the end move it. Return what was said."""
+    kinds = [Peeking, BuiltOnce, *[Peeking] * 3]
+    specs = [LayerSpec(Embedding, 1), *(LayerSpec(kind, i) for i, kind in enumerate(kinds)), LayerSpec(Head, 2)]
+    engine = build(Case(stages=2, blocks=4), lambda _: specs)
+    data, losses, found = batches(engine), [], {}
+    here = layers_of(engine)
+    for how in REFUSED:
+        losses.append(engine.train_batch(data).item())
+        if not moves:
+            continue
+        if engine.stage_id == 0:
+            refer(how, here[1], here[2])
+        Peeking.fails = how == "constructor"
+        before = random_states()
+        with pytest.raises(MigrationError) as refusal:
+            engine.rebalance([0, 2, 7])
+        found[how] = (str(refusal.value), refusal.value.harmless and random_states() == before, engine.partition)
+        Peeking.fails = False
+        if engine.stage_id == 0:
+            forget(here[1], here[2])
+        del refusal
+    if moves:
         engine.rebalance([0, 2, 7])
-        message, harmless = "moved", False
-    except MigrationError as error:
-        message, harmless = str(error), error.harmless
-    drawn = random_states() != before
-    losses.append(engine.train_batch(data).item())
-    counters = [m.counter for m in layers_of(engine).values() if isinstance(m, Counting)]
-    return {
-        "message": message,
-        "harmless": harmless,
-        "drawn": drawn,
-        "partition": engine.partition,
-        "counters": [counter is the_counter() for counter in counters],
-        "losses": losses,
-    }
+    return found, [*losses, engine.train_batch(data).item()], engine.partition
 
 
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("counter", SHARED),
-        ("in a global dict", SHARED),
-        ("in a class", SHARED),
-        ("counter", '"rank_attributes": ["counter"] in the "dynmo" section'),
-        ("weight", "peeks[0] is up.weight of layer 1"),
-        ("view", "peeks[0]['of'] is up.weight of layer 1"),
-        ("meta", "peeks[0] is on the meta device"),
-        ("left behind", "layer 1 stays and its peeks[0] is up.weight of layer 2"),
-        ("constructor", "built once before"),
-    ],
-)
-@pytest.mark.every_variant
-def test_references_that_would_become_copies_are_refused_by_name(how: str, expected: str) -> None:
-    rank = 1 if how == "constructor" else 0  # the receiver builds a layer that cannot be pickled
-    for found in run(2, move_or_refuse, how, ()):
-        assert expected in found["message"] and f"failed on ranks [{rank}], first with" in found["message"]
-        assert found["harmless"] and found["partition"] == [0, 4, 7]
-        assert len(found["losses"]) == 2 and not found["drawn"]
+def test_references_that_would_become_copies_are_refused_by_name() -> None:
+    still, moved = run_each(2, move_and_be_refused, (False,), (True,))
+    for found, losses, partition in moved:
+        assert losses == still[0][1] and partition == [0, 2, 7] and found.keys() == REFUSED.keys()
+        for how, (message, harmless, stayed) in found.items():
+            rank = 1 if how == "constructor" else 0  # the receiver builds a layer that cannot be pickled
+            for expected in [*REFUSED[how], f"failed on ranks [{rank}], first with"]:
+                assert expected in message, how
+            assert harmless and stayed == [0, 4, 7], how
 
 
 def repack_or_refuse() -> tuple[bool, str, int]:
@@ -185,14 +178,22 @@ def test_layers_that_cannot_leave_are_refused_before_the_old_world_ends() -> Non
     assert "peeks[0] is on the meta device" in message and harmless and stages == 1
 
 
-@pytest.mark.parametrize(
-    ("how", "block"),
-    [("counter", ("counter",)), ("in a global dict", ("counter",)), ("in a class", ("counter",)), ("declared", ())],
-)
-def test_attributes_of_the_rank_stay_on_the_rank(how: str, block: tuple[str, ...]) -> None:
-    for found in run(2, move_or_refuse, how, block):
-        assert found["message"] == "moved" and found["partition"] == [0, 2, 7]
-        assert found["counters"] and all(found["counters"])
+def move_counters() -> tuple[list[int], list[bool]]:
+    """Move layers whose counters belong to the rank, and are also in a global dict and in a class."""
+    COUNTERS["the"] = Peeking.held = the_counter()
+    specs = [LayerSpec(Embedding, 1), *[LayerSpec(Counting, i) for i in range(5)], LayerSpec(Head, 2)]
+    engine = build(Case(blocks=4, dynmo={"interval": 0, "rank_attributes": ["counter"]}), lambda _: specs)
+    data = batches(engine)
+    engine.train_batch(data)
+    engine.rebalance([0, 2, 7])
+    engine.train_batch(data)
+    held = [one for m in layers_of(engine).values() if isinstance(m, Counting) for one in (m.counter, m.declared)]
+    return engine.partition, [counter is the_counter() for counter in held]
+
+
+def test_attributes_of_the_rank_stay_on_the_rank() -> None:
+    for partition, own in run(2, move_counters):
+        assert partition == [0, 2, 7] and own and all(own)
 
 
 # -- functions that no layer holds --------------------------------------------------------------------
@@ -227,34 +228,30 @@ def specs_with(how: str) -> list[Any]:
     return [LayerSpec(Embedding, 1), block, *(LayerSpec(Block, i) for i in range(4)), function, LayerSpec(Head, 2)]
 
 
-def move_what_others_use(how: str, moves: bool, background: bool) -> dict[str, Any]:
+def move_what_others_use(how: str, moves: bool) -> dict[str, Any]:
     """Train, and try to move a layer that something else uses, or a function that has changed."""
     PENALIZED.clear()
-    try:
-        engine = build(Case(stages=2, start=(0, 4, 8)), lambda _: specs_with(how))
-    except ConfigError as error:
-        return {"message": str(error)}
-    message, warnings = "moved", Warnings()
+    engine = build(Case(stages=2, start=(0, 4, 8)), lambda _: specs_with(how))
+    warnings = Warnings()
     if how == "loss" and engine.is_last_stage():
         PENALIZED["first of the stage"] = layers_of(engine)[4]
         engine.module.loss_fn = penalty
     if how == "callback" and engine.is_last_stage():
         weight = layers_of(engine)[4].up.weight
         engine.before_step(lambda: weight.grad.mul_(0.5))
-    data, losses = batches(engine), []
+    data, losses, message = batches(engine), [], ""
     for step in range(3):
         if moves and step == 1:
-            try:
-                engine.rebalance([0, 7, 8], background=background)
-            except MigrationError as error:
-                message = str(error)
+            with pytest.raises(MigrationError) as refusal:
+                engine.rebalance([0, 7, 8])
+            message = str(refusal.value)
+        if moves and step == 2:
+            engine.rebalance([0, 7, 8], background=True)
         losses.append(engine.train_batch(data).item())
-    said = [*warnings.messages, message] if background else [message]
-    return {"message": "".join(said), "losses": losses, "partition": engine.partition}
+    return {"said": message, "warned": "".join(warnings.messages), "losses": losses, "partition": engine.partition}
 
 
 USED = {
-    "bound method": "layers[6] (Borrowed.transposed) is no nn.Module and uses self.down.weight, which is down.weight",
     "counts": "layers[6] is no nn.Module and reads self.calls, which changed in training",
     "loss": "loss_fn uses PENALIZED['first of the stage'], which is layer 4, which leaves",
     "callback": "of before_step uses weight, which is up.weight of layer 4, which leaves",
@@ -262,12 +259,19 @@ USED = {
 
 
 def test_what_a_function_uses_does_not_leave_it() -> None:
-    calls = [(how, *flags) for how in USED for flags in ((False, False), (True, False), (True, True))]
-    found = dict(zip(calls, run_each(2, move_what_others_use, *calls), strict=True))
-    for (how, moves, background), results in found.items():
-        if how == "bound method":
-            assert all(USED[how] in result["message"] for result in results)
-        elif moves:
-            assert USED[how] in results[0]["message"], (how, background, results[0]["message"])
-            assert [result["partition"] for result in results] == [[0, 4, 8]] * 2
-            assert results[0]["losses"] == found[how, False, False][0]["losses"]
+    found = iter(run_each(2, move_what_others_use, *((how, moves) for how in USED for moves in (False, True))))
+    for how, still, moved in zip(USED, found, found, strict=True):
+        assert USED[how] in moved[0]["said"] and USED[how] in moved[0]["warned"], (how, moved[0])
+        assert [rank["partition"] for rank in moved] == [[0, 4, 8]] * 2, how
+        assert moved[0]["losses"] == still[0]["losses"], how
+
+
+def refused_at_initialize() -> str:
+    with pytest.raises(ConfigError) as refusal:
+        build(Case(stages=2), lambda _: specs_with("bound method"))
+    return str(refusal.value)
+
+
+def test_a_function_that_holds_a_layers_weights_is_refused_at_initialize() -> None:
+    expected = "layers[6] (Borrowed.transposed) is no nn.Module and uses self.down.weight, which is down.weight"
+    assert all(expected in message for message in run(2, refused_at_initialize))
