@@ -46,8 +46,12 @@ def check_as_under_1f1b(ranks: int, function: Callable[..., Any], *args: Any, un
     Args:
         unsplit: no batch runs our own schedule.
     """
-    stock, ours = (run(ranks, under, kind, function, *args) for kind in ("1f1b", "zero_bubble"))
-    assert [count for _, count in stock] == [0] * ranks
+    check_equal(*(run(ranks, under, kind, function, *args) for kind in ("1f1b", "zero_bubble")), unsplit=unsplit)
+
+
+def check_equal(stock: list[tuple[Any, int]], ours: list[tuple[Any, int]], *, unsplit: bool = False) -> None:
+    """Check results of :func:`under` by rank, under 1F1B and under a schedule of ours."""
+    assert [count for _, count in stock] == [0] * len(stock)
     assert all((count == 0) is unsplit for _, count in ours)
     for (expected, _), (found, _) in zip(stock, ours, strict=True):
         assert comparable(found) == comparable(expected)

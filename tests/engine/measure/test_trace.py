@@ -116,22 +116,22 @@ def test_the_timeline_is_correct_on_ranks_whose_clocks_differ(tmp_path: Path) ->
 def test_a_trace_changes_nothing(tmp_path: Path) -> None:
     case = Case(stages=2, replicas=2, tied=True, dropout=True, precision="bf16 zero1")
     path = tmp_path / "trace.json"
-    traced = replace(case, dynmo={**(case.dynmo or {}), "trace": {"path": str(path), "steps": [2, 5]}})
-    moves = [[0, 2, 8], [0, 7, 8], [0, 4, 8]]
-    plain, with_trace = run_each(4, train, (case, moves, 6, 2), (traced, moves, 6, 2))
+    traced = replace(case, dynmo={**(case.dynmo or {}), "trace": {"path": str(path), "steps": [2, 4]}})
+    moves = [[0, 2, 8], [0, 7, 8]]
+    plain, with_trace = run_each(4, train, (case, moves, 4, 2), (traced, moves, 4, 2))
     assert plain[0]["moved"] > 0
     assert [r["losses"] for r in plain] == [r["losses"] for r in with_trace]
     assert [r["evaluations"] for r in plain] == [r["evaluations"] for r in with_trace]
     assert whole(plain) == whole(with_trace)
     events = read(path)
     assert [event["args"]["partition"] for event in events if event["ph"] == "i"] == [
-        *([0, 4, 8], [0, 2, 8], [0, 2, 8], [0, 7, 8])
+        *([0, 4, 8], [0, 2, 8], [0, 2, 8])
     ]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
         *("pipeline 0", "pipeline 1")
     }
     error = max(event["args"]["clock_error_microseconds"] for event in events if event["ph"] == "i")
-    for step in (2, 3, 4, 5):
+    for step in (2, 3, 4):
         check_batch(named(events, step), pipelines=2, stages=2, micro_batches=3, error=error)
 
 

@@ -19,7 +19,6 @@ from tests.support.harness import run
 from tests.support.instructions import MOVES, STEPS, Counts, error_of, initialize, outcomes
 from tests.support.models import layers
 from tests.support.training import batches, build, state, whole
-from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
 
@@ -100,49 +99,44 @@ def train_patched(
     return found if which == "deepspeed" else {**found, "state": state(engine)}
 
 
-@pytest.mark.parametrize(
-    ("how", "early"),
-    [
-        *(("entries", True), ("engine", False)),
-        *(
-            pytest.param(*one, marks=pytest.mark.nightly)
-            for one in (("entries", False), ("map", True), ("map", False), ("subclass", True))
-        ),
-    ],
-)
-def test_a_patched_reduction_is_called_as_often_as_by_deepspeed(how: str, early: bool) -> None:
-    stock = run(2, train_patched, "deepspeed", UNCLIPPED, how, early)
-    still = run(2, train_patched, "ds_dynmo", UNCLIPPED, how, early)
-    moved = run(2, train_patched, "ds_dynmo", UNCLIPPED, how, early, MOVES)
-    assert stock[0]["counts"] == dict.fromkeys((kind.__name__ for kind in AT_THE_END), 5 if early else 3)
-    assert outcomes(stock, "counts", "losses") == outcomes(still, "counts", "losses")
-    assert outcomes(stock, "counts", "losses") == outcomes(moved, "counts", "losses")
-    assert whole(still) == whole(moved)
+ZERO_BUBBLE = Case(clip=0.0, dynmo={"interval": 0, "schedule": {"kind": "zero_bubble"}})
 
 
-def test_a_patched_run_resumes_at_another_number_of_stages(tmp_path: Path) -> None:
-    saved = run(2, train_patched, "ds_dynmo", UNCLIPPED, "entries", False, MOVES, str(tmp_path))
-    moves = ([0, 1, 2, 8], [0, 5, 7, 8])
-    three = Case(stages=3, clip=0.0)
+def test_a_patched_reduction_is_called_as_often_as_by_deepspeed(tmp_path: Path) -> None:
+    """Before the engine is built, under a schedule of ours; and on an engine that trains, also in a resumed run."""
+    stock = run(2, train_patched, "deepspeed", UNCLIPPED, "entries", True)
+    assert stock[0]["counts"] == dict.fromkeys((kind.__name__ for kind in AT_THE_END), STEPS)
+    moved = run(2, train_patched, "ds_dynmo", ZERO_BUBBLE, "entries", True, MOVES)
+    assert outcomes(moved, "counts", "losses") == outcomes(stock, "counts", "losses")
+    saved = run(2, train_patched, "ds_dynmo", UNCLIPPED, "engine", False, MOVES, str(tmp_path))
+    assert outcomes(saved, "losses") == outcomes(stock, "losses") and whole(saved) == whole(moved)
+    assert all(result["counts"] == dict.fromkeys(stock[0]["counts"], 3) for result in saved)
+    three, moves = Case(stages=3, clip=0.0), ([0, 1, 2, 8], [0, 5, 7, 8])
     loaded = run(3, train_patched, "ds_dynmo", three, "entries", False, moves, None, str(tmp_path))
-    assert whole(loaded) == whole(saved)
-    assert loaded[0]["losses"] == saved[0]["losses"][2:]
-    assert all(result["counts"]["ReduceGrads"] == 3 for result in [*saved, *loaded])
+    assert whole(loaded) == whole(saved) and loaded[0]["losses"] == saved[0]["losses"][2:]
+    assert all(result["counts"]["ReduceGrads"] == 3 for result in loaded)
 
 
-@pytest.mark.every_variant
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("how", "early"), [("entries", True), pytest.param("engine", False, marks=pytest.mark.nightly)]
+    ("how", "early"), [("engine", False), ("entries", False), ("map", True), ("map", False), ("subclass", True)]
 )
-def test_a_patched_reduction_works_under_our_schedules(how: str, early: bool) -> None:
-    check_as_under_1f1b(2, train_patched, "ds_dynmo", UNCLIPPED, how, early)
+def test_a_reduction_patched_otherwise_is_called_as_often_as_by_deepspeed(how: str, early: bool) -> None:
+    stock = run(2, train_patched, "deepspeed", UNCLIPPED, how, early)
+    assert stock[0]["counts"] == dict.fromkeys((kind.__name__ for kind in AT_THE_END), 5 if early else 3)
+    for case in (UNCLIPPED, ZERO_BUBBLE):
+        moved = run(2, train_patched, "ds_dynmo", case, how, early, MOVES)
+        assert outcomes(moved, "counts", "losses") == outcomes(stock, "counts", "losses")
 
 
 # -- what is refused ----------------------------------------------------------------------------------
 
 
-def other_instructions_of_the_users() -> tuple[list[str], float]:
-    """Return errors of ``initialize``, a batch and an evaluation, and the loss of a batch without such instructions."""
+def refusals() -> tuple[list[str], float, str]:
+    """Return errors of ``initialize``, a batch and an evaluation with a user's instructions, and what follows.
+
+    That is the loss of a batch without them, and the error of a batch that another ``_exec_schedule`` runs.
+    """
     stock, kind = PipelineEngine._INSTRUCTION_MAP, schedule.ForwardPass
     own = {**stock, kind: counted(Counter(), kind, stock[kind])}
     theirs = type("TheirEngine", (PipelineEngine,), {"_INSTRUCTION_MAP": own})
@@ -152,22 +146,13 @@ def other_instructions_of_the_users() -> tuple[list[str], float]:
     engine._INSTRUCTION_MAP = own
     errors += [error_of(lambda: engine.train_batch(data)), error_of(lambda: engine.eval_batch(data))]
     del engine._INSTRUCTION_MAP
-    return errors, engine.train_batch(data).item()
-
-
-def test_other_instructions_of_the_users_are_refused() -> None:
-    for errors, loss in run(2, other_instructions_of_the_users):
-        assert all(
-            "_INSTRUCTION_MAP[ForwardPass] = tests.engine.run.test_patched_instructions.counted" in e for e in errors
-        )
-        assert loss > 0
-
-
-def a_schedule_of_its_own() -> str:
-    engine = build(Case())
+    loss = engine.train_batch(data).item()
     engine._exec_schedule = partial(PipelineEngine._exec_schedule, engine)
-    return error_of(lambda: engine.train_batch(batches(engine)))
+    return errors, loss, error_of(lambda: engine.train_batch(data))
 
 
-def test_a_batch_that_bypasses_the_engine_is_refused() -> None:
-    assert all("_exec_schedule was replaced" in message for message in run(2, a_schedule_of_its_own))
+def test_other_instructions_of_the_users_and_batches_that_bypass_the_engine_are_refused() -> None:
+    named = "_INSTRUCTION_MAP[ForwardPass] = tests.engine.run.test_patched_instructions.counted"
+    for errors, loss, bypassed in run(2, refusals):
+        assert len(errors) == 3 and all(named in error for error in errors)
+        assert loss > 0 and "_exec_schedule was replaced" in bypassed

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tests.support.configs import Case
 from tests.support.harness import RankError, run, run_each
 from tests.support.models import WIDTH, Block, Embedding, Head, scale, seeded, twofold
 from tests.support.training import PROFILED, batches, build, outcome_of, raw, train, train_frozen, train_layers
-from tests.support.under_schedules import check_as_under_1f1b
+from tests.support.under_schedules import check_as_under_1f1b, check_equal, under
 
 pytestmark = pytest.mark.ranks
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.ranks
 
 def watched_by_the_user() -> dict[str, Any]:
     """Return what hooks on parameters, callbacks, ``engine.loss`` and evaluations between batches see."""
-    engine = build(Case(stages=3, micro_batches=5))
+    engine = build(Case(micro_batches=5))
     data, seen = batches(engine), {}
     for name, parameter in engine.module.named_parameters():
         gradients: list[bytes] = []
@@ -47,11 +47,11 @@ def watched_by_the_user() -> dict[str, Any]:
         lambda: before_step.append([raw(p.grad) for p in engine.module.parameters() if p.grad is not None])
     )
     losses = []
-    for _ in range(3):
+    for _ in range(2):
         losses.append(engine.train_batch(data).item())
         last = float(engine.loss.detach()) if engine.is_last_stage() else None
         losses += [last, engine.eval_batch(batches(engine, seed=7)).item()]
-    assert all(len(gradients) == 2 * 3 * 5 for gradients in seen.values())
+    assert all(len(gradients) == 2 * 2 * 5 for gradients in seen.values())
     return {"losses": losses, "seen": seen, "before step": before_step}
 
 
@@ -136,22 +136,26 @@ def decided() -> dict[str, Any]:
     return {"losses": losses}
 
 
-FEATURES = {
-    "hooks, callbacks, loss, evaluations": Feature(3, watched_by_the_user),
-    "tuples": Feature(3, train_layers, (Case(stages=3, dynmo=PROFILED), twofold, [[0, 2, 5, 9], [0, 3, 4, 9]])),
-    "tensors without gradient": Feature(2, train_layers, (Case(micro_batches=5), counting_layers, [])),
+FEATURES = {  # that no other test has under our schedules
+    "hooks, callbacks, loss, evaluations": Feature(2, watched_by_the_user),
+    "tuples": Feature(2, train_layers, (Case(dynmo=PROFILED), twofold, [[0, 2, 9], [0, 4, 9]], 4)),
+    "tensors without gradient": Feature(2, train_layers, (Case(micro_batches=5), counting_layers, [], 3)),
+}
+UNUSUAL = Feature(2, train_layers, (Case(micro_batches=5, clip=0.0), unusual_layers, [], 3))
+MORE_FEATURES = {
+    "tuples on three stages": Feature(
+        3, train_layers, (Case(stages=3, dynmo=PROFILED), twofold, [[0, 2, 5, 9], [0, 3, 4, 9]])
+    ),
     "a frozen prefix": Feature(
         3, train_frozen, (Case(stages=3, micro_batches=5), {1: 3, 3: 5, 5: 0}, {2: [0, 1, 5, 8]})
     ),
     "a decision": Feature(4, decided),
     "fewer micro-batches": Feature(4, train, (Case(stages=4, micro_batches=2), [[0, 1, 3, 5, 8]], 4, 1)),
-    "1 micro-batch": Feature(3, train, (Case(stages=3, micro_batches=1), [], 4, 1)),
     "1 stage": Feature(1, train, (Case(stages=1), [], 2, 1), unsplit=True),
     "switched off": Feature(2, train, (Case(dynmo={"enabled": False}, replicas=1), [], 3, 1)),
     "a layer used twice": Feature(
         3, train_layers, (Case(stages=3, micro_batches=5, precision="bf16"), used_twice, [[0, 4, 5, 7]])
     ),
-    "unusual modules": Feature(3, train_layers, (Case(stages=3, micro_batches=5, clip=0.0), unusual_layers, [])),
     "fewer stages": Feature(
         4,
         elastic.train_and_repack,
@@ -160,21 +164,21 @@ FEATURES = {
 }
 
 
-# Always tested: what no other test has under our schedules. The others are in the nightly form.
-FIRST = (
-    "hooks, callbacks, loss, evaluations",
-    "tuples",
-    "tensors without gradient",
-    "unusual modules",
-)
+def test_features_work_as_under_1f1b() -> None:
+    calls = [(kind, one.function, *one.args) for one in FEATURES.values() for kind in ("1f1b", "zero_bubble")]
+    results = iter(run_each(2, under, *calls))
+    for stock, ours in zip(results, results, strict=True):
+        check_equal(stock, ours)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.nightly) for name in FEATURES]
-)
-@pytest.mark.every_variant
-def test_features_work_as_under_1f1b(name: str) -> None:
-    one = FEATURES[name]
+def test_unusual_modules_work_as_under_1f1b() -> None:
+    check_as_under_1f1b(UNUSUAL.ranks, UNUSUAL.function, *UNUSUAL.args)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MORE_FEATURES)
+def test_more_features_work_as_under_1f1b(name: str) -> None:
+    one = MORE_FEATURES[name]
     check_as_under_1f1b(one.ranks, one.function, *one.args, unsplit=one.unsplit)
 
 
@@ -216,10 +220,10 @@ class Lines(logging.Handler):
 
 def names_layers(log: bool) -> list[str]:
     block = {"interval": 0, "schedule": {"kind": "zero_bubble"}, "log": log, "profile": {"batches": 1}}
-    engine = build(Case(blocks=4, replicas=2, micro_batches=6, dynmo=block))
+    engine = build(Case(blocks=4, replicas=2, micro_batches=4, dynmo=block))
     lines = Lines()
     data = batches(engine)
-    for partition in ([0, 3, 7], [0, 4, 7], [0, 2, 7]):
+    for partition in ([0, 3, 7], [0, 4, 7])[: 2 if log else 1]:
         engine.rebalance(partition)
         engine.train_batch(data)
     return [message for message in lines.messages if "always run in one" in message]
@@ -279,29 +283,27 @@ def test_an_error_in_the_middle_of_a_batch_ends_the_run_and_leaves_nothing_behin
         run(3, after_a_failure)
 
 
-def save_under(kind: str, case: Case, folder: str) -> None:
-    engine = build(replace(case, dynmo={"interval": 0, "schedule": {"kind": kind}}))
-    data = batches(engine)
-    for _ in range(2):
-        engine.train_batch(data)
-    engine.save_checkpoint(folder)
+def loaded_under_both(folder: str) -> list[dict[str, Any]]:
+    """Return the outcomes of two batches after a checkpoint: without a load, and of loads under the other schedule."""
+    engines = {
+        kind: build(Case(precision="bf16 zero1", dynmo={"interval": 0, "schedule": {"kind": kind}}))
+        for kind in ("1f1b", "zero_bubble")
+    }
 
+    def trained(kind: str, seed: int) -> dict[str, Any]:
+        data = batches(engines[kind], seed)
+        return outcome_of(engines[kind], [engines[kind].train_batch(data).item() for _ in range(2)])
 
-def go_on_under(kind: str, case: Case, folder: str) -> dict[str, Any]:
-    engine = build(replace(case, dynmo={"interval": 0, "schedule": {"kind": kind}}))
-    engine.load_checkpoint(folder)
-    data = batches(engine, seed=1)
-    return outcome_of(engine, [engine.train_batch(data).item() for _ in range(2)])
+    for kind, engine in engines.items():
+        trained(kind, seed=0)
+        engine.save_checkpoint(f"{folder}/{kind}")
+    found = [trained("1f1b", seed=1)]
+    for kind, other in (("zero_bubble", "1f1b"), ("1f1b", "zero_bubble")):
+        engines[kind].load_checkpoint(f"{folder}/{other}")
+        found.append(trained(kind, seed=1))
+    return found
 
 
 def test_a_checkpoint_of_one_kind_is_loaded_under_the_other(tmp_path: Path) -> None:
-    case, found = Case(precision="bf16 zero1"), []
-    for saved, loaded in (("1f1b", "1f1b"), ("1f1b", "zero_bubble"), ("zero_bubble", "1f1b")):
-        folder = str(tmp_path / f"{saved} {loaded}")
-        found.append(run(2, save_then_go_on, saved, loaded, case, folder))
-    assert found[0] == found[1] == found[2]
-
-
-def save_then_go_on(saved: str, loaded: str, case: Case, folder: str) -> dict[str, Any]:
-    save_under(saved, case, folder)
-    return go_on_under(loaded, case, folder)
+    for went_on, *loaded in run(2, loaded_under_both, str(tmp_path)):
+        assert loaded == [went_on] * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_dynmo.errors import ConfigError
 from tests.support.configs import Case
-from tests.support.harness import run
+from tests.support.harness import run, run_each
 from tests.support.sliced_layers import SLICES, SlicedBlock, _Copy, _Reduce, sliced_layers
 from tests.support.training import batches, build, state, whole
 
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.ranks
 
 OF_SLICE, OF_ALL = "model-parallel-rng", "data-parallel-rng"
 MEGATRON = "megatron.core.tensor_parallel.random"
-MOVES = ([0, 1, 7], [0, 6, 7], [0, 2, 7], [0, 5, 7])
-SLICED = Case(slices=2)
+MOVES = ([0, 1, 5], [0, 4, 5], [0, 3, 5])
+SLICED = Case(slices=2, blocks=3, micro_batches=2)
 
 
 class ForkingBlock(SlicedBlock):
@@ -134,20 +134,23 @@ def tracked() -> dict[str, list[int]]:
 
 
 def train(case: Case, which: str, moves: Sequence[Sequence[int]] = (), checkpointed: bool = False) -> dict[str, Any]:
-    """Train five batches and evaluate. After three, one slice of each stage adds a state, from which nothing draws."""
+    """Train four batches and evaluate. After two, one slice of each stage adds a state, from which nothing draws."""
     sys.modules[MEGATRON] = ModuleType(MEGATRON)
     sys.modules[MEGATRON]._CUDA_RNG_STATE_TRACKER = None  # type: ignore[attr-defined]
     engine = build(case, lambda case: forking_layers(case, Checkpointed if checkpointed else Plain))
     SLICES.update(tracker=make_tracker(which, engine), drawn=set())
     before = tracked()
     data, losses, waiting = batches(engine), [], list(moves)
-    for step in range(5):
+    for step in range(4):
         losses.append(engine.train_batch(data).item())
-        if step == 2 and engine.grid.get_slice_parallel_rank() == 0:
+        if step == 1 and engine.grid.get_slice_parallel_rank() == 0:
             SLICES["tracker"].add("of one slice", 5)
         if waiting:
             engine.rebalance(waiting.pop(0))
     losses.append(engine.eval_batch(batches(engine, seed=7)).item())
+    group = engine.grid.get_slice_parallel_group()
+    collectives = group._get_sequence_number_for_group()
+    gathered = engine.stage.comm.gather_over_slices({"rank": dist.get_rank()})
     return {
         "losses": losses,
         "state": state(engine),
@@ -155,12 +158,9 @@ def train(case: Case, which: str, moves: Sequence[Sequence[int]] = (), checkpoin
         "slice": engine.grid.get_slice_parallel_rank(),
         "replica": 0,
         "kept": before.items() <= tracked().items(),
+        "gathered": [value["rank"] for value in gathered],
+        "collectives to gather": group._get_sequence_number_for_group() - collectives,
     }
-
-
-@cache
-def still(which: str) -> list[dict[str, Any]]:
-    return run(4, train, SLICED, which)
 
 
 def drawn(results: list[dict[str, Any]], index: int, name: str | None = None) -> set[tuple[int, str, float]]:
@@ -170,47 +170,41 @@ def drawn(results: list[dict[str, Any]], index: int, name: str | None = None) ->
 
 
 def check_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert [result["losses"] for result in found] == [result["losses"] for result in expected]
+    assert found[0]["losses"] == expected[0]["losses"] and len({tuple(each["losses"]) for each in found}) == 1
     assert whole(found) == whole(expected)
     assert all(drawn(found, index) == drawn(expected, index) for index in range(2))
     assert all(result["kept"] for result in found)
 
 
-@pytest.mark.parametrize(
-    "which", [*(pytest.param(which, marks=pytest.mark.nightly) for which in ("deepspeed", "megatron")), "own"]
-)
-def test_moves_change_nothing(which: str) -> None:
-    check_same(run(4, train, SLICED, which, MOVES), still(which))
+KINDS = ("own", "megatron", "deepspeed")
 
 
-@pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_recomputation_repeats_the_random_numbers(reentrant: bool) -> None:
-    case = Case(slices=2, checkpoint_interval=1, reentrant=reentrant)
-    check_same(run(4, train, case, "deepspeed", MOVES), still("deepspeed"))
-
-
-def test_a_layer_that_checkpoints_itself_repeats_its_random_numbers() -> None:
-    check_same(run(4, train, SLICED, "deepspeed", MOVES, True), still("deepspeed"))
-
-
-@pytest.mark.parametrize("which", ["deepspeed", "megatron", "own"])
-def test_slices_share_random_numbers_only_from_equal_states(which: str) -> None:
-    results = still(which)
-    assert drawn(results, 0, OF_ALL) == drawn(results, 1, OF_ALL)
-    one, other = drawn(results, 0, OF_SLICE), drawn(results, 1, OF_SLICE)
-    assert len(one) == len(other) == len({value for _, _, value in one | other}) / 2
-    assert not {value for _, _, value in one} & {value for _, _, value in drawn(results, 0, OF_ALL)}
-
-
-def test_the_number_of_stages_changes_nothing() -> None:
-    whole_model = run(2, train, Case(stages=1, slices=2), "megatron")
-    assert whole(whole_model) == whole(still("megatron"))
-    assert all(drawn(whole_model, index) == drawn(still("megatron"), index) for index in range(2))
+def test_neither_moves_recomputation_nor_the_number_of_stages_change_the_random_numbers() -> None:
+    """Of each tracker. Slices share random numbers only from equal states."""
+    one_stage = dict(
+        zip(KINDS, run_each(2, train, *((replace(SLICED, stages=1), which) for which in KINDS)), strict=True)
+    )
+    arms = {
+        "own": (SLICED, "own", MOVES),
+        "megatron, recomputed": (replace(SLICED, checkpoint_interval=1), "megatron", MOVES),
+        "deepspeed, layers checkpoint themselves": (SLICED, "deepspeed", MOVES, True),
+    }
+    found = dict(zip(arms, run_each(4, train, *arms.values()), strict=True))
+    for name, arm in arms.items():
+        check_same(found[name], one_stage[arm[1]])
+    for results in one_stage.values():
+        assert drawn(results, 0, OF_ALL) == drawn(results, 1, OF_ALL)
+        one, other = drawn(results, 0, OF_SLICE), drawn(results, 1, OF_SLICE)
+        assert len(one) == len(other) == len({value for _, _, value in one | other}) / 2
+        assert not {value for _, _, value in one} & {value for _, _, value in drawn(results, 0, OF_ALL)}
+    # what slices tell each other does not travel on the devices' group
+    assert [each["gathered"] for each in found["own"]] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [each["collectives to gather"] for each in found["own"]] == [0] * 4
 
 
 def test_without_streams_random_numbers_are_the_ranks() -> None:
-    case = Case(slices=2, dynmo={"interval": 0, "randomness": {"per_layer": False}})
-    stays, moves = (run(4, train, case, "deepspeed", moves) for moves in ((), MOVES))
+    case = replace(SLICED, slices=1, dynmo={"interval": 0, "randomness": {"per_layer": False}})
+    stays, moves = run_each(2, train, (case, "deepspeed"), (case, "deepspeed", MOVES[:1]))
     assert stays[0]["losses"] != moves[0]["losses"]
     assert not any(result["kept"] for result in stays)
 
@@ -248,16 +242,3 @@ def test_trackers_without_readable_states_are_refused() -> None:
         assert f"random states of {MEGATRON} (Closed) cannot be enumerated" in early
         assert "it has no get_states and no set_states" in early and late == early
         assert "random states of mine (Closed)" in own
-
-
-def gather_sizes() -> tuple[list[int], int]:
-    """Gather a value of this rank's and the other slice. Return them, and how many collectives of the slices' group."""
-    engine = build(SLICED)
-    group = engine.grid.get_slice_parallel_group()
-    before = group._get_sequence_number_for_group()
-    gathered = engine.stage.comm.gather_over_slices({"rank": dist.get_rank()})
-    return [value["rank"] for value in gathered], group._get_sequence_number_for_group() - before
-
-
-def test_what_slices_tell_each_other_does_not_travel_on_the_devices_group() -> None:
-    assert run(4, gather_sizes) == [([0, 1], 0), ([0, 1], 0), ([2, 3], 0), ([2, 3], 0)]
