@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,7 @@ import ds_dynmo
 from tests.emulated import not_on_it
 from tests.support.configs import Case, config
 from tests.support.harness import run, run_each
-from tests.support.models import (
-    SEQUENCE,
-    VOCABULARY,
-    WIDTH,
-    layers,
-    mask_layers,
-    module_of,
-    seeded,
-)
+from tests.support.models import SEQUENCE, VOCABULARY, WIDTH, layers, mask_layers, module_of, seeded
 from tests.support.sliced_layers import sliced_layers
 from tests.support.training import (
     PROFILED,
@@ -44,59 +37,60 @@ from tests.support.under_schedules import check_as_under_1f1b
 
 pytestmark = pytest.mark.ranks
 
+nightly = partial(pytest.param, marks=pytest.mark.nightly)
 MOVES = [[0, 2, 8], [0, 6, 8], [0, 1, 8]]
 
 
 @pytest.mark.parametrize(
     ("precision", "tied", "clip", "replicas"),
     [
-        pytest.param("fp32", False, 0.0, 1),
-        pytest.param("fp32", True, 0.05, 1),
-        pytest.param("bf16", True, 0.05, 1),
-        pytest.param("bf16 zero1", False, 0.05, 1),
-        pytest.param("fp32", True, 0.05, 2, marks=pytest.mark.nightly),
-        pytest.param("bf16 zero1", True, 0.05, 2, marks=pytest.mark.nightly),
+        ("bf16 zero1", True, 0.05, 1),
+        nightly("fp32", False, 0.0, 1),
+        nightly("fp32", True, 0.05, 2),
+        nightly("bf16", True, 0.05, 1),
+        nightly("bf16 zero1", False, 0.05, 2),
     ],
 )
 def test_moves_change_nothing_with_tensor_parallelism(precision: str, tied: bool, clip: float, replicas: int) -> None:
     """Each (data, model) coordinate moves its own slice."""
-    case = Case(
-        stages=2, tied=tied, clip=clip, precision=precision, replicas=replicas, slices=2, groups="two", blocks=4
-    )
+    case = Case(tied=tied, clip=clip, precision=precision, replicas=replicas, slices=2, groups="two", blocks=4)
     moves = [[0, 2, 6], [0, 5, 6], [0, 1, 6]]
-    still, moved = run_each(case.ranks, train_layers, *((case, sliced_layers, to, 6) for to in ([], moves)))
+    still, moved = run_each(case.ranks, train_layers, *((case, sliced_layers, to, 4) for to in ([], moves)))
     check_moves_changed_nothing(still, moved)
     assert [r["norm"] for r in moved] == [r["norm"] for r in still]
 
 
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+ZERO1 = {"zero_optimization": {"stage": 1}}
+REENTRANT = {"pipeline": {"activation_checkpoint_interval": 2}}
+NOT_REENTRANT = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}
+SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+PRESCALED = {"prescale_gradients": True}
+TIMED = {"wall_clock_breakdown": True, "steps_per_print": 1}
+
+
 @pytest.mark.parametrize(
-    ("settings", "module_options", "lengths"),
+    ("settings", "module_options"),
     [
-        pytest.param({}, {"dynamic_shape": True}, True, id="dynamic_shape"),
-        pytest.param({"pipeline": {"activation_checkpoint_interval": 2}}, {}, False, id="checkpoint, reentrant"),
-        pytest.param(
-            {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}, {}, False, id="checkpoint"
+        pytest.param({**AUTOCAST, **ZERO1, **PRESCALED, **TIMED}, {}, id="one length"),
+        pytest.param({**NOT_REENTRANT, **SUMS}, {"dynamic_shape": True}, id="dynamic_shape"),
+        *(
+            nightly(settings, {}, id=" ".join(settings))
+            for settings in (REENTRANT, NOT_REENTRANT, TIMED, PRESCALED, AUTOCAST, {**AUTOCAST, **ZERO1}, SUMS)
         ),
-        pytest.param({"wall_clock_breakdown": True, "steps_per_print": 1}, {}, False, id="wall_clock_breakdown"),
-        pytest.param({"prescale_gradients": True}, {}, False, id="prescale_gradients"),
-        pytest.param({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {}, False, id="torch_autocast"),
-        pytest.param(
-            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "zero_optimization": {"stage": 1}},
-            {},
-            False,
-            id="torch_autocast, zero1",
-        ),
-        pytest.param({"data_types": {"grad_accum_dtype": "fp32"}}, {}, False, id="data_types"),
+        nightly({}, {"dynamic_shape": True}, id="dynamic_shape alone"),
     ],
 )
-@pytest.mark.every_variant
 def test_moves_change_nothing_with_features_of_deepspeed(
-    settings: dict[str, Any], module_options: dict[str, Any], lengths: bool
+    settings: dict[str, Any], module_options: dict[str, Any], tmp_path: Path
 ) -> None:
-    calls = [(settings, module_options, moves, lengths) for moves in ([], MOVES)]
+    """Together, and in the nightly form one by one. DeepSpeed's CSV monitor writes its files."""
+    settings = {**settings, "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    calls = [(settings, module_options, moves, bool(module_options)) for moves in ([], MOVES)]
     still, moved = run_each(2, train_feature, *calls)
     assert moved[0]["partition"] == MOVES[-1] and still[0]["partition"] == [0, 4, 8]
     check_moves_changed_nothing(still, moved)
+    assert {"Train_Samples_train_loss.csv", "Train_Samples_lr.csv"} <= set(os.listdir(tmp_path / "job"))
 
 
 class Places(nn.Embedding):
@@ -119,7 +113,7 @@ def sparse_layers(case: Case) -> list[Any]:
 def train_sparse(moves: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Train layers with ``nn.Embedding(sparse=True)``. Count the sparse tensors of this rank's optimizer state."""
     engine = build(Case(replicas=2, optimizer="SGD", clip=0.05, dynmo=PROFILED), sparse_layers)
-    found = outcome_of(engine, train_and_move(engine, batches(engine), moves, 5))
+    found = outcome_of(engine, train_and_move(engine, batches(engine), moves, 3))
     held = [engine.stage.state.state_of(parameter) for parameter in engine.module.parameters()]
     sparse = sum(value.is_sparse for each in held for value in each.values() if torch.is_tensor(value))
     return {**found, "norm": float(engine.get_global_grad_norm()), "sparse": sparse}
@@ -128,7 +122,7 @@ def train_sparse(moves: Sequence[Sequence[int]]) -> dict[str, Any]:
 @not_on_it("torch has no sparse tensors on devices of this kind")
 def test_moves_change_nothing_with_sparse_gradients() -> None:
     """They move with sparse momentum and clipping."""
-    still, moved = run_each(4, train_sparse, ([],), (MOVES,))
+    still, moved = run_each(4, train_sparse, ([],), (MOVES[:2],))
     check_moves_changed_nothing(still, moved)
     assert [r["norm"] for r in moved] == [r["norm"] for r in still]
     for results in (still, moved):
@@ -137,7 +131,7 @@ def test_moves_change_nothing_with_sparse_gradients() -> None:
 
 def test_moves_change_nothing_with_masks_between_stages() -> None:
     """With engine.has_bool_tensors the last tensor that a stage sends is a mask."""
-    still, moved = run_each(2, train_layers, *((Case(dynmo=PROFILED), mask_layers, to, 5, True) for to in ([], MOVES)))
+    still, moved = run_each(2, train_layers, *((Case(dynmo=PROFILED), mask_layers, to, 4, True) for to in ([], MOVES)))
     check_moves_changed_nothing(still, moved)
     assert [r["norm"] for r in moved] == [r["norm"] for r in still]
 
@@ -182,54 +176,33 @@ def test_layers_that_are_refused() -> None:
     assert "'places' whose forward_fn differ" in tied
 
 
-def test_deepspeeds_csv_monitor_works(tmp_path: Path) -> None:
-    settings = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    run(2, train_feature, settings, {}, MOVES)
-    assert {"Train_Samples_train_loss.csv", "Train_Samples_lr.csv"} <= set(os.listdir(tmp_path / "job"))
-
-
-def train_other_sizes(moves: Sequence[Sequence[int]]) -> tuple[list[float], list[int]]:
-    """Return losses of a run whose number of micro-batches changes, and the last partition."""
-    engine = build(Case(stages=2))
-    data, losses, waiting = batches(engine), [], list(moves)
+def train_other_sizes(moves: Sequence[Sequence[int]]) -> tuple[list[Any], list[int]]:
+    """Train batches of other numbers of micro-batches. Return losses, evaluations with logits, and the partition."""
+    engine, found, waiting = build(Case()), [], list(moves)
+    data = batches(engine)
     for micro_batches in (3, 5, 2, 4):
         engine.set_train_batch_size(2 * micro_batches)
-        losses.append(engine.train_batch(data).item())
+        found.append(engine.train_batch(data).item())
         if waiting:
             engine.rebalance(waiting.pop(0))
-    return losses, engine.partition
-
-
-def test_moves_change_nothing_after_set_train_batch_size() -> None:
-    still, moved = (run(2, train_other_sizes, moves) for moves in ([], MOVES))
-    assert [losses for losses, _ in still] == [losses for losses, _ in moved]
-    assert still[0][1] == [0, 4, 8] and moved[0][1] == MOVES[-1]
-
-
-def evaluate_logits(moves: Sequence[Sequence[int]]) -> list[Any]:
-    engine = build(Case(stages=2))
-    engine.train_batch(batches(engine))
-    found = []
-    for move in [None, *moves]:
-        if move is not None:
-            engine.rebalance(move)
         value, logits = engine.eval_batch(batches(engine, seed=3), return_logits=True)
         outputs = engine.eval_batch(batches(engine, seed=3), compute_loss=False, reduce_output=None)
         shapes = None if outputs is None else [list(part.shape) for part in outputs]
         found.append((value.item(), None if logits is None else [part.tolist() for part in logits], shapes))
-    return found
+    return found, engine.partition
 
 
-def test_evaluation_returns_logits_after_moves() -> None:
-    for rank, found in enumerate(run(2, evaluate_logits, MOVES)):
-        assert len(found) == 4 and all(each == found[0] for each in found)
-        _, logits, shapes = found[0]
-        assert (logits is None) == (shapes is None) == (rank == 0)
+def test_moves_change_no_batch_of_another_size_and_no_logits() -> None:
+    still, moved = run_each(2, train_other_sizes, ([],), (MOVES,))
+    assert [found for found, _ in still] == [found for found, _ in moved]
+    assert still[0][1] == [0, 4, 8] and moved[0][1] == MOVES[-1]
+    for rank, (found, _) in enumerate(moved):
+        assert all((logits is None) == (shapes is None) == (rank == 0) for _, logits, shapes in found[1::2])
 
 
 def given_data(moves: Sequence[Sequence[int]]) -> tuple[list[float], list[float], list[int]]:
     """Train with data and a callable scheduler given to initialize, and batches without an iterator."""
-    case = Case(stages=2)
+    case = Case()
     module = module_of(case)
     tokens = torch.randint(0, VOCABULARY, (60, 5), generator=torch.Generator().manual_seed(1))
     engine, optimizer, _, _ = ds_dynmo.initialize(
@@ -240,7 +213,7 @@ def given_data(moves: Sequence[Sequence[int]]) -> tuple[list[float], list[float]
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
     )
     losses, waiting = [], list(moves)
-    for _ in range(6):
+    for _ in range(4):
         losses.append(engine.train_batch().item())
         if waiting:
             engine.rebalance(waiting.pop(0))
@@ -266,7 +239,7 @@ def test_an_engine_of_one_stage_works() -> None:
 
 
 def no_optimizer() -> tuple[float, float, list[int]]:
-    case = replace(Case(stages=2), optimizer="none")
+    case = replace(Case(), optimizer="none")
     engine = ds_dynmo.initialize(model=module_of(case), config=config(case))[0]
     before = engine.eval_batch(batches(engine)).item()
     engine.rebalance([0, 2, 8])
@@ -278,31 +251,12 @@ def test_an_engine_without_optimizer_evaluates_and_moves() -> None:
         assert before == after and partition == [0, 2, 8]
 
 
-TENSOR_PARALLEL = {"slices": 2, "blocks": 4, "clip": 0.05}
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("ranks", "function", "args"),
-    [
-        pytest.param(2, train_layers, (Case(dynmo=PROFILED), mask_layers, MOVES, 5, True), id="bool masks"),
-        pytest.param(2, train_feature, ({}, {"dynamic_shape": True}, MOVES, True), id="dynamic shapes"),
-        pytest.param(2, train_other_sizes, (MOVES,), id="sizes"),
-        *(
-            pytest.param(4, train_layers, (case, sliced_layers, [[0, 2, 6], [0, 5, 6]], 6), id=case.precision)
-            for case in (
-                Case(**TENSOR_PARALLEL, tied=True, precision="bf16"),
-                Case(**TENSOR_PARALLEL, precision="bf16 zero1"),
-            )
-        ),
-        *(
-            pytest.param(2, train_feature, (settings, {}, MOVES), id=next(iter(settings)))
-            for settings in (
-                {"wall_clock_breakdown": True, "steps_per_print": 1},
-                {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-            )
-        ),
-    ],
-)
-def test_features_work_under_our_schedules(ranks: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    check_as_under_1f1b(ranks, function, *args)
+def test_features_work_under_our_schedules() -> None:
+    check_as_under_1f1b(2, train_layers, Case(dynmo=PROFILED), mask_layers, MOVES, 5, True)
+    check_as_under_1f1b(2, train_other_sizes, MOVES)
+    for settings, options in (({}, {"dynamic_shape": True}), (TIMED, {}), (AUTOCAST, {})):
+        check_as_under_1f1b(2, train_feature, settings, options, MOVES, bool(options))
+    for precision in ("bf16", "bf16 zero1"):
+        case = Case(slices=2, blocks=4, clip=0.05, tied=precision == "bf16", precision=precision)
+        check_as_under_1f1b(4, train_layers, case, sliced_layers, [[0, 2, 6], [0, 5, 6]], 6)
