@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -236,19 +235,6 @@ def one_stage() -> tuple[list[int], int]:
 
 def test_an_engine_of_one_stage_works() -> None:
     assert run(1, one_stage) == [([0, 8], 2)]
-
-
-def no_optimizer() -> tuple[float, float, list[int]]:
-    case = replace(Case(), optimizer="none")
-    engine = ds_dynmo.initialize(model=module_of(case), config=config(case))[0]
-    before = engine.eval_batch(batches(engine)).item()
-    engine.rebalance([0, 2, 8])
-    return before, engine.eval_batch(batches(engine)).item(), engine.partition
-
-
-def test_an_engine_without_optimizer_evaluates_and_moves() -> None:
-    for before, after, partition in run(2, no_optimizer):
-        assert before == after and partition == [0, 2, 8]
 
 
 @pytest.mark.nightly

@@ -40,26 +40,21 @@ from tests.support.training import (
 pytestmark = pytest.mark.ranks
 
 nightly = partial(pytest.param, marks=pytest.mark.nightly)
-WRAPPED = {"groups": "two", "clip": 0.05}
+WRAPPED = Case(stages=3, groups="two", clip=0.05)
+NIGHTLY = [
+    *(Case(stages=3, checkpoint_interval=interval, replicas=2) for interval in (0, 1)),
+    Case(stages=3, checkpoint_interval=2, reentrant=False, replicas=2),
+    *(replace(WRAPPED, precision=one) for one in ("bf16 immediate", "bf16 zero1", "fp32 zero1", "fp16 zero1")),
+    *(replace(WRAPPED, precision=one, replicas=2) for one in ("bf16", "bf16 zero1 fp32sums")),
+]
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case(precision="bf16 zero1", replicas=2, **WRAPPED), id="bf16 zero1"),
+        pytest.param(replace(WRAPPED, stages=2, precision="bf16 zero1", replicas=2), id="bf16 zero1"),
         pytest.param(Case(stages=3, checkpoint_interval=2), id="reentrant"),
-        nightly(Case(stages=3, checkpoint_interval=2, reentrant=False, replicas=2), id="checkpointing"),
-        *(nightly(Case(stages=3, checkpoint_interval=interval, replicas=2), id=f"{interval}") for interval in (0, 1)),
-        *(
-            nightly(Case(stages=3, precision=precision, replicas=replicas, **WRAPPED), id=f"{precision}-{replicas}")
-            for precision, replicas in (
-                ("bf16", 2),
-                ("bf16 immediate", 1),
-                ("bf16 zero1", 1),
-                ("bf16 zero1 fp32sums", 2),
-                ("fp32 zero1", 2),
-            )
-        ),
+        *map(nightly, NIGHTLY),
     ],
 )
 def test_freezing_equals_one_process(case: Case) -> None:

@@ -91,11 +91,14 @@ def refuse(engine: Any, expected: str) -> None:
 def give_others() -> None:
     """Give optimizers that do not train exactly the trainable parameters of the last stage, and train on.
 
-    The first one has parameters that were collected before layers moved, so that some belong to no layer.
+    The first one has parameters that were collected before layers moved, so that some belong to no layer. An engine
+    without an optimizer evaluates and moves.
     """
     engine = without_optimizer(Case(blocks=3))
     parameters = list(engine.module.parameters())
+    before = engine.eval_batch(batches(engine)).item()
     engine.rebalance([0, 1, 6])
+    assert engine.partition == [0, 1, 6] and engine.eval_batch(batches(engine)).item() == before
     with pytest.raises(ConfigError, match=r"^rank 0: the optimizer trains a parameter of shape"):
         give_optimizer(engine, parameters)
     engine = without_optimizer(Case(blocks=3))
@@ -114,7 +117,7 @@ def give_others() -> None:
     engine.train_batch(data), engine.train_batch(data)
 
 
-def test_an_optimizer_that_trains_something_else_is_refused() -> None:
+def test_an_engine_without_an_optimizer_moves_and_one_that_trains_something_else_is_refused() -> None:
     run(2, give_others)
 
 
