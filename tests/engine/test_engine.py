@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
@@ -20,26 +19,29 @@ from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import bottleneck, loads
 from tests.support.configs import Case
 from tests.support.harness import run, run_each
-from tests.support.models import WIDTH, Block, Embedding, Head, module_of
+from tests.support.models import WIDTH, Block, Embedding, Head
 from tests.support.training import batches, build, partition_of, reports_of, sleeping_engine, state, use_virtual_clock
 
 pytestmark = pytest.mark.ranks
 
 
 def test_an_initial_partition_by_each_method() -> None:
-    """The module was built with DeepSpeed's method "type:Embedding|Head", which gives blocks no weight."""
+    """The module was built with DeepSpeed's method "type:Embedding|Head", which gives blocks no weight.
+
+    A section that is switched off places layers, too.
+    """
     expected = {
-        "uniform": [0, 3, 6, 8],
-        "type:block": [0, 2, 4, 8],
-        "type:embed:100|block:1": [0, 1, 3, 8],
-        "parameters": [0, 3, 4, 8],
+        ("uniform", True): [0, 3, 6, 8],
+        ("type:block", False): [0, 2, 4, 8],
+        ("type:embed:100|block:1", True): [0, 1, 3, 8],
+        ("parameters", False): [0, 3, 4, 8],
     }
-    methods = [(method, enabled) for method in expected for enabled in (True, False)]
-    blocks = [{"interval": 0, "initial_partition": method, "enabled": enabled} for method, enabled in methods]
-    cases = [*(Case(stages=3, dynmo=block) for block in blocks), Case(stages=3), Case(stages=3, start=(0, 1, 7, 8))]
-    *found, as_built, as_told = run_each(3, partition_of, *((case,) for case in cases))
-    for (method, enabled), results in zip(methods, found, strict=True):
-        assert results == [([[0, 6, 7, 8]], expected[method])] * 3, (method, enabled)
+    blocks = [{"interval": 0, "initial_partition": method, "enabled": enabled} for method, enabled in expected]
+    cases = [*(Case(stages=3, dynmo=block) for block in blocks), Case(stages=3)]
+    switched_off = Case(stages=3, start=(0, 1, 7, 8), dynmo={"enabled": False, "interval": 1})
+    *found, as_built, as_told = run_each(3, partition_of, *((case,) for case in (*cases, switched_off)))
+    for (method, partition), results in zip(expected.items(), found, strict=True):
+        assert results == [([[0, 6, 7, 8]], partition)] * 3, method
     assert as_built == [([], [0, 6, 7, 8])] * 3
     assert as_told == [([[0, 6, 7, 8]], [0, 1, 7, 8])] * 3
 
@@ -83,21 +85,32 @@ def test_automatic_rebalance_evens_out_sleeping_layers(tmp_path: Path) -> None:
 
 
 def test_diffusion_rebalances_in_the_engine() -> None:
-    results = run(3, train_sleeping, {"interval": 3, "balancer": "diffusion"}, [4, 4, 4, 4, 4, 4, 24, 24], 5)
-    assert all(result["partition"] == results[0]["partition"] for result in results)
-    assert results[0]["partition"][-2] == 7
+    results = run(2, train_sleeping, {"interval": 3, "balancer": "diffusion"}, [2, 2, 2, 2, 2, 2, 2, 24], 5)
+    assert [result["partition"] for result in results] == [[0, 7, 8]] * 2
 
 
-def profile_sleeping(milliseconds: Sequence[float]) -> tuple[list[float], Any]:
+def rebalance_first(milliseconds: Sequence[float]) -> dict[str, Any]:
+    """Rebalance without data for a profile, then with them."""
     seconds = [ms / 1000 for ms in milliseconds]
     engine, data = sleeping_engine({"interval": 0}, seconds, 2)
-    for _ in range(3):
-        engine.train_batch(data)
-    return seconds, engine.profile
+    with pytest.raises(ds_dynmo.MigrationError) as early:
+        engine.rebalance()
+    engine.set_dataiterator(data)
+    engine.rebalance()
+    return {
+        "early": str(early.value),
+        "steps": engine.global_steps,
+        "partition": engine.partition,
+        "profile": engine.profile,
+        "seconds": seconds,
+    }
 
 
-def test_a_profile_has_every_layer() -> None:
-    for seconds, profile in run(2, profile_sleeping, [1, 2, 3, 4]):
+def test_a_rebalance_by_hand_profiles_every_layer_first_if_necessary() -> None:
+    for result in run(2, rebalance_first, [1, 2, 3, 4]):
+        assert result["early"].startswith("rebalance: there is no profile yet")
+        assert result["steps"] >= 1 and result["partition"] == [0, 3, 4]
+        profile, seconds = result["profile"], result["seconds"]
         assert profile.partition == (0, 2, 4) and profile.micro_batches == 4
         for expected, layer in zip(seconds, profile.layers):
             assert layer.forward_seconds >= expected and layer.backward_seconds >= 2 * expected
@@ -108,116 +121,73 @@ def test_a_profile_has_every_layer() -> None:
         assert profile.batch_seconds > 4 * 3 * sum(seconds[2:])
 
 
-def rebalance_first() -> dict[str, Any]:
-    engine, data = sleeping_engine({"interval": 0}, [0.001, 0.001, 0.001, 0.006], 2)
-    try:
-        engine.rebalance()
-        early = ""
-    except ds_dynmo.MigrationError as error:
-        early = str(error)
-    engine.set_dataiterator(data)
-    engine.rebalance()
-    return {"early": early, "steps": engine.global_steps, "partition": engine.partition}
-
-
-def test_a_rebalance_by_hand_profiles_first_if_necessary() -> None:
-    for result in run(2, rebalance_first):
-        assert result["early"].startswith("rebalance: there is no profile yet")
-        assert result["steps"] >= 1 and result["partition"] == [0, 3, 4]
-
-
-def rebalance_with_little_memory() -> tuple[str, list[int]]:
-    engine = build(Case(dynmo={"interval": 0, "memory_limit": "500B"}))
-    data = batches(engine)
-    engine.train_batch(data), engine.train_batch(data)
-    try:
-        engine.rebalance()
-    except ds_dynmo.PartitionError as error:
-        engine.train_batch(data)
-        return str(error), engine.partition
-    return "", engine.partition
-
-
-def test_a_rebalance_that_does_not_fit_is_refused() -> None:
-    for message, partition in run(2, rebalance_with_little_memory):
-        assert "stage" in message and "bytes" in message
-        assert partition == [0, 4, 8]
-
-
-def train_with_little_memory() -> tuple[list[int], int]:
+def rebalance_with_little_memory() -> tuple[str, list[int], int]:
+    """Train over a decision, and ask for another; train on."""
     engine = build(Case(dynmo={"interval": 2, "memory_limit": "500B"}))
     data = batches(engine)
-    for _ in range(5):
+    for _ in range(3):
         engine.train_batch(data)
-    return engine.partition, engine.global_steps
+    with pytest.raises(ds_dynmo.PartitionError) as refused:
+        engine.rebalance()
+    engine.train_batch(data)
+    return str(refused.value), engine.partition, engine.global_steps
 
 
-def test_an_automatic_rebalance_that_cannot_fit_does_not_end_training() -> None:
-    assert run(2, train_with_little_memory) == [([0, 4, 8], 5)] * 2
+def test_a_rebalance_that_does_not_fit_is_refused_and_does_not_end_training() -> None:
+    for message, partition, steps in run(2, rebalance_with_little_memory):
+        assert "stage" in message and "bytes" in message
+        assert (partition, steps) == ([0, 4, 8], 4)
 
 
-def refuse_partitions(partitions: list[Any]) -> list[Any]:
-    """Return the state before any of them, and for each the state after it and the error."""
+INVALID: list[Any] = [[0, 8], [0, 0, 8], [0, 9, 8], [1, 4, 8], [0, 4, 7], "abc"]
+
+
+def refuse_partitions() -> tuple[list[str], list[str]]:
+    """Return the errors of invalid partitions, and where ranks differ, or one has an invalid one; nothing changes."""
     engine = build(Case())
-    engine.train_batch(batches(engine))
-    found: list[Any] = [state(engine)]
-    for partition in partitions:
-        message = ""
-        try:
+    data = batches(engine)
+    engine.train_batch(data)
+    before = state(engine)
+
+    def refused(partition: Any) -> str:
+        with pytest.raises((ds_dynmo.MigrationError, ds_dynmo.PartitionError)) as error:
             engine.rebalance(partition)
-        except ds_dynmo.PartitionError as error:
-            message = str(error)
-        found.append((state(engine), message))
-    return found
+        assert state(engine) == before and engine.partition == [0, 4, 8]
+        return str(error.value)
+
+    differing = [[0, 2 + engine.stage_id, 8], [0, 9 * engine.stage_id or 3, 8]]
+    invalid, found = map(refused, INVALID), map(refused, differing)
+    messages = [*invalid], [*found]
+    engine.train_batch(data)
+    return messages
 
 
-def test_an_invalid_partition_changes_nothing() -> None:
-    for before, *refused in run(2, refuse_partitions, [[0, 8], [0, 0, 8], [0, 9, 8], [1, 4, 8], [0, 4, 7], "abc"]):
-        assert len(refused) == 6
-        for after, message in refused:
-            assert "partition" in message and before == after
-
-
-def disagree() -> tuple[list[str], list[int], list[float]]:
-    engine = build(Case())
-    data, messages = batches(engine), []
-    losses = [engine.train_batch(data).item()]
-    for partition in ([0, 2 + engine.stage_id, 8], [0, 9 * engine.stage_id or 3, 8]):
-        try:
-            engine.rebalance(partition)
-        except (ds_dynmo.MigrationError, ds_dynmo.PartitionError) as error:
-            messages.append(str(error))
-    return messages, engine.partition, [*losses, engine.train_batch(data).item()]
-
-
-def test_if_ranks_disagree_nothing_moves() -> None:
-    for (differing, invalid), partition, losses in run(2, disagree):
-        assert (
-            "ranks differ: [0, 4, 8] -> [0, 2, 8] on ranks [0], [0, 4, 8] -> [0, 3, 8] on ranks [1]. No layer has moved"
-            in differing
-        )
-        assert partition == [0, 4, 8] and len(losses) == 2
-        assert "failed on ranks [1], first with PartitionError" in invalid
+def test_if_a_partition_is_invalid_or_ranks_disagree_nothing_moves() -> None:
+    for invalid, (differing, on_one) in run(2, refuse_partitions):
+        for partition, message in zip(INVALID, invalid, strict=True):
+            assert "partition" in message, partition
+        moves = "[0, 4, 8] -> [0, 2, 8] on ranks [0], [0, 4, 8] -> [0, 3, 8] on ranks [1]. No layer has moved"
+        assert f"ranks differ: {moves}" in differing
+        assert "failed on ranks [1], first with PartitionError" in on_one
 
 
 def rebalance_alone() -> str:
-    engine = build(Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 2.0}))
+    engine = build(Case(dynmo={"interval": 0, "timeout_seconds": 2.0}))
     communicator.default_timeout = lambda: timedelta(seconds=3)
     message = ""
     store = torch.distributed.distributed_c10d._get_default_store()
     if engine.global_rank == 0:
-        try:
-            engine.rebalance([0, 2, 4, 8])
-        except ds_dynmo.MigrationError as error:
-            message = str(error)
+        with pytest.raises(ds_dynmo.MigrationError) as error:
+            engine.rebalance([0, 2, 8])
+        message = str(error.value)
         store.set("told", "yes")
     store.wait(["told"])
     return message
 
 
 def test_a_rebalance_on_some_ranks_raises_an_error_that_names_the_others() -> None:
-    message = run(3, rebalance_alone)[0]
-    assert "rebalance is collective" in message and "ranks [1, 2] did not call it within 3 s" in message
+    message = run(2, rebalance_alone)[0]
+    assert "rebalance is collective" in message and "ranks [1] did not call it within 3 s" in message
 
 
 class Around(nn.Module):
@@ -276,40 +246,25 @@ def refusal_to_share(how: str, apart: bool) -> str:
     return "nothing was raised"
 
 
-SHARED = [
-    "one module",
-    "a part",
-    "an argument",
-    "a module and an argument",
-    "one tensor",
-    "overlapping views",
-    "a global",
-]
+APART = {  # whether two layers that share so are on two stages
+    "one module": True,
+    "a part": False,
+    "an argument": True,
+    "a module and an argument": False,
+    "one tensor": True,
+    "overlapping views": False,
+    "a global": True,
+    "nothing but memory": True,
+    "a module without parameters": False,
+}
 NOT_SHARED = ["nothing but memory", "a module without parameters"]
 
 
 def test_layers_that_share_a_parameter_are_refused_on_every_rank() -> None:
-    calls = [(how, apart) for how in (*SHARED, *NOT_SHARED) for apart in (True, False)]
-    for (how, apart), messages in zip(calls, run_each(2, refusal_to_share, *calls), strict=True):
+    for (how, apart), messages in zip(APART.items(), run_each(2, refusal_to_share, *APART.items()), strict=True):
         assert len({*messages}) == 1
         if how in NOT_SHARED:
             assert messages[0] == "nothing was raised", how
         else:
-            assert f"layers [1, {5 if apart else 2}] share parameters" in messages[0] and "TiedLayerSpec" in messages[0]
-
-
-def gathered() -> list[Any]:
-    """Gather nothing, and values of different lengths beside none."""
-    from ds_dynmo.engine.comm.communicator import Communicator
-
-    comm, rank = Communicator(module_of(Case(stages=3)).mpu(), torch.device("cpu"), 30.0), dist.get_rank()
-    found: list[Any] = []
-    for value in (None, [None, 0, "three" * 99][rank]):
-        values, mine = comm.agree_and_gather("a test", lambda value=value: (value, rank))  # type: ignore[misc]
-        found.append((list(values().values()), mine))
-    return found
-
-
-def test_a_value_of_each_rank_is_gathered_with_the_agreement() -> None:
-    for rank, found in enumerate(run(3, gathered)):
-        assert found == [([None] * 3, rank), ([None, 0, "three" * 99], rank)]
+            assert f"layers [1, {5 if apart else 2}] share parameters" in messages[0], how
+            assert "TiedLayerSpec" in messages[0], how

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -30,27 +29,13 @@ from tests.support.training import Warnings, batches, build, partitions, state, 
 pytestmark = pytest.mark.ranks
 
 MOVES = ([0, 4, 6, 8], [0, 1, 6, 8], [0, 2, 4, 8])  # indexed by the rank that receives
-STEPS = 8
+START = (0, 3, 5, 8)
+STEPS, MOST_CALLS = 6, 300_000  # of a run that is killed; functions that are called in it
 SECTION: dict[str, Any] = {"interval": 0, "timeout_seconds": 10, "profile": {"batches": 1, "warmup_batches": 0}}
 CASES = {
-    "fp32": Case(stages=3, start=(0, 3, 5, 8), dynmo=SECTION),
-    "bf16 zero1": Case(stages=3, start=(0, 3, 5, 8), dynmo=SECTION, precision="bf16 zero1", groups="two"),
+    "fp32": Case(stages=3, start=START, dynmo=SECTION),
+    "bf16 zero1": Case(stages=3, start=START, dynmo=SECTION, precision="bf16 zero1", groups="two"),
 }
-
-
-def grid(points: Any) -> list[Any]:
-    """Return every point on every rank; the short form has one rank per point, and precisions in turn."""
-    return [
-        pytest.param(
-            point, rank, precision, id=f"{point}-rank{rank}-{precision}", marks=() if short else pytest.mark.nightly
-        )
-        for number, point in enumerate(points)
-        for rank in range(3)
-        for turn, precision in enumerate(CASES)
-        for short in [rank == number % 3 and turn == number % 2]
-    ]
-
-
 HARMLESS = {
     "gather": "profile: measure a layer",
     "decide": "decide",
@@ -60,44 +45,66 @@ HARMLESS = {
 }
 
 
-def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
-    """Train on after an automatic rebalance that fails before bytes move."""
-    engine = build(case)
-    data, losses = batches(engine), []
-    losses.append(engine.train_batch(data).item())
-    Fault(0 if point == "decide" else rank, 0, HARMLESS[point], "exception").inject(engine)  # rank 0 decides
-    if point in ("gather", "decide"):
-        engine.rebalancer.go(Asked(Request(Reason.MODEL_CHANGED, "a test")))
-    for _ in range(2):
-        losses.append(engine.train_batch(data).item())
-    message = repr(engine.rebalancer.failure)
-    if point not in ("gather", "decide"):
-        try:
-            engine.rebalance(MOVES[(rank + 1) % 3])  # the rank sends
-        except MigrationError as error:
-            assert error.harmless
-            message = str(error)
+def train_on(engine: Any, data: Any, rank: int, batches: int) -> list[float]:
+    """Train, move layers to ``rank`` and back, and train a batch with them there."""
+    losses = [engine.train_batch(data).item() for _ in range(batches)]
     engine.rebalance(MOVES[rank])
     losses.append(engine.train_batch(data).item())
-    return {"message": message, "losses": losses, "state": state(engine), "replica": 0}
+    engine.rebalance(START)
+    return losses
 
 
-def another_route(case: Case) -> str:
-    """Let a rank plan another route than the others."""
+def harmless(case: Case, first: int) -> dict[str, Any]:
+    """Train on after rebalances that fail before bytes move, at each point, on the next rank each time.
+
+    Args:
+        first: the rank on which the first one fails.
+    """
     engine = build(case)
-    engine.train_batch(batches(engine))
-    state, prepare = engine.stage.state, engine.stage.state.prepare
-    if engine.global_rank == 1:
-        state.prepare = lambda *args, **kwargs: (prepare(*args, **kwargs)[0], "another")
-    with pytest.raises(MigrationError) as caught:
-        engine.rebalance(MOVES[0])
-    assert caught.value.harmless and engine.partition == list(case.start or ())
-    return str(caught.value)
+    data, said = batches(engine), {}
+    losses = [engine.train_batch(data).item()]
+    for number, (point, place) in enumerate(HARMLESS.items()):
+        rank = (first + number) % 3
+        Fault(0 if point == "decide" else rank, 0, place, "exception").inject(engine)  # rank 0 decides
+        if point in ("gather", "decide"):
+            engine.rebalancer.go(Asked(Request(Reason.MODEL_CHANGED, "a test")))
+        else:
+            with pytest.raises(MigrationError) as caught:
+                engine.rebalance(MOVES[(rank + 1) % 3])  # the rank sends
+            assert caught.value.harmless
+            said[point] = str(caught.value)
+        losses += train_on(engine, data, rank, 2)
+        said.setdefault(point, repr(engine.rebalancer.failure))
+        assert engine.partition == list(START), point
+    return {"said": said, "losses": losses, "state": state(engine), "replica": 0}
 
 
-def test_ranks_that_planned_another_route_are_named_before_bytes_move() -> None:
-    for message in run(3, another_route, CASES["bf16 zero1"]):
-        assert "route: ranks differ: " in message and "another on ranks [1]. No layer has moved" in message
+def unharmed(case: Case, first: int) -> dict[str, Any]:
+    engine = build(case)
+    data = batches(engine)
+    losses = [engine.train_batch(data).item()]
+    for number in range(len(HARMLESS)):
+        losses += train_on(engine, data, (first + number) % 3, 2)
+    return {"losses": losses, "state": state(engine), "replica": 0}
+
+
+@pytest.mark.parametrize(
+    ("precision", "first"),
+    [
+        pytest.param(precision, first, marks=() if (precision, first) == ("bf16 zero1", 0) else pytest.mark.nightly)
+        for precision in CASES
+        for first in range(3)
+    ],
+)
+def test_before_bytes_move_a_failure_is_harmless(precision: str, first: int) -> None:
+    results = run(3, harmless, CASES[precision], first)
+    for result in results:
+        for point, said in result["said"].items():
+            assert "No layer has moved" in said, (point, said)
+            assert "the cable is gone" in said or point == "gather", (point, said)
+    expected = run(3, unharmed, CASES[precision], first)
+    assert [result["losses"] for result in results] == [result["losses"] for result in expected]
+    assert whole(results) == whole(expected)
 
 
 class UnreadableOnRank0:
@@ -113,47 +120,45 @@ def _loaded() -> UnreadableOnRank0:
     return UnreadableOnRank0()
 
 
-def unreadable(background: bool) -> list[str]:
-    """Move layers while rank 1 describes its optimizer by something that rank 0 cannot load, then without it."""
+def ranks_that_differ() -> tuple[str, str, list[str]]:
+    """Let rank 1 plan another route, and describe its optimizer by something that rank 0 cannot load; then train on.
+
+    Return the errors of both, and the warnings where the second happens to a move during a batch.
+    """
     engine = build(CASES["bf16 zero1"])
     data, warnings, state = batches(engine), Warnings(), engine.stage.state
     engine.train_batch(data)
-    take = state.take_inventory
+    prepare, take = state.prepare, state.take_inventory
+
+    def refused() -> str:
+        with pytest.raises(MigrationError) as caught:
+            engine.rebalance(MOVES[0])
+        assert caught.value.harmless and engine.partition == list(START)
+        return str(caught.value)
+
+    if engine.global_rank == 1:
+        state.prepare = lambda *args, **kwargs: (prepare(*args, **kwargs)[0], "another")
+    route = refused()
+    vars(state).pop("prepare", None)
     if engine.global_rank == 1:
         state.take_inventory = lambda: replace(take(), scalars={0: {"step": UnreadableOnRank0()}})
-    with pytest.raises(MigrationError) if not background else nullcontext() as caught:
-        engine.rebalance(MOVES[0], background=background)
-        engine.train_batch(data)
+    description = refused()
+    engine.rebalance(MOVES[0], background=True)
+    engine.train_batch(data)
+    assert engine.partition == list(START)
     vars(state).pop("take_inventory", None)
     engine.rebalance(MOVES[0])
     engine.train_batch(data)
     assert engine.partition == MOVES[0]
-    return warnings.messages if caught is None else [str(caught.value)]
+    return route, description, warnings.messages
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_description_that_one_rank_cannot_load_is_harmless(background: bool) -> None:
-    said = "\n".join(run(3, unreadable, background)[0])
-    assert "failed on ranks [0], first with MemoryError: no room" in said
-
-
-def unharmed(case: Case, rank: int) -> dict[str, Any]:
-    engine = build(case)
-    data = batches(engine)
-    losses = [engine.train_batch(data).item() for _ in range(3)]
-    engine.rebalance(MOVES[rank])
-    losses.append(engine.train_batch(data).item())
-    return {"losses": losses, "state": state(engine), "replica": 0}
-
-
-@pytest.mark.parametrize(("point", "rank", "precision"), grid(HARMLESS))
-@pytest.mark.every_variant
-def test_before_bytes_move_a_failure_is_harmless(point: str, rank: int, precision: str) -> None:
-    results = run(3, harmless, CASES[precision], point, rank)
-    assert all("No layer has moved" in result["message"] for result in results), results[0]["message"]
-    expected = run(3, unharmed, CASES[precision], rank)
-    assert [result["losses"] for result in results] == [result["losses"] for result in expected]
-    assert whole(results) == whole(expected)
+def test_ranks_that_planned_another_route_or_cannot_load_a_description_are_named_before_bytes_move() -> None:
+    unread = "failed on ranks [0], first with MemoryError: no room"
+    for rank, (route, description, warnings) in enumerate(run(3, ranks_that_differ)):
+        assert "route: ranks differ: " in route and "another on ranks [1]. No layer has moved" in route
+        assert unread in description
+        assert rank or unread in "\n".join(warnings)
 
 
 FATAL = {
@@ -164,6 +169,7 @@ FATAL = {
     "rewrap": "move: hand over to the optimizer",
     "tie": "move: tie",
 }
+QUICK = {"fp32": [("unpack", 2)], "bf16 zero1": [("send", 1), ("tie", 0)]}
 
 
 def fatal(case: Case, point: str, rank: int, background: bool) -> str:
@@ -180,8 +186,15 @@ def fatal(case: Case, point: str, rank: int, background: bool) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.parametrize(("point", "rank", "precision"), grid(FATAL))
-@pytest.mark.every_variant
+@pytest.mark.parametrize(
+    ("point", "rank", "precision"),
+    [
+        pytest.param(point, rank, precision, marks=() if (point, rank) in QUICK[precision] else pytest.mark.nightly)
+        for point in FATAL
+        for rank in range(3)
+        for precision in CASES
+    ],
+)
 def test_once_bytes_move_a_failure_stops_every_rank_with_its_place(point: str, rank: int, precision: str) -> None:
     background = precision == "bf16 zero1"
     messages = run(3, fatal, CASES[precision], point, rank, background, complete=False)
@@ -230,7 +243,7 @@ def late_round(kind: type[Rounds]) -> tuple[str, list[str]]:
     return str(caught.value), [thread.name for thread in threading.enumerate() if thread.name == "ds_dynmo transfers"]
 
 
-@pytest.mark.parametrize("kind", [Rounds, RoundsInThread])
+@pytest.mark.parametrize("kind", [pytest.param(Rounds, marks=pytest.mark.nightly), RoundsInThread])
 def test_a_round_that_times_out_stops_its_rank_with_the_reason(kind: type[Rounds]) -> None:
     (injected, _), (timed_out, _) = found = run(2, late_round, kind, complete=False, backend="gloo")
     assert "rank 0 failed sending layers" in injected and "the cable is gone" in injected
@@ -265,7 +278,7 @@ def resume(case: Case, folder: str) -> dict[str, Any]:
     return _continue(engine, case, folder, background=False)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s < 2 else pytest.mark.nightly) for s in range(100)])
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s == 5 else pytest.mark.nightly) for s in range(100)])
 def test_a_killed_job_resumes_bitwise(tmp_path: Path, seed: int) -> None:
     """SIGKILL comes at any moment of a run that rebalances after every batch: before, in, and between saves.
 
@@ -274,21 +287,14 @@ def test_a_killed_job_resumes_bitwise(tmp_path: Path, seed: int) -> None:
     chooser, background = random.Random(seed), seed % 2 == 1
     case = Case(stages=2, precision=chooser.choice(["fp32", "bf16 zero1"]), groups="two", dropout=True, start=(0, 3, 8))
     whole_run = run(2, train_and_save, case, str(tmp_path / "whole"), background)
+    victim, calls, folder = chooser.randint(0, 1), chooser.randint(1, MOST_CALLS), str(tmp_path / "killed")
     try:
-        run(
-            2,
-            train_and_save,
-            case,
-            str(tmp_path / "killed"),
-            background,
-            chooser.randint(0, 1),
-            chooser.randint(1, 400_000),
-        )
+        run(2, train_and_save, case, folder, background, victim, calls)
     except RankError as error:
         assert "died" in str(error) or "Connection" in str(error)
     stages = chooser.choice([1, 2])
     case = replace(case, stages=stages, start=None if stages == 1 else case.start)
-    resumed = run(stages, resume, case, str(tmp_path / "killed"))
+    resumed = run(stages, resume, case, folder)
     expected = whole_run[0]["losses"]
     assert resumed[0]["losses"] == {step: expected[step] for step in resumed[0]["losses"]}
     assert whole(resumed) == whole(whole_run)

@@ -43,7 +43,7 @@ MUTATIONS = [
         "decision._proposed",
         "memory=given.memory",
         "memory=None",
-        "tests/engine/test_engine.py::test_a_rebalance_that_does_not_fit_is_refused",
+        "tests/engine/test_engine.py::test_a_rebalance_that_does_not_fit_is_refused_and_does_not_end_training",
     ),
     Mutation(
         "a move begins though a rank lacks the memory for it",
@@ -135,7 +135,7 @@ MUTATIONS = [
         "Placement.__post_init__",
         " or (stop == start and owner not in may_be_empty)",
         "",
-        "tests/engine/test_engine.py::test_an_invalid_partition_changes_nothing",
+        "tests/engine/test_engine.py::test_if_a_partition_is_invalid_or_ranks_disagree_nothing_moves",
     ),
     Mutation(
         "an unknown key of the section is accepted",

@@ -198,7 +198,7 @@ MUTATIONS = [
         "Communicator._everywhere",
         "if differ:",
         "if False:",
-        f"{ENGINE}::test_if_ranks_disagree_nothing_moves",
+        f"{ENGINE}::test_if_a_partition_is_invalid_or_ranks_disagree_nothing_moves",
     ),
     Mutation(
         "two groups of ranks that differ alike cancel out",
@@ -219,7 +219,7 @@ MUTATIONS = [
         "Migrator._prepared",
         ", same=itemgetter(1), compared_in=context.comm.here.in_pipeline",
         "",
-        "tests/engine/test_faults.py::test_ranks_that_planned_another_route_are_named_before_bytes_move",
+        "tests/engine/test_faults.py::test_ranks_that_planned_another_route_or_cannot_load_a_description_are_named_before_bytes_move",
     ),
     Mutation(
         "a rank that cannot send its layers does not say so",

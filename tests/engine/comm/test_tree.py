@@ -21,29 +21,18 @@ from tests.support.configs import Case
 from tests.support.harness import run
 from tests.support.models import module_of
 
-SIZES = [*range(1, 10), 64, 100]
 
-
-@pytest.mark.parametrize("size", SIZES)
-def test_each_rank_is_the_child_of_its_parent_alone(size: int) -> None:
-    children = [children_of(place, size) for place in range(size)]
-    assert sorted(chain.from_iterable(children)) == [*range(1, size)]
-    for place in range(1, size):
-        parent = parent_of(place)
-        assert parent is not None and place in children[parent]
+def test_a_tree_of_ranks() -> None:
+    """Each is the child of its parent alone; a branch is a run of ranks; a rank has few neighbours."""
     assert parent_of(0) is None
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_branch_is_a_run_of_ranks(size: int) -> None:
-    for place in range(size):
-        below = [branch_of(child, size) for child in children_of(place, size)]
-        assert [place, *chain.from_iterable(below)] == [*branch_of(place, size)]
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_rank_has_few_neighbours(size: int) -> None:
-    assert max(len(children_of(place, size)) for place in range(size)) == (size - 1).bit_length()
+    for size in (*range(1, 10), 64, 100):
+        children = [children_of(place, size) for place in range(size)]
+        assert sorted(chain.from_iterable(children)) == [*range(1, size)]
+        assert all(place in children[parent_of(place) or 0] for place in range(1, size)), size
+        for place in range(size):
+            below = [branch_of(child, size) for child in children[place]]
+            assert [place, *chain.from_iterable(below)] == [*branch_of(place, size)], (size, place)
+        assert max(map(len, children)) == (size - 1).bit_length()
 
 
 def sum_of_shares(texts: list[tuple[int, str]]) -> int:
@@ -122,6 +111,11 @@ def collectives() -> dict[str, Any]:
         comm.everywhere("a test", lambda: divided(8 - rank), error=ds_dynmo.ConfigError)
     with pytest.raises(ds_dynmo.ConfigError, match=r"^rank 8: no 8$"):
         comm.everywhere("a test", lambda: refused(8 - rank), error=ds_dynmo.ConfigError)
+    gathered = []
+    for value in (None, [None, 0, "three" * 99][comm.here.stage]):  # nothing, and values of different lengths beside none
+        values, mine = comm.agree_and_gather("a test", lambda value=value: (value, rank))  # type: ignore[misc]
+        gathered.append((list(values().values()), mine))
+    found["with the agreement"] = gathered
     comm.all_done()
     comm.p2p.exchange([((rank + 1) % 9, torch.ones(3))], [((rank - 1) % 9, torch.zeros(3))])
     found["sockets"] = sockets() - before
@@ -141,6 +135,7 @@ def test_collectives_of_nine_ranks() -> None:
         assert found["posted to first"] == ([16, 0] if rank == 0 else [None, None])
         assert found["sum"] == ([8.0, 0.5], 111.0)
         assert "replica 1 on ranks [1, 7], other on ranks [4]" in found["differing"]
+        assert found["with the agreement"] == [([None] * 3, rank), ([None, 0, "three" * 99], rank)]
         neighbours = len(children_of(rank, 9)) + (rank > 0)
         in_pipeline = len(children_of(rank // 3, 3)) + (rank >= 3)
         listening = 1
@@ -149,21 +144,20 @@ def test_collectives_of_nine_ranks() -> None:
 
 
 def wait_alone() -> str:
-    comm = Communicator(module_of(Case(stages=6)).mpu(), torch.device("cpu"), 3.0)
+    comm = Communicator(module_of(Case(stages=4)).mpu(), torch.device("cpu"), 3.0)
     store = dist.distributed_c10d._get_default_store()
     message = ""
-    if dist.get_rank() not in (2, 5):
-        try:
+    if dist.get_rank() not in (1, 2):
+        with pytest.raises(ds_dynmo.MigrationError) as error:
             comm.max_over_world(torch.zeros(1))
-        except ds_dynmo.MigrationError as error:
-            message = str(error)
+        message = str(error.value)
         store.set(f"told {dist.get_rank()}", "")
-    store.wait([f"told {rank}" for rank in (0, 1, 3, 4)])
+    store.wait([f"told {rank}" for rank in (0, 3)])
     return message
 
 
 @pytest.mark.ranks
 def test_all_that_wait_name_the_same_missing_ranks() -> None:
     """Rank 2 is between 3, which has come, and the first rank."""
-    for rank, message in enumerate(run(6, wait_alone, backend="gloo", complete=False)):
-        assert rank in (2, 5) or "ranks [2, 5] did not call it within 3 s" in message, (rank, message)
+    for rank, message in enumerate(run(4, wait_alone, backend="gloo", complete=False)):
+        assert rank in (1, 2) or "ranks [1, 2] did not call it within 3 s" in message, (rank, message)
