@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ds_dynmo.partitioners import MemoryModel
+from ds_dynmo.partitioners import LayerPasses, MemoryModel, PassModel, PipelineModel
 
 KINDS = ("ints", "ties", "zeros", "uniform", "lognormal", "ratios")
 
@@ -63,3 +63,54 @@ def overshoot(memory: MemoryModel, partition: list[int]) -> int:
 def partitions_that_fit(partitions: Iterable[list[int]], memory: MemoryModel | None) -> list[list[int]]:
     """Return those of ``partitions`` that keep every stage within its limit."""
     return [partition for partition in partitions if memory is None or overshoot(memory, partition) <= 0]
+
+
+def pipeline_of(passes: PassModel) -> PipelineModel:
+    layers = passes.layers
+    return PipelineModel(
+        layers.forward_seconds,
+        layers.backward_seconds,
+        passes.micro_batches,
+        passes.speeds,
+        layers.static_bytes,
+        passes=passes,
+    )
+
+
+def random_passes(
+    rng: random.Random,
+    layers: int = 7,
+    stages: int = 3,
+    micro_batches: int = 5,
+    interval: int = 0,
+    link_seconds: float = 0.0,
+) -> PassModel:
+    """Make random layers; every third has no weight gradient, and the first is sometimes frozen."""
+    forward = [rng.uniform(0.3, 1.7) for _ in range(layers)]
+    backward = [2 * one * rng.uniform(0.7, 1.3) for one in forward]
+    frozen = rng.choice([0, 1])
+    backward[:frozen] = [0.0] * frozen
+    weights = [0.0 if number % 3 == 2 else 0.4 * one for number, one in enumerate(backward)]
+    inputs = [1.05 * one - weight for one, weight in zip(backward, weights)]
+    activations = tuple(round(1000 * one) for one in forward)
+    of_layers = LayerPasses(
+        tuple(forward),
+        tuple(inputs),
+        tuple(weights),
+        tuple(backward),
+        tuple(rng.randrange(1000) for _ in range(layers)),
+        activations,
+        tuple(size // 10 for size in activations),
+        tuple(round(rng.uniform(0.5, 1.1) * size) for size in activations),
+        frozen_layers=frozen,
+        checkpoint_interval=interval,
+    )
+    speeds = tuple(rng.choice([1.0, 0.8]) for _ in range(stages))
+    return PassModel(of_layers, micro_batches, speeds, link_seconds=link_seconds)
+
+
+def memory_of(passes: PassModel, interval: int) -> MemoryModel:
+    """Count the same layers as the memory model does, without limits."""
+    layers = passes.layers
+    sizes = layers.static_bytes, layers.activation_bytes, layers.input_bytes
+    return MemoryModel(*sizes, (0,) * len(passes.speeds), passes.micro_batches, interval)

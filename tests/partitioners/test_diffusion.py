@@ -100,20 +100,17 @@ def check_optimal(seed: int, count: int, most_layers: int) -> None:
 
 
 def test_it_reaches_the_smallest_bottleneck() -> None:
-    check_optimal(seed=0, count=500, most_layers=10)
-
-
-def test_it_reaches_the_smallest_bottleneck_of_a_long_chain() -> None:
+    check_optimal(seed=0, count=150, most_layers=10)
     rng = random.Random(4)
-    for kind in KINDS:
+    for kind in KINDS:  # of a long chain
         costs = random_costs(rng, 48, kind)
         found = diffusion(costs, 24, random_start(rng, 48, 24))
-        assert bottleneck(costs, found) == bottleneck(costs, balanced(costs, 24))
+        assert bottleneck(costs, found) == bottleneck(costs, balanced(costs, 24)), kind
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10))
-def test_it_reaches_the_smallest_bottleneck_fuzz(seed: int) -> None:
+def test_random_instances(seed: int) -> None:
     check_optimal(seed=300 + seed, count=1000, most_layers=14)
     check_optimal(seed=400 + seed, count=60, most_layers=60)
     check_runs(seed=500 + seed, count=500)
@@ -152,41 +149,37 @@ def check_runs_within_memory(seed: int, count: int) -> tuple[int, int, int]:
 
 
 def test_what_every_run_guarantees() -> None:
-    check_runs(seed=1, count=200)
+    check_runs(seed=1, count=100)
+    fitted, mended, refused = check_runs_within_memory(seed=2, count=250)
+    assert fitted > 40 and mended > 20 and refused > 20
 
 
-def test_what_every_run_guarantees_within_memory() -> None:
-    fitted, mended, refused = check_runs_within_memory(seed=2, count=600)
-    assert fitted > 100 and mended > 50 and refused > 50
-
-
-def test_an_ample_limit_changes_nothing() -> None:
+def test_an_ample_limit_and_equal_speeds_change_nothing() -> None:
     rng = random.Random(8)
-    for _ in range(50):
-        costs = random_costs(rng, 12, "uniform")
-        start = random_start(rng, 12, 5)
-        memory = MemoryModel((1,) * 12, (1,) * 12, (1,) * 12, limits=(10**12,) * 5, micro_batches=4)
-        assert diffusion(costs, 5, start, memory=memory) == diffusion(costs, 5, start)
+    memory = MemoryModel((1,) * 12, (1,) * 12, (1,) * 12, limits=(10**12,) * 5, micro_batches=4)
+    for _ in range(20):
+        costs, start = random_costs(rng, 12, "uniform"), random_start(rng, 12, 5)
+        found = diffusion(costs, 5, start)
+        assert diffusion(costs, 5, start, memory=memory) == diffusion(costs, 5, start, speeds=[0.5] * 5) == found
 
 
 def test_memory_limits_rarely_cost_the_optimum() -> None:
     rng = random.Random(9)
     missed = tried = 0
-    while tried < 200:
+    while tried < 100:
         costs, memory = random_costs(rng, 8, "uniform"), random_memory(rng, 8, 3)
         start = random_start(rng, 8, 3)
-        if overshoot(memory, start) > 0:
-            continue
-        tried += 1
-        fitting = partitions_that_fit(every_partition(8, 3), memory)
-        best = min(plain_bottleneck(costs, partition) for partition in fitting)
-        missed += bottleneck(costs, diffusion(costs, 3, start, memory=memory)) > best
-    assert missed < 20  # of 200
+        if overshoot(memory, start) <= 0:
+            tried += 1
+            fitting = partitions_that_fit(every_partition(8, 3), memory)
+            best = min(plain_bottleneck(costs, partition) for partition in fitting)
+            missed += bottleneck(costs, diffusion(costs, 3, start, memory=memory)) > best
+    assert missed < 10  # of 100
 
 
 def test_nodes_that_only_exchange_messages_reach_the_same_partition() -> None:
     rng = random.Random(6)
-    for case in range(120):
+    for case in range(48):
         num_layers = rng.randint(2, 20)
         num_stages = rng.randint(2, num_layers)
         costs = random_costs(rng, num_layers, KINDS[case % len(KINDS)])
@@ -210,7 +203,7 @@ def test_nodes_that_only_exchange_messages_reach_the_same_partition() -> None:
 def test_different_stage_speeds_rarely_cost_the_optimum() -> None:
     rng = random.Random(10)
     missed = 0
-    for case in range(400):
+    for case in range(160):
         num_layers = rng.randint(2, 10)
         num_stages = rng.randint(2, num_layers)
         costs = random_costs(rng, num_layers, KINDS[case % len(KINDS)])
@@ -233,17 +226,7 @@ def test_different_stage_speeds_rarely_cost_the_optimum() -> None:
             run_round(nodes)
         assert [*(node.extent[0] for node in nodes), nodes[-1].extent[1]] == trace.partition
         assert seconds[-1] <= nodes[0].end_bottleneck <= seconds[0]
-    assert missed < 20  # of 200
-
-
-def test_equal_speeds_change_nothing() -> None:
-    rng = random.Random(11)
-    for _ in range(50):
-        costs, start = random_costs(rng, 12, "uniform"), random_start(rng, 12, 5)
-        assert diffusion(costs, 5, start, speeds=[0.5] * 5) == diffusion(costs, 5, start)
-
-
-def test_invalid_speeds_are_refused() -> None:
+    assert missed < 8  # of 80
     with pytest.raises(PartitionError, match="2 stages need 2 speeds, got 1"):
         diffusion([1.0, 1.0], 2, speeds=[1.0])
 

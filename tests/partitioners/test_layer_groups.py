@@ -79,16 +79,13 @@ def test_no_cut_inside_a_run_nor_before_a_type() -> None:
     assert LayerGroups.of([], NAMES) == LayerGroups.single(7)
 
 
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        ((6, 7), r"keep_together\[1\] = \[6, 7\]: there is no layer 7, the model has layers 0 to 6"),
-        ("type:Loss", r'keep_together\[1\] = "type:Loss": no layer\'s name matches \'Loss\'; names are .*\'LastNorm\''),
-    ],
-)
-def test_a_rule_for_layers_that_do_not_exist_is_refused(rule: KeepRule, words: str) -> None:
+def test_a_rule_for_layers_that_do_not_exist_is_refused() -> None:
+    words = r"keep_together\[1\] = \[6, 7\]: there is no layer 7, the model has layers 0 to 6"
     with pytest.raises(ConfigError, match=words):
-        LayerGroups.of([(0, 1), rule], NAMES)
+        LayerGroups.of([(0, 1), (6, 7)], NAMES)
+    words = r'keep_together\[1\] = "type:Loss": no layer\'s name matches \'Loss\'; names are .*\'LastNorm\''
+    with pytest.raises(ConfigError, match=words):
+        LayerGroups.of([(0, 1), "type:Loss"], NAMES)
 
 
 def test_a_forbidden_cut_is_named_with_both_layers_and_the_rule() -> None:
@@ -106,7 +103,7 @@ def test_a_forbidden_cut_is_named_with_both_layers_and_the_rule() -> None:
 
 def test_the_nearest_partition_moves_boundaries_least() -> None:
     rng = random.Random(1)
-    for _ in range(500):
+    for _ in range(200):
         groups = random_groups(rng, rng.randint(2, 10))
         num_stages = rng.randint(1, groups.num_groups)
         wanted = random_start(rng, groups.num_layers, num_stages)
@@ -127,7 +124,7 @@ def moved(old: Sequence[int], new: Sequence[int]) -> int:
 
 def test_groups_need_what_their_layers_need_wherever_segments_begin() -> None:
     rng = random.Random(2)
-    for _ in range(400):
+    for _ in range(150):
         groups = random_groups(rng, rng.randint(2, 9))
         num_stages = rng.randint(1, groups.num_groups)
         memory = random_memory(rng, groups.num_layers, num_stages)
@@ -185,8 +182,8 @@ def check_exact(seed: int, count: int, most_layers: int) -> tuple[int, int]:
 
 
 def test_it_finds_the_smallest_bottleneck_of_the_allowed_partitions() -> None:
-    met, none = check_exact(seed=3, count=600, most_layers=9)
-    assert met > 150 and none > 50
+    met, none = check_exact(seed=3, count=240, most_layers=9)
+    assert met > 60 and none > 20
 
 
 @pytest.mark.nightly
@@ -197,7 +194,7 @@ def test_it_finds_the_smallest_bottleneck_of_the_allowed_partitions_fuzz(seed: i
 
 def test_makespan_finds_the_shortest_iteration_of_the_allowed_partitions() -> None:
     rng = random.Random(4)
-    for _ in range(100):
+    for _ in range(50):
         groups = random_groups(rng, rng.randint(2, 8))
         num_stages = rng.randint(1, groups.num_groups)
         costs = random_costs(rng, groups.num_layers, "lognormal")
@@ -208,9 +205,10 @@ def test_makespan_finds_the_shortest_iteration_of_the_allowed_partitions() -> No
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_balancer_makes_only_allowed_cuts(name: str) -> None:
+def test_every_balancer_makes_only_allowed_cuts_and_keeps_memory_limits(name: str) -> None:
     rng = random.Random(5)
-    for case in range(150):
+    limited = 0
+    for case in range(80):
         groups = random_groups(rng, rng.randint(2, 12))
         num_stages = rng.randint(1, groups.num_groups)
         costs = random_costs(rng, groups.num_layers, KINDS[case % len(KINDS)])
@@ -222,23 +220,13 @@ def test_every_balancer_makes_only_allowed_cuts(name: str) -> None:
         if pipeline is None:
             best = balanced_groups(costs, num_stages, groups)
             assert bottleneck(costs, found) <= bottleneck(costs, best) * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("name", names())
-def test_every_balancer_keeps_groups_and_memory_limits(name: str) -> None:
-    rng = random.Random(6)
-    checked = 0
-    while checked < 80:
-        groups = random_groups(rng, rng.randint(2, 9))
-        num_stages = rng.randint(1, groups.num_groups)
-        memory = random_memory(rng, groups.num_layers, num_stages)
-        start = rng.choice(allowed(groups, num_stages))
+        memory, start = random_memory(rng, groups.num_layers, num_stages), rng.choice(allowed(groups, num_stages))
         if overshoot(memory, start) <= 0:
-            checked += 1
-            costs = random_costs(rng, groups.num_layers, KINDS[checked % len(KINDS)])
+            limited += 1
             found = choose(name, costs, start, groups, memory=memory)
             assert groups.allows(found) and overshoot(memory, found) <= 0
             assert bottleneck(costs, found) <= bottleneck(costs, start) * (1 + 1e-12)
+    assert limited > 20
 
 
 def test_without_rules_layers_are_not_folded_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,32 +258,28 @@ def test_a_registered_balancer_sees_groups_as_layers(monkeypatch: pytest.MonkeyP
     assert given["pipeline"].iteration_seconds([0, 2, 4]) == pipeline_of(costs, [1, 1]).iteration_seconds([0, 4, 6])
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
+def test_an_invalid_result_of_a_registered_balancer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_BALANCERS", dict(registry._BALANCERS))
+    answers: list[tuple[Any, str]] = [
         ([0, 3, 6], "from 0 to 4, for 2 stages"),
         ([0, 0, 4], "not strictly increasing"),
         ([0, 4], "should be 3 boundaries"),
         (None, "list of ints"),
-    ],
-)
-def test_an_invalid_result_of_a_registered_balancer_is_refused(
-    monkeypatch: pytest.MonkeyPatch, answer: Any, words: str
-) -> None:
-    monkeypatch.setattr(registry, "_BALANCERS", dict(registry._BALANCERS))
-    register("wrong")(lambda *args, **options: answer)
+    ]
     groups = LayerGroups.of([(1, 2, 3)], ["Layer"] * 6)
-    with pytest.raises(PartitionError, match=f'balancer "wrong", given 4 groups of layers: .*{words}'):
-        choose("wrong", [1] * 6, [0, 1, 6], groups)
+    for number, (answer, words) in enumerate(answers):
+        register(f"wrong {number}")(lambda *args, answer=answer, **options: answer)
+        with pytest.raises(PartitionError, match=f'balancer "wrong {number}", given 4 groups of layers: .*{words}'):
+            choose(f"wrong {number}", [1] * 6, [0, 1, 6], groups)
 
 
-@pytest.mark.parametrize("name", names())
-def test_more_stages_than_groups_are_refused(name: str) -> None:
+def test_more_stages_than_groups_are_refused() -> None:
     groups = LayerGroups.of([(0, 1), (2, 3)], ["Layer"] * 4)
-    with pytest.raises(PartitionError, match="makes 2 groups of the model's 4 layers, which cannot fill 3 stages"):
-        choose(name, [1] * 4, [0, 1, 2, 4], groups)
-    with pytest.raises(PartitionError, match="layer 1 costs"):
-        choose(name, [1, -1, 1, 1], [0, 2, 4], groups)
+    for name in names():
+        with pytest.raises(PartitionError, match="makes 2 groups of the model's 4 layers, which cannot fill 3 stages"):
+            choose(name, [1] * 4, [0, 1, 2, 4], groups)
+        with pytest.raises(PartitionError, match="layer 1 costs"):
+            choose(name, [1, -1, 1, 1], [0, 2, 4], groups)
 
 
 # -- diffusion between neighbours ---------------------------------------------------------------------
@@ -327,7 +311,7 @@ def decide_among_neighbours(
 def test_nodes_that_pass_groups_reach_the_same_partition() -> None:
     rng = random.Random(7)
     fitted = inner = 0
-    for case in range(300):
+    for case in range(120):
         groups = random_groups(rng, rng.randint(2, 12))
         num_stages = rng.randint(1, groups.num_groups)
         costs = random_costs(rng, groups.num_layers, KINDS[case % len(KINDS)])
@@ -342,4 +326,4 @@ def test_nodes_that_pass_groups_reach_the_same_partition() -> None:
         inner += memory is not None and memory.checkpoint_interval > 1
         assert landed == choose("diffusion", costs, start, groups, memory=memory)
         assert groups.allows(landed) and (memory is None or overshoot(memory, landed) <= 0)
-    assert fitted > 150 and inner > 20
+    assert fitted > 60 and inner > 8

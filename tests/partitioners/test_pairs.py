@@ -12,15 +12,10 @@ import pytest
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, balanced, pairs
-from ds_dynmo.placement import Placement
-from tests.partitioners.instances import KINDS, every_partition, random_costs, random_memory
+from ds_dynmo.placement import Placement, Shape, owners_of
+from tests.partitioners.instances import KINDS, every_partition, random_costs, random_memory, random_start
 
-SHAPES = ("v", "loop")
-
-
-def owners_of(shape: str, stages: int) -> tuple[int, ...]:
-    down = tuple(range(stages))
-    return down + (down[::-1] if shape == "v" else down)
+SHAPES: tuple[Shape, ...] = ("v", "loop")
 
 
 def stage_loads(costs: Sequence[float], boundaries: Sequence[int], owners: Sequence[int]) -> list[float]:
@@ -67,7 +62,7 @@ def plain_fits(memory: MemoryModel | None, boundaries: Sequence[int], owners: Se
     return True
 
 
-def instances(shape: str, seed: int, count: int) -> Iterator[tuple[list[float], tuple[int, ...], random.Random]]:
+def instances(shape: Shape, seed: int, count: int) -> Iterator[tuple[list[float], tuple[int, ...], random.Random]]:
     rng = random.Random(f"{shape} {seed}")
     for case in range(count):
         stages = rng.choice([1, 2, 2, 3, 3, 4])
@@ -103,44 +98,42 @@ def check(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_partition_has_a_smaller_bottleneck_nor_is_more_even(shape: str) -> None:
-    for costs, owners, rng in instances(shape, 1, 160):
-        stages = len(owners) // 2
+def test_no_partition_has_a_smaller_bottleneck_nor_is_more_even(shape: Shape) -> None:
+    for costs, owners, rng in instances(shape, 1, 70):
         check(costs, owners)
-        check(costs, owners, speeds=[rng.choice([1.0, 0.5, 0.75, 1.3]) for _ in range(stages)])
+        check(costs, owners, speeds=[rng.choice([1.0, 0.5, 0.75, 1.3]) for _ in range(len(owners) // 2)])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_best_partition_that_fits_is_found(shape: str) -> None:
+def test_the_best_partition_that_fits_is_found(shape: Shape) -> None:
     fitting = 0
-    for costs, owners, rng in instances(shape, 2, 160):
+    for costs, owners, rng in instances(shape, 2, 70):
         stages = len(owners) // 2
         speeds = rng.choice([None, [rng.choice([1.0, 0.5]) for _ in range(stages)]])
         fitting += check(costs, owners, speeds, random_memory(rng, len(costs), stages))
-    assert 40 < fitting < 150
+    assert 18 < fitting < 65
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_start_stays_if_it_is_as_good(shape: str) -> None:
+def test_a_start_stays_if_it_is_as_good(shape: Shape) -> None:
     stayed = 0
-    for costs, owners, rng in instances(shape, 3, 60):
-        start = [0, *sorted(rng.sample(range(1, len(costs)), len(owners) - 1)), len(costs)]
-        check(costs, owners, start=start)
+    for costs, owners, rng in instances(shape, 3, 36):
+        check(costs, owners, start=random_start(rng, len(costs), len(owners)))
         best = balanced(costs, len(owners) // 2, owners=owners)
         assert balanced(costs, len(owners) // 2, owners=owners, start=best) == best
-        for equal in every_partition(len(costs), len(owners)):
-            if all(isinstance(cost, int) for cost in costs) and equal != best:
-                same = stage_loads(costs, equal, owners), squares(costs, equal)
-                if (max(same[0]), same[1]) == (max(stage_loads(costs, best, owners)), squares(costs, best)):
+        if all(isinstance(cost, int) for cost in costs):
+            as_good = max(stage_loads(costs, best, owners)), squares(costs, best)
+            for equal in every_partition(len(costs), len(owners)):
+                if equal != best and (max(stage_loads(costs, equal, owners)), squares(costs, equal)) == as_good:
                     assert balanced(costs, len(owners) // 2, owners=owners, start=equal) == equal
                     stayed += 1
     assert stayed > 5
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_groups_of_layers_are_not_cut(shape: str) -> None:
+def test_groups_of_layers_are_not_cut(shape: Shape) -> None:
     rng = random.Random(4)
-    for case in range(60):
+    for case in range(30):
         layers, stages = rng.randint(6, 10), rng.choice([1, 2])
         costs, memory = random_costs(rng, layers, KINDS[case % len(KINDS)]), random_memory(rng, layers, stages)
         cuts = sorted(rng.sample(range(1, layers), rng.randint(2 * stages - 1, layers - 1)))
@@ -151,9 +144,8 @@ def test_groups_of_layers_are_not_cut(shape: str) -> None:
             if groups.allows(every) and plain_fits(memory, every, owners)
         ]
         if allowed:
-            found = groups.unfold_partition(
-                balanced(groups.fold(costs), stages, owners=owners, memory=memory.folded(groups))
-            )
+            folded = balanced(groups.fold(costs), stages, owners=owners, memory=memory.folded(groups))
+            found = groups.unfold_partition(folded)
             assert list(found) in allowed
             least = min(max(stage_loads(costs, every, owners)) for every in allowed)
             assert max(stage_loads(costs, found, owners)) <= least * (1 + 1e-12) + 1e-14 * math.fsum(costs)
@@ -162,44 +154,40 @@ def test_groups_of_layers_are_not_cut(shape: str) -> None:
 def test_a_chunk_takes_a_layer_even_where_a_later_stage_would_hold_it_better() -> None:
     """The search that keeps the furthest position on the way back alone misses the best partition of some of these."""
     missed = 0
-    for costs, owners, _ in instances("v", 5, 300):
+    for costs, owners, _ in instances("v", 5, 150):
         search = pairs._Search(costs, owners, (1.0,) * (len(owners) // 2), None)
         best = search.bottleneck(balanced(costs, len(owners) // 2, owners=owners))
         missed += search.within(best, front=True) is None
-    assert missed > 3
+    assert missed > 1
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_large_instances_are_balanced(shape: str) -> None:
+def test_large_instances_and_equal_layers(shape: Shape) -> None:
     rng = random.Random(6)
     costs = [rng.uniform(0.5, 1.5) for _ in range(120)]
     owners = owners_of(shape, 12)
     found = balanced(costs, 12, owners=owners)
-    loads = stage_loads(costs, found, owners)
-    assert max(loads) < 1.03 * math.fsum(costs) / 12 and found == balanced(costs, 12, owners=owners)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_equal_layers_make_equal_chunks(shape: str) -> None:
+    assert max(stage_loads(costs, found, owners)) < 1.03 * math.fsum(costs) / 12
+    assert found == balanced(costs, 12, owners=owners)
     assert balanced([0.1] * 48, 8, owners=owners_of(shape, 8)) == [*range(0, 49, 3)]
     assert balanced([0.1] * 48, 24, owners=owners_of(shape, 24)) == [*range(49)]
     assert balanced([0.0] * 6, 2, owners=owners_of(shape, 2))[-1] == 6
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_fewer_layers_than_chunks_are_refused(shape: str) -> None:
-    with pytest.raises(PartitionError, match="5 layers cannot fill 6 chunks, two of each stage"):
-        balanced([1.0] * 5, 3, owners=owners_of(shape, 3))
-    with pytest.raises(PartitionError, match="layer 1 costs"):
-        balanced([1.0, -1.0, 1.0, 1.0], 2, owners=owners_of(shape, 2))
-    with pytest.raises(PartitionError, match="from 0 to 6, for 4 stages and 6 layers"):
-        balanced([1.0] * 6, 2, owners=owners_of(shape, 2), start=[0, 1, 2, 3, 7])
+def test_what_is_refused() -> None:
+    for shape in SHAPES:
+        with pytest.raises(PartitionError, match="5 layers cannot fill 6 chunks, two of each stage"):
+            balanced([1.0] * 5, 3, owners=owners_of(shape, 3))
+        with pytest.raises(PartitionError, match="layer 1 costs"):
+            balanced([1.0, -1.0, 1.0, 1.0], 2, owners=owners_of(shape, 2))
+        with pytest.raises(PartitionError, match="from 0 to 6, for 4 stages and 6 layers"):
+            balanced([1.0] * 6, 2, owners=owners_of(shape, 2), start=[0, 1, 2, 3, 7])
 
 
 def test_a_search_of_bounded_work_still_finds_a_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     """With too many ways to go on some are left out: the result is valid, and rarely far from the best."""
     for shape in SHAPES:
-        for costs, owners, _ in instances(shape, 6, 40):
+        for costs, owners, _ in instances(shape, 6, 20):
             stages = len(owners) // 2
             best = max(stage_loads(costs, balanced(costs, stages, owners=owners), owners))
             with monkeypatch.context() as patched:

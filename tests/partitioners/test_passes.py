@@ -13,7 +13,7 @@ import pytest
 
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners import LayerPasses, MemoryModel, PassModel, PipelineModel, balanced, makespan
+from ds_dynmo.partitioners import LayerPasses, PassModel, PipelineModel, balanced, makespan
 from ds_dynmo.placement import Placement, owners_of
 from ds_dynmo.schedules import (
     FoundSchedule,
@@ -25,45 +25,11 @@ from ds_dynmo.schedules import (
     period_seconds,
     replay,
 )
+from tests.partitioners.instances import every_partition, memory_of, pipeline_of, random_passes
 
 
-def pipeline(
-    rng: random.Random, layers: int = 7, stages: int = 3, micro_batches: int = 5, interval: int = 0
-) -> PipelineModel:
-    """Make random layers; every third has no weight gradient, and the first is sometimes frozen."""
-    forward = [rng.uniform(0.3, 1.7) for _ in range(layers)]
-    backward = [2 * one * rng.uniform(0.7, 1.3) for one in forward]
-    frozen = rng.choice([0, 1])
-    backward[:frozen] = [0.0] * frozen
-    weights = [0.0 if number % 3 == 2 else 0.4 * one for number, one in enumerate(backward)]
-    inputs = [1.05 * one - weight for one, weight in zip(backward, weights)]
-    activations = tuple(round(1000 * one) for one in forward)
-    of_layers = LayerPasses(
-        tuple(forward),
-        tuple(inputs),
-        tuple(weights),
-        tuple(backward),
-        tuple(rng.randrange(1000) for _ in range(layers)),
-        activations,
-        tuple(size // 10 for size in activations),
-        tuple(round(rng.uniform(0.5, 1.1) * size) for size in activations),
-        frozen_layers=frozen,
-        checkpoint_interval=interval,
-    )
-    speeds = tuple(rng.choice([1.0, 0.8]) for _ in range(stages))
-    return pipeline_of(PassModel(of_layers, micro_batches, speeds))
-
-
-def pipeline_of(passes: PassModel) -> PipelineModel:
-    layers = passes.layers
-    return PipelineModel(
-        layers.forward_seconds,
-        layers.backward_seconds,
-        passes.micro_batches,
-        passes.speeds,
-        layers.static_bytes,
-        passes=passes,
-    )
+def pipeline(rng: random.Random, *sizes: int, interval: int = 0) -> PipelineModel:
+    return pipeline_of(random_passes(rng, *sizes, interval=interval))
 
 
 def with_layers(passes: PassModel, **values: Any) -> PassModel:
@@ -74,17 +40,12 @@ def seconds_of(passes: PassModel, schedule: Schedule, partition: list[int]) -> f
     return replay(schedule, passes.costs(Placement.chain(partition))).iteration_seconds
 
 
-def partitions(layers: int, stages: int) -> list[list[int]]:
-    return [[0, *inner, layers] for inner in itertools.combinations(range(1, layers), stages - 1)]
-
-
 @pytest.mark.parametrize("interval", [0, 2])
 def test_bounds_of_many_partitions_are_those_of_each_and_no_order_is_shorter(interval: int) -> None:
     rng = random.Random(interval)
-    for _ in range(5):
-        passes = pipeline(rng, interval=interval).passes
-        assert passes is not None
-        every = partitions(7, 3)
+    for _ in range(3):
+        passes = random_passes(rng, interval=interval)
+        every = [*every_partition(7, 3)]
         bounds = passes.lower_bounds(np.array(every).T, range(3))
         for partition, bound in zip(every, bounds):
             found = passes.shortest(Placement.chain(partition))
@@ -95,117 +56,86 @@ def test_bounds_of_many_partitions_are_those_of_each_and_no_order_is_shorter(int
 
 
 @pytest.mark.parametrize("interval", [0, 2])
-@pytest.mark.parametrize("memory", [1.0, 1.5])
-def test_no_stage_holds_more_than_its_share_of_the_largest_1f1b_peak(interval: int, memory: float) -> None:
+def test_stages_stay_within_their_share_of_the_largest_1f1b_peak_and_within_a_limit(interval: int) -> None:
+    """Where 1F1B fits a limit an order does."""
     rng = random.Random(7)
-    for _ in range(10):
-        passes = pipeline(rng, interval=interval).passes
-        assert passes is not None
-        passes = replace(passes, memory=memory)
-        for partition in rng.sample(partitions(7, 3), 4):
-            found, sizes = passes.shortest(Placement.chain(partition)), passes.layers.sizes(Placement.chain(partition))
+    for _ in range(5):
+        passes = random_passes(rng, interval=interval)
+        for partition in rng.sample([*every_partition(7, 3)], 4):
+            here = Placement.chain(partition)
+            sizes = passes.layers.sizes(here)
             most = max(peak_bytes(one_f_one_b(3, passes.micro_batches), sizes))
-            assert found is not None
-            assert found.peak_bytes == peak_bytes(found.schedule, sizes)
-            assert max(found.peak_bytes) <= memory * most
-
-
-@pytest.mark.parametrize("interval", [0, 2])
-def test_where_1f1b_fits_a_limit_an_order_does_and_stays_below_it(interval: int) -> None:
-    rng = random.Random(11)
-    for _ in range(10):
-        passes = pipeline(rng, interval=interval).passes
-        assert passes is not None
-        model = MemoryModel(
-            passes.layers.static_bytes,
-            passes.layers.activation_bytes,
-            passes.layers.input_bytes,
-            (0,) * 3,
-            passes.micro_batches,
-            interval,
-        )
-        for partition in rng.sample(partitions(7, 3), 4):
-            limit = max(model.bytes_per_stage(Placement.chain(partition)))
-            found = replace(passes, limit_bytes=limit).shortest(Placement.chain(partition))
+            for memory in (1.0, 1.5):
+                found = replace(passes, memory=memory).shortest(here)
+                assert found is not None and found.peak_bytes == peak_bytes(found.schedule, sizes)
+                assert max(found.peak_bytes) <= memory * most
+            limit = max(memory_of(passes, interval).bytes_per_stage(here))
+            found = replace(passes, limit_bytes=limit).shortest(here)
             assert found is not None
             for (start, stop), peak in zip(itertools.pairwise(partition), found.peak_bytes):
                 assert sum(passes.layers.static_bytes[start:stop]) + peak <= limit
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_another_number_of_stages_counts_with_orders_of_its_own(stages: int) -> None:
+def test_another_number_of_stages_counts_with_orders_of_its_own() -> None:
     given = pipeline(random.Random(9))
-    other = given.on(stages)
-    assert other is given.on(stages) and other.speeds == (1.0,) * stages
-    for partition in partitions(7, stages):
-        found, under_1f1b = other.shortest_schedule(partition), other.seconds_under_1f1b(partition)
-        if stages == 1:
-            assert found is None and other.iteration_seconds(partition) == under_1f1b
-        else:
-            assert found is not None and found.schedule.num_stages == stages
-            assert other.iteration_seconds(partition) == found.iteration_seconds <= under_1f1b
+    for stages in (1, 2, 4):
+        other = given.on(stages)
+        assert other is given.on(stages) and other.speeds == (1.0,) * stages
+        for partition in [*every_partition(7, stages)][::2]:
+            found, under_1f1b = other.shortest_schedule(partition), other.seconds_under_1f1b(partition)
+            if stages == 1:
+                assert found is None and other.iteration_seconds(partition) == under_1f1b
+            else:
+                assert found is not None and found.schedule.num_stages == stages
+                assert other.iteration_seconds(partition) == found.iteration_seconds <= under_1f1b
 
 
 def test_no_iteration_is_shorter_than_its_work() -> None:
     rng = random.Random(10)
-    for _ in range(5):
+    for _ in range(3):
         given = pipeline(rng)
         for model in (given, given.on(2), replace(given, passes=None)):
-            shortest = min(map(model.iteration_seconds, partitions(7, len(model.speeds))))
+            shortest = min(map(model.iteration_seconds, every_partition(7, len(model.speeds))))
             assert 0.6 * shortest < model.work_seconds <= shortest * (1 + 1e-9)
-        (alone,) = partitions(7, 1)
-        assert given.on(1).work_seconds <= given.on(1).iteration_seconds(alone) * (1 + 1e-9)
+        assert given.on(1).work_seconds <= given.on(1).iteration_seconds([0, 7]) * (1 + 1e-9)
 
 
 def test_messages_are_held_beside_what_passes_hold() -> None:
-    passes = pipeline(random.Random(4)).passes
-    assert passes is not None
-    passes = with_layers(passes, input_bytes=(1, 2, 4, 8, 16, 32, 64))
-    bare, whole = (
-        passes.layers.sizes(Placement.chain([0, 2, 4, 7])),
-        passes.layers.sizes_with_messages(Placement.chain([0, 2, 4, 7]), standing=3),
-    )
+    passes, here = random_passes(random.Random(4)), Placement.chain([0, 2, 4, 7])
+    layers = with_layers(passes, input_bytes=(1, 2, 4, 8, 16, 32, 64)).layers
+    whole = layers.sizes_with_messages(here, standing=3)
     assert whole.standing_bytes == (3 * 4, 3 * (4 + 16), 3 * 16)
-    assert replace(whole, standing_bytes=()) == replace(bare, standing_bytes=())
+    assert replace(whole, standing_bytes=()) == replace(layers.sizes(here), standing_bytes=())
 
 
 def test_a_segment_is_recomputed_beside_what_those_after_it_hold() -> None:
-    passes = pipeline(random.Random(4), interval=2).passes
-    assert passes is not None
+    passes = random_passes(random.Random(4), interval=2)
     passes = with_layers(passes, activation_bytes=(5,) * 7, deferred_bytes=(1, 2, 4, 8, 16, 32, 64))
     sizes = passes.layers.sizes(Placement.chain([0, 1, 2, 7]))
     assert sizes.recomputed_bytes == (5, 5, 10)
     assert sizes.split_recomputed_bytes == (5, 5, 10 + 16 + 32 + 64)
 
 
-def test_no_order_where_one_micro_batch_does_not_fit() -> None:
-    given = pipeline(random.Random(2))
-    assert given.passes is not None
-    tight = replace(given, passes=replace(given.passes, limit_bytes=max(given.passes.layers.static_bytes)))
-    assert tight.shortest_schedule([0, 2, 4, 7]) is None
-    assert tight.iteration_seconds([0, 2, 4, 7]) == given.seconds_under_1f1b([0, 2, 4, 7])
-
-
-def test_auto_keeps_1f1b_where_nothing_is_shorter() -> None:
-    given = pipeline(random.Random(3), micro_batches=1)
-    assert given.passes is not None
+def test_1f1b_runs_where_one_micro_batch_does_not_fit_or_auto_finds_nothing_shorter() -> None:
+    passes, here = random_passes(random.Random(2)), [0, 2, 4, 7]
+    tight = replace(passes, limit_bytes=max(passes.layers.static_bytes))
+    alone = random_passes(random.Random(3), 7, 3, 1)
     without_weights = with_layers(
-        given.passes,
-        input_gradient_seconds=given.passes.layers.backward_seconds,
-        weight_gradient_seconds=(0.0,) * 7,
+        alone, input_gradient_seconds=alone.layers.backward_seconds, weight_gradient_seconds=(0.0,) * 7
     )
-    auto = replace(given, passes=replace(without_weights, may_stay=True))
-    assert auto.shortest_schedule([0, 2, 4, 7]) is None
-    assert auto.iteration_seconds([0, 2, 4, 7]) == given.seconds_under_1f1b([0, 2, 4, 7])
-    assert given.shortest_schedule([0, 2, 4, 7]) is not None
+    for passes in (tight, replace(without_weights, may_stay=True)):
+        given = pipeline_of(passes)
+        assert given.shortest_schedule(here) is None
+        assert given.iteration_seconds(here) == given.seconds_under_1f1b(here)
+    assert pipeline_of(alone).shortest_schedule(here) is not None
 
 
 def test_makespan_goes_where_the_iteration_is_shortest() -> None:
     rng, behind = random.Random(5), []
-    for _ in range(12):
+    for _ in range(8):
         given, start = pipeline(rng), [0, 2, 4, 7]
         chosen = makespan([1.0] * 7, 3, start=start, pipeline=given)
-        shortest = min(map(given.iteration_seconds, partitions(7, 3)))
+        shortest = min(map(given.iteration_seconds, every_partition(7, 3)))
         behind.append(given.iteration_seconds(chosen) / shortest)
         assert given.iteration_seconds(chosen) <= given.iteration_seconds(start)
     assert max(behind) < 1.03 and sum(behind) / len(behind) < 1.005
@@ -213,8 +143,8 @@ def test_makespan_goes_where_the_iteration_is_shortest() -> None:
 
 def test_makespan_of_many_layers_beats_the_partition_for_1f1b() -> None:
     rng = random.Random(6)
-    for _ in range(3):
-        given = pipeline(rng, layers=24, stages=4, micro_batches=8)
+    for _ in range(2):
+        given = pipeline(rng, 24, 4, 8)
         costs = [f + b for f, b in zip(given.forward_seconds, given.backward_seconds)]
         start = [0, 6, 12, 18, 24]
         for_1f1b = makespan(costs, 4, start=start, pipeline=replace(given, passes=None))
@@ -223,15 +153,13 @@ def test_makespan_of_many_layers_beats_the_partition_for_1f1b() -> None:
         assert makespan(costs, 4, start=start, pipeline=replace(given)) == chosen, "every rank decides the same"
 
 
-@pytest.mark.parametrize(("layers", "stages", "micro_batches", "seed"), [(24, 4, 8, 0), (16, 5, 6, 7)])
-def test_makespan_is_no_worse_than_the_smallest_bottleneck(
-    layers: int, stages: int, micro_batches: int, seed: int
-) -> None:
+def test_makespan_is_no_worse_than_the_smallest_bottleneck() -> None:
     """These are far from where 1F1B is best: none of its neighbours is as good."""
-    given = pipeline(random.Random(seed), layers, stages, micro_batches)
-    costs = [f + b for f, b in zip(given.forward_seconds, given.backward_seconds)]
-    even = given.iteration_seconds(balanced(costs, stages, speeds=given.speeds))
-    assert given.iteration_seconds(makespan(costs, stages, pipeline=given)) <= even
+    for layers, stages, micro_batches, seed in ((24, 4, 8, 0), (16, 5, 6, 7)):
+        given = pipeline(random.Random(seed), layers, stages, micro_batches)
+        costs = [f + b for f, b in zip(given.forward_seconds, given.backward_seconds)]
+        even = given.iteration_seconds(balanced(costs, stages, speeds=given.speeds))
+        assert given.iteration_seconds(makespan(costs, stages, pipeline=given)) <= even
 
 
 @pytest.mark.parametrize("shape", ["v", "loop"])
@@ -290,19 +218,17 @@ def test_no_order_is_searched_where_that_in_force_can_hardly_be_beaten(monkeypat
 
 def running(seed: int) -> tuple[PassModel, float]:
     """Layers under the order for equal ones, and what that takes on an even partition, over the bound."""
-    passes = pipeline(random.Random(seed), layers=8, stages=4, micro_batches=12).passes
     order = equal_layers().shortest(Placement.chain(EVEN))
-    assert passes is not None and order is not None
-    passes = replace(passes, in_force=order.schedule, memory=4.0)
-    return passes, seconds_of(passes, order.schedule, EVEN) / float(
-        passes.lower_bounds(np.array([EVEN]).T, range(4))[0]
-    )
+    assert order is not None
+    passes = replace(random_passes(random.Random(seed), 8, 4, 12), in_force=order.schedule, memory=4.0)
+    bound = float(passes.lower_bounds(np.array([EVEN]).T, range(4))[0])
+    return passes, seconds_of(passes, order.schedule, EVEN) / bound
 
 
 def test_an_order_is_searched_again_once_it_has_become_worse_by_one_percent(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = counting(monkeypatch)
-    worse = [found for found in map(running, range(20)) if found[1] > 1.02]
-    assert len(worse) > 5
+    worse = [found for found in map(running, range(10)) if found[1] > 1.02]
+    assert len(worse) > 2
     for passes, over in worse:
         for known, times in ((0.0, 1), (over / 1.02, 1), (over / 1.005, 0)):
             searched.clear()
@@ -319,7 +245,7 @@ def test_searches_keep_to_the_actions_that_they_may_simulate(monkeypatch: pytest
     counts = []
     for most in (0, some, math.inf):
         searched.clear()
-        for seed in range(20):
+        for seed in range(10):
             bounded = replace(running(seed)[0], search_actions=most)
             for partition in partitions:
                 assert bounded.shortest(Placement.chain(partition)) is not None
@@ -342,19 +268,16 @@ def test_an_order_far_above_its_bound_is_replaced_whatever_that_takes(monkeypatc
 def test_the_order_in_force_stays_where_none_is_found_that_is_shorter() -> None:
     """It was found when forward passes took up to 30% more or less."""
     rng, partition, better = random.Random(12), [0, 3, 6, 9, 12], 0
-    for _ in range(40):
-        passes = pipeline(rng, layers=12, stages=4, micro_batches=9).passes
-        assert passes is not None
+    here = Placement.chain(partition)
+    for _ in range(20):
+        passes = random_passes(rng, 12, 4, 9)
         forward = tuple(one * rng.uniform(0.7, 1.3) for one in passes.layers.forward_seconds)
-        before, fresh = (
-            with_layers(passes, forward_seconds=forward).shortest(Placement.chain(partition)),
-            passes.shortest(Placement.chain(partition)),
-        )
+        before, fresh = with_layers(passes, forward_seconds=forward).shortest(here), passes.shortest(here)
         assert before is not None and fresh is not None
-        kept = replace(passes, in_force=before.schedule).shortest(Placement.chain(partition))
+        kept = replace(passes, in_force=before.schedule).shortest(here)
         assert kept is not None and kept.iteration_seconds <= fresh.iteration_seconds
         assert kept.iteration_seconds == pytest.approx(seconds_of(passes, kept.schedule, partition))
-        assert kept.peak_bytes == peak_bytes(kept.schedule, passes.layers.sizes(Placement.chain(partition)))
+        assert kept.peak_bytes == peak_bytes(kept.schedule, passes.layers.sizes(here))
         assert kept.lower_bound_seconds == fresh.lower_bound_seconds
         better += kept.iteration_seconds < fresh.iteration_seconds
         assert kept.iteration_seconds <= seconds_of(passes, before.schedule, partition)
@@ -428,9 +351,10 @@ def test_where_batches_follow_each_other_that_counts() -> None:
         assert present is first or kept == second
 
 
-@pytest.mark.parametrize("wrong", [[0, 7], [0, 2, 7], [0, 2, 3, 4, 7], [0, 2, 2, 7], [0, 2, 4, 8], [[0, 2, 4, 7]] * 4])
-def test_the_iteration_of_what_is_no_partition_is_refused(wrong: list[Any]) -> None:
+def test_the_iteration_of_what_is_no_partition_is_refused() -> None:
     model = pipeline(random.Random(0))
+    wrong: list[Any] = [[0, 7], [0, 2, 7], [0, 2, 3, 4, 7], [0, 2, 2, 7], [0, 2, 4, 8], [[0, 2, 4, 7]] * 4]
     for seconds in (model.iteration_seconds, model.seconds_under_1f1b, model.shortest_schedule):
-        with pytest.raises(PartitionError, match="partition"):
-            seconds(wrong)
+        for partition in wrong:
+            with pytest.raises(PartitionError, match="partition"):
+                pytest.fail(f"{partition}: {seconds(partition)}")

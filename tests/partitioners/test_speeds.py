@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from decimal import Decimal
 from fractions import Fraction
 
 import pytest
 
 from ds_dynmo.partitioners import SpeedEvidence, relative_speeds
-from ds_dynmo.partitioners.portable import exp
+from ds_dynmo.partitioners.portable import exp, log
 
 
 def evidence(
@@ -65,3 +66,15 @@ def test_noisy_evidence_from_many_moves() -> None:
     found = relative_speeds(evidence(true, pairs, layers=3, noise=0.08), 5, 0.08)
     for a, b in itertools.combinations(range(5), 2):
         assert found[a] / found[b] == pytest.approx(true[a] / true[b], rel=0.2)
+
+
+def test_exponentials_and_logarithms_are_right_but_for_the_last_bits() -> None:
+    """They are of additions, products and quotients alone."""
+    chooser = random.Random(0)
+    for _ in range(600):
+        value = 10 ** chooser.choice([chooser.uniform(-0.3, 0.3), chooser.uniform(-12, 12), 0.0])
+        exact = float(Decimal(value).ln())
+        assert abs(log(value) - exact) <= 4 * math.ulp(exact)
+        power = chooser.choice([chooser.uniform(-1, 1), chooser.uniform(-40, 40), 0.0])
+        exact = float(Decimal(power).exp())
+        assert abs(exp(power) - exact) <= 4 * math.ulp(exact)
