@@ -31,15 +31,18 @@ def test_under_equal_costs_the_memory_of_1f1b_lets_no_batch_begin_earlier() -> N
         assert period_seconds(schedule.orders, 16, costs) == replay(schedule, costs).iteration_seconds
 
 
-@pytest.mark.parametrize(("memory", "period"), [(1.0, 55.0), (1.25, 53.0), (1.5, 51.0), (1.875, 48.0), (2.0, 48.0)])
-def test_more_memory_shortens_the_period_to_the_work_of_a_stage(memory: float, period: float) -> None:
+def test_more_memory_shortens_the_period_to_the_work_of_a_stage() -> None:
     """8 stages, 16 micro-batches of 3 seconds, which are 55 seconds alone: at twice the memory nothing waits."""
     costs, sizes = PassCosts.equal(range(8)), PassBytes.equal(8)
-    limits = one_f_one_b_limit(sizes, 16, memory)
-    schedule = schedule_for_equal_costs(8, 16, memory, back_to_back=True)
-    assert period_seconds(schedule.orders, 16, costs) == period == shortest_period(costs, 16, sizes, limits)
-    assert replay(schedule, costs).iteration_seconds == 55
-    assert all(peak <= limit for peak, limit in zip(peak_bytes(schedule, sizes), limits))
+    for memory, period in ((1.0, 55.0), (1.25, 53.0), (1.5, 51.0), (1.875, 48.0), (2.0, 48.0)):
+        limits = one_f_one_b_limit(sizes, 16, memory)
+        schedule = schedule_for_equal_costs(8, 16, memory, back_to_back=True)
+        assert period_seconds(schedule.orders, 16, costs) == period == shortest_period(costs, 16, sizes, limits)
+        assert replay(schedule, costs).iteration_seconds == 55
+        assert all(peak <= limit for peak, limit in zip(peak_bytes(schedule, sizes), limits))
+    for memory, period in ((1.0, 49.5), (1.25, 48.0)):  # a V needs less
+        schedule = schedule_for_equal_costs(8, 16, memory, shape="v", back_to_back=True)
+        assert period_seconds(schedule.orders, 16, PassCosts.equal(schedule.owners, 0.5)) == period
 
 
 def test_a_stage_that_works_longest_sets_the_period() -> None:
@@ -52,10 +55,9 @@ def test_a_stage_that_works_longest_sets_the_period() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_pipelines(seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(6):
+def test_random_pipelines() -> None:
+    rng = random.Random(0)
+    for _ in range(10):
         costs, micro_batches, sizes, _ = random_instance(rng)
         limits = one_f_one_b_limit(sizes, micro_batches, 2.0)
         alone, found = (
@@ -69,16 +71,10 @@ def test_random_pipelines(seed: int) -> None:
         assert all(peak <= limit for peak, limit in zip(found.peak_bytes, limits))
 
 
-@pytest.mark.parametrize(("memory", "period"), [(1.0, 49.5), (1.25, 48.0)])
-def test_a_v_needs_less_memory_to_work_without_a_pause(memory: float, period: float) -> None:
-    schedule = schedule_for_equal_costs(8, 16, memory, shape="v", back_to_back=True)
-    assert period_seconds(schedule.orders, 16, PassCosts.equal(schedule.owners, 0.5)) == period
-
-
 @pytest.mark.parametrize("shape", ["v", "loop"])
 def test_no_order_of_two_chunks_has_a_shorter_period(shape: Shape) -> None:
     rng, waits = random.Random(5), 0
-    for _ in range(30):
+    for _ in range(18):
         costs, micro_batches, sizes, limits = two_chunk_instance(rng, shape, rng.choice([0.5, 1.0, 2.0]))
         try:
             found = best_schedule(costs, micro_batches, sizes, limits, back_to_back=True)

@@ -141,12 +141,12 @@ def schedules() -> list[tuple[Schedule, PassCosts]]:
 
 
 def _schedules() -> Iterator[tuple[Schedule, PassCosts]]:
-    for stages in (2, 3, 5, 8, 12):
+    for stages in (2, 3, 5, 12):
         for micro_batches in (1, 2 * stages + 1):
             for make in (one_f_one_b, gradient_first_1f1b, zb_h1):
                 yield make(stages, micro_batches), PassCosts.equal(range(stages))
     rng = random.Random(3)
-    for _ in range(15):
+    for _ in range(10):
         costs, micro_batches, sizes, limits = random_instance(rng)
         yield best_schedule(costs, micro_batches, sizes, limits).schedule, costs
     for stages in (1, 2, 3, 4, 6):
@@ -154,7 +154,7 @@ def _schedules() -> Iterator[tuple[Schedule, PassCosts]]:
         for shape in ("v", "loop"):
             yield schedule_for_equal_costs(stages, 2 * stages, shape=shape), PassCosts.equal(owners_of(shape, stages))
     for shape in ("v", "loop"):
-        for _ in range(15):
+        for _ in range(8):
             costs, micro_batches, sizes, limits = two_chunk_instance(rng, shape)
             yield best_schedule(costs, micro_batches, sizes, limits).schedule, costs
 
@@ -228,11 +228,11 @@ def test_long_messages_meet_more_often() -> None:
     assert counts[0] < counts[1]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 8])
-def test_messages_that_take_no_time_never_meet_where_one_is_made_of_the_other(micro_batches: int) -> None:
-    for make in (one_f_one_b, zb_h1):
-        schedule = make(4, micro_batches)
-        check(schedule, link_orders(schedule, PassCosts.equal(range(4), 0.0)))
+def test_messages_that_take_no_time_never_meet_where_one_is_made_of_the_other() -> None:
+    for micro_batches in (1, 2, 8):
+        for make in (one_f_one_b, zb_h1):
+            schedule = make(4, micro_batches)
+            check(schedule, link_orders(schedule, PassCosts.equal(range(4), 0.0)))
 
 
 def check(schedule: Schedule, orders: Orders) -> None:

@@ -1,5 +1,7 @@
 """Peak bytes, calculated by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from ds_dynmo.errors import ScheduleError
@@ -14,22 +16,13 @@ def test_activations_are_held_until_the_input_gradient_and_the_rest_until_the_we
     made = chain("F0 F1 I0 I1 W0 W1", "F0 I0 W0 F1 B1")
     assert peak_bytes(made, sizes) == (20, 10)
     assert peak_bytes(made, PassBytes((10, 10), (30, 30), (0, 0))) == (60, 30)  # more after the pass than before it
+    assert peak_bytes(made, replace(sizes, standing_bytes=(3, 2))) == (23, 12)  # for messages, all the time
 
 
-def test_recomputed_activations_are_held_during_a_backward_pass() -> None:
-    made = chain("F0 F1 B0 I1 W1", "F0 B0 F1 B1")
-    assert peak_bytes(made, PassBytes((1, 1), (5, 5), (9, 7))) == (2 + 9, 1 + 7)
-
-
-def test_what_segments_hold_already_is_there_while_others_are_recomputed() -> None:
-    made = chain("F0 F1 B0 I1 W1", "F0 B0 F1 B1")
-    sizes = PassBytes((1, 1), (5, 5), (9, 7), split_recomputed_bytes=(12, 8))
-    assert peak_bytes(made, sizes) == (max(2 + 9, 1 + 12), 1 + 7)
-
-
-def test_what_stands_ready_for_messages_is_there_all_the_time() -> None:
-    made = chain("F0 F1 I0 I1 W0 W1", "F0 I0 W0 F1 B1")
-    assert peak_bytes(made, PassBytes((10, 10), (4, 4), (0, 0), standing_bytes=(3, 2))) == (23, 12)
+def test_recomputed_activations_are_held_during_a_backward_pass_beside_what_segments_hold_already() -> None:
+    made, sizes = chain("F0 F1 B0 I1 W1", "F0 B0 F1 B1"), PassBytes((1, 1), (5, 5), (9, 7))
+    assert peak_bytes(made, sizes) == (2 + 9, 1 + 7)
+    assert peak_bytes(made, replace(sizes, split_recomputed_bytes=(12, 8))) == (max(2 + 9, 1 + 12), 1 + 7)
 
 
 def test_chunks_of_a_stage_add_up() -> None:

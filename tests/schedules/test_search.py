@@ -29,17 +29,18 @@ def spread(rng: random.Random, stages: int, price: float) -> PassCosts:
     return PassCosts.chain(*parts, whole)
 
 
-@pytest.mark.parametrize(("micro_batches", "seconds"), [(12, 43), (16, 55), (32, 103)])
-def test_equal_passes_on_8_stages(micro_batches: int, seconds: float) -> None:
-    found = best_schedule(PassCosts.equal(range(8)), micro_batches, PassBytes.equal(8), [8] * 8)
-    assert found.iteration_seconds == found.lower_bound_seconds == seconds
-    assert max(found.peak_bytes) == 8
+def test_equal_passes_on_8_stages() -> None:
+    for micro_batches, seconds in ((12, 43), (16, 55), (32, 103)):
+        found = best_schedule(PassCosts.equal(range(8)), micro_batches, PassBytes.equal(8), [8] * 8)
+        assert found.iteration_seconds == found.lower_bound_seconds == seconds
+        assert max(found.peak_bytes) == 8
 
 
-def test_200_random_instances_are_within_5_percent_of_the_bound_on_average() -> None:
+@pytest.mark.parametrize("count", [70, pytest.param(200, marks=pytest.mark.nightly)])
+def test_random_instances_are_within_5_percent_of_the_bound_on_average(count: int) -> None:
     rng = random.Random(7)
     over = []
-    for _ in range(200):
+    for _ in range(count):
         costs, micro_batches, sizes, limits = random_instance(rng)
         found = best_schedule(costs, micro_batches, sizes, limits)
         assert found.iteration_seconds == replay(found.schedule, costs).iteration_seconds
@@ -54,7 +55,7 @@ def test_200_random_instances_are_within_5_percent_of_the_bound_on_average() -> 
 
 def test_limits_are_what_the_largest_stage_holds_under_1f1b() -> None:
     rng = random.Random(12)
-    for _ in range(40):
+    for _ in range(15):
         costs, micro_batches, sizes, _ = random_instance(rng)
         most = max(peak_bytes(one_f_one_b(costs.num_stages, micro_batches), sizes))
         assert one_f_one_b_limit(sizes, micro_batches) == (most,) * costs.num_stages
@@ -65,13 +66,6 @@ def test_the_same_numbers_give_the_same_schedule() -> None:
     costs, micro_batches, sizes, limits = random_instance(random.Random(8))
     first, second = (best_schedule(costs, micro_batches, sizes, limits) for _ in range(2))
     assert first == second and first.schedule.hash == second.schedule.hash
-
-
-def test_if_splits_cost_too_much_nothing_is_split() -> None:
-    costs = PassCosts.chain([1.0] * 4, [2.0] * 4, [2.0] * 4, [2.0] * 4)
-    found = best_schedule(costs, 8, PassBytes.equal(4), [4] * 4)
-    assert found.schedule.splits == 0
-    assert found.iteration_seconds <= replay(one_f_one_b(4, 8), costs).iteration_seconds
 
 
 def test_splits_that_cost_fill_gaps_only() -> None:
@@ -126,7 +120,7 @@ def test_with_less_memory_the_v_loses_less(memory: float, chain: float, v: float
 @pytest.mark.parametrize("shape", ["v", "loop"])
 def test_orders_of_two_chunks_are_valid_and_fit(shape: Shape) -> None:
     rng = random.Random(13)
-    for _ in range(40):
+    for _ in range(20):
         costs, micro_batches, sizes, limits = two_chunk_instance(rng, shape, rng.choice([0.75, 1.0, 1.5]))
         found = best_schedule(costs, micro_batches, sizes, limits)  # the schedule checks itself
         assert found.iteration_seconds == replay(found.schedule, costs).iteration_seconds
@@ -139,11 +133,12 @@ def test_if_splits_cost_too_much_nothing_is_split_on_any_shape(shape: Shape) -> 
     owners = owners_of(shape, 4)
     seconds = [(own,) * len(owners) for own in (1.0, 2.0, 2.0, 2.0)]
     costs, sizes = PassCosts(owners, *seconds), PassBytes.equal(len(owners))
-    found = best_schedule(costs, 8, sizes, one_f_one_b_limit(sizes, 8, 1.5, owners=owners))
-    assert found.schedule.splits == 0
-    if shape != "v":
-        fixed = one_f_one_b(4, 8) if shape == "chain" else interleaved_1f1b(4, 8)
-        assert found.iteration_seconds <= replay(fixed, costs).iteration_seconds
+    for memory in (1.0, 1.5):
+        found = best_schedule(costs, 8, sizes, one_f_one_b_limit(sizes, 8, memory, owners=owners))
+        assert found.schedule.splits == 0
+        if shape == "chain" or (shape == "loop" and memory > 1):
+            fixed = one_f_one_b(4, 8) if shape == "chain" else interleaved_1f1b(4, 8)
+            assert found.iteration_seconds <= replay(fixed, costs).iteration_seconds
 
 
 def test_the_order_before_the_first_profile_is_of_the_shape() -> None:
