@@ -87,7 +87,8 @@ def proposed_placement(given: DecisionInput) -> Placement:
         PartitionError: no partition meets the memory limit, or a cost is negative or not finite.
     """
     here = given.placement.shape
-    found = _fitting(given, given.shapes if given.weighs_shapes else (here,)) or _fitting(given, given.shapes)
+    first = (here,) if given.shapes and not given.weighs_shapes else given.shapes
+    found = _fitting(given, first) or _fitting(given, given.shapes)
     if not found:
         return _proposed(given, here)
     return min(found, key=lambda placement: _iteration_seconds(given, placement))
