@@ -50,8 +50,7 @@ MUTATIONS = [
         "MemoryLimit.check",
         "overflow is not None",
         "False",
-        "tests/engine/decide/test_move_memory.py::test_a_move_that_does_not_fit_is_refused_before_a_byte_moves"
-        " -k 'rebalance-fp32'",
+        "tests/engine/decide/test_move_memory.py::test_a_move_that_does_not_fit_is_refused_before_a_byte_moves",
     ),
     Mutation(
         "activations of micro-batches in flight are not counted",
@@ -128,7 +127,7 @@ MUTATIONS = [
         "Reporter._send",
         "self._monitor is not None",
         "False",
-        "tests/engine/decide/test_monitors.py::test_csv_files_have_all_series",
+        "tests/engine/decide/test_monitors.py::test_monitors_get_all_series_unless_the_section_disables_them",
     ),
     Mutation(
         "a partition with an empty stage is accepted",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from torch import nn
 
 import ds_dynmo
 from ds_dynmo.partitioners import balanced
+from tests.support.checkpoints import data_after
 from tests.support.configs import Case, config
 from tests.support.harness import run, run_each
 from tests.support.models import VOCABULARY, WIDTH, Embedding, loss, seeded
-from tests.support.training import batches, outcome_of, reports_of, state, train_and_move, whole
+from tests.support.training import batches, outcome_of, reports_of, train_and_move, whole
 
 pytestmark = pytest.mark.ranks
 
@@ -95,15 +95,24 @@ def masked_engine(case: Case) -> Any:
     )[0]
 
 
-def train_masked(case: Case, moves: Sequence[Sequence[int]], steps: int) -> dict[str, Any]:
-    """Train ``steps`` batches, and go to the next of ``moves`` after each."""
+def train_masked(case: Case, moves: Sequence[Sequence[int]], steps: int, folder: str = "") -> dict[str, Any]:
+    """Train ``steps`` batches, go to the next of ``moves`` after each, and save after two of them."""
     engine = masked_engine(case)
-    losses = train_and_move(engine, batches(engine), moves, steps)
+    losses = train_and_move(
+        engine, batches(engine), moves, steps, lambda step: step == 1 and folder and engine.save_checkpoint(folder)
+    )
     return {
         **outcome_of(engine, losses),
         "evaluation": engine.eval_batch(batches(engine, seed=7)).item(),
         "partitions": [list(report.new_partition) for report in reports_of(engine)],
     }
+
+
+def load_masked(case: Case, folder: str, steps: int) -> dict[str, Any]:
+    engine = masked_engine(case)
+    engine.load_checkpoint(folder)
+    data = data_after(engine, engine.global_steps)
+    return outcome_of(engine, [engine.train_batch(data).item() for _ in range(steps)])
 
 
 # -- a miniature of transpeeder -----------------------------------------------------------------------
@@ -115,66 +124,33 @@ def check_same(still: list[dict[str, Any]], moved: list[dict[str, Any]]) -> None
     assert whole(moved) == whole(still)
 
 
-def test_without_the_key_a_balancers_cut_changes_nothing() -> None:
-    """DeepSpeed would send the one tensor there as fp16, and give it to the head as bool."""
+def test_automatic_moves_make_only_allowed_cuts_and_change_nothing() -> None:
+    """Without the key a balancer's cut changes nothing either.
+
+    DeepSpeed would send the one tensor there as fp16, and give it to the head as bool.
+    """
     assert balanced(WEIGHTS, 2) == [0, 7, 8]
-    still, moved = run_each(2, train_masked, (Case(dynmo={"interval": 0}), [], 3), (Case(), [[0, 7, 8]], 3))
-    assert moved[0]["partition"] == [0, 7, 8]
-    check_same(still, moved)
-
-
-@pytest.mark.parametrize(
-    "balancer",
-    [{}, {"balancer": "diffusion"}],
-    ids=["partition", "diffusion"],
-)
-def test_automatic_moves_make_only_allowed_cuts(balancer: dict[str, Any]) -> None:
-    still, moved = run_each(
+    still, moved, cut = run_each(
         2,
         train_masked,
-        (Case(dynmo=BY_HAND), [], 5),
-        (Case(dynmo={**BY_PARAMETERS, **balancer}), [], 5),
+        (Case(dynmo=BY_HAND), [], 4),
+        (Case(dynmo=BY_PARAMETERS), [], 4),
+        (Case(), [[0, 7, 8]], 4),
     )
-    assert [still[0]["partition"], moved[0]["partition"]] == [[0, 4, 8], [0, 6, 8]]
+    assert [ranks[0]["partition"] for ranks in (still, moved, cut)] == [[0, 4, 8], [0, 6, 8], [0, 7, 8]]
     check_same(still, moved)
-
-
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16 zero1"])
-def test_moves_by_hand_change_nothing(precision: str) -> None:
-    case = Case(stages=3, dynmo=BY_HAND, precision=precision)
-    moves = [[0, 1, 6, 8], [0, 5, 6, 8], [0, 2, 4, 8]]
-    still, moved = run_each(3, train_masked, (case, [], 5), (case, moves, 5))
-    assert moved[0]["partitions"] == moves
-    check_same(still, moved)
-
-
-def _continue(engine: Any, data: Iterator[Any], steps: int) -> dict[str, Any]:
-    losses = [engine.train_batch(data).item() for _ in range(steps)]
-    replica = engine.grid.get_data_parallel_id()
-    return {"losses": losses, "state": state(engine), "partition": engine.partition, "replica": replica}
-
-
-def save_masked(case: Case, folder: str, move: Sequence[int], steps: int) -> dict[str, Any]:
-    """Train, move, save, and train as many batches again."""
-    engine = masked_engine(case)
-    data = batches(engine)
-    for _ in range(steps):
-        engine.train_batch(data)
-    engine.rebalance(move)
-    engine.save_checkpoint(folder)
-    return _continue(engine, data, steps)
-
-
-def load_masked(case: Case, folder: str, steps: int) -> dict[str, Any]:
-    engine = masked_engine(case)
-    engine.load_checkpoint(folder)
-    return _continue(engine, islice(batches(engine), steps * engine.micro_batches, None), steps)
+    check_same(still, cut)
 
 
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_a_run_resumes_at_another_number_of_stages(tmp_path: Path, stages: int) -> None:
-    case = Case(stages=3, dynmo=BY_HAND)
-    saved = run(3, save_masked, case, str(tmp_path), [0, 5, 6, 8], 2)
+def test_moves_by_hand_change_nothing_nor_does_resuming_at_another_number_of_stages(
+    tmp_path: Path, stages: int
+) -> None:
+    case = Case(stages=3, dynmo=BY_HAND, precision="bf16 zero1")
+    moves = [[0, 1, 6, 8], [0, 5, 6, 8], [0, 2, 4, 8]]
+    still, moved = run_each(3, train_masked, (case, [], 4), (case, moves, 4, str(tmp_path)))
+    assert moved[0]["partitions"] == moves
+    check_same(still, moved)
     loaded = run(stages, load_masked, replace(case, stages=stages), str(tmp_path), 2)
-    assert loaded[0]["losses"] == saved[0]["losses"]
-    assert whole(loaded) == whole(saved)
+    assert loaded[0]["losses"] == still[0]["losses"][2:]
+    assert whole(loaded) == whole(still)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,35 +24,50 @@ BY_HAND = {"interval": 0, **PAIR}
 
 
 def begins_at(case: Case) -> dict[str, Any]:
-    """Return the partition at which an engine begins, and that after a batch."""
+    """Return where an engine begins, where it is once there is a profile, and how fast it began by its measure."""
     engine = build(case)
-    first = engine.partition
-    engine.train_batch(batches(engine))
-    return {"first": first, "then": engine.partition, "reasons": [report.reason for report in reports_of(engine)]}
+    first, data = engine.partition, batches(engine)
+    while engine.profile is None and engine.dynmo.enabled:
+        engine.train_batch(data)
+    found = {"first": first, "then": engine.partition, "reasons": [report.reason for report in reports_of(engine)]}
+    if engine.profile is not None and engine.global_rank == 0:
+        pipeline = DecisionInput.of(engine.profile).pipeline
+        found["target"] = engine.rebalancer.decider.cost_model.first_seconds, pipeline.iteration_seconds(first)
+    return found
 
 
 # -- where training begins ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("block", "first"),
-    [
-        ({"keep_together": [[3, 4]]}, [0, 3, 8]),  # DeepSpeed's own is [0, 4, 8]
-        ({"keep_together": [[3, 4]], "enabled": False}, [0, 3, 8]),
-        ({"keep_together": [[0, 1]]}, [0, 4, 8]),
-        ({"keep_together": ["type:^block", [3, 4]]}, [0, 6, 8]),  # layers 1 to 5 are blocks
-        ({"keep_together": [[3, 4]], "initial_partition": "uniform"}, [0, 3, 6, 8]),
-        # Below, the best allowed partition is not the allowed one nearest to the best.
-        ({"keep_together": [[1, 2, 3, 4]], "initial_partition": "uniform"}, [0, 1, 5, 8]),
-        ({"keep_together": [[4, 5]], "initial_partition": "type:block|head:4"}, [0, 6, 8]),
-        ({"keep_together": [[3, 4, 5]], "initial_partition": "parameters"}, [0, 3, 6, 8]),
-    ],
-)
-def test_the_first_partition_is_allowed(block: dict[str, Any], first: list[int]) -> None:
-    stages = len(first) - 1
-    found = run(stages, begins_at, Case(stages=stages, dynmo={"interval": 0, **block}))
-    assert all(rank["first"] == rank["then"] == first for rank in found)
-    assert found[0]["reasons"] == ([] if first == uniform(8, stages) else ["initial"])
+FIRST: list[tuple[dict[str, Any], list[int]]] = [
+    ({"keep_together": [[3, 4]], "enabled": False}, [0, 3, 8]),  # DeepSpeed's own is [0, 4, 8]
+    ({"keep_together": [[1, 2, 3, 4, 5, 6, 7]]}, [0, 1, 8]),  # the only one that is allowed
+    # Below, the best allowed partition is not the allowed one nearest to the best.
+    ({"keep_together": [[4, 5]], "initial_partition": "type:block|head:4"}, [0, 6, 8]),
+    ({"keep_together": [[3, 4, 5]], "initial_partition": "parameters"}, [0, 3, 6, 8]),
+]
+MORE_FIRST: list[tuple[dict[str, Any], list[int]]] = [
+    ({"keep_together": [[3, 4]]}, [0, 3, 8]),
+    ({"keep_together": [[0, 1]]}, [0, 4, 8]),
+    ({"keep_together": ["type:^block", [3, 4]]}, [0, 6, 8]),  # layers 1 to 5 are blocks
+    ({"keep_together": [[3, 4]], "initial_partition": "uniform"}, [0, 3, 6, 8]),
+    ({"keep_together": [[1, 2, 3, 4]], "initial_partition": "uniform"}, [0, 1, 5, 8]),
+]
+
+
+@pytest.mark.parametrize("cases", [FIRST, pytest.param(MORE_FIRST, marks=pytest.mark.nightly)], ids=["some", "more"])
+def test_the_first_partition_is_allowed_and_sets_the_target_speed(
+    cases: list[tuple[dict[str, Any], list[int]]],
+) -> None:
+    for stages in (2, 3):
+        here = [(block, first) for block, first in cases if len(first) == stages + 1]
+        calls = [(Case(stages=stages, dynmo={"interval": 0, **block}),) for block, _ in here]
+        for (block, first), ranks in zip(here, run_each(stages, begins_at, *calls)):
+            assert all(rank["first"] == rank["then"] == first for rank in ranks), block
+            assert ranks[0]["reasons"] == ([] if first == uniform(8, stages) else ["initial"]), block
+            if first == [0, 1, 8]:  # a balanced partition would be faster
+                target, as_it_is = ranks[0]["target"]
+                assert target == as_it_is
 
 
 def refused_at_the_start(case: Case) -> tuple[str, str]:
@@ -86,84 +101,53 @@ def test_rules_that_do_not_fit_are_refused_before_training() -> None:
         assert ranks[0][0] == kind and words in ranks[0][1], ranks[0]
 
 
-def refused_moves(case: Case, partition: Sequence[int]) -> dict[str, Any]:
-    """Ask for a forbidden partition by a rebalance and by a re-packing, and train on."""
-    engine = build(case)
-    data, errors = batches(engine), []
-    losses = [engine.train_batch(data).item()]
-    before = engine.partition
-    for move in (engine.rebalance, lambda to: engine.repack(partition=to), lambda to: engine.repack(engine.num_stages)):
-        try:
-            move(partition)
-        except PartitionError as error:
-            errors.append(str(error))
-    assert engine.partition == before
-    losses.append(engine.train_batch(data).item())
-    return {"losses": losses, "errors": errors}
-
-
 # -- moves, re-packing --------------------------------------------------------------------------------
 
 
-def test_a_forbidden_partition_is_refused_and_training_continues() -> None:
-    case = Case(dynmo=BY_HAND)
-    refused, plain = run_each(2, refused_moves, (case, [0, 7, 8]), (Case(dynmo=BY_HAND), [0, 4, 8]))
-    for rank in refused:
-        assert len(rank["errors"]) == 2
-        assert all("cuts before layer 7" in error and "has [6, 7]" in error for error in rank["errors"])
-    assert refused[0]["losses"] == plain[0]["losses"]
+def repack_by_hand(case: Case, sizes: Sequence[Any], forbidden: Sequence[int] = ()) -> dict[str, Any]:
+    """After each batch re-pack to the next of ``sizes``, numbers of stages or partitions. Train one more batch.
 
-
-def repack_by_hand(case: Case, sizes: Sequence[Any]) -> dict[str, Any]:
-    """After each batch re-pack to the next of ``sizes``, numbers of stages or partitions. Train one more batch."""
+    Args:
+        forbidden: a partition to ask for before that, by a rebalance and by a re-packing.
+    """
     engine = build(case)
     data = batches(engine)
     found: dict[str, Any] = {"losses": [], "partitions": [], "errors": []}
-    while engine.global_steps <= len(sizes):
-        found["losses"].append(engine.train_batch(data).item())
-        if engine.global_steps > len(sizes):
-            break
-        size = sizes[engine.global_steps - 1]
+
+    def ask(move: Callable[[Any], Any], to: Any) -> None:
         try:
-            engine.repack(partition=size) if isinstance(size, list) else engine.repack(size)
+            move(to)
         except PartitionError as error:
             found["errors"].append(str(error))
-        if engine.released:
-            return found
-        found["partitions"].append(engine.partition)
+
+    for size in [*sizes, None]:
+        found["losses"].append(engine.train_batch(data).item())
+        if forbidden and engine.global_steps == 1:
+            before = engine.partition
+            ask(engine.rebalance, forbidden)
+            ask(lambda to: engine.repack(partition=to), forbidden)
+            assert engine.partition == before
+        if size is not None:
+            ask((lambda to: engine.repack(partition=to)) if isinstance(size, list) else engine.repack, size)
+            if engine.released:
+                return found
+            found["partitions"].append(engine.partition)
     return found
 
 
-def test_re_packing_makes_only_allowed_cuts() -> None:
+def test_forbidden_partitions_are_refused_and_re_packing_makes_only_allowed_cuts() -> None:
     rules = {"keep_together": [[0, 1, 2], [3, 4], [5, 6, 7]]}
     case = Case(stages=3, dynmo={"interval": 0, **rules}, start=(0, 3, 5, 8))
     sizes = [2, [0, 4, 8], 3, 1]
-    ranks = run(3, repack_by_hand, case, sizes)
+    alone, ranks = run_each(3, repack_by_hand, (case, [3] * len(sizes)), (case, sizes, [0, 3, 7, 8]))
     found = ranks[0]
     assert [len(partition) - 1 for partition in found["partitions"]] == [2, 2, 2, 1]
     assert all(set(partition) <= {0, 3, 5, 8} for partition in found["partitions"])
-    assert "cuts before layer 4" in found["errors"][0]
-    assert "repack: 3 stages, there are 1 to 2 to go on with" in found["errors"][1]
-    alone = run(3, repack_by_hand, case, [3] * len(sizes))
+    assert all("cuts before layer 7" in error and "has [5, 6, 7]" in error for error in found["errors"][:2])
+    assert "cuts before layer 4" in found["errors"][2]
+    assert "repack: 3 stages, there are 1 to 2 to go on with" in found["errors"][3] and len(found["errors"]) == 4
+    assert all(rank["errors"][:2] == found["errors"][:2] for rank in ranks)
     assert found["losses"] == alone[0]["losses"]
-
-
-def start_of_the_run(case: Case) -> tuple[float, float]:
-    """Return the seconds that an iteration counts as at first, and those predicted for the present partition."""
-    engine = build(case)
-    data = batches(engine)
-    while engine.profile is None:
-        engine.train_batch(data)
-    return engine.rebalancer.decider.cost_model.first_seconds, DecisionInput.of(
-        engine.profile
-    ).pipeline.iteration_seconds(engine.partition)
-
-
-def test_the_target_speed_is_that_of_an_allowed_partition() -> None:
-    """Only [0, 1, 8] is allowed; a balanced partition would be faster."""
-    case = Case(dynmo={"interval": 0, "keep_together": [[1, 2, 3, 4, 5, 6, 7]]})
-    first_seconds, as_it_is = run(2, start_of_the_run, case)[0]
-    assert first_seconds == as_it_is
 
 
 # -- loading ------------------------------------------------------------------------------------------
@@ -196,9 +180,7 @@ def stock_checkpoint(case: Case, folder: str, write: bool) -> dict[str, Any]:
 
 def test_a_stock_checkpoint_with_a_forbidden_cut_is_loaded(tmp_path: Path) -> None:
     """It is read at the partition where it was saved, [0, 4, 8]; then layers move on."""
-    rules = {"interval": 0, "keep_together": [[3, 4]]}
-    case = Case(dynmo=rules, clip=0.0)
-    saved = run(2, stock_checkpoint, case, str(tmp_path), True)
-    loaded = run(2, stock_checkpoint, case, str(tmp_path), False)
+    case = Case(dynmo={"interval": 0, "keep_together": [[3, 4]]}, clip=0.0)
+    saved, loaded = run_each(2, stock_checkpoint, *((case, str(tmp_path), write) for write in (True, False)))
     assert loaded[0]["partition"] == [0, 3, 8]
     assert loaded[0]["losses"] == saved[0]["losses"]

@@ -12,7 +12,7 @@ import ds_dynmo
 from ds_dynmo import partitioners
 from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport
 from tests.support.configs import Case, config
-from tests.support.harness import run
+from tests.support.harness import run_each
 from tests.support.models import module_of
 from tests.support.training import batches
 
@@ -81,39 +81,34 @@ def monitored(monitors: dict[str, Any], block: dict[str, Any]) -> list[tuple[int
     return [(samples[record.step], record) for record in records]
 
 
-def test_csv_files_have_all_series(tmp_path: Path) -> None:
-    monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    records = run(2, monitored, monitors, {})[0]
-    series: Series = {}
-    for path in (tmp_path / "job").glob("DynMo_*.csv"):
+def test_monitors_get_all_series_unless_the_section_disables_them(tmp_path: Path) -> None:
+    """In the files of CSV and of TensorBoard."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    names, jobs = ("csv_monitor", "tensorboard"), [tmp_path / "job", tmp_path / "other"]
+    (records, _), _ = run_each(
+        2,
+        monitored,
+        *(
+            ({name: {"enabled": True, "output_path": str(tmp_path), "job_name": job.name} for name in names}, block)
+            for job, block in zip(jobs, ({}, {"monitor": False}))
+        ),
+    )
+    promised = expected(records)
+    check_run(promised)
+    of_csv: Series = {}
+    for path in jobs[0].glob("DynMo_*.csv"):
         name = path.stem.removeprefix("DynMo_")
         header, *rows = csv.reader(path.read_text().splitlines())
         assert header == ["step", name]
-        series[name] = [(int(samples), float(value)) for samples, value in rows]
-    assert series == expected(records)
-    check_run(series)
-
-
-def test_tensorboard_files_have_all_series(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    monitors = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    records = run(2, monitored, monitors, {})[0]
-    written = accumulator.EventAccumulator(str(tmp_path / "job"))
+        of_csv[name] = [(int(samples), float(value)) for samples, value in rows]
+    assert of_csv == promised
+    written = accumulator.EventAccumulator(str(jobs[0]))
     written.Reload()
-    series: Series = {
-        tag.removeprefix("DynMo/"): [(point.step, point.value) for point in written.Scalars(tag)]
-        for tag in written.Tags()["scalars"]
-        if tag.startswith("DynMo/")
-    }
-    promised = expected(records)
-    assert series.keys() == promised.keys()
-    for name, points in promised.items():
-        assert [samples for samples, _ in series[name]] == [samples for samples, _ in points]
-        assert [value for _, value in series[name]] == pytest.approx([value for _, value in points], rel=1e-6)
-    check_run(series)
-
-
-def test_no_series_if_the_block_disables_monitors(tmp_path: Path) -> None:
-    monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    run(2, monitored, monitors, {"monitor": False})
-    assert list((tmp_path / "job").glob("Train_*.csv")) and not list((tmp_path / "job").glob("DynMo_*.csv"))
+    tags = [tag for tag in written.Tags()["scalars"] if tag.startswith("DynMo/")]
+    assert {tag.removeprefix("DynMo/") for tag in tags} == promised.keys()
+    for tag in tags:
+        points = promised[tag.removeprefix("DynMo/")]
+        assert [point.step for point in written.Scalars(tag)] == [samples for samples, _ in points]
+        values = [value for _, value in points]
+        assert [point.value for point in written.Scalars(tag)] == pytest.approx(values, rel=1e-6)
+    assert list(jobs[1].glob("Train_*.csv")) and not list(jobs[1].glob("DynMo_*.csv"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 from tests.support.checkpoints import STEPS, train_on
 from tests.support.configs import PRECISIONS, Case
-from tests.support.harness import run
+from tests.support.harness import run, run_each
 from tests.support.memory import BESIDE, TensorBytes, held_now
 from tests.support.models import WIDTH, Embedding, Head, project
 from tests.support.training import batches, build, move_in_phases, state
@@ -25,6 +25,7 @@ from tests.support.training import batches, build, move_in_phases, state
 pytestmark = pytest.mark.ranks
 
 THERE_AND_BACK = [[0, 3, 12], [0, 9, 12], [0, 6, 12]]
+OTHERS = [pytest.param(name, marks=pytest.mark.nightly) for name in ("fp32", "bf16", "fp32 zero1")]
 
 
 class Wide(nn.Module):
@@ -85,7 +86,7 @@ def peaks(
     engine = build(case, make_layers)
     data, found = batches(engine), []
     for new in moves:
-        engine.train_batch(data), engine.train_batch(data)
+        engine.train_batch(data)
         held, uses = held_now(engine)[0], engine.stage.layers.first_uses()
         plan = MigrationPlan.between(engine.partition, new)
         said = migration_peaks(plan, held, uses)[engine.stage_id]
@@ -110,8 +111,8 @@ def peaks_in_training(case: Case, moves: Sequence[Sequence[int]]) -> list[tuple[
         TensorBytes.in_step = False
 
     engine._take_model_step = take_uncounted_step
+    engine.train_batch(data)
     for new in moves:
-        engine.train_batch(data), engine.train_batch(data)
         with TensorBytes() as tensors:
             engine.train_batch(data)
         (held, in_training), uses = held_now(engine), engine.stage.layers.first_uses()
@@ -128,17 +129,22 @@ def peaks_in_training(case: Case, moves: Sequence[Sequence[int]]) -> list[tuple[
 
 
 @pytest.mark.parametrize(
-    ("case", "moves"),
+    "case",
     [
-        *[(Case(blocks=9, precision=name), THERE_AND_BACK) for name in ("fp32", "bf16", "bf16 zero1", "fp32 zero1")],
-        (Case(blocks=9, precision="bf16 zero1", replicas=2, groups="two"), THERE_AND_BACK),
-        (Case(blocks=9, precision="bf16 zero1 fp32sums"), THERE_AND_BACK),
-        (Case(blocks=9, precision="fp32", stages=3, tied=True, groups="two"), [[0, 2, 5, 12], [0, 6, 10, 12]]),
-        (Case(blocks=9, precision="bf16 zero1", stages=3, tied=True), [[0, 2, 5, 12], [0, 6, 10, 12]]),
+        Case(blocks=9, precision="bf16 zero1", stages=3, tied=True),
+        *[
+            pytest.param(case, marks=pytest.mark.nightly)
+            for case in (
+                *(Case(blocks=9, precision=name) for name in ("fp32", "bf16 zero1", "fp32 zero1")),
+                Case(blocks=9, precision="bf16 zero1", replicas=2, groups="two"),
+                Case(blocks=9, precision="fp32", stages=3, tied=True, groups="two"),
+            )
+        ],
     ],
-    ids=lambda value: f"{value.precision}-{value.stages}x{value.replicas}" if isinstance(value, Case) else "",
+    ids=lambda case: f"{case.precision}-{case.stages}x{case.replicas}",
 )
-def test_the_peak_of_a_move_is_as_predicted(case: Case, moves: Sequence[Sequence[int]]) -> None:
+def test_the_peak_of_a_move_is_as_predicted(case: Case) -> None:
+    moves = THERE_AND_BACK if case.stages == 2 else [[0, 2, 5, 12], [0, 6, 10, 12]]
     check_peaks(run(case.ranks, peaks, case, moves))
 
 
@@ -146,6 +152,17 @@ def test_the_peak_of_a_move_is_as_predicted(case: Case, moves: Sequence[Sequence
 def test_the_peak_of_a_move_is_as_predicted_where_replicas_differ() -> None:
     case = Case(blocks=9, precision="bf16 zero1", replicas=2)
     check_peaks(run(case.ranks, peaks, case, THERE_AND_BACK, own_layers))
+
+
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.nightly), "bf16 zero1 fp32sums"])
+def test_gradients_make_room_for_weights_and_shards(precision: str) -> None:
+    case = Case(blocks=9, precision=precision)
+    ranks = run(case.ranks, peaks, case, THERE_AND_BACK)
+    check_peaks(ranks)
+    for rank in ranks:
+        before = [resting for _, _, resting, _ in rank]
+        for (_, peak, _, _), old, new in zip(rank, before, before[1:]):
+            assert peak <= 1.05 * max(old, new) + BESIDE  # at most what a stage holds before or after the move
 
 
 def opaque_peaks(case: Case, moves: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int, int, int]], int]:
@@ -162,14 +179,6 @@ def test_a_layer_that_cannot_be_pickled_is_built_once_beside_nothing_else() -> N
     assert [built for _, built in ranks] == [2 + 2, 0 + 2]  # of the first stage, and arriving
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1", "fp32 zero1"])
-def test_the_peak_of_a_move_during_a_batch_is_as_predicted(precision: str) -> None:
-    case = Case(blocks=9, precision=precision)
-    for rank in run(case.ranks, peaks_in_training, case, THERE_AND_BACK):
-        for peak, said in rank:
-            assert 0.95 * peak - BESIDE <= said <= 1.05 * peak  # a batch leaves more or less beside its layers
-
-
 def check_peaks(ranks: Sequence[Sequence[tuple[int, int, int, int]]]) -> None:
     for rank in ranks:
         for began, peak, resting, said in rank:
@@ -178,76 +187,74 @@ def check_peaks(ranks: Sequence[Sequence[tuple[int, int, int, int]]]) -> None:
             assert held - BESIDE <= said <= 1.05 * held
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1 fp32sums"])
-def test_gradients_make_room_for_weights_and_shards(precision: str) -> None:
+@pytest.mark.parametrize("precision", ["bf16 zero1", *OTHERS])
+def test_the_peak_of_a_move_during_a_batch_is_as_predicted(precision: str) -> None:
     case = Case(blocks=9, precision=precision)
-    for rank in run(case.ranks, peaks, case, THERE_AND_BACK):
-        before = [resting for _, _, resting, _ in rank]
-        for (_, peak, _, _), old, new in zip(rank, before, before[1:]):
-            assert peak <= 1.05 * max(old, new) + BESIDE  # at most what a stage holds before or after the move
+    for rank in run(case.ranks, peaks_in_training, case, THERE_AND_BACK[:2]):
+        for peak, said in rank:
+            assert 0.95 * peak - BESIDE <= said <= 1.05 * peak  # a batch leaves more or less beside its layers
 
 
 def with_limit(engine: Any, limit: int | None) -> None:
     engine.rebalancer.decider.memory.limit = limit
 
 
-def refused(case: Case, how: str) -> dict[str, Any]:
-    """Ask for a move that needs one byte too many, train on, and ask again with that byte."""
-    engine, overlapped = build(case, wide_layers), how == "overlapped"
-    data, new = batches(engine), [0, 3, case.num_layers]
-    losses = [engine.train_batch(data).item() for _ in range(2)]
-    if how == "shrink":
-        plan = MigrationPlan.between(
-            engine.partition, Placement.chain([0, case.num_layers, case.num_layers], empty=[1])
-        )
-    else:
-        plan = MigrationPlan.between(engine.partition, new)
-    held, in_training = held_now(engine)
-    uses, meanwhile = engine.stage.layers.first_uses(), in_training if overlapped else None
-    needed = max(migration_peaks(plan, held, uses, training_bytes=meanwhile))
-    ask = {
-        "rebalance": lambda: engine.rebalance(new),
-        "overlapped": lambda: move_in_phases(
-            engine, new, overlapped=True, check=engine.rebalancer.decider.memory.check
-        ),
-        "shrink": lambda: engine.repack(partition=[0, case.num_layers]),
-    }[how]
-    before, message, harmless = state(engine), "", False
-    with_limit(engine, needed - 1)
+def refusal(ask: Callable[[], Any]) -> tuple[str, bool]:
+    """Return the message of the error that a move raises, and whether it is harmless."""
     try:
         ask()
     except ds_dynmo.MigrationError as error:
-        message, harmless = str(error), error.harmless
-    same = state(engine) == before
-    losses += [engine.train_batch(data).item() for _ in range(2)]
-    with_limit(engine, needed)
-    ask()
-    if not engine.released:
-        losses += [engine.train_batch(data).item() for _ in range(2)]
-    where = None if engine.released else engine.partition
-    return {
-        "message": message,
-        "harmless": harmless,
-        "numbers": (needed, needed - 1),
-        "same": same,
-        "losses": losses,
-        "partition": where,
-    }
+        return str(error), error.harmless
+    return "", False
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
-@pytest.mark.parametrize("how", ["rebalance", "overlapped", "shrink"])
-def test_a_move_that_does_not_fit_is_refused_before_a_byte_moves(how: str, precision: str) -> None:
-    case = Case(blocks=9, precision=precision, clip=0.0)
-    results = run(2, refused, case, how)
-    untouched = run(2, refused, case, "rebalance") if how == "shrink" else results
-    for result, other in zip(results, untouched):
-        assert result["harmless"] and result["same"]
-        assert all(str(number) in result["message"] for number in result["numbers"])
-        assert "No layer has moved" in result["message"]
-        assert result["losses"][:4] == other["losses"][:4]
-    assert results[0]["message"] == results[1]["message"]
-    assert results[0]["partition"] == ([0, 12] if how == "shrink" else [0, 3, 12])
+def asked(case: Case, asks: bool) -> dict[str, Any]:
+    """Ask in three ways for a move that needs one byte too many, train on, and ask again with that byte."""
+    engine, end = build(case, wide_layers), case.num_layers
+    data, uses = batches(engine), engine.stage.layers.first_uses
+    check = engine.rebalancer.decider.memory.check
+    ways: list[tuple[Any, Callable[[], Any]]] = [
+        ([0, 3, end], lambda: engine.rebalance([0, 3, end])),
+        ([0, 9, end], lambda: move_in_phases(engine, [0, 9, end], overlapped=True, check=check)),
+        (Placement.chain([0, end, end], empty=[1]), lambda: engine.repack(partition=[0, end])),
+    ]
+    result: dict[str, Any] = {"losses": [engine.train_batch(data).item() for _ in range(2)], "refused": [], "went": []}
+    for number, (new, ask) in enumerate(ways):
+        if asks:
+            held, in_training = held_now(engine)
+            plan = MigrationPlan.between(engine.partition, new)
+            needed = max(migration_peaks(plan, held, uses(), training_bytes=in_training if number == 1 else None))
+            before = state(engine), engine.partition
+            with_limit(engine, needed - 1)
+            result["refused"].append((needed, *refusal(ask), (state(engine), engine.partition) == before))
+        result["losses"].append(engine.train_batch(data).item())
+        if asks:
+            with_limit(engine, needed)
+            ask()
+            if engine.released:
+                return result
+            result["went"].append(engine.partition)
+        if asks and number == 1:
+            with_limit(engine, 1)
+            result["differ"], _ = refusal(lambda: engine.rebalance([0, 9 + engine.stage_id, end]))
+    with_limit(engine, None)
+    result["losses"].append(engine.train_batch(data).item())
+    return result
+
+
+def test_a_move_that_does_not_fit_is_refused_before_a_byte_moves() -> None:
+    """By hand, during a batch, and onto fewer stages; that ranks disagree is said before memory."""
+    case = Case(blocks=9, precision="bf16 zero1", clip=0.0)
+    still, ranks = run_each(2, asked, (case, False), (case, True))
+    for result, other in zip(ranks, still):
+        for needed, message, harmless, same in result["refused"]:
+            assert harmless and same and "No layer has moved" in message, message
+            assert str(needed) in message and str(needed - 1) in message, message
+        assert result["refused"] == ranks[0]["refused"] and len(result["refused"]) == 3
+        both = "[0, 9, 12] -> [0, 9, 12] on ranks [0], [0, 9, 12] -> [0, 10, 12] on ranks [1]. No layer has moved"
+        assert f"ranks differ: {both}" in result["differ"]
+        assert result["losses"] == other["losses"][: len(result["losses"])]
+    assert ranks[0]["went"] == [[0, 3, 12], [0, 9, 12], [0, 12]] and ranks[1]["went"] == [[0, 3, 12], [0, 9, 12]]
 
 
 def load_with_limits(case: Case, folder: str) -> tuple[list[float], list[tuple[list[int], list[float]]]]:
@@ -261,40 +268,18 @@ def load_with_limits(case: Case, folder: str) -> tuple[list[float], list[tuple[l
     train_on(engine, 0)
     engine.rebalance(there)
     engine.save_checkpoint(folder)
-    losses, found = train_on(engine, STEPS), []
+    losses, found = train_on(engine, STEPS, 2), []
     for missing in (1, 0):
         engine.rebalance(here)
-        peaks = migration_peaks(
-            MigrationPlan.between(here, there), held_now(engine)[0], engine.stage.layers.first_uses()
-        )
-        with_limit(engine, max(peaks) - missing)
+        plan, held = MigrationPlan.between(here, there), held_now(engine)[0]
+        with_limit(engine, max(migration_peaks(plan, held, engine.stage.layers.first_uses())) - missing)
         engine.load_checkpoint(folder)
         with_limit(engine, None)
-        found.append((engine.partition, train_on(engine, STEPS)))
+        found.append((engine.partition, train_on(engine, STEPS, 2)))
     return losses, found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
-def test_a_checkpoint_loads_where_layers_are_if_they_cannot_move(precision: str, tmp_path: Path) -> None:
-    case = Case(blocks=9, precision=precision, clip=0.0)
+def test_a_checkpoint_loads_where_layers_are_if_they_cannot_move(tmp_path: Path) -> None:
+    case = Case(blocks=9, precision="bf16 zero1", clip=0.0)
     for losses, (stayed, moved) in run(2, load_with_limits, case, str(tmp_path)):
         assert stayed == ([0, 6, 12], losses) and moved == ([0, 3, 12], losses)
-
-
-def disagree(limit: int) -> str:
-    """One rank asks for the present partition, the other for another one."""
-    engine = build(Case(dynmo={"interval": 0, "memory_limit": f"{limit}B"}))
-    engine.train_batch(batches(engine))
-    try:
-        engine.rebalance([0, 4 + engine.stage_id, 8])
-    except ds_dynmo.MigrationError as error:
-        return str(error)
-    return ""
-
-
-def test_disagreement_of_ranks_is_reported_before_memory() -> None:
-    for message in run(2, disagree, 1):
-        assert (
-            "ranks differ: [0, 4, 8] -> [0, 4, 8] on ranks [0], [0, 4, 8] -> [0, 5, 8] on ranks [1]. No layer has moved"
-            in message
-        )

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from deepspeed.utils import logger
 
 from ds_dynmo import ConfigError, MigrationError, PartitionError, ScheduleError, partitioners
@@ -30,49 +29,57 @@ SAID = {
 }
 
 
-def trained(how: str, migration: str) -> dict[str, Any]:
-    """Train with a balancer that raises an error, returns no partition, or never returns."""
-    calls = []
+def trained(name: str, hows: Sequence[str], migration: str) -> list[dict[str, Any]]:
+    """Train two batches with each of ``hows``: a balancer that raises an error, returns no partition, never returns."""
+    calls: list[str] = []
 
-    @partitioners.register(how)
+    @partitioners.register(name)
     def balancer(costs: Sequence[float], num_stages: int, *, start: Sequence[int], memory: Any) -> Sequence[int]:
-        calls.append(dist.get_rank())
+        how = hows[len(calls) // 2]  # at the interval, and by hand
+        calls.append(how)
         if how in FAILURES:
             raise FAILURES[how]
         if how == "never":
             threading.Event().wait()
         return [0, 8, 1] if how == "nonsense" else start
 
-    block = {"interval": 2, "stop_step": 2, "balancer": how, "balance_by": "parameters", "migration": migration}
+    block = {"interval": 2, "balancer": name, "balance_by": "parameters", "migration": migration}
     engine = build(Case(start=(0, 1, 8), dynmo=block))
-    if how == "never":
-        section = engine.dynmo.model_copy(update={"timeout_seconds": 0.5})
-        engine.rebalancer.decider._config = section
-    logged, warned, data = Warnings(logger), Warnings(), batches(engine)
-    result: dict[str, Any] = {"losses": [engine.train_batch(data).item() for _ in range(4)]}
-    result.update(partition=engine.partition, warned=list(warned.messages), failure=engine.rebalancer.failure)
-    try:
-        engine.rebalance()
-    except (PartitionError, MigrationError) as error:
-        result["by hand"] = type(error), getattr(error, "harmless", True)
-    result["losses"].append(engine.train_batch(data).item())
-    return {**result, "calls": calls, "logged": [text for text in logged.messages if "Traceback" in text]}
+    logged, warned, data, results = Warnings(logger), Warnings(), batches(engine), []
+    losses = [engine.train_batch(data).item()]
+    for how in hows:
+        if how == "never":
+            engine.rebalancer.decider._config = engine.dynmo.model_copy(update={"timeout_seconds": 0.5})
+        losses += [engine.train_batch(data).item() for _ in range(2)]
+        result = {"partition": engine.partition, "warned": [*warned.messages], "failure": engine.rebalancer.failure}
+        try:
+            engine.rebalance()
+        except (PartitionError, MigrationError) as error:
+            result["by hand"] = type(error), getattr(error, "harmless", True)
+        result["logged"] = [text for text in logged.messages if "Traceback" in text]
+        results.append({**result, "losses": losses, "calls": calls})
+        warned.messages.clear(), logged.messages.clear()
+    return results
 
 
-@pytest.mark.parametrize("migration", ["blocking", "background"])
-def test_a_balancer_that_fails_changes_nothing_and_its_cause_is_said(migration: str) -> None:
-    still, *failing = run_each(2, trained, *((how, migration) for how in ("nothing", *SAID)))
-    for how, results in zip(SAID, failing):
-        for rank, result in enumerate(results):
-            assert result["calls"] == ([0, 0] if rank == 0 else [])  # at the interval and by hand
-            assert result["losses"] == still[rank]["losses"] and result["partition"] == [0, 1, 8]
-            assert SAID[how] in str(result["failure"]), result["failure"]
-            assert len(result["warned"]) == (rank == 0), result["warned"]
-            kind = PartitionError if how in ("PartitionError", "nonsense") else MigrationError
-            assert isinstance(result["failure"], kind) and result["by hand"] == (kind, True)
-            unexpected = how in ("ScheduleError", "ValueError")
-            assert len(result["logged"]) == (2 if unexpected and rank == 0 else 0)  # by hand too
-            assert all(SAID[how] in text and "in balancer" in text for text in result["logged"])
+def test_a_balancer_that_fails_changes_nothing_and_its_cause_is_said() -> None:
+    moves, hows = ("blocking", "background"), [*SAID]
+    still, *failing = run_each(
+        2, trained, ("still", ["nothing"] * len(hows), moves[0]), *((how, hows, how) for how in moves)
+    )
+    for kind_of_move, ranks in zip(moves, failing):
+        for rank, results in enumerate(ranks):
+            assert results[-1]["calls"] == ([how for how in hows for _ in range(2)] if rank == 0 else [])
+            assert results[-1]["losses"] == still[rank][-1]["losses"]
+            for how, result in zip(hows, results):
+                said = rank, how, kind_of_move, result
+                assert result["partition"] == [0, 1, 8] and SAID[how] in str(result["failure"]), said
+                assert len(result["warned"]) == (rank == 0), said
+                kind = PartitionError if how in ("PartitionError", "nonsense") else MigrationError
+                assert isinstance(result["failure"], kind) and result["by hand"] == (kind, True), said
+                unexpected = how in ("ScheduleError", "ValueError")
+                assert len(result["logged"]) == (2 if unexpected and rank == 0 else 0), said  # by hand too
+                assert all(SAID[how] in text and "in balancer" in text for text in result["logged"]), said
 
 
 def refused() -> str:
