@@ -84,30 +84,32 @@ def step(model: nn.Sequential, *, recomputed: bool) -> dict[str, torch.Tensor]:
 
 
 def test_the_layer_list_has_two_layers_for_each_block() -> None:
+    """Pieces are counted as whole layers."""
     config = ModelConfig(layers=2, split_blocks=True, tied_embedding=False)
     halves = [AttentionHalf, FeedForwardHalf]
     assert [spec.typename for spec in model_layers(config)] == [TokenEmbedding, *halves, *halves, FinalNorm, OutputHead]
+    config = parse_section(ModelConfig, {**SIZES, "split_blocks": True, "vocabulary_slices": 3}, "model")
+    layers = model_layers(config)
+    assert whole_layers(layers, config.layers_per_block) == [0, 3, 5, 7, 9, 10, 13] and len(layers) == 13
+    plain = parse_section(ModelConfig, SIZES, "model")
+    assert whole_layers(model_layers(plain), plain.layers_per_block) == [*range(7)]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_initial_weights_equal_those_of_whole_blocks(case: str) -> None:
-    whole, halves = (dict(model.state_dict()) for model in pair(**CASES[case]))
-    assert whole.keys() == by_block(halves).keys()
-    assert all(torch.equal(value, whole[name]) for name, value in by_block(halves).items())
-
-
-@pytest.mark.parametrize(("dtype", "recomputed"), [(torch.float32, True), (torch.bfloat16, False)])
-@pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_equal_those_of_whole_blocks(case: str, dtype: torch.dtype, recomputed: bool) -> None:
-    whole, halves = pair(**CASES[case])
-    if "pruning" in CASES[case]:
-        prune(whole, 0.7)
-        prune(halves, 0.7)
-    expected = step(whole.to(dtype), recomputed=recomputed)
-    found = by_block(step(halves.to(dtype), recomputed=recomputed))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (found[name] is None and value is None) or torch.equal(found[name], value), name
+def test_weights_outputs_and_gradients_equal_those_of_whole_blocks(case: str) -> None:
+    for dtype, recomputed in ((torch.float32, True), (torch.bfloat16, False)):
+        whole, halves = pair(**CASES[case])
+        initial, found = dict(whole.state_dict()), by_block(dict(halves.state_dict()))
+        assert initial.keys() == found.keys()
+        assert all(torch.equal(value, initial[name]) for name, value in found.items())
+        if "pruning" in case:
+            prune(whole, 0.7)
+            prune(halves, 0.7)
+        expected = step(whole.to(dtype), recomputed=recomputed)
+        found = by_block(step(halves.to(dtype), recomputed=recomputed))
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert (found[name] is None and value is None) or torch.equal(found[name], value), (name, dtype)
 
 
 def test_equal_magnitudes_are_pruned_in_the_order_of_whole_blocks() -> None:
@@ -128,6 +130,7 @@ def test_no_two_layers_share_a_random_stream() -> None:
 
 
 def test_each_half_has_its_own_load_signal() -> None:
+    """That of a pruned one is its own retained fraction."""
     halves = build(True, case=[{"kind": "sparse_attention", "pattern": "qk"}, {"kind": "moe", "experts": 4}])
     step(halves, recomputed=False)
     attention, mlp = halves[1].attention, halves[2].mlp
@@ -136,9 +139,6 @@ def test_each_half_has_its_own_load_signal() -> None:
     assert halves[2].load_signal() == mlp.load_signal() == 2 / 4
     halves[1].requires_grad_(False)
     assert (halves[1].load_signal(), halves[2].load_signal()) == (0.0, 0.5)
-
-
-def test_the_load_signal_of_a_pruned_half_is_its_own_retained_fraction() -> None:
     halves = build(True, case={"kind": "pruning"})
     query_key_value = prunable_linears(halves[1])[0]
     query_key_value.prune(torch.zeros_like(query_key_value.weight, dtype=torch.bool))  # 3 of the 4 h^2 of attention
@@ -146,24 +146,15 @@ def test_the_load_signal_of_a_pruned_half_is_its_own_retained_fraction() -> None
 
 
 def freezing(block: dict[str, Any], layers_per_block: int) -> FreezingController:
-    config = parse_section(FreezingConfig, block, "freezing")
-    return FreezingController(
-        config,
-        RunSizes(
-            total_steps=10,
-            num_layers=3 + 3 * layers_per_block,
-            blocks=range(1, 1 + 3 * layers_per_block),
-            layers_per_block=layers_per_block,
-        ),
-    )
+    layers = 3 * layers_per_block
+    sizes = {"num_layers": 3 + layers, "blocks": range(1, 1 + layers), "layers_per_block": layers_per_block}
+    return FreezingController(parse_section(FreezingConfig, block, "freezing"), RunSizes(total_steps=10, **sizes))
 
 
 def test_both_halves_of_a_block_are_frozen_together() -> None:
+    """Automatic freezing adds their gradients."""
     controller = freezing({"schedule": [[0.0, 1], [0.5, 3], [0.8, 0]]}, layers_per_block=2)
     assert [controller.frozen_prefix(step) for step in (0, 5, 8)] == [3, 7, 0]
-
-
-def test_automatic_freezing_adds_the_gradients_of_both_halves() -> None:
     automatic = {"automatic": {"interval": 0.1, "start": 0.0}}
     whole, halves = freezing(automatic, 1), freezing(automatic, 2)
     of_halves = [
@@ -177,11 +168,3 @@ def test_automatic_freezing_adds_the_gradients_of_both_halves() -> None:
         whole.evaluate(done, torch.clone)
         halves.evaluate(done, torch.clone)
     assert (whole.frozen_prefix(2), halves.frozen_prefix(2)) == (2, 3)
-
-
-def test_pieces_are_counted_as_whole_layers() -> None:
-    config = parse_section(ModelConfig, {**SIZES, "split_blocks": True, "vocabulary_slices": 3}, "model")
-    layers = model_layers(config)
-    assert whole_layers(layers, config.layers_per_block) == [0, 3, 5, 7, 9, 10, 13] and len(layers) == 13
-    plain = parse_section(ModelConfig, SIZES, "model")
-    assert whole_layers(model_layers(plain), plain.layers_per_block) == [*range(7)]
