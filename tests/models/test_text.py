@@ -30,7 +30,10 @@ def train_batches(text: ByteText, **changes: Any) -> Batches:
 
 
 def test_labels_are_the_inputs_shifted_by_one_byte() -> None:
+    """No batch uses torch's global generator."""
+    before = torch.get_rng_state()
     inputs, labels = train_batches(counting(2000)).micro_batch(0)
+    assert torch.equal(before, torch.get_rng_state())
     assert inputs.shape == labels.shape == (2, 8)
     assert inputs.dtype == labels.dtype == torch.int64
     assert torch.equal(labels, (inputs + 1) % 251)
@@ -64,33 +67,25 @@ def test_a_micro_batch_depends_on_seed_number_and_replica() -> None:
     assert not torch.equal(first, train_batches(text, replica=1).micro_batch(0)[0])
 
 
-def test_batches_do_not_use_the_global_generator() -> None:
-    before = torch.get_rng_state()
-    train_batches(counting(2000)).micro_batch(0)
-    assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("length", [180, 1000, 3 * STRETCH + 17])
-def test_training_never_shows_a_byte_of_validation(length: int) -> None:
+def by_position(length: int) -> ByteText:
+    """Make a text of which every byte is its position."""
     text = counting(length)
-    text.tokens = torch.arange(len(text.tokens))  # every byte is its position
-    seen = {
-        split: text.batches(split, micro_batch_size=2000, sequence_length=8, seed=0)
-        for split in ("train", "validation")
-    }
-    places = {}
-    for split, batches in seen.items():
-        inputs, labels = batches.micro_batch(0)
-        places[split] = set(inputs.flatten().tolist()) | set(labels.flatten().tolist())
-        assert torch.equal(inputs + 1, labels)
-    assert not places["train"] & places["validation"]
-    if length <= 1000:
-        assert places["train"] | places["validation"] == set(range(length))
-
-
-def test_a_long_text_is_validated_in_every_part() -> None:
-    text = counting(3 * STRETCH)
     text.tokens = torch.arange(len(text.tokens))
+    return text
+
+
+def test_training_never_shows_a_byte_of_validation() -> None:
+    """Which is of every part of a long text."""
+    for length in (180, 1000, 3 * STRETCH + 17):
+        text, places = by_position(length), {}
+        for split in ("train", "validation"):
+            batches = text.batches(split, micro_batch_size=2000, sequence_length=8, seed=0)
+            inputs, labels = batches.micro_batch(0)
+            places[split] = set(inputs.flatten().tolist()) | set(labels.flatten().tolist())
+            assert torch.equal(inputs + 1, labels)
+        assert not places["train"] & places["validation"], length
+        if length <= 1000:
+            assert places["train"] | places["validation"] == set(range(length))
     inputs, _ = text.batches("validation", micro_batch_size=100, sequence_length=8, seed=0).micro_batch(0)
     assert set((inputs // STRETCH).flatten().tolist()) == {0, 1, 2}
 
@@ -116,18 +111,14 @@ def test_micro_batches_of_files_are_those_of_their_bytes_in_memory(sampling: Any
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_a_text_is_not_held_in_memory(tmp_path: Path) -> None:
-    with (tmp_path / "text").open("wb") as file:
-        file.truncate(2**40)  # sparse
-    inputs, _ = train_batches(load_text(tmp_path / "text")).micro_batch(0)
-    assert not inputs.any()
-
-
-def test_a_file_is_read(tmp_path: Path) -> None:
+def test_a_file_is_read_and_not_held_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(bytes(range(256)))
-    text = load_text(path)
-    assert content(text) == bytes(range(256))
+    assert content(load_text(path)) == bytes(range(256))
+    with path.open("wb") as file:
+        file.truncate(2**40)  # sparse
+    inputs, _ = train_batches(load_text(path)).micro_batch(0)
+    assert not inputs.any()
 
 
 def test_the_default_text_is_pythons_sources_without_tests() -> None:
@@ -141,14 +132,14 @@ def test_the_default_text_is_pythons_sources_without_tests() -> None:
 def test_bad_paths_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "folder" / "deeper").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="nowhere: no such file or folder"):
-        load_text(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="empty: there is not one byte"):
-        load_text(tmp_path / "empty")
-    with pytest.raises(ConfigError, match="folder: there is no file in it"):
-        load_text(tmp_path / "folder")
-    with pytest.raises(ConfigError, match="null: is neither a regular file nor a folder"):
-        load_text("/dev/null")
+    for path, message in (
+        (tmp_path / "nowhere", "nowhere: no such file or folder"),
+        (tmp_path / "empty", "empty: there is not one byte"),
+        (tmp_path / "folder", "folder: there is no file in it"),
+        ("/dev/null", "null: is neither a regular file nor a folder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_text(path)
 
 
 def test_what_a_folder_would_leave_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,14 +173,18 @@ def test_too_short_a_text_is_refused_with_both_numbers(tmp_path: Path) -> None:
         load_text(path).batches("train", micro_batch_size=1, sequence_length=8, seed=0)
     path.write_bytes(b"x" * 180)
     load_text(path).batches("validation", micro_batch_size=1, sequence_length=8, seed=0).micro_batch(0)
+    text = counting(180)  # 171 for training: 21 sequences
+    assert train_batches(text, sampling="epochs", micro_batch_size=21).micro_batch(0)
+    with pytest.raises(ConfigError, match=r"21 sequences of 8 bytes are too few for a micro-batch of 22 \(train\)"):
+        train_batches(text, sampling="epochs", micro_batch_size=22)
 
 
-@pytest.mark.parametrize("length", [1000, 3 * STRETCH // 64 * 64 + 17])
-def test_an_epoch_shows_every_sequence_once_and_the_next_one_again_in_another_order(length: int) -> None:
-    text = counting(length)
-    text.tokens = torch.arange(len(text.tokens))  # every byte is its position
-    sequence = 8 if length == 1000 else 1024
-    batches = train_batches(text, sampling="epochs", sequence_length=sequence)
+@pytest.mark.parametrize(("length", "sequence", "size"), [(1000, 8, 2), (3 * STRETCH // 64 * 64 + 17, 1024, 16)])
+def test_an_epoch_shows_every_sequence_once_and_the_next_one_again_in_another_order(
+    length: int, sequence: int, size: int
+) -> None:
+    text = by_position(length)
+    batches = train_batches(text, sampling="epochs", sequence_length=sequence, micro_batch_size=size)
     count, epochs = len(batches.epoch), []
     for epoch in range(2):
         seen = [batches.micro_batch(number) for number in range(epoch * count, (epoch + 1) * count)]
@@ -198,17 +193,10 @@ def test_an_epoch_shows_every_sequence_once_and_the_next_one_again_in_another_or
     first, second = epochs
     assert first != second and sorted(first) == sorted(second)  # whole micro-batches are repeated
     places = [place for starts in first for place in starts]
-    assert len(set(places)) == len(places) and len(text.tokens) * 0.95 / sequence - len(places) < 2 + 3
+    assert len(set(places)) == len(places) and len(text.tokens) * 0.95 / sequence - len(places) < size + 3
     stretch = batches.rows.stretch
     in_stretch = [place % stretch for place in places]
     assert all(place % sequence == 0 and place + sequence < stretch * 0.95 + 1 for place in in_stretch)
-
-
-def test_an_epoch_needs_a_micro_batch() -> None:
-    text = counting(180)  # 171 for training: 21 sequences
-    assert train_batches(text, sampling="epochs", micro_batch_size=21).micro_batch(0)
-    with pytest.raises(ConfigError, match=r"21 sequences of 8 bytes are too few for a micro-batch of 22 \(train\)"):
-        train_batches(text, sampling="epochs", micro_batch_size=22)
 
 
 def starts(text: ByteText, sampling: Any, replicas: int, numbers: range) -> list[int]:
