@@ -23,7 +23,7 @@ from ds_dynmo.models.vocabulary import takes_labels
 from ds_dynmo.models.vocabulary_slices import EmbeddingSlice, HeadSlice, rows_of, slice_layers
 from tests.support import case_runs
 from tests.support.case_runs import CaseRun
-from tests.support.huggingface_families import write_checkpoint
+from tests.support.huggingface_families import nightly, write_checkpoint
 
 SIZES = {"layers": 2, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "vocab_size": 258}
 MOE = {"kind": "moe", "experts": 4}
@@ -68,10 +68,15 @@ def check_as_whole(sliced: BuiltLayers, plain: BuiltLayers, *, tolerance: float,
         assert off <= tolerance * gradient.abs().max(), (name, off)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("slices", [1, 4, 16])
-def test_loss_and_gradients_equal_those_of_whole_matrices(slices: int, tied: bool) -> None:
-    check_as_whole(layers_of(slices, tied), layers_of(None, tied), tolerance=2e-6)
+def test_loss_and_gradients_equal_those_of_whole_matrices() -> None:
+    """Auxiliary losses, halves and packed documents go along; a micro-batch without labels trains nothing."""
+    for tied in (True, False):
+        for slices in (1, 4, 16):
+            check_as_whole(layers_of(slices, tied), layers_of(None, tied), tolerance=2e-6)
+    for packed in (False, True):
+        more: dict[str, Any] = {"case": MOE, "split_blocks": True, "packed": packed}
+        check_as_whole(layers_of(4, **more), layers_of(None, **more), tolerance=2e-6, packed=packed)
+    check_as_whole(layers_of(4), layers_of(None), tolerance=0.0, trained=0.0)  # nan, as torch's cross entropy
 
 
 def test_bf16_differs_by_its_rounding() -> None:
@@ -85,17 +90,6 @@ def test_bf16_differs_by_its_rounding() -> None:
     for name, gradient in exact.items():
         off, off_whole = (float((other[name].float() - gradient).norm()) for other in (sliced, whole))
         assert off <= 2.0 * off_whole, (name, off, off_whole)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_auxiliary_losses_halves_and_packed_documents_go_along(packed: bool) -> None:
-    more: dict[str, Any] = {"case": MOE, "split_blocks": True, "packed": packed}
-    check_as_whole(layers_of(4, **more), layers_of(None, **more), tolerance=2e-6, packed=packed)
-
-
-def test_a_micro_batch_without_labels_trains_nothing() -> None:
-    """Its loss is nan, as of torch's cross entropy."""
-    check_as_whole(layers_of(4), layers_of(None), tolerance=0.0, trained=0.0)
 
 
 def test_evaluation_equals_that_of_whole_matrices() -> None:
@@ -153,24 +147,16 @@ def test_auto_makes_slices_of_at_most_half_a_block() -> None:
     assert not takes_labels(model_layers(config_of("auto", hidden_size=64, vocab_size=256)))
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
+def test_what_cannot_be_in_slices_is_refused() -> None:
+    calm = {"kind": "early_exit", "method": "calm"}
+    for section, message in (
         ({"vocabulary_slices": 259}, r"vocabulary_slices = 259: should be at most vocab_size, 258"),
         ({"vocabulary_slices": 0}, r"model\.vocabulary_slices = 0: .*1"),
         ({"vocabulary_slices": "all"}, r"model\.vocabulary_slices = \"all\": .*auto"),
-        (
-            {"vocabulary_slices": 2, "case": {"kind": "early_exit", "method": "calm"}},
-            "early_exit: cannot be combined with vocabulary_slices",
-        ),
-    ],
-)
-def test_what_cannot_be_in_slices_is_refused(section: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_section(ModelConfig, {**SIZES, "layers": 4, **section}, "model")
-
-
-def test_a_micro_batch_without_labels_beside_its_tokens_is_refused() -> None:
+        ({"vocabulary_slices": 2, "case": calm}, "early_exit: cannot be combined with vocabulary_slices"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_section(ModelConfig, {**SIZES, "layers": 4, **section}, "model")
     inputs, _ = batch(packed=True)
     with pytest.raises(ConfigError, match=r"has 1 tensors as its inputs: should be tokens, labels.*with_labels"):
         layers_of(4)(inputs[0])
@@ -178,12 +164,13 @@ def test_a_micro_batch_without_labels_beside_its_tokens_is_refused() -> None:
         layers_of(4, packed=True)(inputs)
 
 
-@pytest.mark.parametrize(("number", "of_labels"), [(258, False), (258, True), (-1, False), (-1, True), (-100, False)])
-def test_tokens_that_no_slice_has_are_no_zeros(number: int, of_labels: bool) -> None:
-    inputs, labels = batch()
-    (labels if of_labels else inputs)[0, 3] = number
-    with pytest.raises(IndexError):
-        layers_of(4)((inputs, labels))
+def test_tokens_that_no_slice_has_are_no_zeros() -> None:
+    layers = layers_of(4)
+    for number, of_labels in ((258, False), (258, True), (-1, False), (-1, True), (-100, False)):
+        inputs, labels = batch()
+        (labels if of_labels else inputs)[0, 3] = number
+        with pytest.raises(IndexError):
+            layers((inputs, labels))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -236,10 +223,13 @@ def test_a_model_goes_on_from_its_export_with_any_slices(tied: bool, tmp_path: P
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "precision",
-    ["fp32", "bf16 zero1", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("bf16", "fp32 zero1"))],
+    ("precision", "tied"),
+    [
+        ("bf16 zero1", True),
+        nightly("bf16 zero1", False),
+        *(nightly(one, tied) for one in ("fp32", "bf16", "fp32 zero1") for tied in (True, False)),
+    ],
 )
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_moves_of_slices_change_nothing(precision: str, tied: bool) -> None:
     """Both uses of a key are on one stage at times, and always in a V."""
     model = {"vocabulary_slices": 4, "tied_embedding": tied}

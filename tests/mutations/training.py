@@ -105,14 +105,14 @@ MUTATIONS = [
         "vocabulary.add_logits",
         "torch.where(inside, exact.gather(-1, row.unsqueeze(-1)).squeeze(-1), 0.0)",
         "exact.gather(-1, row.unsqueeze(-1)).squeeze(-1)",
-        "tests/models/test_huggingface_vocabulary.py::test_loss_and_gradients_equal_the_librarys",
+        "tests/models/test_huggingface_families.py::test_a_family_equals_the_librarys[slices-gemma2]",
     ),
     Mutation(
         "every slice reads the first rows of its matrix",
         "Source._read",
         "whole[rows.start:rows.stop]",
         "whole[:len(rows)]",
-        "tests/models/test_huggingface_vocabulary.py::test_a_slice_takes_the_memory_of_its_rows",
+        "tests/models/test_huggingface_pieces.py::test_a_slice_takes_the_memory_of_its_rows",
     ),
     Mutation(
         "a label that no slice has counts as one of a logit of zero",
@@ -217,7 +217,7 @@ MUTATIONS = [
         "StubbedModel.arguments",
         "hidden.new_full((), math.nan).expand(hidden.shape)",
         "hidden.detach()",
-        "tests/models/test_huggingface_families.py"
+        "tests/models/test_huggingface_verification.py"
         "::test_arguments_that_depend_on_the_values_of_hidden_states_are_refused",
     ),
     Mutation(
@@ -232,14 +232,14 @@ MUTATIONS = [
         "Source.build_base",
         "self.untied and path == self.outline.head",
         "False",
-        "tests/models/test_huggingface_untied.py::test_an_untied_model_begins_as_the_tied_one",
+        "tests/models/test_huggingface_families.py::test_a_family_equals_the_librarys[untied-gpt2]",
     ),
     Mutation(
         "a decoder layer is cut in halves that compute something else",
         "halves._compute_the_same",
         "torch.equal(hidden, call.output)",
         "True",
-        "tests/models/test_huggingface_halves.py::test_attention_beside_the_feed_forward_part_is_refused",
+        "tests/models/test_huggingface_pieces.py::test_attention_beside_the_feed_forward_part_is_refused",
     ),
     Mutation(
         "what the user says is trained",
