@@ -182,7 +182,7 @@ MUTATIONS = [
         "reading._read",
         "context.here.replica if same_replicas else 0",
         "0",
-        "tests/models/test_expert_parallel.py::test_a_resumed_run_equals_an_uninterrupted_one",
+        "tests/models/test_expert_parallel.py::test_moves_a_restart_recomputation_and_two_chunks_change_nothing",
     ),
     Mutation(
         "a save in the background writes what training has changed meanwhile",

@@ -154,7 +154,7 @@ MUTATIONS = [
         "module.layers_of_stage",
         "vars(module).get(_RUNS, (bounds,))",
         "(bounds,)",
-        "tests/models/test_cases.py::test_two_chunks_per_stage_change_nothing",
+        "'tests/models/test_cases.py::test_moves_change_nothing[moe bias and freezing]'",
     ),
     Mutation(
         "1F1B runs one forward pass more ahead",

@@ -312,21 +312,55 @@ def moved(case: CaseRun) -> CaseRun:
     return replace(case, moves={1: there, 2: back, 4: there, 5: back})
 
 
+def in_chunks(case: CaseRun, kind: str) -> CaseRun:
+    """Return the same run with two chunks per stage, and moves to a chain and back."""
+    last = num_layers(case)
+    moves = {2: [0, 2, 3, last - 1, last], 3: [0, 2, last], 4: [0, 1, 2, 4, last]}
+    return replace(case, dynmo={**case.dynmo, "schedule": {"kind": kind}}, moves=moves)
+
+
 def check_two_chunks_change_nothing(case: CaseRun, kind: str, still: list[dict[str, Any]] | None = None) -> None:
     """Check that a run of ``kind``, with moves to a chain and back too, equals a chain without moves.
 
     Args:
         still: results of the chain, if they are known.
     """
-    last = num_layers(case)
-    moves = {2: [0, 2, 3, last - 1, last], 3: [0, 2, last], 4: [0, 1, 2, 4, last]}
-    ours = replace(case, dynmo={**case.dynmo, "schedule": {"kind": kind}}, moves=moves)
     if still is None:
-        still, found = run_each(case.ranks, train, (case,), (ours,))
+        still, found = run_each(case.ranks, train, (case,), (in_chunks(case, kind),))
     else:
-        found = run(case.ranks, train, ours)
-    assert still[0]["losses"] == found[0]["losses"] and still[0]["evaluated"] == found[0]["evaluated"]
-    assert whole(still) == whole(found) and signals(still) == signals(found)
+        found = run(case.ranks, train, in_chunks(case, kind))
+    check_same(still, found)
+
+
+def ways(case: CaseRun, folder: str) -> dict[str, tuple[Any, ...]]:
+    """Return calls of :func:`train` that should find what it finds of ``case``, without moves.
+
+    Args:
+        folder: for checkpoints.
+    """
+    recomputed, stop = replace(case, checkpoint_interval=1), case.steps - 2
+    split = replace(case, dynmo={"interval": 0, "schedule": {"kind": "zero_bubble"}})
+    return {
+        "moved": (moved(case),),
+        "moved, recomputed": (moved(recomputed),),
+        "moved, recomputed, resumed": (moved(recomputed), f"{folder}/moved", stop),
+        "moved with split backward passes": (moved(split),),
+        "moved in a loop": (in_chunks(case, "loop"),),
+        "moved in a V": (in_chunks(case, "v"),),
+        "moved in a V, recomputed, resumed": (in_chunks(recomputed, "v"), f"{folder}/v", stop),
+        "recomputed": (recomputed,),
+        "resumed": (case, f"{folder}/resumed", stop),
+        "switched off": (replace(case, enabled=False),),
+    }
+
+
+def check_all_ways(case: CaseRun, folder: str) -> None:
+    """Check that none of :func:`ways` changes anything."""
+    others = ways(case, folder)
+    still, *found = run_each(case.ranks, train, (case,), *others.values())
+    for way, results in zip(others, found, strict=True):
+        check_same(still, results, way)
+        assert (results[0]["partition"] == still[0]["partition"]) == ("moved" not in way), way
 
 
 def check_slices_move(still: CaseRun, chain: dict[int, list[int]]) -> None:
@@ -351,10 +385,17 @@ def signals(results: list[dict[str, Any]]) -> dict[int, float]:
     return {layer: signal for result in results for layer, signal in result["signals"].items()}
 
 
+def check_same(expected: list[dict[str, Any]], found: list[dict[str, Any]], how: str = "") -> None:
+    """Check that two runs have the same losses, state and load signals, to the bit."""
+    assert expected[0]["losses"] == found[0]["losses"] and expected[0]["evaluated"] == found[0]["evaluated"], how
+    assert whole(expected) == whole(found), how
+    assert signals(expected) == signals(found), how
+
+
 def check_moves_change_nothing(
     case: CaseRun, still: list[dict[str, Any]] | None = None, elsewhere: list[dict[str, Any]] | None = None
 ) -> None:
-    """Check that a run with moves equals one without.
+    """Check that a run with moves equals one without, in which the case does something.
 
     Args:
         still: results without moves, if they are known.
@@ -364,9 +405,7 @@ def check_moves_change_nothing(
         still, elsewhere = run_each(case.ranks, train, (case,), (moved(case),))
     elif elsewhere is None:
         elsewhere = run(case.ranks, train, moved(case))
-    assert still[0]["losses"] == elsewhere[0]["losses"] and still[0]["evaluated"] == elsewhere[0]["evaluated"]
-    assert whole(still) == whole(elsewhere)
-    assert signals(still) == signals(elsewhere)
+    check_same(still, elsewhere)
     if any(one["kind"] == "early_exit" for one in cases_of(case)):
         assert min(signals(still).values()) < 1.0  # tokens left, so there is something to compare
     assert still[0]["partition"] != elsewhere[0]["partition"]
