@@ -36,9 +36,8 @@ SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 9, "mlp_
 
 
 def config(tied: bool = False, **exits: Any) -> ModelConfig:
-    return parse_section(
-        ModelConfig, {**SIZES, "tied_embedding": tied, "case": {"kind": "early_exit", **exits}}, "model"
-    )
+    section = {**SIZES, "tied_embedding": tied, "case": {"kind": "early_exit", **exits}}
+    return parse_section(ModelConfig, section, "model")
 
 
 class Model(nn.Module):
@@ -221,16 +220,16 @@ def test_calm_weighs_losses_by_depth_and_all_are_one_loss() -> None:
     assert adpc.loss_weights(4) == {1: 1 / 3, 2: 1 / 3, 4: 1 / 3}
 
 
-@pytest.mark.parametrize("threshold", [1.0, 0.0])
-def test_the_training_loss_is_an_average_over_exits(threshold: float) -> None:
+def test_the_training_loss_is_an_average_over_exits() -> None:
     """Every prediction costs ln 256. At threshold 0 all tokens leave at the first of two exits."""
-    model = Model(config(method="adpc", depths=[1, 2], threshold=threshold))
-    model.head.weight.data.zero_()
-    outputs, labels = model(text()[:, :-1]), text()[:, 1:]
-    reported, added = language_model_losses(outputs, labels)
-    assert reported.item() == pytest.approx(math.log(256))
-    assert added is not None and added.item() == pytest.approx(0.0, abs=1e-5)
-    assert language_model_loss(outputs, labels).item() == pytest.approx(math.log(256))
+    for threshold in (1.0, 0.0):
+        model = Model(config(method="adpc", depths=[1, 2], threshold=threshold))
+        model.head.weight.data.zero_()
+        outputs, labels = model(text()[:, :-1]), text()[:, 1:]
+        reported, added = language_model_losses(outputs, labels)
+        assert reported.item() == pytest.approx(math.log(256))
+        assert added is not None and added.item() == pytest.approx(0.0, abs=1e-5)
+        assert language_model_loss(outputs, labels).item() == pytest.approx(math.log(256))
 
 
 # -- tokens that left --------------------------------------------------------------------------------------
@@ -259,74 +258,62 @@ def exited_between(first: int, second: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dense_above", [0.0, 1.0])
-@pytest.mark.parametrize("remain", [(9, 8), (9, 4), (7, 7), (6, 6), (3, 5), (1, 0)])
-def test_outputs_and_gradients_equal_the_slow_block(
-    remain: tuple[int, int], dense_above: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_and_gradients_equal_the_slow_block(dense_above: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks_module, "DENSE_ABOVE", dense_above)
-    exited, found = exited_between(*remain), []
-    for slow in (False, True):
-        block = Model(config(method="calm")).double().blocks[1]
-        stream = stream_with(exited)
-        hidden = stream.hidden.double()
-        if slow:
-            out = torch.stack([slow_block(block, *pair) for pair in zip(hidden, exited == 0)])
-        else:
-            out = Stream.unpack(block(replace(stream, hidden=hidden).pack())).hidden
-        assert torch.equal(out[exited == 1], hidden[exited == 1])
-        out.square().sum().backward()
-        found.append([out, stream.hidden.grad, *(parameter.grad for parameter in block.parameters())])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    for remain in ((9, 8), (9, 4), (7, 7), (6, 6), (3, 5), (1, 0)):
+        exited, found = exited_between(*remain), []
+        for slow in (False, True):
+            block = Model(config(method="calm")).double().blocks[1]
+            stream = stream_with(exited)
+            hidden = stream.hidden.double()
+            if slow:
+                out = torch.stack([slow_block(block, *pair) for pair in zip(hidden, exited == 0)])
+            else:
+                out = Stream.unpack(block(replace(stream, hidden=hidden).pack())).hidden
+            assert torch.equal(out[exited == 1], hidden[exited == 1]), remain
+            out.square().sum().backward()
+            found.append([out, stream.hidden.grad, *(parameter.grad for parameter in block.parameters())])
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.isfinite(ours).all() and torch.allclose(ours, theirs, rtol=1e-10, atol=1e-10), remain
 
 
-@pytest.mark.parametrize("remain", [(9, 8), (7, 6), (7, 0), (6, 6), (2, 6), (3, 1), (0, 0)])
-def test_tokens_that_left_are_not_computed(remain: tuple[int, int]) -> None:
-    model = Model(config(method="calm"))
-    block, exit_after, width = model.blocks[1], model.functions[4], 16
-    stream, rows = stream_with(exited_between(*remain)), sum(remain)
-    dense = max(remain) > 0.7 * 9
-    query_rows, key_rows = (18 if dense else rows), (18 if rows else 0)
-    queries = 9 if dense else max(remain)  # rows of scores per text and head
-    linears = 2 * width * width * (query_rows + 2 * key_rows + rows + 2 * SIZES["mlp_ratio"] * rows)
-    scores_and_values = 2 * 2 * 2 * queries * 9 * width
-    with sdpa_kernel(SDPBackend.MATH):  # the CPU's own is not counted
-        with FlopCounterMode(display=False) as forward:
-            out = block(stream.pack())
-        with FlopCounterMode(display=False) as backward:
-            out[0].sum().backward()
-    assert forward.get_total_flops() == linears + scores_and_values
-    assert backward.get_total_flops() == 2 * (linears + scores_and_values)
-    with FlopCounterMode(display=False) as at_exit:
-        exit_after(stream.pack())
-    assert at_exit.get_total_flops() == 2 * rows * width * 256
+def test_tokens_that_left_are_not_computed() -> None:
+    model, width = Model(config(method="calm")), 16
+    block, exit_after = model.blocks[1], model.functions[4]
+    for remain in ((9, 8), (7, 6), (7, 0), (6, 6), (2, 6), (3, 1), (0, 0)):
+        stream, rows = stream_with(exited_between(*remain)), sum(remain)
+        dense = max(remain) > 0.7 * 9
+        query_rows, key_rows = (18 if dense else rows), (18 if rows else 0)
+        queries = 9 if dense else max(remain)  # rows of scores per text and head
+        linears = 2 * width * width * (query_rows + 2 * key_rows + rows + 2 * SIZES["mlp_ratio"] * rows)
+        scores_and_values = 2 * 2 * 2 * queries * 9 * width
+        with sdpa_kernel(SDPBackend.MATH):  # the CPU's own is not counted
+            with FlopCounterMode(display=False) as forward:
+                out = block(stream.pack())
+            with FlopCounterMode(display=False) as backward:
+                out[0].sum().backward()
+        assert forward.get_total_flops() == linears + scores_and_values, remain
+        assert backward.get_total_flops() == 2 * (linears + scores_and_values), remain
+        with FlopCounterMode(display=False) as at_exit:
+            exit_after(stream.pack())
+        assert at_exit.get_total_flops() == 2 * rows * width * 256, remain
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", CONFIDENCES)
-def test_a_block_without_tokens_has_zero_gradients(name: str, training: bool) -> None:
-    model = Model(config(**{**CONFIDENCES[name], "threshold": 0.0})).train(training)
-    stream = stream_with(torch.full((2, 9), 1))
-    states: Any = stream.pack()
-    for layer in model.functions[model.functions.index(model.blocks[1]) : -1]:
-        states = layer(states)
-    out = Stream.unpack(states)
-    assert torch.equal(out.hidden, stream.hidden) and out.auxiliary.item() == 0
-    (out.hidden.sum() + out.auxiliary.sum()).backward()
-    assert torch.equal(stream.hidden.grad, torch.ones_like(stream.hidden))
-    for block in model.blocks[1:]:
-        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in block.parameters())
-    assert [block.load_signal() for block in model.blocks[1:]] == [0.0 if training else 1.0] * 3
-
-
-def test_a_sequence_may_be_empty_while_another_is_not() -> None:
-    block = Model(config(method="calm")).blocks[1]
-    exited = torch.tensor([[1] * 9, [1] * 8 + [0]])
-    stream = stream_with(exited)
-    out = Stream.unpack(block(stream.pack()))
-    out.hidden.sum().backward()
-    assert out.hidden.isfinite().all() and all(parameter.grad.isfinite().all() for parameter in block.parameters())
-    assert torch.equal(out.hidden[0], stream.hidden[0]) and not torch.equal(out.hidden[1, 8], stream.hidden[1, 8])
+def test_a_block_without_tokens_has_zero_gradients(training: bool) -> None:
+    for name, exits in CONFIDENCES.items():
+        model = Model(config(**{**exits, "threshold": 0.0})).train(training)
+        stream = stream_with(torch.full((2, 9), 1))
+        states: Any = stream.pack()
+        for layer in model.functions[model.functions.index(model.blocks[1]) : -1]:
+            states = layer(states)
+        out = Stream.unpack(states)
+        assert torch.equal(out.hidden, stream.hidden) and out.auxiliary.item() == 0, name
+        (out.hidden.sum() + out.auxiliary.sum()).backward()
+        assert torch.equal(stream.hidden.grad, torch.ones_like(stream.hidden)), name
+        for block in model.blocks[1:]:
+            assert all(parameter.grad is not None and not parameter.grad.any() for parameter in block.parameters())
+        assert [block.load_signal() for block in model.blocks[1:]] == [0.0 if training else 1.0] * 3, name
 
 
 def test_a_single_token_has_no_label_and_no_exit_loss() -> None:
@@ -359,35 +346,35 @@ def test_exit_losses_train_neither_norm_nor_head() -> None:
 
 
 @pytest.mark.parametrize("evaluation", [True, False])
-@pytest.mark.parametrize("name", CONFIDENCES)
-def test_evaluation_has_no_exit_losses_and_exits_only_on_request(name: str, evaluation: bool) -> None:
-    model = Model(config(**{**CONFIDENCES[name], "evaluation": evaluation}))
-    trained = list(model.streams(text()[:, :-1]))
-    model.eval()
-    evaluated = list(model.streams(text()[:, :-1]))
-    assert trained[-1][1].item() > 0 and evaluated[-1][1].item() == 0
-    exited = Stream.unpack(evaluated[-2]).exited
-    if evaluation:
-        assert torch.equal(exited, Stream.unpack(trained[-2]).exited) and exited.any()
-        assert torch.equal(evaluated[-1][0], trained[-1][0])
-    else:
-        assert not exited.any()
+def test_evaluation_has_no_exit_losses_and_exits_only_on_request(evaluation: bool) -> None:
+    for name, exits in CONFIDENCES.items():
+        model = Model(config(**{**exits, "evaluation": evaluation}))
+        trained = list(model.streams(text()[:, :-1]))
+        model.eval()
+        evaluated = list(model.streams(text()[:, :-1]))
+        assert trained[-1][1].item() > 0 and evaluated[-1][1].item() == 0, name
+        exited = Stream.unpack(evaluated[-2]).exited
+        if evaluation:
+            assert torch.equal(exited, Stream.unpack(trained[-2]).exited) and exited.any(), name
+            assert torch.equal(evaluated[-1][0], trained[-1][0]), name
+        else:
+            assert not exited.any(), name
 
 
-@pytest.mark.parametrize("name", CONFIDENCES)
-def test_recomputing_gives_the_same_numbers(name: str) -> None:
-    plain, recomputed = (Model(config(**CONFIDENCES[name]), recompute) for recompute in (False, True))
-    losses = []
-    for model in (plain, recomputed):
-        loss = loss_of(model, text())
-        loss.backward()
-        losses.append(loss.item())
-    assert losses[0] == losses[1]
-    for ours, theirs in zip(plain.parameters(), recomputed.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
-    for ours, theirs in zip(plain.blocks, recomputed.blocks, strict=True):
-        assert (ours.tokens_ran, ours.tokens) == (theirs.tokens_ran, theirs.tokens)
-    assert [block.tokens for block in plain.blocks] == [18] * 4
+def test_recomputing_gives_the_same_numbers() -> None:
+    for name, exits in CONFIDENCES.items():
+        plain, recomputed = (Model(config(**exits), recompute) for recompute in (False, True))
+        losses = []
+        for model in (plain, recomputed):
+            loss = loss_of(model, text())
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[0] == losses[1], name
+        for ours, theirs in zip(plain.parameters(), recomputed.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad), name
+        for ours, theirs in zip(plain.blocks, recomputed.blocks, strict=True):
+            assert (ours.tokens_ran, ours.tokens) == (theirs.tokens_ran, theirs.tokens), name
+        assert [block.tokens for block in plain.blocks] == [18] * 4, name
 
 
 def test_weights_equal_the_model_without_exits() -> None:
@@ -414,14 +401,14 @@ def signal_in(case: EarlyExit, model: Model, step: int) -> float:
     return model.blocks[3].load_signal()
 
 
-@pytest.mark.parametrize("name", ["softmax", "state", "adpc"])
 @pytest.mark.parametrize(("start", "steps", "first"), [(0.5, 4, 2), (0.99, 4, 3), (0.99, 1, 0), (0.0, 4, 0)])
-def test_tokens_leave_from_start_on(name: str, start: float, steps: int, first: int) -> None:
-    model, said = Model(config(**CONFIDENCES[name], start=start)), []
-    case = case_of(model, said, start, steps)
-    signals = [signal_in(case, model, step) for step in range(steps)]
-    assert signals[:first] == [1.0] * first and all(signal < 1.0 for signal in signals[first:])
-    assert len(said) == (start > 0)
+def test_tokens_leave_from_start_on(start: float, steps: int, first: int) -> None:
+    for name in ("softmax", "state", "adpc"):
+        model, said = Model(config(**CONFIDENCES[name], start=start)), []
+        case = case_of(model, said, start, steps)
+        signals = [signal_in(case, model, step) for step in range(steps)]
+        assert signals[:first] == [1.0] * first and all(signal < 1.0 for signal in signals[first:]), name
+        assert len(said) == (start > 0), name
 
 
 def test_exits_stay_on_in_a_resumed_run_with_more_steps() -> None:
@@ -438,14 +425,11 @@ def test_exits_stay_on_in_a_resumed_run_with_more_steps() -> None:
     assert signal_in(shorter, model, 2) == 1.0 and signal_in(shorter, model, 50) < 1.0 and len(said) == 2
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", CONFIDENCES)
-def test_before_start_no_token_leaves(name: str, training: bool) -> None:
-    model = Model(config(**CONFIDENCES[name], start=0.5)).train(training)
-    assert not Stream.unpack(list(model.streams(text()[:, :-1]))[-2]).exited.any()
-
-
-def test_evaluation_before_start_computes_no_exit() -> None:
+def test_before_start_no_token_leaves_and_evaluation_computes_no_exit() -> None:
+    for name, exits in CONFIDENCES.items():
+        for training in (True, False):
+            model = Model(config(**exits, start=0.5)).train(training)
+            assert not Stream.unpack(list(model.streams(text()[:, :-1]))[-2]).exited.any(), name
     model = Model(config(method="calm", start=0.5)).eval()
     with FlopCounterMode(display=False) as counter:
         model.functions[2](stream_with(torch.zeros(2, 9, dtype=torch.long)).pack())

@@ -97,19 +97,16 @@ class WindowAttention(CausalSelfAttention):
 # -- choice ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("weights", "count", "chosen"),
-    [
+def test_the_largest_weights_are_chosen_in_order() -> None:
+    for weights, count, chosen in (
         ([0.1, 0.9, 0.3, 0.8], 2, [1, 3]),
         ([0.5, 0.9, 0.5, 0.1, 0.5], 2, [0, 1]),  # a tie at the threshold: the first
         ([0.5, 0.9, 0.5, 0.1, 0.5], 3, [0, 1, 2]),
         ([0.0] * 40, 3, [0, 1, 2]),
         ([-3.0, -1.0, -2.0], 1, [1]),
         ([1.0, 2.0], 2, [0, 1]),
-    ],
-)
-def test_the_largest_weights_are_chosen_in_order(weights: list[float], count: int, chosen: list[int]) -> None:
-    assert top_tokens(torch.tensor([weights, weights]), count).tolist() == [chosen, chosen]
+    ):
+        assert top_tokens(torch.tensor([weights, weights]), count).tolist() == [chosen, chosen], weights
 
 
 def test_the_choice_equals_a_stable_sort() -> None:
@@ -121,31 +118,25 @@ def test_the_choice_equals_a_stable_sort() -> None:
             assert found == sorted(slow_top(row, count))
 
 
-@pytest.mark.parametrize(
-    ("capacity", "sequence", "tokens"), [(0.125, 256, 32), (0.125, 3, 1), (1.0, 7, 7), (0.29, 100, 29)]
-)
-def test_capacity_is_a_fraction_of_the_sequence(capacity: float, sequence: int, tokens: int) -> None:
-    assert tokens_of(capacity, sequence) == tokens
+def test_capacity_is_a_fraction_of_the_sequence() -> None:
+    for capacity, sequence, tokens in ((0.125, 256, 32), (0.125, 3, 1), (1.0, 7, 7), (0.29, 100, 29)):
+        assert tokens_of(capacity, sequence) == tokens
 
 
-@pytest.mark.parametrize(("every", "routed"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3]), (4, [4])])
-def test_one_of_every_so_many_blocks_is_routed(every: int, routed: list[int]) -> None:
-    specs = model_layers(model_config(every=every))
-    assert [n for n, spec in enumerate(specs) if spec.typename is MixtureOfDepthsBlock] == routed
-    assert [n for n, spec in enumerate(specs) if spec.typename is Block] == sorted({1, 2, 3, 4} - set(routed))
+def test_one_of_every_so_many_blocks_is_routed() -> None:
+    for every, routed in ((1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3]), (4, [4])):
+        specs = model_layers(model_config(every=every))
+        assert [n for n, spec in enumerate(specs) if spec.typename is MixtureOfDepthsBlock] == routed
+        assert [n for n, spec in enumerate(specs) if spec.typename is Block] == sorted({1, 2, 3, 4} - set(routed))
 
 
 # -- the block ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capacity", [0.01, 0.25, 0.6, 1.0])
-@pytest.mark.parametrize(("attention", "window"), [(None, SEQUENCE), (WindowAttention, 5)])
-def test_the_block_computes_equation_1(capacity: float, attention: Any, window: int) -> None:
-    block = block_of(attention, capacity=capacity, sampling="topk")
-    inputs = [hidden_states(), hidden_states()]
-    with torch.no_grad():
-        weights = (inputs[0] @ block.router.weight[0]).tolist()
-    members = [slow_top(row, max(1, round(capacity * SEQUENCE))) for row in weights]
+def check_as_slow(
+    block: MixtureOfDepthsBlock, inputs: list[torch.Tensor], members: list[set[int]], window: int = SEQUENCE
+) -> None:
+    """Compare outputs and gradients with those of the slow block, of two equal ``inputs``."""
     outputs = [run(block, inputs[0]).hidden, slow_block(block, inputs[1], members, window)]
     gradients = []
     for hidden, output in zip(inputs, outputs, strict=True):
@@ -156,6 +147,15 @@ def test_the_block_computes_equation_1(capacity: float, attention: Any, window: 
     for mine, slow in zip(*gradients, strict=True):
         assert mine is not None and mine.abs().sum() > 0
         torch.testing.assert_close(mine, slow, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("capacity", [0.01, 0.25, 0.6, 1.0])
+def test_the_block_computes_equation_1(capacity: float) -> None:
+    for attention, window in ((None, SEQUENCE), (WindowAttention, 5)):
+        block, hidden = block_of(attention, capacity=capacity, sampling="topk"), hidden_states()
+        weights = (hidden @ block.router.weight[0]).tolist()
+        members = [slow_top(row, max(1, round(capacity * SEQUENCE))) for row in weights]
+        check_as_slow(block, [hidden_states(), hidden_states()], members, window)
 
 
 def test_tokens_that_are_not_chosen_stay_unchanged() -> None:
@@ -177,42 +177,33 @@ def test_equal_weights_choose_the_first_tokens() -> None:
     assert all(p.grad.isfinite().all() for p in block.parameters())  # type: ignore[union-attr]
 
 
-def test_a_bf16_router_distinguishes_tokens_beyond_bf16_precision() -> None:
-    block = block_of(capacity=0.25, sampling="topk").bfloat16()
-    with torch.no_grad():
-        block.router.weight.zero_()[0, :2] = torch.tensor([1.0, 2.0**-10])
-    hidden = torch.zeros(1, SEQUENCE, 16, dtype=torch.bfloat16)
-    hidden[0, :, 0], hidden[0, 7:10, 1] = 1.0, 1.0
-    output = run(block, hidden).hidden
-    assert output.dtype == torch.bfloat16
-    assert (output != hidden).any(dim=-1).nonzero()[:, 1].tolist() == [7, 8, 9]
+def test_the_router_distinguishes_tokens_beyond_bf16_precision() -> None:
+    """The weights of tokens 7 to 9 are the largest, by less than bf16 can represent; in bf16, and under autocast."""
+    for dtype, mixed in ((torch.bfloat16, False), (torch.float32, True)):
+        block = block_of(capacity=0.25, sampling="topk").to(dtype)
+        with torch.no_grad():
+            block.router.weight.zero_()[0, :2] = torch.tensor([1.0, 2.0**-10])
+        hidden = torch.zeros(1, SEQUENCE, 16, dtype=dtype)
+        hidden[0, :, 0], hidden[0, 7:10, 1] = 1.0, 1.0
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed):
+            output = run(block, hidden).hidden
+        assert output.dtype == dtype
+        assert (output != hidden).any(dim=-1).nonzero()[:, 1].tolist() == [7, 8, 9]
 
 
-def test_the_router_stays_in_fp32_under_autocast() -> None:
-    """The weights of tokens 7 to 9 are the largest, by less than bf16 can represent."""
-    block = block_of(capacity=0.25, sampling="topk")
-    with torch.no_grad():
-        block.router.weight.zero_()[0, :2] = torch.tensor([1.0, 2.0**-10])
-    hidden = torch.zeros(1, SEQUENCE, 16)
-    hidden[0, :, 0], hidden[0, 7:10, 1] = 1.0, 1.0
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = run(block, hidden).hidden
-    assert (output != hidden).any(dim=-1).nonzero()[:, 1].tolist() == [7, 8, 9]
-
-
-@pytest.mark.parametrize("capacity", [0.01, 0.25, 0.6, 1.0])
-def test_tokens_that_are_not_chosen_are_not_computed(capacity: float) -> None:
-    block, width = block_of(capacity=capacity, sampling="topk"), 16
-    taken = BATCH * max(1, round(capacity * SEQUENCE))
-    of_router, of_linears = 2 * BATCH * SEQUENCE * width, 2 * taken * width * width * (3 + 1 + 2 * 4)
-    of_attention = 2 * 2 * taken * (taken // BATCH) * width
-    with sdpa_kernel(SDPBackend.MATH):  # FLOPs of the CPU's own kernel are not counted
-        with FlopCounterMode(display=False) as forward:
-            output = run(block, hidden_states()).hidden
-        with FlopCounterMode(display=False) as backward:
-            output.sum().backward()
-    assert forward.get_total_flops() == of_router + of_linears + of_attention
-    assert backward.get_total_flops() == 2 * forward.get_total_flops()
+def test_tokens_that_are_not_chosen_are_not_computed() -> None:
+    for capacity in (0.01, 0.25, 0.6, 1.0):
+        block, width = block_of(capacity=capacity, sampling="topk"), 16
+        taken = BATCH * max(1, round(capacity * SEQUENCE))
+        of_router, of_linears = 2 * BATCH * SEQUENCE * width, 2 * taken * width * width * (3 + 1 + 2 * 4)
+        of_attention = 2 * 2 * taken * (taken // BATCH) * width
+        with sdpa_kernel(SDPBackend.MATH):  # FLOPs of the CPU's own kernel are not counted
+            with FlopCounterMode(display=False) as forward:
+                output = run(block, hidden_states()).hidden
+            with FlopCounterMode(display=False) as backward:
+                output.sum().backward()
+        assert forward.get_total_flops() == of_router + of_linears + of_attention, capacity
+        assert backward.get_total_flops() == 2 * forward.get_total_flops(), capacity
 
 
 def test_positions_may_differ_between_sequences() -> None:
@@ -256,16 +247,8 @@ def test_a_threshold_takes_the_tokens_above_it_within_bounds() -> None:
             each[2] += block.router.weight[0] / block.router.weight.square().sum() / 4
         members = above(inputs[0] @ block.router.weight[0])
     assert [len(chosen) for chosen in members[:2]] == [3, 6] and 3 < len(members[2]) < 6
-    outputs = [run(block, inputs[0]).hidden, slow_block(block, inputs[1], members, SEQUENCE)]
+    check_as_slow(block, inputs, members)
     assert block.load_signal() == sum(map(len, members)) / 36
-    gradients = []
-    for hidden, output in zip(inputs, outputs, strict=True):
-        block.zero_grad()
-        (output * torch.randn(output.shape, generator=generator_for("weights"))).sum().backward()
-        gradients.append([hidden.grad, *(parameter.grad for parameter in block.parameters())])
-    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-5)
-    for mine, slow in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine, slow, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -293,26 +276,18 @@ def test_evaluation_by_the_threshold_does_not_look_ahead_and_has_no_bounds() -> 
     torch.testing.assert_close(run(block, other).hidden[:, :8], run(block, hidden).hidden[:, :8])
 
 
-def test_the_predictor_learns_who_is_above_the_threshold() -> None:
-    block, hidden = block_of(**THRESHOLD, predictor_coefficient=1.0), hidden_states()
-    members = torch.zeros(BATCH, SEQUENCE)
-    for row, chosen in zip(members, above((hidden @ block.router.weight[0]).detach()), strict=True):
-        row[list(chosen)] = 1.0
-    logits = (block.predictor.decide(F.gelu(block.predictor.expand(hidden))) + block.predictor.bias[0]).squeeze(-1)
-    expected = F.binary_cross_entropy_with_logits(logits, members)
-    torch.testing.assert_close(run(block, hidden).auxiliary, expected.view(1))
-
-
 # -- the predictor -----------------------------------------------------------------------------------------
 
 
-def test_the_predictors_loss_is_the_binary_cross_entropy_of_membership() -> None:
-    block, hidden = block_of(predictor_coefficient=0.3), hidden_states()
+@pytest.mark.parametrize("threshold", [{}, THRESHOLD], ids=["capacity", "threshold"])
+def test_the_predictors_loss_is_the_binary_cross_entropy_of_membership(threshold: dict[str, float]) -> None:
+    block, hidden = block_of(**threshold, predictor_coefficient=0.3), hidden_states()
     stream = run(block, hidden)
     expected = 0.0
     with torch.no_grad():
-        for row, weights in zip(hidden, hidden @ block.router.weight[0], strict=True):
-            chosen = slow_top(weights.tolist(), 3)
+        weights = hidden @ block.router.weight[0]
+        members = above(weights) if threshold else [slow_top(row, 3) for row in weights.tolist()]
+        for row, chosen in zip(hidden, members, strict=True):
             for position, state in enumerate(row):
                 logit = block.predictor.decide(F.gelu(block.predictor.expand(state))) + block.predictor.bias[0]
                 share = torch.sigmoid(logit).item()
@@ -354,27 +329,27 @@ def test_evaluation_by_the_predictor_does_not_look_ahead() -> None:
     assert not torch.allclose(run(block, changed).hidden[:, :8], run(block, hidden).hidden[:, :8])
 
 
-@pytest.mark.parametrize("predictor_size", [7, 8, 32])
-def test_experts_behind_a_predictor_begin_aligned_in_a_flat_buffer(predictor_size: int) -> None:
+def test_experts_behind_a_predictor_begin_aligned_in_a_flat_buffer() -> None:
     """Else their weights are copied in every pass."""
-    cases = [{"kind": "moe", "experts": 3}, {"kind": "mod", "predictor_size": predictor_size}]
-    section = {"layers": 4, "hidden_size": 8, "heads": 2, "sequence_length": SEQUENCE, "vocab_size": 257, "case": cases}
-    begins, size = list[int](), 0
-    for spec in model_layers(parse_section(ModelConfig, section, "model")):
-        for parameter in spec.build().parameters():
-            begins += [size] * (parameter.dim() == 3)
-            size += parameter.numel() * torch.bfloat16.itemsize
-    assert len(begins) == 8 and not any(begin % ALIGNMENT for begin in begins)
+    sizes = {"layers": 4, "hidden_size": 8, "heads": 2, "sequence_length": SEQUENCE, "vocab_size": 257}
+    for predictor_size in (7, 8, 32):
+        cases = [{"kind": "moe", "experts": 3}, {"kind": "mod", "predictor_size": predictor_size}]
+        begins, size = list[int](), 0
+        for spec in model_layers(parse_section(ModelConfig, {**sizes, "case": cases}, "model")):
+            for parameter in spec.build().parameters():
+                begins += [size] * (parameter.dim() == 3)
+                size += parameter.numel() * torch.bfloat16.itemsize
+        assert len(begins) == 8 and not any(begin % ALIGNMENT for begin in begins), predictor_size
 
 
-@pytest.mark.parametrize(("bias", "taken"), [(-1e4, 0), (1e4, SEQUENCE)])
-def test_the_predictor_may_choose_no_token_or_all(bias: float, taken: int) -> None:
-    block, hidden = block_of().eval(), hidden_states()
-    with torch.no_grad():
-        block.predictor.bias.fill_(bias)
-    output = run(block, hidden).hidden
-    assert output.isfinite().all()
-    assert (output != hidden).any(dim=-1).sum(dim=1).tolist() == [taken] * BATCH
+def test_the_predictor_may_choose_no_token_or_all() -> None:
+    for bias, taken in ((-1e4, 0), (1e4, SEQUENCE)):
+        block, hidden = block_of().eval(), hidden_states()
+        with torch.no_grad():
+            block.predictor.bias.fill_(bias)
+        output = run(block, hidden).hidden
+        assert output.isfinite().all()
+        assert (output != hidden).any(dim=-1).sum(dim=1).tolist() == [taken] * BATCH
 
 
 def test_evaluation_by_top_k_equals_training() -> None:
