@@ -248,7 +248,7 @@ def test_pieces_are_compared_with_a_recording_of_whole_layers(
     pieces, whole, path = (tmp_path / name for name in ("pieces.jsonl", "whole.jsonl", "rows.json"))
     write_recording(pieces, [[1, 1, 1, 1]] * 8, whole_layers=[0, 1, 2, 4])
     write_recording(whole, [[1, 1, 4]] * 8)  # the last one costs twice what its halves do
-    flags = ["--recorded", str(pieces), "--json", str(path), "--link-gbps", "1e9", "--micro-batches", "1000"]
+    flags = ["--recorded", str(pieces), "--json", str(path), "--link-gbps", "1e9", "--micro-batches", "200"]
     found = {}
     for given in ([], ["--whole", str(whole)]):
         simulate_runs.main([*flags, *given])

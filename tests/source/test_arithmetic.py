@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sources import tree_of
+
 PACKAGE = Path(__file__).parents[2] / "ds_dynmo"
 DECIDE = ["partitioners", "schedules", "plan", "engine/decide", "engine/resize", "placement.py", "layer_groups.py"]
 # Of C and numpy: by processor, another algorithm or another order of additions.
@@ -44,9 +46,5 @@ def test_decisions_use_arithmetic_that_is_the_same_everywhere(place: str) -> Non
     path = PACKAGE / place
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     assert files
-    found = [
-        f"{file.relative_to(PACKAGE)}:{line}: {what}"
-        for file in files
-        for line, what in differing(ast.parse(file.read_text()))
-    ]
+    found = [f"{file.relative_to(PACKAGE)}:{line}: {what}" for file in files for line, what in differing(tree_of(file))]
     assert not found, "use ds_dynmo.partitioners.portable, products and sums:\n" + "\n".join(found)

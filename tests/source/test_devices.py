@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from tests.support.sources import nodes_of
+
 ENGINE = Path(__file__).parents[2] / "ds_dynmo" / "engine"
 MAKERS = {  # functions of torch that make a tensor on the default device
     "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
@@ -26,7 +28,7 @@ def test_tensors_of_the_engine_name_their_device() -> None:
     found = [
         f"{path.relative_to(ENGINE)}:{node.lineno} {ast.unparse(node)}"
         for path in sorted(ENGINE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and makes_on_default_device(node)
     ]
     assert not found, "\n".join(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -12,13 +13,15 @@ import pytest
 
 import ds_dynmo
 import ds_dynmo.models
+from tests.support.sources import nodes_of, tree_of
 
 PACKAGE = Path(__file__).parents[2] / "ds_dynmo"
 TESTS = Path(__file__).parents[1]
 
 
+@cache
 def imports(path: Path) -> set[str]:
-    return {name for node in ast.walk(ast.parse(path.read_text())) for name in imported(node)}
+    return {name for node in nodes_of(path) for name in imported(node)}
 
 
 def imported(node: ast.AST) -> set[str]:
@@ -96,7 +99,7 @@ def test_private_names_of_torch_are_in_one_module() -> None:
         if path == PRIVATE_OF_TORCH:
             continue
         found += [f"{path}: {name}" for name in imports(path) if name.startswith("torch") and "._" in name]
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
                 continue
             owner = ast.unparse(node.value)
@@ -119,14 +122,14 @@ def test_one_package_of_the_engine_communicates() -> None:
                 and node.attr in ("distributed", "comm")
                 and isinstance(node.value, ast.Name)
                 and node.value.id in ("torch", "deepspeed")
-                for node in ast.walk(ast.parse(path.read_text()))
+                for node in nodes_of(path)
             ), path
 
 
 def test_the_module_that_forms_worlds_sends_nothing() -> None:
     used = {
         node.attr
-        for node in ast.walk(ast.parse(FORMS_WORLDS.read_text()))
+        for node in nodes_of(FORMS_WORLDS)
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "deepspeed.comm")
     }
     groups = {"init_process_group", "destroy_process_group", "new_group"}
@@ -153,7 +156,7 @@ def test_few_modules_import_a_package_of_an_extra_and_only_when_it_is_used() -> 
     for path in PACKAGE.rglob("*.py"):
         names = {name.split(".")[0] for name in imports(path)}
         assert all(name not in names or any(map(path.match, users)) for name, users in USERS.items()), path
-        at_once = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        at_once = [node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {name.split(".")[0] for node in at_once for name in imported(node)}
         assert not names & {*USERS, "safetensors"}, path
 

@@ -28,6 +28,7 @@ from torch import nn
 
 from ds_dynmo.engine.deepspeed.names import NEEDED
 from ds_dynmo.engine.deepspeed.probe import _mentioned
+from tests.support.sources import tree_of
 
 PACKAGE = Path(__file__).parents[2] / "ds_dynmo"
 ADAPTER = PACKAGE / "engine" / "deepspeed"
@@ -79,7 +80,7 @@ def private_names() -> set[str]:
 
 
 def trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if ADAPTER not in path.parents}
+    return {path: tree_of(path) for path in PACKAGE.rglob("*.py") if ADAPTER not in path.parents}
 
 
 def defined(tree: ast.AST) -> Iterator[str]:

@@ -37,6 +37,7 @@ from ds_dynmo.models import exporting, huggingface
 from ds_dynmo.partitioners.registry import get
 from tests.support.checkpoints import Evil
 from tests.support.pages import ROOT
+from tests.support.sources import nodes_of
 from tests.support.words import WORDS, word_tokenizer
 
 PACKAGE = ROOT / "ds_dynmo"
@@ -165,7 +166,7 @@ def calls() -> list[tuple[str, str, ast.Call]]:
     """List the calls in the package: the file, the function as it is written, and the call."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        nodes = [node for node in nodes_of(path) if isinstance(node, ast.Call)]
         found += [(str(path.relative_to(PACKAGE)), dotted(node.func), node) for node in nodes]
     return found
 

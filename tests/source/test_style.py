@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sources import nodes_of
+
 PACKAGE = Path(__file__).parents[2] / "ds_dynmo"
 
 # Words that begin a question, a noun phrase or an inverted sentence, and verbs that have a better word: "Return".
@@ -53,7 +55,7 @@ def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 def test_first_lines_of_docstrings(room: str) -> None:
     found = []
     for path in sorted((PACKAGE / room).glob("*.py" if room == "." else "**/*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 continue
             line = (ast.get_docstring(node) or "").partition("\n")[0]
@@ -68,7 +70,7 @@ def test_names_of_classes_differ() -> None:
     """Also private ones, and those that only an underscore tells apart."""
     places = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     shared = {name: found for name, found in places.items() if len(found) > 1}
