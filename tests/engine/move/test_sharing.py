@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,11 @@ from torch import nn
 
 from tests.support.configs import Case
 from tests.support.harness import run, run_each
-from tests.support.models import WIDTH, Block, Embedding, Head, seeded
+from tests.support.models import WIDTH, Block, Embedding, seeded
 from tests.support.training import batches, build, check_moves_changed_nothing, layers_of, outcome_of, train_and_move
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 6
-MOVES = [[0, 1, 7], [0, 5, 7], [0, 2, 7], [0, 6, 7], [0, 3, 7]]
 _GLOBAL_ARGS: Namespace | None = None
 
 
@@ -39,18 +37,12 @@ class MegatronBlock(Block):
         return super().forward(hidden) * self._args.scale
 
 
-def megatron(case: Case) -> list[Any]:
-    global _GLOBAL_ARGS
-    _GLOBAL_ARGS = Namespace(scale=1.0, rank=torch.distributed.get_rank())
-    return [LayerSpec(Embedding, 1), *[LayerSpec(MegatronBlock, i) for i in range(5)], LayerSpec(Head, 2)]
-
-
 class WholeModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = 1.0
         with torch.device("meta"):
-            self.blocks = nn.ModuleList([Block(i) for i in range(5)])
+            self.blocks = nn.ModuleList([Block(i) for i in range(2)])
 
 
 class DecoderPipe(nn.Module):
@@ -68,12 +60,6 @@ class DecoderPipe(nn.Module):
 
 
 _models: list[WholeModel] = []  # this rank's, which the program changes
-
-
-def whole_model(case: Case) -> list[Any]:
-    _models[:] = [WholeModel()]
-    specs = [LayerSpec(DecoderPipe, _models[0], i) for i in range(5)]
-    return [LayerSpec(Embedding, 1), *specs, LayerSpec(Head, 2)]
 
 
 class Rotary(nn.Module):
@@ -98,27 +84,6 @@ class RotaryBlock(Block):
 _settings: list[dict[str, float]] = []
 
 
-def shared_part(case: Case) -> list[Any]:
-    _settings[:] = [{"scale": 1.0}]
-    rotary = Rotary()
-    return [Embedding(1), *[RotaryBlock(i, rotary, _settings[0]) for i in range(5)], Head(2)]
-
-
-def shared_part_in_specs(case: Case) -> list[Any]:
-    _settings[:] = [{"scale": 1.0}]
-    rotary = Rotary()
-    specs = [LayerSpec(RotaryBlock, i, rotary, _settings[0]) for i in range(5)]
-    return [LayerSpec(Embedding, 1), *specs, LayerSpec(Head, 2)]
-
-
-MODELS: dict[str, Callable[[Case], list[Any]]] = {
-    "megatron": megatron,
-    "whole_model": whole_model,
-    "shared_part": shared_part,
-    "shared_part_in_specs": shared_part_in_specs,
-}
-
-
 class SettledEmbedding(Embedding):
     def __init__(self, seed: int, settings: dict[str, float]) -> None:
         super().__init__(seed)
@@ -127,15 +92,6 @@ class SettledEmbedding(Embedding):
 
 def settled_head(embedding: SettledEmbedding, hidden: torch.Tensor) -> torch.Tensor:
     return hidden @ embedding.weight.t() * embedding.settings["scale"]
-
-
-def tied_with_settings(case: Case) -> list[Any]:
-    _settings[:] = [{"scale": 1.0}]
-    tie = partial(TiedLayerSpec, "tie", SettledEmbedding, 1, _settings[0], tied_weight_attr="weight")
-    return [tie(), *[LayerSpec(Block, i) for i in range(5)], tie(forward_fn=settled_head)]
-
-
-MODELS["tied_with_settings"] = tied_with_settings
 
 
 class AroundModule(nn.Module):
@@ -153,99 +109,86 @@ def back(layer: AroundModule, hidden: torch.Tensor) -> torch.Tensor:
     return hidden + hidden @ layer.inner.weight.t() + layer.inner.bias
 
 
-def tied_around_a_module(case: Case) -> list[Any]:
-    _settings[:] = [{"scale": 1.0}]
-    inner = nn.Linear(WIDTH, WIDTH)
+def tied_ends() -> list[Any]:
+    tie = partial(TiedLayerSpec, "ends", SettledEmbedding, 1, _settings[0], tied_weight_attr="weight")
+    return [tie(), tie(forward_fn=settled_head)]
+
+
+def sharing(case: Case) -> list[Any]:
+    """Return 12 layers: two of each kind, which share what the program's globals, modules or layer specs hold."""
+    global _GLOBAL_ARGS
+    _GLOBAL_ARGS = Namespace(scale=1.0, rank=torch.distributed.get_rank())
+    _models[:], _settings[:] = [WholeModel()], [{"scale": 1.0}]
+    given, in_specs, inner = Rotary(), Rotary(), nn.Linear(WIDTH, WIDTH)
     for number, parameter in enumerate(inner.parameters()):
         parameter.data.copy_(seeded(parameter.shape, number))
-    tie = partial(TiedLayerSpec, "tie", AroundModule, inner, tied_weight_attr=["inner.weight", "inner.bias"])
-    blocks = [LayerSpec(Block, i) for i in range(3)]
-    return [LayerSpec(Embedding, 1), blocks[0], tie(), blocks[1], tie(forward_fn=back), blocks[2], LayerSpec(Head, 2)]
+    around = partial(TiedLayerSpec, "around", AroundModule, inner, tied_weight_attr=["inner.weight", "inner.bias"])
+    first, last = tied_ends()
+    pairs = [
+        [
+            LayerSpec(MegatronBlock, index),
+            LayerSpec(DecoderPipe, _models[0], index),
+            RotaryBlock(2 + index, given, _settings[0]),
+            LayerSpec(RotaryBlock, 4 + index, in_specs, _settings[0]),
+        ]
+        for index in range(2)
+    ]
+    return [first, *pairs[0], around(), *pairs[1], around(forward_fn=back), last]
 
 
-MODELS["tied_around_a_module"] = tied_around_a_module
+def set_scale(scale: float) -> None:
+    """Change shared objects, on every rank."""
+    get_args().scale = _models[0].scale = _settings[0]["scale"] = scale
 
 
-def change(what: str) -> None:
-    """Change shared objects during the run, on every rank."""
-    if what == "megatron":
-        get_args().scale = 0.5
-    elif what == "whole_model":
-        _models[0].scale = 0.5
-    else:
-        _settings[0]["scale"] = 0.5
+MOVES = [[0, 1, 12], [0, 11, 12], [0, 8, 12], [0, 10, 12]]  # the last brings two of a kind to their like
 
 
-def train(what: str, precision: str, moves: list[list[int]]) -> dict[str, Any]:
-    """Train, move after every batch, and change what layers share in the middle."""
-    engine = build(Case(stages=2, blocks=4, precision=precision), MODELS[what])
+def train(case: Case, moves: list[list[int]], folder: str | None = None) -> dict[str, Any]:
+    """Train 5 batches, and move after each. Change what layers share after the second and the fourth.
+
+    Args:
+        folder: to save to after the second change; with more than two stages, to load from there.
+    """
+    engine = build(case, sharing)
+    data, first = batches(engine), 0
+    if case.stages > 2:
+        set_scale(0.5)
+        engine.load_checkpoint(folder)
+        first = 2
+        for _ in range(first * engine.micro_batches):
+            next(data)
 
     def after(step: int) -> None:
-        if step == 2:
-            change(what)
+        if first + step == 1:
+            set_scale(0.5)
+            if folder is not None:
+                engine.save_checkpoint(folder)
+        if first + step == 3:
+            set_scale(1.0)
 
-    losses = train_and_move(engine, batches(engine), moves, STEPS, after)
-    parts = [part for module in layers_of(engine).values() for part in module.modules()]
-    rotaries = {id(part) for part in parts if isinstance(part, Rotary)}
-    return {**outcome_of(engine, losses), "rotaries": len(rotaries)}
+    losses = train_and_move(engine, data, moves, 5 - first, after)
+    blocks = [layer for layer in layers_of(engine).values() if isinstance(layer, RotaryBlock)]
+    return {**outcome_of(engine, losses), "rotaries": len({id(block.rotary) for block in blocks})}
 
 
-@pytest.mark.parametrize(
-    ("what", "precision"),
-    [
-        *((what, "fp32") for what in MODELS),
-        ("shared_part", "bf16 zero1"),
-        *(pytest.param(what, "bf16", marks=pytest.mark.nightly) for what in MODELS),
-        *(pytest.param(what, "bf16 zero1", marks=pytest.mark.nightly) for what in MODELS if what != "shared_part"),
-    ],
-)
-@pytest.mark.every_variant
-def test_a_move_at_every_step_changes_nothing(what: str, precision: str) -> None:
-    still, moved = run_each(2, train, (what, precision, []), (what, precision, MOVES))
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16 zero1"])
+def test_what_layers_share_is_one_object_after_moves_and_at_another_number_of_stages(
+    precision: str, tmp_path: Path
+) -> None:
+    case = Case(stages=2, blocks=9, precision=precision, clip=0.0)
+    still, moved = run_each(2, train, (case, []), (case, MOVES, str(tmp_path)))
     check_moves_changed_nothing(still, moved)
-    if what.startswith("shared_part"):
-        assert [r["rotaries"] for r in moved] == [1, 1]
-
-
-def _set_back(what: str) -> None:
-    if what == "megatron":
-        get_args().scale = 1.0
-    elif what == "whole_model":
-        _models[0].scale = 1.0
-    else:
-        _settings[0]["scale"] = 1.0
-
-
-def save_and_load(what: str, stages: int, folder: str) -> list[float]:
-    """Save at two stages after changes and moves, and continue; or load at another number of stages and continue."""
-    engine = build(Case(stages=stages, blocks=4), MODELS[what])
-    data = batches(engine)
-    if stages == 2:
-        for move in MOVES[:2]:
-            engine.train_batch(data)
-            engine.rebalance(move)
-        change(what)
-        engine.save_checkpoint(folder)
-    else:
-        change(what)
-        engine.load_checkpoint(folder)
-        for _ in range(2 * engine.micro_batches):
-            next(data)
-    losses = [engine.train_batch(data).item() for _ in range(2)]
-    _set_back(what)
-    return [*losses, engine.train_batch(data).item()]
-
-
-@pytest.mark.parametrize("what", MODELS)
-def test_a_run_resumes_at_another_number_of_stages(what: str, tmp_path: Path) -> None:
-    went_on = run(2, save_and_load, what, 2, str(tmp_path))
-    loaded = run(3, save_and_load, what, 3, str(tmp_path))
-    assert loaded[0] == went_on[0]
+    assert [rank["rotaries"] for rank in moved] == [2, 0]
+    loaded = run(3, train, replace(case, stages=3), [], str(tmp_path))
+    assert loaded[0]["losses"] == still[0]["losses"][2:]
 
 
 def train_on_one_stage(changes: bool) -> list[float]:
     """Train both uses of a tied layer on one stage, with or without a change of what they share."""
-    engine = build(Case(stages=1, blocks=4), tied_with_settings)
+    _settings[:] = [{"scale": 1.0}]
+    first, last = tied_ends()
+    engine = build(Case(stages=1), lambda _: [first, *(LayerSpec(Block, index) for index in range(2)), last])
     data = batches(engine)
     losses = [engine.train_batch(data).item()]
     if changes:
