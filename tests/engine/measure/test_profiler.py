@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,46 +140,88 @@ class MakesTableOfTable(MakesTable):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("kind", [MakesTable, MakesTableOfTable])
-def test_work_for_the_whole_stage_is_no_layers(kind: type[Layer], recomputed: bool) -> None:
+def checkpointed(segment: int, *, reentrant: bool) -> Callable[[list[Any], Any], Any]:
+    """Run layers with each ``segment`` of them recomputed."""
+
+    def run(layers: list[Any], x: Any) -> Any:
+        for first in range(0, len(layers), segment):
+            part = layers[first : first + segment]
+            x = checkpoint(lambda y, part=part: plain(part, y), x, use_reentrant=reentrant)
+        return x
+
+    return run
+
+
+def seconds_of(
+    make: Callable[[Clock], list[Callable[..., Any]]], x: Any, run: Callable[[list[Any], Any], Any] = plain
+) -> list[tuple[float, float]]:
+    """Return the seconds of each layer, forward and backward."""
     clock = Clock()
-    layers: list[Callable[..., Any]] = [kind(clock, 1.0, 2.0), Layer(clock, 3.0, 4.0)]
-    run = (lambda layers, x: checkpoint(plain, layers, x, use_reentrant=False)) if recomputed else plain
-    profiler = measure(clock, layers, torch.ones(3, requires_grad=True), run)
-    assert seconds(profiler, 2) == ([(1.0, 3.0), (3.0, 7.0)] if recomputed else [(1.0, 2.0), (3.0, 4.0)])
+    layers = make(clock)
+    profiler = measure(clock, layers, x, run)
+    assert profiler.batches == 2
+    return seconds(profiler, len(layers))
+
+
+def three(clock: Clock) -> list[Callable[..., Any]]:
+    return [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0), Layer(clock, 4.0, 7.0)]
 
 
 def test_each_layer_gets_its_own_seconds() -> None:
-    clock = Clock()
-    layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0), Layer(clock, 4.0, 7.0)]
-    profiler = measure(clock, layers, torch.ones(2, 3, requires_grad=True), plain)
-    assert seconds(profiler, 3) == [(1.0, 3.0), (2.0, 5.0), (4.0, 7.0)]
-    assert profiler.batches == 2
+    """Also with integer inputs, functions and identities, in place, between tuples, and where one is frozen."""
 
+    def of_tokens(clock: Clock) -> list[Callable[..., Any]]:
+        return [Embed(clock), lambda x: x, lambda x: x * 3.0, Layer(clock, 2.0, 5.0), lambda x: x.mul_(2.0)]
 
-def test_integer_inputs_functions_and_identities_are_measured() -> None:
-    clock = Clock()
-    layers = [Embed(clock), lambda x: x, lambda x: x * 3.0, Layer(clock, 2.0, 5.0), lambda x: x.mul_(2.0)]
-    profiler = measure(clock, layers, torch.tensor([1, 2]), plain)
-    assert seconds(profiler, 5) == [(1.0, 2.0), (0.0, 0.0), (0.0, 0.0), (2.0, 5.0), (0.0, 0.0)]
+    def in_place(clock: Clock) -> list[Callable[..., Any]]:
+        return [Layer(clock, 1.0, 3.0), lambda x: x.add_(1.0), Layer(clock, 2.0, 5.0)]
 
+    def one_is_frozen(clock: Clock) -> list[Callable[..., Any]]:
+        return [Layer(clock, 1.0, 3.0).requires_grad_(False), Layer(clock, 2.0, 5.0)]
 
-def test_in_place_layers_are_measured() -> None:
-    clock = Clock()
-
-    def in_place(x: torch.Tensor) -> torch.Tensor:
-        return x.add_(1.0)
-
-    layers = [Layer(clock, 1.0, 3.0), in_place, Layer(clock, 2.0, 5.0)]
-    assert seconds(measure(clock, layers, torch.ones(2, 3), plain), 3) == [(1.0, 3.0), (0.0, 0.0), (2.0, 5.0)]
-
-
-def test_layers_between_tuples_are_measured() -> None:
-    clock = Clock()
-    layers = [Pair(Layer(clock, 1.0, 3.0)), Pair(Layer(clock, 2.0, 5.0))]
     both = (torch.ones(2, 3, requires_grad=True), torch.ones(2, requires_grad=True))
-    assert seconds(measure(clock, layers, both, plain), 2) == [(1.0, 3.0), (2.0, 5.0)]
+    assert seconds_of(three, torch.ones(2, 3, requires_grad=True)) == [(1.0, 3.0), (2.0, 5.0), (4.0, 7.0)]
+    found = seconds_of(of_tokens, torch.tensor([1, 2]))
+    assert found == [(1.0, 2.0), (0.0, 0.0), (0.0, 0.0), (2.0, 5.0), (0.0, 0.0)]
+    assert seconds_of(in_place, torch.ones(2, 3)) == [(1.0, 3.0), (0.0, 0.0), (2.0, 5.0)]
+    assert seconds_of(lambda clock: [*map(Pair, three(clock))], both) == [(1.0, 3.0), (2.0, 5.0), (4.0, 7.0)]
+    assert seconds_of(one_is_frozen, torch.ones(2, 3)) == [(1.0, 0.0), (2.0, 5.0)]
+
+
+def test_recomputation_belongs_to_backward_and_its_bookkeeping_to_no_layer() -> None:
+    class Bookkeeping(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, clock: Clock) -> torch.Tensor:
+            ctx.clock = clock
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+            ctx.clock.time += 50.0
+            return gradient, None
+
+    clock, x = Clock(), torch.ones(2, 3, requires_grad=True)
+
+    def with_bookkeeping(layers: list[Any], x: Any) -> Any:
+        for layer in layers:
+            x = checkpoint(layer, Bookkeeping.apply(x, clock), use_reentrant=True)
+        return x
+
+    for segment, reentrant in product((1, 2, 3), (True, False)):
+        found = seconds_of(three, x, checkpointed(segment, reentrant=reentrant))
+        assert found == [(1.0, 4.0), (2.0, 7.0), (4.0, 11.0)], (segment, reentrant)
+    assert seconds(measure(clock, three(clock), x, with_bookkeeping), 3) == [(1.0, 4.0), (2.0, 7.0), (4.0, 11.0)]
+
+
+def test_work_for_the_whole_stage_is_no_layers() -> None:
+    x = torch.ones(3, requires_grad=True)
+    for kind in (MakesTable, MakesTableOfTable):
+
+        def make(clock: Clock, kind: type[Layer] = kind) -> list[Callable[..., Any]]:
+            return [kind(clock, 1.0, 2.0), Layer(clock, 3.0, 4.0)]
+
+        assert seconds_of(make, x) == [(1.0, 2.0), (3.0, 4.0)], kind
+        assert seconds_of(make, x, checkpointed(2, reentrant=False)) == [(1.0, 3.0), (3.0, 7.0)], kind
 
 
 def test_nothing_stays_hooked_to_a_weight_that_layers_pass_on() -> None:
@@ -192,53 +235,6 @@ def test_nothing_stays_hooked_to_a_weight_that_layers_pass_on() -> None:
     )
     measure(clock, [lambda x: (layer(x), layer.weight)], torch.ones(2, 3), plain)
     assert not layer.weight._backward_hooks
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("segment", [1, 2, 3])
-def test_recomputation_belongs_to_backward(reentrant: bool, segment: int) -> None:
-    clock = Clock()
-    layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0), Layer(clock, 4.0, 7.0)]
-
-    def checkpointed(funcs: list[Any], x: Any) -> Any:
-        for first in range(0, len(funcs), segment):
-            part = funcs[first : first + segment]
-            x = checkpoint(lambda y, part=part: plain(part, y), x, use_reentrant=reentrant)
-        return x
-
-    profiler = measure(clock, layers, torch.ones(2, 3, requires_grad=True), checkpointed)
-    found = seconds(profiler, 3)
-    assert found == [(1.0, 4.0), (2.0, 7.0), (4.0, 11.0)]
-
-
-def test_bookkeeping_of_checkpointing_belongs_to_no_layer() -> None:
-    clock = Clock()
-    layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0)]
-
-    class Bookkeeping(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-            clock.time += 50.0
-            return gradient
-
-    def checkpointed(funcs: list[Any], x: Any) -> Any:
-        for layer in funcs:
-            x = checkpoint(layer, Bookkeeping.apply(x), use_reentrant=True)
-        return x
-
-    profiler = measure(clock, layers, torch.ones(2, 3, requires_grad=True), checkpointed)
-    assert seconds(profiler, 2) == [(1.0, 4.0), (2.0, 7.0)]
-
-
-def test_frozen_layers_spend_nothing_in_backward() -> None:
-    clock = Clock()
-    layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0)]
-    layers[0].weight.requires_grad_(False)
-    assert seconds(measure(clock, layers, torch.ones(2, 3), plain), 2) == [(1.0, 0.0), (2.0, 5.0)]
 
 
 def test_the_loss_counts_as_the_last_layers() -> None:
@@ -261,14 +257,8 @@ def test_activation_bytes_exclude_weights() -> None:
 
 
 def test_counting_activation_bytes_keeps_checkpointing_working() -> None:
-    clock = Clock()
-    inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-    x = torch.ones(2, 3, requires_grad=True)
-
-    def checkpointed(funcs: list[Any], x: Any) -> Any:
-        return checkpoint(lambda y: plain(funcs, y), x, use_reentrant=False)
-
-    profiler = measure(clock, [inner], x, checkpointed)
+    inner, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(2, 3, requires_grad=True)
+    profiler = measure(Clock(), [inner], x, checkpointed(1, reentrant=False))
     reference = torch.ones(2, 3, requires_grad=True)
     for _ in range(2):
         inner(reference).sum().backward()
@@ -284,11 +274,9 @@ def test_what_is_freed_at_once_counts_all_the_same() -> None:
             x = (x * 1.0).square()  # saves a new tensor each time
         return x
 
-    def checkpointed(funcs: list[Any], x: Any) -> Any:
-        return checkpoint(lambda y: plain(funcs, y), x, use_reentrant=False)
-
     x = torch.ones(1000, requires_grad=True)
-    assert measure(Clock(), [doubled], x, checkpointed).samples.activation_bytes == {4: 4 * 1000 * 4}
+    samples = measure(Clock(), [doubled], x, checkpointed(1, reentrant=False)).samples
+    assert samples.activation_bytes == {4: 4 * 1000 * 4}
 
 
 @pytest.mark.parametrize("loss_fn", [lambda y, t: (y - t).square().mean(), nn.MSELoss()], ids=["function", "module"])
@@ -308,23 +296,20 @@ def test_what_the_loss_saves_is_counted(loss_fn: Any) -> None:
     assert profiler.samples.output_bytes == {0: 2 * 5 * 4}
 
 
-@pytest.mark.parametrize(("every", "rows_counted"), [(True, 4), (False, 1)])
-def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most_or_of_the_first(
-    every: bool, rows_counted: int
-) -> None:
-    funcs = [lambda x: (x[: rows.pop(0)].clone() ** 2).sum()]
-    module, rows = module_like(funcs), [1, 4, 2]
-    profiler = Profiler(Clock(), size_every_pass=every)
-    with measuring(profiler, module, [0], has_loss=True):
-        for _ in range(3):
-            with profiler.measure_pass(Kind.FORWARD, [0], has_loss=True):
-                module.forward_funcs[0](torch.ones(4, 2, requires_grad=True))
-    assert profiler.samples.activation_bytes == {0: rows_counted * 2 * 4}
+def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most_or_of_the_first() -> None:
+    for every, rows_counted in ((True, 4), (False, 1)):
+        rows = [1, 4, 2]
+        module = module_like([lambda x, rows=rows: (x[: rows.pop(0)].clone() ** 2).sum()])
+        profiler = Profiler(Clock(), size_every_pass=every)
+        with measuring(profiler, module, [0], has_loss=True):
+            for _ in range(3):
+                with profiler.measure_pass(Kind.FORWARD, [0], has_loss=True):
+                    module.forward_funcs[0](torch.ones(4, 2, requires_grad=True))
+        assert profiler.samples.activation_bytes == {0: rows_counted * 2 * 4}, every
 
 
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
+def test_the_mean_of_a_layer_excludes_outliers() -> None:
+    for found, expected in (
         ([], 0.0),
         ([3.0], 3.0),
         ([1.0, 2.0], 1.5),
@@ -333,10 +318,8 @@ def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most_or_of_the
         ([1.0] * 4 + [50.0, 1.0, 1.0], 1.0),
         ([1.0] * 7 + [50.0], 1.0),
         ([0.0] * 9 + [2.0] * 7, 10 / 12),
-    ],
-)
-def test_the_mean_of_a_layer_excludes_outliers(seconds: list[float], expected: float) -> None:
-    assert typical(seconds) == pytest.approx(expected)
+    ):
+        assert typical(found) == pytest.approx(expected), found
 
 
 def test_a_stalled_batch_does_not_count_as_typical() -> None:
@@ -378,20 +361,18 @@ class QueueingDevice:
         return [after[0] - before[0] for before, after in zip(times, times[1:])]
 
 
-@pytest.mark.parametrize("profiled", [True, False])
-def test_the_seconds_of_a_batch_are_those_of_the_device(profiled: bool) -> None:
-    device = QueueingDevice()
-    profiler, module = Profiler(device), SimpleNamespace(forward_funcs=[])
-    for seconds in (2.0, 4.0, 8.0):
-        with profiler.batch(module, has_loss=False) if profiled else profiler.timed():
-            device.queue.append(seconds)
-    assert profiler.batch_seconds == 4.0
+def test_the_seconds_of_a_batch_are_those_of_the_device() -> None:
+    for profiled in (True, False):
+        device = QueueingDevice()
+        profiler, module = Profiler(device), SimpleNamespace(forward_funcs=[])
+        for seconds in (2.0, 4.0, 8.0):
+            with profiler.batch(module, has_loss=False) if profiled else profiler.timed():
+                device.queue.append(seconds)
+        assert profiler.batch_seconds == 4.0, profiled
 
 
-@pytest.mark.parametrize(("host_timers", "expected"), [(True, CpuClock), (False, EventClock)])
-def test_the_accelerator_says_which_clock_it_has(
-    host_timers: bool, expected: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_accelerator_says_which_clock_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(get_accelerator(), "device_name", lambda: "some device")
-    monkeypatch.setattr(get_accelerator(), "use_host_timers", lambda: host_timers)
-    assert type(device_clock()) is expected
+    for host_timers, expected in ((True, CpuClock), (False, EventClock)):
+        monkeypatch.setattr(get_accelerator(), "use_host_timers", lambda host_timers=host_timers: host_timers)
+        assert type(device_clock()) is expected

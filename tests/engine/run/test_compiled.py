@@ -11,8 +11,7 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-from tests.support.checkpoints import check_same as check_same_outcome
-from tests.support.checkpoints import load_and_continue, save_and_continue, skewed
+from tests.support.checkpoints import check_same, load_and_continue, save_and_continue, skewed
 from tests.support.configs import Case
 from tests.support.harness import run, run_each
 from tests.support.models import Block, Embedding, Head, scale
@@ -46,12 +45,6 @@ def train(case: Case, moves: Sequence[Sequence[int]], steps: int, backend: str =
     return {**outcome_of(engine, losses), "evaluations": evaluations}
 
 
-def check_same(case: Case, moves: list[list[int]], steps: int = 4) -> None:
-    still, moved = run_each(case.ranks, train, (case, [], steps), (case, moves, steps))
-    check_moves_changed_nothing(still, moved)
-    assert [result["evaluations"] for result in moved] == [result["evaluations"] for result in still]
-
-
 CASES = {
     "fp32": Case(stages=2, blocks=2, dropout=True),
     "bf16 zero1 tied": Case(stages=2, precision="bf16 zero1", tied=True, replicas=2),
@@ -62,17 +55,14 @@ CASES = {
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("by", [{}, {"compile": True}], ids=["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", CASES)
-def test_moves_change_nothing(name: str) -> None:
-    case = CASES[name]
-    check_same(case, partitions(case, seed=11, count=3))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", CASES)
-def test_moves_change_nothing_under_inductor(name: str) -> None:
-    case = CASES[name]
-    check_same(replace(case, dynmo={**(case.dynmo or {}), "compile": True}), partitions(case, seed=11, count=3))
+def test_moves_change_nothing(name: str, by: dict[str, Any]) -> None:
+    case = replace(CASES[name], dynmo={"interval": 0, **(CASES[name].dynmo or {}), **by})
+    moves = partitions(case, seed=11, count=3)
+    still, moved = run_each(case.ranks, train, (case, [], 4), (case, moves, 4))
+    check_moves_changed_nothing(still, moved)
+    assert [result["evaluations"] for result in moved] == [result["evaluations"] for result in still]
 
 
 class Fussy(Block):
@@ -122,6 +112,6 @@ def test_a_compiled_run_resumes_elsewhere_and_uncompiled(tmp_path: Path, precisi
     case = Case(stages=2, tied=True, precision=precision, dynmo={"interval": 0, "compile": True})
     saved = run(2, save_and_continue, case, str(tmp_path), skewed(2))
     for stages in (2, 3):
-        check_same_outcome(saved, run(stages, load_and_continue, replace(case, stages=stages), str(tmp_path)))
+        check_same(saved, run(stages, load_and_continue, replace(case, stages=stages), str(tmp_path)))
     uncompiled = run(2, load_and_continue, replace(case, dynmo={"interval": 0}), str(tmp_path))
     assert uncompiled[0]["losses"] == pytest.approx(saved[0]["losses"], rel=0.05)

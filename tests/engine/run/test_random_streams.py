@@ -128,18 +128,12 @@ def test_recomputation_repeats_the_random_numbers_of_its_micro_batch() -> None:
     assert len({found[0] for found in (first, second, third, fourth)}) == 4
 
 
-def test_random_numbers_do_not_depend_on_the_order_of_passes() -> None:
-    few = run_batch(LayerStreams(7, 0), [("F", 0), ("B", 0), ("F", 1), ("B", 1)])
-    many = run_batch(LayerStreams(7, 0), [("F", 0), ("F", 1), ("B", 0), ("B", 1)])
-    assert [few[0], few[2]] == many[:2]
-
-
-def test_an_evaluation_between_two_batches_changes_neither() -> None:
+def test_random_numbers_do_not_depend_on_the_order_of_passes_nor_on_an_evaluation_in_between() -> None:
     streams = LayerStreams(7, 0)
-    passes = [("F", 0), ("F", 1), ("B", 0), ("B", 1)]
-    before = run_batch(streams, passes)
+    few = run_batch(streams, [("F", 0), ("B", 0), ("F", 1), ("B", 1)])
     run_batch(streams, [("F", 0), ("F", 1), ("F", 2)], training=False)
-    assert run_batch(streams, passes) == before
+    many = run_batch(streams, [("F", 0), ("F", 1), ("B", 0), ("B", 1)])
+    assert [few[0], few[2]] == many[:2]
 
 
 def set_global_generators() -> tuple[float, ...]:
@@ -157,17 +151,14 @@ def next_draws() -> tuple[float, ...]:
     return (*draw(), random.gauss(0.0, 1.0), numpy.random.normal())
 
 
-def test_the_global_generators_are_restored() -> None:
-    expected = set_global_generators()
-    run_batch(LayerStreams(7, 0), [("F", 0), ("F", 1), ("B", 0), ("B", 1)])
-    assert next_draws() == expected
-
-
-def test_the_global_generators_are_restored_after_a_layer_fails() -> None:
+def test_the_global_generators_are_restored_also_after_a_layer_fails() -> None:
     def fails(drawn: list[Any]) -> list[Any]:
         draw()
         raise OSError("out of order")
 
+    expected = set_global_generators()
+    run_batch(LayerStreams(7, 0), [("F", 0), ("F", 1), ("B", 0), ("B", 1)])
+    assert next_draws() == expected
     expected = set_global_generators()
     with pytest.raises(OSError, match="out of order"):
         run_batch(LayerStreams(7, 0), layers=[fails])
@@ -177,28 +168,21 @@ def test_the_global_generators_are_restored_after_a_layer_fails() -> None:
 def test_numpys_state_is_what_numpy_returns() -> None:
     """It is read again where another generator took its place, a number was drawn, or a normal number waits."""
     generator, own = NumpyGenerator(), numpy.random.get_bit_generator()
-
-    def draw_bytes() -> None:
-        numpy.random.bytes(4)
-
-    def draw_normal() -> None:
-        numpy.random.normal()
-
-    def replace() -> None:
-        numpy.random.set_bit_generator(numpy.random.MT19937(5))
-
-    def change_nothing() -> None:
-        pass
-
+    changes: dict[str, Callable[[], object]] = {
+        "nothing": lambda: None,
+        "bytes": lambda: numpy.random.bytes(4),
+        **{f"normal {number}": numpy.random.normal for number in range(4)},
+        "another": lambda: numpy.random.set_bit_generator(numpy.random.MT19937(5)),
+    }
     numpy.random.seed(3)
     try:
-        for change in (change_nothing, draw_bytes, draw_normal, draw_normal, draw_normal, draw_normal, replace):
+        for name, change in changes.items():
             for _ in range(2):
                 change()
                 state, expected = generator.state(), numpy.random.get_state(legacy=False)
-                assert (state["has_gauss"], state["gauss"]) == (expected["has_gauss"], expected["gauss"])
-                assert state["state"]["key"] == expected["state"]["key"].tolist()
-                assert state["state"]["pos"] == expected["state"]["pos"]
+                assert (state["has_gauss"], state["gauss"]) == (expected["has_gauss"], expected["gauss"]), name
+                assert state["state"]["key"] == expected["state"]["key"].tolist(), name
+                assert state["state"]["pos"] == expected["state"]["pos"], name
                 generator.seed(8)
                 generator.restore(state)
     finally:
@@ -258,29 +242,28 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "RandomState": (numpy.random.RandomState, lambda generator: generator.standard_normal()),
     "RandomState of PCG64": (
         lambda: numpy.random.RandomState(numpy.random.PCG64()),
-        lambda generator: generator.standard_normal(),
+        lambda made: made.standard_normal(),
     ),
     "Random": (random.Random, lambda generator: generator.gauss(0.0, 1.0)),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_generator_of_the_program_is_seeded_and_restored(kind: str) -> None:
-    make, draw_from = KINDS[kind]
-    generator, other = make(), make()
-    assert generators.is_generator(generator)
-    draw_from(generator)  # normal numbers come in pairs: another one is kept
-    before = generators.state_of(generator)
-    expected = draw_from(generator)
-    found = []
-    for seed in (7, 7, 2**64 - 1):
-        generators.seed(generator, seed)
-        generators.seed(other, seed)
-        found.append((draw_from(generator), draw_from(generator)))
-        assert (draw_from(other), draw_from(other)) == found[-1]
-    assert found[0] == found[1] != found[2]
-    generators.restore(generator, before)
-    assert draw_from(generator) == expected
+def test_a_generator_of_the_program_is_seeded_and_restored() -> None:
+    for kind, (make, draw_from) in KINDS.items():
+        generator, other = make(), make()
+        assert generators.is_generator(generator), kind
+        draw_from(generator)  # normal numbers come in pairs: another one is kept
+        before = generators.state_of(generator)
+        expected = draw_from(generator)
+        found = []
+        for seed in (7, 7, 2**64 - 1):
+            generators.seed(generator, seed)
+            generators.seed(other, seed)
+            found.append((draw_from(generator), draw_from(generator)))
+            assert (draw_from(other), draw_from(other)) == found[-1], kind
+        assert found[0] == found[1] != found[2], kind
+        generators.restore(generator, before)
+        assert draw_from(generator) == expected, kind
 
 
 def test_generators_without_a_state_are_left_alone() -> None:

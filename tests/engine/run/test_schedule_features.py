@@ -19,11 +19,10 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import elastic
 from tests.support.configs import Case
 from tests.support.harness import RankError, run, run_each
 from tests.support.models import WIDTH, Block, Embedding, Head, scale, seeded, twofold
-from tests.support.training import PROFILED, batches, build, outcome_of, raw, train, train_frozen, train_layers
+from tests.support.training import PROFILED, batches, build, outcome_of, raw, train, train_layers
 from tests.support.under_schedules import check_as_under_1f1b, check_equal, under
 
 pytestmark = pytest.mark.ranks
@@ -122,18 +121,6 @@ class Feature:
     ranks: int
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    unsplit: bool = False
-
-
-def decided() -> dict[str, Any]:
-    """Train, decide an order and a partition from a profile, and train on."""
-    engine = build(Case(stages=2, replicas=2, micro_batches=6))
-    data, losses = batches(engine), []
-    for step in range(4):
-        losses.append(engine.train_batch(data).item())
-        if step == 1:
-            engine.rebalance()
-    return {"losses": losses}
 
 
 FEATURES = {  # that no other test has under our schedules
@@ -146,20 +133,10 @@ MORE_FEATURES = {
     "tuples on three stages": Feature(
         3, train_layers, (Case(stages=3, dynmo=PROFILED), twofold, [[0, 2, 5, 9], [0, 3, 4, 9]])
     ),
-    "a frozen prefix": Feature(
-        3, train_frozen, (Case(stages=3, micro_batches=5), {1: 3, 3: 5, 5: 0}, {2: [0, 1, 5, 8]})
-    ),
-    "a decision": Feature(4, decided),
     "fewer micro-batches": Feature(4, train, (Case(stages=4, micro_batches=2), [[0, 1, 3, 5, 8]], 4, 1)),
-    "1 stage": Feature(1, train, (Case(stages=1), [], 2, 1), unsplit=True),
-    "switched off": Feature(2, train, (Case(dynmo={"enabled": False}, replicas=1), [], 3, 1)),
+    "switched off": Feature(2, train, (Case(dynmo={"enabled": False}), [], 3, 1)),
     "a layer used twice": Feature(
         3, train_layers, (Case(stages=3, micro_batches=5, precision="bf16"), used_twice, [[0, 4, 5, 7]])
-    ),
-    "fewer stages": Feature(
-        4,
-        elastic.train_and_repack,
-        (Case(stages=4, tied=True, dynmo={"interval": 0}, dropout=True), {2: [0, 2, 3, 8], 3: [0, 3, 8]}, 5),
     ),
 }
 
@@ -179,7 +156,7 @@ def test_unusual_modules_work_as_under_1f1b() -> None:
 @pytest.mark.parametrize("name", MORE_FEATURES)
 def test_more_features_work_as_under_1f1b(name: str) -> None:
     one = MORE_FEATURES[name]
-    check_as_under_1f1b(one.ranks, one.function, *one.args, unsplit=one.unsplit)
+    check_as_under_1f1b(one.ranks, one.function, *one.args)
 
 
 def traced(path: str) -> None:

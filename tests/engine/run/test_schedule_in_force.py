@@ -73,18 +73,17 @@ def test_a_decided_schedule_applies_to_its_shape_only() -> None:
     assert next_of(ours) == one_f_one_b(3, 4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "stages", "splits"), [("auto", 3, 6), ("zero_bubble", 3, 6), ("auto", 1, 0), ("1f1b", 3, 0)]
-)
-def test_a_profile_splits_passes_whatever_was_decided(kind: Any, stages: int, splits: int) -> None:
+def test_a_profile_splits_passes_whatever_was_decided() -> None:
     """Where no decision can find another order than 1F1B, none is split."""
-    ours = ScheduleInForce(ScheduleConfig(kind=kind), use_1f1b_until_decided=True)
-    ours.is_profiled = lambda: True
-    assert next_of(ours, stages).splits == splits
-    ours.decide(None)
-    assert next_of(ours, stages).splits == splits
-    ours.is_profiled = lambda: False
-    assert next_of(ours, stages) == one_f_one_b(stages, 4)
+    kinds: list[tuple[Any, int, int]] = [("auto", 3, 6), ("zero_bubble", 3, 6), ("auto", 1, 0), ("1f1b", 3, 0)]
+    for kind, stages, splits in kinds:
+        ours = ScheduleInForce(ScheduleConfig(kind=kind), use_1f1b_until_decided=True)
+        ours.is_profiled = lambda: True
+        assert next_of(ours, stages).splits == splits, kind
+        ours.decide(None)
+        assert next_of(ours, stages).splits == splits, kind
+        ours.is_profiled = lambda: False
+        assert next_of(ours, stages) == one_f_one_b(stages, 4), kind
 
 
 def test_a_decided_schedule_is_forgotten_when_the_world_changes() -> None:
@@ -103,12 +102,10 @@ def test_1f1b_order_runs_until_it_is_known_what_passes_hold() -> None:
     assert next_of(ours, micro_batches=6) == one_f_one_b(3, 6), "nothing was decided for these"
 
 
-@pytest.mark.parametrize(
-    ("memory", "synchronise", "expected"), [(1.0, False, False), (2.0, True, False), (2.0, False, True)]
-)
-def test_orders_count_on_the_next_batch_where_that_can_begin(memory: float, synchronise: bool, expected: bool) -> None:
-    config = ScheduleConfig(kind="zero_bubble", memory=memory)
-    ours = ScheduleInForce(config, stages_synchronise_per_batch=synchronise)
-    assert ours.back_to_back is expected
-    assert next_of(ours, 3, 8) == schedule_for_equal_costs(3, 8, memory, back_to_back=expected)
+def test_orders_count_on_the_next_batch_where_that_can_begin() -> None:
+    for memory, synchronise, expected in ((1.0, False, False), (2.0, True, False), (2.0, False, True)):
+        config = ScheduleConfig(kind="zero_bubble", memory=memory)
+        ours = ScheduleInForce(config, stages_synchronise_per_batch=synchronise)
+        assert ours.back_to_back is expected
+        assert next_of(ours, 3, 8) == schedule_for_equal_costs(3, 8, memory, back_to_back=expected)
     assert schedule_for_equal_costs(3, 8, 2.0, back_to_back=True) != schedule_for_equal_costs(3, 8, 2.0)
