@@ -114,7 +114,7 @@ MUTATIONS = [
         "flat_adapter._in_place",
         "not places",
         "True",
-        f"{CHANGED}::test_marks_stay_and_hooks_run_in_their_order[bf16 immediate]",
+        f"{CHANGED}::test_marks_stay_and_hooks_run_in_their_order",
     ),
     Mutation(
         "non-persistent buffers are left behind",
