@@ -187,7 +187,9 @@ def arithmetic(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
     Also of ``p[s : s + 2]``, and of ``p[s]`` and ``p[s + 1]`` in one function, whatever ``p`` is called.
     """
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(tree)]
+    has_following = any(isinstance(node, ast.Subscript) and is_following(node.slice) for node in nodes)
+    for node in nodes:
         found = False
         if isinstance(node, ast.Subscript):
             found = named(node.value) in BOUNDARIES or is_adjacent_pair(node.slice)
@@ -195,9 +197,11 @@ def arithmetic(tree: ast.AST) -> Iterator[tuple[int, str]]:
             found = any(named(argument) in BOUNDARIES for argument in node.args)
         elif isinstance(node, ast.BinOp) and isinstance(node.left, ast.Call) and named(node.left.func) == "len":
             found = isinstance(node.op, ast.Sub) and named(node.left.args[0]) in BOUNDARIES
-        elif isinstance(node, ast.FunctionDef):
-            indexed = {(ast.unparse(each.value), ast.unparse(each.slice)) for each in subscripts(node)}
-            found = any((of, f"{index} + 1") in indexed for of, index in indexed)
+        elif has_following and isinstance(node, ast.FunctionDef):
+            following = {ast.unparse(each) for each in subscripts(node) if is_following(each.slice)}
+            found = any(
+                f"{ast.unparse(each.value)}[{ast.unparse(each.slice)} + 1]" in following for each in subscripts(node)
+            )
         if found:
             yield node.lineno, ast.unparse(node).splitlines()[0]
 
@@ -210,6 +214,11 @@ def named(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
+def is_following(index: ast.AST) -> bool:
+    """Tell whether ``index`` is ``s + 1``."""
+    return isinstance(index, ast.BinOp) and isinstance(index.op, ast.Add) and ast.unparse(index.right) == "1"
+
+
 def is_adjacent_pair(index: ast.AST) -> bool:
     """Tell whether ``index`` is ``s : s + 2``."""
     if not isinstance(index, ast.Slice) or index.lower is None or index.upper is None:
@@ -219,7 +228,10 @@ def is_adjacent_pair(index: ast.AST) -> bool:
 
 @pytest.mark.parametrize(
     "text",
-    ["partition[stage]", "engine.partition[-1]", "x[s:s + 2]", "zip(parts, parts[1:])", "len(module.parts) - 1"],
+    [
+        *("partition[stage]", "engine.partition[-1]", "x[s:s + 2]", "zip(parts, parts[1:])", "len(module.parts) - 1"),
+        "def size(x, s): return x[s + 1] - x[s]",
+    ],
 )
 def test_boundary_arithmetic_is_recognised(text: str) -> None:
     assert [*arithmetic(ast.parse(text))]

@@ -155,7 +155,7 @@ MUTATIONS = [
         "guards.where_layers_may_move",
         "not engine.dynmo.enabled",
         "False",
-        "tests/engine/test_switched_off.py::test_calls_that_would_move_layers_are_refused",
+        "tests/engine/test_switched_off.py::test_no_layer_moves_but_to_the_partition_of_one_profile",
     ),
     Mutation(
         "a released rank goes on training",

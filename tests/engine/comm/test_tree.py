@@ -112,10 +112,7 @@ def collectives() -> dict[str, Any]:
     with pytest.raises(ds_dynmo.ConfigError, match=r"^rank 8: no 8$"):
         comm.everywhere("a test", lambda: refused(8 - rank), error=ds_dynmo.ConfigError)
     gathered = []
-    for value in (
-        None,
-        [None, 0, "three" * 99][comm.here.stage],
-    ):  # nothing, and values of different lengths beside none
+    for value in (None, [None, 0, "three" * 99][comm.here.stage]):  # values of different lengths, too, beside none
         values, mine = comm.agree_and_gather("a test", lambda value=value: (value, rank))  # type: ignore[misc]
         gathered.append((list(values().values()), mine))
     found["with the agreement"] = gathered
